@@ -1,0 +1,115 @@
+"""The record of the robot's side: a few consecutive steps of one episode, and the outcome that may come later."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from serl_client.spec import Array, Spec
+
+COLUMNS = {"reward": "float32", "intervened": "bool", "decision": "bool", "time": "float64"}  # each [T]
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Under which directive, in which phase and with which weights a step was made; constant within a segment."""
+
+    directive: int
+    phase: str
+    weights: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """T consecutive steps of one episode, streamed as they happen.
+
+    observation {name: [T, ...]}, and T+1 rows in the segment that ends the episode (its last row is the final
+    observation; an episode that was cut by a crash has none); action [T, A] as executed; reward float32,
+    intervened bool, decision bool (a new chunk of the policy began here), time float64 (seconds, the robot's clock),
+    all [T]; extras {name: [T, ...]}.
+    """
+
+    episode: str
+    start: int
+    task: str
+    stamp: Stamp
+    observation: Mapping[str, Array]
+    action: Array
+    reward: Array
+    intervened: Array
+    decision: Array
+    time: Array
+    terminated: bool = False
+    truncated: bool = False
+    extras: Mapping[str, Array] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.action)
+
+    @property
+    def ends(self) -> bool:
+        return self.terminated or self.truncated
+
+    def check(self, spec: Spec) -> None:
+        """Raise ValueError, naming the array, unless every array has the shape and dtype that `spec` gives it."""
+        length = len(self)
+        if length == 0 or self.start < 0 or not self.episode:
+            raise ValueError("a segment has an episode, a start >= 0 and at least one step")
+        if self.terminated and self.truncated:
+            raise ValueError("an episode is terminated or truncated, not both")
+        for kind, features, arrays, rows in (
+            ("observation", spec.observation, self.observation, length + self.ends),
+            ("extras", spec.extras, self.extras, length),
+        ):
+            if set(features) != set(arrays):
+                raise ValueError(f"{kind} should hold {sorted(features)}, not {sorted(arrays)}")
+            for name, feature in features.items():
+                feature.check(name, arrays[name], (rows,))
+        spec.action.check("action", self.action, (length,))
+        for name, dtype in COLUMNS.items():
+            array = getattr(self, name)
+            if array.shape != (length,) or array.dtype != dtype:
+                raise ValueError(f"{name} should be {dtype} [{length}], not {array.dtype} {list(array.shape)}")
+        if not (np.isfinite(self.action).all() and np.isfinite(self.reward).all()):
+            raise ValueError("action and reward must be finite")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an episode ended, as somebody judged it: durable like a segment, and correctable by a later one.
+
+    `by` is `judge` (the environment) or `operator`; the operator's latest wins, all are kept.
+    """
+
+    episode: str
+    success: bool | None
+    discard: bool = False
+    by: str = "judge"
+
+
+Record = Segment | Outcome
+
+
+def join(segments: Sequence[Segment]) -> Segment:
+    """One segment from consecutive ones of one episode. Raises ValueError when they do not follow on each other."""
+    first, last = segments[0], segments[-1]
+    for before, after in zip(segments, segments[1:], strict=False):
+        if after.episode != first.episode or after.start != before.start + len(before) or before.ends:
+            raise ValueError(f"{after.episode}[{after.start}] does not follow {before.episode}[{before.start}]")
+
+    def column(name: str) -> Array:
+        return np.concatenate([getattr(segment, name) for segment in segments])
+
+    def group(name: str) -> dict[str, Array]:
+        return {key: np.concatenate([getattr(s, name)[key] for s in segments]) for key in getattr(first, name)}
+
+    return Segment(
+        first.episode, first.start, first.task, first.stamp, group("observation"), column("action"),
+        *(column(name) for name in COLUMNS), terminated=last.terminated, truncated=last.truncated,
+        extras=group("extras"),
+    )  # fmt: skip
+
+
+def total_reward(segments: Sequence[Segment]) -> float:
+    """The undiscounted return of some segments."""
+    return float(sum(segment.reward.sum(dtype=np.float64) for segment in segments))

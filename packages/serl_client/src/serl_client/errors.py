@@ -1,0 +1,50 @@
+"""What can go wrong between an actor and a learner; every text says what to do about it.
+
+RetakeError                 anything that one clear sentence explains
+|-- ConfigError             what was asked for cannot be built: a wrong value, a missing extra, a full disk
+`-- TrainerError            the other side
+    |-- Timeout             no answer in time
+    |-- Disconnected        nobody listens there, or the link broke
+    |-- VersionMismatch     the two sides speak different protocols
+    |-- Refused             the learner took nothing: another run, another Spec, a bad record, a second client of one name
+    `-- ServerFailed        the learner failed while it answered
+"""
+
+
+class RetakeError(Exception):
+    """One sentence for the person in front of the screen; programs print it without a traceback and exit with 1."""
+
+
+class ConfigError(RetakeError):
+    """What was asked for cannot be built."""
+
+
+class TrainerError(RetakeError):
+    """The other side of the wire did not do what was asked."""
+
+
+class Timeout(TrainerError):
+    """No answer in time."""
+
+
+class Disconnected(TrainerError):
+    """Nobody listens at that address, or the link broke."""
+
+
+class VersionMismatch(TrainerError):
+    """The two sides speak different protocol versions."""
+
+
+class Refused(TrainerError):
+    """The learner took nothing of what was sent; nothing was deleted on this side."""
+
+
+class ServerFailed(TrainerError):
+    """The learner failed while it handled the request."""
+
+
+class MessageError(RetakeError):
+    """Bytes that are no message of ours: malformed, oversized or of an unknown kind. Nothing of them is used."""
+
+
+KINDS = {kind.__name__: kind for kind in (TrainerError, Timeout, Disconnected, VersionMismatch, Refused, ServerFailed)}

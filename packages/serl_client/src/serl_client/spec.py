@@ -1,0 +1,113 @@
+"""What a robot sees and does: the one description that both sides build everything from."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serl_client.errors import ConfigError
+
+Array = NDArray[Any]
+DTYPES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feature:
+    """One named array of every row: its shape without time, its dtype, and (required for the action) its bounds."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    names: tuple[str, ...] = ()
+    low: Array | None = None
+    high: Array | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "names", tuple(self.names))
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r} cannot be stored; use one of {', '.join(DTYPES)}")
+        for bound in ("low", "high"):
+            if (value := getattr(self, bound)) is not None:
+                object.__setattr__(self, bound, np.broadcast_to(np.asarray(value, self.dtype), self.shape).copy())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row of this feature."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def to_dict(self) -> dict[str, Any]:
+        bounds = {name: value.tolist() for name in ("low", "high") if (value := getattr(self, name)) is not None}
+        return {"shape": list(self.shape), "dtype": self.dtype, "names": list(self.names), **bounds}
+
+    def check(self, name: str, array: Array, leading: tuple[int, ...] = ()) -> None:
+        """Raise ValueError unless `array` is [*leading, *shape] of this dtype."""
+        if array.shape != (*leading, *self.shape) or array.dtype != self.dtype:
+            raise ValueError(
+                f"{name} should be {self.dtype} {[*leading, *self.shape]}, not {array.dtype} {list(array.shape)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spec:
+    """Names, shapes, dtypes and bounds of all that an actor records, and the rate of its rows.
+
+    Observation keys are LeRobot's feature names (`observation.state`, `observation.images.cam_high`); images are
+    uint8 [height, width, channel]. Rows have a fixed size. Raises ConfigError for an action without finite bounds.
+    """
+
+    observation: Mapping[str, Feature]
+    action: Feature
+    fps: float
+    extras: Mapping[str, Feature] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.observation:
+            raise ConfigError("a Spec needs at least one observation")
+        if len(self.action.shape) != 1 or self.action.low is None or self.action.high is None:
+            raise ConfigError("the action must be one vector with the bounds low and high")
+        if not (np.isfinite(self.action.low).all() and np.isfinite(self.action.high).all()):
+            raise ConfigError("the action's bounds must be finite: they scale what the policy puts out")
+        if not (self.action.low < self.action.high).all():
+            raise ConfigError("each low bound of the action must lie below its high bound")
+        if not self.fps > 0:
+            raise ConfigError(f"fps must be positive, not {self.fps}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Spec) and self.to_dict() == other.to_dict()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "observation": {name: feature.to_dict() for name, feature in sorted(self.observation.items())},
+            "action": self.action.to_dict(),
+            "fps": float(self.fps),
+            "extras": {name: feature.to_dict() for name, feature in sorted(self.extras.items())},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Spec":
+        """The Spec that `to_dict` described. Raises ConfigError when `data` describes none."""
+        try:
+            return cls(
+                {name: Feature(**feature) for name, feature in data["observation"].items()},
+                Feature(**data["action"]),
+                float(data["fps"]),
+                {name: Feature(**feature) for name, feature in data["extras"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"this is no Spec: {error!r}") from None
+
+    def difference(self, other: "Spec") -> str:
+        """What differs between two Specs, `name: mine, theirs`; empty when nothing does."""
+        mine, theirs = _flat(self.to_dict()), _flat(other.to_dict())
+        names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+        return "; ".join(f"{name}: {mine.get(name)}, {theirs.get(name)}" for name in names)
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
