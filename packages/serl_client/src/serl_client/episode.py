@@ -1,5 +1,6 @@
 """The record of the robot's side: a few consecutive steps of one episode, and the outcome that may come later."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -93,7 +94,7 @@ Record = Segment | Outcome
 def join(segments: Sequence[Segment]) -> Segment:
     """One segment from consecutive ones of one episode. Raises ValueError when they do not follow on each other."""
     first, last = segments[0], segments[-1]
-    for before, after in zip(segments, segments[1:], strict=False):
+    for before, after in itertools.pairwise(segments):
         if after.episode != first.episode or after.start != before.start + len(before) or before.ends:
             raise ValueError(f"{after.episode}[{after.start}] does not follow {before.episode}[{before.start}]")
 

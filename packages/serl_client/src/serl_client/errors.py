@@ -6,7 +6,7 @@ RetakeError                 anything that one clear sentence explains
     |-- Timeout             no answer in time
     |-- Disconnected        nobody listens there, or the link broke
     |-- VersionMismatch     the two sides speak different protocols
-    |-- Refused             the learner took nothing: another run, another Spec, a bad record, a second client of one name
+    |-- Refused             the learner took nothing: another run or Spec, a bad record, a second client of one name
     `-- ServerFailed        the learner failed while it answered
 """
 

@@ -11,7 +11,20 @@ from numpy.typing import NDArray
 from serl_client.errors import ConfigError
 
 Array = NDArray[Any]
-DTYPES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64")
+DTYPES = (
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

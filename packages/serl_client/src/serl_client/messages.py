@@ -1,0 +1,289 @@
+"""The closed set of messages between actors, server, inference and trainer, and the two records a Push carries.
+
+Every field is plain msgpack data except `arrays`, which travel as raw frames. An unknown kind, a missing or an extra
+field is a MessageError; the handlers are found in tables keyed by these types.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from serl_client import wire
+from serl_client.episode import COLUMNS, Outcome, Record, Segment, Stamp
+from serl_client.errors import MessageError
+from serl_client.spec import Array
+
+PROTOCOL = (1, 1)  # the oldest and the newest version spoken here
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of every connection. `role` is actor or learner; `earlier` lists [epoch, last seq] of the epochs
+    before this one that still lie in this outbox; `run` is "" before the first Welcome."""
+
+    protocol: Sequence[int]
+    role: str
+    actor: str
+    epoch: str = ""
+    outbox: str = ""
+    run: str = ""
+    spec: Mapping[str, Any] | None = None
+    earlier: Sequence[Sequence[Any]] = ()
+    paced: bool = False
+    has_operator: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What is valid now; sent when it changes and every second: the heartbeat of the server.
+
+    `directive` {number, phase, mode, ...}; `weights` {version, sha256, size} or empty; `steps_allowed` is how many
+    steps this epoch may have made in all (None: no limit); `degraded` is the reason why nothing is acknowledged.
+    """
+
+    directive: Mapping[str, Any]
+    weights: Mapping[str, Any]
+    steps_allowed: int | None = None
+    degraded: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The answer to Hello. `expected` is [epoch, next seq] of the sender's epochs; `ordinal` numbers the run's actors
+    by their names; `window` is how many bytes may be unacknowledged."""
+
+    run: str
+    ordinal: int
+    window: int
+    expected: Sequence[Sequence[Any]]
+    spec: Mapping[str, Any] | None
+    inference: str  # the address that answers Ask
+    notice: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Sealed records of one epoch, in order: arrays {"records": uint8 [bytes]}."""
+
+    epoch: str
+    arrays: Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """Every record of `epoch` below `expected` is durable; `resend`: begin again there, something was missing."""
+
+    epoch: str
+    expected: int
+    resend: bool = False
+    steps_allowed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One observation, for the action at row `step`: arrays {name: [...]} and, after row 0, `previous_action` [A].
+
+    `reset`: the carry begins anew. `seed` names the noise of this decision, so that any host draws the same.
+    """
+
+    step: int
+    seed: int
+    reset: bool
+    explore: bool
+    arrays: Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """The answer to the Ask of row `step`: arrays {"action": [H, A], extras}, made with weights `version`."""
+
+    step: int
+    version: int
+    arrays: Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A client lives; `report` holds its numbers for the console and for status."""
+
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRequest:
+    """`length` bytes of the weights file `sha256` from `offset`."""
+
+    sha256: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsChunk:
+    """A part of a weights file: arrays {"data": uint8 [bytes]}."""
+
+    sha256: str
+    offset: int
+    arrays: Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Learner: from now on this is the directive. Answered by Done with its number."""
+
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Allow:
+    """Learner: paced actors may have made `steps` steps of this directive in all; None: no limit. Not answered."""
+
+    directive: int
+    steps: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Learner: the file weights/<sha256>.safetensors of the run is a new version. Answered by Done with its number."""
+
+    sha256: str
+    size: int
+    update: int
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """Learner: the episodes that changed since `revision`, and the operator's commands since `command`."""
+
+    revision: int
+    command: int
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """The answer to Sync: rows of `episodes` in the order of EPISODE, oldest change first; `more`: ask again."""
+
+    revision: int
+    episodes: Sequence[Sequence[Any]]
+    commands: Sequence[Sequence[Any]]  # [number, name, argument]
+    actors: Sequence[str]  # living ones
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """The operator wants something of the plan: next, hold, resume, goto, stop. Answered by Done."""
+
+    name: str
+    argument: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Asked without a report, answered with one."""
+
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A request was carried out; `value` is the number that was given, if one was."""
+
+    value: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request was not carried out; `kind` names the class in errors.py. The connection goes on unless `final`."""
+
+    kind: str
+    text: str
+    final: bool = False
+
+
+Message = (
+    Hello | Welcome | Notice | Push | Ack | Ask | Act | Heartbeat | WeightsRequest | WeightsChunk
+    | Direct | Allow | Publish | Sync | Synced | Command | Status | Done | Failed
+)  # fmt: skip
+TYPES: tuple[type, ...] = Message.__args__
+FIELDS = {kind: {f.name: f.type for f in dataclasses.fields(kind) if f.name != "arrays"} for kind in TYPES}
+
+# One row of Synced.episodes.
+EPISODE = (
+    "number", "id", "source", "actor", "task", "directive", "phase", "first", "steps", "reward", "intervened",
+    "weights", "terminated", "truncated", "final", "sealed", "success", "discard", "judge",
+)  # fmt: skip
+
+
+def encode(message: Message) -> list[wire.Buffer]:
+    """The frames of a message."""
+    kind = type(message)
+    header = {"kind": kind.__name__, **{name: getattr(message, name) for name in FIELDS[kind]}}
+    return wire.pack(header, getattr(message, "arrays", {}))
+
+
+_BY_NAME = {kind.__name__: kind for kind in TYPES}
+
+
+def decode(frames: Sequence[wire.Buffer]) -> Message:
+    """The message that some frames hold. Raises MessageError."""
+    header, arrays = wire.unpack(frames)
+    kind = _BY_NAME.get(header.pop("kind", None))
+    if kind is None:
+        raise MessageError("the message is of no known kind")
+    fields = FIELDS[kind]
+    if set(header) != set(fields):
+        raise MessageError(f"a {kind.__name__} has the fields {tuple(fields)}, not {tuple(header)}")
+    for name, value in header.items():
+        if fields[name] in (str, int, bool) and type(value) is not fields[name]:
+            raise MessageError(f"{name} of a {kind.__name__} should be of type {fields[name].__name__}")
+    has_arrays = "arrays" in kind.__dataclass_fields__
+    if arrays and not has_arrays:
+        raise MessageError(f"a {kind.__name__} carries no arrays")
+    return kind(**header, arrays=arrays) if has_arrays else kind(**header)
+
+
+def seal(seq: int, record: Record) -> list[wire.Buffer]:
+    """A record as the outbox keeps it and a Push carries it."""
+    if isinstance(record, Outcome):
+        return wire.seal(seq, dataclasses.asdict(record), {})
+    header = {
+        "episode": record.episode, "start": record.start, "task": record.task,
+        "stamp": [record.stamp.directive, record.stamp.phase, record.stamp.weights],
+        "terminated": record.terminated, "truncated": record.truncated, "extras": list(record.extras),
+    }  # fmt: skip
+    columns = {name: getattr(record, name) for name in ("action", *COLUMNS)}
+    return wire.seal(seq, header, {**columns, **record.observation, **record.extras})
+
+
+def unseal(data: wire.Buffer) -> list[tuple[int, Record]]:
+    """(seq, record) of each sealed record in `data`. Raises MessageError; shapes are not checked against a Spec yet."""
+    try:
+        return [(seq, _record(header, arrays)) for seq, header, arrays in wire.unseal(data)]
+    except (TypeError, KeyError, ValueError) as error:
+        raise MessageError(f"this is no record: {error!r}") from None
+
+
+def _record(header: dict[str, Any], arrays: dict[str, Array]) -> Record:
+    if "by" in header:
+        outcome = Outcome(**header)
+        _typed(outcome.episode, str), _typed(outcome.by, str), _typed(outcome.discard, bool)
+        if outcome.success is not None:
+            _typed(outcome.success, bool)
+        return outcome
+    directive, phase, weights = header.pop("stamp")
+    extras = {name: arrays.pop(name) for name in header.pop("extras")}
+    columns = {name: arrays.pop(name) for name in ("action", *COLUMNS)}
+    stamp = Stamp(_typed(directive, int), _typed(phase, str), _typed(weights, int))
+    segment = Segment(**header, **columns, stamp=stamp, observation=arrays, extras=extras)
+    _typed(segment.episode, str), _typed(segment.task, str), _typed(segment.start, int)
+    _typed(segment.terminated, bool), _typed(segment.truncated, bool)
+    return segment
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{value!r} should be of type {kind.__name__}")
+    return value

@@ -1,0 +1,140 @@
+"""How named arrays become bytes, and back: one msgpack header and the raw bytes of each array; every limit is checked
+before anything is allocated, and nothing here can run code.
+
+Two forms of one thing. A *message* is multipart: the header is one frame, each array another (no payload is copied).
+A *sealed record* is one run of bytes with a sequence number and a checksum; the outbox stores it, the wire carries
+many of them in one frame, and the server checks it, all in the same form:
+
+    magic 4s | header length u32 | body length u64 | seq u64 | xxh3_64 of the body u64 | body
+    body = msgpack header, then each array, each padded with zeros to 8 bytes
+"""
+
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+import xxhash
+
+from serl_client.errors import MessageError
+from serl_client.spec import DTYPES, Array
+
+Buffer = bytes | memoryview
+
+MAX_FRAMES = 256
+MAX_HEADER = 1 << 20
+MAX_ARRAY = 64 << 20  # also the socket's MAXMSGSIZE
+MAX_MESSAGE = 256 << 20
+MAX_DIMENSIONS = 8
+
+PREFIX = struct.Struct("<4sIQQQ")
+MAGIC = b"RTK1"
+
+
+def pack(header: Mapping[str, Any], arrays: Mapping[str, Array]) -> list[Buffer]:
+    """Frames of one message: the header (with each array's name, dtype and shape), then each array's own memory."""
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    layout = [[name, array.dtype.name, list(array.shape)] for name, array in contiguous.items()]
+    return [msgpack.packb([header, layout]), *(_memory(array) for array in contiguous.values())]
+
+
+def unpack(frames: Sequence[Buffer]) -> tuple[dict[str, Any], dict[str, Array]]:
+    """(header, arrays) of one message; the arrays are views of the frames. Raises MessageError."""
+    if not 1 <= len(frames) <= MAX_FRAMES or sum(len(frame) for frame in frames) > MAX_MESSAGE:
+        raise MessageError(f"a message has 1 to {MAX_FRAMES} frames and at most {MAX_MESSAGE >> 20} MiB")
+    header, layout = _header(frames[0])
+    if len(layout) != len(frames) - 1:
+        raise MessageError(f"the header names {len(layout)} arrays, {len(frames) - 1} came")
+    arrays = {}
+    for (name, dtype, shape, nbytes), frame in zip(layout, frames[1:], strict=True):
+        if len(frame) != nbytes:
+            raise MessageError(f"array {name!r} should have {nbytes} bytes, not {len(frame)}")
+        arrays[name] = np.frombuffer(frame, dtype).reshape(shape)
+    return header, arrays
+
+
+def seal(seq: int, header: Mapping[str, Any], arrays: Mapping[str, Array]) -> list[Buffer]:
+    """A sealed record as buffers to be written one after the other; the arrays are not copied."""
+    head, *memory = pack(header, arrays)
+    body: list[Buffer] = []
+    for part in (head, *memory):
+        body.append(part)
+        if len(part) % 8:
+            body.append(bytes(-len(part) % 8))
+    checksum = xxhash.xxh3_64()
+    for part in body:
+        checksum.update(part)
+    prefix = PREFIX.pack(MAGIC, len(head), sum(len(part) for part in body), seq, checksum.intdigest())
+    return [prefix, *body]
+
+
+def sealed_length(data: Buffer) -> int:
+    """Bytes of the sealed record that begins `data`. Raises MessageError when no whole record begins there."""
+    if len(data) < PREFIX.size:
+        raise MessageError("a record was cut off")
+    magic, header_length, body_length, _, _ = PREFIX.unpack_from(data)
+    if magic != MAGIC or header_length > MAX_HEADER or body_length > MAX_MESSAGE:
+        raise MessageError("these bytes are no record")
+    if len(data) < PREFIX.size + body_length:
+        raise MessageError("a record was cut off")
+    return PREFIX.size + body_length
+
+
+def unseal(data: Buffer) -> Iterator[tuple[int, dict[str, Any], dict[str, Array]]]:
+    """(seq, header, arrays) of each sealed record in `data`; the arrays are views. Raises MessageError."""
+    view = memoryview(data).cast("B")
+    while len(view):
+        length = sealed_length(view)
+        _, header_length, _, seq, checksum = PREFIX.unpack_from(view)
+        body = view[PREFIX.size : length]
+        if xxhash.xxh3_64_intdigest(body) != checksum:
+            raise MessageError(f"record {seq} was damaged on its way: its checksum does not fit")
+        header, layout = _header(body[:header_length])
+        yield seq, header, _slices(body, _padded(header_length), layout)
+        view = view[length:]
+
+
+def _slices(body: memoryview, offset: int, layout: list[tuple[str, str, tuple[int, ...], int]]) -> dict[str, Array]:
+    arrays = {}
+    for name, dtype, shape, nbytes in layout:
+        if offset + nbytes > len(body):
+            raise MessageError(f"array {name!r} is longer than its record")
+        arrays[name] = np.frombuffer(body[offset : offset + nbytes], dtype).reshape(shape)
+        offset += _padded(nbytes)
+    if offset != len(body):
+        raise MessageError("a record is longer than its arrays")
+    return arrays
+
+
+def _padded(length: int) -> int:
+    return length + -length % 8
+
+
+def _memory(array: Array) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _header(frame: Buffer) -> tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...], int]]]:
+    if len(frame) > MAX_HEADER:
+        raise MessageError(f"a header has at most {MAX_HEADER} bytes")
+    try:
+        header, layout = msgpack.unpackb(frame, max_map_len=100_000, max_array_len=100_000)
+        parsed = [_described(name, dtype, shape) for name, dtype, shape in layout]
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise MessageError(f"this is no header: {error}") from None
+    if not isinstance(header, dict) or len({name for name, *_ in parsed}) != len(parsed):
+        raise MessageError("a header is a mapping, and names each array once")
+    return header, parsed
+
+
+def _described(name: str, dtype: str, shape: list[int]) -> tuple[str, str, tuple[int, ...], int]:
+    if not isinstance(name, str) or dtype not in DTYPES or len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"array {name!r} has dtype {dtype!r} and {len(shape)} dimensions")
+    if any(type(size) is not int or not 0 <= size <= MAX_ARRAY for size in shape):
+        raise ValueError(f"array {name!r} has the shape {shape}")
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if nbytes > MAX_ARRAY:
+        raise ValueError(f"array {name!r} would have {nbytes} bytes; at most {MAX_ARRAY} are allowed")
+    return name, dtype, tuple(shape), nbytes
