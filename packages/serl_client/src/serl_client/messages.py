@@ -19,7 +19,7 @@ PROTOCOL = (1, 1)  # the oldest and the newest version spoken here
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of every connection. `role` is actor or learner; `earlier` lists [epoch, last seq] of the epochs
+    """First message of every connection. `role` is actor, learner or viewer; `earlier` lists [epoch, last seq] of the epochs
     before this one that still lie in this outbox; `run` is "" before the first Welcome."""
 
     protocol: Sequence[int]
@@ -130,14 +130,15 @@ class WeightsChunk:
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """Learner: from now on this is the directive. Answered by Done with its number."""
+    """Learner: from now on this is the directive; `steps` as in Allow. Answered by Done with its number."""
 
     body: Mapping[str, Any]
+    steps: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Allow:
-    """Learner: paced actors may have made `steps` steps of this directive in all; None: no limit. Not answered."""
+    """Learner: paced actors may bring the steps of this directive's phase to `steps`; None: no limit. Not answered."""
 
     directive: int
     steps: int | None

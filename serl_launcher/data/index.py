@@ -1,0 +1,241 @@
+"""The store's SQLite index: the only commit point. No entry per step; opened by the server alone.
+
+What a step's files hold beyond `sources.head` does not exist. A commit of this index is what makes a group of records
+real: head, watermarks (`epochs.expected`), episodes and outcomes change together or not at all.
+"""
+
+import dataclasses
+import json
+import sqlite3
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serl_client.episode import Outcome
+from serl_client.errors import ConfigError
+from serl_client.messages import EPISODE
+
+FORMAT = 1
+SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE sources (name TEXT PRIMARY KEY, capacity INTEGER, tail INTEGER, head INTEGER,
+    row_tail INTEGER, row_head INTEGER);
+CREATE TABLE epochs (epoch TEXT PRIMARY KEY, position INTEGER, actor TEXT, outbox TEXT, expected INTEGER,
+    closed INTEGER);
+CREATE TABLE episodes (number INTEGER PRIMARY KEY, id TEXT UNIQUE, source TEXT, epoch TEXT, actor TEXT, task TEXT,
+    directive INTEGER, phase TEXT, first INTEGER, first_row INTEGER, steps INTEGER, reward REAL, intervened INTEGER,
+    weights INTEGER, terminated INTEGER, truncated INTEGER, final INTEGER, sealed INTEGER, success INTEGER,
+    discard INTEGER, judge TEXT, revision INTEGER);
+CREATE INDEX episodes_by_revision ON episodes (revision);
+CREATE INDEX episodes_by_first ON episodes (source, first);
+CREATE INDEX episodes_open ON episodes (epoch) WHERE sealed = 0;
+CREATE TABLE outcomes (epoch TEXT, seq INTEGER, episode TEXT, success INTEGER, discard INTEGER, judge TEXT, at REAL,
+    PRIMARY KEY (epoch, seq));
+CREATE INDEX outcomes_by_episode ON outcomes (episode);
+CREATE TABLE directives (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT, at REAL);
+CREATE TABLE weights (version INTEGER PRIMARY KEY AUTOINCREMENT, sha256 TEXT, size INTEGER, update_ INTEGER,
+    keep INTEGER, at REAL);
+CREATE TABLE commands (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT, argument TEXT, actor TEXT, at REAL);
+"""
+
+
+@dataclass
+class Source:
+    """The two rings of a physical source: steps [tail, head) and rows [row_tail, row_head)."""
+
+    name: str
+    capacity: int
+    tail: int = 0
+    head: int = 0
+    row_tail: int = 0
+    row_head: int = 0
+
+
+@dataclass
+class Epoch:
+    """One life of one actor: `expected` is the next seq, `position` the order of the first Hello."""
+
+    epoch: str
+    position: int
+    actor: str
+    outbox: str
+    expected: int = 0
+    closed: bool = False
+
+
+@dataclass
+class Episode:
+    """An episode as far as it has come; `steps` is also the index of the next step. EPISODE lists what readers see."""
+
+    number: int
+    id: str
+    source: str
+    epoch: str
+    actor: str
+    task: str
+    directive: int
+    phase: str
+    first: int
+    first_row: int
+    steps: int = 0
+    reward: float = 0.0
+    intervened: int = 0
+    weights: int = 0
+    terminated: bool = False
+    truncated: bool = False
+    final: bool = False
+    sealed: bool = False
+    success: bool | None = None
+    discard: bool = False
+    judge: str = ""
+    revision: int = 0
+
+
+class Index:
+    """The database of one store. Every method that writes is part of a transaction that `commit` ends."""
+
+    def __init__(self, path: Path) -> None:
+        new = not path.exists()
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")
+        if new:
+            self._db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
+            self.set_meta("format", FORMAT)
+            self.commit()
+        if self.meta("format") != FORMAT:
+            raise ConfigError(f"{path} has the format {self.meta('format')}, this version reads {FORMAT}")
+
+    def commit(self) -> None:
+        """Make everything since the last commit durable at once."""
+        if self._db.in_transaction:
+            self._db.execute("COMMIT")
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _write(self, sql: str, *rows: Iterable[Any]) -> int:
+        if not self._db.in_transaction:
+            self._db.execute("BEGIN IMMEDIATE")
+        if len(rows) == 1:
+            return self._db.execute(sql, tuple(rows[0])).lastrowid or 0
+        self._db.executemany(sql, rows)
+        return 0
+
+    def _put(self, table: str, *things: Any) -> None:
+        if things:
+            names = [f.name for f in dataclasses.fields(things[0])]
+            marks = ", ".join("?" * len(names))
+            rows = [[getattr(thing, name) for name in names] for thing in things]
+            self._write(f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({marks})", *rows)
+
+    def _get(self, kind: type, table: str, where: str = "1", *values: Any) -> list[Any]:
+        names = [f.name for f in dataclasses.fields(kind)]
+        rows = self._db.execute(f"SELECT {', '.join(names)} FROM {table} WHERE {where}", values)
+        return [kind(*row) for row in rows]
+
+    # -- what the store is
+    def meta(self, key: str) -> Any:
+        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def set_meta(self, key: str, value: Any) -> None:
+        self._write("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+
+    # -- sources, epochs, episodes, outcomes
+    def put_sources(self, sources: Iterable[Source]) -> None:
+        self._put("sources", *sources)
+
+    def sources(self) -> dict[str, Source]:
+        return {source.name: source for source in self._get(Source, "sources")}
+
+    def put_epochs(self, epochs: Iterable[Epoch]) -> None:
+        self._put("epochs", *epochs)
+
+    def epochs(self) -> dict[str, Epoch]:
+        found = self._get(Epoch, "epochs", "1 ORDER BY position")
+        return {epoch.epoch: dataclasses.replace(epoch, closed=bool(epoch.closed)) for epoch in found}
+
+    def put_episodes(self, episodes: Iterable[Episode]) -> None:
+        self._put("episodes", *episodes)
+
+    def open_episodes(self) -> dict[str, Episode]:
+        """The unsealed episode of each epoch."""
+        return {episode.epoch: episode for episode in self._get(Episode, "episodes", "sealed = 0")}
+
+    def episode(self, id: str) -> Episode | None:
+        return next(iter(self._get(Episode, "episodes", "id = ?", id)), None)
+
+    def first_from(self, source: str, step: int, row: int) -> tuple[int, int] | None:
+        """(first, first_row) of the oldest episode that begins at or after both numbers."""
+        return self._db.execute(
+            "SELECT first, first_row FROM episodes WHERE source = ? AND first >= ? AND first_row >= ? "
+            "ORDER BY first LIMIT 1", (source, step, row),
+        ).fetchone()  # fmt: skip
+
+    def last_numbers(self) -> tuple[int, int]:
+        """The highest episode number and revision so far."""
+        number, revision = self._db.execute("SELECT max(number), max(revision) FROM episodes").fetchone()
+        return number or 0, revision or 0
+
+    def catalog(self, since: int, limit: int) -> tuple[int, list[list[Any]]]:
+        """(revision, rows in the order of EPISODE): the `limit` oldest changes after `since`."""
+        sql = f"SELECT revision, {', '.join(EPISODE)} FROM episodes WHERE revision > ? ORDER BY revision LIMIT ?"
+        rows = self._db.execute(sql, (since, limit)).fetchall()
+        return (rows[-1][0] if rows else since), [list(row[1:]) for row in rows]
+
+    def step_counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Steps per epoch, and steps per phase."""
+        by_epoch = self._db.execute("SELECT epoch, sum(steps) FROM episodes GROUP BY epoch")
+        by_phase = self._db.execute("SELECT phase, sum(steps) FROM episodes GROUP BY phase")
+        return dict(by_epoch.fetchall()), dict(by_phase.fetchall())
+
+    def evaluated(self, actor: str, directive: int) -> int:
+        """How many episodes `actor` has begun under `directive`."""
+        return self._db.execute(
+            "SELECT count(*) FROM episodes WHERE actor = ? AND directive = ?", (actor, directive)
+        ).fetchone()[0]
+
+    def add_outcomes(self, outcomes: Iterable[tuple[str, int, Outcome]]) -> None:
+        """Keep every (epoch, seq, outcome), whichever of them is valid."""
+        for epoch, seq, outcome in outcomes:
+            row = (epoch, seq, outcome.episode, outcome.success, outcome.discard, outcome.by, time.time())
+            self._write("INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+
+    def outcomes(self, episode: str) -> list[Outcome]:
+        """All outcomes of an episode, in the order of their arrival."""
+        sql = "SELECT episode, success, discard, judge FROM outcomes WHERE episode = ? ORDER BY rowid"
+        return [
+            Outcome(id, None if success is None else bool(success), bool(discard), judge)
+            for id, success, discard, judge in self._db.execute(sql, (episode,))
+        ]
+
+    # -- numbers that never go back
+    def add_directive(self, body: dict[str, Any]) -> int:
+        return self._write("INSERT INTO directives (body, at) VALUES (?, ?)", (json.dumps(body), time.time()))
+
+    def directives(self) -> dict[int, dict[str, Any]]:
+        rows = self._db.execute("SELECT number, body FROM directives ORDER BY number")
+        return {number: json.loads(body) for number, body in rows}
+
+    def add_weights(self, sha256: str, size: int, update: int, keep: bool) -> int:
+        row = (sha256, size, update, keep, time.time())
+        return self._write("INSERT INTO weights (sha256, size, update_, keep, at) VALUES (?, ?, ?, ?, ?)", row)
+
+    def weights(self) -> list[dict[str, Any]]:
+        """All versions, the newest first: {version, sha256, size, update, keep}."""
+        rows = self._db.execute("SELECT version, sha256, size, update_, keep FROM weights ORDER BY version DESC")
+        return [dict(zip(("version", "sha256", "size", "update", "keep"), row, strict=True)) for row in rows]
+
+    def add_command(self, name: str, argument: str, actor: str) -> int:
+        row = (name, argument, actor, time.time())
+        return self._write("INSERT INTO commands (name, argument, actor, at) VALUES (?, ?, ?, ?)", row)
+
+    def commands(self, since: int) -> list[list[Any]]:
+        """[number, name, argument] of the operator's commands after `since`."""
+        rows = self._db.execute(
+            "SELECT number, name, argument FROM commands WHERE number > ? ORDER BY number", (since,)
+        )
+        return [list(row) for row in rows]

@@ -1,0 +1,115 @@
+"""How a source lies on disk: the one description that the writer (store.py) and its readers (replay.py) share.
+
+A physical source is a folder with three files of fixed size:
+    rows       each observation once; per feature one block [rows, *shape], so that a gather is one contiguous copy
+    steps      one fixed-size record per step
+    published  two u64, tail and head: what a reader may draw is [tail, head)
+Step and row numbers only grow; the slot of a number is number mod the ring's size. Rows of one episode need not be
+adjacent, because actors interleave.
+"""
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from serl_client.errors import ConfigError
+from serl_client.spec import Array, Spec
+
+PAGE = 4096
+TERMINATED, TRUNCATED, INTERVENED, DECISION = 1, 2, 4, 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The file layout of one source that keeps `capacity` steps of `spec`."""
+
+    spec: Spec
+    capacity: int
+
+    @cached_property
+    def rows(self) -> int:
+        """Slots for observations: an episode of T steps has T+1, so there are some more than steps."""
+        return self.capacity + self.capacity // 8 + 64
+
+    @cached_property
+    def step(self) -> np.dtype:
+        """The record of one step; `final_row` is -1 but for the step that ended its episode with an observation."""
+        fields: list[tuple] = [
+            ("number", "<u8"), ("episode", "<u8"), ("first", "<u8"), ("row", "<u8"), ("final_row", "<i8"),
+            ("checksum", "<u8"), ("time", "<f8"), ("weights", "<u8"), ("index", "<u4"), ("directive", "<u4"),
+            ("flags", "<u4"), ("reward", "<f4"), ("action", self.spec.action.dtype, self.spec.action.shape),
+        ]  # fmt: skip
+        fields += [(name, feature.dtype, feature.shape) for name, feature in sorted(self.spec.extras.items())]
+        size = np.dtype(fields).itemsize
+        return np.dtype([*fields, ("padding", "u1", (-size % 8,))])
+
+    @cached_property
+    def blocks(self) -> dict[str, int]:
+        """Where each feature's block begins in the file `rows`."""
+        offsets, offset = {}, 0
+        for name, feature in sorted(self.spec.observation.items()):
+            offsets[name] = offset
+            offset += _pages(feature.nbytes * self.rows)
+        return offsets
+
+    @property
+    def rows_bytes(self) -> int:
+        return sum(_pages(feature.nbytes * self.rows) for feature in self.spec.observation.values())
+
+    @property
+    def steps_bytes(self) -> int:
+        return self.step.itemsize * self.capacity
+
+    def observations(self, folder: Path) -> dict[str, Array]:
+        """{name: [rows, *shape]}, mapped read-only."""
+        return {
+            name: np.memmap(folder / "rows", feature.dtype, "r", self.blocks[name], (self.rows, *feature.shape))
+            for name, feature in self.spec.observation.items()
+        }
+
+    def steps(self, folder: Path) -> Array:
+        """[capacity] step records, mapped read-only."""
+        return np.memmap(folder / "steps", self.step, "r", 0, (self.capacity,))
+
+
+def published(folder: Path, *, writable: bool = False) -> Array:
+    """[tail, head] of a source, mapped; each is one aligned word, written by the server alone."""
+    return np.memmap(folder / "published", "<u8", "r+" if writable else "r", 0, (2,))
+
+
+def checksum(record: Array, observations: Iterable[Array]) -> int:
+    """xxh3_64 of one step: its record (the checksum itself as 0), its observation, and the final one if it has it."""
+    blank = record.copy()
+    blank["checksum"] = 0
+    digest = xxhash.xxh3_64(blank.tobytes())
+    for observation in observations:
+        digest.update(np.ascontiguousarray(observation).reshape(-1).view(np.uint8))
+    return digest.intdigest()
+
+
+def check_space(folder: Path, layouts: dict[str, Layout]) -> str:
+    """A sentence that says how large the sources will be. Raises ConfigError when the disk cannot hold them."""
+    needed = sum(layout.rows_bytes + layout.steps_bytes for layout in layouts.values())
+    free = shutil.disk_usage(folder).free
+    shares = ", ".join(
+        f"{name} {layout.capacity:,} steps = {_size(layout.rows_bytes + layout.steps_bytes)}"
+        for name, layout in layouts.items()
+    )
+    if needed > free:
+        raise ConfigError(
+            f"the replay buffer does not fit: {shares}; free on the disk of {folder}: {_size(free)}. "
+            "Lower plan.sources.<name>.capacity or choose a run_dir on a larger disk"
+        )
+    return f"{shares}; free before: {_size(free)}"
+
+
+def _pages(length: int) -> int:
+    return length + -length % PAGE
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,257 @@
+"""The reader of one source: it maps the files that the server writes, and turns a Window into arrays.
+
+It never asks the server. What it may draw is [tail, head) of the mapped word; after copying it reads tail again, and
+what fell below it in the meantime is drawn anew, so a row that is being overwritten is never used. The links between
+the steps of an episode are derived here, because the steps of several actors lie between each other.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from serl_client.spec import Array
+
+from serl_launcher.data.layout import DECISION, INTERVENED, TERMINATED, TRUNCATED, Layout, published
+from serl_launcher.types import Window
+
+Numbers = NDArray[np.int64]
+NONE = -1
+CHUNK = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """B windows, resolved to step and row numbers."""
+
+    steps: Numbers  # [B, H], the last valid one repeated where `valid` is False
+    valid: NDArray[np.bool_]  # [B, H]
+    length: Numbers  # [B]
+    rows: Numbers  # [B, P + K + 1]: the row at each offset -P..K, clamped to the episode
+    first: int  # P
+
+
+class ReplayBuffer:
+    """What a source holds now, to be drawn from. `refresh` sees new steps; everything between two calls is fixed."""
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        self.layout = layout
+        self.tail = self.head = 0
+        self._published = published(folder)
+        self._steps = layout.steps(folder)
+        self._observations = layout.observations(folder)
+        size = layout.capacity
+        self._next, self._previous, self._row, self._final, self._first, self._episode = (
+            np.full(size, NONE, np.int64) for _ in range(6)
+        )
+        self._ends, self._decision = np.zeros(size, bool), np.zeros(size, bool)
+        self._last: dict[int, int] = {}  # episode -> its newest step, while it has not ended
+
+    # -- what is there
+    def refresh(self) -> None:
+        """Take in every step that became durable since the last call."""
+        self.tail, head = (int(word) for word in self._published)
+        begin = max(self.head, self.tail)
+        while begin < head:
+            end = min(begin + CHUNK, head)
+            self._take_in(np.arange(begin, end))
+            begin = end
+        self.head = max(head, self.tail)
+
+    def _take_in(self, numbers: Numbers) -> None:
+        slots = numbers % self.layout.capacity
+        records = self._steps[slots]
+        whole = (records["number"] == numbers) & (numbers >= int(self._published[0]))  # else overwritten meanwhile
+        self._next[slots] = self._previous[slots] = NONE
+        self._row[slots], self._final[slots] = records["row"], records["final_row"]
+        self._first[slots] = np.where(whole, records["first"], NONE)
+        self._episode[slots] = records["episode"]
+        self._decision[slots] = records["flags"] & DECISION > 0
+        self._ends[slots] = records["flags"] & (TERMINATED | TRUNCATED) > 0
+        self._link(numbers[whole], records[whole])
+
+    def _link(self, numbers: Numbers, records: Array) -> None:
+        """Join the steps of each episode: runs at once, and across what other actors put between them."""
+        if not len(numbers):
+            return
+        size, episodes, indices = self.layout.capacity, records["episode"], records["index"]
+        follows = (episodes[1:] == episodes[:-1]) & (indices[1:] == indices[:-1] + 1) & (np.diff(numbers) == 1)
+        self._join(numbers[:-1][follows], numbers[1:][follows])
+        begins = np.flatnonzero(np.r_[True, ~follows])
+        finishes = np.r_[begins[1:] - 1, len(numbers) - 1]
+        for begin, finish in zip(begins, finishes, strict=True):
+            episode = int(episodes[begin])
+            before = self._last.get(episode)
+            if before is not None and indices[begin] > 0 and before >= self.tail:
+                self._join(np.array([before]), numbers[begin : begin + 1])
+            self._last[episode] = int(numbers[finish])
+            if self._ends[numbers[finish] % size]:
+                del self._last[episode]
+
+    def _join(self, before: Numbers, after: Numbers) -> None:
+        self._next[before % self.layout.capacity] = after
+        self._previous[after % self.layout.capacity] = before
+
+    def cut(self, episodes: Collection[int]) -> None:
+        """These episodes ended without a final observation: their last step is the end."""
+        for episode in episodes:
+            last = self._last.pop(episode, None)
+            if last is not None and last >= self.tail:
+                self._ends[last % self.layout.capacity] = True
+
+    def candidates(self, episodes: Collection[int]) -> Numbers:
+        """The numbers of all steps of these episodes, in order."""
+        numbers = np.arange(self.tail, self.head)
+        return numbers[np.isin(self._episode[numbers % self.layout.capacity], np.fromiter(episodes, np.int64))]
+
+    def observed(self, name: str, among: Numbers | None) -> Array:
+        """[n, *shape]: the observations of these steps (or of all), without final ones."""
+        numbers = np.arange(self.tail, self.head) if among is None else among
+        numbers = numbers[self._first[numbers % self.layout.capacity] >= self.tail]
+        return self._observations[name][self._row[numbers % self.layout.capacity] % self.layout.rows]
+
+    def episode_of(self, drawn: Drawn) -> list[int]:
+        """[B] episode numbers."""
+        return self._episode[drawn.steps[:, 0] % self.layout.capacity].tolist()
+
+    # -- drawing
+    def draw(self, count: int, window: Window, generator: np.random.Generator, among: Numbers | None) -> Drawn | None:
+        """`count` windows whose first step is uniform over the usable ones (`among` these numbers, or all).
+
+        A step is usable when all that the window asks of it is durable: its rows, or its episode's end. None when
+        none was found.
+        """
+        size = self.head - self.tail if among is None else len(among)
+        if size <= 0:
+            return None
+        found, missing = [], count
+        for _ in range(64):
+            picks = generator.integers(size, size=missing)
+            numbers = self.tail + picks if among is None else among[picks]
+            found.append(self._usable(numbers, window))
+            missing -= len(found[-1])
+            if not missing:
+                return self._resolve(np.concatenate(found), window)
+        return None
+
+    def _usable(self, numbers: Numbers, window: Window) -> Numbers:
+        slots = numbers % self.layout.capacity
+        usable = (self._first[slots] >= self.tail) & (numbers >= self.tail)
+        if window.starts == "decision":
+            usable &= self._decision[slots]
+        chain, last = self._chain(numbers, _reach(window))
+        ends = self._ends[last % self.layout.capacity]
+        whole = chain[:, -1] != NONE
+        if _sees_after(window):
+            usable &= whole | (ends & (self._final[last % self.layout.capacity] != NONE))
+        else:
+            usable &= whole | ends
+        return numbers[usable]
+
+    def _chain(self, numbers: Numbers, reach: int) -> tuple[Numbers, Numbers]:
+        """([B, reach + 1] steps from each number on, NONE after its episode's newest, [B] the last that is there)."""
+        size = self.layout.capacity
+        chain = np.empty((len(numbers), reach + 1), np.int64)
+        chain[:, 0] = last = numbers
+        for k in range(1, reach + 1):
+            before = chain[:, k - 1]
+            chain[:, k] = np.where(before == NONE, NONE, self._next[before % size])
+            last = np.where(chain[:, k] == NONE, last, chain[:, k])
+        return chain, last
+
+    def _resolve(self, numbers: Numbers, window: Window) -> Drawn:
+        size, horizon = self.layout.capacity, window.horizon
+        chain, last = self._chain(numbers, _reach(window))
+        there = chain != NONE
+        last_slot = last % size
+        after = np.where(self._final[last_slot] == NONE, self._row[last_slot], self._final[last_slot])
+        rows = np.where(there, self._row[chain % size], after[:, None])
+        past = []
+        for _ in range(_past(window)):
+            before = self._previous[numbers % size]
+            numbers = np.where(before == NONE, numbers, before)
+            past.insert(0, self._row[numbers % size][:, None])
+        steps = np.where(there, chain, last[:, None])[:, :horizon]
+        valid = there[:, :horizon]
+        return Drawn(steps, valid, valid.sum(1), np.concatenate([*past, rows], axis=1), len(past))
+
+    def gather(self, drawn: Drawn, window: Window, into: Mapping[str, Array]) -> bool:
+        """Copy the windows into the arrays of `batch_arrays` ([B, ...] each); False when the writer overwrote some of
+        them meanwhile: draw again."""
+        records = self._steps[drawn.steps % self.layout.capacity]  # [B, H]
+        flags, valid = records["flags"], drawn.valid
+        columns = {
+            "action": records["action"], "reward": records["reward"],
+            "terminated": flags & TERMINATED > 0, "truncated": flags & TRUNCATED > 0,
+            "intervened": flags & INTERVENED > 0,
+            **{name: records[name] for name in self.layout.spec.extras if name in window.offsets},
+        }  # fmt: skip
+        for name, column in columns.items():
+            mask = valid.reshape(valid.shape + (1,) * (column.ndim - 2))
+            np.multiply(column, mask, out=into[name], casting="unsafe")
+        into["valid"][...], into["length"][...], into["step_id"][...] = valid, drawn.length, drawn.steps[:, 0]
+        for name in self.layout.spec.observation:
+            if name in window.offsets:
+                self._rows(drawn, window, name, into)
+        tail = int(self._published[0])
+        return tail <= self.tail or bool((self._first[drawn.steps[:, 0] % self.layout.capacity] >= tail).all())
+
+    def _rows(self, drawn: Drawn, window: Window, name: str, into: Mapping[str, Array]) -> None:
+        offsets = drawn.first + np.array(window.offsets[name])
+        self._take(name, drawn.rows[:, offsets], into[name])
+        if "next_observation" in window.offsets:
+            following = np.take_along_axis(drawn.rows, offsets[None] + drawn.length[:, None], axis=1)
+            self._take(name, following, into[f"next.{name}"])
+
+    def _take(self, name: str, rows: Numbers, out: Array) -> None:
+        np.take(self._observations[name], rows % self.layout.rows, axis=0, out=out, mode="clip")
+
+
+def batch_arrays(layout: Layout, count: int, window: Window) -> dict[str, tuple[tuple[int, ...], str]]:
+    """{name: (shape, dtype)} of all that `gather` fills for `count` windows; next observations are `next.<name>`."""
+    spec, steps = layout.spec, (count, window.horizon)
+    arrays: dict[str, tuple[tuple[int, ...], Any]] = {
+        "action": ((*steps, *spec.action.shape), spec.action.dtype), "reward": (steps, "float32"),
+        **dict.fromkeys(("valid", "terminated", "truncated", "intervened"), (steps, "bool")),
+        "length": ((count,), "int64"), "step_id": ((count,), "int64"),
+    }  # fmt: skip
+    for name, offsets in window.offsets.items():
+        if name in spec.observation:
+            feature = spec.observation[name]
+            prefixes = ("", "next.") if "next_observation" in window.offsets else ("",)
+            for prefix in prefixes:
+                arrays[prefix + name] = ((count, len(offsets), *feature.shape), feature.dtype)
+        elif name in spec.extras:
+            if offsets != window.offsets["action"]:
+                raise ValueError(f"{name} is wanted at {offsets}; a step's column comes at the action's offsets")
+            arrays[name] = ((*steps, *spec.extras[name].shape), spec.extras[name].dtype)
+        elif name not in ("action", "next_observation"):
+            raise ValueError(f"a window asks for {name!r}, which no row has; there are {sorted(spec.observation)}")
+    return arrays
+
+
+def _observed(window: Window) -> list[int]:
+    return [
+        o for name, offsets in window.offsets.items() if name not in ("action", "next_observation") for o in offsets
+    ]
+
+
+def _reach(window: Window) -> int:
+    """K: how many steps after the first one a window may look at."""
+    furthest = max([0, *_observed(window)])
+    return max(window.horizon - 1, furthest) if not _wants_next(window) else window.horizon + furthest
+
+
+def _past(window: Window) -> int:
+    return -min([0, *_observed(window)])
+
+
+def _sees_after(window: Window) -> bool:
+    """Whether the window needs what was seen after its last step."""
+    return _wants_next(window) or max([0, *_observed(window)]) >= window.horizon
+
+
+def _wants_next(window: Window) -> bool:
+    return "next_observation" in window.offsets

@@ -1,0 +1,243 @@
+"""Sources as an algorithm sees them: physical ones and views of them, mixed by shares into one Batch."""
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from serl_client.messages import EPISODE
+from serl_client.spec import Array, Spec
+
+from serl_launcher.data.layout import Layout
+from serl_launcher.data.replay import Drawn, Numbers, ReplayBuffer, batch_arrays
+from serl_launcher.types import Batch, Window
+
+HELD_OUT = 0.1  # the share of episodes in the fold `held_out`
+STRIDE = 1 << 48  # step ids of different sources are this far apart
+
+
+class EpisodeInfo(NamedTuple):
+    """What the server tells of an episode: the fields of messages.EPISODE."""
+
+    number: int
+    id: str
+    source: str
+    actor: str
+    task: str
+    directive: int
+    phase: str
+    first: int
+    steps: int
+    reward: float
+    intervened: int
+    weights: int
+    terminated: bool
+    truncated: bool
+    final: bool
+    sealed: bool
+    success: bool | None
+    discard: bool
+    judge: str
+
+
+assert EpisodeInfo._fields == EPISODE
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Whole episodes of some physical sources: those that any of `keep` lets in, from `min_length` steps on."""
+
+    of: Sequence[str]
+    keep: Sequence[str] = ("all",)
+    min_length: int = 1
+    fold: str | None = None
+
+    def holds(self, episode: EpisodeInfo) -> bool:
+        """Whether an episode is in this view; a discarded one is in none."""
+        if episode.source not in self.of or episode.discard or episode.steps < self.min_length:
+            return False
+        if self.fold is not None and (self.fold == "held_out") != _held_out(episode.id):
+            return False
+        kept = {
+            "all": True,
+            "successful": episode.sealed and episode.success is not None and bool(episode.success),
+            "failed": episode.sealed and episode.success is not None and not episode.success,
+            "intervened": episode.intervened > 0,
+            "rewarded": episode.reward > 0,
+            "unrewarded": episode.sealed and episode.reward <= 0,
+        }
+        return any(kept[name] for name in self.keep)
+
+
+class Sources:
+    """All sources of a run for one trainer rank: what lies in them, and batches drawn from them.
+
+    `generator` (numpy) is part of the trainer's state. With `pinned` the batches lie in pinned memory.
+    """
+
+    def __init__(
+        self, folder: Path, spec: Spec, capacities: Mapping[str, int], views: Mapping[str, View], *, seed: int,
+        pinned: bool = False,
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        self.buffers = {
+            name: ReplayBuffer(folder / name, Layout(spec, capacity)) for name, capacity in capacities.items()
+        }
+        self.views = {**{name: View((name,)) for name in capacities}, **views}
+        self.episodes: dict[int, EpisodeInfo] = {}
+        self.generator = np.random.default_rng(seed)
+        self._pinned = pinned
+        self._memory: dict[Any, torch.Tensor] = {}
+        self._candidates: dict[tuple[str, str], Numbers] = {}
+        self._discarded: set[str] = set()  # sources with a discarded episode: their plain view is a filter, too
+
+    def update(self, rows: Iterable[Sequence[Any]]) -> list[tuple[EpisodeInfo | None, EpisodeInfo]]:
+        """Take in what the server said of episodes, then every new step; returns (before, now) of each changed one."""
+        changed = []
+        for row in rows:
+            episode = EpisodeInfo(*row)
+            before = self.episodes.get(episode.number)
+            changed.append((before, episode))
+            self.episodes[episode.number] = episode
+            self._forget(before, episode)
+            if episode.discard:
+                self._discarded.add(episode.source)
+        for buffer in self.buffers.values():
+            buffer.refresh()
+        for _, episode in changed:
+            if episode.sealed and not episode.final:
+                self.buffers[episode.source].cut([episode.number])
+        return changed
+
+    def _forget(self, before: EpisodeInfo | None, now: EpisodeInfo) -> None:
+        """Drop the candidates of the views whose steps this change of an episode adds to or takes from."""
+        for key in list(self._candidates):
+            view = self.views[key[0]]
+            if key[1] == now.source and (view.holds(now) or (before is not None and view.holds(before))):
+                del self._candidates[key]
+
+    def size(self, name: str) -> tuple[int, int]:
+        """(steps, episodes) that a source or view holds now; evicted episodes do not count."""
+        alive = [
+            episode
+            for episode in self.episodes.values()
+            if episode.source in self.buffers
+            and episode.first >= self.buffers[episode.source].tail
+            and self.views[name].holds(episode)
+        ]
+        return sum(episode.steps for episode in alive), sum(episode.sealed for episode in alive)
+
+    def sample(self, count: int, window: Window, shares: Mapping[str, float]) -> Batch | None:
+        """A batch of `count` windows, each source giving its share (rounded, in the order of `shares`).
+
+        None when a source has nothing usable yet. The batch is valid until the next call: its memory is used again.
+        """
+        layout = next(iter(self.buffers.values())).layout
+        arrays = {
+            name: self._array((name, id(window)), shape, dtype)
+            for name, (shape, dtype) in batch_arrays(layout, count, window).items()
+        }
+        tasks: list[str] = []
+        begin, total, given = 0, sum(shares.values()), 0.0
+        for name, share in shares.items():
+            given += share
+            end = round(count * given / total)
+            part = {key: array.numpy()[begin:end] for key, array in arrays.items()}
+            names = self._fill(name, end - begin, window, part)
+            if names is None:
+                return None
+            tasks += names
+            begin = end
+        return _batch(arrays, self.spec, window, tuple(tasks))
+
+    def _fill(self, name: str, count: int, window: Window, into: Mapping[str, Array]) -> list[str] | None:
+        """Draw `count` windows of one source or view into arrays; a view's parts get what they hold of it."""
+        parts = list(self.views[name].of)
+        candidates = [self._among(name, part) for part in parts]
+        sizes = [self._held(part, among) for part, among in zip(parts, candidates, strict=True)]
+        if count and not sum(sizes):
+            return None
+        counts = self.generator.multinomial(count, np.array(sizes) / sum(sizes)) if len(parts) > 1 else [count]
+        begin, tasks = 0, []
+        for part, among, share in zip(parts, candidates, counts, strict=True):
+            target = {key: array[begin : begin + share] for key, array in into.items()}
+            drawn = self._draw(self.buffers[part], int(share), window, among, target)
+            if drawn is None:
+                return None
+            target["step_id"] += STRIDE * list(self.buffers).index(part)
+            tasks += self._tasks(self.buffers[part], drawn)
+            begin += share
+        return tasks
+
+    def _draw(
+        self, buffer: ReplayBuffer, count: int, window: Window, among: Numbers | None, into: Mapping[str, Array]
+    ) -> Drawn | None:
+        while True:
+            drawn = buffer.draw(count, window, self.generator, among)
+            if drawn is None or buffer.gather(drawn, window, into):
+                return drawn
+            buffer.refresh()  # the writer went past what was drawn
+
+    def _among(self, name: str, part: str) -> Numbers | None:
+        """The steps of `part` that are in the view; None when all of them are."""
+        view = self.views[name]
+        if tuple(view.keep) == ("all",) and view.min_length <= 1 and view.fold is None and part not in self._discarded:
+            return None
+        if (name, part) not in self._candidates:
+            held = [e.number for e in self.episodes.values() if e.source == part and view.holds(e)]
+            self._candidates[name, part] = self.buffers[part].candidates(held)
+        return self._candidates[name, part]
+
+    def _held(self, part: str, among: Numbers | None) -> int:
+        return len(among) if among is not None else self.buffers[part].head - self.buffers[part].tail
+
+    def _tasks(self, buffer: ReplayBuffer, drawn: Drawn) -> list[str]:
+        return [self.episodes[number].task if number in self.episodes else "" for number in buffer.episode_of(drawn)]
+
+    def _array(self, key: Any, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        memory = self._memory.get((key, shape))
+        if memory is None:
+            memory = torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=self._pinned)
+            self._memory[key, shape] = memory
+        return memory
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generator, and what was visible: {source: [tail, head]}."""
+        seen = {name: [buffer.tail, buffer.head] for name, buffer in self.buffers.items()}
+        return {"generator": self.generator.bit_generator.state, "seen": seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.generator.bit_generator.state = state["generator"]
+
+
+def _batch(arrays: Mapping[str, torch.Tensor], spec: Spec, window: Window, task: tuple[str, ...]) -> Batch:
+    names = [name for name in window.offsets if name in spec.observation]
+    columns = ("action", "reward", "valid", "terminated", "truncated", "intervened", "length", "step_id")
+    following = {name: arrays[f"next.{name}"] for name in names} if "next_observation" in window.offsets else None
+    return Batch(
+        observation={name: arrays[name] for name in names},
+        **{name: arrays[name] for name in columns},
+        weight=torch.ones(len(arrays["length"])),
+        next_observation=following,
+        task=task,
+        extras={name: arrays[name] for name in window.offsets if name in spec.extras},
+    )
+
+
+def _held_out(episode: str) -> bool:
+    digest = hashlib.sha256(episode.encode()).digest()
+    return int.from_bytes(digest[:4], "big") < HELD_OUT * 2**32
+
+
+def statistics(sources: Sources, name: str) -> tuple[dict[str, Array], dict[str, Array]]:
+    """(mean, std) of each float observation over all steps of a source or view, for a frozen normaliser."""
+    means, stds = {}, {}
+    parts: Collection[str] = sources.views[name].of
+    for key, feature in sources.spec.observation.items():
+        if feature.dtype.startswith("float"):
+            rows = np.concatenate([sources.buffers[part].observed(key, sources._among(name, part)) for part in parts])
+            means[key], stds[key] = rows.mean(0, dtype=np.float64), rows.std(0, dtype=np.float64)
+    return means, stds

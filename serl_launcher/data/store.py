@@ -1,0 +1,439 @@
+"""The durable store of all transitions: its only writer is the server, and what it acknowledged is never lost, doubled,
+reordered or mixed with another episode.
+
+A group of records is written in this order, and only this order makes the promise hold:
+    1. evict, if there is no room: commit the new tail, then publish it        (nothing is overwritten before that)
+    2. pwrite rows and steps into free slots, fdatasync both
+    3. commit the index: head, watermarks, episodes, outcomes                   (the only commit point)
+    4. publish head in the mapped word
+    5. acknowledge                                                              (the server's part)
+After a crash everything beyond the committed head does not exist, and the store opens without reading data back.
+If a write or a sync fails, nothing unacknowledged is trusted: close the store, open it again, let the actors resend.
+"""
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from serl_client.episode import Outcome, Record, Segment
+from serl_client.errors import ConfigError, Refused
+from serl_client.spec import Array, Spec
+
+from serl_launcher.data import layout
+from serl_launcher.data.index import Episode, Epoch, Index, Source
+from serl_launcher.data.layout import Layout
+
+GROUP_BYTES = 64 << 20  # a group this large is committed before more is staged
+IOV_MAX = 1024
+
+
+class Gap(Exception):
+    """A record came whose predecessor is missing; `expected` is the seq to begin again from."""
+
+    def __init__(self, expected: int) -> None:
+        super().__init__(expected)
+        self.expected = expected
+
+
+@dataclass
+class _Group:
+    """What is staged for one source, and how many steps and rows that is."""
+
+    segments: list[tuple[Segment, Episode]] = field(default_factory=list)
+    steps: int = 0
+    rows: int = 0
+
+
+class Store:
+    """The sources of one run, in `folder`: stage(epoch, seq, record) any number of times, then commit()."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the store that `create` made. Raises ConfigError when there is none, or none of this format."""
+        if not (folder / "index.sqlite").exists():
+            raise ConfigError(f"there is no store in {folder}")
+        self.folder = folder
+        self.index = Index(folder / "index.sqlite")
+        self.run: str = self.index.meta("run")
+        self.spec = Spec.from_dict(self.index.meta("spec"))
+        self.sources = self.index.sources()
+        self.epochs = self.index.epochs()
+        self.directives = self.index.directives()
+        self.newest_weights = next(iter(self.index.weights()), None)
+        self.epoch_steps, self.phase_steps = self.index.step_counts()
+        self._open = self.index.open_episodes()
+        self._episode_number, self._revision = self.index.last_numbers()
+        self._files = {name: _Files(folder / name, Layout(self.spec, s.capacity)) for name, s in self.sources.items()}
+        self._clear()
+        self._publish()
+
+    @classmethod
+    def create(cls, folder: Path, spec: Spec, capacities: Mapping[str, int]) -> "Store":
+        """A new store with these sources (steps per source), or the one that is there, if it is of this Spec.
+
+        Files are allocated in full. Raises ConfigError, naming both, when the Spec or a capacity differs from what
+        is there, or when the disk cannot hold it.
+        """
+        if not (folder / "index.sqlite").exists():
+            _allocate(folder, spec, capacities)
+        store = cls(folder)
+        if difference := store.spec.difference(spec):
+            store.close()
+            raise ConfigError(
+                f"the run in {folder.parent} is of another robot or task (there, here): {difference}. "
+                "Use another run_dir, or the task it was made with"
+            )
+        there = {name: source.capacity for name, source in store.sources.items()}
+        if there != dict(capacities):
+            store.close()
+            raise ConfigError(f"the run in {folder.parent} has the sources {there}, the plan says {dict(capacities)}")
+        return store
+
+    def close(self) -> None:
+        self.index.close()
+        for files in self._files.values():
+            files.close()
+
+    # -- connections
+    def hello(self, actor: str, outbox: str, epoch: str, earlier: Iterable[tuple[str, int]]) -> None:
+        """Make this epoch and the `earlier` ones (epoch, last seq) known, durably, and close what is over:
+        epochs of this outbox that it holds nothing of any more."""
+        alive = {epoch, *(name for name, _ in earlier)}
+        for name in [*(name for name, _ in earlier), epoch]:
+            if name not in self.epochs:
+                self.epochs[name] = Epoch(name, len(self.epochs), actor, outbox)
+            self._changed_epochs[name] = self.epochs[name]
+        for state in list(self.epochs.values()):
+            if state.outbox == outbox and state.epoch not in alive and not state.closed:
+                self.close_epoch(state.epoch)
+        self.commit()
+
+    def close_epoch(self, epoch: str) -> None:
+        """This actor's life is over: an episode it left open is truncated, without a final observation."""
+        self.epochs[epoch].closed = True
+        self._changed_epochs[epoch] = self.epochs[epoch]
+        if episode := self._open.pop(epoch, None):
+            self._seal_cut(episode)
+
+    def expected(self, epoch: str) -> int:
+        """The seq that this epoch's next record must have."""
+        return self.epochs[epoch].expected
+
+    def ordinal(self, actor: str) -> int:
+        """The number of this actor in the order of the first Hellos of all names."""
+        return list(dict.fromkeys(epoch.actor for epoch in self.epochs.values())).index(actor)
+
+    # -- records
+    def stage(self, epoch: str, seq: int, record: Record) -> bool:
+        """Take a record into the current group; False when it is there already. Not durable before commit().
+
+        Raises Gap when an earlier record is missing, Refused (and stages nothing) when the record is wrong.
+        """
+        state = self.epochs[epoch]
+        if seq < state.expected:
+            return False
+        if seq > state.expected:
+            raise Gap(state.expected)
+        if state.closed:
+            raise Refused(f"epoch {epoch} is closed: a later start of this actor has delivered all of it")
+        if isinstance(record, Segment):
+            self._stage_segment(state, record)
+        else:
+            self._stage_outcome(state, seq, record)
+        state.expected += 1
+        self._changed_epochs[epoch] = state
+        return True
+
+    def _stage_segment(self, state: Epoch, segment: Segment) -> None:
+        source = self._checked(state, segment)
+        nbytes = sum(array.nbytes for array in segment.observation.values())
+        full = self._staged[source.name].steps + len(segment) > source.capacity // 2
+        if full or self._staged_bytes + nbytes > GROUP_BYTES:
+            self.commit()
+        episode = self._open.get(state.epoch)
+        if segment.start == 0:
+            if episode is not None:
+                self._seal_cut(episode)
+            episode = self._begin(state, source, segment)
+        assert episode is not None
+        group = self._staged[source.name]
+        group.segments.append((segment, replace(episode)))
+        group.steps += len(segment)
+        group.rows += len(segment) + segment.ends
+        self._staged_bytes += nbytes
+        self.epoch_steps[state.epoch] = self.epoch_steps.get(state.epoch, 0) + len(segment)
+        self.phase_steps[episode.phase] = self.phase_steps.get(episode.phase, 0) + len(segment)
+        episode.steps += len(segment)
+        episode.reward += float(segment.reward.sum(dtype=np.float64))
+        episode.intervened += int(segment.intervened.sum())
+        episode.weights = min(episode.weights, segment.stamp.weights)
+        episode.terminated, episode.truncated = segment.terminated, segment.truncated
+        episode.final = episode.sealed = segment.ends
+        self._changed_episodes[episode.id] = episode
+        if segment.ends:
+            del self._open[state.epoch]
+
+    def _checked(self, state: Epoch, segment: Segment) -> Source:
+        """The source that this segment goes to. Raises Refused when it fits no Spec, no episode or no directive."""
+        try:
+            segment.check(self.spec)
+        except ValueError as error:
+            raise Refused(f"a segment of {segment.episode} does not fit the run's Spec: {error}") from None
+        episode = self._open.get(state.epoch)
+        if segment.start > 0:
+            if episode is None or (episode.id, episode.steps) != (segment.episode, segment.start):
+                there = f"{episode.id}[{episode.steps}]" if episode else "the start of an episode"
+                raise Refused(f"step {segment.episode}[{segment.start}] came where {there} was to come")
+            source = self.sources[episode.source]
+        else:
+            name = self.directives.get(segment.stamp.directive, {}).get("into")
+            if name not in self.sources:
+                raise Refused(f"directive {segment.stamp.directive} of {segment.episode} collects into no source")
+            if self._find(segment.episode) is not None:
+                raise Refused(f"episode {segment.episode} is there already")
+            source = self.sources[name]
+        if len(segment) > source.capacity // 2:
+            raise Refused(f"a segment of {len(segment)} steps does not fit source {source.name} of {source.capacity}")
+        return source
+
+    def _begin(self, state: Epoch, source: Source, segment: Segment) -> Episode:
+        self._episode_number += 1
+        group = self._staged[source.name]
+        episode = Episode(
+            self._episode_number, segment.episode, source.name, state.epoch, state.actor, segment.task,
+            segment.stamp.directive, segment.stamp.phase,
+            first=source.head + group.steps, first_row=source.row_head + group.rows,
+            weights=segment.stamp.weights,
+        )  # fmt: skip
+        staged = [outcome for _, _, outcome in self._staged_outcomes if outcome.episode == episode.id]
+        for outcome in [*self.index.outcomes(episode.id), *staged]:
+            _judge(episode, outcome)
+        self._open[state.epoch] = episode
+        return episode
+
+    def _stage_outcome(self, state: Epoch, seq: int, outcome: Outcome) -> None:
+        """An outcome may come before its episode's first segment, or long after its last."""
+        self._staged_outcomes.append((state.epoch, seq, outcome))
+        if episode := self._find(outcome.episode):
+            _judge(episode, outcome)
+            self._changed_episodes[episode.id] = episode
+
+    def _seal_cut(self, episode: Episode) -> None:
+        episode.truncated = episode.sealed = True
+        self._changed_episodes[episode.id] = episode
+
+    def _find(self, id: str) -> Episode | None:
+        still_open = (episode for episode in self._open.values() if episode.id == id)
+        return self._changed_episodes.get(id) or next(still_open, None) or self.index.episode(id)
+
+    # -- the group
+    def commit(self) -> None:
+        """Make all that was staged durable, then visible to readers."""
+        busy = [name for name, group in self._staged.items() if group.segments]
+        for name in busy:
+            self._make_room(self.sources[name], self._staged[name])
+        for name in busy:
+            self._write(self.sources[name], self._staged[name])
+        for name in busy:
+            self._files[name].sync()
+        for episode in self._changed_episodes.values():
+            self._revision += 1
+            episode.revision = self._revision
+        self.index.put_sources(self.sources[name] for name in busy)
+        self.index.put_epochs(self._changed_epochs.values())
+        self.index.put_episodes(self._changed_episodes.values())
+        self.index.add_outcomes(self._staged_outcomes)
+        self.index.commit()
+        self._clear()
+        self._publish()
+
+    def _clear(self) -> None:
+        self._staged = {name: _Group() for name in self.sources}
+        self._staged_bytes, self._staged_outcomes = 0, []
+        self._changed_epochs, self._changed_episodes = {}, {}
+
+    def _make_room(self, source: Source, group: _Group) -> None:
+        """Evict the oldest episodes, whole, until the group fits; the new tail is committed and published first."""
+        files = self._files[source.name].layout
+        tail = source.head + group.steps - files.capacity
+        row_tail = source.row_head + group.rows - files.rows
+        if tail <= source.tail and row_tail <= source.row_tail:
+            return
+        spare = files.capacity // 64  # so that not every group evicts
+        least = (max(tail + spare, source.tail), max(row_tail + spare, source.row_tail))
+        found = self.index.first_from(source.name, *least)
+        source.tail, source.row_tail = found or (source.head, source.row_head)
+        # What is staged is not in this transaction: a tail may move without the group that needs it.
+        self.index.put_sources([source])
+        self.index.commit()
+        self._publish()
+
+    def _write(self, source: Source, group: _Group) -> None:
+        """Write the group's rows and steps behind the head, and move the head (in memory)."""
+        files = self._files[source.name]
+        records = np.zeros(group.steps, files.layout.step)
+        step, row, begin = source.head, source.row_head, 0
+        for segment, episode in group.segments:
+            part = records[begin : begin + len(segment)]
+            _fill(part, segment, episode, step, row, sorted(self.spec.extras))
+            step, row, begin = step + len(segment), row + len(segment) + segment.ends, begin + len(segment)
+        for name, offset in files.layout.blocks.items():
+            arrays = [segment.observation[name] for segment, _ in group.segments]
+            files.write("rows", offset, files.layout.rows, source.row_head, arrays)
+        files.write("steps", 0, files.layout.capacity, source.head, [records])
+        source.head, source.row_head = step, row
+
+    def _publish(self) -> None:
+        for name, source in self.sources.items():
+            self._files[name].publish(source.tail, source.head)
+
+    # -- numbers that never go back
+    def direct(self, body: dict[str, Any]) -> int:
+        """Make `body` the directive, durably, and return its number: the same one when nothing changed."""
+        newest = max(self.directives, default=0)
+        if newest and self.directives[newest] == body:
+            return newest
+        number = self.index.add_directive(body)
+        self.commit()
+        self.directives[number] = body
+        return number
+
+    def publish_weights(self, sha256: str, size: int, update: int, keep: bool) -> int:
+        """Give the weights file `sha256` the next version number, durably."""
+        version = self.index.add_weights(sha256, size, update, keep)
+        self.commit()
+        self.newest_weights = self.index.weights()[0]
+        return version
+
+    def command(self, name: str, argument: str, actor: str) -> int:
+        """Log an operator's command, durably."""
+        number = self.index.add_command(name, argument, actor)
+        self.commit()
+        return number
+
+    def probe(self) -> None:
+        """Write and sync something; raises OSError or sqlite3.Error while the disk still fails."""
+        self.index.set_meta("probed", self.index.meta("probed") is None)
+        self.index.commit()
+
+    def manifest(self) -> dict[str, dict[str, int]]:
+        """{source: {capacity, tail, head}} as committed."""
+        return {s.name: {"capacity": s.capacity, "tail": s.tail, "head": s.head} for s in self.sources.values()}
+
+
+class _Files:
+    """The open files of one source."""
+
+    def __init__(self, folder: Path, files: Layout) -> None:
+        self.layout = files
+        self._fds = {name: os.open(folder / name, os.O_RDWR) for name in ("rows", "steps")}
+        self._published = layout.published(folder, writable=True)
+
+    def write(self, name: str, offset: int, slots: int, start: int, arrays: list[Array]) -> None:
+        """Write [n, ...] arrays one after the other into the ring of `slots` items at `offset`, from number `start`."""
+        itemsize = arrays[0][:1].nbytes
+        for slot, pieces in _runs(start, slots, arrays):
+            _write_all(self._fds[name], offset + slot * itemsize, pieces)
+
+    def sync(self) -> None:
+        for fd in self._fds.values():
+            os.fdatasync(fd)
+
+    def publish(self, tail: int, head: int) -> None:
+        self._published[0] = tail  # first: a reader that sees the new head must not see an older tail
+        self._published[1] = head
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+
+
+def _allocate(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
+    """Make the files of a new store; the index comes last, by rename, so that a store is whole or not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    layouts = {name: Layout(spec, capacity) for name, capacity in capacities.items()}
+    layout.check_space(folder, layouts)
+    for name, files in layouts.items():
+        (folder / name).mkdir(exist_ok=True)
+        for file, size in (("rows", files.rows_bytes), ("steps", files.steps_bytes), ("published", 16)):
+            with open(folder / name / file, "wb") as handle:
+                os.posix_fallocate(handle.fileno(), 0, size)
+                os.fsync(handle.fileno())
+        _sync_folder(folder / name)
+    making = folder / "index.making"
+    making.unlink(missing_ok=True)
+    index = Index(making)
+    index.set_meta("run", uuid.uuid4().hex)
+    index.set_meta("spec", spec.to_dict())
+    index.put_sources(Source(name, capacity) for name, capacity in capacities.items())
+    index.commit()
+    index.close()
+    making.rename(folder / "index.sqlite")
+    _sync_folder(folder)
+
+
+def _judge(episode: Episode, outcome: Outcome) -> None:
+    """The operator's latest word wins; without one, the judge's."""
+    if outcome.by == "operator" or episode.judge != "operator":
+        episode.success, episode.discard, episode.judge = outcome.success, outcome.discard, outcome.by
+
+
+def _fill(part: Array, segment: Segment, episode: Episode, step: int, row: int, extras: list[str]) -> None:
+    """The step records of one segment, whose first step and row get the numbers `step` and `row`."""
+    count = len(segment)
+    part["number"] = np.arange(step, step + count)
+    part["episode"], part["first"] = episode.number, episode.first
+    part["row"] = np.arange(row, row + count)
+    part["final_row"] = -1
+    part["index"] = np.arange(segment.start, segment.start + count)
+    part["directive"], part["weights"] = segment.stamp.directive, segment.stamp.weights
+    part["time"], part["reward"], part["action"] = segment.time, segment.reward, segment.action
+    part["flags"] = segment.intervened * layout.INTERVENED + segment.decision * layout.DECISION
+    for name in extras:
+        part[name] = segment.extras[name]
+    if segment.ends:
+        part["final_row"][-1] = row + count
+        part["flags"][-1] |= segment.terminated * layout.TERMINATED + segment.truncated * layout.TRUNCATED
+    columns = [array for _, array in sorted(segment.observation.items())]
+    for i in range(count):
+        seen = range(i, i + 2) if segment.ends and i == count - 1 else (i,)
+        part["checksum"][i] = layout.checksum(part[i], (array[j] for j in seen for array in columns))
+
+
+def _runs(start: int, slots: int, arrays: list[Array]) -> Iterator[tuple[int, list[memoryview]]]:
+    """(slot, pieces): what lies in consecutive slots of the ring, cut where it wraps."""
+    slot, free, pieces = start % slots, slots - start % slots, []
+    for array in arrays:
+        while len(array) > free:
+            pieces.append(_bytes(array[:free]))
+            yield slot, pieces
+            array, slot, free, pieces = array[free:], 0, slots, []
+        pieces.append(_bytes(array))
+        free -= len(array)
+    yield slot, pieces
+
+
+def _bytes(array: Array) -> memoryview:
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _write_all(fd: int, offset: int, pieces: list[memoryview]) -> None:
+    pieces = [piece for piece in pieces if len(piece)]
+    while pieces:
+        written = os.pwritev(fd, pieces[:IOV_MAX], offset)
+        offset += written
+        while pieces and written >= len(pieces[0]):
+            written -= len(pieces.pop(0))
+        if written:
+            pieces[0] = pieces[0][written:]
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

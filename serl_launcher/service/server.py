@@ -1,0 +1,424 @@
+"""The server process: it owns the sockets and the store, and is the store's only writer. No torch.
+
+One thread, one loop: take what has come, stage it, commit the group, acknowledge. While a group is being synced the
+next one gathers in the sockets, so groups grow with the load. Training runs elsewhere and never delays this loop.
+"""
+
+import logging
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+from serl_client import messages as m
+from serl_client import wire
+from serl_client.errors import ConfigError, MessageError, Refused, RetakeError, ServerFailed, VersionMismatch
+from serl_client.spec import Spec
+
+from serl_launcher.data.store import Gap, Store
+from serl_launcher.service.weights import WeightFiles
+
+log = logging.getLogger(__name__)
+
+WINDOW = 16 << 20  # bytes of one actor that may be unacknowledged on the wire
+NOTICE_S = 1.0
+MISSING_S = 5.0
+BAD_MESSAGES = 16  # after these a connection is ignored
+CATALOG_ROWS = 2000
+ZERO_COPY = 32 << 10
+ROLES: dict[str, tuple[type, ...]] = {
+    "actor": (m.Push, m.Heartbeat, m.WeightsRequest, m.Command, m.Status),
+    "learner": (m.Direct, m.Allow, m.Publish, m.Sync, m.Heartbeat, m.WeightsRequest, m.Command, m.Status),
+    "viewer": (m.Heartbeat, m.Command, m.Status),
+}
+
+
+@dataclass
+class Session:
+    """One connection, from its Hello on."""
+
+    socket: zmq.Socket
+    identity: bytes
+    hello: m.Hello
+    seen: float
+    report: Mapping[str, Any] = field(default_factory=dict)
+    earlier: dict[str, int] = field(default_factory=dict)  # epoch -> last seq, not drained yet
+    touched: set[str] = field(default_factory=set)  # epochs to acknowledge after the commit
+    waiting: set[str] = field(default_factory=set)  # epochs with a gap that was answered
+    noticed: m.Notice | None = None
+
+
+class Server:
+    """Serves one run folder. `capacities` are the steps of each physical source; `public` and `local` are the
+    addresses for actors and for the learner's own processes (nobody else reaches the local one)."""
+
+    def __init__(
+        self, run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str
+    ) -> None:  # fmt: skip
+        self.run_dir, self.capacities, self.inference = run_dir, capacities, inference
+        self.weights = WeightFiles(run_dir / "weights")
+        self.store = Store(run_dir / "store") if (run_dir / "store" / "index.sqlite").exists() else None
+        if self.store is not None:
+            self.store.close()
+            self.store = Store.create(run_dir / "store", self.store.spec, capacities)
+        self.degraded = ""
+        self.fatal: ConfigError | None = None
+        self.refused = 0
+        self.allowance: tuple[int, int | None] = (0, 0)  # (directive, steps)
+        self._sessions: dict[tuple[zmq.Socket, bytes], Session] = {}
+        self._bad: dict[tuple[zmq.Socket, bytes], int] = {}
+        self._missing: dict[str, float] = {}  # actor -> when it was last seen
+        self._stopping = False
+        self._started, self._next_notice, self._next_reopen = time.monotonic(), 0.0, 0.0
+        self._context = zmq.Context()
+        self.public, self.local = self._bind(public), self._bind(local)
+        self._handlers: dict[type, Callable[[Session, Any], m.Message | None]] = {
+            m.Push: self._push, m.Heartbeat: self._heartbeat, m.WeightsRequest: self._weights, m.Status: self._status,
+            m.Direct: self._direct, m.Allow: self._allow, m.Publish: self._publish, m.Sync: self._sync,
+            m.Command: self._command,
+        }  # fmt: skip
+
+    def _bind(self, address: str) -> zmq.Socket:
+        socket = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.LINGER, 0), (zmq.MAXMSGSIZE, wire.MAX_ARRAY), (zmq.ROUTER_MANDATORY, 0), (zmq.SNDHWM, 64),
+            (zmq.RCVHWM, 64), (zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 5000),
+        ):  # fmt: skip
+            socket.setsockopt(option, value)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot listen on {address}: {error.strerror}. Is another learner running? Stop it, or choose port=..."
+            ) from None
+        return socket
+
+    # -- the loop
+    def run(self) -> None:
+        """Serve until `stop`. Raises ConfigError when no store can be made for the first actor's Spec."""
+        poller = zmq.Poller()
+        for socket in (self.public, self.local):
+            poller.register(socket, zmq.POLLIN)
+        while not self._stopping and self.fatal is None:
+            ready = dict(poller.poll(timeout=100))
+            for socket in (self.local, self.public):
+                if socket in ready:
+                    self._drain(socket)
+            self._commit()
+            self._notices()
+        if self.fatal is not None:
+            raise self.fatal
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def close(self) -> None:
+        self._context.destroy(linger=200)
+        if not self.degraded:
+            self._store_closed()
+
+    def _drain(self, socket: zmq.Socket, most: int = 256) -> None:
+        """Handle what has come on a socket, at most `most` messages: a group must end."""
+        for _ in range(most):
+            try:
+                identity, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._handle(socket, identity.bytes, [frame.buffer for frame in frames])
+
+    def _handle(self, socket: zmq.Socket, identity: bytes, frames: Sequence[wire.Buffer]) -> None:
+        peer = (socket, identity)
+        if self._bad.get(peer, 0) >= BAD_MESSAGES:
+            return
+        try:
+            message = m.decode(frames)
+            if isinstance(message, m.Hello):
+                answer = self._hello(socket, identity, message)
+            else:
+                answer = self._dispatch(peer, message)
+        except (OSError, sqlite3.Error) as error:
+            self._degrade(error)
+            answer = m.Failed("ServerFailed", f"the learner's store fails: {error}")
+        except MessageError as error:
+            self._bad[peer] = self._bad.get(peer, 0) + 1
+            self.refused += 1
+            answer = m.Failed("Refused", str(error))
+        except RetakeError as error:
+            self.refused += 1
+            log.warning("refused: %s", error)
+            answer = m.Failed(type(error).__name__, str(error), final=isinstance(error, (Refused, VersionMismatch)))
+        except Exception:
+            log.exception("a handler failed")
+            answer = m.Failed("ServerFailed", "the learner failed on this message; its log says why")
+        if answer is not None:
+            self._send(socket, identity, answer)
+
+    def _dispatch(self, peer: tuple[zmq.Socket, bytes], message: m.Message) -> m.Message | None:
+        session = self._sessions.get(peer)
+        if session is None:
+            return m.Failed("Disconnected", "say Hello first")
+        session.seen = time.monotonic()
+        if type(message) not in ROLES[session.hello.role]:
+            raise MessageError(f"a {type(message).__name__} is not for the role {session.hello.role}")
+        return self._handlers[type(message)](session, message)
+
+    def _send(self, socket: zmq.Socket, identity: bytes, message: m.Message) -> None:
+        """Never blocks: a peer whose queue is full misses this message (acks and notices come again)."""
+        frames = m.encode(message)
+        copy = sum(len(frame) for frame in frames) < ZERO_COPY
+        try:
+            socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=copy)
+        except (zmq.Again, zmq.ZMQError) as error:
+            log.debug("not sent: %s", error)
+
+    def _commit(self) -> None:
+        """Make the group durable, then acknowledge it."""
+        if self.store is None:
+            return
+        touched = [session for session in self._sessions.values() if session.touched]
+        if not touched and not self.degraded:
+            return
+        try:
+            if self.degraded:
+                self._reopen()
+            else:
+                self.store.commit()
+                for session in touched:
+                    self._acknowledge(session)
+        except (OSError, sqlite3.Error) as error:
+            self._degrade(error)
+
+    def _acknowledge(self, session: Session) -> None:
+        assert self.store is not None
+        for epoch in session.touched:
+            expected = self.store.expected(epoch)
+            allowed = self._steps_allowed(session)
+            self._send(session.socket, session.identity, m.Ack(epoch, expected, False, allowed))
+            if expected > session.earlier.get(epoch, expected):
+                del session.earlier[epoch]
+                self.store.close_epoch(epoch)
+                self.store.commit()
+        session.touched.clear()
+
+    def _degrade(self, error: Exception) -> None:
+        """The disk failed: acknowledge nothing, trust nothing that is not committed, try again every second."""
+        if not self.degraded:
+            log.error("DEGRADED: %s", error)
+            self._store_closed()
+        self.degraded, self._next_reopen = str(error) or repr(error), time.monotonic() + 1.0
+        for session in self._sessions.values():
+            session.touched.clear()
+
+    def _store_closed(self) -> None:
+        try:
+            if self.store is not None:
+                self.store.close()
+        except (OSError, sqlite3.Error) as error:
+            log.error("closing the store: %s", error)
+
+    def _reopen(self) -> None:
+        if time.monotonic() < self._next_reopen:
+            return
+        store = Store(self.run_dir / "store")
+        store.probe()
+        self.store = store
+        log.warning("the store works again after: %s", self.degraded)
+        self.degraded = ""
+        for session in self._sessions.values():
+            for epoch in [*session.earlier, session.hello.epoch]:
+                if epoch in self.store.epochs:
+                    self._send(session.socket, session.identity, m.Ack(epoch, self.store.expected(epoch), True))
+
+    # -- notices
+    def _notices(self) -> None:
+        """Tell each connection what is valid: when it changed, and every second."""
+        now = time.monotonic()
+        due = now >= self._next_notice
+        if due:
+            self._next_notice = now + NOTICE_S
+            self._forget(now)
+        shared = self._shared()
+        for session in self._sessions.values():
+            notice = m.Notice(*shared, self._steps_allowed(session), self.degraded)
+            if due or notice != session.noticed:
+                session.noticed = notice
+                self._send(session.socket, session.identity, notice)
+
+    def _shared(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        if self.store is None:
+            return {}, {}
+        newest = self.store.newest_weights
+        weights = {key: newest[key] for key in ("version", "sha256", "size")} if newest else {}
+        number = max(self.store.directives, default=0)
+        return ({"number": number, **self.store.directives[number]} if number else {}), weights
+
+    def _steps_allowed(self, session: Session) -> int | None:
+        """How many steps this session's epoch may have made in all; None: no limit."""
+        if self.store is None or not session.hello.paced:
+            return None
+        number = max(self.store.directives, default=0)
+        if not number or not self.store.directives[number].get("paced"):
+            return None
+        directive, steps = self.allowance
+        if directive == number and steps is None:
+            return None
+        made = self.store.epoch_steps.get(session.hello.epoch, 0)
+        if directive != number or steps is None:
+            return made  # the learner has not said yet how far we may go
+        left = max(0, steps - self.store.phase_steps.get(self.store.directives[number]["phase"], 0))
+        paced = sum(other.hello.paced for other in self._sessions.values())
+        return made + -(-left // max(1, paced))
+
+    def _forget(self, now: float) -> None:
+        for peer, session in list(self._sessions.items()):
+            if session.hello.role != "learner" and now - session.seen > MISSING_S:
+                log.warning("%s %s is silent", session.hello.role, session.hello.actor)
+                self._missing[session.hello.actor] = session.seen
+                del self._sessions[peer]
+
+    # -- handlers
+    def _hello(self, socket: zmq.Socket, identity: bytes, hello: m.Hello) -> m.Message:
+        self._check_hello(socket, hello)
+        if hello.role == "actor":
+            self._welcome_actor(hello)
+        self._fence(hello)
+        session = Session(socket, identity, hello, time.monotonic())
+        self._sessions[socket, identity] = session
+        self._missing.pop(hello.actor, None)
+        expected, ordinal = [], 0
+        if hello.role == "actor" and self.store is not None:
+            known = {epoch: self.store.expected(epoch) for epoch in [*(e for e, _ in hello.earlier), hello.epoch]}
+            session.earlier = {epoch: last for epoch, last in hello.earlier if known[epoch] <= last}
+            expected, ordinal = [[epoch, seq] for epoch, seq in known.items()], self.store.ordinal(hello.actor)
+        session.noticed = m.Notice(*self._shared(), self._steps_allowed(session), self.degraded)
+        run, spec = (self.store.run, self.store.spec.to_dict()) if self.store else ("", None)
+        return m.Welcome(run, ordinal, WINDOW, expected, spec, self.inference, asdict(session.noticed))
+
+    def _check_hello(self, socket: zmq.Socket, hello: m.Hello) -> None:
+        low, high = hello.protocol
+        if high < m.PROTOCOL[0] or low > m.PROTOCOL[1]:
+            raise VersionMismatch(
+                f"the actor speaks protocol {low}-{high}, this learner {list(m.PROTOCOL)}: update one"
+            )
+        if hello.role not in ROLES or (hello.role == "learner") != (socket is self.local):
+            raise Refused(f"the role {hello.role!r} is not given on this address")
+        run = self.store.run if self.store else ""
+        if hello.run and hello.run != run:
+            raise Refused(
+                f"this learner serves the run {run[:12] or '(new)'}, your outbox belongs to {hello.run[:12]}. Nothing "
+                "was deleted: start the learner with that run's folder, or the actor with another run_dir"
+            )
+
+    def _welcome_actor(self, hello: m.Hello) -> None:
+        """Check the actor's Spec against the run's, or make the store of the first one."""
+        if hello.spec is None or not hello.epoch or not hello.outbox:
+            raise Refused("an actor's Hello names its epoch, its outbox and its Spec")
+        spec = Spec.from_dict(hello.spec)
+        if self.degraded:
+            raise ServerFailed(f"the learner's store fails: {self.degraded}")
+        if self.store is None:
+            try:
+                self.store = Store.create(self.run_dir / "store", spec, self.capacities)
+            except ConfigError as error:
+                self.fatal = error
+                raise Refused(str(error)) from None
+        elif difference := self.store.spec.difference(spec):
+            raise Refused(f"this run is of another robot or task (the run, yours): {difference}")
+        self.store.hello(hello.actor, hello.outbox, hello.epoch, [(epoch, last) for epoch, last in hello.earlier])
+
+    def _fence(self, hello: m.Hello) -> None:
+        """Of two living clients with one name, the one whose Hello came first is told, and is heard no more."""
+        for peer, other in list(self._sessions.items()):
+            if (other.hello.role, other.hello.actor) == (hello.role, hello.actor):
+                del self._sessions[peer]
+                if hello.role == "actor" and other.hello.epoch != hello.epoch:
+                    text = f"another client named {hello.actor} has connected; give each actor its own name"
+                    self._send(*peer, m.Failed("Refused", text, final=True))
+
+    def _push(self, session: Session, push: m.Push) -> m.Message | None:
+        if push.epoch != session.hello.epoch and push.epoch not in session.earlier:
+            raise Refused(f"epoch {push.epoch} was not named in the Hello of this connection")
+        if self.store is None or self.degraded:
+            return None
+        for seq, record in m.unseal(push.arrays["records"].data):
+            try:
+                self.store.stage(push.epoch, seq, record)
+            except Gap as gap:
+                if push.epoch in session.waiting:
+                    return None
+                session.waiting.add(push.epoch)
+                return m.Ack(push.epoch, gap.expected, resend=True)
+            session.waiting.discard(push.epoch)
+            session.touched.add(push.epoch)
+        return None
+
+    def _heartbeat(self, session: Session, heartbeat: m.Heartbeat) -> None:
+        session.report = heartbeat.report
+
+    def _weights(self, session: Session, request: m.WeightsRequest) -> m.Message:
+        data = self.weights.read(self._store.index.weights(), request.sha256, request.offset, request.length)
+        return m.WeightsChunk(request.sha256, request.offset, {"data": data})
+
+    def _direct(self, session: Session, direct: m.Direct) -> m.Message:
+        number = self._store.direct(dict(direct.body))
+        self.allowance = (number, direct.steps)
+        return m.Done(number)
+
+    def _allow(self, session: Session, allow: m.Allow) -> None:
+        self.allowance = (allow.directive, allow.steps)
+
+    def _publish(self, session: Session, publish: m.Publish) -> m.Message:
+        version = self._store.publish_weights(publish.sha256, publish.size, publish.update, publish.keep)
+        self.weights.clean(self._store.index.weights())
+        return m.Done(version)
+
+    def _sync(self, session: Session, sync: m.Sync) -> m.Message:
+        if self.store is None:
+            return m.Synced(0, [], [], [], False)
+        store = self._store
+        revision, rows = store.index.catalog(sync.revision, CATALOG_ROWS)
+        living = sorted(s.hello.actor for s in self._sessions.values() if s.hello.role == "actor")
+        return m.Synced(revision, rows, store.index.commands(sync.command), living, len(rows) == CATALOG_ROWS)
+
+    def _command(self, session: Session, command: m.Command) -> m.Message:
+        log.info("%s says %s %s", session.hello.actor, command.name, command.argument)
+        return m.Done(self._store.command(command.name, command.argument, session.hello.actor))
+
+    def _status(self, session: Session, _: m.Status) -> m.Message:
+        now = time.monotonic()
+        clients = [
+            {"role": s.hello.role, "actor": s.hello.actor, "seen_s": round(now - s.seen, 1), **s.report}
+            for s in self._sessions.values() if s is not session
+        ]  # fmt: skip
+        directive, weights = self._shared()
+        return m.Status({
+            "run": self.store.run if self.store else "", "uptime_s": round(now - self._started, 1),
+            "degraded": self.degraded, "refused": self.refused, "directive": directive, "weights": weights,
+            "sources": self.store.manifest() if self.store else {}, "clients": clients,
+            "missing": {actor: round(now - seen, 1) for actor, seen in self._missing.items()},
+        })  # fmt: skip
+
+    @property
+    def _store(self) -> Store:
+        if self.store is None:
+            raise ServerFailed("no actor has said Hello yet, so there is no store: start an actor")
+        if self.degraded:
+            raise ServerFailed(f"the learner's store fails: {self.degraded}")
+        return self.store
+
+
+def serve(run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str) -> None:
+    """Run a server until SIGTERM."""
+    server = Server(run_dir, capacities, public=public, local=local, inference=inference)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    log.info("serving %s on %s, process %d", run_dir, public, os.getpid())
+    try:
+        server.run()
+    finally:
+        server.close()

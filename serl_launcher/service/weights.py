@@ -1,0 +1,64 @@
+"""Weights as immutable files named by their sha256: written aside, synced, renamed, then only read. No torch."""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from serl_client.errors import Refused
+from serl_client.spec import Array
+
+CHUNK = 4 << 20
+PULL_S = 30.0  # a file that was asked for this recently is not deleted
+
+
+def write(folder: Path, data: bytes) -> tuple[str, int]:
+    """Keep `data` (a safetensors file) as <sha256>.safetensors; returns (sha256, size). Durable when it returns."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sha256 = hashlib.sha256(data).hexdigest()
+    aside = folder / f"{sha256}.{os.getpid()}.part"
+    with open(aside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path(folder, sha256))
+    fd = os.open(folder, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    return sha256, len(data)
+
+
+def path(folder: Path, sha256: str) -> Path:
+    return folder / f"{sha256}.safetensors"
+
+
+class WeightFiles:
+    """The weights folder as the server serves it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._asked: dict[str, float] = {}
+
+    def read(self, versions: list[dict[str, Any]], sha256: str, offset: int, length: int) -> Array:
+        """Up to `length` bytes of a published file, at most CHUNK. Raises Refused when there is no such file."""
+        if sha256 not in {version["sha256"] for version in versions}:
+            raise Refused(f"no weights {sha256[:12]} were published in this run")
+        try:
+            with open(path(self.folder, sha256), "rb") as file:
+                file.seek(max(0, offset))
+                data = file.read(max(0, min(length, CHUNK)))
+        except FileNotFoundError:
+            raise Refused(f"the weights {sha256[:12]} are gone: take the newest") from None
+        self._asked[sha256] = time.monotonic()
+        return np.frombuffer(data, np.uint8)
+
+    def clean(self, versions: list[dict[str, Any]]) -> None:
+        """Delete what is neither one of the two newest versions, nor kept for a checkpoint, nor being pulled."""
+        needed = {version["sha256"] for i, version in enumerate(versions) if i < 2 or version["keep"]}
+        recent = time.monotonic() - PULL_S
+        needed |= {sha256 for sha256, asked in self._asked.items() if asked > recent}
+        for file in self.folder.glob("*.safetensors"):
+            if file.stem not in needed:
+                file.unlink()
