@@ -1,0 +1,37 @@
+"""What several tests share: a small Spec, and segments whose content tells where they belong."""
+
+import numpy as np
+import pytest
+from serl_client import Feature, Segment, Spec, Stamp
+
+STATE, ACTION = "observation.state", 2
+
+
+@pytest.fixture
+def spec():
+    return Spec({STATE: Feature((8,))}, Feature((ACTION,), low=-1, high=1), fps=10.0)
+
+
+@pytest.fixture
+def make_segment():
+    """Every observation is [key, index, key, index, ...] and every reward is the index: a mixed row shows at once."""
+
+    def make(episode="e0", key=0, start=0, steps=4, *, ends="", directive=1, phase="practise", weights=1):
+        rows = np.arange(start, start + steps + bool(ends), dtype=np.float32)
+        state = np.stack([np.full_like(rows, key), rows] * 4, axis=1)
+        return Segment(
+            episode,
+            start,
+            "reach",
+            Stamp(directive, phase, weights),
+            {STATE: state},
+            np.full((steps, ACTION), 0.5, np.float32),
+            rows[:steps].copy(),
+            np.zeros(steps, bool),
+            np.arange(start, start + steps) % 4 == 0,
+            rows[:steps].astype(np.float64),
+            terminated=ends == "terminated",
+            truncated=ends == "truncated",
+        )
+
+    return make

@@ -1,0 +1,423 @@
+"""The store keeps what it acknowledged: under crashes at every write, under failing disks, and while it evicts."""
+
+import errno
+import os
+import signal
+import sqlite3
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serl_client import ConfigError, Outcome, Spec
+from serl_client.errors import Refused
+
+from serl_launcher.data import layout, store
+from serl_launcher.data.replay import ReplayBuffer
+from serl_launcher.data.store import Gap, Store
+from serl_launcher.types import Window
+
+STATE = "observation.state"
+SAC = Window({STATE: (0,), "action": (0,), "next_observation": (1,)})
+
+
+def founded(folder, spec, **capacities):
+    made = Store.create(folder / "store", spec, capacities or {"online": 400})
+    made.direct({"into": "online", "phase": "practise"})
+    made.hello("arm", "outbox", "A", [])
+    return made
+
+
+def contents(folder, source="online"):
+    """[(episode number, index, reward)] of all that a reader may draw, in order, each checked against its row."""
+    opened = Store(folder / "store")
+    layout_ = layout.Layout(opened.spec, opened.sources[source].capacity)
+    tail, head = opened.sources[source].tail, opened.sources[source].head
+    opened.close()
+    steps, rows = layout_.steps(folder / "store" / source), layout_.observations(folder / "store" / source)[STATE]
+    found = []
+    for number in range(tail, head):
+        record = steps[number % layout_.capacity]
+        assert record["number"] == number
+        seen = [record["row"], *([record["final_row"]] if record["final_row"] >= 0 else [])]
+        assert record["checksum"] == layout.checksum(record, [rows[row % layout_.rows] for row in seen])
+        assert rows[record["row"] % layout_.rows][1] == record["index"] == record["reward"]
+        found.append((int(record["episode"]), int(record["index"]), float(rows[record["row"] % layout_.rows][0])))
+    return found
+
+
+def test_what_was_committed_is_there_after_reopening(tmp_path, spec, make_segment):
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment("e0", 7, 0, 4))
+    made.stage("A", 1, make_segment("e0", 7, 4, 3, ends="terminated"))
+    made.stage("A", 2, Outcome("e0", True))
+    made.commit()
+    made.stage("A", 3, make_segment("e1", 8, 0, 4))  # never committed
+    made.close()
+    assert contents(tmp_path) == [(1, i, 7.0) for i in range(7)]
+    opened = Store(tmp_path / "store")
+    assert opened.expected("A") == 3
+    episode = opened.index.episode("e0")
+    assert (episode.steps, episode.success, episode.sealed, episode.final) == (7, 1, 1, 1)
+
+
+def test_a_repeated_record_is_ignored_and_a_gap_is_named(tmp_path, spec, make_segment):
+    made = founded(tmp_path, spec)
+    assert made.stage("A", 0, make_segment())
+    assert not made.stage("A", 0, make_segment())
+    with pytest.raises(Gap) as gap:
+        made.stage("A", 2, make_segment(start=4))
+    assert gap.value.expected == 1
+    made.commit()
+    assert len(contents(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(start=3), "came where the start of an episode"),
+        (dict(directive=9), "collects into no source"),
+        (dict(steps=300), "does not fit source"),
+    ],
+)
+def test_a_wrong_segment_is_refused_and_nothing_of_it_is_kept(tmp_path, spec, make_segment, change, says):
+    made = founded(tmp_path, spec)
+    with pytest.raises(Refused, match=says):
+        made.stage("A", 0, make_segment(**change))
+    assert made.stage("A", 0, make_segment())
+    made.commit()
+    assert contents(tmp_path) == [(1, i, 0.0) for i in range(4)]
+
+
+def test_an_array_of_another_shape_is_refused_by_name(tmp_path, spec, make_segment):
+    made = founded(tmp_path, spec)
+    segment = make_segment()
+    object.__setattr__(segment, "action", np.zeros((4, 3), np.float32))
+    with pytest.raises(Refused, match=r"action should be float32 \[4, 2\], not float32 \[4, 3\]"):
+        made.stage("A", 0, segment)
+
+
+def test_a_segment_that_skips_steps_of_its_episode_is_refused(tmp_path, spec, make_segment):
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment("e0", steps=4))
+    with pytest.raises(Refused, match=r"e0\[5\] came where e0\[4\]"):
+        made.stage("A", 1, make_segment("e0", start=5))
+
+
+def test_two_actors_of_one_name_and_seq_do_not_mix(tmp_path, spec, make_segment):
+    """hi-ors E1 and E2: a restarted actor begins again at 0, and two actors may count alike."""
+    made = founded(tmp_path, spec)
+    made.hello("arm2", "outbox2", "B", [])
+    for seq in range(3):
+        made.stage("A", seq, make_segment(f"a{seq}", 1, ends="terminated"))
+        made.stage("B", seq, make_segment(f"b{seq}", 2, ends="terminated"))
+    made.commit()
+    made.hello("arm", "outbox", "A2", [])  # the first actor, started again
+    made.stage("A2", 0, make_segment("c0", 3, ends="terminated"))
+    made.commit()
+    keys = [key for _, _, key in contents(tmp_path)]
+    assert keys == [1.0] * 4 + [2.0] * 4 + [1.0] * 4 + [2.0] * 4 + [1.0] * 4 + [2.0] * 4 + [3.0] * 4
+
+
+def test_an_actor_that_died_leaves_a_truncated_episode_only_when_its_next_life_has_delivered(
+    tmp_path, spec, make_segment
+):
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment("e0"))
+    made.commit()
+    made.hello("arm", "outbox", "A2", [("A", 1)])  # record 1 of A still lies in the outbox
+    assert not made.index.episode("e0").sealed
+    made.stage("A", 1, make_segment("e0", start=4))
+    made.commit()
+    made.close_epoch("A")
+    made.commit()
+    episode = made.index.episode("e0")
+    assert (episode.steps, episode.truncated, episode.terminated, episode.sealed, episode.final) == (8, 1, 0, 1, 0)
+    with pytest.raises(Refused, match="closed"):
+        made.stage("A", 2, make_segment("e0", start=8))
+
+
+def test_an_epoch_of_another_outbox_is_never_closed_by_a_hello(tmp_path, spec, make_segment):
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment("e0"))
+    made.hello("arm", "another disk", "B", [])
+    made.stage("A", 1, make_segment("e0", start=4, ends="terminated"))
+    made.commit()
+    assert made.index.episode("e0").terminated
+
+
+def test_the_operator_overrules_the_judge_whenever_he_speaks(tmp_path, spec, make_segment):
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, Outcome("e0", True))  # before its episode
+    made.stage("A", 1, make_segment("e0", ends="terminated"))
+    made.commit()
+    assert made.index.episode("e0").success == 1
+    made.stage("A", 2, Outcome("e0", False, by="operator"))
+    made.commit()
+    made.stage("A", 3, Outcome("e0", True))
+    made.stage("A", 4, Outcome("e0", False, discard=True, by="operator"))
+    made.commit()
+    episode = made.index.episode("e0")
+    assert (episode.success, episode.discard, episode.judge) == (0, 1, "operator")
+    assert len(made.index.outcomes("e0")) == 4
+
+
+def test_numbers_never_go_back(tmp_path, spec):
+    made = founded(tmp_path, spec)
+    first = made.publish_weights("a" * 64, 10, 5)
+    assert made.direct({"into": "online", "phase": "other"}) == 2
+    made.close()
+    opened = Store(tmp_path / "store")
+    assert opened.publish_weights("b" * 64, 10, 3) == first + 1
+    assert opened.direct({"into": "online", "phase": "other"}) == 2  # unchanged: the same number
+    assert opened.direct({"into": None, "phase": "third"}) == 3
+
+
+def test_another_spec_or_capacity_is_refused_with_both_values(tmp_path, spec):
+    founded(tmp_path, spec).close()
+    other = Spec(spec.observation, spec.action, fps=30.0)
+    with pytest.raises(ConfigError, match=r"fps: 10\.0, 30\.0"):
+        Store.create(tmp_path / "store", other, {"online": 400})
+    with pytest.raises(ConfigError, match=r"'online': 400.*'online': 500"):
+        Store.create(tmp_path / "store", spec, {"online": 500})
+
+
+def test_a_source_may_be_added_to_a_store(tmp_path, spec, make_segment):
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment(ends="terminated"))
+    made.commit()
+    made.close()
+    grown = Store.create(tmp_path / "store", spec, {"demo": 50})
+    assert set(grown.sources) == {"online", "demo"}
+    assert grown.sources["online"].head == 4
+
+
+def test_a_store_that_does_not_fit_is_refused_before_anything_is_written(tmp_path, spec):
+    with pytest.raises(ConfigError, match=r"does not fit: online .* free on the disk"):
+        Store.create(tmp_path / "store", spec, {"online": 10**12})
+    assert not (tmp_path / "store" / "index.sqlite").exists()
+
+
+# -- eviction
+
+
+def fill(made, make_segment, episodes, epoch="A", seq=0, length=10):
+    for _ in range(episodes):
+        made.stage(epoch, seq, make_segment(f"{epoch}{seq}", seq, 0, length // 2))
+        made.stage(epoch, seq + 1, make_segment(f"{epoch}{seq}", seq, length // 2, length // 2, ends="terminated"))
+        seq += 2
+        made.commit()
+    return seq
+
+
+def test_eviction_takes_whole_episodes_the_oldest_first(tmp_path, spec, make_segment):
+    made = founded(tmp_path, spec, online=100)
+    fill(made, make_segment, 30)
+    found = contents(tmp_path)
+    episodes = [episode for episode, _, _ in found]
+    assert 50 <= len(found) <= 100
+    assert found == [(episode, i, 2.0 * (episode - 1)) for episode in range(min(episodes), 31) for i in range(10)]
+
+
+def test_no_row_is_torn_in_a_million_draws_while_old_episodes_are_evicted(tmp_path, spec, make_segment):
+    made = founded(tmp_path, spec, online=300)
+    child = os.fork()
+    if child == 0:  # the writer: goes round the ring again and again
+        seq = 0
+        while True:
+            seq = fill(made, make_segment, 1, seq=seq)
+    try:
+        reader = ReplayBuffer(tmp_path / "store" / "online", layout.Layout(spec, 300))
+        generator, drawn = np.random.default_rng(0), 0
+        into = {
+            STATE: np.empty((512, 1, 8), np.float32), f"next.{STATE}": np.empty((512, 1, 8), np.float32),
+            "action": np.empty((512, 1, 2), np.float32), "reward": np.empty((512, 1), np.float32),
+            "length": np.empty(512, np.int64), "step_id": np.empty(512, np.int64),
+            **{name: np.empty((512, 1), bool) for name in ("terminated", "truncated", "intervened", "valid")},
+        }  # fmt: skip
+        deadline = time.monotonic() + 120
+        while (drawn < 1_000_000 or reader.head < 5000) and time.monotonic() < deadline:
+            reader.refresh()
+            found = reader.draw(512, SAC, generator, None)
+            if found is None or not reader.gather(found, SAC, into):
+                continue
+            now, then, index = into[STATE][:, 0], into[f"next.{STATE}"][:, 0], into["reward"][:, 0]
+            assert (now[:, ::2] == now[:, :1]).all()
+            assert (now[:, 1::2] == index[:, None]).all()
+            assert (then[:, ::2] == now[:, :1]).all()
+            assert (then[:, 1::2] == index[:, None] + 1).all()
+            assert (into["terminated"][:, 0] == (index == 9)).all()
+            drawn += 512
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert drawn >= 1_000_000
+    assert reader.head >= 5000, "the writer must have gone round many times"
+
+
+# -- crashes
+
+
+class Killer:
+    """Kills this process at the n-th call of whatever it wraps."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def wrap(self, function):
+        def wrapped(*args, **kwargs):
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+
+def records(make_segment, episodes):
+    made = []
+    for i in range(episodes):
+        made.append(make_segment(f"e{i}", i, 0, 6))
+        made.append(make_segment(f"e{i}", i, 6, 6, ends="terminated"))
+        made.append(Outcome(f"e{i}", i % 2 == 0))
+    return made
+
+
+def run_and_die(folder, produced, at, pipe):
+    """The server's part in a child: goes on from the watermark, acknowledges through the pipe, dies at call `at`."""
+    killer = Killer(at)
+    for name in ("pwritev", "fdatasync"):
+        setattr(os, name, killer.wrap(getattr(os, name)))
+    store.Index.commit = killer.wrap(store.Index.commit)
+    store.Index.put_episodes = killer.wrap(store.Index.put_episodes)
+    store._Files.publish = killer.wrap(store._Files.publish)
+    made = Store(folder / "store")
+    begin = made.expected("A")
+    for seq in range(begin, len(produced)):
+        made.stage("A", seq, produced[seq])
+        if seq % 2:
+            made.commit()
+            os.write(pipe, f"{made.expected('A')}\n".encode())
+    made.commit()
+    os.write(pipe, f"{made.expected('A')}\n".encode())
+
+
+def test_kill_at_every_write_sync_commit_and_publish_loses_and_doubles_nothing(tmp_path, spec, make_segment):
+    """Each child dies one call later than the one before, some while old episodes are evicted."""
+    founded(tmp_path, spec, online=60).close()
+    produced, at, lives, acknowledged = records(make_segment, 14), 1, 0, 0
+    while acknowledged < len(produced):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            run_and_die(tmp_path, produced, at, writing)
+            os._exit(0)
+        os.close(writing)
+        _, status = os.waitpid(child, 0)
+        with os.fdopen(reading) as told_by_child:
+            told = [int(line) for line in told_by_child.read().split()]
+        acknowledged = max([acknowledged, *told])
+        check_prefix(tmp_path, acknowledged, produced)
+        lives, at = lives + 1, at % 24 + 1
+    assert lives > 20
+    assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL)
+
+
+def check_prefix(folder, acknowledged, produced):
+    """The store holds a prefix of what was produced, not less than what was acknowledged, minus what was evicted."""
+    opened = Store(folder / "store")
+    durable = opened.expected("A")
+    assert durable >= acknowledged
+    steps = [(seq // 3, i) for seq in range(durable) if seq % 3 < 2 for i in range(6 * (seq % 3), 6 * (seq % 3) + 6)]
+    outcomes = sum(seq % 3 == 2 for seq in range(durable))
+    assert sum(len(opened.index.outcomes(f"e{i}")) for i in range(len(produced))) == outcomes
+    tail = opened.sources["online"].tail
+    assert opened.sources["online"].head == len(steps)
+    opened.close()
+    assert [(int(key), i) for _, i, key in contents(folder)] == steps[tail:]
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_after_a_failed_write_or_sync_nothing_unacknowledged_is_there(
+    tmp_path, spec, make_segment, monkeypatch, call, error
+):
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment("e0"))
+    made.commit()
+    made.stage("A", 1, make_segment("e0", start=4))
+
+    def fail(*_):
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(OSError, match=os.strerror(error)):
+            made.commit()
+    made.close()
+    opened = Store(tmp_path / "store")
+    assert opened.expected("A") == 1
+    assert opened.stage("A", 1, make_segment("e0", start=4, ends="terminated"))
+    opened.commit()
+    assert [i for _, i, _ in contents(tmp_path)] == list(range(8))
+
+
+def test_a_commit_of_the_index_that_fails_undoes_the_whole_group(tmp_path, spec, make_segment, monkeypatch):
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment("e0", ends="terminated"))
+    made.stage("A", 1, Outcome("e0", True))
+
+    def fail(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.index, "commit", fail)
+        with pytest.raises(sqlite3.OperationalError):
+            made.commit()
+    made.close()
+    opened = Store(tmp_path / "store")
+    assert (opened.expected("A"), opened.index.outcomes("e0"), contents(tmp_path)) == (0, [], [])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(["A", "B", "commit", "reopen", "repeat"]), min_size=5, max_size=60))
+def test_any_interleaving_of_actors_groups_repeats_and_restarts_keeps_each_actors_order(
+    tmp_path_factory, spec, make_segment, operations
+):
+    folder = tmp_path_factory.mktemp("any")
+    made = founded(folder, spec)
+    made.hello("arm2", "outbox2", "B", [])
+    made.commit()
+    produced = {name: records(make_segment, 25) for name in "AB"}
+    for name in "AB":  # ids and keys of their own
+        produced[name] = [record_of(name, record) for record in produced[name]]
+    for operation in [*operations, "commit"]:
+        if operation in produced:
+            seq = made.expected(operation)
+            made.stage(operation, seq, produced[operation][seq])
+        elif operation == "commit":
+            made.commit()
+        elif operation == "reopen":
+            made.close()
+            made = Store(folder / "store")
+        elif made.expected("A"):
+            assert not made.stage("A", made.expected("A") - 1, produced["A"][0])
+    durable = {name: made.expected(name) for name in "AB"}
+    made.close()
+    found = contents(folder)
+    for name in "AB":
+        steps = [
+            (record.observation[STATE][0, 0], i)
+            for record in produced[name][: durable[name]] if not isinstance(record, Outcome)
+            for i in range(record.start, record.start + len(record))
+        ]  # fmt: skip
+        assert [(key, i) for _, i, key in found if (key >= 100) == (name == "B")] == steps
+
+
+def record_of(name, record):
+    if isinstance(record, Outcome):
+        return Outcome(name + record.episode, record.success)
+    record.observation[STATE][:, ::2] += 100 * (name == "B")
+    object.__setattr__(record, "episode", name + record.episode)
+    return record
