@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from serl_client import Outcome
 
 from serl_launcher.data import layout
@@ -81,7 +82,7 @@ def test_a_chunk_stops_at_the_end_of_its_episode(push, sources, make_segment):
     index = batch.observation[STATE][:, 0, 1]
     assert (batch.length == (6 - index).clamp(max=5)).all()
     assert (batch.valid.sum(1) == batch.length).all()
-    offsets = np.arange(5)
+    offsets = torch.arange(5)
     assert (batch.reward == (index[:, None] + offsets) * batch.valid).all()
     assert (batch.action[~batch.valid] == 0).all()
     following = batch.next_observation[STATE][:, 0]
@@ -99,8 +100,8 @@ def test_chunks_of_interleaved_actors_follow_their_own_episode(push, sources, ma
     batch = sources().sample(500, SEQUENCE, {"online": 1.0})
     states = batch.observation[STATE]  # [B, 6, 8]
     index = states[:, 2, 1]
-    assert starts(batch) and (states[:, :, 0] == states[:, :1, 0]).all()
-    expected = (index[:, None] + np.array([-2, -1, 0, 1, 2, 3])).clamp(0, 12)
+    assert (states[:, :, 0] == states[:, :1, 0]).all()
+    expected = (index[:, None] + torch.tensor([-2, -1, 0, 1, 2, 3])).clamp(0, 12)
     assert (states[:, :, 1] == expected).all()
 
 

@@ -36,7 +36,7 @@ CREATE TABLE outcomes (epoch TEXT, seq INTEGER, episode TEXT, success INTEGER, d
 CREATE INDEX outcomes_by_episode ON outcomes (episode);
 CREATE TABLE directives (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT, at REAL);
 CREATE TABLE weights (version INTEGER PRIMARY KEY AUTOINCREMENT, sha256 TEXT, size INTEGER, update_ INTEGER,
-    keep INTEGER, at REAL);
+    at REAL);
 CREATE TABLE commands (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT, argument TEXT, actor TEXT, at REAL);
 """
 
@@ -220,14 +220,14 @@ class Index:
         rows = self._db.execute("SELECT number, body FROM directives ORDER BY number")
         return {number: json.loads(body) for number, body in rows}
 
-    def add_weights(self, sha256: str, size: int, update: int, keep: bool) -> int:
-        row = (sha256, size, update, keep, time.time())
-        return self._write("INSERT INTO weights (sha256, size, update_, keep, at) VALUES (?, ?, ?, ?, ?)", row)
+    def add_weights(self, sha256: str, size: int, update: int) -> int:
+        row = (sha256, size, update, time.time())
+        return self._write("INSERT INTO weights (sha256, size, update_, at) VALUES (?, ?, ?, ?)", row)
 
     def weights(self) -> list[dict[str, Any]]:
-        """All versions, the newest first: {version, sha256, size, update, keep}."""
-        rows = self._db.execute("SELECT version, sha256, size, update_, keep FROM weights ORDER BY version DESC")
-        return [dict(zip(("version", "sha256", "size", "update", "keep"), row, strict=True)) for row in rows]
+        """All versions, the newest first: {version, sha256, size, update}."""
+        rows = self._db.execute("SELECT version, sha256, size, update_ FROM weights ORDER BY version DESC")
+        return [dict(zip(("version", "sha256", "size", "update"), row, strict=True)) for row in rows]
 
     def add_command(self, name: str, argument: str, actor: str) -> int:
         row = (name, argument, actor, time.time())

@@ -163,6 +163,8 @@ class Sources:
         counts = self.generator.multinomial(count, np.array(sizes) / sum(sizes)) if len(parts) > 1 else [count]
         begin, tasks = 0, []
         for part, among, share in zip(parts, candidates, counts, strict=True):
+            if not share:
+                continue
             target = {key: array[begin : begin + share] for key, array in into.items()}
             drawn = self._draw(self.buffers[part], int(share), window, among, target)
             if drawn is None:

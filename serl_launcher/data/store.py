@@ -78,7 +78,7 @@ class Store:
         is there, or when the disk cannot hold it.
         """
         if not (folder / "index.sqlite").exists():
-            _allocate(folder, spec, capacities)
+            _found(folder, spec, capacities)
         store = cls(folder)
         if difference := store.spec.difference(spec):
             store.close()
@@ -86,10 +86,19 @@ class Store:
                 f"the run in {folder.parent} is of another robot or task (there, here): {difference}. "
                 "Use another run_dir, or the task it was made with"
             )
-        there = {name: source.capacity for name, source in store.sources.items()}
-        if there != dict(capacities):
+        there = {name: store.sources[name].capacity for name in capacities if name in store.sources}
+        if there != {name: capacities[name] for name in there}:
             store.close()
-            raise ConfigError(f"the run in {folder.parent} has the sources {there}, the plan says {dict(capacities)}")
+            raise ConfigError(
+                f"the run in {folder.parent} has sources of these capacities: {there}, the plan says "
+                f"{dict(capacities)}. A capacity is for the life of a run: take the old one, or another run_dir"
+            )
+        if added := {name: capacities[name] for name in capacities if name not in there}:
+            _allocate(folder, spec, added)
+            store.index.put_sources(Source(name, capacity) for name, capacity in added.items())
+            store.index.commit()
+            store.close()
+            store = cls(folder)
         return store
 
     def close(self) -> None:
@@ -301,9 +310,9 @@ class Store:
         self.directives[number] = body
         return number
 
-    def publish_weights(self, sha256: str, size: int, update: int, keep: bool) -> int:
+    def publish_weights(self, sha256: str, size: int, update: int) -> int:
         """Give the weights file `sha256` the next version number, durably."""
-        version = self.index.add_weights(sha256, size, update, keep)
+        version = self.index.add_weights(sha256, size, update)
         self.commit()
         self.newest_weights = self.index.weights()[0]
         return version
@@ -351,18 +360,10 @@ class _Files:
             os.close(fd)
 
 
-def _allocate(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
-    """Make the files of a new store; the index comes last, by rename, so that a store is whole or not there."""
+def _found(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
+    """Make a new store; the index comes last, by rename, so that a store is whole or not there."""
     folder.mkdir(parents=True, exist_ok=True)
-    layouts = {name: Layout(spec, capacity) for name, capacity in capacities.items()}
-    layout.check_space(folder, layouts)
-    for name, files in layouts.items():
-        (folder / name).mkdir(exist_ok=True)
-        for file, size in (("rows", files.rows_bytes), ("steps", files.steps_bytes), ("published", 16)):
-            with open(folder / name / file, "wb") as handle:
-                os.posix_fallocate(handle.fileno(), 0, size)
-                os.fsync(handle.fileno())
-        _sync_folder(folder / name)
+    _allocate(folder, spec, capacities)
     making = folder / "index.making"
     making.unlink(missing_ok=True)
     index = Index(making)
@@ -372,6 +373,20 @@ def _allocate(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
     index.commit()
     index.close()
     making.rename(folder / "index.sqlite")
+    _sync_folder(folder)
+
+
+def _allocate(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
+    """Make the files of new sources, in full."""
+    layouts = {name: Layout(spec, capacity) for name, capacity in capacities.items()}
+    layout.check_space(folder, layouts)
+    for name, files in layouts.items():
+        (folder / name).mkdir(exist_ok=True)
+        for file, size in (("rows", files.rows_bytes), ("steps", files.steps_bytes), ("published", 16)):
+            with open(folder / name / file, "wb") as handle:
+                os.posix_fallocate(handle.fileno(), 0, size)
+                os.fsync(handle.fileno())
+        _sync_folder(folder / name)
     _sync_folder(folder)
 
 
