@@ -24,7 +24,7 @@ METHODS = {"update", "update_critic"}
 PLAN = {
     "sources": {
         "demo": {"capacity": 500},
-        "online": {"capacity": 2000, "archive": "none"},
+        "online": {"capacity": 2000},
         "success": {"of": ["online", "demo"], "keep": ["successful"], "min_length": 3, "fold": "train"},
     },
     "phases": {
@@ -92,7 +92,7 @@ def at(phase: str, progress: Progress | None = None, mapping: dict = PLAN) -> Pl
 def test_a_good_plan_is_read_in_full() -> None:
     plan = load()
     assert list(plan.phases) == ["demonstrate", "clone", "practise", "evaluate"]
-    assert plan.sources["demo"] == Source(500, "lerobot")
+    assert plan.sources["demo"] == Source(500)
     assert plan.views == {"success": View(("online", "demo"), ("successful",), 3, "train")}
     phase = plan.phases["practise"]
     assert phase.updates[0] == Update("update_critic", {"success": 0.75, "demo": 0.25})
@@ -124,7 +124,6 @@ def test_a_good_plan_is_read_in_full() -> None:
         ("sources.success.keep", ["succesful"], "plan.sources.success.keep[0]", "successful"),
         ("sources.success.of", ["onlin"], "plan.sources.success.of[0]", "online"),
         ("sources.success.fold", "trian", "plan.sources.success.fold", "train"),
-        ("sources.demo.archive", "lerobt", "plan.sources.demo.archive", "lerobot"),
         ("sources.demo.capcity", 5, "plan.sources.demo", "capacity"),
         ("phase", {}, "plan", "phases"),
     ],

@@ -1,75 +1,19 @@
 """Sources as an algorithm sees them: physical ones and views of them, mixed by shares into one Batch."""
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from serl_client.messages import EPISODE
 from serl_client.spec import Array, Spec
 
+from serl_launcher.data.episodes import EpisodeInfo, View
 from serl_launcher.data.layout import Layout
 from serl_launcher.data.replay import Drawn, Numbers, ReplayBuffer, batch_arrays
 from serl_launcher.types import Batch, Window
 
-HELD_OUT = 0.1  # the share of episodes in the fold `held_out`
 STRIDE = 1 << 48  # step ids of different sources are this far apart
-
-
-class EpisodeInfo(NamedTuple):
-    """What the server tells of an episode: the fields of messages.EPISODE."""
-
-    number: int
-    id: str
-    source: str
-    actor: str
-    task: str
-    directive: int
-    phase: str
-    first: int
-    steps: int
-    reward: float
-    intervened: int
-    weights: int
-    terminated: bool
-    truncated: bool
-    final: bool
-    sealed: bool
-    success: bool | None
-    discard: bool
-    judge: str
-
-
-assert EpisodeInfo._fields == EPISODE
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """Whole episodes of some physical sources: those that any of `keep` lets in, from `min_length` steps on."""
-
-    of: Sequence[str]
-    keep: Sequence[str] = ("all",)
-    min_length: int = 1
-    fold: str | None = None
-
-    def holds(self, episode: EpisodeInfo) -> bool:
-        """Whether an episode is in this view; a discarded one is in none."""
-        if episode.source not in self.of or episode.discard or episode.steps < self.min_length:
-            return False
-        if self.fold is not None and (self.fold == "held_out") != _held_out(episode.id):
-            return False
-        kept = {
-            "all": True,
-            "successful": episode.sealed and episode.success is not None and bool(episode.success),
-            "failed": episode.sealed and episode.success is not None and not episode.success,
-            "intervened": episode.intervened > 0,
-            "rewarded": episode.reward > 0,
-            "unrewarded": episode.sealed and episode.reward <= 0,
-        }
-        return any(kept[name] for name in self.keep)
 
 
 class Sources:
@@ -227,11 +171,6 @@ def _batch(arrays: Mapping[str, torch.Tensor], spec: Spec, window: Window, task:
         task=task,
         extras={name: arrays[name] for name in window.offsets if name in spec.extras},
     )
-
-
-def _held_out(episode: str) -> bool:
-    digest = hashlib.sha256(episode.encode()).digest()
-    return int.from_bytes(digest[:4], "big") < HELD_OUT * 2**32
 
 
 def statistics(sources: Sources, name: str) -> tuple[dict[str, Array], dict[str, Array]]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from serl_launcher.data.sources import EpisodeInfo, Sources
+from serl_launcher.data.episodes import EpisodeInfo
+from serl_launcher.data.sources import Sources
 from serl_launcher.service.plan import LONGEST_WINDOW
 from serl_launcher.service.progress import PhaseCounts, Progress, SourceCounts
 

@@ -32,9 +32,9 @@ BAD_MESSAGES = 16  # after these a connection is ignored
 CATALOG_ROWS = 2000
 ZERO_COPY = 32 << 10
 ROLES: dict[str, tuple[type, ...]] = {
-    "actor": (m.Push, m.Heartbeat, m.WeightsRequest, m.Command, m.Status),
+    "actor": (m.Push, m.Heartbeat, m.Bye, m.WeightsRequest, m.Command, m.Status),
     "learner": (m.Direct, m.Allow, m.Publish, m.Sync, m.Heartbeat, m.WeightsRequest, m.Command, m.Status),
-    "viewer": (m.Heartbeat, m.Command, m.Status),
+    "viewer": (m.Heartbeat, m.Bye, m.Command, m.Status),
 }
 
 
@@ -80,7 +80,7 @@ class Server:
         self._handlers: dict[type, Callable[[Session, Any], m.Message | None]] = {
             m.Push: self._push, m.Heartbeat: self._heartbeat, m.WeightsRequest: self._weights, m.Status: self._status,
             m.Direct: self._direct, m.Allow: self._allow, m.Publish: self._publish, m.Sync: self._sync,
-            m.Command: self._command,
+            m.Command: self._command, m.Bye: self._bye,
         }  # fmt: skip
 
     def _bind(self, address: str) -> zmq.Socket:
@@ -360,6 +360,9 @@ class Server:
     def _heartbeat(self, session: Session, heartbeat: m.Heartbeat) -> None:
         session.report = heartbeat.report
 
+    def _bye(self, session: Session, _: m.Bye) -> None:
+        del self._sessions[session.socket, session.identity]
+
     def _weights(self, session: Session, request: m.WeightsRequest) -> m.Message:
         data = self.weights.read(self._store.index.weights(), request.sha256, request.offset, request.length)
         return m.WeightsChunk(request.sha256, request.offset, {"data": data})
@@ -373,7 +376,7 @@ class Server:
         self.allowance = (allow.directive, allow.steps)
 
     def _publish(self, session: Session, publish: m.Publish) -> m.Message:
-        version = self._store.publish_weights(publish.sha256, publish.size, publish.update, publish.keep)
+        version = self._store.publish_weights(publish.sha256, publish.size, publish.update)
         self.weights.clean(self._store.index.weights())
         return m.Done(version)
 

@@ -55,8 +55,8 @@ class WeightFiles:
         return np.frombuffer(data, np.uint8)
 
     def clean(self, versions: list[dict[str, Any]]) -> None:
-        """Delete what is neither one of the two newest versions, nor kept for a checkpoint, nor being pulled."""
-        needed = {version["sha256"] for i, version in enumerate(versions) if i < 2 or version["keep"]}
+        """Delete what is neither one of the two newest versions nor being pulled (checkpoints hold their own)."""
+        needed = {version["sha256"] for version in versions[:2]}
         recent = time.monotonic() - PULL_S
         needed |= {sha256 for sha256, asked in self._asked.items() if asked > recent}
         for file in self.folder.glob("*.safetensors"):

@@ -1,0 +1,30 @@
+"""Judges: who says what a row is worth, and when the task is done."""
+
+from collections.abc import Callable
+
+import numpy as np
+from serl_client.runner import Observation
+from serl_client.spec import Array
+
+from robot_infra.interfaces import Verdict
+
+
+class Predicate:
+    """A sparse reward: 1, and the end of the episode, as soon as a predicate on the true scene holds."""
+
+    def __init__(self, holds: Callable[[], bool]) -> None:
+        self._holds = holds
+
+    def __call__(self, observation: Observation) -> Verdict:
+        success = self._holds()
+        return Verdict(float(success), success, success)
+
+
+def near(first: Array, second: Array, distance: float) -> bool:
+    """Whether two points lie closer together than `distance` (all in metres)."""
+    return float(np.linalg.norm(first - second)) < distance
+
+
+def lifted(tool: Array, block: Array, height: float = 0.12) -> bool:
+    """Whether the block is above `height` and at the tool, so held and not thrown; points [3] in metres."""
+    return bool(block[2] > height) and near(tool, block, 0.04)

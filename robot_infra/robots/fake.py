@@ -1,0 +1,89 @@
+"""A robot made of numpy: a point in the plane that is to reach another one, with settable latency and faults."""
+
+import time
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+from serl_client.errors import ConfigError
+from serl_client.runner import Observation
+from serl_client.spec import Array, Feature
+
+from robot_infra.env import RobotEnv
+from robot_infra.interfaces import RobotFault
+from robot_infra.judges import Predicate, near
+from robot_infra.safety import SafeRobot
+from robot_infra.teleop.scripted import Scripted, reach
+
+FAULTS = ("raise", "nan", "freeze")
+FPS = 10.0
+TRACKING = 0.7  # part of the remaining way that the point covers in one tick
+NAMES = ("x", "y", "goal.x", "goal.y", "way.x", "way.y")
+
+
+class FakeRobot:
+    """A point that follows its commanded position with a first-order lag; positions in metres, within [-1, 1].
+
+    A command blocks for `latency` seconds. faults {kind: n} come with the n-th command, counted from 1: `raise`
+    fails it, `nan` spoils the next observation, and from `freeze` on the point no longer moves.
+    """
+
+    space = "ee_delta"
+    stroke = 0.1  # metres that an action of 1 moves the commanded position
+    observation: Mapping[str, Feature] = {"observation.state": Feature((6,), names=NAMES)}
+    action = Feature((2,), names=("x", "y"), low=np.array(-1), high=np.array(1))
+
+    def __init__(self, *, latency: float = 0.0, faults: Mapping[str, int] | None = None) -> None:
+        self._faults = dict(faults or {})
+        if unknown := set(self._faults) - set(FAULTS):
+            raise ConfigError(f"fault {min(unknown)!r} is unknown; use {', '.join(FAULTS)}")
+        self._latency = latency
+        self.commands = 0
+        self.stopped = self.closed = False
+        self.home(0)
+
+    def home(self, seed: int) -> None:
+        self.position, self.goal = np.random.default_rng(seed).uniform(-1, 1, (2, 2))
+        self._commanded = self.position
+        self.stopped = False
+
+    def observe(self) -> Observation:
+        state = np.concatenate([self.position, self.goal, self.goal - self.position])
+        if self.commands == self._faults.get("nan"):
+            state[0] = np.nan
+        return {"observation.state": state.astype(np.float32)}
+
+    def command(self, action: Array) -> Array:
+        time.sleep(self._latency)
+        self.commands += 1
+        if self.commands == self._faults.get("raise"):
+            raise RobotFault("the fake robot was told to fail")
+        if self.commands < self._faults.get("freeze", np.inf):
+            self._commanded = np.clip(self._commanded + self.stroke * action, -1, 1)
+            self.position = self.position + TRACKING * (self._commanded - self.position)
+        return action
+
+    def hold_action(self) -> Array:
+        return np.zeros(2, np.float32)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def make(
+    *, max_steps: int, noise: float, clock: str, latency: float = 0.0, faults: Mapping[str, int] | None = None
+) -> RobotEnv:
+    """The reaching task as an Env, with a scripted operator whose actions carry Gaussian noise."""
+    robot = FakeRobot(latency=latency, faults=faults)
+    return RobotEnv(
+        SafeRobot(robot),
+        judge=Predicate(lambda: near(robot.position, robot.goal, 0.05)),
+        task="reach the goal",
+        fps=FPS,
+        max_steps=max_steps,
+        clock=clock,
+        teleop=Scripted(partial(reach, robot), noise=noise),
+    )

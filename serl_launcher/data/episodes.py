@@ -1,0 +1,69 @@
+"""What the server tells of an episode, and which episodes a view holds. No torch."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from serl_client.messages import EPISODE
+
+KEEP = ("all", "successful", "failed", "intervened", "rewarded", "unrewarded")
+FOLDS = ("train", "held_out")
+HELD_OUT = 0.1  # the share of episodes in the fold `held_out`
+
+
+class EpisodeInfo(NamedTuple):
+    """What the server tells of an episode: the fields of messages.EPISODE."""
+
+    number: int
+    id: str
+    source: str
+    actor: str
+    task: str
+    directive: int
+    phase: str
+    first: int
+    steps: int
+    reward: float
+    intervened: int
+    weights: int
+    terminated: bool
+    truncated: bool
+    final: bool
+    sealed: bool
+    success: bool | None
+    discard: bool
+    judge: str
+
+
+assert EpisodeInfo._fields == EPISODE
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Whole episodes of some physical sources: those that any of `keep` lets in, from `min_length` steps on."""
+
+    of: tuple[str, ...]
+    keep: tuple[str, ...] = ("all",)
+    min_length: int = 1
+    fold: str | None = None
+
+    def holds(self, episode: EpisodeInfo) -> bool:
+        """Whether an episode is in this view; a discarded one is in none."""
+        if episode.source not in self.of or episode.discard or episode.steps < self.min_length:
+            return False
+        if self.fold is not None and (self.fold == "held_out") != _held_out(episode.id):
+            return False
+        kept = {
+            "all": True,
+            "successful": episode.sealed and episode.success is not None and bool(episode.success),
+            "failed": episode.sealed and episode.success is not None and not episode.success,
+            "intervened": episode.intervened > 0,
+            "rewarded": episode.reward > 0,
+            "unrewarded": episode.sealed and episode.reward <= 0,
+        }
+        return any(kept[name] for name in self.keep)
+
+
+def _held_out(episode: str) -> bool:
+    digest = hashlib.sha256(episode.encode()).digest()
+    return int.from_bytes(digest[:4], "big") < HELD_OUT * 2**32

@@ -1,0 +1,177 @@
+"""The parent of the learner's processes: server, trainer and inference. No torch here.
+
+It restarts server and inference, at most three times a minute; when the trainer ends, the run ends. Its children die
+with it. `launch` is the parent; `python -m serl_launcher.service.launcher NAME RUN_DIR LOCAL` is one child.
+"""
+
+import ctypes
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from serl_client.console import console
+from serl_client.errors import ConfigError, RetakeError
+
+log = logging.getLogger(__name__)
+
+RESTARTS, WITHIN_S = 3, 60.0
+REFUSED = 2  # exit status of a child that said in one sentence why it cannot run: starting it again does not help
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def launch(config: DictConfig) -> int:
+    """Run the learner until its plan ends; returns the exit status. `config` is the composed one."""
+    if config.host not in LOOPBACK:
+        raise ConfigError(
+            f"host={config.host}: the learner listens on loopback only, as there are no keys yet. From a robot PC use "
+            f"a tunnel: ssh -L {config.port}:localhost:{config.port} -L {config.inference_port}:localhost:"
+            f"{config.inference_port} GPU_BOX, and ip=127.0.0.1 there"
+        )
+    run_dir = Path(config.run_dir).resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with _lock(run_dir), tempfile.TemporaryDirectory(prefix="retake-") as sockets:
+        OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
+        return _Family(run_dir, f"ipc://{sockets}/server").run()
+
+
+def _lock(run_dir: Path) -> Any:
+    """The open lock file of a run folder; it names who holds it. Raises ConfigError when somebody else does."""
+    file = open(run_dir / "lock", "a+")  # noqa: SIM115 - the caller closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise ConfigError(
+            f"{run_dir} is in use by the learner with process {holder}: stop it, or choose run_dir=..."
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+class _Family:
+    """The children of one run."""
+
+    def __init__(self, run_dir: Path, local: str) -> None:
+        self._run_dir, self._local = run_dir, local
+        self._restarts: dict[str, deque[float]] = {name: deque(maxlen=RESTARTS) for name in ("server", "inference")}
+        self._children: dict[str, subprocess.Popen] = {}
+        self._signalled = False
+
+    def run(self) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: setattr(self, "_signalled", True))
+        try:
+            for name in ("server", "trainer", "inference"):
+                self._start(name)
+            while True:
+                status = self._look()
+                if status is not None:
+                    return status
+                time.sleep(0.05)
+        finally:
+            self._end()
+
+    def _start(self, name: str) -> None:
+        command = [sys.executable, "-m", __spec__.name, name, str(self._run_dir), self._local]
+        self._children[name] = subprocess.Popen(command, preexec_fn=_die_with_parent, stdin=subprocess.DEVNULL)
+
+    def _look(self) -> int | None:
+        """The exit status if the run is over; restarts what may be restarted."""
+        if self._signalled:
+            return 1
+        for name, child in self._children.items():
+            status = child.poll()
+            if status is None:
+                continue
+            if name == "trainer" or status == REFUSED:
+                return 1 if status else 0
+            recent = self._restarts[name]
+            if len(recent) == RESTARTS and time.monotonic() - recent[0] < WITHIN_S:
+                log.error("%s ended %d times within a minute: giving up, see above", name, RESTARTS + 1)
+                return 1
+            recent.append(time.monotonic())
+            log.warning("%s ended with status %d: starting it again", name, status)
+            self._start(name)
+        return None
+
+    def _end(self) -> None:
+        """Stop the children, the server last: it may still take what the others say."""
+        for name in ("trainer", "inference", "server"):
+            child = self._children.get(name)
+            if child is not None and child.poll() is None:
+                child.terminate()
+                try:
+                    child.wait(10)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+
+
+def _die_with_parent() -> None:
+    """In a child before exec: be killed when the parent dies, and leave Ctrl-C to the parent."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    os.setpgid(0, 0)
+
+
+def _serve(config: DictConfig, run_dir: Path, local: str) -> None:
+    from serl_launcher.service.plan import load_plan
+    from serl_launcher.service.server import serve
+
+    logging.basicConfig(level=logging.WARNING, format="[server] %(message)s")
+    plan = load_plan(_plain(config.plan), methods=None, has_operator=config.task.has_operator)
+    serve(
+        run_dir,
+        plan.capacities,
+        public=f"tcp://{config.host}:{config.port}",
+        local=local,
+        inference=f"tcp://{config.host}:{config.inference_port}",
+    )
+
+
+def _train(config: DictConfig, run_dir: Path, local: str) -> None:
+    shown = console("learner")
+    from serl_launcher.service.training import train
+
+    train(config, run_dir, local, shown)
+
+
+def _infer(config: DictConfig, run_dir: Path, local: str) -> None:
+    logging.basicConfig(level=logging.WARNING, format="[inference] %(message)s")
+    from serl_launcher.service.training import infer
+
+    infer(config, run_dir, local)
+
+
+def _plain(config: Any) -> Any:
+    return OmegaConf.to_container(config, resolve=True)
+
+
+CHILDREN = {"server": _serve, "trainer": _train, "inference": _infer}
+
+
+def child(name: str, run_dir: str, local: str) -> int:
+    """Run one child; returns its exit status."""
+    config = OmegaConf.load(Path(run_dir) / "config.yaml")
+    assert isinstance(config, DictConfig)
+    try:
+        CHILDREN[name](config, Path(run_dir), local)
+    except RetakeError as error:
+        sys.stderr.write(f"{name}: {error}\n")
+        return REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(child(*sys.argv[1:]))

@@ -1,0 +1,308 @@
+"""The trainer: it asks the plan for the next update, draws its batch, calls the method of that name, and publishes.
+
+Rank 0 is a client of the server like any other: it tells it the directive and the pace, and hears which episodes have
+changed. The rows themselves it reads from the mapped files.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import zmq
+from serl_client import messages as m
+from serl_client.console import Console
+from serl_client.errors import Disconnected, RetakeError, ServerFailed, Timeout
+from serl_client.link import Link
+
+from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.data.episodes import EpisodeInfo
+from serl_launcher.data.sources import Sources, statistics
+from serl_launcher.service import weights
+from serl_launcher.service.ledger import Ledger, evaluation, succeeded
+from serl_launcher.service.plan import Plan
+from serl_launcher.service.progress import PlanState
+from serl_launcher.utils.checkpoint import Checkpoints
+from serl_launcher.utils.logging import MetricsLog
+
+log = logging.getLogger(__name__)
+
+SYNC_S = 0.005
+ALLOW_S = 1.0  # the pace is told again this often: a server that was restarted does not know it
+METRICS_S = 1.0
+FAREWELL_S = 15.0  # how long the actors may take to deliver the rest
+
+
+class Learner:
+    """Runs a plan to its end. `run_dir` is the run's folder; `device` is where batches go."""
+
+    def __init__(
+        self, *, run_dir: Path, link: Link, plan: Plan, algorithm: Algorithm, sources: Sources,
+        checkpoints: Checkpoints, metrics: MetricsLog, console: Console, batch_size: int, device: str,
+        checkpoint_s: float, accept_plan: bool,
+    ) -> None:  # fmt: skip
+        self.run_dir, self.link, self.plan, self.algorithm, self.sources = run_dir, link, plan, algorithm, sources
+        self.checkpoints, self.metrics, self.console = checkpoints, metrics, console
+        self.batch_size, self.device, self.checkpoint_s, self.accept_plan = (
+            batch_size,
+            device,
+            checkpoint_s,
+            accept_plan,
+        )
+        self.ledger = Ledger(sources)
+        self.state = PlanState(plan)
+        self.version: dict[str, Any] = {}  # the newest published weights: {version, sha256}
+        self._revision = self._command = self._number = 0
+        self._body: dict[str, Any] = {}
+        self._allowed: int | None = None
+        self._actors: list[str] = []
+        self._asked = False  # a Sync is under way
+        self._next_sync = self._next_allow = self._next_metrics = 0.0
+        self._next_checkpoint = time.monotonic() + checkpoint_s
+        self._wall_s, self._began = 0.0, time.monotonic()
+        self._rate = (time.monotonic(), 0)  # when, and how many updates there were
+        self._latest: Mapping[str, torch.Tensor] = {}
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds that this run has been worked on, over all its starts."""
+        return self._wall_s + time.monotonic() - self._began
+
+    # -- the loop
+    def run(self) -> None:
+        """Train until the plan ends; then let the actors deliver what they have and keep a last checkpoint."""
+        self._synchronise()
+        self._resume()
+        self._publish()
+        self._direct()
+        while self.state.phase is not None:
+            self._hear()
+            self._advance()
+            if not self._update():
+                self._wait(SYNC_S)
+            self._tell()
+        self._farewell()
+        self.checkpoint()
+
+    def _update(self) -> bool:
+        """Make the update that is due, if one is due and its data are there."""
+        name = self.state.next_update(self._progress())
+        if name is None:
+            return False
+        assert self.state.phase is not None
+        batch = self.sources.sample(self.batch_size, self.algorithm.windows[name], self.state.phase.data(name))
+        if batch is None:
+            return False
+        self._latest = {**self._latest, **getattr(self.algorithm, name)(batch.to(self.device))}
+        self.state.did_update(name)
+        if self.state.publish_due():
+            self._publish()
+        return True
+
+    def _advance(self) -> None:
+        """Go on to the next phase when this one has ended, after what its end asks for."""
+        before = self.state.phase
+        actions = self.state.advance(self._progress())
+        if self.state.phase is not before:
+            assert before is not None
+            if before.actors.mode == "evaluate":
+                self._check_evaluation(before.name)
+            for action, source in actions:
+                self._end(action, source)
+        self._direct()
+
+    def _end(self, action: str, source: str | None) -> None:
+        if action == "checkpoint":
+            self.checkpoint()
+        elif action == "publish":
+            self._publish()
+        elif action == "fit_normalizer":
+            assert source is not None
+            self.algorithm.set_statistics(*statistics(self.sources, source))
+
+    def _check_evaluation(self, phase: str) -> None:
+        """Evaluated is what was trained, by hash: raises RetakeError when other weights acted."""
+        versions = evaluation(self.sources, phase, self._evaluated(phase))["versions"]
+        if any(version != self.version["version"] for version in versions):
+            raise RetakeError(f"{phase} was to run weights {self.version['version']}, but {versions} acted")
+        if self.version["sha256"] != hashlib.sha256(self._acting()).hexdigest():
+            raise RetakeError(f"the weights that {phase} ran are not the trained ones")
+
+    def _evaluated(self, phase: str) -> int:
+        return self.plan.phases[phase].episodes or len(self.sources.episodes)
+
+    # -- hearing
+    def _progress(self) -> Any:
+        return self.ledger.progress(self.wall_s)
+
+    def _hear(self) -> None:
+        """Take what the server has said, and ask again; never waits."""
+        try:
+            while (message := self.link.receive()) is not None:
+                if isinstance(message, m.Synced):
+                    self._take(message)
+                elif isinstance(message, m.Failed):
+                    log.warning("the server says: %s", message.text)
+                    self._asked = False
+            if self.link.welcome and not self._asked and time.monotonic() >= self._next_sync:
+                self.link.send(m.Sync(self._revision, self._command))
+                self._asked, self._next_sync = True, time.monotonic() + SYNC_S
+        except Disconnected:
+            self.link.close()
+            self._asked = False
+        self.link.tend()
+
+    def _wait(self, seconds: float) -> None:
+        """Until the server says something, at most `seconds`."""
+        zmq.zmq_poll(self.link.polled, int(seconds * 1000))
+
+    def _take(self, synced: m.Synced) -> None:
+        self._asked = False
+        self._revision, self._actors = synced.revision, list(synced.actors)
+        for episode in self.ledger.take(self.sources.update(synced.episodes)):
+            self._log_episode(episode)
+        for number, name, argument in synced.commands:
+            self._command = number
+            try:
+                self.state.command(name, argument)
+            except RetakeError as error:
+                log.warning("%s", error)
+
+    def _synchronise(self) -> None:
+        """Hear everything that there is before the first decision."""
+        more = True
+        while more:
+            synced = self._call(m.Sync(self._revision, self._command))
+            self._take(synced)
+            more = synced.more
+
+    def _log_episode(self, episode: EpisodeInfo) -> None:
+        self.metrics.once("episode", episode.id, {
+            "phase": episode.phase, "steps": episode.steps, "return": episode.reward,
+            "success": None if episode.success is None else succeeded(episode), "intervened": episode.intervened,
+            "weights": episode.weights, "updates": self.state.updates, "wall_s": round(self.wall_s, 2),
+        })  # fmt: skip
+
+    # -- telling
+    def _direct(self) -> None:
+        """Make the plan's directive the run's, when it has changed."""
+        body = self.state.directive()
+        evaluates = body["mode"] == "evaluate"
+        if evaluates and self._body.get("mode") != "evaluate":
+            self._publish()
+        allowed = self.state.steps_allowed(self._progress())
+        body |= {"weights": self.version["version"] if evaluates else None, "paced": allowed is not None}
+        if body != self._body:
+            self._number = self._call(m.Direct(body, allowed)).value
+            self._body, self._allowed = body, allowed
+            log.info("directive %d: %s %s", self._number, body["phase"], body["mode"])
+
+    def _tell(self) -> None:
+        """The pace when it changed, metrics, the console, and a checkpoint when one is due."""
+        now = time.monotonic()
+        allowed = self.state.steps_allowed(self._progress())
+        if self._body.get("paced") and self.link.welcome and (allowed != self._allowed or now >= self._next_allow):
+            self.link.send(m.Allow(self._number, allowed))
+            self._allowed, self._next_allow = allowed, now + ALLOW_S
+        if now >= self._next_metrics:
+            self._next_metrics = now + METRICS_S
+            self._show(now)
+        if now >= self._next_checkpoint:
+            self.checkpoint()
+
+    def _publish(self) -> None:
+        """Make the acting part the newest version, unless it is already."""
+        data = self._acting()
+        sha256 = hashlib.sha256(data).hexdigest()
+        if sha256 != self.version.get("sha256"):
+            _, size = weights.write(self.run_dir / "weights", data)
+            version = self._call(m.Publish(sha256, size, self.state.updates)).value
+            self.version = {"version": version, "sha256": sha256}
+        self.state.did_publish()
+
+    def _acting(self) -> bytes:
+        tensors = self.algorithm.acting.state_dict()
+        return safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+
+    def _call(self, message: m.Message) -> Any:
+        """Ask the server until it answers: it may be starting again."""
+        while True:
+            while self._asked:  # its answer comes first
+                self._wait(0.1)
+                self._hear()
+            try:
+                return self.link.call(message, timeout=5.0)
+            except (Timeout, Disconnected, ServerFailed) as error:
+                log.warning("waiting for the server: %s", error)
+                time.sleep(0.2)
+
+    def _farewell(self) -> None:
+        """The plan has ended: the directive says stop; wait for the actors to deliver the rest and to leave."""
+        self._direct()
+        deadline = time.monotonic() + FAREWELL_S
+        while time.monotonic() < deadline:
+            self._synchronise()
+            if not self._actors:
+                return
+            time.sleep(0.05)
+        log.warning("still connected at the end: %s", ", ".join(self._actors))
+
+    # -- checkpoints
+    def checkpoint(self) -> None:
+        """Keep everything that a resumed run needs to go on bit by bit."""
+        self.checkpoints.save(self.state.updates, {
+            "algorithm": self.algorithm.state_dict(), "plan": self.state.state_dict(),
+            "sources": self.sources.state_dict(), "torch": torch.get_rng_state(), "command": self._command,
+            "wall_s": self.wall_s, "phases": list(self.plan.phases),
+        })  # fmt: skip
+        self._next_checkpoint = time.monotonic() + self.checkpoint_s
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint; under another plan only what was learned is taken from it."""
+        self.version = dict(self.link.notice.weights) if self.link.notice else {}
+        saved = self.checkpoints.load()
+        if saved is None:
+            return
+        self.algorithm.load_state_dict(saved["algorithm"])
+        self.sources.load_state_dict(saved["sources"])
+        torch.set_rng_state(saved["torch"])
+        self._wall_s = saved["wall_s"]
+        if saved["phases"] == list(self.plan.phases):
+            self.state.load_state_dict(saved["plan"], accept=self.accept_plan)
+            log.info("resumed in phase %s after %d updates", self.state.at.phase, self.state.updates)
+        else:
+            self.state = PlanState(self.plan, self._progress())
+            log.info("a new plan begins with what %s had learned", " -> ".join(saved["phases"]))
+
+    # -- seeing
+    def _show(self, now: float) -> None:
+        then, before = self._rate
+        rate = (self.state.updates - before) / max(now - then, 1e-9)
+        self._rate = (now, self.state.updates)
+        phase = self.state.phase
+        if self._latest and rate:
+            values = {name: float(value) for name, value in self._latest.items()}
+            self.metrics.write("update", {"updates": self.state.updates, "rate": round(rate, 1), **values})
+        name = phase.name if phase else "end"
+        recent = self.ledger.recent(name, 20)
+        alone = [episode for episode in recent if not episode.intervened]
+        self.console.show({
+            "phase": f"{name} ({self._body.get('mode')}), {self.wall_s:.0f} s",
+            "episodes": f"{len(self.sources.episodes)}; assisted: {len(recent) - len(alone)} of the last {len(recent)}",
+            "success": f"{_share(alone)} unassisted, {_share(recent)} in all, of the last {len(recent)}",
+            "return": f"{sum(e.reward for e in recent) / max(1, len(recent)):.2f} mean of the last {len(recent)}",
+            "store": ", ".join(f"{n} {b.head - b.tail}" for n, b in self.sources.buffers.items()),
+            "updates": f"{self.state.updates}, {rate:.0f}/s",
+            "waits for": self.state.waits_for(self._progress()) or "nothing",
+            "weights": f"version {self.version.get('version', 0)}",
+            "actors": ", ".join(self._actors) or "none yet: start one with run_actor.sh",
+        })  # fmt: skip
+
+
+def _share(episodes: list[EpisodeInfo]) -> str:
+    judged = [episode for episode in episodes if episode.success is not None]
+    return f"{sum(map(succeeded, judged)) / len(judged):.2f}" if judged else "-"

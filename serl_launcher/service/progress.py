@@ -1,0 +1,276 @@
+"""Where a run stands in its plan: which phase, what was done in it, and what may be done next."""
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from serl_client.errors import ConfigError
+
+from serl_launcher.service.plan import OPERATOR, UNITS, Pace, Phase, Plan, Term, known, parse
+
+log = logging.getLogger(__name__)
+
+COMMANDS = ("next", "hold", "resume", "goto", "stop")
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseCounts:
+    """What the learner has accepted of the data stamped with one phase, since the run began.
+
+    `recent`: (success, assisted) of that phase's finished episodes, the newest last; at least LONGEST_WINDOW of them,
+    or all that there are. An episode is assisted when a person took over in any of its steps.
+    """
+
+    env_steps: int = 0
+    episodes: int = 0
+    successes: int = 0
+    interventions: int = 0
+    recent: Sequence[tuple[bool, bool]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCounts:
+    """What a source or view holds now."""
+
+    steps: int = 0
+    episodes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The numbers that conditions look at: by phase name, by source or view name, and the run's seconds of work."""
+
+    phases: Mapping[str, PhaseCounts] = field(default_factory=dict)
+    sources: Mapping[str, SourceCounts] = field(default_factory=dict)
+    wall_s: float = 0.0
+
+
+class Bucket:
+    """A token bucket between env steps and updates: a step pays in `updates_per_step`, an update takes one out.
+
+    Either side may run `tolerance` updates ahead, and always far enough for one step or one update, so the two never
+    wait for each other. Steps that the learner could not keep up with, beyond the tolerance, pay for nothing: this
+    caps the catching up after a slow stretch or a restart. `unpaid` [steps] is all the state there is.
+    """
+
+    def __init__(self, pace: Pace | None, unpaid: float) -> None:
+        self.pace, self.unpaid = pace, unpaid
+        self._forgiven, self._report_at = 0.0, 1.0
+
+    def may_update(self, env_steps: int, updates: int) -> bool:
+        """Whether one more update is paid for."""
+        return self.pace is None or self._credit(self.pace, env_steps, updates) >= 1 - self.pace.tolerance
+
+    def steps_allowed(self, env_steps: int, updates: int) -> int | None:
+        """The env step up to which a simulated actor may go before the next update; None: no limit."""
+        if self.pace is None:
+            return None
+        room = self.pace.tolerance + 1 - self._credit(self.pace, env_steps, updates)
+        return env_steps + max(0, math.ceil(room / self.pace.updates_per_step - 1e-9))
+
+    def _credit(self, pace: Pace, env_steps: int, updates: int) -> float:
+        credit = pace.updates_per_step * (env_steps - self.unpaid) - updates
+        excess = credit - (pace.tolerance + 1 + pace.updates_per_step)
+        if excess > 1e-6:
+            self.unpaid += excess / pace.updates_per_step
+            self._forgiven += excess
+            if self._forgiven >= self._report_at:
+                log.warning("the learner is behind: %.0f updates will not be made up for", self._forgiven)
+                self._report_at = 2 * self._forgiven
+        return credit - max(0.0, excess)
+
+
+@dataclass(slots=True)
+class Position:
+    """The place in the plan as plain numbers, all of them in the checkpoint; `phase` None: the plan has ended."""
+
+    phase: str | None
+    base: dict[str, float]  # unit: the phase's count when it was entered
+    updates: int = 0  # made in this phase
+    turn: tuple[int, int] = (0, 0)  # round of the list of updates, index in it
+    published_at: int = 0  # updates made at the latest publication
+    held: bool = False
+
+
+class PlanState:
+    """Follows a plan; owned by rank 0 of the learner, which tells it what was accepted and what was done."""
+
+    def __init__(self, plan: Plan, progress: Progress | None = None) -> None:
+        """`progress`: what a store that is not empty held when this plan began."""
+        self.plan = plan
+        self.updates = 0  # made in this run
+        self._command: tuple[str, str] | None = None
+        self._enter(next(iter(plan.phases)), progress or Progress())
+
+    @property
+    def phase(self) -> Phase | None:
+        """The current phase; None when the plan has ended."""
+        return None if self.at.phase is None else self.plan.phases[self.at.phase]
+
+    def waits_for(self, progress: Progress) -> str | None:
+        """Why no update is due now, for the status line; None when one is."""
+        phase = self.phase
+        if phase is None:
+            return "nothing: the plan has ended"
+        if self.at.held:
+            return "the operator: held"
+        if not phase.updates:
+            return "the actors: this phase has no updates"
+        bucket = self._begin(phase, progress)
+        if bucket is None:
+            return f"the start: {phase.start_when}"
+        return None if bucket.may_update(self._env_steps(progress), self.at.updates) else "env steps: pace"
+
+    def next_update(self, progress: Progress) -> str | None:
+        """The name of the update that is due; None while there is none."""
+        return None if self.waits_for(progress) else self._turn()[2]
+
+    def did_update(self, name: str) -> None:
+        """Count the update that `next_update` named; one that was skipped is not reported and comes again."""
+        turn, index, due = self._turn()
+        if name != due:
+            raise ValueError(f"{due!r} was due, not {name!r}")
+        self.at.turn = (turn, index + 1)
+        self.at.updates += 1
+        self.updates += 1
+
+    def publish_due(self) -> bool:
+        """Whether the phase asks for the weights to be published now."""
+        every = self.phase.publish_every if self.phase else None
+        return every is not None and self.at.updates - self.at.published_at >= every
+
+    def did_publish(self) -> None:
+        self.at.published_at = self.at.updates
+
+    def steps_allowed(self, progress: Progress) -> int | None:
+        """How far `progress.phases[phase].env_steps` may go by a simulated actor's doing; None: no limit."""
+        phase = self.phase
+        bucket = self._begin(phase, progress) if phase and phase.updates else None
+        allowed = bucket.steps_allowed(self._env_steps(progress), self.at.updates) if bucket else None
+        return None if allowed is None else allowed + int(self.at.base["env_steps"])
+
+    def command(self, name: str, argument: str = "") -> None:
+        """Take an operator's word: next, hold, resume, stop, or goto with a phase. Raises ConfigError for any other.
+
+        What needs the counters is done by `advance`. However a phase ends, its on_end actions are done.
+        """
+        known(name, COMMANDS, "command", "operator")
+        if name == "goto":
+            known(argument, self.plan.phases, "phase", "operator")
+        elif argument:
+            raise ConfigError(f"operator: {name} takes nothing, not {argument!r}")
+        if name in ("hold", "resume"):
+            self.at.held = name == "hold"
+        else:
+            self._command = (name, argument)
+
+    def advance(self, progress: Progress) -> list[tuple[str, str | None]]:
+        """Go on to the next phase if this one has ended; what is then to be done: [(action, source), ...]."""
+        (command, argument), self._command = self._command or ("", ""), None
+        phase = self.phase
+        reason = command or (phase and not self.at.held and self._ended_by(phase, progress))
+        if not reason:
+            return []
+        log.info("phase %s ends after %d updates: %s", self.at.phase, self.at.updates, reason)
+        names = list(self.plan.phases)
+        after = names[names.index(phase.name) + 1 :] if phase else []
+        self._enter({"goto": argument, "stop": None}.get(command, after[0] if after else None), progress)
+        return list(phase.on_end) if phase else []
+
+    def directive(self) -> dict[str, Any]:
+        """What the actors are to do, without its number."""
+        phase = self.phase
+        if phase is None or self.at.held:
+            mode = "stop" if phase is None else "idle"
+            orders = {"mode": mode, "into": None, "explore": False, "intervene": False, "policy": "latest"}
+            return {"phase": self.at.phase or "", **orders, "episodes": None, "boundary": "now"}
+        return {"phase": phase.name, **asdict(phase.actors), "episodes": phase.episodes, "boundary": "episode"}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as plain containers, with the phase as it was, so that an edit is noticed."""
+        unpaid = self.bucket.unpaid if self.bucket else None
+        return {"at": asdict(self.at), "unpaid": unpaid, "updates": self.updates, "phase": _plain(self.phase)}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, accept: bool = False) -> None:
+        """Go on from a checkpoint, by the phase's name.
+
+        Raises ConfigError when the plan has no such phase any more, or, without `accept`, when it was edited.
+        """
+        at = Position(**{**state["at"], "turn": tuple(state["at"]["turn"])})
+        if at.phase is not None:
+            known(at.phase, self.plan.phases, "phase", "the checkpoint stands in a phase that the plan does not have")
+            then, now = state["phase"], _plain(self.plan.phases[at.phase])
+            edits = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
+            if edits and not accept:
+                text = "; ".join(edits)
+                raise ConfigError(f"phase {at.phase!r} was edited since the checkpoint ({text}): restore or accept it")
+        self.at, self.updates = at, state["updates"]
+        self.bucket = self._bucket(state["unpaid"])
+
+    def _enter(self, name: str | None, progress: Progress) -> None:
+        self.at = Position(name, {})
+        self.at.base = {unit: self._total(unit, progress) for unit in UNITS if unit != "updates"}
+        self.bucket: Bucket | None = None  # until start_when is met
+
+    def _bucket(self, unpaid: float | None) -> Bucket | None:
+        return None if unpaid is None or self.phase is None else Bucket(self.phase.pace, unpaid)
+
+    def _begin(self, phase: Phase, progress: Progress) -> Bucket | None:
+        """The bucket, made at the first call that sees start_when met: the steps before pay for nothing."""
+        if self.bucket is None and (phase.start_when is None or self._met(phase.start_when, progress)):
+            self.bucket = self._bucket(self._env_steps(progress))
+        return self.bucket
+
+    def _turn(self) -> tuple[int, int, str]:
+        """(round, index, name) of the next update that the phase's list has."""
+        updates = self.phase.updates if self.phase else ()
+        if not updates:
+            raise ValueError(f"phase {self.at.phase!r} has no updates")
+        turn, index = self.at.turn
+        while True:
+            if index >= len(updates):
+                turn, index = turn + 1, 0
+            update = updates[index]
+            if (turn + 1) % update.every == 0 and self.at.updates >= update.from_updates:
+                return turn, index, update.name
+            index += 1
+
+    def _ended_by(self, phase: Phase, progress: Progress) -> str | None:
+        return next((text for text in phase.until if self._met(text, progress)), None)
+
+    def _met(self, condition: str, progress: Progress) -> bool:
+        return all(term.met_by(self._value(term, progress)) for term in parse(condition))
+
+    def _value(self, term: Term, progress: Progress) -> float:
+        """What a term compares with its bound; nan, which meets nothing, where there is no value."""
+        if term.name == OPERATOR:
+            return math.nan
+        if term.window is not None:
+            recent = self._counts(progress).recent[-term.window :]
+            if min(len(recent), self._count("episodes", progress)) < term.window:
+                return math.nan
+            alone = term.name == "unassisted_success"
+            return sum(success and not (alone and assisted) for success, assisted in recent) / term.window
+        if term.count is not None:
+            return getattr(progress.sources.get(term.name, SourceCounts()), term.count)
+        return self._count(term.name, progress)
+
+    def _count(self, unit: str, progress: Progress) -> float:
+        """The current phase's own count of a unit, since it was entered."""
+        return self.at.updates if unit == "updates" else self._total(unit, progress) - self.at.base[unit]
+
+    def _total(self, unit: str, progress: Progress) -> float:
+        return progress.wall_s if unit == "wall_s" else getattr(self._counts(progress), unit)
+
+    def _counts(self, progress: Progress) -> PhaseCounts:
+        return progress.phases.get(self.at.phase or "", PhaseCounts())
+
+    def _env_steps(self, progress: Progress) -> int:
+        return int(self._count("env_steps", progress))
+
+
+def _plain(phase: Phase | None) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(phase))) if phase else {}

@@ -1,0 +1,140 @@
+"""What the torch processes of the learner build from the run's config: the trainer, and the inference process."""
+
+import contextlib
+import logging
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from serl_client import messages as m
+from serl_client.console import Console
+from serl_client.errors import Disconnected, Timeout
+from serl_client.link import Link
+from serl_client.spec import Spec
+
+from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.data.sources import Sources
+from serl_launcher.service.inference import InferenceServer, PolicyHost
+from serl_launcher.service.learner import Learner
+from serl_launcher.service.ledger import curve, evaluation
+from serl_launcher.service.plan import Plan, load_plan
+from serl_launcher.utils import report
+from serl_launcher.utils.checkpoint import Checkpoints
+from serl_launcher.utils.logging import MetricsLog
+
+log = logging.getLogger(__name__)
+
+
+def train(config: DictConfig, run_dir: Path, local: str, console: Console) -> None:
+    """The trainer process: run the plan to its end, then write the report."""
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    link, spec = _connect(local, "trainer")
+    device = device_of(config)
+    algorithm = build(config, spec).to(device)
+    plan = plan_of(config, set(algorithm.windows))
+    for note in plan.notes:
+        log.info("%s", note)
+    status: Any = link.call(m.Status(), timeout=5.0)
+    capacities = {name: source["capacity"] for name, source in status.report["sources"].items()}
+    pinned = device != "cpu"
+    sources = Sources(run_dir / "store", spec, capacities, plan.views, seed=config.seed, pinned=pinned)
+    learner = Learner(
+        run_dir=run_dir, link=link, plan=plan, algorithm=algorithm, sources=sources,
+        checkpoints=Checkpoints(run_dir / "checkpoints", spec=spec, config=_identity(config)),
+        metrics=MetricsLog(run_dir / "metrics.jsonl"), console=console, batch_size=config.batch_size, device=device,
+        checkpoint_s=config.checkpoint_s, accept_plan=config.accept_plan,
+    )  # fmt: skip
+    learner.run()
+    summarise(learner)
+
+
+def infer(config: DictConfig, run_dir: Path, local: str) -> None:
+    """The inference process: answer actors until SIGTERM."""
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    link, spec = _connect(local, "inference")
+    server = InferenceServer(
+        PolicyHost(build(config, spec), spec, device_of(config)), run_dir / "weights",
+        f"tcp://{config.host}:{config.inference_port}",
+    )  # fmt: skip
+
+    def newest() -> Any:
+        link.tend()
+        try:
+            while link.receive() is not None:
+                pass
+        except Disconnected:
+            link.close()
+        return link.notice.weights if link.notice else {}
+
+    try:
+        server.run(newest, lambda: bool(stopped))
+    finally:
+        server.close()
+
+
+def build(config: DictConfig, spec: Spec) -> Algorithm:
+    """The algorithm that the config names, for this Spec."""
+    return instantiate(config.algo)(spec)
+
+
+def plan_of(config: DictConfig, methods: set[str]) -> Plan:
+    """The plan that the config names, checked against the algorithm's updates."""
+    mapping = OmegaConf.to_container(config.plan, resolve=True)
+    assert isinstance(mapping, dict)
+    plan = load_plan(mapping, methods=methods, has_operator=config.task.has_operator)
+    return plan if config.phase is None else plan.only(config.phase)
+
+
+def device_of(config: DictConfig) -> str:
+    """`auto` is a GPU if there is one."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _connect(local: str, name: str) -> tuple[Link, Spec]:
+    """A link to the server, and the run's Spec: the store's, or the one that the first actor brings."""
+    link = Link(local, lambda: m.Hello(m.PROTOCOL, "learner", name))
+    told = 0.0
+    while True:
+        with contextlib.suppress(Timeout, Disconnected):
+            link.call(m.Status(), timeout=1.0)
+        if link.welcome is not None and link.welcome.spec is not None:
+            return link, Spec.from_dict(link.welcome.spec)
+        link.close()
+        if time.monotonic() - told > 10.0 and name == "trainer":
+            log.info("waiting for the first actor: it brings the description of the robot (run_actor.sh)")
+            told = time.monotonic()
+        time.sleep(0.1)
+
+
+def _identity(config: DictConfig) -> dict[str, Any]:
+    """What a checkpoint must have in common with the run that resumes it."""
+    return {"algo": OmegaConf.to_container(config.algo, resolve=True)}
+
+
+def summarise(learner: Learner) -> None:
+    """summary.json, learning_curve.png and the table on the screen."""
+    sources, ledger, plan = learner.sources, learner.ledger, learner.plan
+    evaluated = [name for name, phase in plan.phases.items() if phase.actors.mode == "evaluate"]
+    results = {name: evaluation(sources, name, plan.phases[name].episodes or 10**9) for name in evaluated}
+    learning = [name for name, phase in plan.phases.items() if phase.actors.mode in ("collect", "teleop")]
+    collected = [name for name, phase in plan.phases.items() if phase.actors.mode == "collect"]
+    report.write(
+        learner.run_dir,
+        env_steps=ledger.steps(excluding=evaluated),
+        episodes=len(curve(sources, learning)),
+        updates=learner.state.updates,
+        wall_s=learner.wall_s,
+        evaluations=list(results.values()),
+        weights_sha256=learner.version["sha256"],
+        curve=curve(sources, collected),
+    )

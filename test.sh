@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# All tests: no robot, GPU, screen or account needed. ./test.sh -m "not slow" runs the short ones.
+set -euo pipefail
+cd "$(dirname "$0")"
+. ./examples/install.sh learner sim
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+exec .venv/bin/python -m pytest "$@"

@@ -1,0 +1,95 @@
+#!/usr/bin/env python
+"""Print the timeline of a plan, or check it against its algorithm; no robot and no learner is needed."""
+
+import argparse
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from serl_client.errors import ConfigError, RetakeError
+
+from serl_launcher.service.plan import Phase, Plan, known, load_plan
+
+CONFIG = Path(__file__).resolve().parent.parent / "config"
+
+
+def composed(name: str, overrides: list[str]) -> DictConfig:
+    """The whole configuration with the plan of that name, or with the plan in that file."""
+    if name.endswith((".yaml", ".yml")):
+        if not Path(name).is_file():
+            raise ConfigError(f"{name}: there is no such file")
+        ConfigStore.instance().store(group="plan", name="from_file", node=OmegaConf.load(name))
+        name = "from_file"
+    else:
+        known(name, [path.stem for path in CONFIG.glob("plan/*.yaml")], "plan", "config/plan")
+    with initialize_config_dir(str(CONFIG), version_base=None):
+        return compose("base", [f"plan={name}", *overrides])
+
+
+def load(config: DictConfig, *, check_updates: bool) -> Plan:
+    """The plan of a composed configuration, as the learner would load it."""
+    methods = None
+    if check_updates:
+        algorithm = pkgutil.resolve_name(config.algo._target_)
+        methods = {name for name in dir(algorithm) if name.startswith("update")}
+    plan_yaml = OmegaConf.to_container(config.plan, resolve=True, throw_on_missing=True)
+    has_operator = bool(OmegaConf.select(config, "task.has_operator", default=True))
+    plan = load_plan(plan_yaml, methods=methods, has_operator=has_operator)  # type: ignore[arg-type]
+    return plan.only(config.phase) if config.get("phase") else plan
+
+
+def timeline(plan: Plan) -> Iterator[str]:
+    """The lines that describe a plan to a person."""
+    for name, source in plan.sources.items():
+        yield f"source {name}: {source.capacity:,} steps"
+    for name, view in plan.views.items():
+        yield f"view {name}: {', '.join(view.keep)} of {', '.join(view.of)}, from {view.min_length} steps"
+    for number, phase in enumerate(plan.phases.values(), 1):
+        yield f"\n{number}. {phase.name}"
+        yield from (f"   {word:<8} {text}" for word, text in described(phase).items() if text)
+    yield from (f"\nnote: {note}" for note in plan.notes)
+
+
+def described(phase: Phase) -> Mapping[str, str]:
+    """{what: text} of one phase; an empty text says that it has none."""
+    actors, pace = phase.actors, phase.pace
+    into = f" into {actors.into}" if actors.into else ""
+    policy = f", policy {actors.policy}" if actors.mode == "evaluate" else ""
+    shares = {name: f"{share:.0%}" for update in phase.updates for name, share in update.data.items()}
+    ratio = f"{pace.updates_per_step:g} per env step, within {pace.tolerance:g}" if pace else "free"
+    return {
+        "actors": f"{actors.mode}{into}{policy}" + ", a person may take over" * actors.intervene,
+        "learner": ", ".join(update.name for update in phase.updates),
+        "data": ", ".join(f"{share} {name}" for name, share in shares.items()),
+        "start": f"when {phase.start_when}" if phase.start_when else "",
+        "pace": ratio if phase.updates else "",
+        "publish": f"every {phase.publish_every} updates" if phase.publish_every else "",
+        "until": " | ".join(phase.until),
+        "then": ", ".join(f"{action} {source or ''}".strip() for action, source in phase.on_end),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=("show", "check"), help="check also looks the updates up in the algorithm")
+    parser.add_argument("plan", metavar="NAME|FILE", help="a plan of config/plan, or a yaml file")
+    parser.add_argument("overrides", nargs="*", help="as for training: task=sim_arm algo=rlpd plan.phases...")
+    arguments = parser.parse_args()
+    try:
+        config = composed(arguments.plan, arguments.overrides)
+        plan = load(config, check_updates=arguments.action == "check")
+    except (RetakeError, HydraException, OmegaConfBaseException, ImportError, AttributeError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
+    print("\n".join(timeline(plan)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+#!/usr/bin/env python
+"""Who is connected to a learner, what lags and what is missing; also when the learner is down.
+
+tools/status.py [--ip ADDRESS] [--port PORT] [--run-dir RUN] [--json]
+"""
+
+import argparse
+import fcntl
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from serl_client import messages as m
+from serl_client.errors import TrainerError
+from serl_client.link import Link
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ip", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=5588)
+    parser.add_argument("--run-dir", type=Path, help="what to say of a learner that does not answer")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    address = f"tcp://{options.ip}:{options.port}"
+    try:
+        with Link(address, lambda: m.Hello(m.PROTOCOL, "viewer", "status")) as link:
+            report: Any = link.call(m.Status(), timeout=3.0)
+            link.send(m.Bye())
+            time.sleep(0.05)
+    except TrainerError as error:
+        sys.exit(f"{error}\n{lying(options.run_dir) if options.run_dir else ''}".strip())
+    print(json.dumps(report.report, indent=2) if options.json else "\n".join(lines(report.report)))
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """What a person reads."""
+    directive, weights = report["directive"], report["weights"]
+    said = [
+        f"run        {report['run'][:12] or 'new: no actor has come yet'}, up {report['uptime_s']:.0f} s",
+        f"store      {'DEGRADED: ' + report['degraded'] if report['degraded'] else 'durable'}",
+        f"phase      {directive.get('phase', '-')} ({directive.get('mode', '-')}), directive {directive.get('number', 0)}",
+        f"weights    version {weights.get('version', 0)} {weights.get('sha256', '')[:12]}",
+        f"refused    {report['refused']} messages",
+    ]
+    for name, source in report["sources"].items():
+        held = source["head"] - source["tail"]
+        said.append(f"source     {name}: {held:,} of {source['capacity']:,} steps, {source['tail']:,} evicted")
+    for client in report["clients"]:
+        rest = ", ".join(f"{key} {value}" for key, value in client.items() if key not in ("role", "actor", "seen_s"))
+        said.append(
+            f"{client['role']:10} {client['actor']}: seen {client['seen_s']} s ago{', ' + rest if rest else ''}"
+        )
+    said += [f"missing    {actor}: silent for {seconds} s" for actor, seconds in report["missing"].items()]
+    present = {client["actor"] for client in report["clients"]}
+    said += [f"missing    the {name} process" for name in ("trainer", "inference") if name not in present]
+    if not any(client["role"] == "actor" for client in report["clients"]):
+        said.append("missing    an actor: start one with run_actor.sh")
+    return said
+
+
+def lying(run_dir: Path) -> str:
+    """What a run folder tells by itself."""
+    if not run_dir.exists():
+        return f"There is no run in {run_dir}."
+    if (run_dir / "summary.json").exists():
+        return f"The run in {run_dir} has ended: see its summary.json."
+    lock = run_dir / "lock"
+    if not lock.exists():
+        return f"No learner has ever run in {run_dir}."
+    with open(lock) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return f"Process {file.read()} holds {run_dir}, but does not answer at this address: compare port= there."
+    return f"No learner runs in {run_dir}: start it again with the same command, it goes on where it was."
+
+
+if __name__ == "__main__":
+    main()

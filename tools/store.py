@@ -1,0 +1,67 @@
+#!/usr/bin/env python
+"""Looks into a run's store: `show RUN` says what lies in it, `verify RUN` reads every step back and checks it.
+
+The learner may be running: what is evicted meanwhile is passed over.
+"""
+
+import argparse
+import sqlite3
+import sys
+from pathlib import Path
+
+from serl_client.errors import ConfigError
+from serl_client.spec import Spec
+
+from serl_launcher.data import layout
+from serl_launcher.data.index import Index
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("show", "verify"))
+    parser.add_argument("run", type=Path, help="the run's folder")
+    options = parser.parse_args()
+    folder = options.run / "store"
+    if not (folder / "index.sqlite").exists():
+        sys.exit(f"there is no store in {options.run}")
+    try:
+        index = Index(folder / "index.sqlite")
+        bad = {"show": show, "verify": verify}[options.command](folder, index)
+    except (ConfigError, sqlite3.Error) as error:
+        sys.exit(str(error))
+    sys.exit(1 if bad else 0)
+
+
+def show(folder: Path, index: Index) -> int:
+    """Sources, actors and outcomes."""
+    print(f"run {index.meta('run')}")
+    for source in index.sources().values():
+        print(f"source {source.name}: steps [{source.tail:,}, {source.head:,}) of {source.capacity:,}")
+    for epoch in index.epochs().values():
+        state = "closed" if epoch.closed else f"next record {epoch.expected}"
+        print(f"actor {epoch.actor}, epoch {epoch.epoch[:8]}: {state}")
+    return 0
+
+
+def verify(folder: Path, index: Index) -> int:
+    """The number of steps whose content is not what was acknowledged."""
+    spec, bad = Spec.from_dict(index.meta("spec")), 0
+    for source in index.sources().values():
+        files = layout.Layout(spec, source.capacity)
+        steps, rows = files.steps(folder / source.name), files.observations(folder / source.name)
+        words = layout.published(folder / source.name)
+        for number in range(source.tail, source.head):
+            record = steps[number % files.capacity].copy()
+            seen = [record["row"], *([record["final_row"]] if record["final_row"] >= 0 else [])]
+            columns = (rows[name][row % files.rows] for row in seen for name in sorted(rows))
+            if record["number"] != number or record["checksum"] != layout.checksum(record, columns):
+                if number < int(words[0]):
+                    continue  # evicted while we read
+                print(f"source {source.name}, step {number}: damaged")
+                bad += 1
+        print(f"source {source.name}: {source.head - source.tail:,} steps checked")
+    return bad
+
+
+if __name__ == "__main__":
+    main()
