@@ -6,8 +6,9 @@ import torch
 from serl_client import Outcome
 
 from serl_launcher.data import layout
+from serl_launcher.data.episodes import View
 from serl_launcher.data.replay import ReplayBuffer, batch_arrays
-from serl_launcher.data.sources import Sources, View
+from serl_launcher.data.sources import Sources
 from serl_launcher.data.store import Store
 from serl_launcher.types import Window
 

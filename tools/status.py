@@ -16,6 +16,8 @@ from serl_client import messages as m
 from serl_client.errors import TrainerError
 from serl_client.link import Link
 
+SILENT_S = 5.0
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -26,7 +28,7 @@ def main() -> None:
     options = parser.parse_args()
     address = f"tcp://{options.ip}:{options.port}"
     try:
-        with Link(address, lambda: m.Hello(m.PROTOCOL, "viewer", "status")) as link:
+        with Link(address, m.Hello(m.PROTOCOL, "viewer", "status")) as link:
             report: Any = link.call(m.Status(), timeout=3.0)
             link.send(m.Bye())
             time.sleep(0.05)
@@ -41,7 +43,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     said = [
         f"run        {report['run'][:12] or 'new: no actor has come yet'}, up {report['uptime_s']:.0f} s",
         f"store      {'DEGRADED: ' + report['degraded'] if report['degraded'] else 'durable'}",
-        f"phase      {directive.get('phase', '-')} ({directive.get('mode', '-')}), directive {directive.get('number', 0)}",
+        f"phase      {directive.get('phase', '-')} ({directive.get('mode', '-')})",
         f"weights    version {weights.get('version', 0)} {weights.get('sha256', '')[:12]}",
         f"refused    {report['refused']} messages",
     ]
@@ -54,7 +56,7 @@ def lines(report: dict[str, Any]) -> list[str]:
             f"{client['role']:10} {client['actor']}: seen {client['seen_s']} s ago{', ' + rest if rest else ''}"
         )
     said += [f"missing    {actor}: silent for {seconds} s" for actor, seconds in report["missing"].items()]
-    present = {client["actor"] for client in report["clients"]}
+    present = {client["actor"] for client in report["clients"] if client["seen_s"] < SILENT_S}
     said += [f"missing    the {name} process" for name in ("trainer", "inference") if name not in present]
     if not any(client["role"] == "actor" for client in report["clients"]):
         said.append("missing    an actor: start one with run_actor.sh")

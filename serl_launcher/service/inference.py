@@ -5,7 +5,7 @@ observation and seed give the same action wherever they meet.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ import torch
 import zmq
 from serl_client import messages as m
 from serl_client import wire
+from serl_client.client import TrainerClient
 from serl_client.errors import ConfigError, MessageError
+from serl_client.network import Answer
 from serl_client.spec import Array, Spec
 
 from serl_launcher.algorithms.base import Algorithm
@@ -104,27 +106,34 @@ class PolicyHost:
         return m.Act(question.ask.step, self.version, {"action": decision.action[i].cpu().numpy(), **arrays})
 
 
-class LocalPolicy:
-    """A Controller's source of answers inside the actor's own process: the weights come over the wire, the rest is
-    the same as in the inference process. It has the `ask` and `wait_answer` of a TrainerClient."""
+class LocalSource:
+    """Answers a RemotePolicy from inside the actor's own process: the weights come over the wire, the rest is the same
+    as in the inference process."""
 
-    def __init__(self, client: Any, host: PolicyHost) -> None:
+    def __init__(self, client: TrainerClient, host: PolicyHost) -> None:
         self.client, self.host = client, host
-        self._answer: m.Act | None = None
+        self._question: m.Ask | None = None
 
     def ask(
-        self, observation: dict[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
+        self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
         explore: bool,
     ) -> None:  # fmt: skip
-        """Answer at once, with the newest weights that have arrived; without any, not at all."""
-        newest = self.client.weights(self.host.version)
-        if newest is not None:
+        arrays = dict(observation) if previous_action is None else {**observation, "previous_action": previous_action}
+        self._question = m.Ask(step, seed, reset, explore, arrays)
+
+    def wait_answer(self, step: int, timeout: float) -> Answer | None:
+        """The answer with the newest weights that have arrived; None while there are none, after `timeout` seconds."""
+        if (newest := self.client.weights(self.host.version)) is not None:
             self.host.load(*newest)
-        self._answer = None
-        if self.host.version:
-            arrays = observation if previous_action is None else {**observation, "previous_action": previous_action}
-            question = Question(b"", m.Ask(step, seed, reset, explore, arrays))
-            self._answer = self.host.answer([question])[0]
+        if not self.host.version or self._question is None:
+            self.client.wait(max(0.0, timeout))
+            return None
+        act = self.host.answer([Question(b"", self._question)])[0]
+        arrays = dict(act.arrays)
+        return Answer(act.step, act.version, arrays.pop("action"), arrays)
+
+    def forget(self) -> None:
+        self._question = None
 
 
 def _stacked(carries: Sequence[Carry]) -> Carry:

@@ -13,7 +13,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-import zmq
 from serl_client import messages as m
 from serl_client.console import Console
 from serl_client.errors import Disconnected, RetakeError, ServerFailed, Timeout
@@ -83,7 +82,7 @@ class Learner:
             self._hear()
             self._advance()
             if not self._update():
-                self._wait(SYNC_S)
+                self.link.wait(SYNC_S)
             self._tell()
         self._farewell()
         self.checkpoint()
@@ -141,24 +140,17 @@ class Learner:
 
     def _hear(self) -> None:
         """Take what the server has said, and ask again; never waits."""
-        try:
-            while (message := self.link.receive()) is not None:
-                if isinstance(message, m.Synced):
-                    self._take(message)
-                elif isinstance(message, m.Failed):
-                    log.warning("the server says: %s", message.text)
-                    self._asked = False
-            if self.link.welcome and not self._asked and time.monotonic() >= self._next_sync:
-                self.link.send(m.Sync(self._revision, self._command))
-                self._asked, self._next_sync = True, time.monotonic() + SYNC_S
-        except Disconnected:
-            self.link.close()
-            self._asked = False
-        self.link.tend()
-
-    def _wait(self, seconds: float) -> None:
-        """Until the server says something, at most `seconds`."""
-        zmq.zmq_poll(self.link.polled, int(seconds * 1000))
+        while (message := self.link.receive()) is not None:
+            if isinstance(message, m.Synced):
+                self._take(message)
+            elif isinstance(message, m.Welcome):
+                self._asked = False  # a new connection
+            elif isinstance(message, m.Failed):
+                log.warning("the server says: %s", message.text)
+                self._asked = False
+        if self.link.connected and not self._asked and time.monotonic() >= self._next_sync:
+            self._asked = self.link.send(m.Sync(self._revision, self._command))
+            self._next_sync = time.monotonic() + SYNC_S
 
     def _take(self, synced: m.Synced) -> None:
         self._asked = False
@@ -174,6 +166,9 @@ class Learner:
 
     def _synchronise(self) -> None:
         """Hear everything that there is before the first decision."""
+        while self._asked and self.link.connected:  # an answer is under way already
+            self._hear()
+            self.link.wait(SYNC_S)
         more = True
         while more:
             synced = self._call(m.Sync(self._revision, self._command))
@@ -205,7 +200,7 @@ class Learner:
         """The pace when it changed, metrics, the console, and a checkpoint when one is due."""
         now = time.monotonic()
         allowed = self.state.steps_allowed(self._progress())
-        if self._body.get("paced") and self.link.welcome and (allowed != self._allowed or now >= self._next_allow):
+        if self._body.get("paced") and (allowed != self._allowed or now >= self._next_allow):
             self.link.send(m.Allow(self._number, allowed))
             self._allowed, self._next_allow = allowed, now + ALLOW_S
         if now >= self._next_metrics:
@@ -231,9 +226,6 @@ class Learner:
     def _call(self, message: m.Message) -> Any:
         """Ask the server until it answers: it may be starting again."""
         while True:
-            while self._asked:  # its answer comes first
-                self._wait(0.1)
-                self._hear()
             try:
                 return self.link.call(message, timeout=5.0)
             except (Timeout, Disconnected, ServerFailed) as error:
@@ -263,7 +255,7 @@ class Learner:
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint; under another plan only what was learned is taken from it."""
-        self.version = dict(self.link.notice.weights) if self.link.notice else {}
+        self.version = dict(self.link.notice.weights)
         saved = self.checkpoints.load()
         if saved is None:
             return

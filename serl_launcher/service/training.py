@@ -65,14 +65,17 @@ def infer(config: DictConfig, run_dir: Path, local: str) -> None:
         f"tcp://{config.host}:{config.inference_port}",
     )  # fmt: skip
 
+    beat = 0.0
+
     def newest() -> Any:
-        link.tend()
-        try:
-            while link.receive() is not None:
-                pass
-        except Disconnected:
-            link.close()
-        return link.notice.weights if link.notice else {}
+        """What the server says is valid; tells it every second that this process lives."""
+        nonlocal beat
+        while link.receive() is not None:
+            pass
+        if link.connected and time.monotonic() > beat:
+            link.send(m.Heartbeat({"version": server.host.version}))
+            beat = time.monotonic() + 1.0
+        return link.notice.weights
 
     try:
         server.run(newest, lambda: bool(stopped))
@@ -102,14 +105,12 @@ def device_of(config: DictConfig) -> str:
 
 def _connect(local: str, name: str) -> tuple[Link, Spec]:
     """A link to the server, and the run's Spec: the store's, or the one that the first actor brings."""
-    link = Link(local, lambda: m.Hello(m.PROTOCOL, "learner", name))
+    link = Link(local, m.Hello(m.PROTOCOL, "learner", name))
     told = 0.0
     while True:
         with contextlib.suppress(Timeout, Disconnected):
-            link.call(m.Status(), timeout=1.0)
-        if link.welcome is not None and link.welcome.spec is not None:
-            return link, Spec.from_dict(link.welcome.spec)
-        link.close()
+            if (spec := link.hello(timeout=1.0).spec) is not None:
+                return link, Spec.from_dict(spec)
         if time.monotonic() - told > 10.0 and name == "trainer":
             log.info("waiting for the first actor: it brings the description of the robot (run_actor.sh)")
             told = time.monotonic()

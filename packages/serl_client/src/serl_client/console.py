@@ -6,8 +6,9 @@ Without a terminal (a log file, a pane that is piped) it prints one line every t
 import logging
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 PLAIN_S = 10.0
@@ -60,6 +61,26 @@ class Console(logging.Handler):
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
+
+
+class Watch:
+    """Shows `rows()` on a console every second, from a thread of its own: a slow terminal delays nobody."""
+
+    def __init__(self, shown: Console, rows: Callable[[], Mapping[str, str]]) -> None:
+        self._shown, self._rows = shown, rows
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="console", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(1.0):
+            self._shown.show(self._rows())
 
 
 def console(title: str) -> Console:

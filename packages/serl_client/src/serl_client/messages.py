@@ -19,8 +19,8 @@ PROTOCOL = (1, 1)  # the oldest and the newest version spoken here
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of every connection. `role` is actor, learner or viewer; `earlier` lists [epoch, last seq] of the epochs
-    before this one that still lie in this outbox; `run` is "" before the first Welcome."""
+    """First message of every connection. `role` is actor, learner or viewer; `earlier` lists [epoch, last seq] of the
+    epochs before this one that still lie in this outbox; `run` is "" before the first Welcome."""
 
     protocol: Sequence[int]
     role: str
@@ -111,6 +111,11 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class Bye:
+    """The client leaves of its own will; what it did not deliver lies in its outbox."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsRequest:
     """`length` bytes of the weights file `sha256` from `offset`."""
 
@@ -151,7 +156,6 @@ class Publish:
     sha256: str
     size: int
     update: int
-    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +209,7 @@ class Failed:
 
 
 Message = (
-    Hello | Welcome | Notice | Push | Ack | Ask | Act | Heartbeat | WeightsRequest | WeightsChunk
+    Hello | Welcome | Notice | Push | Ack | Ask | Act | Heartbeat | Bye | WeightsRequest | WeightsChunk
     | Direct | Allow | Publish | Sync | Synced | Command | Status | Done | Failed
 )  # fmt: skip
 TYPES: tuple[type, ...] = Message.__args__
@@ -221,7 +225,7 @@ EPISODE = (
 def encode(message: Message) -> list[wire.Buffer]:
     """The frames of a message."""
     kind = type(message)
-    header = {"kind": kind.__name__, **{name: getattr(message, name) for name in FIELDS[kind]}}
+    header = {"type": kind.__name__, **{name: getattr(message, name) for name in FIELDS[kind]}}
     return wire.pack(header, getattr(message, "arrays", {}))
 
 
@@ -231,7 +235,7 @@ _BY_NAME = {kind.__name__: kind for kind in TYPES}
 def decode(frames: Sequence[wire.Buffer]) -> Message:
     """The message that some frames hold. Raises MessageError."""
     header, arrays = wire.unpack(frames)
-    kind = _BY_NAME.get(header.pop("kind", None))
+    kind = _BY_NAME.get(header.pop("type", None))
     if kind is None:
         raise MessageError("the message is of no known kind")
     fields = FIELDS[kind]

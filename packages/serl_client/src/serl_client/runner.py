@@ -1,9 +1,33 @@
 """The actor's loop: one environment, one controller, one client; it follows the directive."""
 
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import xxhash
+
+from serl_client.client import TrainerClient
+from serl_client.controller import Controller
+from serl_client.episode import Outcome, Stamp
+from serl_client.errors import TrainerError
+from serl_client.recorder import Recorder
 from serl_client.spec import Array, Spec
+
+log = logging.getLogger(__name__)
+
+NAP = 0.05  # seconds between two looks at the operator; news from the learner end it
+SILENCE = 5.0  # seconds without an action, until the episode is given up
+ROOM_PATIENCE = 1.0  # seconds that a simulated robot waits for the outbox
+FAREWELL = 30.0  # seconds to deliver the rest
+TRAINING_SEEDS = 1_000_000_000
+EVALUATION_SEEDS = 100_000  # of one actor
+MODES = ("collect", "teleop", "evaluate")  # with episodes; the others are idle and stop
+VERDICTS = {"success": True, "failure": False, "discard": None}
 
 Observation = dict[str, Array]
 
@@ -45,3 +69,303 @@ class Env(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Operator(Protocol):
+    """A person with a keyboard. Events: pause (and go on), stop, next, success, failure, discard."""
+
+    def poll(self) -> list[str]:
+        """What was pressed since the last call; never waits."""
+        ...
+
+
+@dataclass
+class ActorStatus:
+    """What a console shows of an actor, and what its heartbeat tells the learner."""
+
+    directive: int = 0
+    phase: str = ""
+    mode: str = "idle"
+    driver: str = "IDLE"  # POLICY, HUMAN, HELD or IDLE
+    episodes: int = 0
+    steps: int = 0  # of this epoch
+    rate: float = 0.0  # rows per second
+    late: int = 0  # ticks of a real clock that took more than 1.5 of their time
+    warning: str = ""
+
+    def warn(self, text: str) -> None:
+        self.warning = text
+        log.warning("%s", text)
+
+
+def run_actor(
+    env: Env, controller: Controller, client: TrainerClient, *, seed: int, operator: Operator | None = None,
+    on_episode: Callable[[Mapping[str, Any]], None] = lambda episode: None, status: ActorStatus | None = None,
+) -> None:  # fmt: skip
+    """Do what the learner's directive says until it says stop; the robot is stopped however this ends.
+
+    `seed` is the run's; `on_episode` gets the numbers of each finished episode. Raises what the environment raises,
+    and TrainerError when the learner refuses this actor; KeyboardInterrupt for SIGINT and SIGTERM.
+    """
+    status = status or ActorStatus()
+    client.report = vars(status)
+    actor = _Actor(env, controller, client, seed, operator, on_episode, status)
+    with _terminated_as_interrupted():
+        try:
+            actor.run()
+        finally:
+            status.driver = "IDLE"
+            env.stop()
+        if not client.drain(FAREWELL):
+            records, size = client.pending
+            status.warn(f"{records} records ({size >> 20} MiB) stay in the outbox; they are sent at the next start")
+
+
+@dataclass
+class _Episode:
+    """An episode under way."""
+
+    recorder: Recorder
+    observation: Observation
+    teleop: bool
+    began: float
+    last: Step | None = None
+    reset: bool = True
+    human: bool = False  # a takeover, in the last row
+    held: int = 0  # rows in succession without an action
+    reward: float = 0.0
+    intervened: int = 0
+
+
+class _Actor:
+    def __init__(
+        self, env: Env, controller: Controller, client: TrainerClient, seed: int, operator: Operator | None,
+        on_episode: Callable[[Mapping[str, Any]], None], status: ActorStatus,
+    ) -> None:  # fmt: skip
+        self._env, self._controller, self._client, self._seed = env, controller, client, seed
+        self._operator, self._on_episode, self._status = operator, on_episode, status
+        self._directive = client.directive
+        self._is_real = env.clock == "real"
+        self._evaluated = 0, 0  # directive, and how many of its episodes have begun
+        self._latest = ""  # the episode that a verdict between two episodes is about
+        self._verdict = ""
+        self._paused = False
+        self._ticked: float | None = None
+
+    def run(self) -> None:
+        while (mode := self._next_mode()) != "stop":
+            if mode != "idle":
+                self._run_episode(mode)
+                continue
+            if self._status.driver != "IDLE":
+                self._env.stop()
+                self._status.driver = "IDLE"
+            self._nap()
+            self._judge_latest()
+
+    def _next_mode(self) -> str:
+        """Apply the newest directive, at the boundary of an episode."""
+        directive, status = self._client.directive, self._status
+        is_new, mode = directive["number"] != status.directive, directive["mode"]
+        self._directive = directive
+        status.directive, status.phase, status.mode = directive["number"], directive["phase"], mode
+        able = mode in MODES and (mode != "teleop" or self._env.has_operator)
+        if is_new and not able and mode not in ("idle", "stop"):
+            status.warn(f"phase {status.phase} asks for {mode}, which this robot cannot do: it idles")
+        return mode if mode == "stop" or (able and self._client.room and not self._paused) else "idle"
+
+    # -- one episode
+
+    def _run_episode(self, mode: str) -> None:
+        client, number = self._client, self._status.episodes
+        recorder = Recorder(client, f"{client.actor}-{client.epoch[:8]}-{number:06d}", self._env.task)
+        seed = self._evaluation_seed() if mode == "evaluate" else training_seed(self._seed, client.epoch, number)
+        self._status.episodes += 1
+        self._controller.begin(recorder.episode, self._directive)
+        observation = self._env.reset(seed, teleop=mode == "teleop")
+        self._listen()
+        self._judge_latest()
+        episode = _Episode(recorder, observation, mode == "teleop", time.monotonic())
+        self._ticked = None
+        try:
+            while not recorder.ended:
+                self._row(episode)
+        except BaseException:
+            try:
+                self._env.stop()
+            finally:
+                with suppress(TrainerError):
+                    recorder.end(terminated=False)
+            raise
+        self._report(episode)
+
+    def _row(self, episode: _Episode) -> None:
+        goes_on, action = self._action(episode)
+        if not goes_on:
+            episode.recorder.end(terminated=False)
+            return
+        step = self._env.step(action)
+        version = 0 if episode.teleop else self._controller.version
+        stamp = Stamp(self._directive["number"], self._directive["phase"], version)
+        decision = action is not None and self._controller.decision
+        episode.recorder.add(stamp, episode.observation, step, decision, self._controller.extras)
+        if episode.human and not step.intervened:
+            episode.reset = True
+        episode.human = step.intervened and not episode.teleop
+        episode.last, episode.observation = step, step.observation
+        episode.reward += step.reward
+        episode.intervened += step.intervened
+        self._count(episode)
+        self._listen()
+        self._close(episode)
+
+    def _action(self, episode: _Episode) -> tuple[bool, Array | None]:
+        """(whether the episode goes on, the action of its next row); waits for permission and, as far as time does
+        not go on without us, for the action."""
+        waited = False
+        while not self._called_off(waited) and not episode.recorder.ended:
+            if not self._blocked(episode):
+                if episode.teleop or episode.human:
+                    return True, None
+                action = self._ask(episode)
+                if action is not None or (self._is_real and episode.last is not None):
+                    return True, action
+            waited, self._ticked = True, None
+            self._nap()
+            if self._verdict and not episode.recorder.is_empty:
+                self._close(episode)
+        return False, None
+
+    def _ask(self, episode: _Episode) -> Array | None:
+        previous = None if episode.last is None else episode.last.executed
+        action = self._controller.act(
+            episode.observation, step=episode.recorder.steps, previous_action=previous, reset=episode.reset
+        )
+        if action is None:
+            episode.held += 1
+            self._status.driver = "HELD"
+        else:
+            episode.held, episode.reset = 0, False
+        return action
+
+    def _blocked(self, episode: _Episode) -> bool:
+        """Whether the next row has to wait, for the operator or for the learner's permission."""
+        if self._paused:
+            if self._status.driver != "HELD":
+                self._env.stop()
+            self._status.driver, episode.reset = "HELD", True
+            return True
+        allowed = self._client.steps_allowed
+        if self._is_real or allowed is None or self._status.steps < allowed:
+            return False
+        episode.recorder.flush()  # the learner counts what it has
+        return True
+
+    def _called_off(self, waited: bool) -> bool:
+        """Whether a newer directive ends the episode: one that says so, or one that lets us wait for ever."""
+        newer = self._client.directive
+        if newer["number"] == self._directive["number"]:
+            return False
+        return newer.get("boundary") == "now" or (waited and newer["mode"] in ("idle", "stop"))
+
+    def _close(self, episode: _Episode) -> None:
+        """End the episode if the operator, the environment, silence or the outbox says so."""
+        recorder, step = episode.recorder, episode.last
+        assert step is not None
+        if self._verdict:
+            recorder.end(terminated=self._verdict != "discard")
+        elif step.terminated or step.truncated:
+            recorder.end(terminated=step.terminated)
+        elif self._is_real and episode.held > SILENCE * self._env.spec.fps:
+            self._status.warn(f"no action came for {SILENCE:.0f} s; {recorder.episode} is cut off")
+            recorder.end(terminated=False)
+        elif recorder.is_full and not self._has_room():
+            self._status.warn(f"{self._client.fault or 'the disk is too slow'}; {recorder.episode} is cut off")
+            recorder.end(terminated=False)
+        elif recorder.is_full:
+            recorder.flush()
+
+    def _has_room(self) -> bool:
+        deadline = time.monotonic() + (0.0 if self._is_real else ROOM_PATIENCE)
+        while not self._client.room and time.monotonic() < deadline:
+            self._client.wait(0.002)
+        return self._client.room
+
+    def _report(self, episode: _Episode) -> None:
+        """Say how the episode ended."""
+        recorder, step, verdict = episode.recorder, episode.last, self._verdict
+        if step is None:
+            return
+        self._latest = recorder.episode
+        if step.success is not None:
+            self._client.push(Outcome(recorder.episode, step.success))
+        self._judge_latest()
+        seconds = time.monotonic() - episode.began
+        self._on_episode({
+            "episode": recorder.episode, "phase": self._directive["phase"], "mode": self._directive["mode"],
+            "steps": recorder.steps, "reward": episode.reward, "seconds": seconds,
+            "success": VERDICTS.get(verdict, step.success), "discard": verdict == "discard",
+            "intervened": episode.intervened / recorder.steps, "weights": self._controller.version,
+        })  # fmt: skip
+
+    # -- the operator, and time
+
+    def _listen(self) -> None:
+        for event in self._operator.poll() if self._operator else ():
+            if event == "pause":
+                self._paused = not self._paused
+            elif event in VERDICTS:
+                self._verdict = event
+            else:
+                self._client.command(event)
+
+    def _judge_latest(self) -> None:
+        """The operator's verdict on the episode that ended last, if there is one."""
+        if self._verdict and self._latest:
+            verdict = self._verdict
+            self._client.push(Outcome(self._latest, VERDICTS[verdict], discard=verdict == "discard", by="operator"))
+        self._verdict = ""
+
+    def _nap(self) -> None:
+        self._client.wait(NAP)
+        self._listen()
+
+    def _count(self, episode: _Episode) -> None:
+        status, now = self._status, time.monotonic()
+        status.steps += 1
+        if not episode.held:
+            status.driver = "HUMAN" if episode.teleop or episode.human else "POLICY"
+        if self._ticked is not None:
+            seconds = now - self._ticked
+            status.rate += 0.05 * (1 / max(seconds, 1e-6) - status.rate)
+            status.late += self._is_real and seconds > 1.5 / self._env.spec.fps
+        self._ticked = now
+
+    def _evaluation_seed(self) -> int:
+        number, count = self._evaluated
+        count = count if number == self._directive["number"] else 0
+        self._evaluated = self._directive["number"], count + 1
+        return evaluation_seed(self._client.ordinal, count)
+
+
+def training_seed(seed: int, epoch: str, number: int) -> int:
+    """The start of an actor's episode `number`."""
+    return xxhash.xxh3_64_intdigest(f"{seed}/{epoch}/{number}".encode()) % TRAINING_SEEDS
+
+
+def evaluation_seed(ordinal: int, number: int) -> int:
+    """The start of an actor's evaluation episode `number`; no training episode begins there."""
+    return TRAINING_SEEDS + ordinal * EVALUATION_SEEDS + number
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM is a KeyboardInterrupt too, so that the robot is stopped on the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,87 @@
+"""The one entry: `learner=true` starts the learner, `actor=true` an actor; the rest is config (config/base.yaml).
+
+Only wiring: Hydra composes, this file hands the parts to each other.
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from serl_client.client import TrainerClient
+from serl_client.console import Watch, console
+from serl_client.controller import RemotePolicy, Source
+from serl_client.errors import ConfigError, RetakeError
+from serl_client.runner import ActorStatus, run_actor
+
+from robot_infra.teleop.keyboard import LEGEND, Keyboard
+from serl_launcher.service.launcher import launch
+
+
+@hydra.main(version_base="1.3", config_path="../config", config_name="base")
+def main(config: DictConfig) -> None:
+    try:
+        status = run(config)
+    except RetakeError as error:
+        sys.exit(f"error: {error}")
+    sys.exit(status)
+
+
+def run(config: DictConfig) -> int:
+    """Run one side; returns the exit status."""
+    if config.learner == config.actor:
+        raise ConfigError("say which side this is: learner=true or actor=true")
+    if config.learner:
+        logging.basicConfig(level=logging.INFO, format="[launcher] %(message)s")
+        return launch(config)
+    return act(config)
+
+
+def act(config: DictConfig) -> int:
+    """Run an actor until the plan ends."""
+    with instantiate(config.task.env)() as env, Keyboard() as keyboard:
+        folder = Path(config.run_dir) / "actors" / config.name
+        local = config.inference == "local"
+        with TrainerClient(
+            f"tcp://{config.ip}:{config.port}", actor=config.name, spec=env.spec, outbox=folder / "outbox",
+            capacity=int(config.outbox_gb * 1e9), paced=env.clock == "simulated", has_operator=env.has_operator,
+            weights_folder=folder / "weights" if local else None,
+        ) as client:  # fmt: skip
+            source = local_source(config, client) if local else client
+            controller = RemotePolicy(source, deadline=config.deadline_s)
+            status = ActorStatus()
+            with Watch(console(config.name), lambda: rows(status, client)):
+                run_actor(env, controller, client, seed=config.seed, operator=keyboard, status=status)
+    return 0
+
+
+def rows(status: ActorStatus, client: TrainerClient) -> dict[str, str]:
+    """What the actor's console shows."""
+    records, size = client.pending
+    return {
+        "driver": f"{status.driver}    keys: {LEGEND}",
+        "phase": f"{status.phase or '-'} ({status.mode})",
+        "episodes": f"{status.episodes}, {status.steps} steps",
+        "control": f"{status.rate:.1f} Hz, {status.late} late ticks",
+        "learner": "connected" if client.connected else f"AWAY, last heard {client.last_seen:.0f} s ago",
+        "outbox": f"{records} records, {size / 1e6:.1f} MB not acknowledged",
+    }
+
+
+def local_source(config: DictConfig, client: TrainerClient) -> Source:
+    """A policy in this process, with weights from the learner."""
+    try:
+        import torch
+
+        from serl_launcher.service.inference import LocalSource, PolicyHost
+        from serl_launcher.service.training import build, device_of
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"inference=local needs {error.name}: uv sync --inexact --extra learner") from None
+    torch.set_num_threads(config.threads)
+    return LocalSource(client, PolicyHost(build(config, client.spec), client.spec, device_of(config)))
+
+
+if __name__ == "__main__":
+    main()

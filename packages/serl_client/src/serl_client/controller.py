@@ -1,0 +1,150 @@
+"""What moves the robot: a policy that answers from elsewhere, or chance."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from serl_client.network import Answer
+from serl_client.spec import Array, Spec
+
+REPEAT = 1.0  # seconds until a question counts as lost
+
+
+class Controller(Protocol):
+    """Gives the action of each row; `version`, `decision` and `extras` belong to the last one that it gave."""
+
+    version: int  # weights that acted
+    decision: bool  # a new chunk began with this action
+    extras: Mapping[str, Array]
+
+    def begin(self, episode: str, directive: Mapping[str, Any]) -> None:
+        """An episode begins, under this directive; what was asked before is forgotten."""
+        ...
+
+    def act(
+        self, observation: Mapping[str, Array], *, step: int, previous_action: Array | None, reset: bool
+    ) -> Array | None:
+        """The action [A] for row `step`, or None: nothing yet.
+
+        `previous_action` is what the robot really did in the row before. `reset`: what lies before this row is no
+        history to act on (the first row, the end of a takeover); it stays set until an action was given.
+        """
+        ...
+
+
+class Source(Protocol):
+    """Who answers a RemotePolicy: a TrainerClient, or a policy in this process."""
+
+    def ask(
+        self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
+        explore: bool,
+    ) -> None:  # fmt: skip
+        ...
+
+    def wait_answer(self, step: int, timeout: float) -> Answer | None: ...
+
+    def forget(self) -> None: ...
+
+
+class RemotePolicy:
+    """Asks for chunks of actions [H, A] and gives them out row by row.
+
+    The next chunk is asked for when `execute` rows of one are used (None: all of them; a policy with H = 1 is asked
+    for every row); until it is here the old one goes on. `act` waits at most `deadline` seconds, and only where a new
+    chunk is due in this row. Of a chunk that comes late the rows that have passed are skipped. Where the directive
+    names the weights that must act, answers of others are not used.
+    """
+
+    def __init__(self, source: Source, *, deadline: float, execute: int | None = None) -> None:
+        self.version = 0
+        self.decision = False
+        self.extras: Mapping[str, Array] = {}
+        self._source, self._deadline, self._execute = source, deadline, execute
+        self._episode, self._directive = "", {}
+        self._chunk: Answer | None = None
+        self._asked: int | None = None  # the row of the oldest question that may still be answered
+        self._asked_at = 0.0
+        self._reset = False
+        self._row = -1
+
+    def begin(self, episode: str, directive: Mapping[str, Any]) -> None:
+        self._episode, self._directive = episode, directive
+        self._drop()
+
+    def act(
+        self, observation: Mapping[str, Array], *, step: int, previous_action: Array | None, reset: bool
+    ) -> Array | None:
+        if reset and (not self._reset or step > self._row + 1):
+            self._drop()
+        self._row, self.decision = step, False
+        deadline = time.monotonic() + self._deadline
+        while not self.decision and self._due(step):
+            if self._asked is None or time.monotonic() > self._asked_at + REPEAT:
+                self._ask(observation, step, previous_action)
+            waits = self._left(step) <= 0 or self._asked == step
+            answer = self._source.wait_answer(self._asked or 0, deadline - time.monotonic() if waits else 0.0)
+            if answer is None:
+                break
+            self._take(answer, step)
+        if self._chunk is None or self._left(step) <= 0:
+            return None
+        return self._chunk.action[step - self._chunk.step].copy()
+
+    def _drop(self) -> None:
+        self._source.forget()
+        self._chunk, self._asked, self._reset = None, None, True
+
+    def _left(self, step: int) -> int:
+        """How many actions there are from row `step` on."""
+        return len(self._chunk.action) - (step - self._chunk.step) if self._chunk else 0
+
+    def _due(self, step: int) -> bool:
+        used = step - self._chunk.step if self._chunk else 0
+        return self._left(step) <= 0 or (self._execute is not None and used >= self._execute)
+
+    def _ask(self, observation: Mapping[str, Array], step: int, previous_action: Array | None) -> None:
+        self._source.ask(
+            observation, step=step, seed=decision_seed(self._episode, step), previous_action=previous_action,
+            reset=self._reset, explore=self._directive["explore"],
+        )  # fmt: skip
+        self._asked = step if self._asked is None else self._asked
+        self._asked_at = time.monotonic()
+
+    def _take(self, answer: Answer, step: int) -> None:
+        """Use an answer, unless other weights must act (then the question is repeated later) or it is too late."""
+        if self._directive["weights"] not in (None, answer.version):
+            return
+        self._asked = None
+        if step - answer.step >= len(answer.action):
+            return
+        self._chunk, self._reset, self.decision = answer, False, True
+        self.version, self.extras = answer.version, answer.extras
+
+
+class RandomPolicy:
+    """Uniform between the action's bounds; the same `seed` and episode give the same actions."""
+
+    def __init__(self, spec: Spec, seed: int) -> None:
+        self.version = 0
+        self.decision = True
+        self.extras: Mapping[str, Array] = {}
+        assert spec.action.low is not None
+        assert spec.action.high is not None
+        self._low, self._high, self._dtype, self._seed = spec.action.low, spec.action.high, spec.action.dtype, seed
+        self._generator = np.random.default_rng(seed)
+
+    def begin(self, episode: str, directive: Mapping[str, Any]) -> None:
+        self._generator = np.random.default_rng((self._seed, decision_seed(episode, 0)))
+
+    def act(
+        self, observation: Mapping[str, Array], *, step: int, previous_action: Array | None, reset: bool
+    ) -> Array | None:
+        return self._generator.uniform(self._low, self._high).astype(self._dtype)  # [A]
+
+
+def decision_seed(episode: str, step: int) -> int:
+    """63 bits that name the noise of a decision, the same on every host."""
+    return xxhash.xxh3_64_intdigest(f"{episode}/{step}".encode()) >> 1

@@ -1,0 +1,199 @@
+"""One connection to one address that mends itself: a new DEALER socket each time, and Hello first."""
+
+import logging
+import time
+from collections import deque
+from typing import TypeVar
+
+import zmq
+
+from serl_client import messages as m
+from serl_client import wire
+from serl_client.errors import KINDS, Disconnected, MessageError, Timeout, TrainerError
+
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+
+RETRY = 0.25  # seconds between two attempts to connect
+SILENCE = 10.0  # seconds until a connection on which nothing ever came is given up
+OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.RECONNECT_IVL: -1,  # libzmq would reconnect without a Hello
+    zmq.CONNECT_TIMEOUT: 3000,
+    zmq.HANDSHAKE_IVL: 3000,
+    zmq.HEARTBEAT_IVL: 1000,
+    zmq.HEARTBEAT_TIMEOUT: 3000,
+    zmq.HEARTBEAT_TTL: 3000,
+    zmq.MAXMSGSIZE: wire.MAX_ARRAY,
+}
+COPY_BELOW = 128 << 10  # measured: a frame below it is cheaper to copy than to hand over
+BREAKS = (
+    zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+ANSWERS: dict[type, type[m.Message]] = {
+    m.Hello: m.Welcome,
+    m.Status: m.Status,
+    m.Sync: m.Synced,
+    m.WeightsRequest: m.WeightsChunk,
+    m.Direct: m.Done,
+    m.Publish: m.Done,
+    m.Command: m.Done,
+}
+
+
+class Link:
+    """A connection for one thread. Whoever calls `receive` now and then has it connected again when it broke.
+
+    `greeting` is the Hello of the next connection; `welcome` its answer on this one, `notice` the latest of any;
+    `heard` is the time.monotonic() of the last message; `malformed` counts what was none.
+    """
+
+    def __init__(self, address: str, greeting: m.Hello) -> None:
+        self.address, self.greeting = address, greeting
+        self.notice = m.Notice({}, {})
+        self.welcome: m.Welcome | None = None
+        self.heard = 0.0
+        self.malformed = 0
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._opened = 0.0
+        self._backlog: deque[m.Message] = deque()  # what came while `call` waited for something else
+
+    def __enter__(self) -> "Link":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection, or an attempt at one."""
+        return self._socket is not None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the other side has welcomed us."""
+        return self.welcome is not None
+
+    @property
+    def polled(self) -> list[tuple[zmq.Socket[bytes], int]]:
+        """What zmq_poll should watch for this link."""
+        return [(socket, zmq.POLLIN) for socket in (self._socket, self._monitor) if socket is not None]
+
+    def send(self, message: m.Message) -> bool:
+        """Queue a message; its arrays must not change afterwards. False: there is no connection, it was dropped."""
+        if self._socket is None:
+            return False
+        try:
+            self._socket.send_multipart(m.encode(message), zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> m.Message | None:
+        """The next message, or None; never waits."""
+        if self._socket is None and time.monotonic() > self._opened + RETRY:
+            self._open()
+        return self._backlog.popleft() if self._backlog else self._next()
+
+    def wait(self, seconds: float) -> None:
+        """Until something has come, at most `seconds`."""
+        if self._socket is None:
+            time.sleep(min(seconds, RETRY))
+        elif not self._backlog:
+            zmq.zmq_poll(self.polled, int(seconds * 1000))
+
+    def hello(self, timeout: float) -> m.Welcome:
+        """Say Hello (again) and return the answer. Raises like `call`."""
+        if self._socket is None:
+            self._open()
+        else:
+            self.send(self.greeting)
+        return self._answer(m.Welcome, time.monotonic() + timeout)
+
+    def call(self, message: m.Message, timeout: float) -> m.Message:
+        """The answer to one request; what else comes meanwhile is kept for `receive`.
+
+        Connects where necessary. Raises what a Failed names, Timeout or Disconnected; after the latter two the
+        connection is a new one at the next call, so that a late answer is not taken for that to another request.
+        """
+        deadline = time.monotonic() + timeout
+        if self.welcome is None:
+            self.hello(timeout)
+        self.send(message)
+        return self._answer(ANSWERS[type(message)], deadline)
+
+    def close(self, linger: int = 0) -> None:
+        """End the connection; what was sent may take another `linger` ms to leave."""
+        if self._socket is not None and self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(linger)
+        self._socket = self._monitor = self.welcome = None
+        self._backlog.clear()
+
+    def _open(self) -> None:
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        for option, value in OPTIONS.items():
+            socket.set(option, value)
+        socket.copy_threshold = COPY_BELOW
+        self._socket, self._monitor = socket, socket.get_monitor_socket(BREAKS)
+        self._opened = time.monotonic()
+        socket.connect(self.address)
+        self.send(self.greeting)
+
+    def _answer(self, kind: type[Answer], deadline: float) -> Answer:
+        while True:
+            message = self._next()
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, m.Failed):
+                raise failure(message)
+            if message is None:
+                self._await(deadline)
+            elif not isinstance(message, m.Notice):
+                self._backlog.append(message)
+
+    def _await(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if self._socket is None:
+            raise Disconnected(f"nobody answers at {self.address}; is the learner running there?")
+        if left <= 0:
+            self.close()
+            raise Timeout(f"{self.address} did not answer in time; the learner is stopped, or very busy")
+        zmq.zmq_poll(self.polled, int(left * 1000) + 1)
+
+    def _next(self) -> m.Message | None:
+        while self._socket is not None and self._monitor is not None:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                is_mute = self.heard < self._opened < time.monotonic() - SILENCE
+                if is_mute or int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+                    self.close()
+                break
+            try:
+                return self._kept(m.decode([frame.buffer for frame in frames]))
+            except (MessageError, TypeError) as error:
+                self.malformed += 1
+                log.warning("a message from %s is not understood: %s", self.address, error)
+        return None
+
+    def _kept(self, message: m.Message) -> m.Message:
+        if isinstance(message, m.Welcome):
+            self.notice, self.welcome = m.Notice(**message.notice), message
+        elif isinstance(message, m.Notice):
+            self.notice = message
+        elif isinstance(message, m.Failed) and (message.kind == "Disconnected" or self.heard < self._opened):
+            self.close()  # it does not know us (any more): say Hello again
+        self.heard = time.monotonic()
+        return message
+
+
+def failure(message: m.Failed) -> TrainerError:
+    """The error that a Failed names."""
+    return KINDS.get(message.kind, TrainerError)(message.text)

@@ -1,0 +1,276 @@
+"""The network thread of an actor: one loop over the learner, the inference process, the outbox and the weights."""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import zmq
+
+from serl_client import messages as m
+from serl_client.errors import MessageError, Refused, TrainerError
+from serl_client.link import Link, failure
+from serl_client.outbox import Outbox
+from serl_client.spec import Array, Spec
+from serl_client.stream import Stream
+from serl_client.weights import WeightsFolder
+
+log = logging.getLogger(__name__)
+
+TURN = 100  # ms between two looks at what no message tells of: a full disk, the clock
+BEAT = 1.0  # seconds
+PATIENCE = 0.5  # seconds for one question, before a newer one is sent after it
+FAREWELL = 200  # ms
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The actions for the rows from `step` on, [H, A], made with weights `version`."""
+
+    step: int
+    version: int
+    action: Array
+    extras: Mapping[str, Array]
+
+
+class Network(threading.Thread):
+    """Owns every socket and every file of a client. The control thread writes `questions` and `commands`, wakes this
+    thread by `wake`, and reads the rest; `news` is an eventfd that is set when there is something new to read."""
+
+    def __init__(
+        self, address: str, *, actor: str, spec: Spec, outbox: Outbox, weights_folder: Path | None, paced: bool,
+        has_operator: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(name=f"network of {actor}", daemon=True)
+        self.epoch = os.urandom(16).hex()
+        self.directive: Mapping[str, Any] = {"number": 0, "phase": "", "mode": "idle"}
+        self.steps_allowed = 0 if paced else None
+        self.ordinal = 0
+        self.degraded = ""
+        self.report: Mapping[str, Any] = {}
+        self.error: TrainerError | None = None
+        self.questions: deque[tuple[int, m.Ask]] = deque(maxlen=1)  # (number, question): the latest wins
+        self.answers: deque[tuple[int, Answer]] = deque(maxlen=1)
+        self.commands: deque[m.Command] = deque()
+        self.weights = WeightsFolder(weights_folder) if weights_folder else None
+        self.stream = Stream(outbox, self.epoch, spec)
+        self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._actor, self._spec, self._outbox = actor, spec, outbox
+        self._paced, self._has_operator = paced, has_operator
+        self.server = Link(address, self._greeting())
+        self._inference: Link | None = None
+        self._asked: deque[tuple[int, int]] = deque(maxlen=64)  # (number, step) of the questions that were sent
+        self._asked_at = self._beaten_at = 0.0
+        self._commanded = False
+        self._complaint = ""
+        self._closing = False
+        self._handlers = {
+            m.Welcome: self._welcomed, m.Notice: self._noticed, m.Ack: self._acknowledged, m.Act: self._answered,
+            m.WeightsChunk: self._weights_came, m.Done: self._done, m.Failed: self._failed,
+        }  # fmt: skip
+
+    def wake(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """End the thread, after it has brought the queue to the outbox."""
+        self._closing = True
+        self.wake()
+        if self.ident is not None:
+            self.join()
+        os.close(self._wake)
+        os.close(self.news)
+
+    def run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+            self.stream.spool()
+            self.server.send(m.Bye())
+        except Exception as error:
+            log.exception("the %s died", self.name)
+            self._fail(TrainerError(f"the {self.name} died: {error!r}; its traceback is in the log"))
+        finally:
+            for link in self._links:
+                link.close(FAREWELL)
+            if self.weights:
+                self.weights.close()
+
+    @property
+    def _links(self) -> list[Link]:
+        return [self.server, self._inference] if self._inference else [self.server]
+
+    def _turn(self) -> None:
+        busy = self.weights is not None and self.weights.busy and self.server.connected
+        polled = [entry for link in self._links for entry in link.polled]
+        zmq.zmq_poll([(self._wake, zmq.POLLIN), *polled], 0 if busy else TURN)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        if self.error is None:
+            self._ask()
+            self._receive()
+        self.stream.spool()
+        if self.error is None:
+            self._send()
+
+    def _receive(self) -> None:
+        if not self.server.is_open:
+            self.server.greeting = self._greeting()
+        for link in self._links:
+            while self.error is None and (message := link.receive()) is not None:
+                self._handle(link, message)
+
+    def _handle(self, link: Link, message: m.Message) -> None:
+        try:
+            self._handlers[type(message)](message)
+        except TrainerError as error:
+            self._fail(error)
+        except OSError as error:
+            self._disk_failed(error)
+        except (MessageError, KeyError, TypeError, ValueError) as error:
+            link.malformed += 1
+            log.warning("a %s from %s is not understood: %r", type(message).__name__, link.address, error)
+
+    def _disk_failed(self, error: OSError) -> None:
+        self._complain(str(error))
+        if self.weights:
+            self.weights.pause()
+        if not self._outbox.run:  # it could not be written down whose records these are: none may be sent
+            self.server.close()
+
+    def _fail(self, error: TrainerError) -> None:
+        self.error = self.error or error
+        for link in self._links:
+            link.close()
+        self._tell()
+
+    def _complain(self, text: str) -> None:
+        if text != self._complaint:
+            log.warning("%s", text)
+        self._complaint = text
+
+    def _tell(self) -> None:
+        os.eventfd_write(self.news, 1)
+
+    # -- to the other side
+
+    def _ask(self) -> None:
+        """One question at a time, so that a slow link carries no stale ones."""
+        if not self.questions or self._inference is None or not self._inference.is_open:
+            return
+        if self._asked and time.monotonic() < self._asked_at + PATIENCE:
+            return
+        number, question = self.questions.pop()
+        if self._inference.send(question):
+            self._asked.append((number, question.step))
+            self._asked_at = time.monotonic()
+
+    def _send(self) -> None:
+        try:
+            if self.server.connected:
+                self._send_all(self.stream.pushes())
+                self._send_all(self.weights.requests() if self.weights else ())
+        except OSError as error:
+            self._disk_failed(error)
+        if self.server.connected and self.commands and not self._commanded:
+            self._commanded = self.server.send(self.commands[0])
+        if self.server.connected and time.monotonic() > self._beaten_at + BEAT:
+            self.server.send(m.Heartbeat(dict(self.report)))
+            self._beaten_at = time.monotonic()
+
+    def _send_all(self, messages: Iterable[m.Message]) -> None:
+        for message in messages:
+            if not self.server.send(message):
+                return
+
+    def _greeting(self) -> m.Hello:
+        return m.Hello(
+            m.PROTOCOL, "actor", self._actor, self.epoch, self._outbox.id, self._outbox.run, self._spec.to_dict(),
+            self.stream.earlier, self._paced, self._has_operator,
+        )  # fmt: skip
+
+    # -- from the other side
+
+    def _welcomed(self, welcome: m.Welcome) -> None:
+        bound = self._outbox.run
+        if bound and welcome.run != bound:
+            raise Refused(
+                f"the outbox {self._outbox.folder} belongs to run {bound}, and the learner at {self.server.address} "
+                f"is run {welcome.run}: start that one, or give this actor another outbox; nothing was deleted"
+            )
+        if not bound:
+            self._outbox.bind(welcome.run)
+        self.stream.resume(welcome.expected, welcome.window)
+        if self.weights:
+            self.weights.restart()
+        if self._commanded:
+            log.warning("the link broke before the learner answered to %s: give it again", self.commands.popleft().name)
+            self._commanded = False
+        address = welcome.inference.replace("*", urlsplit(self.server.address).hostname or "")
+        if self._inference is None or self._inference.address != address:
+            if self._inference:
+                self._inference.close()
+            self._inference = Link(address, self._greeting())
+        self.ordinal = welcome.ordinal
+        self._noticed(self.server.notice)
+
+    def _noticed(self, notice: m.Notice) -> None:
+        before = self.steps_allowed, self.directive["number"]
+        if notice.directive and notice.directive["number"] >= self.directive["number"]:
+            self.directive = notice.directive
+        if self._paced:
+            self.steps_allowed = notice.steps_allowed
+        if notice.degraded != self.degraded:
+            log.warning("the learner acknowledges %s", f"nothing: {notice.degraded}" if notice.degraded else "again")
+        self.degraded = notice.degraded
+        if self.weights:
+            self.weights.offer(notice.weights)
+        if before != (self.steps_allowed, self.directive["number"]):
+            self._tell()
+
+    def _acknowledged(self, ack: m.Ack) -> None:
+        self.stream.acknowledge(ack)
+        if self._paced and ack.steps_allowed != self.steps_allowed:
+            self.steps_allowed = ack.steps_allowed
+            self._tell()
+
+    def _answered(self, act: m.Act) -> None:
+        extras = dict(act.arrays)
+        action = extras.pop("action")
+        if action.ndim != 2 or action.shape[1:] != self._spec.action.shape or not np.isfinite(action).all():
+            raise MessageError(f"actions should be finite and [H, {self._spec.action.shape[0]}]")
+        while self._asked:
+            number, step = self._asked.popleft()
+            if step == act.step:
+                self.answers.append((number, Answer(step, act.version, action, extras)))
+                self._tell()
+                return
+
+    def _weights_came(self, chunk: m.WeightsChunk) -> None:
+        if self.weights:
+            self.weights.add(chunk)
+
+    def _done(self, done: m.Done) -> None:
+        if self._commanded:
+            log.info("the learner has taken %s as number %d", self.commands.popleft().name, done.value)
+        self._commanded = False
+
+    def _failed(self, failed: m.Failed) -> None:
+        if failed.final:
+            raise failure(failed)
+        self._complain(f"the learner: {failed.text}")
+        self._asked.clear()
+        if self._commanded:
+            self.commands.popleft()
+        self._commanded = False
+        if self.weights:
+            self.weights.pause()

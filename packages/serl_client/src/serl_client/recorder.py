@@ -1,0 +1,111 @@
+"""The rows of one episode, cut into segments and pushed as they happen."""
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from serl_client.client import TrainerClient
+from serl_client.episode import COLUMNS, Segment, Stamp
+from serl_client.spec import Array, Feature, Spec
+
+if TYPE_CHECKING:
+    from serl_client.runner import Observation, Step
+
+SEGMENT_SECONDS = 0.5
+SEGMENT_ROWS = 32  # at most
+SEGMENT_BYTES = 8 << 20  # at most, if that is one row
+
+
+class Recorder:
+    """Cuts the rows of one episode into segments. Each array is written row by row, and given away when it is full."""
+
+    def __init__(self, client: TrainerClient, episode: str, task: str) -> None:
+        self.episode = episode
+        self.ended = False
+        self._client, self._task, self._spec = client, task, client.spec
+        self._rows = segment_rows(client.spec)
+        self._start = 0
+        self._stamp = Stamp(0, "", 0)
+        # How many rows the segment has, and the observation after them: one assignment, so that an interrupt between
+        # two instructions finds both or none.
+        self._state: tuple[int, Observation] = 0, {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all rows are pushed."""
+        return self._state[0] == 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to flush."""
+        return self._state[0] == self._rows
+
+    @property
+    def steps(self) -> int:
+        return self._start + self._state[0]
+
+    def add(
+        self, stamp: Stamp, observation: "Observation", step: "Step", decision: bool, extras: Mapping[str, Array]
+    ) -> None:
+        """One row: what was observed, and what was done in answer. Extras that are missing are zero."""
+        if self._state[0] and stamp != self._stamp:
+            self.flush()
+        if not self._state[0]:
+            self._stamp = stamp
+            self._allocate()
+        row = self._state[0]
+        self._write(row, observation)
+        for name, array in self._extras.items():
+            array[row] = extras.get(name, 0)
+        self._action[row] = step.executed
+        values = {"reward": step.reward, "intervened": step.intervened, "decision": decision, "time": time.monotonic()}
+        for name, value in values.items():
+            self._columns[name][row] = value
+        self._state = row + 1, step.observation
+
+    def flush(self) -> None:
+        """Push what there is; the episode goes on."""
+        self._push(terminated=False, truncated=False)
+
+    def end(self, *, terminated: bool) -> None:
+        """The episode is over. Without a row that was not pushed yet nothing can tell so: the learner closes it."""
+        self.ended = True
+        if self._state[0]:
+            self._write(*self._state)
+            self._push(terminated=terminated, truncated=not terminated)
+
+    def _push(self, *, terminated: bool, truncated: bool) -> None:
+        count = self._state[0]
+        if not count:
+            return
+        rows = count + (terminated or truncated)
+        segment = Segment(
+            self.episode, self._start, self._task, self._stamp,
+            {name: array[:rows] for name, array in self._observation.items()}, self._action[:count],
+            **{name: array[:count] for name, array in self._columns.items()}, terminated=terminated,
+            truncated=truncated, extras={name: array[:count] for name, array in self._extras.items()},
+        )  # fmt: skip
+        self._start += count
+        self._state = 0, self._state[1]
+        self._client.push(segment)
+
+    def _write(self, row: int, observation: "Observation") -> None:
+        for name, array in self._observation.items():
+            array[row] = observation[name]
+
+    def _allocate(self) -> None:
+        def empty(features: Mapping[str, Feature], rows: int) -> dict[str, Array]:
+            return {name: np.empty((rows, *feature.shape), feature.dtype) for name, feature in features.items()}
+
+        self._observation = empty(self._spec.observation, self._rows + 1)
+        self._extras = empty(self._spec.extras, self._rows)
+        self._action = empty({"action": self._spec.action}, self._rows)["action"]
+        self._columns = {name: np.empty(self._rows, dtype) for name, dtype in COLUMNS.items()}
+
+
+def segment_rows(spec: Spec) -> int:
+    """How many rows a segment has: about half a second of them."""
+    row = sum(feature.nbytes for feature in spec.observation.values())
+    return int(max(1, min(SEGMENT_SECONDS * spec.fps, SEGMENT_ROWS, SEGMENT_BYTES / row)))

@@ -1,0 +1,153 @@
+"""The way of the records: a bounded queue, the outbox, and the wire's window, until they are acknowledged.
+
+`put`, `room`, `pending` and `fault` are for the control thread, and the rest for the network thread; no lock is
+shared, because each counter is written by one of them.
+"""
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from serl_client import messages, wire
+from serl_client.episode import COLUMNS, Outcome, Record
+from serl_client.errors import Refused, TrainerError
+from serl_client.messages import Ack, Push
+from serl_client.outbox import Outbox
+from serl_client.spec import Spec
+
+log = logging.getLogger(__name__)
+
+QUEUE_SECONDS = 2.0
+QUEUE_ROWS = 8  # at least
+STALL = 15.0  # seconds without an Ack, after which all is sent again
+OUTCOME_BYTES = 1024
+COLUMN_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
+
+
+class Stream:
+    """The records of one actor, numbered from 0 in its `epoch`; the outbox's earlier epochs go before them."""
+
+    def __init__(self, outbox: Outbox, epoch: str, spec: Spec) -> None:
+        self._outbox, self._epoch, self._spec = outbox, epoch, spec
+        features = (*spec.observation.values(), *spec.extras.values(), spec.action)
+        row = sum(feature.nbytes for feature in features) + COLUMN_BYTES
+        self._capacity = int(row * max(QUEUE_ROWS, QUEUE_SECONDS * spec.fps)) + OUTCOME_BYTES
+        self._queue: deque[tuple[Record, int]] = deque()
+        self._put = self._put_bytes = 0  # written by the control thread only,
+        self._spooled = self._spooled_bytes = 0  # and these by the network thread only
+        self._sealed: Sequence[wire.Buffer] | None = None  # the first of the queue
+        self._sending, self._next = "", 0  # the epoch that is on its way, and its next record
+        self._flying: deque[tuple[int, int]] = deque()  # (end, bytes) of each Push without an Ack
+        self._heard = 0.0  # when the last Ack came
+        self._window = 0
+
+    def put(self, record: Record) -> None:
+        """Raises ValueError for a segment that does not fit the Spec, TrainerError when the queue is full.
+
+        What ends an episode has its room reserved.
+        """
+        size = OUTCOME_BYTES
+        if not isinstance(record, Outcome):
+            record.check(self._spec)
+            arrays = (*record.observation.values(), *record.extras.values(), record.action)
+            size = sum(array.nbytes for array in arrays) + COLUMN_BYTES * len(record)
+        ends = isinstance(record, Outcome) or record.ends
+        if self._put_bytes - self._spooled_bytes + size > self._capacity * (2 if ends else 1):
+            raise TrainerError(f"the queue to the outbox is full: {self.fault or 'the disk is too slow'}")
+        self._queue.append((record, size))
+        self._put += 1
+        self._put_bytes += size
+
+    @property
+    def room(self) -> bool:
+        return (self._put_bytes - self._spooled_bytes) * 2 <= self._capacity
+
+    @property
+    def fault(self) -> str:
+        return self._outbox.fault
+
+    @property
+    def pending(self) -> tuple[int, int]:
+        """(records, bytes) that are not acknowledged."""
+        queued = (
+            self._put - self._spooled,
+            self._put_bytes - self._spooled_bytes,
+        )  # read before the outbox
+        records, size = self._outbox.pending
+        return queued[0] + records, queued[1] + size
+
+    def spool(self) -> None:
+        """Bring what is queued to the outbox, as far as that takes it."""
+        while self._queue:
+            record, size = self._queue[0]
+            if self._sealed is None:
+                self._sealed = messages.seal(self._spooled, record)
+            before = self.fault
+            if not self._outbox.append(self._epoch, self._spooled, self._sealed):
+                if self.fault != before:
+                    log.warning("%s", self.fault)
+                return
+            self._sealed = None
+            self._queue.popleft()
+            self._spooled_bytes += size
+            self._spooled += 1
+
+    @property
+    def earlier(self) -> list[list[Any]]:
+        """[epoch, last seq] of the epochs before this one that still lie in the outbox."""
+        return [[epoch, end - 1] for epoch, (_, end) in self._outbox.epochs.items() if epoch != self._epoch]
+
+    def resume(self, expected: Sequence[Sequence[Any]], window: int) -> None:
+        """A connection begins: the other side wants [epoch, seq] next. Raises Refused when that is here no more."""
+        self._window, self._sending = window, ""
+        wanted = {epoch: seq for epoch, seq in expected}
+        for epoch, (first, _) in self._outbox.epochs.items():
+            seq = wanted.get(epoch, 0)
+            if seq < first:
+                raise Refused(
+                    f"the learner expects record {seq} of epoch {epoch[:8]} and has acknowledged {first} before: its "
+                    f"store lost data; nothing was deleted from {self._outbox.folder}"
+                )
+            self._outbox.acknowledge(epoch, seq)
+
+    def pushes(self) -> Iterator[Push]:
+        """What may be sent now; one that is taken counts as sent when the next one is asked for. Raises OSError.
+
+        An epoch follows when the one before it is acknowledged.
+        """
+        for epoch, (first, end) in self._outbox.epochs.items():
+            if epoch != self._sending or (self._flying and time.monotonic() > self._heard + STALL):
+                self._rewind(epoch, first)
+            while self._next < end:
+                flying = sum(size for _, size in self._flying)
+                stop, data = self._outbox.read(epoch, self._next, self._window - flying if flying else sys.maxsize)
+                if not data:
+                    return
+                yield Push(epoch, {"records": np.frombuffer(data, np.uint8)})
+                if not flying:
+                    self._heard = time.monotonic()
+                self._flying.append((stop, len(data)))
+                self._next = stop
+            return
+
+    def acknowledge(self, ack: Ack) -> None:
+        self._outbox.acknowledge(ack.epoch, ack.expected)
+        if ack.epoch != self._sending:
+            return
+        if ack.resend:
+            self._rewind(ack.epoch, ack.expected)
+            return
+        while self._flying and self._flying[0][0] <= ack.expected:
+            self._flying.popleft()
+        self._next = max(self._next, ack.expected)
+        self._heard = time.monotonic()
+
+    def _rewind(self, epoch: str, seq: int) -> None:
+        self._sending, self._next = epoch, seq
+        self._flying.clear()
+        self._heard = time.monotonic()

@@ -1,0 +1,138 @@
+"""One weights file at a time, pulled in parts into a folder; a file that bears its final name was verified."""
+
+import hashlib
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from serl_client.errors import MessageError
+from serl_client.messages import WeightsChunk, WeightsRequest
+from serl_client.spec import Array
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 1 << 20  # on a slow link a longer frame would hold up the heartbeat behind it
+OPEN_REQUESTS = 4
+PAUSE = 5.0  # seconds after the disk refused a part
+
+
+class _Pull:
+    """The file being pulled: `position` bytes of it lie in the folder and went through the checksum."""
+
+    def __init__(self, folder: Path, version: int, sha256: str, size: int) -> None:
+        self.version, self.sha256, self.size = version, sha256, size
+        self.final, self.part = folder / f"{sha256}.safetensors", folder / f"{sha256}.part"
+        if self.final.exists():  # made by an earlier process: nobody knows whether it was written out in full
+            self.final.replace(self.part)
+        self.descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT, 0o600)
+        self.found = min(size, os.fstat(self.descriptor).st_size)  # bytes that an earlier process pulled
+        self.position = 0
+        self.requested = self.found
+        self._checksum = hashlib.sha256()
+
+    def read_again(self) -> None:
+        self._count(os.pread(self.descriptor, min(PART_BYTES, self.found - self.position), self.position))
+
+    def write(self, data: Array) -> None:
+        if os.pwrite(self.descriptor, data.data, self.position) != len(data):
+            raise OSError("the disk is full")
+        self._count(data.data)
+
+    def close(self) -> bool:
+        """Whether the file is whole and undamaged; only then it has its final name."""
+        os.close(self.descriptor)
+        whole = self.position == self.size and self._checksum.hexdigest() == self.sha256
+        if whole:
+            self.part.replace(self.final)
+        elif self.position == self.size:
+            log.warning("weights %d were damaged on their way; once more", self.version)
+            self.part.unlink()
+        return whole
+
+    def _count(self, data: bytes | memoryview) -> None:
+        self._checksum.update(data)
+        self.position += len(data)
+
+
+class WeightsFolder:
+    """Follows what the server offers into `folder` (its own): finishes the pull that it began, then takes the newest.
+
+    `newest` is (version, path); it and the file before it are kept. Used by one thread, except for `newest`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.newest: tuple[int, Path] | None = None
+        self._folder = folder
+        self._offer: tuple[int, str, int] | None = None
+        self._pull: _Pull | None = None
+        self._resume = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to do that waits for no message."""
+        return self._pull is not None and self._pull.position < self._pull.found
+
+    def offer(self, weights: Mapping[str, Any]) -> None:
+        """The server has these: {version, sha256, size}, or nothing. Raises MessageError."""
+        if not weights:
+            return
+        version, sha256, size = weights["version"], weights["sha256"], weights["size"]
+        if not (isinstance(version, int) and isinstance(size, int) and re.fullmatch("[0-9a-f]{64}", sha256)):
+            raise MessageError(f"these weights cannot be named: {dict(weights)}")
+        self._offer = version, sha256, size
+
+    def restart(self) -> None:
+        """What was requested will not come any more."""
+        if self._pull:
+            self._pull.requested = max(self._pull.position, self._pull.found)
+
+    def requests(self) -> Iterator[WeightsRequest]:
+        """What is to be sent now. Raises OSError."""
+        if self._pull is None and self._offer and (self.newest is None or self._offer[0] > self.newest[0]):
+            self._pull = _Pull(self._folder, *self._offer)
+        pull = self._pull
+        if pull is None or time.monotonic() < self._resume:
+            return
+        if self.busy:
+            pull.read_again()
+        if pull.position == pull.size:
+            self._finish(pull)
+            return
+        while pull.requested < min(pull.size, pull.position + OPEN_REQUESTS * PART_BYTES) and not self.busy:
+            length = min(PART_BYTES, pull.size - pull.requested)
+            yield WeightsRequest(pull.sha256, pull.requested, length)
+            pull.requested += length
+
+    def add(self, chunk: WeightsChunk) -> None:
+        """A part came. Raises MessageError for one that was not asked for, and OSError."""
+        pull, data = self._pull, chunk.arrays["data"]
+        if pull is None or chunk.sha256 != pull.sha256 or chunk.offset != pull.position:
+            return  # asked for on a connection before this one
+        if data.dtype != "uint8" or data.ndim != 1 or pull.position + len(data) > pull.requested:
+            raise MessageError("a part of weights has another length than was asked for")
+        pull.write(data)
+
+    def pause(self) -> None:
+        """The disk failed, or the server has this file no more: begin again a little later."""
+        self._resume = time.monotonic() + PAUSE
+        self.close()
+
+    def close(self) -> None:
+        if self._pull:
+            os.close(self._pull.descriptor)
+            self._pull = None
+
+    def _finish(self, pull: _Pull) -> None:
+        self._pull = None
+        if not pull.close():
+            return
+        kept = {pull.final, self.newest[1] if self.newest else pull.final}
+        for path in self._folder.iterdir():
+            if path.suffix in (".safetensors", ".part") and path not in kept:
+                path.unlink()
+        self.newest = pull.version, pull.final

@@ -1,0 +1,77 @@
+"""What every algorithm offers to the learner that trains it and to whoever acts with it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from serl_client.spec import Array
+from torch import Tensor, nn
+
+from serl_launcher.networks.mlp import StateEncoder
+from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Window
+from serl_launcher.utils.optim import Optimizer
+
+
+class Algorithm(nn.Module, ABC):
+    """Networks, optimisers and random numbers of one method; its state_dict holds all three, so that a resumed run
+    continues bit by bit.
+
+    An update is any method `(batch) -> metrics`; `windows` says for each, by name, what its batch must hold. Random
+    numbers come from `generator`, which lives on the CPU and is seeded from torch's global one, as the weights are.
+    """
+
+    windows: dict[str, Window]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+
+    @property
+    @abstractmethod
+    def acting(self) -> nn.Module:
+        """All that `act` needs, and all that is published to actors."""
+
+    @abstractmethod
+    def update(self, batch: Batch) -> Metrics:
+        """One step of training; the metrics are scalars without a gradient, on the module's device."""
+
+    @abstractmethod
+    def act(
+        self, observation: Observation, previous_action: Tensor, carry: Carry, *, noise: Tensor, explore: bool
+    ) -> tuple[Decision, Carry]:
+        """What to do for B observations {[B, ...]}, without a gradient.
+
+        previous_action [B, A] is what the robot really did; `carry` is what the last call returned, None at an
+        episode's start; `noise` [B, *noise_shape] is used if `explore`.
+        """
+
+    def set_statistics(self, mean: Mapping[str, Array], std: Mapping[str, Array]) -> None:
+        """Freeze the normalisation of states in every network: {observation's name: [...]}."""
+        for module in self.modules():
+            if isinstance(module, StateEncoder):
+                module.set_statistics(mean, std)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        optimizers = {name: item.state_dict() for name, item in vars(self).items() if isinstance(item, Optimizer)}
+        return {"generator": self.generator.get_state(), "optimizers": optimizers}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        for name, optimizer in state["optimizers"].items():
+            getattr(self, name).load_state_dict(optimizer)
+
+
+def value_target(batch: Batch, next_value: Tensor, discount: float) -> Tensor:
+    """y = sum_{i < length} discount^i r_i + discount^length (1 - terminated) V(next_observation) -> [B].
+
+    next_value [B] is V at the batch's next_observation. Truncation does not end a value: only `terminated` does.
+    """
+    discounts = discount ** torch.arange(batch.reward.shape[1], device=batch.reward.device)
+    rewards = (batch.reward * discounts).sum(1)  # past the episode's end both columns are zero
+    return rewards + discount**batch.length * ~batch.terminated.any(1) * next_value
+
+
+def critic_weight(batch: Batch) -> Tensor:
+    """The rows' weights [B], zero for a row that truncation cut short: the actions it did not run are unknown."""
+    return batch.weight * (batch.valid.all(1) | batch.terminated.any(1))

@@ -1,0 +1,140 @@
+"""Soft actor-critic, and RLPD, which is this file with another yaml and half of each batch from demonstrations.
+
+Haarnoja et al. 2018b, "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905), whose equations are
+numbered here; Ball et al. 2023, "Efficient Online Reinforcement Learning with Offline Data" (arXiv 2302.02948): an
+ensemble of critics with LayerNorm, a target from a random few of them, and several critic updates per policy update.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from serl_client.errors import ConfigError
+from serl_client.spec import Spec
+from torch import Tensor, nn
+
+from serl_launcher.algorithms.base import Algorithm, critic_weight, value_target
+from serl_launcher.networks.critic import Critic
+from serl_launcher.policies.base import Policy
+from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Window
+from serl_launcher.utils.optim import Optimizer
+
+
+class LogTemperature(nn.Module):
+    """log alpha, where alpha > 0 is the price of entropy."""
+
+    def __init__(self, initial: float) -> None:
+        super().__init__()
+        self.log_alpha = nn.Parameter(torch.tensor(math.log(initial)))
+
+    def forward(self) -> Tensor:
+        return self.log_alpha
+
+
+class SAC(Algorithm):
+    """Maximises return + alpha * entropy, off policy, with an ensemble of critics.
+
+    The target takes the minimum over `target_members` of `members` critics, drawn anew each time; `backup_entropy`
+    puts the entropy of the next action into it. The policy's entropy is held at -entropy_per_action per dimension of
+    the action (of actions scaled to [-1, 1]). `tau` is the step of the target networks towards the critics.
+    Raises ConfigError for a policy without a density.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        *,
+        policy: Callable[[Spec], Policy],
+        hidden: Sequence[int],
+        layer_norm: bool,
+        members: int,
+        target_members: int,
+        discount: float,
+        tau: float,
+        learning_rate: float,
+        initial_temperature: float,
+        entropy_per_action: float,
+        backup_entropy: bool,
+    ) -> None:
+        super().__init__()
+        self.policy: Any = policy(spec)  # and a density, which not every Policy has
+        if not hasattr(self.policy, "rsample"):
+            raise ConfigError(f"SAC needs a policy with a density, such as gaussian, not {type(self.policy).__name__}")
+        horizon = self.policy.horizon
+        self.critic = Critic(spec, horizon=horizon, members=members, hidden=hidden, layer_norm=layer_norm)
+        self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
+        self._pairs = list(zip(self.target_critic.parameters(), self.critic.parameters(), strict=True))
+        self.log_temperature = LogTemperature(initial_temperature)
+        self.policy_optimizer = Optimizer(self.policy, learning_rate=learning_rate)
+        self.critic_optimizer = Optimizer(self.critic, learning_rate=learning_rate)
+        self.temperature_optimizer = Optimizer(self.log_temperature, learning_rate=learning_rate)
+        self.target_members, self.discount, self.tau = target_members, discount, tau
+        self.target_entropy = -entropy_per_action * horizon * spec.action.shape[0]
+        self.backup_entropy = backup_entropy
+        observation = {name: (0,) for name in self.policy.inputs}
+        window = Window({**observation, "action": tuple(range(horizon)), "next_observation": (horizon,)})
+        self.windows = {"update": window, "update_critic": window}
+
+    @property
+    def acting(self) -> Policy:
+        return self.policy
+
+    @torch.no_grad()
+    def act(
+        self, observation: Observation, previous_action: Tensor, carry: Carry, *, noise: Tensor, explore: bool
+    ) -> tuple[Decision, Carry]:
+        noise = noise if explore else torch.zeros_like(noise)
+        return Decision(self.policy.sample(observation, noise=noise.unsqueeze(0))[0]), carry
+
+    def update(self, batch: Batch) -> Metrics:
+        """One step of the critics, then one of the policy and of the temperature."""
+        return self.update_critic(batch) | self._update_policy(batch)
+
+    def update_critic(self, batch: Batch) -> Metrics:
+        """One step of the critics and of their targets; the policy stays as it is."""
+        target = self.target(batch)  # [B]
+        prediction = self.critic_optimizer(batch.observation, batch.action)  # [E, B]
+        loss = (critic_weight(batch) * self.critic.loss(prediction, target)).mean()  # (5)
+        gradient = self.critic_optimizer.step(loss)
+        self._follow()
+        return {"critic_loss": loss.detach(), "critic_gradient": gradient, "value": prediction.detach().mean()}
+
+    def _update_policy(self, batch: Batch) -> Metrics:
+        loss, log_prob = self.policy_loss(batch)
+        gradient = self.policy_optimizer.step(loss)
+        entropy = -log_prob.detach().mean()
+        log_alpha = self.temperature_optimizer()
+        self.temperature_optimizer.step(log_alpha * (entropy - self.target_entropy))  # (18), in log alpha
+        return {
+            "policy_loss": loss.detach(),
+            "policy_gradient": gradient,
+            "entropy": entropy,
+            "temperature": log_alpha.detach().exp(),
+        }
+
+    @torch.no_grad()
+    def target(self, batch: Batch) -> Tensor:
+        """The soft Bellman backup of (5), with the soft value of (3) and RLPD's minimum over a random few -> [B]."""
+        assert batch.next_observation is not None  # the window asks for it
+        action, log_prob = self.policy.rsample(batch.next_observation, generator=self.generator)
+        values = self.target_critic.value(batch.next_observation, action)  # [E, B]
+        if self.target_members < len(values):
+            values = values[torch.randperm(len(values), generator=self.generator)[: self.target_members]]
+        value = values.amin(0)
+        if self.backup_entropy:
+            value = value - self.log_temperature().exp() * log_prob
+        return value_target(batch, value, self.discount)
+
+    def policy_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """alpha log pi(f(noise; s) | s) - Q(s, f(noise; s)), (9), with Q the ensemble's mean as in RLPD -> [], [B]."""
+        action, log_prob = self.policy.rsample(batch.observation, generator=self.generator)
+        value = self.critic.value(batch.observation, action).mean(0)
+        loss = self.log_temperature().detach().exp() * log_prob - value
+        return (batch.weight * loss).mean(), log_prob
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for target, critic in self._pairs:
+            target.lerp_(critic, self.tau)

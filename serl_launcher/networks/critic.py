@@ -1,0 +1,75 @@
+"""An ensemble of state-action values, computed side by side in batched matrix products."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from serl_client.spec import Spec
+from torch import Tensor, nn
+
+from serl_launcher.networks.mlp import ActionScale, StateEncoder
+from serl_launcher.types import Observation
+
+
+class EnsembleLinear(nn.Module):
+    """E linear layers at once: [E, B, inputs] -> [E, B, outputs], each initialised as nn.Linear is."""
+
+    def __init__(self, members: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        bound = 1 / math.sqrt(inputs)
+        self.weight = nn.Parameter(torch.empty(members, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(members, 1, outputs).uniform_(-bound, bound))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias, inputs, self.weight)
+
+
+class EnsembleHead(nn.Module):
+    """E linear layers to one number each: [E, B, inputs] -> [E, B].
+
+    A product and a sum: on a CPU twice as fast, forward and back, as a matrix product with one column.
+    """
+
+    def __init__(self, members: int, inputs: int) -> None:
+        super().__init__()
+        bound = 1 / math.sqrt(inputs)
+        self.weight = nn.Parameter(torch.empty(members, 1, inputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(members, 1).uniform_(-bound, bound))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs * self.weight).sum(-1) + self.bias
+
+
+class Critic(nn.Module):
+    """E estimates of Q(observation, actions): MLPs that share their input and nothing else.
+
+    `horizon` is the number of actions of one decision (a chunk is one action of horizon * A numbers). LayerNorm
+    bounds the values of actions that the data do not hold (RLPD, Ball et al. 2023, section 4.2); it has no gain and no
+    bias, which slow the update down and were seen to add nothing.
+    """
+
+    def __init__(self, spec: Spec, *, horizon: int, members: int, hidden: Sequence[int], layer_norm: bool) -> None:
+        super().__init__()
+        self.members = members
+        self.encoder = StateEncoder(spec)
+        self.scale = ActionScale(spec.action)
+        layers: list[nn.Module] = []
+        inputs = self.encoder.size + horizon * spec.action.shape[0]
+        for width in hidden:
+            norm = [nn.LayerNorm(width, elementwise_affine=False)] if layer_norm else []
+            layers += [EnsembleLinear(members, inputs, width), *norm, nn.ReLU()]
+            inputs = width
+        self.network = nn.Sequential(*layers, EnsembleHead(members, inputs))
+
+    def forward(self, observation: Observation, action: Tensor) -> Tensor:
+        """observation {[B, ...]} and action [B, H, A] in the robot's units -> predictions [E, B]."""
+        inputs = torch.cat([self.encoder(observation), self.scale.to_unit(action).flatten(1)], -1)
+        return self.network(inputs.expand(self.members, -1, -1))
+
+    def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Squared error of predictions [E, B] against targets [B], summed over the ensemble -> [B]."""
+        return (prediction - target).square().sum(0)
+
+    def value(self, observation: Observation, action: Tensor) -> Tensor:
+        """Q(observation, action) of each member -> [E, B], in the units of the return."""
+        return self(observation, action)

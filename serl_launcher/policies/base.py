@@ -1,0 +1,46 @@
+"""What every policy offers: a loss, samples, and the shape of the noise that decides a sample."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from serl_launcher.types import Batch, Metrics, Observation
+
+
+class Policy(nn.Module, ABC):
+    """Maps observations to chunks of H actions in the robot's units.
+
+    A policy that is a tractable density also has `rsample(observation, *, generator=None) -> (action [B, H, A] with a
+    gradient, log_prob [B])` and `log_prob(observation, action [B, H, A]) -> [B]`; algorithms that need them refuse
+    others. Densities are over actions scaled to [-1, 1], so that an entropy means the same in radians and metres.
+    """
+
+    inputs: tuple[str, ...]  # the observations that it reads
+    horizon: int  # H, the number of actions of one decision
+
+    @property
+    @abstractmethod
+    def noise_shape(self) -> tuple[int, ...]:
+        """The shape of the standard normal noise of one decision: the same noise gives the same action anywhere."""
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """The loss of imitating the batch's actions, one per row [B], and metrics."""
+
+    @abstractmethod
+    def sample(
+        self,
+        observation: Observation,
+        *,
+        n: int = 1,
+        noise: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """n chunks per observation {[B, ...]} -> [n, B, H, A]; `noise` [n, B, *noise_shape] is drawn unless given."""
+
+
+def draw_noise(shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None) -> Tensor:
+    """Standard normal noise on `device`, drawn where the generator lives: one seed, one run, on whatever device."""
+    source = device if generator is None else generator.device
+    return torch.randn(shape, device=source, generator=generator).to(device)

@@ -1,0 +1,82 @@
+"""The squashed Gaussian policy of soft actor-critic (Haarnoja et al. 2018b, arXiv 1812.05905, appendix C)."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from serl_client.spec import Spec
+from torch import Tensor
+from torch.nn import functional
+
+from serl_launcher.networks.mlp import ActionScale, StateEncoder, mlp
+from serl_launcher.policies.base import Policy, draw_noise
+from serl_launcher.types import Batch, Metrics, Observation
+
+LARGEST_UNIT = 1 - 1e-6  # executed actions on their bound would lie at infinity before the tanh
+
+
+class GaussianPolicy(Policy):
+    """action = tanh(mean + std * noise), scaled to the Spec's bounds; one action per decision.
+
+    Noise of zeros gives the deterministic action, tanh(mean).
+    """
+
+    horizon = 1
+
+    def __init__(
+        self, spec: Spec, *, hidden: Sequence[int], layer_norm: bool, log_std_low: float, log_std_high: float
+    ) -> None:
+        super().__init__()
+        self.encoder = StateEncoder(spec)
+        self.scale = ActionScale(spec.action)
+        self.inputs = tuple(self.encoder.sizes)
+        self.network = mlp(self.encoder.size, hidden, 2 * spec.action.shape[0], layer_norm=layer_norm)
+        self.log_std_bounds = (log_std_low, log_std_high)
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        return (self.horizon, *self.scale.center.shape)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Behaviour cloning: the negative log density of the batch's actions, [B]."""
+        return -self.log_prob(batch.observation, batch.action), {}
+
+    def sample(
+        self,
+        observation: Observation,
+        *,
+        n: int = 1,
+        noise: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        mean, log_std = self._gaussian(observation)  # [B, 1, A]
+        noise = draw_noise((n, *mean.shape), mean.device, generator) if noise is None else noise
+        return self.scale.from_unit(torch.tanh(mean + log_std.exp() * noise))  # [n, B, 1, A]
+
+    def rsample(self, observation: Observation, *, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """One action per observation, with a gradient -> action [B, 1, A], log_prob [B]."""
+        mean, log_std = self._gaussian(observation)
+        noise = draw_noise(tuple(mean.shape), mean.device, generator)
+        raw = mean + log_std.exp() * noise
+        return self.scale.from_unit(torch.tanh(raw)), _log_prob(noise, log_std, raw)
+
+    def log_prob(self, observation: Observation, action: Tensor) -> Tensor:
+        """The log density of action [B, 1, A], in the robot's units, over actions scaled to [-1, 1] -> [B]."""
+        mean, log_std = self._gaussian(observation)
+        raw = torch.atanh(self.scale.to_unit(action).clamp(-LARGEST_UNIT, LARGEST_UNIT))
+        return _log_prob((raw - mean) * (-log_std).exp(), log_std, raw)
+
+    def _gaussian(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        mean, log_std = self.network(self.encoder(observation)).unsqueeze(1).chunk(2, -1)  # [B, 1, A] each
+        return mean, log_std.clamp(*self.log_std_bounds)
+
+
+def _log_prob(noise: Tensor, log_std: Tensor, raw: Tensor) -> Tensor:
+    """log N(raw) - log |d tanh(raw) / d raw|, summed over [B, 1, A] -> [B].
+
+    log(1 - tanh(u)^2) is written as 2 (log 2 - u - softplus(-2u)), which does not round to log 0; what is constant is
+    added once.
+    """
+    log_density = 2 * (raw + functional.softplus(-2 * raw)) - log_std - 0.5 * noise.square()
+    constant = raw[0].numel() * (0.5 * math.log(2 * math.pi) + 2 * math.log(2))
+    return log_density.sum((-2, -1)) - constant

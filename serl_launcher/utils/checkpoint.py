@@ -1,0 +1,128 @@
+"""Checkpoints: folders that appear whole, are never changed again, and are refused by a run of another kind."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from serl_client.errors import ConfigError
+from serl_client.spec import Spec
+
+log = logging.getLogger(__name__)
+
+STATE, MANIFEST = "state.pt", "manifest.json"
+ASIDE = ".aside"  # what is being written; a crash leaves it behind, the next save clears it away
+
+
+class Checkpoints:
+    """The checkpoints of one run, numbered in the order of their making: folder/000001, folder/000002, ...
+
+    `config` is what a run must share with the one that resumes it, as plain data. The newest `keep` are kept, and
+    those that were pinned.
+    """
+
+    def __init__(self, folder: Path, *, spec: Spec, config: Mapping[str, Any], keep: int = 3) -> None:
+        self.folder, self.spec, self.keep = folder, spec, keep
+        self.config = json.loads(json.dumps(config))  # as it reads after a journey through the manifest
+
+    def save(self, updates: int, state: Mapping[str, Any], *, pinned: bool = False) -> Path:
+        """Keep `state`, made of tensors and plain data; on return it survives a power cut. Raises OSError."""
+        numbers = [int(path.name) for path in self._paths()]
+        path, aside = self.folder / f"{max(numbers, default=0) + 1:06d}", self.folder / ASIDE
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        with open(aside / STATE, "wb") as file:
+            torch.save(state, file)
+            _sync(file)
+        manifest = {
+            "updates": updates, "pinned": pinned, "sha256": {STATE: _sha256(aside / STATE)},
+            "spec": self.spec.to_dict(), "config": self.config,
+        }  # fmt: skip
+        with open(aside / MANIFEST, "w") as file:
+            json.dump(manifest, file, indent=1)
+            _sync(file)
+        _sync_folder(aside)
+        aside.rename(path)
+        _sync_folder(self.folder)
+        self._forget()
+        return path
+
+    def load(self) -> dict[str, Any] | None:
+        """The state of the newest whole checkpoint, on the CPU; None when there is none.
+
+        Raises ConfigError when that one was made with another Spec or config.
+        """
+        for path in reversed(self._paths()):
+            try:
+                manifest = _whole(path)
+            except (OSError, ValueError, KeyError) as error:
+                log.warning("skipped the broken checkpoint %s: %s", path, error)
+                continue
+            self._check(path, manifest)
+            return torch.load(path / STATE, map_location="cpu", weights_only=True)
+        return None
+
+    def _paths(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("[0-9]*") if path.name.isdecimal())
+
+    def _forget(self) -> None:
+        for path in [path for path in self._paths() if not _pinned(path)][: -self.keep]:
+            shutil.rmtree(path)
+
+    def _check(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        spec = self.spec.difference(Spec.from_dict(manifest["spec"]))
+        mine, theirs = _flat(self.config), _flat(manifest["config"])
+        names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+        config = "; ".join(f"{name}: {mine.get(name)}, {theirs.get(name)}" for name in names)
+        for kind, difference in (("robot (its Spec)", spec), ("algorithm", config)):
+            if difference:
+                raise ConfigError(
+                    f"{path} was made with another {kind}. This run's value, then the checkpoint's: {difference}. "
+                    "Ask for what the checkpoint has, or begin anew with another run_dir"
+                )
+
+
+def _whole(path: Path) -> dict[str, Any]:
+    """The manifest, when every file is as it says; raises OSError, ValueError or KeyError when one is not."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    for name, sha256 in manifest["sha256"].items():
+        if _sha256(path / name) != sha256:
+            raise ValueError(f"{name} is not what was written")
+    return manifest
+
+
+def _pinned(path: Path) -> bool:
+    try:
+        return json.loads((path / MANIFEST).read_text())["pinned"]
+    except (OSError, ValueError, KeyError):
+        return False  # broken, and as old as it looks
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat

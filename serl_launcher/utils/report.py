@@ -1,0 +1,134 @@
+"""What a run leaves for people: summary.json, a picture of the learning curve, and a table on the screen."""
+
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Z_95 = 1.959964  # the normal quantile of a two-sided 95 % interval
+RECENT = 20  # episodes that a point of the curve looks back on
+
+
+def wilson(successes: int, episodes: int) -> tuple[float, float]:
+    """The 95 % interval of a success rate (Wilson 1927); (0, 1) without episodes."""
+    if not episodes:
+        return 0.0, 1.0
+    rate, square = successes / episodes, Z_95**2 / episodes
+    center = (rate + square / 2) / (1 + square)
+    half = Z_95 / (1 + square) * math.sqrt(rate * (1 - rate) / episodes + square / (4 * episodes))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def write(
+    folder: Path,
+    *,
+    env_steps: int,
+    episodes: int,
+    updates: int,
+    wall_s: float,
+    evaluations: Sequence[Mapping[str, Any]],
+    weights_sha256: str,
+    curve: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Write summary.json and learning_curve.png into `folder`, print the table, and return the summary.
+
+    evaluations, in their order: {episodes, distinct_starts, successes (None: the task knows none), returns}; the last
+    is of the trained policy, the first of several of the untrained one. curve: {env_steps (up to its end), success
+    (None: not judged), return, intervened} of each episode of training, in order.
+    """
+    results = [_result(evaluation) for evaluation in evaluations]
+    before = results[0] if len(results) > 1 else {}
+    after = results[-1] if results else {}
+    summary = {
+        "env_steps": env_steps,
+        "episodes": episodes,
+        "updates": updates,
+        "wall_s": round(wall_s, 1),
+        "success_before": before.get("success"),
+        "success_after": after.get("success"),
+        "success_after_interval": after.get("interval"),
+        "mean_return_before": before.get("mean_return"),
+        "mean_return_after": after.get("mean_return"),
+        "evaluations": results,
+        "weights_sha256": weights_sha256,
+    }
+    _write_whole(folder / "summary.json", json.dumps(summary, indent=1).encode())
+    if curve:
+        _write_whole(folder / "learning_curve.png", picture(curve))
+    Console().print(table(summary))
+    return summary
+
+
+def table(summary: Mapping[str, Any]) -> Table:
+    """The summary for the screen: one line per evaluation, and what it took."""
+    took = (
+        f"{summary['env_steps']:,} environment steps, {summary['episodes']:,} episodes, "
+        f"{summary['updates']:,} updates, {summary['wall_s']:,.0f} s"
+    )
+    lines = Table("evaluated", "success", "95 % interval", "mean return", "distinct starts", caption=took)
+    results = summary["evaluations"]
+    names = ["before training", *[f"stage {i}" for i in range(1, len(results) - 1)], "after training"][-len(results) :]
+    for name, result in zip(names, results, strict=False):
+        success, interval = "-", "-"
+        if result["success"] is not None:
+            success = f"{result['successes']} of {result['episodes']}"
+            interval = "{:.0%} to {:.0%}".format(*result["interval"])
+        mean = "-" if result["mean_return"] is None else f"{result['mean_return']:.2f}"
+        lines.add_row(name, success, interval, mean, f"{result['distinct_starts']} of {result['episodes']}")
+    return lines
+
+
+def picture(curve: Sequence[Mapping[str, Any]]) -> bytes:
+    """The learning curve as a PNG: returns over environment steps and, where episodes are judged, success.
+
+    A success with a person's help is drawn as a failure, as in an evaluation.
+    """
+    from matplotlib.figure import Figure  # half a second that nothing else here needs
+
+    judged = [episode for episode in curve if episode["success"] is not None]
+    figure = Figure(figsize=(7, 6 if judged else 3.2), layout="constrained")
+    panels = figure.subplots(1 + bool(judged), sharex=True, squeeze=False)[:, 0]
+    if judged:
+        wins = [episode["success"] and not episode["intervened"] for episode in judged]
+        windows = [wins[max(0, i - RECENT) : i] for i in range(1, len(wins) + 1)]
+        steps = [episode["env_steps"] for episode in judged]
+        low, high = zip(*(wilson(sum(window), len(window)) for window in windows), strict=True)
+        panels[0].plot(steps, [sum(window) / len(window) for window in windows])
+        panels[0].fill_between(steps, low, high, alpha=0.2)
+        panels[0].set(ylabel=f"unassisted success\n(last {RECENT}, 95 %)", ylim=(-0.02, 1.02))
+    returns = [episode["return"] for episode in curve]
+    recent = [returns[max(0, i - RECENT) : i] for i in range(1, len(returns) + 1)]
+    steps = [episode["env_steps"] for episode in curve]
+    panels[-1].plot(steps, returns, ".", markersize=3, alpha=0.4)
+    panels[-1].plot(steps, [sum(window) / len(window) for window in recent])
+    panels[-1].set(xlabel="environment steps", ylabel=f"return\n(mean of the last {RECENT})")
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    return png.getvalue()
+
+
+def _result(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    episodes, successes, returns = evaluation["episodes"], evaluation["successes"], evaluation["returns"]
+    rate = interval = None
+    if successes is not None and episodes:
+        rate, interval = successes / episodes, wilson(successes, episodes)
+    return {
+        "episodes": episodes,
+        "distinct_starts": evaluation["distinct_starts"],
+        "successes": successes,
+        "success": rate,
+        "interval": interval,
+        "mean_return": sum(returns) / len(returns) if returns else None,
+    }
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Replace a file in one move: a reader sees the old or the new one."""
+    aside = path.with_name(f".{path.name}.aside")
+    aside.write_bytes(data)
+    aside.replace(path)

@@ -1,0 +1,121 @@
+"""A checkpoint is there whole or not at all, and only a run of its own kind loads it."""
+
+import logging
+import os
+import pickle
+
+import pytest
+import torch
+from serl_client import ConfigError, Feature, Spec
+
+from serl_launcher.utils.checkpoint import Checkpoints
+from serl_launcher.utils.logging import MetricsLog, read
+
+CONFIG = {"algo": {"discount": 0.97, "hidden": (128, 128)}}
+
+
+@pytest.fixture
+def checkpoints(tmp_path, spec):
+    return Checkpoints(tmp_path / "checkpoints", spec=spec, config=CONFIG)
+
+
+def state(value):
+    return {"weights": {"w": torch.full((3,), float(value))}, "generator": {"state": 2**127 + value}, "names": ["a"]}
+
+
+def test_the_newest_comes_back_as_it_was(checkpoints):
+    assert checkpoints.load() is None
+    for value in range(3):
+        checkpoints.save(updates=7, state=state(value))
+    loaded = checkpoints.load()
+    assert torch.equal(loaded["weights"].pop("w"), torch.full((3,), 2.0))
+    assert loaded == {"weights": {}, "generator": {"state": 2**127 + 2}, "names": ["a"]}
+
+
+def test_the_last_few_and_the_pinned_ones_are_kept(tmp_path, spec):
+    checkpoints = Checkpoints(tmp_path, spec=spec, config=CONFIG, keep=2)
+    for value in range(6):
+        checkpoints.save(updates=value, state=state(value), pinned=value == 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000002", "000005", "000006"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "no state", "no manifest", "half a manifest"])
+def test_a_broken_checkpoint_is_skipped_with_a_warning(checkpoints, caplog, damage):
+    checkpoints.save(updates=1, state=state(1))
+    broken = checkpoints.save(updates=2, state=state(2))
+    file = broken / ("manifest.json" if "manifest" in damage else "state.pt")
+    data = file.read_bytes()
+    if damage.startswith("no "):
+        file.unlink()
+    elif damage == "flip":
+        file.write_bytes(bytes([*data[:-9], data[-9] ^ 1, *data[-8:]]))
+    else:
+        file.write_bytes(data[: len(data) // 2])
+    with caplog.at_level(logging.WARNING):
+        loaded = checkpoints.load()
+    assert loaded["weights"]["w"][0] == 1
+    assert str(broken) in caplog.text
+    assert checkpoints.save(updates=2, state=state(3)).name == "000003"
+    assert checkpoints.load()["weights"]["w"][0] == 3
+
+
+@pytest.mark.parametrize(("call", "points"), [("fsync", 4), ("rename", 1)])
+def test_a_save_that_fails_at_any_point_leaves_a_whole_one(checkpoints, monkeypatch, call, points):
+    checkpoints.save(updates=1, state=state(1))
+    original = getattr(os, call)
+    for point in range(points):
+        left = iter([True] * point)
+
+        def fail(*arguments, left=left):
+            if not next(left, False):
+                raise OSError("no space left")
+            return original(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            with pytest.raises(OSError, match="no space"):
+                checkpoints.save(updates=2, state=state(2))
+        named = call == "fsync" and point == 3  # only the sync of the folder above was missing
+        assert checkpoints.load()["weights"]["w"][0] == 1 + named
+    checkpoints.save(updates=2, state=state(3))
+    assert checkpoints.load()["weights"]["w"][0] == 3
+    assert sorted(path.name for path in checkpoints.folder.iterdir())[-1] == ("000003" if call == "fsync" else "000002")
+
+
+def test_a_state_that_is_not_plain_data_is_not_executed(checkpoints):
+    checkpoints.save(updates=1, state={"surprise": print})
+    with pytest.raises(pickle.UnpicklingError):
+        checkpoints.load()
+
+
+def test_another_algorithm_is_refused_and_both_values_are_named(checkpoints, spec):
+    checkpoints.save(updates=1, state=state(1))
+    other = Checkpoints(checkpoints.folder, spec=spec, config={"algo": {"discount": 0.99, "hidden": (128, 128)}})
+    with pytest.raises(ConfigError, match=r"algorithm.*algo\.discount: 0\.99, 0\.97"):
+        other.load()
+
+
+def test_another_robot_is_refused_and_both_values_are_named(checkpoints):
+    checkpoints.save(updates=1, state=state(1))
+    spec = Spec({"observation.state": Feature((9,))}, Feature((2,), low=-1, high=1), fps=10.0)
+    with pytest.raises(ConfigError, match=r"Spec.*observation\.observation\.state\.shape: \[9\], \[8\]"):
+        Checkpoints(checkpoints.folder, spec=spec, config=CONFIG).load()
+
+
+def test_metrics_are_continued_and_a_torn_line_costs_only_itself(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    metrics = MetricsLog(path)
+    metrics.write("update", {"loss": 0.5, "bad": float("nan")})
+    metrics.once("episode", "e0", {"return": 1.0})
+    with open(path, "a") as file:
+        file.write('{"kind": "upd')
+    metrics = MetricsLog(path)
+    metrics.once("episode", "e0", {"return": 1.0})
+    metrics.once("episode", "e1", {"return": 2.0})
+    records = read(path)
+    assert [(record["kind"], record.get("id")) for record in records] == [
+        ("update", None), ("episode", "e0"), ("episode", "e1"),
+    ]  # fmt: skip
+    assert records[0]["loss"] == 0.5
+    assert records[0]["bad"] is None
+    assert records[0]["time"] > 1.6e9

@@ -1,0 +1,132 @@
+"""The vectorised ensemble computes what single networks would, and the Gaussian's density is the true one."""
+
+import pytest
+import torch
+from serl_client import ConfigError, Feature, Spec
+from torch import distributions, nn
+
+from serl_launcher.networks.critic import Critic
+from serl_launcher.networks.mlp import ActionScale, StateEncoder
+from serl_launcher.policies.gaussian import GaussianPolicy
+from serl_launcher.types import Batch
+
+SIZES = {"observation.a": (), "observation.b": (3,), "observation.image": (4, 4, 3)}
+
+
+@pytest.fixture
+def spec():
+    features = {name: Feature(shape, "uint8" if "image" in name else "float32") for name, shape in SIZES.items()}
+    return Spec(features, Feature((2,), low=[-0.02, 0.0], high=[0.02, 5.0]), fps=10.0)
+
+
+@pytest.fixture
+def policy(spec):
+    torch.manual_seed(0)
+    return GaussianPolicy(spec, hidden=[16], layer_norm=True, log_std_low=-5.0, log_std_high=2.0)
+
+
+def observe(count):
+    return {"observation.a": torch.randn(count), "observation.b": torch.randn(count, 3)}
+
+
+def single(critic, member):
+    """Member `member` of a critic as an ordinary network."""
+    layers = []
+    for layer in critic.network:
+        if not list(layer.parameters()):
+            layers.append(layer)
+            continue
+        weight, bias = layer.weight[member], layer.bias[member].reshape(-1)
+        weight = weight if len(bias) == 1 else weight.T  # the head's weight is a row already
+        twin = nn.Linear(weight.shape[1], weight.shape[0])
+        twin.load_state_dict({"weight": weight, "bias": bias})
+        layers.append(twin)
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("layer_norm", [True, False])
+def test_the_ensemble_is_a_loop_of_single_networks(spec, layer_norm):
+    torch.manual_seed(0)
+    critic = Critic(spec, horizon=4, members=3, hidden=[16, 8], layer_norm=layer_norm)
+    observation, action = observe(5), torch.rand(5, 4, 2)
+    inputs = torch.cat([critic.encoder(observation), critic.scale.to_unit(action).flatten(1)], -1)
+    prediction = critic(observation, action)
+    expected = torch.stack([single(critic, member)(inputs).squeeze(-1) for member in range(3)])
+    torch.testing.assert_close(prediction, expected)
+    torch.testing.assert_close(critic.value(observation, action), expected)
+    target = torch.randn(5)
+    loss = sum((member - target) ** 2 for member in expected)
+    torch.testing.assert_close(critic.loss(prediction, target), loss)
+
+
+def test_each_member_begins_as_a_linear_layer_would(spec):
+    torch.manual_seed(0)
+    critic = Critic(spec, horizon=1, members=2, hidden=[64, 64], layer_norm=False)
+    for layer, inputs in zip((critic.network[0], critic.network[2], critic.network[4]), (6, 64, 64), strict=True):
+        assert 0.9 * inputs**-0.5 < layer.weight.abs().max() <= inputs**-0.5
+        assert not torch.equal(layer.weight[0], layer.weight[1])
+
+
+def test_states_lie_side_by_side_in_the_order_of_their_names(spec):
+    encoder = StateEncoder(spec)
+    observation = observe(5)
+    expected = torch.cat([observation["observation.a"][:, None], observation["observation.b"]], -1)
+    torch.testing.assert_close(encoder(observation), expected)
+    with_time = {name: value.unsqueeze(1) for name, value in observation.items()}
+    torch.testing.assert_close(encoder(with_time), expected)
+
+
+def test_a_robot_without_states_is_refused():
+    with pytest.raises(ConfigError, match="float"):
+        StateEncoder(Spec({"observation.image": Feature((4, 4, 3), "uint8")}, Feature((1,), low=-1, high=1), fps=10.0))
+
+
+def test_the_action_scale_maps_the_bounds_to_one_and_back(spec):
+    scale = ActionScale(spec.action)
+    bounds = torch.tensor([[-0.02, 0.0], [0.02, 5.0]])
+    torch.testing.assert_close(scale.to_unit(bounds), torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
+    torch.testing.assert_close(scale.from_unit(scale.to_unit(bounds)), bounds)
+
+
+def test_the_density_is_that_of_a_squashed_gaussian_over_scaled_actions(policy):
+    observation = observe(6)
+    action, log_prob = policy.rsample(observation)
+    mean, log_std = policy._gaussian(observation)
+    normal = distributions.Normal(mean.double(), log_std.double().exp())
+    unit = distributions.TransformedDistribution(normal, distributions.TanhTransform())
+    expected = unit.log_prob(policy.scale.to_unit(action).double()).sum((-2, -1))
+    torch.testing.assert_close(log_prob.double(), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(policy.log_prob(observation, action).double(), expected, rtol=1e-3, atol=1e-3)
+    affine = distributions.AffineTransform(policy.scale.center.double(), policy.scale.half_range.double())
+    metres = distributions.TransformedDistribution(normal, [distributions.TanhTransform(), affine])
+    in_metres = metres.log_prob(action.double()).sum((-2, -1))
+    torch.testing.assert_close(in_metres, expected - policy.scale.half_range.double().log().sum(), rtol=1e-3, atol=1e-3)
+
+
+def test_the_density_is_finite_on_and_beyond_the_bounds(policy):
+    action = torch.tensor([[[-0.02, 5.0]], [[0.5, -9.0]]])
+    loss, _ = policy(Batch(observe(2), action, *[torch.zeros(2, 1)] * 5, *[torch.zeros(2)] * 3))
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in policy.parameters())
+
+
+def test_samples_keep_within_the_bounds_and_follow_their_noise(policy, spec):
+    observation = observe(3)
+    noise = 10 * torch.randn(7, 3, *policy.noise_shape)
+    actions = policy.sample(observation, n=7, noise=noise)
+    assert actions.shape == (7, 3, 1, 2)
+    low, high = torch.as_tensor(spec.action.low), torch.as_tensor(spec.action.high)
+    assert ((actions >= low - 1e-6) & (actions <= high + 1e-6)).all()
+    assert torch.equal(actions, policy.sample(observation, n=7, noise=noise))
+    seeds = [torch.Generator().manual_seed(seed) for seed in (1, 1, 2)]
+    one, same, other = (policy.sample(observation, n=2, generator=generator) for generator in seeds)
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_noise_of_zeros_gives_the_deterministic_action(policy):
+    observation = observe(3)
+    mean, _ = policy._gaussian(observation)
+    action = policy.sample(observation, noise=torch.zeros(1, 3, *policy.noise_shape))[0]
+    torch.testing.assert_close(action, policy.scale.from_unit(torch.tanh(mean)))

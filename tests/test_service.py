@@ -1,0 +1,465 @@
+"""Actors and the server as real processes on loopback: what is lost, doubled or blocked when something breaks.
+
+E1, E2, ... are the experiments that show what the known actor-learner transports lose; each would be caught here.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+from serl_client import Feature, Outcome, Spec
+from serl_client import messages as m
+from serl_client.client import TrainerClient
+from serl_client.errors import Refused, TrainerError, VersionMismatch
+from serl_client.link import Link
+
+from serl_launcher.data.store import Store
+from serl_launcher.service import weights
+
+SERVE = """
+import json, os, sys, errno
+from pathlib import Path
+from serl_launcher.service.server import serve
+import serl_launcher.service.server as server
+run_dir, capacities, public, local = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], sys.argv[4]
+sync = os.fdatasync
+def failing(fd):
+    if (run_dir / "fail").exists():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    sync(fd)
+os.fdatasync = failing
+serve(run_dir, capacities, public=public, local=local, inference="tcp://127.0.0.1:1")
+"""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class ServerProcess:
+    """A server in a process of its own that can be killed, stopped and started again."""
+
+    def __init__(self, run_dir):
+        self.run_dir, self.port = run_dir, free_port()
+        self.address, self.local = f"tcp://127.0.0.1:{self.port}", f"ipc://{run_dir}/server"
+        self.admin = Link(self.local, m.Hello(m.PROTOCOL, "learner", "trainer"))
+        run_dir.mkdir(exist_ok=True)
+        self.start()
+
+    def start(self):
+        arguments = [str(self.run_dir), json.dumps({"online": 20_000, "demo": 1000}), self.address, self.local]
+        self.process = subprocess.Popen([sys.executable, "-c", SERVE, *arguments])
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+        self.admin.close()
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def ask(self, message):
+        """The answer to a message of the learner's role; waits for a server that is starting."""
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                return self.admin.call(message, 2.0)
+            except TrainerError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+    def direct(self, **body):
+        return self.ask(m.Direct({"phase": "practise", "mode": "collect", "into": "online", **body}, None)).value
+
+    def episodes(self):
+        """{id: {field: value}} of all episodes that the server knows."""
+        rows = self.ask(m.Sync(0, 0)).episodes
+        return {row[1]: dict(zip(m.EPISODE, row, strict=True)) for row in rows}
+
+    def close(self):
+        self.admin.close()
+        self.process.send_signal(signal.SIGCONT)
+        self.process.terminate()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def server(tmp_path):
+    made = ServerProcess(tmp_path / "run")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def connect(server, spec, tmp_path):
+    """connect(name) -> a TrainerClient that has got a directive to collect."""
+    opened = []
+
+    def connect(name="arm", *, outbox=None, spec=spec, directed=True, **options):
+        client = TrainerClient(
+            server.address, actor=name, spec=spec, outbox=tmp_path / (outbox or f"outbox-{name}"), **options
+        )
+        client.__enter__()
+        opened.append(client)
+        if directed:
+            wait_until(lambda: client.connected or client.check())
+            server.direct()
+            wait_until(lambda: client.directive["number"] > 0)
+        return client
+
+    yield connect
+    for client in opened:
+        client.close()
+
+
+def wait_until(condition, timeout=15.0):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def episode(make_segment, number, *, client, steps=8):
+    """The records of one episode, as a runner pushes them: outcome, then the last segment."""
+    name, half = f"{client.actor}-{client.epoch[:8]}-{number:06d}", steps // 2
+    return [
+        make_segment(name, number, 0, half),
+        Outcome(name, number % 2 == 0),
+        make_segment(name, number, half, steps - half, ends="terminated"),
+    ]
+
+
+def push_all(client, records):
+    for record in records:
+        wait_until(lambda: client.room)
+        client.push(record)
+
+
+def stored(server, source="online"):
+    """{episode id: [index, ...]} in the order in which the steps lie in the store, each row checked for its episode."""
+    opened = Store(server.run_dir / "store")
+    layout = opened._files[source].layout
+    steps, rows = layout.steps(opened.folder / source), layout.observations(opened.folder / source)
+    ids = {row[0]: row[1] for row in opened.index.catalog(0, 100_000)[1]}
+    found = {}
+    for number in range(opened.sources[source].tail, opened.sources[source].head):
+        record = steps[number % layout.capacity]
+        name = ids[int(record["episode"])]
+        assert rows["observation.state"][record["row"] % layout.rows][0] == int(name.rsplit("-", 1)[1])
+        found.setdefault(name, []).append(int(record["index"]))
+    opened.close()
+    return found
+
+
+def assert_whole(server, clients, count, steps=8):
+    """Every episode of every client is there once, whole and in order."""
+    found = stored(server)
+    expected = {f"{c.actor}-{c.epoch[:8]}-{i:06d}" for c in clients for i in range(count)}
+    assert set(found) == expected
+    assert all(indices == list(range(steps)) for indices in found.values())
+
+
+def test_what_an_actor_pushes_is_stored_once_and_in_order(server, connect, make_segment):
+    client = connect()
+    for i in range(50):
+        push_all(client, episode(make_segment, i, client=client))
+    assert client.drain(20)
+    assert_whole(server, [client], 50)
+    known = server.episodes().values()
+    assert [e["success"] for e in known] == [1, 0] * 25
+    assert all(e["sealed"] and e["final"] and e["terminated"] for e in known)
+
+
+def test_a_restarted_actor_begins_again_at_zero_and_loses_nothing(server, connect, make_segment):
+    """E1: ids that restart at 0 were taken for old ones: the first 100 new transitions never arrived."""
+    first = connect()
+    for i in range(10):
+        push_all(first, episode(make_segment, i, client=first))
+    assert first.drain(20)
+    first.close()
+    second = connect()
+    for i in range(10):
+        push_all(second, episode(make_segment, i, client=second))
+    assert second.drain(20)
+    assert_whole(server, [first, second], 10)
+
+
+def test_two_actors_at_once_are_both_served(server, connect, make_segment):
+    """E2: two actors with one store name: all of the first arrived, nothing of the second, and no error."""
+    clients = [connect("left"), connect("right")]
+    for i in range(20):
+        for client in clients:
+            push_all(client, episode(make_segment, i, client=client))
+    assert all(client.drain(20) for client in clients)
+    assert_whole(server, clients, 20)
+
+
+def test_a_record_that_fails_is_answered_and_the_server_goes_on(server, connect, make_segment):
+    """E3: an exception in insert ended the server's thread in silence; pushing went on into the void."""
+    good, bad = connect("good"), connect("bad")
+    wrong = make_segment("x", 0, 5, 4)  # begins in the middle
+    bad.push(wrong)
+    with pytest.raises(Refused, match="came where the start of an episode was to come"):
+        wait_until(lambda: bad.check())
+    assert bad.pending[0] >= 1, "nothing was deleted"
+    push_all(good, episode(make_segment, 0, client=good))
+    assert good.drain(20)
+    assert_whole(server, [good], 1)
+
+
+def test_bytes_that_are_no_message_are_refused_and_the_server_goes_on(server, connect, make_segment):
+    """E4: five bytes from any peer ended the server's thread."""
+    peer = zmq.Context.instance().socket(zmq.DEALER)
+    peer.linger = 0
+    peer.connect(server.address)
+    for junk in (b"hello", b"", b"\x93\x01\x02\x03", os.urandom(64)):
+        peer.send(junk)
+    for fake in (["Push"], {"kind": "Push", "epoch": "x"}, {"kind": "Nothing"}):
+        peer.send(msgpack.packb([fake, []]))
+    client = connect()
+    push_all(client, episode(make_segment, 0, client=client))
+    assert client.drain(20)
+    assert server.ask(m.Status()).report["refused"] >= 5
+    peer.close()
+
+
+def test_while_the_server_is_dead_nothing_blocks_and_afterwards_all_is_there_once(server, connect, make_segment):
+    """E7: with the learner down every call blocked the control loop for its time-out."""
+    client = connect()
+    push_all(client, episode(make_segment, 0, client=client))
+    assert client.drain(20)
+    server.kill()
+    longest = 0.0
+    for i in range(1, 40):
+        for record in episode(make_segment, i, client=client):
+            wait_until(lambda: client.room)
+            before = time.thread_time()
+            client.push(record)
+            longest = max(longest, time.thread_time() - before)
+    assert client.pending[0] == 39 * 3
+    assert longest < 0.05, "pushing must cost next to nothing while the server is dead"
+    server.start()
+    assert client.drain(30)
+    assert_whole(server, [client], 40)
+
+
+def test_a_server_that_is_stopped_and_goes_on_has_everything_once(server, connect, make_segment):
+    client = connect()
+    server.signal(signal.SIGSTOP)
+    for i in range(30):
+        push_all(client, episode(make_segment, i, client=client))
+    time.sleep(4.0)  # longer than the heartbeats' patience
+    assert client.pending[0] == 90
+    server.signal(signal.SIGCONT)
+    assert client.drain(30)
+    assert_whole(server, [client], 30)
+
+
+def test_kill_of_the_server_again_and_again_loses_and_doubles_nothing(server, connect, make_segment):
+    client, generator = connect(), np.random.default_rng(0)
+    for i in range(120):
+        push_all(client, episode(make_segment, i, client=client))
+        time.sleep(generator.uniform(0, 0.01))
+        if i % 20 == 19:
+            server.kill()
+            server.start()
+    assert client.drain(40)
+    assert_whole(server, [client], 120)
+
+
+ACTOR = """
+import sys
+sys.path.insert(0, {tests!r})
+import numpy as np
+from pathlib import Path
+from serl_client import Feature, Segment, Spec, Stamp
+from serl_client.client import TrainerClient
+spec = Spec({{"observation.state": Feature((8,))}}, Feature((2,), low=-1, high=1), fps=10.0)
+with TrainerClient({address!r}, actor="arm", spec=spec, outbox=Path({outbox!r})) as client:
+    print(client.epoch, flush=True)
+    while client.directive["number"] == 0:
+        client.wait(0.05)
+    for n in range(100_000):
+        name = f"arm-{{client.epoch[:8]}}-{{n:06d}}"
+        for start, end in ((0, False), (4, True)):
+            rows = np.arange(start, start + 4 + end, dtype=np.float32)
+            state = np.stack([np.full_like(rows, n), rows] * 4, axis=1)
+            flags = np.zeros(4, bool)
+            while not client.room:
+                client.wait(0.01)
+            client.push(Segment(name, start, "reach", Stamp(client.directive["number"], "practise", 1),
+                {{"observation.state": state}}, np.zeros((4, 2), np.float32), rows[:4].copy(), flags, flags,
+                rows[:4].astype(np.float64), terminated=end))
+        client.wait(0.002)
+"""
+
+
+def test_an_actor_that_is_killed_leaves_a_prefix_which_its_next_life_delivers(server, connect, tmp_path, make_segment):
+    outbox = tmp_path / "outbox-arm"
+    epochs = []
+    for life in range(3):
+        code = ACTOR.format(tests=str(Path(__file__).parent), address=server.address, outbox=str(outbox))
+        actor = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        epochs.append(actor.stdout.readline().strip())
+        if life == 0:
+            wait_until(lambda: server.admin.is_open or server.ask(m.Status()).report["run"])
+            server.direct()
+        time.sleep(1.0)
+        if life == 1:
+            server.kill()  # and the server with it
+            time.sleep(0.3)
+        actor.kill()
+        actor.wait()
+        actor.stdout.close()
+        if life == 1:
+            server.start()
+    last = connect()
+    push_all(last, episode(make_segment, 0, client=last))
+    assert last.drain(30)
+    wait_until(lambda: all(e["sealed"] for e in server.episodes().values()))
+    found, known = stored(server), server.episodes()
+    for epoch in epochs:
+        mine = sorted(name for name in found if epoch[:8] in name)
+        assert mine == [f"arm-{epoch[:8]}-{i:06d}" for i in range(len(mine))], "a prefix, without holes"
+        assert len(mine) > 10
+        assert all(found[name] == list(range(8)) for name in mine[:-1])
+        assert found[mine[-1]] in (list(range(4)), list(range(8)))
+        if len(found[mine[-1]]) == 4:
+            assert (known[mine[-1]]["truncated"], known[mine[-1]]["terminated"], known[mine[-1]]["final"]) == (1, 0, 0)
+
+
+def test_a_full_disk_is_degraded_nothing_false_is_acknowledged_and_space_brings_it_back(server, connect, make_segment):
+    client = connect()
+    push_all(client, episode(make_segment, 0, client=client))
+    assert client.drain(20)
+    (server.run_dir / "fail").touch()
+    for i in range(1, 10):
+        push_all(client, episode(make_segment, i, client=client))
+    wait_until(lambda: "No space left" in client.degraded)
+    assert client.pending[0] == 27
+    assert "No space left" in server.ask(m.Status()).report["degraded"]
+    (server.run_dir / "fail").unlink()
+    assert client.drain(30)
+    wait_until(lambda: client.degraded == "")
+    assert_whole(server, [client], 10)
+
+
+def test_a_second_client_of_one_name_stops_the_first_and_its_records_wait(server, connect, make_segment):
+    first = connect("arm", outbox="one")
+    push_all(first, episode(make_segment, 0, client=first)[:1])
+    assert first.drain(20)
+    second = connect("arm", outbox="two")
+    with pytest.raises(Refused, match="another client named arm has connected"):
+        wait_until(lambda: first.check())
+    push_all(second, episode(make_segment, 0, client=second))
+    assert second.drain(20)
+    assert not server.episodes()[f"arm-{first.epoch[:8]}-000000"]["sealed"], "silence never closes an episode"
+
+
+def test_another_spec_is_refused_with_both_values(server, connect):
+    connect("one")
+    other = Spec({"observation.state": Feature((9,))}, Feature((2,), low=-1, high=1), fps=10.0)
+    client = connect("two", spec=other, directed=False)
+    with pytest.raises(Refused, match=r"observation\.state\.shape: \[8\], \[9\]"):
+        wait_until(lambda: client.check())
+
+
+def test_another_run_is_refused_and_nothing_is_deleted(server, connect, tmp_path, make_segment):
+    client = connect("arm", outbox="box")
+    server.kill()
+    push_all(client, episode(make_segment, 0, client=client))
+    wait_until(lambda: client.pending[0] == 3)
+    client.close()
+    run = Store(server.run_dir / "store").run
+    (server.run_dir / "store").rename(server.run_dir / "elsewhere")
+    server.start()
+    again = connect("arm", outbox="box", directed=False)
+    with pytest.raises(Refused, match=run[:12]):
+        wait_until(lambda: again.check())
+    assert again.pending[0] == 3
+
+
+def test_another_protocol_is_refused_with_both_versions(server):
+    link = Link(server.address, m.Hello((7, 9), "actor", "arm"))
+    server.ask(m.Status())
+    with pytest.raises(VersionMismatch, match=r"7-9.*\[1, 1\]"):
+        link.call(m.Status(), 5.0)
+    link.close()
+
+
+def test_the_learners_messages_are_refused_from_the_actors_address(server, connect):
+    connect()
+    link = Link(server.address, m.Hello(m.PROTOCOL, "learner", "intruder"))
+    with pytest.raises(Refused, match="role 'learner' is not given on this address"):
+        link.call(m.Direct({"mode": "stop", "phase": ""}, None), 5.0)
+    viewer = Link(server.address, m.Hello(m.PROTOCOL, "viewer", "intruder"))
+    with pytest.raises(Refused, match="not for the role viewer"):
+        viewer.call(m.Publish("0" * 64, 1, 1), 5.0)
+    link.close(), viewer.close()
+
+
+def publish(server, content):
+    sha256, size = weights.write(server.run_dir / "weights", content)
+    return server.ask(m.Publish(sha256, size, 0)).value
+
+
+def test_a_late_joiner_has_the_current_weights_and_directive(server, connect, tmp_path):
+    """E9b: what was published before an actor came never reached it."""
+    connect("early")
+    content = os.urandom(9 << 20)
+    version = publish(server, content)
+    late = connect("late", weights_folder=tmp_path / "weights")
+    wait_until(lambda: late.weights(0) is not None)
+    found, path = late.weights(0)
+    assert (found, path.read_bytes()) == (version, content)
+    assert path.stem == hashlib.sha256(content).hexdigest()
+
+
+def test_a_slow_actor_gets_the_newest_weights_not_all_of_them(server, connect, tmp_path):
+    """E9: an actor that was busy got all stale versions one after the other."""
+    client = connect(weights_folder=tmp_path / "weights")
+    client.weights(0)
+    last = max(publish(server, os.urandom(1 << 20)) for _ in range(12))
+    seen = set()
+
+    def newest():
+        if found := client.weights(0):
+            seen.add(found[0])
+        return last in seen
+
+    wait_until(newest)
+    assert len(seen) < 12
+    assert server.ask(m.Status()).report["weights"]["version"] == last
+
+
+def test_a_paced_actor_gets_its_share_of_the_steps_and_no_more(server, connect, make_segment):
+    client = connect(paced=True, directed=False)
+    wait_until(lambda: client.connected)
+    number = server.ask(m.Direct({"phase": "practise", "mode": "collect", "into": "online", "paced": True}, 20)).value
+    wait_until(lambda: client.steps_allowed == 20)
+    push_all(client, episode(make_segment, 0, client=client))
+    assert client.drain(20)
+    assert client.steps_allowed == 20
+    other = connect("other", paced=True, directed=False)
+    wait_until(lambda: other.steps_allowed == 6 and client.steps_allowed == 8 + 6)
+    server.admin.send(m.Allow(number, None))
+    wait_until(lambda: client.steps_allowed is None)
+
+
+def test_an_operators_command_is_acknowledged_and_reaches_the_learner(server, connect):
+    client = connect()
+    client.command("goto", "practise")
+    wait_until(lambda: server.ask(m.Sync(0, 0)).commands == [[1, "goto", "practise"]])

@@ -1,0 +1,210 @@
+"""Bytes on the wire: what goes in comes out, and nothing else gets in."""
+
+import dataclasses
+import struct
+import tracemalloc
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from serl_client import Outcome, Stamp, messages, wire
+from serl_client.errors import MessageError
+from serl_client.messages import Ack, Ask, Hello, Push
+from serl_client.spec import DTYPES
+
+names = st.text("abc.é", min_size=1, max_size=8)
+arrays = hnp.arrays(st.sampled_from(DTYPES), hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=5))
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def same(one, other):
+    return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+
+
+@given(st.dictionaries(st.text(max_size=5), plain, max_size=5), st.dictionaries(names, arrays, max_size=5))
+def test_what_is_packed_comes_out_as_it_was(header, named):
+    unpacked, copies = wire.unpack([bytes(frame) for frame in wire.pack(header, named)])
+    assert unpacked == header
+    assert list(copies) == list(named)
+    assert all(same(copies[name], named[name]) for name in named)
+
+
+@given(st.dictionaries(names, arrays, max_size=4), st.integers(0, 2**64 - 1), st.integers(1, 3))
+def test_sealed_records_follow_each_other_in_one_run_of_bytes(named, seq, count):
+    data = b"".join(bytes(part) for _ in range(count) for part in wire.seal(seq, {"a": 1}, named))
+    records = list(wire.unseal(data))
+    assert [number for number, _, _ in records] == [seq] * count
+    for _, header, copies in records:
+        assert header == {"a": 1}
+        assert all(same(copies[name], named[name]) for name in named)
+
+
+def test_an_array_that_is_not_contiguous_travels_as_it_reads():
+    array = np.arange(24, dtype=np.float32).reshape(4, 6).T[::2]
+    _, copies = wire.unpack(wire.pack({}, {"a": array}))
+    assert np.array_equal(copies["a"], array)
+
+
+@pytest.mark.parametrize("kind", messages.TYPES, ids=lambda kind: kind.__name__)
+def test_every_message_travels(kind):
+    values = {str: "x", int: 3, bool: True}
+    wanted = messages.FIELDS[kind].items()
+    fields = {name: values.get(of, [1, 2] if "Sequence" in str(of) else {"k": 1}) for name, of in wanted}
+    if "arrays" in kind.__dataclass_fields__:
+        fields["arrays"] = {"a": np.arange(3)}
+    message = messages.decode([bytes(frame) for frame in messages.encode(kind(**fields))])
+    assert type(message) is kind
+    for name, value in fields.items():
+        got = getattr(message, name)
+        assert same(got["a"], value["a"]) if name == "arrays" else got == value
+
+
+def test_records_travel(make_segment):
+    segment = make_segment(steps=5, ends="terminated")
+    outcome = Outcome("e0", None, discard=True, by="operator")
+    data = b"".join(bytes(part) for seq, it in enumerate((segment, outcome)) for part in messages.seal(seq, it))
+    (first, copy), (second, other) = messages.unseal(data)
+    assert (first, second, other) == (0, 1, outcome)
+    assert copy.stamp == Stamp(1, "practise", 1)
+    assert copy.terminated
+    assert not copy.truncated
+    for column in ("action", "reward", "intervened", "decision", "time"):
+        assert same(getattr(copy, column), getattr(segment, column))
+    assert same(copy.observation["observation.state"], segment.observation["observation.state"])
+
+
+@pytest.mark.parametrize("ends", ["", "truncated"])
+def test_every_flipped_bit_of_a_sealed_record_is_noticed(make_segment, ends):
+    data = bytearray(b"".join(bytes(part) for part in messages.seal(7, make_segment(steps=1, ends=ends))))
+    for bit in range(len(data) * 8):
+        data[bit // 8] ^= 1 << bit % 8
+        try:
+            seqs = [seq for seq, _, _ in wire.unseal(data)]
+        except MessageError:
+            seqs = []
+        assert seqs != [7], f"bit {bit} of {len(data) * 8}"  # another number is a gap, which the receiver notices
+        data[bit // 8] ^= 1 << bit % 8
+
+
+def test_a_record_that_was_cut_off_anywhere_is_refused(make_segment):
+    data = b"".join(bytes(part) for part in messages.seal(0, make_segment(steps=2)))
+    for length in range(1, len(data)):
+        with pytest.raises(MessageError):
+            list(wire.unseal(data[:length]))
+
+
+@given(st.lists(st.binary(max_size=60), max_size=5))
+@settings(max_examples=300)
+def test_random_frames_are_no_message(frames):
+    with pytest.raises(MessageError):
+        messages.decode(frames)
+
+
+@given(plain, st.lists(plain, max_size=3), st.lists(st.binary(max_size=9), max_size=3))
+@settings(max_examples=300)
+def test_well_formed_nonsense_is_no_message(header, layout, frames):
+    with pytest.raises(MessageError):
+        messages.decode([msgpack.packb([header, layout]), *frames])
+
+
+@given(st.binary(min_size=1, max_size=80))
+def test_random_bytes_are_no_record(data):
+    with pytest.raises(MessageError):
+        list(wire.unseal(data))
+
+
+HOSTILE = {
+    "an array of 4 GiB": [["a", "float64", [2**29]]],
+    "a product that overflows": [["a", "uint8", [2**26, 2**26, 2**26]]],
+    "a negative size": [["a", "uint8", [-1]]],
+    "a size that is no number": [["a", "uint8", ["1"]]],
+    "a size that is true": [["a", "uint8", [True]]],
+    "nine dimensions": [["a", "uint8", [1] * 9]],
+    "a dtype that runs code": [["a", "object", [1]]],
+    "a dtype of numpy's": [["a", ">f8", [1]]],
+    "a structured dtype": [["a", [["x", "u1"]], [1]]],
+    "a name that is no text": [[7, "uint8", [1]]],
+    "one name twice": [["a", "uint8", [1]], ["a", "uint8", [1]]],
+}
+
+
+@pytest.mark.parametrize("layout", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_layout_is_refused_before_anything_is_allocated(layout):
+    frames = [msgpack.packb([{"type": "Push", "epoch": "e"}, layout]), *[b"x"] * len(layout)]
+    tracemalloc.start()
+    with pytest.raises(MessageError):
+        messages.decode(frames)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_a_message_has_limits_in_frames_header_and_bytes(monkeypatch):
+    with pytest.raises(MessageError, match="frames"):
+        wire.unpack([b"x"] * (wire.MAX_FRAMES + 1))
+    with pytest.raises(MessageError, match="header"):
+        wire.unpack([bytes(wire.MAX_HEADER + 1)])
+    monkeypatch.setattr(wire, "MAX_MESSAGE", 100)
+    with pytest.raises(MessageError, match="MiB"):
+        wire.unpack(wire.pack({}, {"a": np.zeros(100, np.uint8)}))
+    with pytest.raises(MessageError):
+        wire.sealed_length(struct.pack("<4sIQQQ", wire.MAGIC, 10, 101, 0, 0) + bytes(200))
+
+
+def test_a_deeply_nested_header_is_refused():
+    with pytest.raises(MessageError):
+        messages.decode([b"\x91" * 5000 + b"\x90"])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"type": "Evil"}, "no known kind"),
+        ({"type": None}, "no known kind"),
+        ({"expected": "7"}, "of type int"),
+        ({"expected": True}, "of type int"),
+        ({"extra": 1}, "has the fields"),
+    ],
+)
+def test_a_message_with_a_wrong_field_is_refused(change, reason):
+    header = {"type": "Ack", **dataclasses.asdict(Ack("e", 7))}
+    with pytest.raises(MessageError, match=reason):
+        messages.decode(wire.pack(header | change, {}))
+
+
+def test_a_missing_field_and_an_array_too_many_are_refused():
+    with pytest.raises(MessageError, match="has the fields"):
+        messages.decode(wire.pack({"type": "Push"}, {"records": np.zeros(1, np.uint8)}))
+    with pytest.raises(MessageError, match="no arrays"):
+        messages.decode(wire.pack({"type": "Bye"}, {"a": np.zeros(1)}))
+    frames = messages.encode(Push("e", {"records": np.zeros(9, np.uint8)}))
+    with pytest.raises(MessageError, match="bytes"):
+        messages.decode([frames[0], b"12345678"])
+    with pytest.raises(MessageError, match="arrays"):
+        messages.decode([frames[0]])
+
+
+@pytest.mark.parametrize("change", [{"by": 3}, {"success": 1}, {"discard": None}, {"episode": b"x"}, {"more": 1}])
+def test_a_sealed_record_of_wrong_types_is_refused(change):
+    header = dataclasses.asdict(Outcome("e", True)) | change
+    with pytest.raises(MessageError):
+        messages.unseal(b"".join(bytes(part) for part in wire.seal(0, header, {})))
+
+
+def test_arrays_are_not_copied_on_their_way():
+    array = np.arange(1000, dtype=np.float32)
+    head, frame = messages.encode(Ask(0, 1, False, True, {"a": array}))
+    assert np.shares_memory(np.frombuffer(frame, np.uint8), array)
+    assert np.shares_memory(messages.decode([head, frame]).arrays["a"], array)
+
+
+def test_a_hello_without_a_spec_travels():
+    hello = Hello((1, 1), "learner", "trainer")
+    assert messages.decode(messages.encode(hello)) == dataclasses.replace(hello, protocol=[1, 1], earlier=[])
