@@ -168,6 +168,7 @@ def test_a_deeply_nested_header_is_refused():
     [
         ({"type": "Evil"}, "no known kind"),
         ({"type": None}, "no known kind"),
+        ({"type": []}, "no known kind"),
         ({"expected": "7"}, "of type int"),
         ({"expected": True}, "of type int"),
         ({"extra": 1}, "has the fields"),

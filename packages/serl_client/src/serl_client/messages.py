@@ -235,7 +235,7 @@ _BY_NAME = {kind.__name__: kind for kind in TYPES}
 def decode(frames: Sequence[wire.Buffer]) -> Message:
     """The message that some frames hold. Raises MessageError."""
     header, arrays = wire.unpack(frames)
-    kind = _BY_NAME.get(header.pop("type", None))
+    kind = _BY_NAME.get(str(header.pop("type", None)))
     if kind is None:
         raise MessageError("the message is of no known kind")
     fields = FIELDS[kind]

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from serl_client import wire
 from serl_client.errors import ConfigError, MessageError
@@ -140,8 +141,9 @@ class Outbox:
                 file.path.unlink()
 
     def close(self) -> None:
+        """May be called twice."""
         self._close_tail()
-        os.close(self._lock)
+        self._lock.close()
 
     def _first(self, file: _File) -> int:
         return min(max(file.first, self._expected.get(file.epoch, 0)), file.end)
@@ -200,20 +202,21 @@ def _scan(data: bytes, first: int) -> list[int]:
     return ends
 
 
-def _locked(folder: Path) -> int:
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+def _locked(folder: Path) -> IO[str]:
+    lock = open(folder / "lock", "a+")
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(descriptor, 32, 0).decode()
-        os.close(descriptor)
-        raise ConfigError(
-            f"the outbox {folder} is in use by process {holder}: stop it, or give this actor a folder of its own"
-        ) from None
+        with lock:
+            lock.seek(0)
+            raise ConfigError(
+                f"the outbox {folder} is in use by process {lock.read()}: stop it, or give this actor a folder of "
+                "its own"
+            ) from None
     with suppress(OSError):  # a full disk
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-    return descriptor
+        lock.truncate(0)
+        os.write(lock.fileno(), str(os.getpid()).encode())
+    return lock
 
 
 def _text(path: Path) -> str:

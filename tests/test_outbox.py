@@ -1,0 +1,259 @@
+"""The outbox: what was taken is there after a kill, and what was acknowledged is gone."""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+from serl_client import outbox as module
+from serl_client import wire
+from serl_client.errors import ConfigError
+from serl_client.outbox import Outbox
+
+MIB = 1 << 20
+EPOCH = "e" * 32
+
+
+def record(seq, size=100):
+    return wire.seal(seq, {"seq": seq, "fill": "x" * size}, {})
+
+
+def fill(outbox, count, *, epoch=EPOCH, size=100, start=0):
+    for seq in range(start, start + count):
+        assert outbox.append(epoch, seq, record(seq, size))
+
+
+def content(outbox, epoch=EPOCH):
+    """All unacknowledged seqs of an epoch, as a reader of slices finds them."""
+    seqs, (seq, end) = [], outbox.epochs.get(epoch, (0, 0))
+    while seq < end:
+        seq, data = outbox.read(epoch, seq, MIB)
+        seqs += [number for number, _, _ in wire.unseal(data)]
+    return seqs
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens outboxes, and closes them at the end."""
+    outboxes = []
+
+    def open_outbox(folder=tmp_path / "outbox", capacity=MIB):
+        outboxes.append(Outbox(folder, capacity))
+        return outboxes[-1]
+
+    yield open_outbox
+    for outbox in outboxes:
+        outbox.close()
+
+
+def test_records_are_read_in_order_in_slices_of_whole_ones(opened, monkeypatch):
+    monkeypatch.setattr(module, "SLICE_BYTES", 1000)
+    outbox = opened()
+    fill(outbox, 50)
+    assert content(outbox) == list(range(50))
+    after, data = outbox.read(EPOCH, 7, MIB)
+    assert len(data) <= 1000
+    assert [seq for seq, _, _ in wire.unseal(data)] == list(range(7, after))
+
+
+def test_a_slice_keeps_to_its_limit_and_one_large_record_goes_alone(opened, monkeypatch):
+    monkeypatch.setattr(module, "SLICE_BYTES", 1000)
+    outbox = opened()
+    fill(outbox, 1, size=5000)
+    fill(outbox, 3, start=1)
+    assert outbox.read(EPOCH, 0, 2000) == (0, b"")
+    after, data = outbox.read(EPOCH, 0, MIB)
+    assert (after, len(data) > 5000) == (1, True)
+    assert outbox.read(EPOCH, 1, 2 * sum(len(part) for part in record(1)))[0] == 3
+
+
+def test_files_are_rotated_and_unlinked_with_their_last_acknowledged_record(opened, monkeypatch):
+    monkeypatch.setattr(module, "FILE_BYTES", 1000)
+    outbox = opened()
+    fill(outbox, 40)
+    files = sorted(outbox.folder.glob("*.records"))
+    assert len(files) > 4
+    second = int(files[1].stem.split("-")[2])
+    outbox.acknowledge(EPOCH, second - 1)
+    assert sorted(outbox.folder.glob("*.records")) == files
+    outbox.acknowledge(EPOCH, second)
+    assert sorted(outbox.folder.glob("*.records")) == files[1:]
+    assert outbox.epochs == {EPOCH: (second, 40)}
+    assert content(outbox) == list(range(second, 40))
+    outbox.acknowledge(EPOCH, 40)
+    assert list(outbox.folder.glob("*.records")) == []
+    assert (outbox.epochs, outbox.pending) == ({}, (0, 0))
+    fill(outbox, 3, start=40)
+    assert content(outbox) == [40, 41, 42]
+
+
+def test_pending_counts_records_and_bytes_that_are_not_acknowledged(opened):
+    outbox = opened()
+    fill(outbox, 10)
+    size = sum(len(part) for part in record(0))
+    assert outbox.pending == (10, 10 * size)
+    outbox.acknowledge(EPOCH, 4)
+    assert outbox.pending == (6, 6 * size)
+    outbox.acknowledge(EPOCH, 3)  # late, and out of order
+    assert outbox.pending == (6, 6 * size)
+
+
+def test_a_write_that_was_torn_at_any_byte_is_dropped_and_nothing_else(opened, tmp_path):
+    outbox = opened()
+    fill(outbox, 3, size=10)
+    (path,) = outbox.folder.glob("*.records")
+    data = path.read_bytes()
+    ends = [sum(len(part) for seq in range(n) for part in record(seq, 10)) for n in range(4)]
+    assert len(data) == ends[3]
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    for length in range(len(data) + 1):
+        (torn / path.name).write_bytes(data[:length])
+        whole = sum(end <= length for end in ends) - 1
+        again = Outbox(torn, MIB)
+        assert content(again) == list(range(whole)), length
+        again.close()
+
+
+def test_what_follows_a_damaged_record_is_dropped_with_it(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FILE_BYTES", 500)
+    outbox = opened()
+    fill(outbox, 20)
+    outbox.close()
+    files = sorted(outbox.folder.glob("*.records"))
+    data = bytearray(files[1].read_bytes())
+    data[-1] ^= 1
+    files[1].write_bytes(data)
+    again = opened()
+    seqs = content(again)
+    assert seqs == list(range(int(files[2].stem.split("-")[2]) - 1))
+    assert sorted(again.folder.glob("*.records")) == files[:2]
+
+
+def test_epochs_are_found_again_in_the_order_in_which_they_were_written(opened):
+    first = opened()
+    fill(first, 4, epoch="f" * 32)
+    first.close()
+    second = opened()
+    fill(second, 2, epoch="a" * 32)
+    second.close()
+    third = opened()
+    fill(third, 1, epoch="c" * 32)
+    assert list(third.epochs.items()) == [("f" * 32, (0, 4)), ("a" * 32, (0, 2)), ("c" * 32, (0, 1))]
+    assert third.id == first.id
+    third.acknowledge("f" * 32, 4)
+    assert list(third.epochs) == ["a" * 32, "c" * 32]
+
+
+def test_a_full_outbox_takes_nothing_until_something_is_acknowledged(opened):
+    outbox = opened(capacity=5000)
+    count = 0
+    while outbox.append(EPOCH, count, record(count)):
+        count += 1
+    assert 5 < count < 50
+    assert "full" in outbox.fault
+    assert content(outbox) == list(range(count))
+    outbox.acknowledge(EPOCH, count)
+    fill(outbox, 1, start=count)
+    assert outbox.fault == ""
+
+
+def test_a_full_disk_leaves_no_torn_record_and_the_next_one_follows(opened):
+    outbox = opened()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        count = 0
+        while outbox.append(EPOCH, count, record(count)):
+            count += 1
+        assert not outbox.append(EPOCH, count, record(count))
+        assert 0 < count < 20
+        assert "cannot be written" in outbox.fault
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert content(outbox) == list(range(count))
+    fill(outbox, 3, start=count)
+    outbox.close()
+    assert content(opened()) == list(range(count + 3))
+
+
+def test_a_disk_that_cannot_even_truncate_gets_a_new_file(opened, monkeypatch):
+    outbox = opened()
+    fill(outbox, 2)
+
+    def half_written(descriptor, parts):
+        os.write(descriptor, b"".join(bytes(part) for part in parts)[:50])
+        raise OSError(5, "Input/output error")
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(module.os, "writev", half_written)
+        broken.setattr(module.os, "ftruncate", fail)
+        assert not outbox.append(EPOCH, 2, record(2))
+        assert not outbox.append(EPOCH, 2, record(2))
+    fill(outbox, 3, start=2)
+    assert content(outbox) == list(range(5))
+    outbox.close()
+    assert content(opened()) == list(range(5))
+
+
+def test_a_failing_read_is_an_error_and_not_the_end_of_the_process(opened):
+    outbox = opened()
+    fill(outbox, 3)
+    (path,) = outbox.folder.glob("*.records")
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(OSError, match="shorter"):
+        outbox.read(EPOCH, 0, MIB)
+
+
+def test_a_second_process_is_refused_and_told_who_has_the_folder(opened):
+    outbox = opened()
+    code = f"from pathlib import Path; from serl_client.outbox import Outbox; Outbox(Path({str(outbox.folder)!r}), 1)"
+    second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert second.returncode == 1
+    assert f"in use by process {os.getpid()}" in second.stderr
+    assert ConfigError.__name__ in second.stderr
+    outbox.close()
+    opened().append(EPOCH, 0, record(0))
+
+
+def test_records_stay_bound_to_their_run_and_an_empty_outbox_is_free(opened):
+    outbox = opened()
+    assert outbox.run == ""
+    outbox.bind("run-a")
+    fill(outbox, 2)
+    outbox.close()
+    again = opened()
+    assert again.run == "run-a"
+    again.acknowledge(EPOCH, 2)
+    again.close()
+    assert opened().run == ""
+
+
+def test_an_outbox_that_was_killed_in_mid_write_is_opened_again(tmp_path):
+    folder = tmp_path / "outbox"
+    code = f"""
+from pathlib import Path
+from serl_client import wire
+from serl_client.outbox import Outbox
+outbox = Outbox(Path({str(folder)!r}), 1 << 30)
+seq = 0
+while True:
+    assert outbox.append("e" * 32, seq, wire.seal(seq, {{"fill": "x" * 20000}}, {{}}))
+    seq += 1
+    if seq == 200:
+        print("ready", flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.kill()
+    again = Outbox(folder, 1 << 30)
+    seqs = content(again)
+    assert seqs == list(range(len(seqs)))
+    assert len(seqs) >= 200
+    again.close()
+    shutil.rmtree(folder)
