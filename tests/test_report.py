@@ -44,11 +44,17 @@ def test_a_run_leaves_a_summary_a_picture_and_a_table(tmp_path, capsys):
     )  # fmt: skip
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["success_before"] == pytest.approx(1 / 30)
-    assert summary["success_after"] == 0.98
-    assert summary["success_after_interval"] == pytest.approx([0.895, 0.996], abs=1e-3)
-    assert summary["mean_return_after"] == pytest.approx(0.98)
-    assert [result["distinct_starts"] for result in summary["evaluations"]] == [30, 50]
-    assert (summary["env_steps"], summary["wall_s"], summary["weights_sha256"]) == (5000, 90.0, "abc")
+    after = summary["eval"]
+    assert (after["success"], after["episodes"], after["distinct_starts"], after["weights_sha256"]) == (
+        0.98,
+        50,
+        50,
+        "abc",
+    )
+    assert after["wilson95"] == pytest.approx([0.895, 0.996], abs=1e-3)
+    assert after["return_mean"] == pytest.approx(0.98)
+    assert summary["before"]["distinct_starts"] == 30
+    assert (summary["env_steps"], summary["wall_s"]) == (5000, 90.0)
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "49 of 50" in shown
@@ -58,16 +64,17 @@ def test_a_run_leaves_a_summary_a_picture_and_a_table(tmp_path, capsys):
 
 def test_a_task_without_success_is_told_by_its_returns(tmp_path):
     summary = report.write(tmp_path, **NOTHING, evaluations=[evaluation(None, 4)], curve=episodes(3, success=None))
-    assert (summary["success_before"], summary["success_after"], summary["mean_return_after"]) == (None, None, 0.0)
+    assert summary["success_before"] is None
+    assert (summary["eval"]["success"], summary["eval"]["return_mean"]) == (None, 0.0)
     assert "after training" in text(summary)
     assert "before training" not in text(summary)
 
 
 def test_a_run_that_did_nothing_has_a_summary_too(tmp_path):
     summary = report.write(tmp_path, **NOTHING, evaluations=[], curve=[])
-    assert summary["success_after"] is None
+    assert summary["eval"] is None
     assert not (tmp_path / "learning_curve.png").exists()
-    assert report.write(tmp_path, **NOTHING, evaluations=[evaluation(None, 0)], curve=[])["mean_return_after"] is None
+    assert report.write(tmp_path, **NOTHING, evaluations=[evaluation(None, 0)], curve=[])["eval"]["return_mean"] is None
 
 
 def test_an_assisted_success_is_drawn_as_a_failure():

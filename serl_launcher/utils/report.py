@@ -42,20 +42,15 @@ def write(
     (None: not judged), return, intervened} of each episode of training, in order.
     """
     results = [_result(evaluation) for evaluation in evaluations]
-    before = results[0] if len(results) > 1 else {}
-    after = results[-1] if results else {}
+    before = results[0] if len(results) > 1 else None
     summary = {
         "env_steps": env_steps,
         "episodes": episodes,
         "updates": updates,
         "wall_s": round(wall_s, 1),
-        "success_before": before.get("success"),
-        "success_after": after.get("success"),
-        "success_after_interval": after.get("interval"),
-        "mean_return_before": before.get("mean_return"),
-        "mean_return_after": after.get("mean_return"),
-        "evaluations": results,
-        "weights_sha256": weights_sha256,
+        "success_before": before and before["success"],
+        "before": before,
+        "eval": {**results[-1], "weights_sha256": weights_sha256} if results else None,
     }
     _write_whole(folder / "summary.json", json.dumps(summary, indent=1).encode())
     if curve:
@@ -71,14 +66,15 @@ def table(summary: Mapping[str, Any]) -> Table:
         f"{summary['updates']:,} updates, {summary['wall_s']:,.0f} s"
     )
     lines = Table("evaluated", "success", "95 % interval", "mean return", "distinct starts", caption=took)
-    results = summary["evaluations"]
-    names = ["before training", *[f"stage {i}" for i in range(1, len(results) - 1)], "after training"][-len(results) :]
-    for name, result in zip(names, results, strict=False):
+    results = {"before training": summary["before"], "after training": summary["eval"]}
+    for name, result in results.items():
+        if result is None:
+            continue
         success, interval = "-", "-"
         if result["success"] is not None:
-            success = f"{result['successes']} of {result['episodes']}"
-            interval = "{:.0%} to {:.0%}".format(*result["interval"])
-        mean = "-" if result["mean_return"] is None else f"{result['mean_return']:.2f}"
+            success = f"{round(result['success'] * result['episodes'])} of {result['episodes']}"
+            interval = "{:.0%} to {:.0%}".format(*result["wilson95"])
+        mean = "-" if result["return_mean"] is None else f"{result['return_mean']:.2f}"
         lines.add_row(name, success, interval, mean, f"{result['distinct_starts']} of {result['episodes']}")
     return lines
 
@@ -114,16 +110,13 @@ def picture(curve: Sequence[Mapping[str, Any]]) -> bytes:
 
 def _result(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     episodes, successes, returns = evaluation["episodes"], evaluation["successes"], evaluation["returns"]
-    rate = interval = None
-    if successes is not None and episodes:
-        rate, interval = successes / episodes, wilson(successes, episodes)
+    judged = successes is not None and episodes
     return {
         "episodes": episodes,
         "distinct_starts": evaluation["distinct_starts"],
-        "successes": successes,
-        "success": rate,
-        "interval": interval,
-        "mean_return": sum(returns) / len(returns) if returns else None,
+        "success": successes / episodes if judged else None,
+        "wilson95": wilson(successes, episodes) if judged else None,
+        "return_mean": sum(returns) / len(returns) if returns else None,
     }
 
 

@@ -83,6 +83,8 @@ class Network(threading.Thread):
 
     def close(self) -> None:
         """End the thread, after it has brought the queue to the outbox."""
+        if self._closing:
+            return
         self._closing = True
         self.wake()
         if self.ident is not None:
@@ -127,7 +129,8 @@ class Network(threading.Thread):
             self.server.greeting = self._greeting()
         for link in self._links:
             while self.error is None and (message := link.receive()) is not None:
-                self._handle(link, message)
+                if link is self.server or isinstance(message, m.Act | m.Failed):
+                    self._handle(link, message)
 
     def _handle(self, link: Link, message: m.Message) -> None:
         try:

@@ -203,7 +203,7 @@ def _scan(data: bytes, first: int) -> list[int]:
 
 
 def _locked(folder: Path) -> IO[str]:
-    lock = open(folder / "lock", "a+")
+    lock = os.fdopen(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
