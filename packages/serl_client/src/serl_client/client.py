@@ -49,7 +49,7 @@ class TrainerClient:
         self.close()
 
     def close(self) -> None:
-        """End the network thread; what is not acknowledged lies in the outbox, for the next start."""
+        """End the network thread; what is not acknowledged lies in the outbox. May be called twice."""
         self._network.close()
         self._outbox.close()
 
