@@ -425,7 +425,7 @@ def test_what_could_not_be_delivered_is_told(spec):
 
 
 class Source:
-    """Answers with chunks of `length` actions, `delay` questions of waiting later; action [i] of step s is s + i/100."""
+    """Answers with `length` actions, after `delay` looks in vain; action [i] of step s is s + i/100."""
 
     def __init__(self, length=1, delay=0, version=1):
         self.length, self.delay, self.version = length, delay, version
@@ -537,7 +537,7 @@ def test_a_simulated_robot_waits_for_its_action_and_a_real_one_holds(spec):
     client = FakeClient(spec)
     env = TinyEnv(spec)
     run(env, client, RemotePolicy(Source(delay=3), deadline=0.0), episodes=1)
-    assert None not in env.actions
+    assert all(action is not None for action in env.actions)
     env, client, source = TinyEnv(spec, clock="real"), FakeClient(spec), Source(length=2)
     source.ask_late = source.ask
 
