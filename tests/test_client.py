@@ -386,12 +386,14 @@ def test_a_full_outbox_shows_as_no_room_and_what_ends_the_episode_is_still_taken
     assert is_whole(learner, client, taken)
 
 
-def test_a_segment_that_does_not_fit_the_spec_is_an_error_of_the_caller(connect, make_segment):
+def test_a_segment_that_does_not_fit_the_spec_ends_the_client_visibly(learner, connect, make_segment):
     client = connect()
-    bad = dataclasses.replace(make_segment(), action=np.zeros((4, 3), np.float32))
-    with pytest.raises(ValueError, match="action should be"):
-        client.push(bad)
-    assert client.pending == (0, 0)
+    client.push(make_segment())
+    assert client.drain(PATIENCE)
+    client.push(dataclasses.replace(make_segment(start=4), action=np.zeros((4, 3), np.float32)))
+    with pytest.raises(TrainerError, match="action should be"):
+        client.wait_answer(0, PATIENCE)
+    assert len(learner.records) == 1
 
 
 # ---- the connection
@@ -473,11 +475,10 @@ def test_messages_that_are_none_are_counted_and_dropped(learner, connect, make_s
     assert client.drain(PATIENCE)
 
 
-def test_the_end_of_the_network_thread_is_seen_by_the_next_call(learner, connect, make_segment, monkeypatch, caplog):
+def test_the_end_of_the_network_thread_is_seen_by_the_next_call(connect, monkeypatch, caplog):
     client = connect()
     until(lambda: client.connected)
     monkeypatch.setattr(client._stream, "spool", lambda: 1 / 0)
-    client.push(make_segment())
     with pytest.raises(TrainerError, match="ZeroDivisionError"):
         client.wait_answer(0, PATIENCE)
     assert "Traceback" in caplog.text

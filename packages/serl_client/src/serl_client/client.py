@@ -56,8 +56,8 @@ class TrainerClient:
     def push(self, record: Record) -> None:
         """Hand over a record; its arrays belong to the client from now on. Look at `room` before an episode goes on.
 
-        Raises ValueError for a segment that does not fit the Spec, and TrainerError when the queue is full; there is
-        always room for what ends an episode.
+        Raises TrainerError when the queue is full; there is always room for what ends an episode. A segment that does
+        not fit the Spec ends the network thread, and the next call says so.
         """
         self._stream.put(record)
         self._network.wake()

@@ -47,13 +47,9 @@ class Stream:
         self._window = 0
 
     def put(self, record: Record) -> None:
-        """Raises ValueError for a segment that does not fit the Spec, TrainerError when the queue is full.
-
-        What ends an episode has its room reserved.
-        """
+        """Raises TrainerError when the queue is full; what ends an episode has its room reserved."""
         size = OUTCOME_BYTES
         if not isinstance(record, Outcome):
-            record.check(self._spec)
             arrays = (*record.observation.values(), *record.extras.values(), record.action)
             size = sum(array.nbytes for array in arrays) + COLUMN_BYTES * len(record)
         ends = isinstance(record, Outcome) or record.ends
@@ -82,10 +78,16 @@ class Stream:
         return queued[0] + records, queued[1] + size
 
     def spool(self) -> None:
-        """Bring what is queued to the outbox, as far as that takes it."""
+        """Bring what is queued to the outbox, as far as that takes it.
+
+        Raises ValueError for a segment that does not fit the Spec: here, since it costs more than the control thread
+        has to give.
+        """
         while self._queue:
             record, size = self._queue[0]
             if self._sealed is None:
+                if not isinstance(record, Outcome):
+                    record.check(self._spec)
                 self._sealed = messages.seal(self._spooled, record)
             before = self.fault
             if not self._outbox.append(self._epoch, self._spooled, self._sealed):

@@ -1,0 +1,137 @@
+"""The words of a command line made into one config, or into one sentence that says what is wrong with them. No torch.
+
+Hydra composes; a word that it would refuse at length, or take although it makes no sense, is found before that.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, InstantiationException, OverrideParseException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from serl_client.errors import ConfigError
+
+from serl_launcher.service.plan import known
+
+NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the environment")  # lines that help nobody
+
+
+def composed(folder: Path, words: Sequence[str]) -> DictConfig:
+    """The config that folder/base.yaml and the command line's words (`algo=sac`, `seed=1`) make, fully resolved.
+
+    Raises ConfigError for an unknown choice or key, with the nearest right one, for a value of another kind than the
+    yaml's, and for a value that is missing.
+    """
+    choices = groups(folder)
+    try:
+        overrides = [_read(word) for word in words]
+        chosen = [override for override in overrides if override.key_or_group in choices]
+        for override in chosen:
+            names = choices[override.key_or_group]
+            where = f"{override.input_line} (there are {', '.join(names)})"
+            known(override.value(), names, override.key_or_group, where)
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            defaults = compose("base", [str(override.input_line) for override in chosen])
+            for override in overrides:
+                if override not in chosen:
+                    _check(override, defaults)
+            config = compose("base", list(words))
+        for name in _missing(OmegaConf.to_container(config)):
+            raise ConfigError(f"{name} has no value: say {name}=...")
+        OmegaConf.resolve(config)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_sentence(error)) from None
+    return config
+
+
+def groups(folder: Path) -> dict[str, list[str]]:
+    """{group: what there is to choose}."""
+    found = sorted(path for path in folder.iterdir() if path.is_dir())
+    return {path.name: sorted(yaml.stem for yaml in path.glob("*.yaml")) for path in found}
+
+
+def factory(config: DictConfig, name: str, *arguments: Any) -> Callable[..., Any]:
+    """The callable that the node `name` of the config describes, which will be called with `arguments`.
+
+    Raises ConfigError when it does not exist, or takes other options than the node gives it.
+    """
+    try:
+        made = instantiate(OmegaConf.select(config, name))
+        inspect.signature(made).bind(*arguments)
+    except InstantiationException as error:
+        raise ConfigError(f"{name}: {_sentence(error)}") from None
+    except (TypeError, ValueError) as error:  # of inspect; a partial hides the reason in the cause
+        raise ConfigError(f"{name}: {_sentence(error.__cause__ or error)}") from None
+    return made
+
+
+def _read(word: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_overrides([word])[0]
+    except OverrideParseException:
+        raise ConfigError(
+            f"cannot read {word!r}: write name=value, as in seed=1, and quote a text with spaces, commas or brackets"
+        ) from None
+    if override.is_sweep_override():
+        raise ConfigError(f"{word}: give one value; a list is written {override.key_or_group}=[...], in quotes")
+    return override
+
+
+def _check(override: Override, defaults: DictConfig) -> None:
+    """Raise ConfigError when there is no such key, or when its value is of another kind than the default."""
+    *above, last = override.key_or_group.split(".")
+    node: Any = defaults
+    for depth, part in enumerate((above or [last]) if override.is_add() else [*above, last]):
+        if not isinstance(node, DictConfig):
+            return
+        if part not in map(str, node.keys()):
+            raise ConfigError(_unknown(override, part, node, ".".join(above[:depth]) or "the config"))
+        node = OmegaConf.select(node, part)
+    if override.is_delete() and not above:
+        raise ConfigError(f"{override.input_line}: {last} can be changed, but not left out")
+    if not override.is_add() and not override.is_delete():
+        _check_kind(override, node)
+
+
+def _unknown(override: Override, part: str, node: DictConfig, where: str) -> str:
+    near = difflib.get_close_matches(part, map(str, node.keys()), n=1, cutoff=0)
+    hint = f"did you mean {near[0]!r}?" if near else f"to add it, write +{override.input_line}"
+    return f"{override.input_line}: {where} has no key {part!r}; {hint}"
+
+
+def _check_kind(override: Override, default: Any) -> None:
+    value = override.value()
+    if isinstance(value, str) and "${" in value:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, bool):
+        fits, kind = isinstance(value, bool), "true or false"
+    elif isinstance(default, int | float):
+        fits, kind = is_number, "a number"
+    else:
+        fits, kind = not isinstance(default, str) or is_number or (isinstance(value, str) and value), "a text"
+    if not fits:
+        raise ConfigError(f"{override.input_line}: should be {kind}, like {str(default).lower()}")
+
+
+def _missing(node: Any, where: str = "") -> Iterator[str]:
+    """The names of the values that a person has to give, depth first."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _missing(value, f"{where}.{key}" if where else str(key))
+    elif node == "???":
+        yield where
+
+
+def _sentence(error: BaseException) -> str:
+    """What a library says over several lines, in one."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    text = " ".join(line for line in lines if line and not line.startswith(NOISE))
+    return text.partition(", set env var")[0]
