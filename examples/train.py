@@ -1,4 +1,7 @@
-"""The one entry: `learner=true` starts the learner, `actor=true` an actor; the rest is config (config/base.yaml).
+"""The one entry: `learner=true` starts the learner, `actor=true` an actor; the rest is config.
+
+examples/train.py learner=true|actor=true [task=... algo=... policy=... plan=...] [name=value ...]
+    --help says what there is to choose, --cfg prints the config that the words make.
 
 Only wiring: Hydra composes, this file hands the parts to each other.
 """
@@ -7,9 +10,8 @@ import logging
 import sys
 from pathlib import Path
 
-import hydra
-from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from serl_client.client import TrainerClient
 from serl_client.console import Watch, console
 from serl_client.controller import RemotePolicy, Source
@@ -17,15 +19,29 @@ from serl_client.errors import ConfigError, RetakeError
 from serl_client.runner import ActorStatus, run_actor
 
 from robot_infra.teleop.keyboard import LEGEND, Keyboard
-from serl_launcher.service.launcher import launch
+from serl_launcher.service.config import composed, factory, groups
+from serl_launcher.service.launcher import launch, writable
+from serl_launcher.service.plan import known
+
+CONFIG = Path(__file__).resolve().parent.parent / "config"
 
 
-@hydra.main(version_base="1.3", config_path="../config", config_name="base")
-def main(config: DictConfig) -> None:
+def main() -> None:
+    words = [word for word in sys.argv[1:] if word not in ("--cfg", "job")]
+    if {"--help", "-h"} & set(words):
+        choices = "\n".join(f"{name}: {', '.join(names)}" for name, names in groups(CONFIG).items())
+        print(f"{__doc__}\n{choices}\n\n{(CONFIG / 'base.yaml').read_text()}")
+        return
     try:
+        config = composed(CONFIG, words)
+        if "--cfg" in sys.argv:
+            print(OmegaConf.to_yaml(config))
+            return
         status = run(config)
-    except RetakeError as error:
+    except (RetakeError, OmegaConfBaseException) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     sys.exit(status)
 
 
@@ -41,18 +57,19 @@ def run(config: DictConfig) -> int:
 
 def act(config: DictConfig) -> int:
     """Run an actor until the plan ends."""
-    with instantiate(config.task.env)() as env, Keyboard() as keyboard:
-        folder = Path(config.run_dir) / "actors" / config.name
-        local = config.inference == "local"
+    known(config.inference, ("remote", "local"), "place", "inference")
+    name, local = str(config.name), config.inference == "local"
+    with factory(config, "task.env")() as env, Keyboard() as keyboard:
+        folder = writable(Path(str(config.run_dir)) / "actors" / name)
         with TrainerClient(
-            f"tcp://{config.ip}:{config.port}", actor=config.name, spec=env.spec, outbox=folder / "outbox",
+            f"tcp://{config.ip}:{config.port}", actor=name, spec=env.spec, outbox=folder / "outbox",
             capacity=int(config.outbox_gb * 1e9), paced=env.clock == "simulated", has_operator=env.has_operator,
             weights_folder=folder / "weights" if local else None,
         ) as client:  # fmt: skip
             source = local_source(config, client) if local else client
             controller = RemotePolicy(source, deadline=config.deadline_s)
             status = ActorStatus()
-            with Watch(console(config.name), lambda: rows(status, client)):
+            with Watch(console(name), lambda: rows(status, client)):
                 run_actor(env, controller, client, seed=config.seed, operator=keyboard, status=status)
     return 0
 

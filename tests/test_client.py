@@ -18,7 +18,9 @@ from serl_client.controller import RemotePolicy
 from serl_client.episode import Outcome
 from serl_client.errors import Disconnected, Refused, ServerFailed, Timeout, TrainerError
 from serl_client.link import Link
+from serl_client.outbox import Outbox
 from serl_client.runner import Step, run_actor
+from serl_client.stream import Stream
 
 STATE = "observation.state"
 PATIENCE = 20.0
@@ -218,7 +220,8 @@ def test_what_is_pushed_arrives_once_and_in_order(learner, connect, make_segment
     assert client.pending == (0, 0)
 
 
-def test_what_the_learner_lost_is_sent_again(learner, connect, make_segment):
+def test_what_the_learner_lost_is_sent_again(learner, connect, make_segment, monkeypatch):
+    monkeypatch.setattr("serl_client.stream.STALL", 1e9)
     client = connect()
     until(lambda: client.connected)
     learner.lost_pushes = 2
@@ -254,7 +257,26 @@ def test_a_learner_that_dies_and_returns_gets_the_rest_and_nothing_twice(learner
             learner.start()
     assert client.drain(PATIENCE)
     assert is_whole(learner, client, 40)
-    assert len(learner.hear(m.Hello)) >= 3
+    hellos = [hello.run for hello in learner.hear(m.Hello)]
+    assert len(hellos) >= 3
+    assert hellos == ["", *["run-a"] * (len(hellos) - 1)]
+
+
+def test_an_acknowledgement_that_overtakes_a_second_sending_is_taken(tmp_path, spec):
+    outbox = Outbox(tmp_path / "outbox", 1 << 20)
+    stream = Stream(outbox, "epoch", spec)
+    for number in range(3):
+        stream.put(Outcome(f"e{number}", True))
+    stream.spool()
+    stream.resume([], 1 << 20)
+    assert len(list(stream.pushes())) == 1
+    stream.acknowledge(m.Ack("epoch", 1, resend=True))
+    stream.acknowledge(m.Ack("epoch", 2))  # to the first sending
+    (push,) = stream.pushes()
+    assert [seq for seq, _ in m.unseal(push.arrays["records"].data)] == [2]
+    stream.acknowledge(m.Ack("epoch", 3))
+    assert list(stream.pushes()) == []
+    outbox.close()
 
 
 def test_an_actor_without_a_learner_leaves_its_records_to_the_next_start(learner, connect, make_segment):

@@ -132,6 +132,15 @@ def test_what_follows_a_damaged_record_is_dropped_with_it(opened, tmp_path, monk
     assert sorted(again.folder.glob("*.records")) == files[:2]
 
 
+def test_a_number_that_does_not_follow_is_no_record_of_this_epoch(opened):
+    outbox = opened()
+    fill(outbox, 2)
+    (path,) = outbox.folder.glob("*.records")
+    path.write_bytes(path.read_bytes() + b"".join(bytes(part) for part in record(3)))
+    outbox.close()
+    assert content(opened()) == [0, 1]
+
+
 def test_epochs_are_found_again_in_the_order_in_which_they_were_written(opened):
     first = opened()
     fill(first, 4, epoch="f" * 32)

@@ -206,9 +206,9 @@ def test_evaluation_starts_are_distinct_the_same_again_and_never_trained_on(spec
     run(evaluated, FakeClient(spec, "evaluate"), episodes=20)
     run(again, FakeClient(spec, "evaluate", number=7), episodes=20)
     run(trained, FakeClient(spec, "collect"), episodes=50)
-    assert evaluated.seeds == [1_000_000_000 + 300_000 + k for k in range(20)] == again.seeds
+    assert evaluated.seeds == [evaluation_seed(3, k) for k in range(20)] == again.seeds
     assert len(set(trained.seeds)) == 50
-    assert max(trained.seeds) < 1_000_000_000
+    assert max(trained.seeds) < 1_000_000_000 <= min(evaluated.seeds)
     assert trained.seeds == [training_seed(0, FakeClient.epoch, number) for number in range(50)]
     assert training_seed(1, FakeClient.epoch, 0) != training_seed(0, FakeClient.epoch, 0)
     assert len({evaluation_seed(ordinal, k) for ordinal in range(3) for k in range(5)}) == 15
@@ -218,7 +218,7 @@ def test_evaluation_begins_its_list_anew_with_each_directive(spec):
     env, client = TinyEnv(spec), FakeClient(spec, "evaluate")
     client.script = {4 * 3: lambda: client.direct("evaluate", number=2)}  # three segments and an outcome each
     run(env, client, episodes=5)
-    assert [seed % 100_000 for seed in env.seeds] == [0, 1, 2, 0, 1]
+    assert env.seeds == [evaluation_seed(3, k) for k in (0, 1, 2, 0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -227,12 +227,12 @@ def test_bytes_that_are_no_message_are_refused_and_the_server_goes_on(server, co
     peer.connect(server.address)
     for junk in (b"hello", b"", b"\x93\x01\x02\x03", os.urandom(64)):
         peer.send(junk)
-    for fake in (["Push"], {"kind": "Push", "epoch": "x"}, {"kind": "Nothing"}):
+    for fake in (["Push"], {"type": "Push", "epoch": "x"}, {"type": "Nothing"}):
         peer.send(msgpack.packb([fake, []]))
     client = connect()
     push_all(client, episode(make_segment, 0, client=client))
     assert client.drain(20)
-    assert server.ask(m.Status()).report["refused"] >= 5
+    wait_until(lambda: server.ask(m.Status()).report["refused"] >= 5)
     peer.close()
 
 

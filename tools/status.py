@@ -17,6 +17,7 @@ from serl_client.errors import TrainerError
 from serl_client.link import Link
 
 SILENT_S = 5.0
+KNOWN = ("role", "actor", "seen_s")
 
 
 def main() -> None:
@@ -51,32 +52,52 @@ def lines(report: dict[str, Any]) -> list[str]:
         held = source["head"] - source["tail"]
         said.append(f"source     {name}: {held:,} of {source['capacity']:,} steps, {source['tail']:,} evicted")
     for client in report["clients"]:
-        rest = ", ".join(f"{key} {value}" for key, value in client.items() if key not in ("role", "actor", "seen_s"))
-        said.append(
-            f"{client['role']:10} {client['actor']}: seen {client['seen_s']} s ago{', ' + rest if rest else ''}"
-        )
-    said += [f"missing    {actor}: silent for {seconds} s" for actor, seconds in report["missing"].items()]
-    present = {client["actor"] for client in report["clients"] if client["seen_s"] < SILENT_S}
-    said += [f"missing    the {name} process" for name in ("trainer", "inference") if name not in present]
+        rest = "".join(f", {key} {shown(client[key])}" for key in client if key not in KNOWN and client[key] != "")
+        said.append(f"{client['role']:10} {client['actor']}: seen {client['seen_s']} s ago{rest}")
+    return said + [f"lags       {text}" for text in lags(report)] + [f"missing    {text}" for text in missing(report)]
+
+
+def shown(value: Any) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def lags(report: dict[str, Any]) -> list[str]:
+    """Who has not got the newest directive or weights yet."""
+    newest = {"directive": report["directive"].get("number", 0), "version": report["weights"].get("version", 0)}
+    names = {"directive": "directive", "version": "weights"}
+    return [
+        f"{client['actor']}: {names[key]} {client[key]}, the newest is {number}"
+        for client in report["clients"]
+        for key, number in newest.items()
+        if client.get(key, number) != number
+    ]
+
+
+def missing(report: dict[str, Any]) -> list[str]:
+    """Who should be there and is not."""
+    silent = [f"{actor}: silent for {seconds} s" for actor, seconds in report["missing"].items()]
+    present = {c["actor"] for c in report["clients"] if c["role"] == "learner" and c["seen_s"] < SILENT_S}
+    absent = [name for name in ("trainer", "inference") if name not in present]
+    silent += [f"the {name} process: it is starting, or stuck; see the learner's screen" for name in absent]
     if not any(client["role"] == "actor" for client in report["clients"]):
-        said.append("missing    an actor: start one with run_actor.sh")
-    return said
+        silent.append("an actor: start one with run_actor.sh")
+    return silent
 
 
 def lying(run_dir: Path) -> str:
     """What a run folder tells by itself."""
     if not run_dir.exists():
         return f"There is no run in {run_dir}."
-    if (run_dir / "summary.json").exists():
-        return f"The run in {run_dir} has ended: see its summary.json."
     lock = run_dir / "lock"
     if not lock.exists():
         return f"No learner has ever run in {run_dir}."
     with open(lock) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return f"Process {file.read()} holds {run_dir}, but does not answer at this address: compare port= there."
+    if (run_dir / "summary.json").exists():
+        return f"The run in {run_dir} has ended: see its summary.json."
     return f"No learner runs in {run_dir}: start it again with the same command, it goes on where it was."
 
 

@@ -192,12 +192,6 @@ class Index:
         by_phase = self._db.execute("SELECT phase, sum(steps) FROM episodes GROUP BY phase")
         return dict(by_epoch.fetchall()), dict(by_phase.fetchall())
 
-    def evaluated(self, actor: str, directive: int) -> int:
-        """How many episodes `actor` has begun under `directive`."""
-        return self._db.execute(
-            "SELECT count(*) FROM episodes WHERE actor = ? AND directive = ?", (actor, directive)
-        ).fetchone()[0]
-
     def add_outcomes(self, outcomes: Iterable[tuple[str, int, Outcome]]) -> None:
         """Keep every (epoch, seq, outcome), whichever of them is valid."""
         for epoch, seq, outcome in outcomes:

@@ -1,6 +1,6 @@
 """Sources as an algorithm sees them: physical ones and views of them, mixed by shares into one Batch."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,14 @@ class Sources:
         self._pinned = pinned
         self._memory: dict[Any, torch.Tensor] = {}
         self._candidates: dict[tuple[str, str], Numbers] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
         self._discarded: set[str] = set()  # sources with a discarded episode: their plain view is a filter, too
 
-    def update(self, rows: Iterable[Sequence[Any]]) -> list[tuple[EpisodeInfo | None, EpisodeInfo]]:
+    def update(self, rows: Sequence[Sequence[Any]]) -> list[tuple[EpisodeInfo | None, EpisodeInfo]]:
         """Take in what the server said of episodes, then every new step; returns (before, now) of each changed one."""
         changed = []
+        if rows:
+            self._sizes.clear()
         for row in rows:
             episode = EpisodeInfo(*row)
             before = self.episodes.get(episode.number)
@@ -65,14 +68,12 @@ class Sources:
 
     def size(self, name: str) -> tuple[int, int]:
         """(steps, episodes) that a source or view holds now; evicted episodes do not count."""
-        alive = [
-            episode
-            for episode in self.episodes.values()
-            if episode.source in self.buffers
-            and episode.first >= self.buffers[episode.source].tail
-            and self.views[name].holds(episode)
-        ]
-        return sum(episode.steps for episode in alive), sum(episode.sealed for episode in alive)
+        if name not in self._sizes:
+            view = self.views[name]
+            held = (episode for episode in self.episodes.values() if view.holds(episode))
+            alive = [episode for episode in held if episode.first >= self.buffers[episode.source].tail]
+            self._sizes[name] = sum(episode.steps for episode in alive), sum(episode.sealed for episode in alive)
+        return self._sizes[name]
 
     def sample(self, count: int, window: Window, shares: Mapping[str, float]) -> Batch | None:
         """A batch of `count` windows, each source giving its share (rounded, in the order of `shares`).

@@ -131,10 +131,6 @@ class Store:
         """The seq that this epoch's next record must have."""
         return self.epochs[epoch].expected
 
-    def ordinal(self, actor: str) -> int:
-        """The number of this actor in the order of the first Hellos of all names."""
-        return list(dict.fromkeys(epoch.actor for epoch in self.epochs.values())).index(actor)
-
     # -- records
     def stage(self, epoch: str, seq: int, record: Record) -> bool:
         """Take a record into the current group; False when it is there already. Not durable before commit().

@@ -93,11 +93,19 @@ def _check(override: Override, defaults: DictConfig) -> None:
             return
         if part not in map(str, node.keys()):
             raise ConfigError(_unknown(override, part, node, ".".join(above[:depth]) or "the config"))
-        node = OmegaConf.select(node, part)
+        node = _value(node, part)
     if override.is_delete() and not above:
         raise ConfigError(f"{override.input_line}: {last} can be changed, but not left out")
     if not override.is_add() and not override.is_delete():
         _check_kind(override, node)
+
+
+def _value(node: DictConfig, key: str) -> Any:
+    """What stands there; None for a value that is missing, or that follows a missing one."""
+    try:
+        return OmegaConf.select(node, key)
+    except OmegaConfBaseException:
+        return None
 
 
 def _unknown(override: Override, part: str, node: DictConfig, where: str) -> str:

@@ -58,8 +58,21 @@ class PolicyHost:
             ) from None
         self.version = version
 
+    def check(self, ask: m.Ask) -> None:
+        """Raises MessageError when an observation does not fit the Spec."""
+        features = dict(self.spec.observation)
+        if "previous_action" in ask.arrays:
+            features["previous_action"] = self.spec.action
+        for name, feature in features.items():
+            if name not in ask.arrays:
+                raise MessageError(f"the observation lacks {name}")
+            try:
+                feature.check(name, ask.arrays[name])
+            except ValueError as error:
+                raise MessageError(str(error)) from None
+
     def answer(self, questions: Sequence[Question]) -> list[m.Act]:
-        """One answer per question, in their order. Raises MessageError when an observation does not fit the Spec."""
+        """One answer per question, in their order; each was checked before, because a batch cannot be half done."""
         for question in questions:
             if question.ask.reset:
                 self._carries.pop(question.actor, None)
@@ -74,12 +87,10 @@ class PolicyHost:
 
     def _act(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[m.Act]:
         observation = {
-            name: self._stack(name, [question.ask.arrays.get(name) for question in questions], feature)
-            for name, feature in self.spec.observation.items()
+            name: self._stack([question.ask.arrays[name] for question in questions]) for name in self.spec.observation
         }
         nothing = np.zeros(self.spec.action.shape, self.spec.action.dtype)
-        previous = [question.ask.arrays.get("previous_action", nothing) for question in questions]
-        previous_action = self._stack("previous_action", previous, self.spec.action)
+        previous_action = self._stack([question.ask.arrays.get("previous_action", nothing) for question in questions])
         noise = torch.stack([self._noise(question.ask.seed) for question in questions]).to(self.device)
         carry = _stacked([self._carries[question.actor] for question in questions]) if remembers else None
         decision, carry = self.algorithm.act(observation, previous_action, carry, noise=noise, explore=explore)
@@ -87,14 +98,7 @@ class PolicyHost:
             self._carries.update({q.actor: _at(carry, i) for i, q in enumerate(questions)})
         return [self._answer(question, decision, i) for i, question in enumerate(questions)]
 
-    def _stack(self, name: str, arrays: Sequence[Array | None], feature: Any) -> torch.Tensor:
-        for array in arrays:
-            if array is None:
-                raise MessageError(f"the observation lacks {name}")
-            try:
-                feature.check(name, array)
-            except ValueError as error:
-                raise MessageError(str(error)) from None
+    def _stack(self, arrays: Sequence[Array]) -> torch.Tensor:
         return torch.from_numpy(np.stack([np.asarray(array) for array in arrays])).to(self.device)
 
     def _noise(self, seed: int) -> torch.Tensor:
@@ -120,15 +124,17 @@ class LocalSource:
     ) -> None:  # fmt: skip
         arrays = dict(observation) if previous_action is None else {**observation, "previous_action": previous_action}
         self._question = m.Ask(step, seed, reset, explore, arrays)
+        self.host.check(self._question)
 
     def wait_answer(self, step: int, timeout: float) -> Answer | None:
-        """The answer with the newest weights that have arrived; None while there are none, after `timeout` seconds."""
+        """The answer with the newest weights that have arrived, once; else None, after `timeout` seconds."""
         if (newest := self.client.weights(self.host.version)) is not None:
             self.host.load(*newest)
         if not self.host.version or self._question is None:
             self.client.wait(max(0.0, timeout))
             return None
-        act = self.host.answer([Question(b"", self._question)])[0]
+        question, self._question = self._question, None
+        act = self.host.answer([Question(b"", question)])[0]
         arrays = dict(act.arrays)
         return Answer(act.step, act.version, arrays.pop("action"), arrays)
 
@@ -187,34 +193,25 @@ class InferenceServer:
             log.warning("weights %d are gone already; the next ones will do", notice["version"])
 
     def _take(self) -> list[Question]:
-        """All questions that have come, the latest of each actor."""
+        """All questions that have come and can be answered, the latest of each actor."""
         questions: dict[bytes, Question] = {}
         for _ in range(MOST):
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 message = m.decode([frame.buffer for frame in frames])
+                if isinstance(message, m.Ask):
+                    self.host.check(message)
+                    questions[identity.bytes] = Question(identity.bytes, message)
             except zmq.Again:
                 break
             except MessageError as error:
                 log.warning("refused: %s", error)
-                continue
-            if isinstance(message, m.Ask):
-                questions[identity.bytes] = Question(identity.bytes, message)
         return list(questions.values())
 
     def _serve(self, questions: list[Question]) -> None:
         if not questions or not self.host.version:
             return
-        try:
-            answers = self.host.answer(questions)
-        except MessageError:
-            if len(questions) > 1:  # find the one that is wrong
-                for question in questions:
-                    self._serve([question])
-                return
-            log.warning("an observation does not fit the Spec; nothing was answered", exc_info=True)
-            return
-        for question, answer in zip(questions, answers, strict=True):
+        for question, answer in zip(questions, self.host.answer(questions), strict=True):
             self._socket.send_multipart([question.actor, *m.encode(answer)], zmq.NOBLOCK)
 
     def close(self) -> None:

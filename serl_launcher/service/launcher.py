@@ -5,10 +5,13 @@ with it. `launch` is the parent; `python -m serl_launcher.service.launcher NAME 
 """
 
 import ctypes
+import errno
 import fcntl
+import importlib.util
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,26 +24,65 @@ from omegaconf import DictConfig, OmegaConf
 from serl_client.console import console
 from serl_client.errors import ConfigError, RetakeError
 
+from serl_launcher.service.plan import Plan, load_plan
+
 log = logging.getLogger(__name__)
 
 RESTARTS, WITHIN_S = 3, 60.0
 REFUSED = 2  # exit status of a child that said in one sentence why it cannot run: starting it again does not help
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost")
+NEEDED = ("torch", "safetensors", "matplotlib")  # of the extra `learner`
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def launch(config: DictConfig) -> int:
-    """Run the learner until its plan ends; returns the exit status. `config` is the composed one."""
+    """Run the learner until its plan ends; returns the exit status. `config` is the composed one.
+
+    Raises ConfigError, before anything is started or changed, for what can be seen to fail without torch.
+    """
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"the learner needs {', '.join(missing)}: run `uv sync --inexact --extra learner` here")
+    _plan(config)
     if config.host not in LOOPBACK:
         raise ConfigError(
             f"host={config.host}: the learner listens on loopback only, as there are no keys yet. From a robot PC use "
             f"a tunnel: ssh -L {config.port}:localhost:{config.port} -L {config.inference_port}:localhost:"
             f"{config.inference_port} GPU_BOX, and ip=127.0.0.1 there"
         )
-    run_dir = Path(config.run_dir).resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir = writable(Path(str(config.run_dir)))
     with _lock(run_dir), tempfile.TemporaryDirectory(prefix="retake-") as sockets:
+        _check_ports(config)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
         return _Family(run_dir, f"ipc://{sockets}/server").run()
+
+
+def writable(folder: Path) -> Path:
+    """The folder, made if it is not there, as an absolute path. Raises ConfigError when it cannot be written to."""
+    folder = folder.resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {folder} ({error.strerror}): choose another run_dir=..., or make room there"
+        ) from None
+    return folder
+
+
+def _check_ports(config: DictConfig) -> None:
+    if config.port == config.inference_port:
+        raise ConfigError(f"port and inference_port are both {config.port}: choose another inference_port=...")
+    for name in ("port", "inference_port"):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((config.host, config[name]))
+            except (OSError, OverflowError, TypeError) as error:
+                raise ConfigError(
+                    f"cannot listen on {config.host}:{config[name]} ({getattr(error, 'strerror', None) or error}). "
+                    f"Is another learner running? Stop it, or choose {name}=..."
+                ) from None
 
 
 def _lock(run_dir: Path) -> Any:
@@ -126,14 +168,12 @@ def _die_with_parent() -> None:
 
 
 def _serve(config: DictConfig, run_dir: Path, local: str) -> None:
-    from serl_launcher.service.plan import load_plan
     from serl_launcher.service.server import serve
 
     logging.basicConfig(level=logging.WARNING, format="[server] %(message)s")
-    plan = load_plan(_plain(config.plan), methods=None, has_operator=config.task.has_operator)
     serve(
         run_dir,
-        plan.capacities,
+        _plan(config).capacities,
         public=f"tcp://{config.host}:{config.port}",
         local=local,
         inference=f"tcp://{config.host}:{config.inference_port}",
@@ -154,8 +194,13 @@ def _infer(config: DictConfig, run_dir: Path, local: str) -> None:
     infer(config, run_dir, local)
 
 
-def _plain(config: Any) -> Any:
-    return OmegaConf.to_container(config, resolve=True)
+def _plan(config: DictConfig) -> Plan:
+    """The plan, without a look at the algorithm's updates; all of it is there, whatever `phase` is."""
+    mapping: Any = OmegaConf.to_container(config.plan, resolve=True)
+    plan = load_plan(mapping, methods=None, has_operator=config.task.has_operator)
+    if config.phase is not None:
+        plan.only(config.phase)
+    return plan
 
 
 CHILDREN = {"server": _serve, "trainer": _train, "inference": _infer}
@@ -170,7 +215,21 @@ def child(name: str, run_dir: str, local: str) -> int:
     except RetakeError as error:
         sys.stderr.write(f"{name}: {error}\n")
         return REFUSED
+    except (OSError, RuntimeError) as error:
+        if (reason := _full_disk(error)) is None:
+            raise
+        sys.stderr.write(f"{name}: {reason}: make room for {run_dir}, then give the same command again\n")
+        return REFUSED
     return 0
+
+
+def _full_disk(error: BaseException | None) -> OSError | None:
+    """The full disk behind an error, if it is that (torch.save says it in its own words)."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FULL:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from serl_launcher.data.episodes import EpisodeInfo
 from serl_launcher.data.sources import Sources, statistics
 from serl_launcher.service import weights
 from serl_launcher.service.ledger import Ledger, evaluation, succeeded
-from serl_launcher.service.plan import Plan
+from serl_launcher.service.plan import Phase, Plan
 from serl_launcher.service.progress import PlanState
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.logging import MetricsLog
@@ -55,8 +55,10 @@ class Learner:
         self.ledger = Ledger(sources)
         self.state = PlanState(plan)
         self.version: dict[str, Any] = {}  # the newest published weights: {version, sha256}
+        self.evaluations: dict[str, dict[str, Any]] = {}  # the newest result of each phase that evaluates
         self._revision = self._command = self._number = 0
         self._body: dict[str, Any] = {}
+        self._welcome: m.Welcome | None = None  # of the connection on which the directive was given
         self._allowed: int | None = None
         self._actors: list[str] = []
         self._asked = False  # a Sync is under way
@@ -104,12 +106,12 @@ class Learner:
 
     def _advance(self) -> None:
         """Go on to the next phase when this one has ended, after what its end asks for."""
-        before = self.state.phase
+        before, begin = self.state.phase, int(self.state.at.base["episodes"])
         actions = self.state.advance(self._progress())
         if self.state.phase is not before:
             assert before is not None
             if before.actors.mode == "evaluate":
-                self._check_evaluation(before.name)
+                self._evaluated(before, begin)
             for action, source in actions:
                 self._end(action, source)
         self._direct()
@@ -123,16 +125,15 @@ class Learner:
             assert source is not None
             self.algorithm.set_statistics(*statistics(self.sources, source))
 
-    def _check_evaluation(self, phase: str) -> None:
-        """Evaluated is what was trained, by hash: raises RetakeError when other weights acted."""
-        versions = evaluation(self.sources, phase, self._evaluated(phase))["versions"]
-        if any(version != self.version["version"] for version in versions):
-            raise RetakeError(f"{phase} was to run weights {self.version['version']}, but {versions} acted")
+    def _evaluated(self, phase: Phase, begin: int) -> None:
+        """Keep the result of an evaluation. What ran is what was trained, by hash: else raises RetakeError."""
+        result = evaluation(self.sources, phase.name, begin, phase.episodes)
+        if any(version != self.version["version"] for version in result["versions"]):
+            versions = result["versions"]
+            raise RetakeError(f"{phase.name} was to run weights {self.version['version']}, but {versions} acted")
         if self.version["sha256"] != hashlib.sha256(self._acting()).hexdigest():
-            raise RetakeError(f"the weights that {phase} ran are not the trained ones")
-
-    def _evaluated(self, phase: str) -> int:
-        return self.plan.phases[phase].episodes or len(self.sources.episodes)
+            raise RetakeError(f"the weights that {phase.name} ran are not the trained ones")
+        self.evaluations[phase.name] = result
 
     # -- hearing
     def _progress(self) -> Any:
@@ -184,17 +185,18 @@ class Learner:
 
     # -- telling
     def _direct(self) -> None:
-        """Make the plan's directive the run's, when it has changed."""
+        """Make the plan's directive the run's, when it has changed, and when the server may have been restarted."""
         body = self.state.directive()
         evaluates = body["mode"] == "evaluate"
         if evaluates and self._body.get("mode") != "evaluate":
             self._publish()
         allowed = self.state.steps_allowed(self._progress())
         body |= {"weights": self.version["version"] if evaluates else None, "paced": allowed is not None}
-        if body != self._body:
-            self._number = self._call(m.Direct(body, allowed)).value
-            self._body, self._allowed = body, allowed
-            log.info("directive %d: %s %s", self._number, body["phase"], body["mode"])
+        if body != self._body or self.link.welcome is not self._welcome:
+            number = self._call(m.Direct(body, allowed)).value
+            if number != self._number:
+                log.info("directive %d: %s %s", number, body["phase"], body["mode"])
+            self._number, self._body, self._allowed, self._welcome = number, body, allowed, self.link.welcome
 
     def _tell(self) -> None:
         """The pace when it changed, metrics, the console, and a checkpoint when one is due."""
@@ -234,9 +236,9 @@ class Learner:
 
     def _farewell(self) -> None:
         """The plan has ended: the directive says stop; wait for the actors to deliver the rest and to leave."""
-        self._direct()
         deadline = time.monotonic() + FAREWELL_S
         while time.monotonic() < deadline:
+            self._direct()
             self._synchronise()
             if not self._actors:
                 return
@@ -249,7 +251,7 @@ class Learner:
         self.checkpoints.save(self.state.updates, {
             "algorithm": self.algorithm.state_dict(), "plan": self.state.state_dict(),
             "sources": self.sources.state_dict(), "torch": torch.get_rng_state(), "command": self._command,
-            "wall_s": self.wall_s, "phases": list(self.plan.phases),
+            "wall_s": self.wall_s, "phases": list(self.plan.phases), "evaluations": self.evaluations,
         })  # fmt: skip
         self._next_checkpoint = time.monotonic() + self.checkpoint_s
 
@@ -265,6 +267,7 @@ class Learner:
         self._wall_s = saved["wall_s"]
         if saved["phases"] == list(self.plan.phases):
             self.state.load_state_dict(saved["plan"], accept=self.accept_plan)
+            self.evaluations = saved["evaluations"]
             log.info("resumed in phase %s after %d updates", self.state.at.phase, self.state.updates)
         else:
             self.state = PlanState(self.plan, self._progress())

@@ -107,13 +107,16 @@ def succeeded(episode: EpisodeInfo) -> bool:
     return bool(counts(episode) and episode.success and not episode.discard)
 
 
-def evaluation(sources: Sources, phase: str, last: int) -> dict[str, Any]:
-    """The newest `last` evaluated episodes of a phase: {episodes, distinct_starts, successes, returns, versions}.
+def evaluation(sources: Sources, phase: str, begin: int, count: int | None) -> dict[str, Any]:
+    """The evaluated episodes of a phase from the `begin`-th on, `count` of them or all:
+    {episodes, distinct_starts, successes, returns, versions}.
 
     A takeover is a failure; `successes` is None for a task that knows no success. Starts are compared by their first
     observation, as it lies in the store.
     """
-    done = [e for e in sources.episodes.values() if e.phase == phase and e.source == "eval" and counts(e)][-last:]
+    done = [episode for episode in sources.episodes.values() if episode.phase == phase and counts(episode)][begin:][
+        :count
+    ]
     if not done:
         return {"episodes": 0, "distinct_starts": 0, "successes": None, "returns": [], "versions": []}
     firsts = np.array([episode.first for episode in done])

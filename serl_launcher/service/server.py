@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 WINDOW = 16 << 20  # bytes of one actor that may be unacknowledged on the wire
 NOTICE_S = 1.0
-MISSING_S = 5.0
+MISSING_S = 15.0  # longer than one large record takes over a slow link
 BAD_MESSAGES = 16  # after these a connection is ignored
 CATALOG_ROWS = 2000
 ZERO_COPY = 32 << 10
@@ -73,7 +73,7 @@ class Server:
         self._sessions: dict[tuple[zmq.Socket, bytes], Session] = {}
         self._bad: dict[tuple[zmq.Socket, bytes], int] = {}
         self._missing: dict[str, float] = {}  # actor -> when it was last seen
-        self._stopping = False
+        self._stopping = self._directed = False
         self._started, self._next_notice, self._next_reopen = time.monotonic(), 0.0, 0.0
         self._context = zmq.Context()
         self.public, self.local = self._bind(public), self._bind(local)
@@ -151,7 +151,8 @@ class Server:
         except RetakeError as error:
             self.refused += 1
             log.warning("refused: %s", error)
-            answer = m.Failed(type(error).__name__, str(error), final=isinstance(error, (Refused, VersionMismatch)))
+            final = isinstance(message, (m.Hello, m.Push)) and not isinstance(error, ServerFailed)
+            answer = m.Failed(type(error).__name__, str(error), final)
         except Exception:
             log.exception("a handler failed")
             answer = m.Failed("ServerFailed", "the learner failed on this message; its log says why")
@@ -255,7 +256,10 @@ class Server:
         newest = self.store.newest_weights
         weights = {key: newest[key] for key in ("version", "sha256", "size")} if newest else {}
         number = max(self.store.directives, default=0)
-        return ({"number": number, **self.store.directives[number]} if number else {}), weights
+        directive = {"number": number, **self.store.directives[number]} if number else {}
+        if directive.get("mode") == "stop" and not self._directed:
+            directive = {}  # the end of an earlier run: what this one will do is not said yet
+        return directive, weights
 
     def _steps_allowed(self, session: Session) -> int | None:
         """How many steps this session's epoch may have made in all; None: no limit."""
@@ -294,7 +298,7 @@ class Server:
         if hello.role == "actor" and self.store is not None:
             known = {epoch: self.store.expected(epoch) for epoch in [*(e for e, _ in hello.earlier), hello.epoch]}
             session.earlier = {epoch: last for epoch, last in hello.earlier if known[epoch] <= last}
-            expected, ordinal = [[epoch, seq] for epoch, seq in known.items()], self.store.ordinal(hello.actor)
+            expected, ordinal = [[epoch, seq] for epoch, seq in known.items()], self.store.epochs[hello.epoch].position
         session.noticed = m.Notice(*self._shared(), self._steps_allowed(session), self.degraded)
         run, spec = (self.store.run, self.store.spec.to_dict()) if self.store else ("", None)
         return m.Welcome(run, ordinal, WINDOW, expected, spec, self.inference, asdict(session.noticed))
@@ -368,7 +372,7 @@ class Server:
         return m.WeightsChunk(request.sha256, request.offset, {"data": data})
 
     def _direct(self, session: Session, direct: m.Direct) -> m.Message:
-        number = self._store.direct(dict(direct.body))
+        number, self._directed = self._store.direct(dict(direct.body)), True
         self.allowance = (number, direct.steps)
         return m.Done(number)
 

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from serl_client import messages as m
 from serl_client.console import Console
-from serl_client.errors import Disconnected, Timeout
+from serl_client.errors import ConfigError, Disconnected, Timeout
 from serl_client.link import Link
 from serl_client.spec import Spec
 
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.data.sources import Sources
+from serl_launcher.service.config import factory
 from serl_launcher.service.inference import InferenceServer, PolicyHost
 from serl_launcher.service.learner import Learner
-from serl_launcher.service.ledger import curve, evaluation
+from serl_launcher.service.ledger import curve
 from serl_launcher.service.plan import Plan, load_plan
 from serl_launcher.utils import report
 from serl_launcher.utils.checkpoint import Checkpoints
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 def train(config: DictConfig, run_dir: Path, local: str, console: Console) -> None:
     """The trainer process: run the plan to its end, then write the report."""
-    torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
-    link, spec = _connect(local, "trainer")
     device = device_of(config)
+    plan_of(config, _updates(config))
+    _seed(config)
+    link, spec = _connect(local, "trainer")
     algorithm = build(config, spec).to(device)
     plan = plan_of(config, set(algorithm.windows))
     for note in plan.notes:
@@ -54,18 +54,20 @@ def train(config: DictConfig, run_dir: Path, local: str, console: Console) -> No
 
 
 def infer(config: DictConfig, run_dir: Path, local: str) -> None:
-    """The inference process: answer actors until SIGTERM."""
-    stopped: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
-    torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
+    """The inference process: answer actors until SIGTERM.
+
+    Weights that are not of the config's algorithm are left aside: what they mean for the run, the trainer says.
+    """
+    _seed(config)
     link, spec = _connect(local, "inference")
     server = InferenceServer(
         PolicyHost(build(config, spec), spec, device_of(config)), run_dir / "weights",
         f"tcp://{config.host}:{config.inference_port}",
     )  # fmt: skip
 
-    beat = 0.0
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    beat, unfit = 0.0, 0
 
     def newest() -> Any:
         """What the server says is valid; tells it every second that this process lives."""
@@ -75,17 +77,23 @@ def infer(config: DictConfig, run_dir: Path, local: str) -> None:
         if link.connected and time.monotonic() > beat:
             link.send(m.Heartbeat({"version": server.host.version}))
             beat = time.monotonic() + 1.0
-        return link.notice.weights
+        weights = link.notice.weights
+        return weights if weights and weights["version"] > unfit else {}
 
     try:
-        server.run(newest, lambda: bool(stopped))
+        while not stopped:
+            try:
+                server.run(newest, lambda: bool(stopped))
+            except ConfigError as error:
+                log.info("%s", error)
+                unfit = link.notice.weights["version"]
     finally:
         server.close()
 
 
 def build(config: DictConfig, spec: Spec) -> Algorithm:
-    """The algorithm that the config names, for this Spec."""
-    return instantiate(config.algo)(spec)
+    """The algorithm that the config names, for this Spec. Raises ConfigError for an option that it does not have."""
+    return factory(config, "algo", spec)(spec)
 
 
 def plan_of(config: DictConfig, methods: set[str]) -> Plan:
@@ -97,10 +105,26 @@ def plan_of(config: DictConfig, methods: set[str]) -> Plan:
 
 
 def device_of(config: DictConfig) -> str:
-    """`auto` is a GPU if there is one."""
-    if config.device != "auto":
-        return config.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """`auto` is a GPU if there is one. Raises ConfigError for a device that is not there."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=str(config.device))
+    except (RuntimeError, AssertionError):
+        raise ConfigError(f"device={config.device} cannot be used: say device=auto, cpu or cuda:0") from None
+    return str(config.device)
+
+
+def _seed(config: DictConfig) -> None:
+    torch.set_num_threads(int(config.threads))
+    torch.manual_seed(int(config.seed))
+
+
+def _updates(config: DictConfig) -> set[str]:
+    """The names of the algorithm's updates, known before there is a Spec to build it for."""
+    factory(config, "policy", None)
+    algorithm: Any = factory(config, "algo", None)
+    return {name for name in dir(algorithm.func) if name.startswith("update")}
 
 
 def _connect(local: str, name: str) -> tuple[Link, Spec]:
@@ -126,7 +150,6 @@ def summarise(learner: Learner) -> None:
     """summary.json, learning_curve.png and the table on the screen."""
     sources, ledger, plan = learner.sources, learner.ledger, learner.plan
     evaluated = [name for name, phase in plan.phases.items() if phase.actors.mode == "evaluate"]
-    results = {name: evaluation(sources, name, plan.phases[name].episodes or 10**9) for name in evaluated}
     learning = [name for name, phase in plan.phases.items() if phase.actors.mode in ("collect", "teleop")]
     collected = [name for name, phase in plan.phases.items() if phase.actors.mode == "collect"]
     report.write(
@@ -135,7 +158,7 @@ def summarise(learner: Learner) -> None:
         episodes=len(curve(sources, learning)),
         updates=learner.state.updates,
         wall_s=learner.wall_s,
-        evaluations=list(results.values()),
+        evaluations=[learner.evaluations[name] for name in evaluated if name in learner.evaluations],
         weights_sha256=learner.version["sha256"],
         curve=curve(sources, collected),
     )

@@ -50,8 +50,8 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The answer to Hello. `expected` is [epoch, next seq] of the sender's epochs; `ordinal` numbers the run's actors
-    by their names; `window` is how many bytes may be unacknowledged."""
+    """The answer to Hello. `expected` is [epoch, next seq] of the sender's epochs; `ordinal` numbers the starts of all
+    actors of the run; `window` is how many bytes may be unacknowledged."""
 
     run: str
     ordinal: int

@@ -25,7 +25,7 @@ SILENCE = 5.0  # seconds without an action, until the episode is given up
 ROOM_PATIENCE = 1.0  # seconds that a simulated robot waits for the outbox
 FAREWELL = 30.0  # seconds to deliver the rest
 TRAINING_SEEDS = 1_000_000_000
-EVALUATION_SEEDS = 100_000  # of one actor
+EVALUATION_SEEDS = 10_000  # of one start of an actor
 MODES = ("collect", "teleop", "evaluate")  # with episodes; the others are idle and stop
 VERDICTS = {"success": True, "failure": False, "discard": None}
 
@@ -266,16 +266,16 @@ class _Actor:
         newer = self._client.directive
         if newer["number"] == self._directive["number"]:
             return False
-        return newer.get("boundary") == "now" or (waited and newer["mode"] in ("idle", "stop"))
+        over = newer["mode"] in ("idle", "stop") or self._directive["mode"] == "evaluate"  # its weights may be gone
+        return newer.get("boundary") == "now" or (waited and over)
 
     def _close(self, episode: _Episode) -> None:
         """End the episode if the operator, the environment, silence or the outbox says so."""
         recorder, step = episode.recorder, episode.last
         assert step is not None
-        if self._verdict:
-            recorder.end(terminated=self._verdict != "discard")
-        elif step.terminated or step.truncated:
-            recorder.end(terminated=step.terminated)
+        if self._verdict or step.terminated or step.truncated:
+            self._pronounce(recorder.episode, step.success)
+            recorder.end(terminated=self._verdict != "discard" if self._verdict else step.terminated)
         elif self._is_real and episode.held > SILENCE * self._env.spec.fps:
             self._status.warn(f"no action came for {SILENCE:.0f} s; {recorder.episode} is cut off")
             recorder.end(terminated=False)
@@ -294,12 +294,10 @@ class _Actor:
     def _report(self, episode: _Episode) -> None:
         """Say how the episode ended."""
         recorder, step, verdict = episode.recorder, episode.last, self._verdict
+        self._verdict = ""
         if step is None:
             return
         self._latest = recorder.episode
-        if step.success is not None:
-            self._client.push(Outcome(recorder.episode, step.success))
-        self._judge_latest()
         seconds = time.monotonic() - episode.began
         self._on_episode({
             "episode": recorder.episode, "phase": self._directive["phase"], "mode": self._directive["mode"],
@@ -319,11 +317,17 @@ class _Actor:
             else:
                 self._client.command(event)
 
+    def _pronounce(self, episode: str, success: bool | None) -> None:
+        """Push what judge and operator say of an episode: before its last rows, so that none counts as unjudged."""
+        if success is not None:
+            self._client.push(Outcome(episode, success))
+        if verdict := self._verdict:
+            self._client.push(Outcome(episode, VERDICTS[verdict], discard=verdict == "discard", by="operator"))
+
     def _judge_latest(self) -> None:
         """The operator's verdict on the episode that ended last, if there is one."""
-        if self._verdict and self._latest:
-            verdict = self._verdict
-            self._client.push(Outcome(self._latest, VERDICTS[verdict], discard=verdict == "discard", by="operator"))
+        if self._latest:
+            self._pronounce(self._latest, None)
         self._verdict = ""
 
     def _nap(self) -> None:
@@ -354,7 +358,7 @@ def training_seed(seed: int, epoch: str, number: int) -> int:
 
 
 def evaluation_seed(ordinal: int, number: int) -> int:
-    """The start of an actor's evaluation episode `number`; no training episode begins there."""
+    """Where evaluation episode `number` of the run's `ordinal`-th start of an actor begins; no training does there."""
     return TRAINING_SEEDS + ordinal * EVALUATION_SEEDS + number
 
 

@@ -5,7 +5,7 @@ Two forms of one thing. A *message* is multipart: the header is one frame, each 
 A *sealed record* is one run of bytes with a sequence number and a checksum; the outbox stores it, the wire carries
 many of them in one frame, and the server checks it, all in the same form:
 
-    magic 4s | header length u32 | body length u64 | seq u64 | xxh3_64 of the body u64 | body
+    magic 4s | header length u32 | body length u64 | seq u64 | xxh3_64 of the body, seeded with seq, u64 | body
     body = msgpack header, then each array, each padded with zeros to 8 bytes
 """
 
@@ -63,7 +63,7 @@ def seal(seq: int, header: Mapping[str, Any], arrays: Mapping[str, Array]) -> li
         body.append(part)
         if len(part) % 8:
             body.append(bytes(-len(part) % 8))
-    checksum = xxhash.xxh3_64()
+    checksum = xxhash.xxh3_64(seed=seq)
     for part in body:
         checksum.update(part)
     prefix = PREFIX.pack(MAGIC, len(head), sum(len(part) for part in body), seq, checksum.intdigest())
@@ -89,7 +89,7 @@ def unseal(data: Buffer) -> Iterator[tuple[int, dict[str, Any], dict[str, Array]
         length = sealed_length(view)
         _, header_length, _, seq, checksum = PREFIX.unpack_from(view)
         body = view[PREFIX.size : length]
-        if xxhash.xxh3_64_intdigest(body) != checksum:
+        if xxhash.xxh3_64_intdigest(body, seed=seq) != checksum:
             raise MessageError(f"record {seq} was damaged on its way: its checksum does not fit")
         header, layout = _header(body[:header_length])
         yield seq, header, _slices(body, _padded(header_length), layout)

@@ -1,0 +1,512 @@
+"""The trainer stops anywhere and goes on as if it had not: weights, random numbers, plan, pace and orders."""
+
+import copy
+import io
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from serl_client import ConfigError, Feature, Outcome, Spec
+from serl_client import messages as m
+from serl_client.client import TrainerClient
+from serl_client.console import Console
+from serl_client.errors import TrainerError
+from serl_client.link import Link
+
+from serl_launcher.data.sources import Sources
+from serl_launcher.data.store import Store
+from serl_launcher.service.inference import PolicyHost, Question
+from serl_launcher.service.learner import Learner
+from serl_launcher.service.ledger import curve, evaluation
+from serl_launcher.service.plan import load_plan
+from serl_launcher.utils.checkpoint import Checkpoints
+from serl_launcher.utils.logging import MetricsLog
+
+CONFIG = Path(__file__).parents[1] / "config"
+STATE = "observation.state"
+STEPS = 8  # of every episode
+PATIENCE = 30.0
+
+SERVE = """
+import errno, json, os, sys
+from pathlib import Path
+from serl_launcher.service.server import serve
+run_dir, capacities, public, local = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], sys.argv[4]
+sync = os.fdatasync
+def failing(fd):
+    if (run_dir / "fail").exists():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    sync(fd)
+os.fdatasync = failing
+serve(run_dir, capacities, public=public, local=local, inference="tcp://127.0.0.1:1")
+"""
+
+
+class Stopped(Exception):
+    """The trainer's death, at the point that a test chose."""
+
+
+def until(condition, seconds=PATIENCE):
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "this never happened"
+        time.sleep(0.005)
+    return value
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# -- a run
+
+
+def phase(*, updates=("update",), data=None, mode="collect", into="online", **more):
+    """A phase of a plan, in the words of the yaml."""
+    learning = {"updates": list(updates), "data": data or {"online": 1.0}} if updates else {}
+    return {"actors": {"mode": mode, "into": into}, **learning, **more}
+
+
+def plan_of(**phases):
+    sources = {"online": {"capacity": 2000}, "demo": {"capacity": 500}, "good": {"of": "online", "keep": "successful"}}
+    return load_plan(
+        {"sources": sources, "phases": phases}, methods={"update", "update_critic"}, has_operator=True
+    )  # fmt: skip
+
+
+def found(run_dir, spec, make_segment, *, practise=12, demo=4):
+    """A run's store as a server would have left it: episodes of practice and demonstrations, each with its outcome."""
+    store = Store.create(run_dir / "store", spec, plan_of(practise=phase(until="updates >= 1")).capacities)
+    phases = {"demo": "teach", "online": "practise"}
+    directives = {source: store.direct({"into": source, "phase": phases[source]}) for source in phases}
+    store.hello("arm", "outbox", "A", [])
+    sources, seq = ["demo"] * demo + ["online"] * practise, 0
+    for number, source in enumerate(sources):
+        records = episode(make_segment, f"e{number}", number, directive=directives[source], phase=phases[source])
+        for record in records:
+            store.stage("A", seq, record)
+            seq += 1
+    store.close_epoch("A")
+    store.commit()
+    store.close()
+    return run_dir
+
+
+def episode(make_segment, name, number, **stamp):
+    """The records of one episode; every third is a success."""
+    return [
+        make_segment(name, number % 5, 0, STEPS, ends="terminated", **stamp),
+        Outcome(name, number % 3 == 0),
+    ]
+
+
+class ServerProcess:
+    """A server in a process of its own that can be killed and started again."""
+
+    def __init__(self, run_dir):
+        self.run_dir, self.port = run_dir, free_port()
+        self.address, self.local = f"tcp://127.0.0.1:{self.port}", f"ipc://{run_dir}/server"
+        self.start()
+
+    def start(self):
+        capacities = plan_of(practise=phase(until="updates >= 1")).capacities
+        arguments = [str(self.run_dir), json.dumps(capacities), self.address, self.local]
+        self.process = subprocess.Popen([sys.executable, "-c", SERVE, *arguments])
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def status(self):
+        with Link(self.address, m.Hello(m.PROTOCOL, "viewer", "test")) as link:
+            while True:
+                try:
+                    return link.call(m.Status(), PATIENCE).report
+                except TrainerError:
+                    time.sleep(0.05)
+
+
+@pytest.fixture
+def serve():
+    """serve(run_dir) -> a ServerProcess."""
+    servers = []
+
+    def make(run_dir):
+        servers.append(ServerProcess(run_dir))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def live(spec):
+    """live(server, plan) -> a Life in the server's run that has not begun."""
+    lives = []
+
+    def make(server, plan, **options):
+        lives.append(Life(server.run_dir, server, options.pop("spec", spec), plan, **options))
+        return lives[-1]
+
+    yield make
+    for life in lives:
+        life.dying.set()
+        if life._thread.ident is not None:
+            life._thread.join(PATIENCE)
+
+
+@pytest.fixture
+def connect(spec):
+    """connect(server) -> a TrainerClient that has heard a directive."""
+    opened = []
+
+    def make(server, name="arm"):
+        client = TrainerClient(server.address, actor=name, spec=spec, outbox=server.run_dir / f"outbox-{name}")
+        opened.append(client.__enter__())
+        until(lambda: client.directive["number"] > 2)  # those two are from before the trainer began
+        return client
+
+    yield make
+    for client in opened:
+        client.close()
+
+
+def rlpd(spec, seed, *overrides):
+    torch.manual_seed(seed)
+    with initialize_config_dir(str(CONFIG), version_base="1.3"):
+        config = compose(overrides=["+algo=rlpd", "+policy=gaussian", "algo.hidden=[32,32]", *overrides])
+    return instantiate(config.algo)(spec)
+
+
+class Life:
+    """One start of a trainer, every object of it new; `seed` is another one each time, so that nothing agrees by luck.
+
+    It dies in the update after `dies_after`, or at once when `dying` is set. `made` lists (update, steps that it was
+    trained on).
+    """
+
+    def __init__(self, run_dir, server, spec, plan, *, seed=0, dies_after=None, config=None, **options):
+        self.algorithm = rlpd(spec, seed)
+        self.made, self.dies_after, self.dying = [], dies_after, threading.Event()
+        self._within = False
+        for name in ("update", "update_critic"):
+            setattr(self.algorithm, name, self._watched(name))
+        arguments = dict(batch_size=16, device="cpu", checkpoint_s=0.0, accept_plan=False)
+        self.learner = Learner(
+            run_dir=run_dir, link=Link(server.local if server else "", m.Hello(m.PROTOCOL, "learner", "trainer")),
+            plan=plan, algorithm=self.algorithm, metrics=MetricsLog(run_dir / "metrics.jsonl"),
+            sources=Sources(run_dir / "store", spec, plan.capacities, plan.views, seed=seed),
+            checkpoints=Checkpoints(run_dir / "checkpoints", spec=spec, config=config or {"algo": "rlpd"}),
+            console=Console("learner", io.StringIO()), **{**arguments, **options},
+        )  # fmt: skip
+        self.learner.link.wait = self._waiting(self.learner.link.wait)
+        self._thread = threading.Thread(target=self._run)
+        self._error = None
+
+    def _watched(self, name):
+        update = getattr(self.algorithm, name)
+
+        def watched(batch):
+            if self._within:  # `update` calls `update_critic` itself
+                return update(batch)
+            if self.dying.is_set() or len(self.made) == self.dies_after:
+                raise Stopped
+            self.made.append((name, batch.step_id.tolist()))
+            self._within = True
+            metrics = update(batch)
+            self._within = False
+            return metrics
+
+        return watched
+
+    def _waiting(self, wait):
+        def waiting(seconds):
+            if self.dying.is_set():
+                raise Stopped
+            wait(seconds)
+
+        return waiting
+
+    def _run(self):
+        try:
+            self.learner.run()
+        except Stopped:
+            pass
+        except Exception as error:
+            self._error = error
+        finally:
+            self.learner.link.close()
+
+    def run(self):
+        """Until the plan ends, or the trainer dies."""
+        return self.begin().end()
+
+    def begin(self):
+        self._thread.start()
+        return self
+
+    def end(self):
+        """Wait for the end of the plan, or of the life; raises what ended it."""
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive(), "the trainer did not come to an end"
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def die(self):
+        self.dying.set()
+        return self.end()
+
+    @property
+    def updates(self):
+        return self.learner.state.updates
+
+    @property
+    def phase(self):
+        return self.learner.state.at.phase
+
+    def everything(self):
+        """All that a resumed run must have in common with one that was never stopped."""
+        return {
+            "algorithm": self.algorithm.state_dict(), "torch": torch.get_rng_state(),
+            "sampler": self.learner.sources.generator.bit_generator.state, "plan": self.learner.state.state_dict(),
+            "windows": windows(self.learner),
+        }  # fmt: skip
+
+    def act(self):
+        """What the algorithm does for one observation, without noise and with the noise of a seed."""
+        host = PolicyHost(self.algorithm, self.learner.sources.spec, "cpu")
+        observation = {STATE: np.linspace(-1, 1, 8, dtype=np.float32)}
+        questions = [Question(b"", m.Ask(0, 7, True, explore, observation)) for explore in (False, True)]
+        return [host.answer([question])[0].arrays["action"].tolist() for question in questions]
+
+
+def windows(learner):
+    """What a plan's conditions look at, by phase."""
+    phases = learner.ledger.progress(0.0).phases
+    return {
+        name: (counts.env_steps, counts.episodes, counts.successes, counts.interventions, list(counts.recent))
+        for name, counts in phases.items()
+    }
+
+
+def leaves(tree):
+    if isinstance(tree, dict):
+        return {f"{key}.{name}": leaf for key, branch in tree.items() for name, leaf in leaves(branch).items()}
+    if isinstance(tree, list | tuple):
+        return leaves(dict(enumerate(tree)))
+    return {"": tree}
+
+
+def differences(one, other):
+    """Where two trees of tensors and plain data differ, bit by bit."""
+    one, other = leaves(one), leaves(other)
+
+    def same(a, b):
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+    return [name for name in sorted({*one, *other}) if not same(one.get(name), other.get(name))]
+
+
+# -- bit by bit
+
+LEARNING = dict(
+    warm=phase(updates=["update_critic"], data={"demo": 1.0}, until="updates >= 6", on_end=["publish"]),
+    practise=phase(
+        updates=["update_critic", {"update": {"every": 2}}], data={"online": 0.5, "demo": 0.25, "good": 0.25},
+        publish={"every_updates": 5}, until="updates >= 24",
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dies_after", [0, 4, 6, 17])
+def test_a_trainer_that_was_stopped_acts_and_goes_on_bit_by_bit(tmp_path, spec, make_segment, serve, live, dies_after):
+    """Stopped after a checkpoint in the first phase, between two, or in the second; the data stay the same."""
+    found(tmp_path / "straight", spec, make_segment)
+    shutil.copytree(tmp_path / "straight", tmp_path / "stopped")
+    plan = plan_of(**LEARNING)
+    straight = live(serve(tmp_path / "straight"), plan, seed=0, checkpoint_s=60.0).run()
+    expected = straight.everything()
+
+    server = serve(tmp_path / "stopped")
+    first = live(server, plan, seed=0, dies_after=dies_after).run()
+    before = copy.deepcopy(first.everything())
+    second = live(server, plan, seed=1, dies_after=0)
+    if dies_after:
+        assert second.act() != first.act()
+        assert differences(second.everything(), before)
+        second.run()
+        assert second.act() == first.act()
+        assert not differences(second.everything(), before)
+    third = live(server, plan, seed=2 if dies_after else 0, checkpoint_s=60.0).run()
+
+    assert first.made + third.made == straight.made
+    assert len(straight.made) == 30
+    assert not differences(third.everything(), expected)
+    assert third.act() == straight.act()
+    assert third.learner.version["sha256"] == straight.learner.version["sha256"]
+    assert third.learner.wall_s > first.learner.checkpoints.load()["wall_s"] - 60
+
+
+def test_a_checkpoint_of_another_algorithm_or_robot_is_refused_with_both_values(
+    tmp_path, spec, make_segment, serve, live
+):
+    server = serve(found(tmp_path / "run", spec, make_segment))
+    plan = plan_of(**LEARNING)
+    live(server, plan, config={"algo": {"discount": 0.97}}, dies_after=3).run()
+    with pytest.raises(ConfigError, match=r"another algorithm.*algo\.discount: 0\.99, 0\.97"):
+        live(server, plan, config={"algo": {"discount": 0.99}}).run()
+    other = Spec({STATE: Feature((8,))}, Feature((2,), low=-2, high=2), fps=10.0)
+    with pytest.raises(ConfigError, match=r"another robot.*action\.low: \[-2\.0, -2\.0\], \[-1\.0, -1\.0\]"):
+        live(server, plan, spec=other, config={"algo": {"discount": 0.97}}).run()
+
+
+def test_an_edit_of_the_current_phase_is_refused_unless_it_is_accepted(tmp_path, spec, make_segment, serve, live):
+    server = serve(found(tmp_path / "run", spec, make_segment))
+    live(server, plan_of(**LEARNING), dies_after=10).run()
+    edited = plan_of(**{**LEARNING, "practise": {**LEARNING["practise"], "until": "updates >= 12"}})
+    with pytest.raises(ConfigError, match=r"phase 'practise' was edited.*updates >= 24.*updates >= 12"):
+        live(server, edited).run()
+    assert len(live(server, edited, accept_plan=True).run().made) == 8
+
+
+def test_another_plan_begins_with_what_was_learned(tmp_path, spec, make_segment, serve, live):
+    server = serve(found(tmp_path / "run", spec, make_segment))
+    first = live(server, plan_of(**LEARNING), dies_after=20).run()
+    look = plan_of(look=phase(updates=(), until="wall_s >= 0.1"))
+    second = live(server, look, seed=1).run()
+    assert second.made == []
+    assert not differences(second.algorithm.state_dict(), first.algorithm.state_dict())
+    assert second.act() == first.act()
+
+
+# -- plan, pace and the operator
+
+
+def push(client, make_segment, numbers):
+    """Whole episodes of the current directive; on return they are acknowledged."""
+    stamp = {"directive": client.directive["number"], "phase": client.directive["phase"]}
+    for number in numbers:
+        name = f"{client.actor}-{client.epoch[:8]}-{number:06d}"
+        for record in episode(make_segment, name, number, **stamp):
+            until(lambda: client.room)
+            client.push(record)
+    assert client.drain(PATIENCE)
+
+
+def test_the_pace_is_kept_over_a_restart(tmp_path, spec, make_segment, serve, live, connect):
+    """Steps from before the start pay for nothing, each one after it for one update, also while the trainer is dead."""
+    server, tolerance = serve(found(tmp_path / "run", spec, make_segment)), 4
+    plan = plan_of(
+        practise=phase(
+            start_when="online.steps >= 40", pace={"updates_per_step": 1, "tolerance": tolerance}, until="operator"
+        )
+    )
+    first = live(server, plan, dies_after=tolerance + STEPS).begin()
+    until(lambda: first.updates == tolerance)
+    client = connect(server)
+    push(client, make_segment, range(2))
+    first.end()
+    push(client, make_segment, range(2, 3))
+    second = live(server, plan, seed=1).begin()
+    until(lambda: second.updates == tolerance + 3 * STEPS)
+    push(client, make_segment, range(3, 4))
+    until(lambda: second.updates == tolerance + 4 * STEPS)
+    client.command("next")
+    second.end()
+    assert second.updates == tolerance + 4 * STEPS
+
+
+def test_an_operators_command_is_carried_out_once_over_all_restarts(tmp_path, spec, make_segment, serve, live, connect):
+    server = serve(found(tmp_path / "run", spec, make_segment))
+    plan = plan_of(**{name: phase(until="operator") for name in ("one", "two", "three")})
+    first = live(server, plan).begin()
+    client = connect(server)
+    client.command("next")
+    until(lambda: first.phase == "two" and len(first.made) > 5)
+    first.die()
+    second = live(server, plan, seed=1).begin()
+    until(lambda: len(second.made) > 20)
+    assert second.phase == "two", "'next' was for phase one"
+    client.command("hold")
+    until(lambda: second.learner.state.at.held)
+    client.command("resume")
+    until(lambda: not second.learner.state.at.held)
+    second.die()
+    client.command("hold")  # nobody is there to hear it
+    until(lambda: [row[1] for row in commands(server.run_dir)] == ["next", "hold", "resume", "hold"])
+    third = live(server, plan, seed=2).begin()
+    until(lambda: client.directive["mode"] == "idle")
+    assert (third.phase, third.made) == ("two", [])
+    for command in ("resume", "next"):
+        client.command(command)
+    until(lambda: third.phase == "three")
+    client.command("next")
+    assert third.end().phase is None
+
+
+def commands(run_dir):
+    opened = Store(run_dir / "store")
+    try:
+        return opened.index.commands(0)
+    finally:
+        opened.close()
+
+
+def test_the_windows_of_the_metrics_are_the_same_after_a_restart(tmp_path, spec, make_segment, serve, live, connect):
+    """Also when a person has judged an old episode late, and of two actors the one that began last ended first."""
+    server = serve(found(tmp_path / "run", spec, make_segment, practise=4))
+    plan = plan_of(practise=phase(until="operator"))
+    first = live(server, plan).begin()
+    left, right = connect(server, "left"), connect(server, "right")
+    push(left, make_segment, range(5))
+    stamp = {"directive": left.directive["number"]}
+    left.push(make_segment("long", 0, 0, STEPS, **stamp))
+    assert left.drain(PATIENCE)
+    push(right, make_segment, range(6, 9))
+    left.push(make_segment("long", 0, STEPS, STEPS, ends="terminated", **stamp))
+    left.push(Outcome("long", True))
+    left.push(Outcome("e4", True, by="operator"))
+    left.push(Outcome("e6", False, discard=True, by="operator"))
+    assert left.drain(PATIENCE)
+    expected = 4 + 5 + 3 + 1
+    until(lambda: windows(first.learner)["practise"][1] == expected)
+    until(lambda: first.learner.sources.episodes[7].discard)
+    first.die()
+    second = live(server, plan, seed=1, dies_after=0).run()
+    assert windows(second.learner) == windows(first.learner)
+    newest = [[e.id for e in life.learner.ledger.recent("practise", 5)] for life in (first, second)]
+    assert newest[0] == newest[1]
+    curves = [curve(life.learner.sources, ["practise"]) for life in (first, second)]
+    assert curves[0] == curves[1]
+
+
+def test_an_evaluation_counts_its_newest_episodes_also_after_a_restart(
+    tmp_path, spec, make_segment, serve, live, connect
+):
+    server = serve(found(tmp_path / "run", spec, make_segment))
+    plan = plan_of(look=phase(updates=(), mode="evaluate", into="eval", until="episodes >= 3"))
+    first = live(server, plan).begin()
+    client = connect(server)
+    push(client, make_segment, range(5))
+    client.push(Outcome(f"arm-{client.epoch[:8]}-000000", True, by="operator"))
+    assert client.drain(PATIENCE)
+    first.end()
+    results = [evaluation(first.learner.sources, "look", 3)]
+    second = live(server, plan, seed=1).run()
+    results.append(evaluation(second.learner.sources, "look", 3))
+    assert results[0] == results[1]
+    assert results[0]["successes"] == 1
