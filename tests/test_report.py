@@ -39,7 +39,7 @@ def test_intervals_are_wilsons(successes, count, low, high):
 
 def test_a_run_leaves_a_summary_a_picture_and_a_table(tmp_path, capsys):
     report.write(
-        tmp_path, env_steps=5000, episodes=25, updates=9000, wall_s=90.04, weights_sha256="abc",
+        tmp_path / "summary.json", env_steps=5000, episodes=25, updates=9000, wall_s=90.04, weights_sha256="abc",
         evaluations=[evaluation(1, 30), evaluation(49, 50)], curve=episodes(25),
     )  # fmt: skip
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -63,7 +63,9 @@ def test_a_run_leaves_a_summary_a_picture_and_a_table(tmp_path, capsys):
 
 
 def test_a_task_without_success_is_told_by_its_returns(tmp_path):
-    summary = report.write(tmp_path, **NOTHING, evaluations=[evaluation(None, 4)], curve=episodes(3, success=None))
+    summary = report.write(
+        tmp_path / "summary.json", **NOTHING, evaluations=[evaluation(None, 4)], curve=episodes(3, success=None)
+    )
     assert summary["success_before"] is None
     assert (summary["eval"]["success"], summary["eval"]["return_mean"]) == (None, 0.0)
     assert "after training" in text(summary)
@@ -71,10 +73,15 @@ def test_a_task_without_success_is_told_by_its_returns(tmp_path):
 
 
 def test_a_run_that_did_nothing_has_a_summary_too(tmp_path):
-    summary = report.write(tmp_path, **NOTHING, evaluations=[], curve=[])
+    summary = report.write(tmp_path / "summary.json", **NOTHING, evaluations=[], curve=[])
     assert summary["eval"] is None
     assert not (tmp_path / "learning_curve.png").exists()
-    assert report.write(tmp_path, **NOTHING, evaluations=[evaluation(None, 0)], curve=[])["eval"]["return_mean"] is None
+    assert (
+        report.write(tmp_path / "summary.json", **NOTHING, evaluations=[evaluation(None, 0)], curve=[])["eval"][
+            "return_mean"
+        ]
+        is None
+    )
 
 
 def test_an_assisted_success_is_drawn_as_a_failure():

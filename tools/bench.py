@@ -35,7 +35,7 @@ PROCESSES = multiprocessing.get_context("spawn")
 CAMERAS = [f"observation.images.cam_{i}" for i in range(3)]
 SPEC = Spec(
     {**{name: Feature((224, 224, 3), "uint8") for name in CAMERAS}, "observation.state": Feature((14,))},
-    Feature((14,), low=-1, high=1),
+    Feature((14,), low=-np.ones(14), high=np.ones(14)),
     fps=30.0,
 )
 ROWS = 8  # per segment
@@ -112,7 +112,11 @@ def plain(queue: Any, seconds: float, hz: float) -> None:
     """The loop without the calls."""
     generator = np.random.default_rng(1)
     queue.put("started")
-    queue.put(ticks(lambda _: stacked([frames(generator)]) and None, seconds, hz))
+
+    def tick(_: int) -> None:
+        stacked([frames(generator)])
+
+    queue.put(ticks(tick, seconds, hz))
 
 
 def stacked(rows: list[dict[str, Any]]) -> dict[str, Any]:

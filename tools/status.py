@@ -75,7 +75,12 @@ def lags(report: dict[str, Any]) -> list[str]:
 
 def missing(report: dict[str, Any]) -> list[str]:
     """Who should be there and is not."""
-    silent = [f"{actor}: silent for {seconds} s" for actor, seconds in report["missing"].items()]
+    silent = [
+        f"{client['actor']}: silent for {client['seen_s']} s"
+        for client in report["clients"]
+        if client["role"] == "actor" and client["seen_s"] >= SILENT_S
+    ]
+    silent += [f"{actor}: silent for {seconds} s" for actor, seconds in report["missing"].items()]
     present = {c["actor"] for c in report["clients"] if c["role"] == "learner" and c["seen_s"] < SILENT_S}
     absent = [name for name in ("trainer", "inference") if name not in present]
     silent += [f"the {name} process: it is starting, or stuck; see the learner's screen" for name in absent]

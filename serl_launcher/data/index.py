@@ -8,7 +8,7 @@ import dataclasses
 import json
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ class Index:
     def close(self) -> None:
         self._db.close()
 
-    def _write(self, sql: str, *rows: Iterable[Any]) -> int:
+    def _write(self, sql: str, *rows: Sequence[Any]) -> int:
         if not self._db.in_transaction:
             self._db.execute("BEGIN IMMEDIATE")
         if len(rows) == 1:

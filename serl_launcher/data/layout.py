@@ -87,7 +87,7 @@ def checksum(record: Array, observations: Iterable[Array]) -> int:
     blank["checksum"] = 0
     digest = xxhash.xxh3_64(blank.tobytes())
     for observation in observations:
-        digest.update(np.ascontiguousarray(observation).reshape(-1).view(np.uint8))
+        digest.update(np.ascontiguousarray(observation).reshape(-1).view(np.uint8).data)
     return digest.intdigest()
 
 

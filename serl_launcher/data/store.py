@@ -428,7 +428,7 @@ def _runs(start: int, slots: int, arrays: list[Array]) -> Iterator[tuple[int, li
 
 
 def _bytes(array: Array) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _write_all(fd: int, offset: int, pieces: list[memoryview]) -> None:

@@ -61,10 +61,6 @@ class Ledger:
         numbers = self._phases[phase].recent if phase in self._phases else ()
         return [self.sources.episodes[number] for number in list(numbers)[-count:]]
 
-    def steps(self, *, excluding: Iterable[str]) -> int:
-        """All accepted steps but those of some phases."""
-        return sum(phase.env_steps for name, phase in self._phases.items() if name not in excluding)
-
 
 class _Recent(Sequence[tuple[bool, bool]]):
     """(success, assisted) of a phase's newest episodes whose task knows success."""

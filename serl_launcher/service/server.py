@@ -135,6 +135,7 @@ class Server:
         peer = (socket, identity)
         if self._bad.get(peer, 0) >= BAD_MESSAGES:
             return
+        message = None
         try:
             message = m.decode(frames)
             if isinstance(message, m.Hello):

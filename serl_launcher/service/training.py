@@ -98,8 +98,7 @@ def build(config: DictConfig, spec: Spec) -> Algorithm:
 
 def plan_of(config: DictConfig, methods: set[str]) -> Plan:
     """The plan that the config names, checked against the algorithm's updates."""
-    mapping = OmegaConf.to_container(config.plan, resolve=True)
-    assert isinstance(mapping, dict)
+    mapping: Any = OmegaConf.to_container(config.plan, resolve=True)
     plan = load_plan(mapping, methods=methods, has_operator=config.task.has_operator)
     return plan if config.phase is None else plan.only(config.phase)
 
@@ -147,18 +146,16 @@ def _identity(config: DictConfig) -> dict[str, Any]:
 
 
 def summarise(learner: Learner) -> None:
-    """summary.json, learning_curve.png and the table on the screen."""
-    sources, ledger, plan = learner.sources, learner.ledger, learner.plan
-    evaluated = [name for name, phase in plan.phases.items() if phase.actors.mode == "evaluate"]
-    learning = [name for name, phase in plan.phases.items() if phase.actors.mode in ("collect", "teleop")]
-    collected = [name for name, phase in plan.phases.items() if phase.actors.mode == "collect"]
+    """summary.json, learning_curve.png and the table on the screen; evaluation.json where the plan only evaluates."""
+    sources, phases = learner.sources, learner.plan.phases.values()
+    learning = [phase.name for phase in phases if phase.actors.mode in ("collect", "teleop")]
     report.write(
-        learner.run_dir,
-        env_steps=ledger.steps(excluding=evaluated),
+        learner.run_dir / ("summary.json" if learning else "evaluation.json"),
+        env_steps=sum(episode.steps for episode in sources.episodes.values() if episode.source != "eval"),
         episodes=len(curve(sources, learning)),
         updates=learner.state.updates,
         wall_s=learner.wall_s,
-        evaluations=[learner.evaluations[name] for name in evaluated if name in learner.evaluations],
+        evaluations=[learner.evaluations[phase.name] for phase in phases if phase.name in learner.evaluations],
         weights_sha256=learner.version["sha256"],
-        curve=curve(sources, collected),
+        curve=curve(sources, [phase.name for phase in phases if phase.actors.mode == "collect"]),
     )

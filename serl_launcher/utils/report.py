@@ -25,7 +25,7 @@ def wilson(successes: int, episodes: int) -> tuple[float, float]:
 
 
 def write(
-    folder: Path,
+    path: Path,
     *,
     env_steps: int,
     episodes: int,
@@ -35,7 +35,7 @@ def write(
     weights_sha256: str,
     curve: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Write summary.json and learning_curve.png into `folder`, print the table, and return the summary.
+    """Write the summary to `path` and learning_curve.png beside it, print the table, and return the summary.
 
     evaluations, in their order: {episodes, distinct_starts, successes (None: the task knows none), returns}; the last
     is of the trained policy, the first of several of the untrained one. curve: {env_steps (up to its end), success
@@ -52,9 +52,9 @@ def write(
         "before": before,
         "eval": {**results[-1], "weights_sha256": weights_sha256} if results else None,
     }
-    _write_whole(folder / "summary.json", json.dumps(summary, indent=1).encode())
+    _write_whole(path, json.dumps(summary, indent=1).encode())
     if curve:
-        _write_whole(folder / "learning_curve.png", picture(curve))
+        _write_whole(path.with_name("learning_curve.png"), picture(curve))
     Console().print(table(summary))
     return summary
 
@@ -110,7 +110,7 @@ def picture(curve: Sequence[Mapping[str, Any]]) -> bytes:
 
 def _result(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     episodes, successes, returns = evaluation["episodes"], evaluation["successes"], evaluation["returns"]
-    judged = successes is not None and episodes
+    judged = successes is not None and episodes > 0
     return {
         "episodes": episodes,
         "distinct_starts": evaluation["distinct_starts"],

@@ -243,7 +243,7 @@ def decode(frames: Sequence[wire.Buffer]) -> Message:
         raise MessageError(f"a {kind.__name__} has the fields {tuple(fields)}, not {tuple(header)}")
     for name, value in header.items():
         if fields[name] in (str, int, bool) and type(value) is not fields[name]:
-            raise MessageError(f"{name} of a {kind.__name__} should be of type {fields[name].__name__}")
+            raise MessageError(f"{name} of a {kind.__name__} should be of type {fields[name]}")
     has_arrays = "arrays" in kind.__dataclass_fields__
     if arrays and not has_arrays:
         raise MessageError(f"a {kind.__name__} carries no arrays")
@@ -280,7 +280,7 @@ def _record(header: dict[str, Any], arrays: dict[str, Array]) -> Record:
         return outcome
     directive, phase, weights = header.pop("stamp")
     extras = {name: arrays.pop(name) for name in header.pop("extras")}
-    columns = {name: arrays.pop(name) for name in ("action", *COLUMNS)}
+    columns: dict[str, Any] = {name: arrays.pop(name) for name in ("action", *COLUMNS)}
     stamp = Stamp(_typed(directive, int), _typed(phase, str), _typed(weights, int))
     segment = Segment(**header, **columns, stamp=stamp, observation=arrays, extras=extras)
     _typed(segment.episode, str), _typed(segment.task, str), _typed(segment.start, int)

@@ -113,7 +113,7 @@ def _padded(length: int) -> int:
 
 
 def _memory(array: Array) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _header(frame: Buffer) -> tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...], int]]]:
