@@ -3,7 +3,9 @@
 import copy
 import io
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from serl_launcher.service.inference import PolicyHost, Question
 from serl_launcher.service.learner import Learner
 from serl_launcher.service.ledger import curve, evaluation
 from serl_launcher.service.plan import load_plan
+from serl_launcher.utils import checkpoint
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.logging import MetricsLog
 
@@ -279,11 +282,12 @@ class Life:
         return self.learner.state.at.phase
 
     def everything(self):
-        """All that a resumed run must have in common with one that was never stopped."""
+        """All that a resumed run must have in common with one that was never stopped; seconds are its own."""
+        state = self.learner.state.state_dict()
         return {
             "algorithm": self.algorithm.state_dict(), "torch": torch.get_rng_state(),
-            "sampler": self.learner.sources.generator.bit_generator.state, "plan": self.learner.state.state_dict(),
-            "windows": windows(self.learner),
+            "sampler": self.learner.sources.generator.bit_generator.state, "windows": windows(self.learner),
+            "plan": {**state, "at": {name: state["at"][name] for name in ("phase", "updates", "turn", "held")}},
         }  # fmt: skip
 
     def act(self):
@@ -327,7 +331,7 @@ LEARNING = dict(
     warm=phase(updates=["update_critic"], data={"demo": 1.0}, until="updates >= 6", on_end=["publish"]),
     practise=phase(
         updates=["update_critic", {"update": {"every": 2}}], data={"online": 0.5, "demo": 0.25, "good": 0.25},
-        publish={"every_updates": 5}, until="updates >= 24",
+        publish={"every_updates": 5}, until="updates >= 24", on_end=["publish"],
     ),
 )  # fmt: skip
 
@@ -388,7 +392,7 @@ def test_another_plan_begins_with_what_was_learned(tmp_path, spec, make_segment,
     first = live(server, plan_of(**LEARNING), dies_after=20).run()
     look = plan_of(look=phase(updates=(), until="wall_s >= 0.1"))
     second = live(server, look, seed=1).run()
-    assert second.made == []
+    assert (second.made, second.updates) == ([], 20)
     assert not differences(second.algorithm.state_dict(), first.algorithm.state_dict())
     assert second.act() == first.act()
 
@@ -407,9 +411,16 @@ def push(client, make_segment, numbers):
     assert client.drain(PATIENCE)
 
 
+def leave(client, life):
+    """Go when the plan has ended, as an actor does."""
+    until(lambda: life.phase is None)
+    client.close()
+    life.end()
+
+
 def test_the_pace_is_kept_over_a_restart(tmp_path, spec, make_segment, serve, live, connect):
     """Steps from before the start pay for nothing, each one after it for one update, also while the trainer is dead."""
-    server, tolerance = serve(found(tmp_path / "run", spec, make_segment)), 4
+    server, tolerance = serve(found(tmp_path / "run", spec, make_segment)), 40  # what is owed never exceeds it
     plan = plan_of(
         practise=phase(
             start_when="online.steps >= 40", pace={"updates_per_step": 1, "tolerance": tolerance}, until="operator"
@@ -426,7 +437,7 @@ def test_the_pace_is_kept_over_a_restart(tmp_path, spec, make_segment, serve, li
     push(client, make_segment, range(3, 4))
     until(lambda: second.updates == tolerance + 4 * STEPS)
     client.command("next")
-    second.end()
+    leave(client, second)
     assert second.updates == tolerance + 4 * STEPS
 
 
@@ -455,7 +466,7 @@ def test_an_operators_command_is_carried_out_once_over_all_restarts(tmp_path, sp
         client.command(command)
     until(lambda: third.phase == "three")
     client.command("next")
-    assert third.end().phase is None
+    leave(client, third)
 
 
 def commands(run_dir):
@@ -494,19 +505,153 @@ def test_the_windows_of_the_metrics_are_the_same_after_a_restart(tmp_path, spec,
     assert curves[0] == curves[1]
 
 
-def test_an_evaluation_counts_its_newest_episodes_also_after_a_restart(
-    tmp_path, spec, make_segment, serve, live, connect
-):
+def test_an_evaluation_counts_the_same_episodes_after_a_restart(tmp_path, spec, make_segment, serve, live, connect):
     server = serve(found(tmp_path / "run", spec, make_segment))
     plan = plan_of(look=phase(updates=(), mode="evaluate", into="eval", until="episodes >= 3"))
     first = live(server, plan).begin()
     client = connect(server)
     push(client, make_segment, range(5))
-    client.push(Outcome(f"arm-{client.epoch[:8]}-000000", True, by="operator"))
+    client.push(Outcome(f"arm-{client.epoch[:8]}-000000", False, by="operator"))  # the judge said success
     assert client.drain(PATIENCE)
-    first.end()
-    results = [evaluation(first.learner.sources, "look", 3)]
+    leave(client, first)
     second = live(server, plan, seed=1).run()
-    results.append(evaluation(second.learner.sources, "look", 3))
+    results = [evaluation(life.learner.sources, "look", 0, 3) for life in (first, second)]
     assert results[0] == results[1]
-    assert results[0]["successes"] == 1
+    assert (results[0]["episodes"], results[0]["successes"]) == (3, 0)
+
+
+# -- the server
+
+
+def test_a_trainer_hears_and_is_heard_again_after_each_death_of_the_server(
+    tmp_path, spec, make_segment, serve, live, connect
+):
+    """It dies while it is asked, and while it is told: the trainer publishes after every update."""
+    server = serve(found(tmp_path / "run", spec, make_segment))
+    plan = plan_of(
+        practise=phase(publish={"every_updates": 1}, until="env_steps >= 192"),
+        rest=phase(updates=(), until="operator"),
+    )
+    life = live(server, plan, checkpoint_s=60.0).begin()
+    client = connect(server)
+    for number in range(4):
+        made = len(life.made)
+        until(lambda: len(life.made) > made + 3)  # noqa: B023
+        server.kill()
+        server.start()
+        push(client, make_segment, range(3 * number, 3 * number + 3))
+    until(lambda: life.phase == "rest")
+    client.command("next")
+    until(lambda: client.directive["mode"] == "stop")
+    leave(client, life)
+    status = server.status()
+    assert status["weights"]["version"] == life.learner.version["version"]
+    assert status["weights"]["sha256"] == life.learner.version["sha256"]
+    assert status["directive"]["number"] == life.learner._number
+
+
+def test_a_trainer_takes_no_answer_for_that_to_another_request_when_the_store_fails(
+    tmp_path, spec, make_segment, serve, live, connect
+):
+    server = serve(found(tmp_path / "run", spec, make_segment))
+    plan = plan_of(
+        practise=phase(publish={"every_updates": 1}, until="env_steps >= 150"),
+        rest=phase(updates=(), until="env_steps >= 40"),
+        last=phase(updates=(), until="operator"),
+    )
+    life = live(server, plan, checkpoint_s=60.0).begin()
+    client = connect(server)
+    until(lambda: len(life.made) > 3)
+    (server.run_dir / "fail").touch()
+    for record in episode(make_segment, "failing", 0, directive=client.directive["number"]):
+        client.push(record)
+    until(lambda: client.degraded)
+    time.sleep(2.0)  # the store is opened again each second, and fails again
+    (server.run_dir / "fail").unlink()
+    assert client.drain(PATIENCE)
+    push(client, make_segment, range(8))
+    until(lambda: client.directive["phase"] == "rest")
+    push(client, make_segment, range(8, 14))
+    until(lambda: life.phase == "last" and client.directive["phase"] == "last")
+    assert life.learner._number == client.directive["number"]
+    status = server.status()
+    assert status["weights"]["version"] == life.learner.version["version"]
+    assert status["weights"]["sha256"] == life.learner.version["sha256"]
+    client.command("next")
+    leave(client, life)
+
+
+# -- a checkpoint that is cut off
+
+
+class Killer:
+    """Kills this process at the n-th of the calls that it wraps."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def wrap(self, function):
+        def wrapped(*args, **kwargs):
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    def open(self, *args, **kwargs):
+        """An open file of which every write of more than a few bytes counts."""
+        file, killer = open(*args, **kwargs), self  # noqa: SIM115 - as open does
+
+        class Counted:
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *exception):
+                file.close()
+
+            def __getattr__(self, name):
+                return getattr(file, name)
+
+            def write(self, data):
+                (killer.wrap(file.write) if len(data) > 64 else file.write)(data)
+                file.flush()
+
+        return Counted()
+
+
+def save_and_die(life, at):
+    """In a child: the checkpoint, cut off at step `at`."""
+    killer = Killer(at)
+    for name in ("fsync", "rename", "mkdir", "unlink", "rmdir"):
+        setattr(os, name, killer.wrap(getattr(os, name)))
+    checkpoint.open = killer.open
+    life.learner.checkpoint()
+
+
+def test_a_checkpoint_that_is_cut_off_at_any_step_leaves_the_last_good_one(tmp_path, spec, make_segment):
+    run_dir, plan = found(tmp_path / "run", spec, make_segment), plan_of(**LEARNING)
+    life, at, kept, status = Life(run_dir, None, spec, plan), 0, set(), None
+    for updates in range(1, 6):
+        life.learner.state.updates = updates
+        life.learner.checkpoint()
+    while status != 0:
+        at += 1
+        life.learner.state.updates = 5 + at
+        child = os.fork()
+        if child == 0:
+            try:
+                save_and_die(life, at)
+            finally:
+                os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        saved = life.learner.checkpoints.load()
+        kept.add(5 + at - saved["plan"]["updates"])
+        assert not differences(saved["algorithm"], life.algorithm.state_dict())
+        assert saved["sources"]["generator"] == life.learner.sources.generator.bit_generator.state
+        life.learner.checkpoint()  # the next start's
+        assert life.learner.checkpoints.load()["plan"]["updates"] == 5 + at
+    assert at > 20
+    assert kept == {0, 1}, "either the one that was cut off is whole, or the one before it is there"
+    names = sorted(path.name for path in life.learner.checkpoints.folder.iterdir())
+    assert len([name for name in names if name.isdecimal()]) == 3

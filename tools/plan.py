@@ -7,29 +7,25 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError, RetakeError
 
-from serl_launcher.service.plan import Phase, Plan, known, load_plan
+from serl_launcher.service.config import composed
+from serl_launcher.service.plan import Phase, Plan, load_plan
 
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 
 
-def composed(name: str, overrides: list[str]) -> DictConfig:
+def planned(name: str, words: list[str]) -> DictConfig:
     """The whole configuration with the plan of that name, or with the plan in that file."""
     if name.endswith((".yaml", ".yml")):
         if not Path(name).is_file():
             raise ConfigError(f"{name}: there is no such file")
-        ConfigStore.instance().store(group="plan", name="from_file", node=OmegaConf.load(name))
-        name = "from_file"
-    else:
-        known(name, [path.stem for path in CONFIG.glob("plan/*.yaml")], "plan", "config/plan")
-    with initialize_config_dir(str(CONFIG), version_base=None):
-        return compose("base", [f"plan={name}", *overrides])
+        config = composed(CONFIG, words)
+        config.plan = OmegaConf.load(name)
+        return config
+    return composed(CONFIG, [f"plan={name}", *words])
 
 
 def load(config: DictConfig, *, check_updates: bool) -> Plan:
@@ -82,9 +78,9 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="as for training: task=sim_arm algo=rlpd plan.phases...")
     arguments = parser.parse_args()
     try:
-        config = composed(arguments.plan, arguments.overrides)
+        config = planned(arguments.plan, arguments.overrides)
         plan = load(config, check_updates=arguments.action == "check")
-    except (RetakeError, HydraException, OmegaConfBaseException, ImportError, AttributeError) as error:
+    except (RetakeError, OmegaConfBaseException, ImportError, AttributeError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
     print("\n".join(timeline(plan)))

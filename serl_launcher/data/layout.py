@@ -20,6 +20,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Array, Spec
 
 PAGE = 4096
+SPARE = 64 << 20  # bytes that must stay free for the index, the weights and the log
 TERMINATED, TRUNCATED, INTERVENED, DECISION = 1, 2, 4, 8
 
 
@@ -99,7 +100,7 @@ def check_space(folder: Path, layouts: dict[str, Layout]) -> str:
         f"{name} {layout.capacity:,} steps = {_size(layout.rows_bytes + layout.steps_bytes)}"
         for name, layout in layouts.items()
     )
-    if needed > free:
+    if needed + SPARE > free:
         raise ConfigError(
             f"the replay buffer does not fit: {shares}; free on the disk of {folder}: {_size(free)}. "
             "Lower plan.sources.<name>.capacity or choose a run_dir on a larger disk"

@@ -31,7 +31,7 @@ class Sources:
             name: ReplayBuffer(folder / name, Layout(spec, capacity)) for name, capacity in capacities.items()
         }
         self.views = {**{name: View((name,)) for name in capacities}, **views}
-        self.episodes: dict[int, EpisodeInfo] = {}
+        self.episodes: dict[int, EpisodeInfo] = {}  # by number, in that order
         self.generator = np.random.default_rng(seed)
         self._pinned = pinned
         self._memory: dict[Any, torch.Tensor] = {}
@@ -52,6 +52,8 @@ class Sources:
             self._forget(before, episode)
             if episode.discard:
                 self._discarded.add(episode.source)
+        if any(before is None for before, _ in changed):  # a restart hears of them in the order of their last change
+            self.episodes = dict(sorted(self.episodes.items()))
         for buffer in self.buffers.values():
             buffer.refresh()
         for _, episode in changed:

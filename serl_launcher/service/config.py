@@ -17,6 +17,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError
+from yaml import YAMLError
 
 from serl_launcher.service.plan import known
 
@@ -46,7 +47,7 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
         for name in _missing(OmegaConf.to_container(config)):
             raise ConfigError(f"{name} has no value: say {name}=...")
         OmegaConf.resolve(config)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_sentence(error)) from None
     return config
 

@@ -103,7 +103,8 @@ class PolicyHost:
 
     def _noise(self, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(self.algorithm.acting.noise_shape, generator=generator)
+        shape: Any = self.algorithm.acting.noise_shape
+        return torch.randn(shape, generator=generator)
 
     def _answer(self, question: Question, decision: Decision, i: int) -> m.Act:
         arrays = {name: value[i].cpu().numpy() for name, value in decision.extras.items()}

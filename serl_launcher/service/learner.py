@@ -7,7 +7,7 @@ changed. The rows themselves it reads from the mapped files.
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from serl_launcher.utils.logging import MetricsLog
 log = logging.getLogger(__name__)
 
 SYNC_S = 0.005
+RETRY_S = 0.2  # after the server said that it cannot
 ALLOW_S = 1.0  # the pace is told again this often: a server that was restarted does not know it
 METRICS_S = 1.0
 FAREWELL_S = 15.0  # how long the actors may take to deliver the rest
@@ -57,6 +58,7 @@ class Learner:
         self.version: dict[str, Any] = {}  # the newest published weights: {version, sha256}
         self.evaluations: dict[str, dict[str, Any]] = {}  # the newest result of each phase that evaluates
         self._revision = self._command = self._number = 0
+        self._orders: list[Sequence[Any]] = []  # commands that were heard and not carried out yet
         self._body: dict[str, Any] = {}
         self._welcome: m.Welcome | None = None  # of the connection on which the directive was given
         self._allowed: int | None = None
@@ -76,8 +78,10 @@ class Learner:
     # -- the loop
     def run(self) -> None:
         """Train until the plan ends; then let the actors deliver what they have and keep a last checkpoint."""
+        saved = self.checkpoints.load()
+        self._command = saved["command"] if saved else 0
         self._synchronise()
-        self._resume()
+        self._resume(saved)
         self._publish()
         self._direct()
         while self.state.phase is not None:
@@ -106,6 +110,7 @@ class Learner:
 
     def _advance(self) -> None:
         """Go on to the next phase when this one has ended, after what its end asks for."""
+        self._obey()
         before, begin = self.state.phase, int(self.state.at.base["episodes"])
         actions = self.state.advance(self._progress())
         if self.state.phase is not before:
@@ -115,6 +120,14 @@ class Learner:
             for action, source in actions:
                 self._end(action, source)
         self._direct()
+
+    def _obey(self) -> None:
+        for _, name, argument in self._orders:
+            try:
+                self.state.command(name, argument)
+            except RetakeError as error:
+                log.warning("%s", error)
+        self._orders.clear()
 
     def _end(self, action: str, source: str | None) -> None:
         if action == "checkpoint":
@@ -141,35 +154,33 @@ class Learner:
 
     def _hear(self) -> None:
         """Take what the server has said, and ask again; never waits."""
-        while (message := self.link.receive()) is not None:
-            if isinstance(message, m.Synced):
-                self._take(message)
-            elif isinstance(message, m.Welcome):
-                self._asked = False  # a new connection
-            elif isinstance(message, m.Failed):
-                log.warning("the server says: %s", message.text)
-                self._asked = False
+        self._receive()
         if self.link.connected and not self._asked and time.monotonic() >= self._next_sync:
             self._asked = self.link.send(m.Sync(self._revision, self._command))
             self._next_sync = time.monotonic() + SYNC_S
+
+    def _receive(self) -> None:
+        while (message := self.link.receive()) is not None:
+            if isinstance(message, m.Synced):
+                self._take(message)
+            elif isinstance(message, m.Failed):
+                log.warning("the server says: %s", message.text)
+                self._asked, self._next_sync = False, time.monotonic() + RETRY_S
+        self._asked &= self.link.connected
 
     def _take(self, synced: m.Synced) -> None:
         self._asked = False
         self._revision, self._actors = synced.revision, list(synced.actors)
         for episode in self.ledger.take(self.sources.update(synced.episodes)):
             self._log_episode(episode)
-        for number, name, argument in synced.commands:
-            self._command = number
-            try:
-                self.state.command(name, argument)
-            except RetakeError as error:
-                log.warning("%s", error)
+        self._orders += [command for command in synced.commands if command[0] > self._command]
+        self._command = max(self._command, *(number for number, _, _ in synced.commands), 0)
 
     def _synchronise(self) -> None:
         """Hear everything that there is before the first decision."""
-        while self._asked and self.link.connected:  # an answer is under way already
-            self._hear()
+        while self._asked:  # an answer is under way already
             self.link.wait(SYNC_S)
+            self._receive()
         more = True
         while more:
             synced = self._call(m.Sync(self._revision, self._command))
@@ -232,7 +243,9 @@ class Learner:
                 return self.link.call(message, timeout=5.0)
             except (Timeout, Disconnected, ServerFailed) as error:
                 log.warning("waiting for the server: %s", error)
-                time.sleep(0.2)
+                self.link.close()  # an answer that is still on its way would be taken for that to the next request
+                self._asked = False
+                time.sleep(RETRY_S)
 
     def _farewell(self) -> None:
         """The plan has ended: the directive says stop; wait for the actors to deliver the rest and to leave."""
@@ -255,10 +268,9 @@ class Learner:
         })  # fmt: skip
         self._next_checkpoint = time.monotonic() + self.checkpoint_s
 
-    def _resume(self) -> None:
-        """Go on from the newest checkpoint; under another plan only what was learned is taken from it."""
+    def _resume(self, saved: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint; under another plan only what was learned is taken from it."""
         self.version = dict(self.link.notice.weights)
-        saved = self.checkpoints.load()
         if saved is None:
             return
         self.algorithm.load_state_dict(saved["algorithm"])
@@ -271,6 +283,8 @@ class Learner:
             log.info("resumed in phase %s after %d updates", self.state.at.phase, self.state.updates)
         else:
             self.state = PlanState(self.plan, self._progress())
+            self.state.updates = saved["plan"]["updates"]
+            self._orders.clear()
             log.info("a new plan begins with what %s had learned", " -> ".join(saved["phases"]))
 
     # -- seeing

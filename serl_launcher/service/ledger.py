@@ -1,7 +1,7 @@
 """What the learner has accepted, by phase: the numbers that a plan's conditions look at and that people read."""
 
 import itertools
-from collections import deque
+from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ class _Phase:
     episodes: int = 0
     successes: int = 0
     interventions: int = 0
-    recent: deque[int] = field(default_factory=lambda: deque(maxlen=LONGEST_WINDOW))  # episode numbers
+    recent: list[int] = field(default_factory=list)  # numbers of finished episodes, the newest LONGEST_WINDOW
 
 
 class Ledger:
@@ -42,7 +42,8 @@ class Ledger:
                     phase.successes += sign * succeeded(episode)
                     phase.interventions += sign * (episode.intervened > 0)
             if counts(now) and not (before and counts(before)):
-                phase.recent.append(now.number)
+                insort(phase.recent, now.number)  # by number, not by arrival, which a restart does not know any more
+                del phase.recent[:-LONGEST_WINDOW]
                 ended.append(now)
         return ended
 
@@ -59,7 +60,7 @@ class Ledger:
     def recent(self, phase: str, count: int) -> list[EpisodeInfo]:
         """The newest `count` finished episodes of a phase, the newest last."""
         numbers = self._phases[phase].recent if phase in self._phases else ()
-        return [self.sources.episodes[number] for number in list(numbers)[-count:]]
+        return [self.sources.episodes[number] for number in numbers[-count:]]
 
 
 class _Recent(Sequence[tuple[bool, bool]]):

@@ -150,8 +150,9 @@ class Server:
             self.refused += 1
             answer = m.Failed("Refused", str(error))
         except RetakeError as error:
-            self.refused += 1
-            log.warning("refused: %s", error)
+            if not self.degraded:
+                self.refused += 1
+                log.warning("refused: %s", error)
             final = isinstance(message, (m.Hello, m.Push)) and not isinstance(error, ServerFailed)
             answer = m.Failed(type(error).__name__, str(error), final)
         except Exception:
@@ -333,7 +334,10 @@ class Server:
                 self.fatal = error
                 raise Refused(str(error)) from None
         elif difference := self.store.spec.difference(spec):
-            raise Refused(f"this run is of another robot or task (the run, yours): {difference}")
+            raise Refused(
+                f"this run is of another robot or task (the run, yours): {difference}. Start the learner with another "
+                "run_dir=..., or the actor with the run's task"
+            )
         self.store.hello(hello.actor, hello.outbox, hello.epoch, [(epoch, last) for epoch, last in hello.earlier])
 
     def _fence(self, hello: m.Hello) -> None:

@@ -115,7 +115,7 @@ def _result(evaluation: Mapping[str, Any]) -> dict[str, Any]:
         "episodes": episodes,
         "distinct_starts": evaluation["distinct_starts"],
         "success": successes / episodes if judged else None,
-        "wilson95": wilson(successes, episodes) if judged else None,
+        "wilson95": wilson(successes or 0, episodes) if judged else None,
         "return_mean": sum(returns) / len(returns) if returns else None,
     }
 

@@ -238,12 +238,12 @@ def decode(frames: Sequence[wire.Buffer]) -> Message:
     kind = _BY_NAME.get(str(header.pop("type", None)))
     if kind is None:
         raise MessageError("the message is of no known kind")
-    fields = FIELDS[kind]
+    fields: dict[str, Any] = FIELDS[kind]
     if set(header) != set(fields):
         raise MessageError(f"a {kind.__name__} has the fields {tuple(fields)}, not {tuple(header)}")
     for name, value in header.items():
         if fields[name] in (str, int, bool) and type(value) is not fields[name]:
-            raise MessageError(f"{name} of a {kind.__name__} should be of type {fields[name]}")
+            raise MessageError(f"{name} of a {kind.__name__} should be of type {fields[name].__name__}")
     has_arrays = "arrays" in kind.__dataclass_fields__
     if arrays and not has_arrays:
         raise MessageError(f"a {kind.__name__} carries no arrays")

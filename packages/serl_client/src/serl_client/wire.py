@@ -37,7 +37,8 @@ def pack(header: Mapping[str, Any], arrays: Mapping[str, Array]) -> list[Buffer]
     """Frames of one message: the header (with each array's name, dtype and shape), then each array's own memory."""
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     layout = [[name, array.dtype.name, list(array.shape)] for name, array in contiguous.items()]
-    return [msgpack.packb([header, layout]), *(_memory(array) for array in contiguous.values())]
+    head: bytes = msgpack.packb([header, layout])
+    return [head, *(_memory(array) for array in contiguous.values())]
 
 
 def unpack(frames: Sequence[Buffer]) -> tuple[dict[str, Any], dict[str, Array]]:
