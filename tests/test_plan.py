@@ -41,7 +41,7 @@ PLAN = {
             "on_end": ["checkpoint", "publish"],
         },
         "practise": {
-            "actors": {"mode": "collect", "into": "online", "intervene": True},
+            "actors": {"mode": "collect", "into": "online"},
             "updates": ["update_critic", "update"],
             "data": {"success": 3, "demo": 1},
             "start_when": "online.steps >= 10",
@@ -146,7 +146,7 @@ def test_a_typo_is_refused_with_its_line_and_the_nearest_right_word(path, value,
         ("phases.practise.data", {}, "needs data"),
         ("phases.practise.pace", {"updates_per_step": 0, "tolerance": 8}, "positive number"),
         ("phases.practise.pace", {"updates_per_step": 2}, "'tolerance' is missing"),
-        ("phases.practise.actors.intervene", "yes", "true or false"),
+        ("phases.practise.actors.explore", "yes", "true or false"),
         ("phases.practise.on_end", [{"checkpoint": "demo"}], "takes no value"),
         ("phases.practise.on_end", [["checkpoint"]], "'name' or 'name: ...'"),
         ("phases.practise.until", ["env_steps = 5"], "cannot read 'env_steps = 5'"),
@@ -295,8 +295,8 @@ def test_an_assisted_success_is_a_failure_for_the_unassisted_metric() -> None:
 
 def test_the_directive_says_all_that_actors_need() -> None:
     assert at("practise").directive() == {
-        "phase": "practise", "mode": "collect", "into": "online", "explore": True, "intervene": True,
-        "policy": "latest", "episodes": None, "boundary": "episode",
+        "phase": "practise", "mode": "collect", "into": "online", "explore": True,
+        "episodes": None, "boundary": "episode",
     }  # fmt: skip
     evaluation = at("evaluate").directive()
     assert (evaluation["into"], evaluation["explore"], evaluation["episodes"]) == ("eval", False, 50)
@@ -591,9 +591,9 @@ def test_the_tool_shows_the_timeline(tool) -> None:
 def test_the_tool_takes_a_file(tool, tmp_path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text((ROOT / "config" / "plan" / "evaluate.yaml").read_text())
-    status, output, _ = tool("show", str(path), "plan.phases.evaluate.actors.policy=v7")
+    status, output, _ = tool("show", str(path), "plan.phases.evaluate.until=[episodes >= 7]")
     assert status == 0
-    assert "evaluate into eval, policy v7" in output
+    assert "episodes >= 7" in output
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class FakeClient:
 
     def direct(self, mode, number=1, **directive):
         self.directive = {
-            "number": number, "phase": "practise", "mode": mode, "into": "online", "explore": True, "intervene": True,
+            "number": number, "phase": "practise", "mode": mode, "into": "online", "explore": True,
             "episodes": None, "weights": None, "boundary": "episode", **directive,
         }  # fmt: skip
 

@@ -22,8 +22,9 @@ def planned(name: str, words: list[str]) -> DictConfig:
     if name.endswith((".yaml", ".yml")):
         if not Path(name).is_file():
             raise ConfigError(f"{name}: there is no such file")
+        words, own = [w for w in words if not w.startswith("plan.")], [w for w in words if w.startswith("plan.")]
         config = composed(CONFIG, words)
-        config.plan = OmegaConf.load(name)
+        config.plan = OmegaConf.merge(OmegaConf.load(name), OmegaConf.from_dotlist(own).get("plan", {}))
         return config
     return composed(CONFIG, [f"plan={name}", *words])
 
@@ -56,11 +57,10 @@ def described(phase: Phase) -> Mapping[str, str]:
     """{what: text} of one phase; an empty text says that it has none."""
     actors, pace = phase.actors, phase.pace
     into = f" into {actors.into}" if actors.into else ""
-    policy = f", policy {actors.policy}" if actors.mode == "evaluate" else ""
     shares = {name: f"{share:.0%}" for update in phase.updates for name, share in update.data.items()}
     ratio = f"{pace.updates_per_step:g} per env step, within {pace.tolerance:g}" if pace else "free"
     return {
-        "actors": f"{actors.mode}{into}{policy}" + ", a person may take over" * actors.intervene,
+        "actors": f"{actors.mode}{into}",
         "learner": ", ".join(update.name for update in phase.updates),
         "data": ", ".join(f"{share} {name}" for name, share in shares.items()),
         "start": f"when {phase.start_when}" if phase.start_when else "",

@@ -39,8 +39,6 @@ class Actors:
     mode: str
     into: str | None = None
     explore: bool = False
-    intervene: bool = False
-    policy: str = "latest"
 
     @property
     def act(self) -> bool:
@@ -269,7 +267,7 @@ class _Reader:
         return phase
 
     def actors(self, node: _Node) -> Actors:
-        node.keys(required=("mode",), optional=("into", "explore", "intervene", "policy"))
+        node.keys(required=("mode",), optional=("into", "explore"))
         mode = node.at("mode").word(MODES, "mode")
         into = node.at("into", EVAL if mode == "evaluate" else None)
         if (mode == "evaluate") != (into.value == EVAL):
@@ -278,8 +276,7 @@ class _Reader:
             into.word(self.sources, "physical source")
         elif mode != "evaluate" and into.value is not None:
             raise into.error(f"actors in mode {mode!r} make no data")
-        explore, intervene = node.at("explore", mode == "collect").flag(), node.at("intervene", False).flag()
-        return Actors(mode, into.value, explore, intervene, str(node.value.get("policy", "latest")))
+        return Actors(mode, into.value, node.at("explore", mode == "collect").flag())
 
     def updates(self, node: _Node) -> tuple[Update, ...]:
         updates = []
@@ -365,7 +362,7 @@ class _Reader:
             OPERATOR: True,
             "wall_s": True,
             "updates": bool(phase.updates),
-            "interventions": actors.mode == "teleop" or (actors.intervene and actors.act),
+            "interventions": actors.mode == "teleop",
         }
         return special.get(term.name, actors.act)
 

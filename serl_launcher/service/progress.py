@@ -185,7 +185,7 @@ class PlanState:
         phase = self.phase
         if phase is None or self.at.held:
             mode = "stop" if phase is None else "idle"
-            orders = {"mode": mode, "into": None, "explore": False, "intervene": False, "policy": "latest"}
+            orders = {"mode": mode, "into": None, "explore": False}
             return {"phase": self.at.phase or "", **orders, "episodes": None, "boundary": "now"}
         return {"phase": phase.name, **asdict(phase.actors), "episodes": phase.episodes, "boundary": "episode"}
 
