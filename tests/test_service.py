@@ -20,7 +20,7 @@ import zmq
 from serl_client import Feature, Outcome, Spec
 from serl_client import messages as m
 from serl_client.client import TrainerClient
-from serl_client.errors import Refused, TrainerError, VersionMismatch
+from serl_client.errors import Disconnected, Refused, TrainerError, VersionMismatch
 from serl_client.link import Link
 
 from serl_launcher.data.store import Store
@@ -355,6 +355,76 @@ def test_a_full_disk_is_degraded_nothing_false_is_acknowledged_and_space_brings_
     assert client.drain(30)
     wait_until(lambda: client.degraded == "")
     assert_whole(server, [client], 10)
+
+
+def raw_actor(server, spec, epoch="a" * 32, earlier=()):
+    """A connection that speaks for an actor by hand."""
+    return Link(
+        server.address, m.Hello(m.PROTOCOL, "actor", "arm", epoch, "box", "", spec.to_dict(), earlier)
+    )  # fmt: skip
+
+
+def welcomed(link):
+    """The Welcome of a server that may still be starting."""
+    while True:
+        try:
+            return link.hello(5.0)
+        except Disconnected:
+            time.sleep(0.05)
+
+
+def push_raw(link, epoch, *records):
+    data = b"".join(bytes(part) for seq, record in records for part in m.seal(seq, record))
+    link.send(m.Push(epoch, {"records": np.frombuffer(data, np.uint8)}))
+
+
+def acks(link, seconds):
+    """What is acknowledged within some time."""
+    found, deadline = [], time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        link.wait(0.02)
+        while (message := link.receive()) is not None:
+            if isinstance(message, m.Ack):
+                found.append((message.expected, message.resend))
+    return found
+
+
+def test_a_gap_is_answered_once_and_only_with_what_is_durable(server, spec, make_segment):
+    epoch = "a" * 32
+    with raw_actor(server, spec) as link:
+        welcomed(link)
+        server.direct()
+        (server.run_dir / "fail").touch()
+        push_raw(link, epoch, (0, make_segment("e0")))
+        push_raw(link, epoch, (2, make_segment("e0", start=8)))
+        assert acks(link, 1.0) == [], "nothing is durable: not even the number of what is missing may be told"
+        (server.run_dir / "fail").unlink()
+        wait_until(lambda: acks(link, 0.1) == [(0, True)])
+        push_raw(link, epoch, (0, make_segment("e0")))
+        wait_until(lambda: acks(link, 0.1) == [(1, False)])
+        for _ in range(3):
+            push_raw(link, epoch, (2, make_segment("e0", start=8)))
+        told = acks(link, 0.5)
+        assert told.count((1, True)) == 1
+        assert set(told) <= {(1, True), (1, False)}
+        push_raw(link, epoch, (1, make_segment("e0", start=4)), (2, make_segment("e0", start=8, ends="terminated")))
+        wait_until(lambda: acks(link, 0.1) == [(3, False)])
+
+
+def test_a_life_that_died_before_it_saw_its_last_ack_is_closed_all_the_same(server, spec, make_segment):
+    first, second = "a" * 32, "b" * 32
+    with raw_actor(server, spec) as link:
+        welcomed(link)
+        server.direct()
+        push_raw(link, first, (0, make_segment("e0")), (1, make_segment("e0", start=4)))
+        wait_until(lambda: acks(link, 0.1) == [(2, False)])
+    with raw_actor(server, spec, second, [[first, 1]]) as link:
+        assert dict(welcomed(link).expected) == {first: 2, second: 0}
+        episode = server.episodes()["e0"]
+        assert (episode["sealed"], episode["truncated"], episode["final"]) == (1, 1, 0)
+        push_raw(link, first, (1, make_segment("e0", start=4)))  # once more: acknowledged, not stored again
+        wait_until(lambda: acks(link, 0.1) == [(2, False)])
+        assert server.episodes()["e0"]["steps"] == 8
 
 
 def test_a_second_client_of_one_name_stops_the_first_and_its_records_wait(server, connect, make_segment):

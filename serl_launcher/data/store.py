@@ -109,14 +109,14 @@ class Store:
     # -- connections
     def hello(self, actor: str, outbox: str, epoch: str, earlier: Iterable[tuple[str, int]]) -> None:
         """Make this epoch and the `earlier` ones (epoch, last seq) known, durably, and close what is over:
-        epochs of this outbox that it holds nothing of any more."""
+        epochs of this actor's outbox that it holds nothing of any more."""
         alive = {epoch, *(name for name, _ in earlier)}
         for name in [*(name for name, _ in earlier), epoch]:
             if name not in self.epochs:
                 self.epochs[name] = Epoch(name, len(self.epochs), actor, outbox)
             self._changed_epochs[name] = self.epochs[name]
         for state in list(self.epochs.values()):
-            if state.outbox == outbox and state.epoch not in alive and not state.closed:
+            if (state.outbox, state.actor) == (outbox, actor) and state.epoch not in alive and not state.closed:
                 self.close_epoch(state.epoch)
         self.commit()
 
@@ -321,6 +321,8 @@ class Store:
 
     def probe(self) -> None:
         """Write and sync something; raises OSError or sqlite3.Error while the disk still fails."""
+        for files in self._files.values():
+            files.sync()
         self.index.set_meta("probed", self.index.meta("probed") is None)
         self.index.commit()
 

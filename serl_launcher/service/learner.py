@@ -62,6 +62,7 @@ class Learner:
         self._body: dict[str, Any] = {}
         self._welcome: m.Welcome | None = None  # of the connection on which the directive was given
         self._allowed: int | None = None
+        self._starved = False  # an update is due and its sources hold nothing for it: actors may go on at any pace
         self._actors: list[str] = []
         self._asked = False  # a Sync is under way
         self._next_sync = self._next_allow = self._next_metrics = 0.0
@@ -100,6 +101,7 @@ class Learner:
             return False
         assert self.state.phase is not None
         batch = self.sources.sample(self.batch_size, self.algorithm.windows[name], self.state.phase.data(name))
+        self._starved = batch is None
         if batch is None:
             return False
         self._latest = {**self._latest, **getattr(self.algorithm, name)(batch.to(self.device))}
@@ -212,7 +214,7 @@ class Learner:
     def _tell(self) -> None:
         """The pace when it changed, metrics, the console, and a checkpoint when one is due."""
         now = time.monotonic()
-        allowed = self.state.steps_allowed(self._progress())
+        allowed = None if self._starved else self.state.steps_allowed(self._progress())
         if self._body.get("paced") and (allowed != self._allowed or now >= self._next_allow):
             self.link.send(m.Allow(self._number, allowed))
             self._allowed, self._next_allow = allowed, now + ALLOW_S

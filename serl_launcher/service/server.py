@@ -49,7 +49,8 @@ class Session:
     report: Mapping[str, Any] = field(default_factory=dict)
     earlier: dict[str, int] = field(default_factory=dict)  # epoch -> last seq, not drained yet
     touched: set[str] = field(default_factory=set)  # epochs to acknowledge after the commit
-    waiting: set[str] = field(default_factory=set)  # epochs with a gap that was answered
+    waiting: set[str] = field(default_factory=set)  # epochs with a gap, until what was missing has come
+    told: set[str] = field(default_factory=set)  # those of them that were answered
     noticed: m.Notice | None = None
 
 
@@ -200,13 +201,22 @@ class Server:
         assert self.store is not None
         for epoch in session.touched:
             expected = self.store.expected(epoch)
-            allowed = self._steps_allowed(session)
-            self._send(session.socket, session.identity, m.Ack(epoch, expected, False, allowed))
-            if expected > session.earlier.get(epoch, expected):
-                del session.earlier[epoch]
-                self.store.close_epoch(epoch)
-                self.store.commit()
+            resend = epoch in session.waiting - session.told
+            session.told |= session.waiting & {epoch}
+            ack = m.Ack(epoch, expected, resend, self._steps_allowed(session))
+            self._send(session.socket, session.identity, ack)
         session.touched.clear()
+        self._close_drained(session)
+
+    def _close_drained(self, session: Session) -> None:
+        """End the earlier lives of an actor of which everything has come."""
+        assert self.store is not None
+        drained = [epoch for epoch, last in session.earlier.items() if self.store.expected(epoch) > last]
+        for epoch in drained:
+            del session.earlier[epoch]
+            self.store.close_epoch(epoch)
+        if drained:
+            self.store.commit()
 
     def _degrade(self, error: Exception) -> None:
         """The disk failed: acknowledge nothing, trust nothing that is not committed, try again every second."""
@@ -228,11 +238,16 @@ class Server:
         if time.monotonic() < self._next_reopen:
             return
         store = Store(self.run_dir / "store")
-        store.probe()
+        try:
+            store.probe()
+        except BaseException:
+            store.close()
+            raise
         self.store = store
         log.warning("the store works again after: %s", self.degraded)
         self.degraded = ""
         for session in self._sessions.values():
+            session.waiting.clear(), session.told.clear()
             for epoch in [*session.earlier, session.hello.epoch]:
                 if epoch in self.store.epochs:
                     self._send(session.socket, session.identity, m.Ack(epoch, self.store.expected(epoch), True))
@@ -299,7 +314,8 @@ class Server:
         expected, ordinal = [], 0
         if hello.role == "actor" and self.store is not None:
             known = {epoch: self.store.expected(epoch) for epoch in [*(e for e, _ in hello.earlier), hello.epoch]}
-            session.earlier = {epoch: last for epoch, last in hello.earlier if known[epoch] <= last}
+            session.earlier = dict(hello.earlier)
+            self._close_drained(session)
             expected, ordinal = [[epoch, seq] for epoch, seq in known.items()], self.store.epochs[hello.epoch].position
         session.noticed = m.Notice(*self._shared(), self._steps_allowed(session), self.degraded)
         run, spec = (self.store.run, self.store.spec.to_dict()) if self.store else ("", None)
@@ -330,9 +346,9 @@ class Server:
         if self.store is None:
             try:
                 self.store = Store.create(self.run_dir / "store", spec, self.capacities)
-            except ConfigError as error:
-                self.fatal = error
-                raise Refused(str(error)) from None
+            except (ConfigError, OSError) as error:
+                self.fatal = ConfigError(f"no store can be made for this run: {error}")
+                raise Refused(str(self.fatal)) from None
         elif difference := self.store.spec.difference(spec):
             raise Refused(
                 f"this run is of another robot or task (the run, yours): {difference}. Start the learner with another "
@@ -349,22 +365,22 @@ class Server:
                     text = f"another client named {hello.actor} has connected; give each actor its own name"
                     self._send(*peer, m.Failed("Refused", text, final=True))
 
-    def _push(self, session: Session, push: m.Push) -> m.Message | None:
-        if push.epoch != session.hello.epoch and push.epoch not in session.earlier:
+    def _push(self, session: Session, push: m.Push) -> None:
+        """Stage records. Nothing is answered here: a gap, too, is named only when what came before is durable."""
+        if push.epoch not in (session.hello.epoch, *(epoch for epoch, _ in session.hello.earlier)):
             raise Refused(f"epoch {push.epoch} was not named in the Hello of this connection")
         if self.store is None or self.degraded:
-            return None
+            return
         for seq, record in m.unseal(push.arrays["records"].data):
             try:
                 self.store.stage(push.epoch, seq, record)
-            except Gap as gap:
-                if push.epoch in session.waiting:
-                    return None
+            except Gap:
                 session.waiting.add(push.epoch)
-                return m.Ack(push.epoch, gap.expected, resend=True)
+                session.touched.add(push.epoch)
+                return
             session.waiting.discard(push.epoch)
+            session.told.discard(push.epoch)
             session.touched.add(push.epoch)
-        return None
 
     def _heartbeat(self, session: Session, heartbeat: m.Heartbeat) -> None:
         session.report = heartbeat.report
