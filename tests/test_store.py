@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from serl_client import ConfigError, Outcome, Spec
 from serl_client.errors import Refused
 
-from serl_launcher.data import layout, store
+from serl_launcher.data import files, index, layout
 from serl_launcher.data.replay import ReplayBuffer
 from serl_launcher.data.store import Gap, Store
 from serl_launcher.types import Window
@@ -289,9 +289,9 @@ def run_and_die(folder, produced, at, pipe):
     killer = Killer(at)
     for name in ("pwritev", "fdatasync"):
         setattr(os, name, killer.wrap(getattr(os, name)))
-    store.Index.commit = killer.wrap(store.Index.commit)
-    store.Index.put_episodes = killer.wrap(store.Index.put_episodes)
-    store._Files.publish = killer.wrap(store._Files.publish)
+    index.Index.commit = killer.wrap(index.Index.commit)
+    index.Index.put_episodes = killer.wrap(index.Index.put_episodes)
+    files.SourceFiles.publish = killer.wrap(files.SourceFiles.publish)
     made = Store(folder / "store")
     begin = made.expected("A")
     for seq in range(begin, len(produced)):

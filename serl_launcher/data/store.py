@@ -11,9 +11,8 @@ After a crash everything beyond the committed head does not exist, and the store
 If a write or a sync fails, nothing unacknowledged is trusted: close the store, open it again, let the actors resend.
 """
 
-import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ from serl_client.errors import ConfigError, Refused
 from serl_client.spec import Array, Spec
 
 from serl_launcher.data import layout
+from serl_launcher.data.files import SourceFiles, allocate, sync_folder
 from serl_launcher.data.index import Episode, Epoch, Index, Source
 from serl_launcher.data.layout import Layout
 
 GROUP_BYTES = 64 << 20  # a group this large is committed before more is staged
-IOV_MAX = 1024
 
 
 class Gap(Exception):
@@ -66,7 +65,9 @@ class Store:
         self.epoch_steps, self.phase_steps = self.index.step_counts()
         self._open = self.index.open_episodes()
         self._episode_number, self._revision = self.index.last_numbers()
-        self._files = {name: _Files(folder / name, Layout(self.spec, s.capacity)) for name, s in self.sources.items()}
+        self._files = {
+            name: SourceFiles(folder / name, Layout(self.spec, s.capacity)) for name, s in self.sources.items()
+        }
         self._clear()
         self._publish()
 
@@ -94,7 +95,7 @@ class Store:
                 f"{dict(capacities)}. A capacity is for the life of a run: take the old one, or another run_dir"
             )
         if added := {name: capacities[name] for name in capacities if name not in there}:
-            _allocate(folder, spec, added)
+            allocate(folder, spec, added)
             store.index.put_sources(Source(name, capacity) for name, capacity in added.items())
             store.index.commit()
             store.close()
@@ -331,37 +332,10 @@ class Store:
         return {s.name: {"capacity": s.capacity, "tail": s.tail, "head": s.head} for s in self.sources.values()}
 
 
-class _Files:
-    """The open files of one source."""
-
-    def __init__(self, folder: Path, files: Layout) -> None:
-        self.layout = files
-        self._fds = {name: os.open(folder / name, os.O_RDWR) for name in ("rows", "steps")}
-        self._published = layout.published(folder, writable=True)
-
-    def write(self, name: str, offset: int, slots: int, start: int, arrays: list[Array]) -> None:
-        """Write [n, ...] arrays one after the other into the ring of `slots` items at `offset`, from number `start`."""
-        itemsize = arrays[0][:1].nbytes
-        for slot, pieces in _runs(start, slots, arrays):
-            _write_all(self._fds[name], offset + slot * itemsize, pieces)
-
-    def sync(self) -> None:
-        for fd in self._fds.values():
-            os.fdatasync(fd)
-
-    def publish(self, tail: int, head: int) -> None:
-        self._published[0] = tail  # first: a reader that sees the new head must not see an older tail
-        self._published[1] = head
-
-    def close(self) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-
-
 def _found(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
     """Make a new store; the index comes last, by rename, so that a store is whole or not there."""
     folder.mkdir(parents=True, exist_ok=True)
-    _allocate(folder, spec, capacities)
+    allocate(folder, spec, capacities)
     making = folder / "index.making"
     making.unlink(missing_ok=True)
     index = Index(making)
@@ -371,21 +345,7 @@ def _found(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
     index.commit()
     index.close()
     making.rename(folder / "index.sqlite")
-    _sync_folder(folder)
-
-
-def _allocate(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
-    """Make the files of new sources, in full."""
-    layouts = {name: Layout(spec, capacity) for name, capacity in capacities.items()}
-    layout.check_space(folder, layouts)
-    for name, files in layouts.items():
-        (folder / name).mkdir(exist_ok=True)
-        for file, size in (("rows", files.rows_bytes), ("steps", files.steps_bytes), ("published", 16)):
-            with open(folder / name / file, "wb") as handle:
-                os.posix_fallocate(handle.fileno(), 0, size)
-                os.fsync(handle.fileno())
-        _sync_folder(folder / name)
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
 def _judge(episode: Episode, outcome: Outcome) -> None:
@@ -414,39 +374,3 @@ def _fill(part: Array, segment: Segment, episode: Episode, step: int, row: int, 
     for i in range(count):
         seen = range(i, i + 2) if segment.ends and i == count - 1 else (i,)
         part["checksum"][i] = layout.checksum(part[i], (array[j] for j in seen for array in columns))
-
-
-def _runs(start: int, slots: int, arrays: list[Array]) -> Iterator[tuple[int, list[memoryview]]]:
-    """(slot, pieces): what lies in consecutive slots of the ring, cut where it wraps."""
-    slot, free, pieces = start % slots, slots - start % slots, []
-    for array in arrays:
-        while len(array) > free:
-            pieces.append(_bytes(array[:free]))
-            yield slot, pieces
-            array, slot, free, pieces = array[free:], 0, slots, []
-        pieces.append(_bytes(array))
-        free -= len(array)
-    yield slot, pieces
-
-
-def _bytes(array: Array) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _write_all(fd: int, offset: int, pieces: list[memoryview]) -> None:
-    pieces = [piece for piece in pieces if len(piece)]
-    while pieces:
-        written = os.pwritev(fd, pieces[:IOV_MAX], offset)
-        offset += written
-        while pieces and written >= len(pieces[0]):
-            written -= len(pieces.pop(0))
-        if written:
-            pieces[0] = pieces[0][written:]
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -10,7 +10,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from serl_client.errors import ConfigError, MessageError, Refused, RetakeError, 
 from serl_client.spec import Spec
 
 from serl_launcher.data.store import Gap, Store
+from serl_launcher.service.session import ROLES, Session, bound, send
 from serl_launcher.service.weights import WeightFiles
 
 log = logging.getLogger(__name__)
@@ -30,28 +31,6 @@ NOTICE_S = 1.0
 MISSING_S = 15.0  # longer than one large record takes over a slow link
 BAD_MESSAGES = 16  # after these a connection is ignored
 CATALOG_ROWS = 2000
-ZERO_COPY = 32 << 10
-ROLES: dict[str, tuple[type, ...]] = {
-    "actor": (m.Push, m.Heartbeat, m.Bye, m.WeightsRequest, m.Command, m.Status),
-    "learner": (m.Direct, m.Allow, m.Publish, m.Sync, m.Heartbeat, m.WeightsRequest, m.Command, m.Status),
-    "viewer": (m.Heartbeat, m.Bye, m.Command, m.Status),
-}
-
-
-@dataclass
-class Session:
-    """One connection, from its Hello on."""
-
-    socket: zmq.Socket
-    identity: bytes
-    hello: m.Hello
-    seen: float
-    report: Mapping[str, Any] = field(default_factory=dict)
-    earlier: dict[str, int] = field(default_factory=dict)  # epoch -> last seq, not drained yet
-    touched: set[str] = field(default_factory=set)  # epochs to acknowledge after the commit
-    waiting: set[str] = field(default_factory=set)  # epochs with a gap, until what was missing has come
-    told: set[str] = field(default_factory=set)  # those of them that were answered
-    noticed: m.Notice | None = None
 
 
 class Server:
@@ -77,27 +56,12 @@ class Server:
         self._stopping = self._directed = False
         self._started, self._next_notice, self._next_reopen = time.monotonic(), 0.0, 0.0
         self._context = zmq.Context()
-        self.public, self.local = self._bind(public), self._bind(local)
+        self.public, self.local = bound(self._context, public), bound(self._context, local)
         self._handlers: dict[type, Callable[[Session, Any], m.Message | None]] = {
             m.Push: self._push, m.Heartbeat: self._heartbeat, m.WeightsRequest: self._weights, m.Status: self._status,
             m.Direct: self._direct, m.Allow: self._allow, m.Publish: self._publish, m.Sync: self._sync,
             m.Command: self._command, m.Bye: self._bye,
         }  # fmt: skip
-
-    def _bind(self, address: str) -> zmq.Socket:
-        socket = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.LINGER, 0), (zmq.MAXMSGSIZE, wire.MAX_ARRAY), (zmq.ROUTER_MANDATORY, 0), (zmq.SNDHWM, 64),
-            (zmq.RCVHWM, 64), (zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 5000),
-        ):  # fmt: skip
-            socket.setsockopt(option, value)
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"cannot listen on {address}: {error.strerror}. Is another learner running? Stop it, or choose port=..."
-            ) from None
-        return socket
 
     # -- the loop
     def run(self) -> None:
@@ -160,7 +124,7 @@ class Server:
             log.exception("a handler failed")
             answer = m.Failed("ServerFailed", "the learner failed on this message; its log says why")
         if answer is not None:
-            self._send(socket, identity, answer)
+            send(socket, identity, answer)
 
     def _dispatch(self, peer: tuple[zmq.Socket, bytes], message: m.Message) -> m.Message | None:
         session = self._sessions.get(peer)
@@ -170,15 +134,6 @@ class Server:
         if type(message) not in ROLES[session.hello.role]:
             raise MessageError(f"a {type(message).__name__} is not for the role {session.hello.role}")
         return self._handlers[type(message)](session, message)
-
-    def _send(self, socket: zmq.Socket, identity: bytes, message: m.Message) -> None:
-        """Never blocks: a peer whose queue is full misses this message (acks and notices come again)."""
-        frames = m.encode(message)
-        copy = sum(len(frame) for frame in frames) < ZERO_COPY
-        try:
-            socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=copy)
-        except (zmq.Again, zmq.ZMQError) as error:
-            log.debug("not sent: %s", error)
 
     def _commit(self) -> None:
         """Make the group durable, then acknowledge it."""
@@ -204,7 +159,7 @@ class Server:
             resend = epoch in session.waiting - session.told
             session.told |= session.waiting & {epoch}
             ack = m.Ack(epoch, expected, resend, self._steps_allowed(session))
-            self._send(session.socket, session.identity, ack)
+            session.send(ack)
         session.touched.clear()
         self._close_drained(session)
 
@@ -250,7 +205,7 @@ class Server:
             session.waiting.clear(), session.told.clear()
             for epoch in [*session.earlier, session.hello.epoch]:
                 if epoch in self.store.epochs:
-                    self._send(session.socket, session.identity, m.Ack(epoch, self.store.expected(epoch), True))
+                    session.send(m.Ack(epoch, self.store.expected(epoch), True))
 
     # -- notices
     def _notices(self) -> None:
@@ -265,7 +220,7 @@ class Server:
             notice = m.Notice(*shared, self._steps_allowed(session), self.degraded)
             if due or notice != session.noticed:
                 session.noticed = notice
-                self._send(session.socket, session.identity, notice)
+                session.send(notice)
 
     def _shared(self) -> tuple[dict[str, Any], dict[str, Any]]:
         if self.store is None:
@@ -363,7 +318,7 @@ class Server:
                 del self._sessions[peer]
                 if hello.role == "actor" and other.hello.epoch != hello.epoch:
                     text = f"another client named {hello.actor} has connected; give each actor its own name"
-                    self._send(*peer, m.Failed("Refused", text, final=True))
+                    send(*peer, m.Failed("Refused", text, final=True))
 
     def _push(self, session: Session, push: m.Push) -> None:
         """Stage records. Nothing is answered here: a gap, too, is named only when what came before is durable."""

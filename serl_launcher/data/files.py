@@ -1,0 +1,91 @@
+"""The open files of one source, written by the server alone: into rings, with every byte or an error."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from serl_client.spec import Array, Spec
+
+from serl_launcher.data import layout
+from serl_launcher.data.layout import Layout
+
+IOV_MAX = 1024
+
+
+class SourceFiles:
+    """The open files of one source."""
+
+    def __init__(self, folder: Path, files: Layout) -> None:
+        self.layout = files
+        self._fds = {name: os.open(folder / name, os.O_RDWR) for name in ("rows", "steps")}
+        self._published = layout.published(folder, writable=True)
+
+    def write(self, name: str, offset: int, slots: int, start: int, arrays: list[Array]) -> None:
+        """Write [n, ...] arrays one after the other into the ring of `slots` items at `offset`, from number `start`."""
+        itemsize = arrays[0][:1].nbytes
+        for slot, pieces in _runs(start, slots, arrays):
+            _write_all(self._fds[name], offset + slot * itemsize, pieces)
+
+    def sync(self) -> None:
+        for fd in self._fds.values():
+            os.fdatasync(fd)
+
+    def publish(self, tail: int, head: int) -> None:
+        self._published[0] = tail  # first: a reader that sees the new head must not see an older tail
+        self._published[1] = head
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+
+
+def allocate(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
+    """Make the files of new sources, in full."""
+    layouts = {name: Layout(spec, capacity) for name, capacity in capacities.items()}
+    layout.check_space(folder, layouts)
+    for name, files in layouts.items():
+        (folder / name).mkdir(exist_ok=True)
+        for file, size in (("rows", files.rows_bytes), ("steps", files.steps_bytes), ("published", 16)):
+            with open(folder / name / file, "wb") as handle:
+                os.posix_fallocate(handle.fileno(), 0, size)
+                os.fsync(handle.fileno())
+        sync_folder(folder / name)
+    sync_folder(folder)
+
+
+def _runs(start: int, slots: int, arrays: list[Array]) -> Iterator[tuple[int, list[memoryview]]]:
+    """(slot, pieces): what lies in consecutive slots of the ring, cut where it wraps."""
+    slot, free, pieces = start % slots, slots - start % slots, []
+    for array in arrays:
+        while len(array) > free:
+            pieces.append(_bytes(array[:free]))
+            yield slot, pieces
+            array, slot, free, pieces = array[free:], 0, slots, []
+        pieces.append(_bytes(array))
+        free -= len(array)
+    yield slot, pieces
+
+
+def _bytes(array: Array) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _write_all(fd: int, offset: int, pieces: list[memoryview]) -> None:
+    pieces = [piece for piece in pieces if len(piece)]
+    while pieces:
+        written = os.pwritev(fd, pieces[:IOV_MAX], offset)
+        offset += written
+        while pieces and written >= len(pieces[0]):
+            written -= len(pieces.pop(0))
+        if written:
+            pieces[0] = pieces[0][written:]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was created or renamed in a folder survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

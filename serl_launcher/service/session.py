@@ -1,0 +1,66 @@
+"""One connection of the server, from its Hello on, and its sockets."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from serl_client import messages as m
+from serl_client import wire
+from serl_client.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+ZERO_COPY = 32 << 10
+ROLES: dict[str, tuple[type, ...]] = {
+    "actor": (m.Push, m.Heartbeat, m.Bye, m.WeightsRequest, m.Command, m.Status),
+    "learner": (m.Direct, m.Allow, m.Publish, m.Sync, m.Heartbeat, m.WeightsRequest, m.Command, m.Status),
+    "viewer": (m.Heartbeat, m.Bye, m.Command, m.Status),
+}
+
+
+@dataclass
+class Session:
+    """One connection, from its Hello on."""
+
+    socket: zmq.Socket
+    identity: bytes
+    hello: m.Hello
+    seen: float
+    report: Mapping[str, Any] = field(default_factory=dict)
+    earlier: dict[str, int] = field(default_factory=dict)  # epoch -> last seq, not drained yet
+    touched: set[str] = field(default_factory=set)  # epochs to acknowledge after the commit
+    waiting: set[str] = field(default_factory=set)  # epochs with a gap, until what was missing has come
+    told: set[str] = field(default_factory=set)  # those of them that were answered
+    noticed: m.Notice | None = None
+
+    def send(self, message: m.Message) -> None:
+        send(self.socket, self.identity, message)
+
+
+def bound(context: zmq.Context, address: str) -> zmq.Socket:
+    """A ROUTER that listens on `address`. Raises ConfigError when it cannot."""
+    socket = context.socket(zmq.ROUTER)
+    for option, value in (
+        (zmq.LINGER, 0), (zmq.MAXMSGSIZE, wire.MAX_ARRAY), (zmq.ROUTER_MANDATORY, 0), (zmq.SNDHWM, 64),
+        (zmq.RCVHWM, 64), (zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 5000),
+    ):  # fmt: skip
+        socket.setsockopt(option, value)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"cannot listen on {address}: {error.strerror}. Is another learner running? Stop it, or choose port=..."
+        ) from None
+    return socket
+
+
+def send(socket: zmq.Socket, identity: bytes, message: m.Message) -> None:
+    """Never blocks: a peer whose queue is full misses this message (acks and notices come again)."""
+    frames = m.encode(message)
+    copy = sum(len(frame) for frame in frames) < ZERO_COPY
+    try:
+        socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=copy)
+    except (zmq.Again, zmq.ZMQError) as error:
+        log.debug("not sent: %s", error)
