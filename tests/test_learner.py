@@ -31,6 +31,7 @@ from serl_launcher.service.inference import PolicyHost, Question
 from serl_launcher.service.learner import Learner
 from serl_launcher.service.ledger import curve, evaluation
 from serl_launcher.service.plan import load_plan
+from serl_launcher.service.training import capacities
 from serl_launcher.utils import checkpoint
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.logging import MetricsLog
@@ -521,6 +522,20 @@ def test_an_evaluation_counts_the_same_episodes_after_a_restart(tmp_path, spec, 
 
 
 # -- the server
+
+
+def test_a_trainer_that_starts_while_the_server_is_dead_waits_for_it(tmp_path, spec, make_segment, serve):
+    server, heard = serve(found(tmp_path / "run", spec, make_segment)), []
+    with Link(server.local, m.Hello(m.PROTOCOL, "learner", "trainer")) as link:
+        link.hello(PATIENCE)
+        server.kill()
+        thread = threading.Thread(target=lambda: heard.append(capacities(link)), daemon=True)
+        thread.start()
+        time.sleep(0.3)
+        assert thread.is_alive()
+        server.start()
+        thread.join(PATIENCE)
+    assert heard == [{"demo": 500, "eval": 20_000, "online": 2000}]
 
 
 def test_a_trainer_hears_and_is_heard_again_after_each_death_of_the_server(

@@ -52,9 +52,23 @@ def test_an_array_that_is_not_contiguous_travels_as_it_reads():
     assert np.array_equal(copies["a"], array)
 
 
+@pytest.mark.parametrize("shape", [[0, 2**26, 2**26, 2**26], [2**40], [-1], ["3"], [True]])
+def test_a_shape_that_no_array_can_have_is_refused_as_a_message(shape):
+    header = msgpack.packb([{"type": "Bye"}, [["a", "float32", shape]]])
+    with pytest.raises(MessageError):
+        messages.decode([header, b""])
+
+
+@pytest.mark.parametrize(("field", "value"), [("report", 5), ("report", [1]), ("report", None)])
+def test_a_field_of_another_type_is_refused(field, value):
+    header = msgpack.packb([{"type": "Heartbeat", field: value}, []])
+    with pytest.raises(MessageError, match="report of a Heartbeat should be of type"):
+        messages.decode([header])
+
+
 @pytest.mark.parametrize("kind", messages.TYPES, ids=lambda kind: kind.__name__)
 def test_every_message_travels(kind):
-    values = {str: "x", int: 3, bool: True}
+    values = {str: "x", int: 3, bool: True, int | None: None}
     wanted = messages.FIELDS[kind].items()
     fields = {name: values.get(of, [1, 2] if "Sequence" in str(of) else {"k": 1}) for name, of in wanted}
     if "arrays" in kind.__dataclass_fields__:

@@ -37,6 +37,7 @@ CREATE INDEX outcomes_by_episode ON outcomes (episode);
 CREATE TABLE directives (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT, at REAL);
 CREATE TABLE weights (version INTEGER PRIMARY KEY AUTOINCREMENT, sha256 TEXT, size INTEGER, update_ INTEGER,
     at REAL);
+CREATE INDEX weights_by_sha256 ON weights (sha256);
 CREATE TABLE commands (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT, argument TEXT, actor TEXT, at REAL);
 """
 
@@ -112,6 +113,15 @@ class Index:
         """Make everything since the last commit durable at once."""
         if self._db.in_transaction:
             self._db.execute("COMMIT")
+
+    def probe(self) -> None:
+        """Write what the log holds into the database anew, and sync it: what a failed sync left behind is either
+        durable then, or this raises sqlite3.Error or OSError."""
+        self.set_meta("probed", self.meta("probed") is None)
+        self.commit()
+        busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if busy:
+            raise OSError("the index is being read by another program: close it")
 
     def close(self) -> None:
         self._db.close()
@@ -218,9 +228,14 @@ class Index:
         row = (sha256, size, update, time.time())
         return self._write("INSERT INTO weights (sha256, size, update_, at) VALUES (?, ?, ?, ?)", row)
 
-    def weights(self) -> list[dict[str, Any]]:
-        """All versions, the newest first: {version, sha256, size, update}."""
-        rows = self._db.execute("SELECT version, sha256, size, update_ FROM weights ORDER BY version DESC")
+    def has_weights(self, sha256: str) -> bool:
+        """Whether this file was ever published."""
+        return self._db.execute("SELECT 1 FROM weights WHERE sha256 = ? LIMIT 1", (sha256,)).fetchone() is not None
+
+    def weights(self, count: int) -> list[dict[str, Any]]:
+        """The newest versions, the newest first: {version, sha256, size, update}."""
+        sql = "SELECT version, sha256, size, update_ FROM weights ORDER BY version DESC LIMIT ?"
+        rows = self._db.execute(sql, (count,))
         return [dict(zip(("version", "sha256", "size", "update"), row, strict=True)) for row in rows]
 
     def add_command(self, name: str, argument: str, actor: str) -> int:
@@ -230,6 +245,6 @@ class Index:
     def commands(self, since: int) -> list[list[Any]]:
         """[number, name, argument] of the operator's commands after `since`."""
         rows = self._db.execute(
-            "SELECT number, name, argument FROM commands WHERE number > ? ORDER BY number", (since,)
+            "SELECT number, name, argument FROM commands WHERE number > ? ORDER BY number LIMIT 100", (since,)
         )
         return [list(row) for row in rows]

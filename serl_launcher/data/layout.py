@@ -44,7 +44,7 @@ class Layout:
             ("checksum", "<u8"), ("time", "<f8"), ("weights", "<u8"), ("index", "<u4"), ("directive", "<u4"),
             ("flags", "<u4"), ("reward", "<f4"), ("action", self.spec.action.dtype, self.spec.action.shape),
         ]  # fmt: skip
-        fields += [(name, feature.dtype, feature.shape) for name, feature in sorted(self.spec.extras.items())]
+        fields += [(f"extras.{name}", item.dtype, item.shape) for name, item in sorted(self.spec.extras.items())]
         size = np.dtype(fields).itemsize
         return np.dtype([*fields, ("padding", "u1", (-size % 8,))])
 

@@ -123,6 +123,9 @@ class ReplayBuffer:
         A step is usable when all that the window asks of it is durable: its rows, or its episode's end. None when
         none was found.
         """
+        if window.starts == "decision":
+            among = np.arange(self.tail, self.head) if among is None else among
+            among = among[self._decision[among % self.layout.capacity]]
         size = self.head - self.tail if among is None else len(among)
         if size <= 0:
             return None
@@ -139,8 +142,6 @@ class ReplayBuffer:
     def _usable(self, numbers: Numbers, window: Window) -> Numbers:
         slots = numbers % self.layout.capacity
         usable = (self._first[slots] >= self.tail) & (numbers >= self.tail)
-        if window.starts == "decision":
-            usable &= self._decision[slots]
         chain, last = self._chain(numbers, _reach(window))
         ends = self._ends[last % self.layout.capacity]
         whole = chain[:, -1] != NONE
@@ -186,7 +187,7 @@ class ReplayBuffer:
             "action": records["action"], "reward": records["reward"],
             "terminated": flags & TERMINATED > 0, "truncated": flags & TRUNCATED > 0,
             "intervened": flags & INTERVENED > 0,
-            **{name: records[name] for name in self.layout.spec.extras if name in window.offsets},
+            **{name: records[f"extras.{name}"] for name in self.layout.spec.extras if name in window.offsets},
         }  # fmt: skip
         for name, column in columns.items():
             mask = valid.reshape(valid.shape + (1,) * (column.ndim - 2))

@@ -41,7 +41,7 @@ class Sources:
 
     def update(self, rows: Sequence[Sequence[Any]]) -> list[tuple[EpisodeInfo | None, EpisodeInfo]]:
         """Take in what the server said of episodes, then every new step; returns (before, now) of each changed one."""
-        changed = []
+        changed, newest = [], next(reversed(self.episodes), 0)
         if rows:
             self._sizes.clear()
         for row in rows:
@@ -52,7 +52,8 @@ class Sources:
             self._forget(before, episode)
             if episode.discard:
                 self._discarded.add(episode.source)
-        if any(before is None for before, _ in changed):  # a restart hears of them in the order of their last change
+        new = [now.number for before, now in changed if before is None]
+        if new != sorted(new) or (new and new[0] < newest):  # a restart hears of them in the order of their last change
             self.episodes = dict(sorted(self.episodes.items()))
         for buffer in self.buffers.values():
             buffer.refresh()

@@ -11,6 +11,7 @@ After a crash everything beyond the committed head does not exist, and the store
 If a write or a sync fails, nothing unacknowledged is trusted: close the store, open it again, let the actors resend.
 """
 
+import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ from serl_launcher.data import layout
 from serl_launcher.data.files import SourceFiles, allocate, sync_folder
 from serl_launcher.data.index import Episode, Epoch, Index, Source
 from serl_launcher.data.layout import Layout
+
+log = logging.getLogger(__name__)
 
 GROUP_BYTES = 64 << 20  # a group this large is committed before more is staged
 
@@ -61,7 +64,7 @@ class Store:
         self.sources = self.index.sources()
         self.epochs = self.index.epochs()
         self.directives = self.index.directives()
-        self.newest_weights = next(iter(self.index.weights()), None)
+        self.newest_weights = next(iter(self.index.weights(1)), None)
         self.epoch_steps, self.phase_steps = self.index.step_counts()
         self._open = self.index.open_episodes()
         self._episode_number, self._revision = self.index.last_numbers()
@@ -272,6 +275,9 @@ class Store:
         least = (max(tail + spare, source.tail), max(row_tail + spare, source.row_tail))
         found = self.index.first_from(source.name, *least)
         source.tail, source.row_tail = found or (source.head, source.row_head)
+        for episode in self._open.values():
+            if episode.source == source.name and episode.first < source.tail:
+                log.warning("%s is longer than source %s: nothing of it can be drawn", episode.id, source.name)
         # What is staged is not in this transaction: a tail may move without the group that needs it.
         self.index.put_sources([source])
         self.index.commit()
@@ -311,7 +317,7 @@ class Store:
         """Give the weights file `sha256` the next version number, durably."""
         version = self.index.add_weights(sha256, size, update)
         self.commit()
-        self.newest_weights = self.index.weights()[0]
+        self.newest_weights = self.index.weights(1)[0]
         return version
 
     def command(self, name: str, argument: str, actor: str) -> int:
@@ -324,8 +330,7 @@ class Store:
         """Write and sync something; raises OSError or sqlite3.Error while the disk still fails."""
         for files in self._files.values():
             files.sync()
-        self.index.set_meta("probed", self.index.meta("probed") is None)
-        self.index.commit()
+        self.index.probe()
 
     def manifest(self) -> dict[str, dict[str, int]]:
         """{source: {capacity, tail, head}} as committed."""
@@ -366,7 +371,7 @@ def _fill(part: Array, segment: Segment, episode: Episode, step: int, row: int, 
     part["time"], part["reward"], part["action"] = segment.time, segment.reward, segment.action
     part["flags"] = segment.intervened * layout.INTERVENED + segment.decision * layout.DECISION
     for name in extras:
-        part[name] = segment.extras[name]
+        part[f"extras.{name}"] = segment.extras[name]
     if segment.ends:
         part["final_row"][-1] = row + count
         part["flags"][-1] |= segment.terminated * layout.TERMINATED + segment.truncated * layout.TRUNCATED

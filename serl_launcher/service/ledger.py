@@ -116,9 +116,10 @@ def evaluation(sources: Sources, phase: str, begin: int, count: int | None) -> d
     ]
     if not done:
         return {"episodes": 0, "distinct_starts": 0, "successes": None, "returns": [], "versions": []}
-    firsts = np.array([episode.first for episode in done])
+    tail = sources.buffers["eval"].tail
+    firsts = np.array([episode.first for episode in done if episode.first >= tail], np.int64)  # the rest was evicted
     columns = [
-        sources.buffers["eval"].observed(name, firsts).reshape(len(done), -1) for name in sources.spec.observation
+        sources.buffers["eval"].observed(name, firsts).reshape(len(firsts), -1) for name in sources.spec.observation
     ]
     starts = {b"".join(parts) for parts in zip(*([row.tobytes() for row in column] for column in columns), strict=True)}
     judged = any(episode.success is not None for episode in done)

@@ -17,6 +17,7 @@ from typing import Any
 import zmq
 from serl_client import messages as m
 from serl_client import wire
+from serl_client.episode import MAX_NAME
 from serl_client.errors import ConfigError, MessageError, Refused, RetakeError, ServerFailed, VersionMismatch
 from serl_client.spec import Spec
 
@@ -30,7 +31,7 @@ WINDOW = 16 << 20  # bytes of one actor that may be unacknowledged on the wire
 NOTICE_S = 1.0
 MISSING_S = 15.0  # longer than one large record takes over a slow link
 BAD_MESSAGES = 16  # after these a connection is ignored
-CATALOG_ROWS = 2000
+CATALOG_ROWS = 500  # with names of at most MAX_NAME characters they fit into one header
 
 
 class Server:
@@ -312,13 +313,19 @@ class Server:
         self.store.hello(hello.actor, hello.outbox, hello.epoch, [(epoch, last) for epoch, last in hello.earlier])
 
     def _fence(self, hello: m.Hello) -> None:
-        """Of two living clients with one name, the one whose Hello came first is told, and is heard no more."""
+        """Of two living clients with one name, the one whose first Hello came first is told, and is heard no more."""
+        text = f"another client named {hello.actor} has connected; give each actor its own name"
         for peer, other in list(self._sessions.items()):
-            if (other.hello.role, other.hello.actor) == (hello.role, hello.actor):
-                del self._sessions[peer]
-                if hello.role == "actor" and other.hello.epoch != hello.epoch:
-                    text = f"another client named {hello.actor} has connected; give each actor its own name"
-                    send(*peer, m.Failed("Refused", text, final=True))
+            if (other.hello.role, other.hello.actor) != (hello.role, hello.actor):
+                continue
+            if hello.role == "actor" and other.hello.epoch != hello.epoch:
+                if self._position(other.hello.epoch) > self._position(hello.epoch):
+                    raise Refused(text)
+                send(*peer, m.Failed("Refused", text, final=True))
+            del self._sessions[peer]
+
+    def _position(self, epoch: str) -> int:
+        return self._store.epochs[epoch].position
 
     def _push(self, session: Session, push: m.Push) -> None:
         """Stage records. Nothing is answered here: a gap, too, is named only when what came before is durable."""
@@ -344,7 +351,9 @@ class Server:
         del self._sessions[session.socket, session.identity]
 
     def _weights(self, session: Session, request: m.WeightsRequest) -> m.Message:
-        data = self.weights.read(self._store.index.weights(), request.sha256, request.offset, request.length)
+        if not self._store.index.has_weights(request.sha256):
+            raise Refused(f"no weights {request.sha256[:12]} were published in this run")
+        data = self.weights.read(request.sha256, request.offset, request.length)
         return m.WeightsChunk(request.sha256, request.offset, {"data": data})
 
     def _direct(self, session: Session, direct: m.Direct) -> m.Message:
@@ -357,7 +366,7 @@ class Server:
 
     def _publish(self, session: Session, publish: m.Publish) -> m.Message:
         version = self._store.publish_weights(publish.sha256, publish.size, publish.update)
-        self.weights.clean(self._store.index.weights())
+        self.weights.clean(self._store.index.weights(2))
         return m.Done(version)
 
     def _sync(self, session: Session, sync: m.Sync) -> m.Message:
@@ -369,6 +378,8 @@ class Server:
         return m.Synced(revision, rows, store.index.commands(sync.command), living, len(rows) == CATALOG_ROWS)
 
     def _command(self, session: Session, command: m.Command) -> m.Message:
+        if len(command.name) > MAX_NAME or len(command.argument) > MAX_NAME:
+            raise Refused(f"a command has at most {MAX_NAME} characters")
         log.info("%s says %s %s", session.hello.actor, command.name, command.argument)
         return m.Done(self._store.command(command.name, command.argument, session.hello.actor))
 

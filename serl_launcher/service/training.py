@@ -39,10 +39,8 @@ def train(config: DictConfig, run_dir: Path, local: str, console: Console) -> No
     plan = plan_of(config, set(algorithm.windows))
     for note in plan.notes:
         log.info("%s", note)
-    status: Any = link.call(m.Status(), timeout=5.0)
-    capacities = {name: source["capacity"] for name, source in status.report["sources"].items()}
     pinned = device != "cpu"
-    sources = Sources(run_dir / "store", spec, capacities, plan.views, seed=config.seed, pinned=pinned)
+    sources = Sources(run_dir / "store", spec, capacities(link), plan.views, seed=config.seed, pinned=pinned)
     learner = Learner(
         run_dir=run_dir, link=link, plan=plan, algorithm=algorithm, sources=sources,
         checkpoints=Checkpoints(run_dir / "checkpoints", spec=spec, config=_identity(config)),
@@ -137,6 +135,15 @@ def _connect(local: str, name: str) -> tuple[Link, Spec]:
         if time.monotonic() - told > 10.0 and name == "trainer":
             log.info("waiting for the first actor: it brings the description of the robot (run_actor.sh)")
             told = time.monotonic()
+        time.sleep(0.1)
+
+
+def capacities(link: Link) -> dict[str, int]:
+    """{source: steps} of the run's store; waits for a server that is being started again."""
+    while True:
+        with contextlib.suppress(Timeout, Disconnected):
+            status: Any = link.call(m.Status(), timeout=5.0)
+            return {name: source["capacity"] for name, source in status.report["sources"].items()}
         time.sleep(0.1)
 
 

@@ -41,10 +41,8 @@ class WeightFiles:
         self.folder = folder
         self._asked: dict[str, float] = {}
 
-    def read(self, versions: list[dict[str, Any]], sha256: str, offset: int, length: int) -> Array:
-        """Up to `length` bytes of a published file, at most CHUNK. Raises Refused when there is no such file."""
-        if sha256 not in {version["sha256"] for version in versions}:
-            raise Refused(f"no weights {sha256[:12]} were published in this run")
+    def read(self, sha256: str, offset: int, length: int) -> Array:
+        """Up to `length` bytes of a published file, at most CHUNK. Raises Refused when it is gone."""
         try:
             with open(path(self.folder, sha256), "rb") as file:
                 file.seek(max(0, offset))
@@ -54,9 +52,9 @@ class WeightFiles:
         self._asked[sha256] = time.monotonic()
         return np.frombuffer(data, np.uint8)
 
-    def clean(self, versions: list[dict[str, Any]]) -> None:
-        """Delete what is neither one of the two newest versions nor being pulled (checkpoints hold their own)."""
-        needed = {version["sha256"] for version in versions[:2]}
+    def clean(self, newest: list[dict[str, Any]]) -> None:
+        """Delete what is neither one of the `newest` versions nor being pulled (checkpoints hold their own)."""
+        needed = {version["sha256"] for version in newest}
         recent = time.monotonic() - PULL_S
         needed |= {sha256 for sha256, asked in self._asked.items() if asked > recent}
         for file in self.folder.glob("*.safetensors"):

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from serl_client.spec import Array, Spec
+from serl_client.spec import ROW, Array, Spec
 
-COLUMNS = {"reward": "float32", "intervened": "bool", "decision": "bool", "time": "float64"}  # each [T]
+COLUMNS = ROW  # each [T]
+MAX_NAME = 200  # characters of an episode's, a task's or a phase's name
+MAX_NUMBER = 1 << 53
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,7 @@ class Segment:
     def check(self, spec: Spec) -> None:
         """Raise ValueError, naming the array, unless every array has the shape and dtype that `spec` gives it."""
         length = len(self)
-        if length == 0 or self.start < 0 or not self.episode:
-            raise ValueError("a segment has an episode, a start >= 0 and at least one step")
-        if self.terminated and self.truncated:
-            raise ValueError("an episode is terminated or truncated, not both")
+        self._check_names_and_numbers()
         for kind, features, arrays, rows in (
             ("observation", spec.observation, self.observation, length + self.ends),
             ("extras", spec.extras, self.extras, length),
@@ -73,6 +72,16 @@ class Segment:
                 raise ValueError(f"{name} should be {dtype} [{length}], not {array.dtype} {list(array.shape)}")
         if not (np.isfinite(self.action).all() and np.isfinite(self.reward).all()):
             raise ValueError("action and reward must be finite")
+
+    def _check_names_and_numbers(self) -> None:
+        if len(self) == 0 or self.start < 0 or not self.episode:
+            raise ValueError("a segment has an episode, a start >= 0 and at least one step")
+        if any(len(name) > MAX_NAME for name in (self.episode, self.task, self.stamp.phase)):
+            raise ValueError(f"the names of episode, task and phase have at most {MAX_NAME} characters")
+        if not all(0 <= number < MAX_NUMBER for number in (self.start, self.stamp.directive, self.stamp.weights)):
+            raise ValueError("start, directive and weights are numbers from 0 on")
+        if self.terminated and self.truncated:
+            raise ValueError("an episode is terminated or truncated, not both")
 
 
 @dataclass(frozen=True, slots=True)

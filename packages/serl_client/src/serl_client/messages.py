@@ -5,6 +5,8 @@ field is a MessageError; the handlers are found in tables keyed by these types.
 """
 
 import dataclasses
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -242,12 +244,21 @@ def decode(frames: Sequence[wire.Buffer]) -> Message:
     if set(header) != set(fields):
         raise MessageError(f"a {kind.__name__} has the fields {tuple(fields)}, not {tuple(header)}")
     for name, value in header.items():
-        if fields[name] in (str, int, bool) and type(value) is not fields[name]:
-            raise MessageError(f"{name} of a {kind.__name__} should be of type {fields[name].__name__}")
+        if not _fits(value, fields[name]):
+            expected = getattr(fields[name], "__name__", fields[name])
+            raise MessageError(f"{name} of a {kind.__name__} should be of type {expected}")
     has_arrays = "arrays" in kind.__dataclass_fields__
     if arrays and not has_arrays:
         raise MessageError(f"a {kind.__name__} carries no arrays")
     return kind(**header, arrays=arrays) if has_arrays else kind(**header)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value that msgpack gave is of the type that a field's annotation names."""
+    if isinstance(kind, types.UnionType):
+        return any(_fits(value, part) for part in typing.get_args(kind))
+    origin = typing.get_origin(kind) or kind
+    return type(value) is {Mapping: dict, Sequence: list}.get(origin, origin)
 
 
 def seal(seq: int, record: Record) -> list[wire.Buffer]:

@@ -25,6 +25,7 @@ DTYPES = (
     "float32",
     "float64",
 )
+ROW = {"reward": "float32", "intervened": "bool", "decision": "bool", "time": "float64"}  # columns of every row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +80,11 @@ class Spec:
     def __post_init__(self) -> None:
         if not self.observation:
             raise ConfigError("a Spec needs at least one observation")
+        names = [*self.observation, *self.extras]
+        if len(set(names)) < len(names) or not all(name.startswith("observation.") for name in self.observation):
+            raise ConfigError(f"observations are called observation.<name>, and no name comes twice: {names}")
+        if reserved := {"action", *ROW} & set(names):
+            raise ConfigError(f"every row has {sorted(reserved)} already: give the extras other names")
         if len(self.action.shape) != 1 or self.action.low is None or self.action.high is None:
             raise ConfigError("the action must be one vector with the bounds low and high")
         if not (np.isfinite(self.action.low).all() and np.isfinite(self.action.high).all()):

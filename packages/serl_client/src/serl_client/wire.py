@@ -136,6 +136,6 @@ def _described(name: str, dtype: str, shape: list[int]) -> tuple[str, str, tuple
     if any(type(size) is not int or not 0 <= size <= MAX_ARRAY for size in shape):
         raise ValueError(f"array {name!r} has the shape {shape}")
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    if nbytes > MAX_ARRAY:
+    if math.prod(max(1, size) for size in shape) * np.dtype(dtype).itemsize > MAX_ARRAY:
         raise ValueError(f"array {name!r} would have {nbytes} bytes; at most {MAX_ARRAY} are allowed")
     return name, dtype, tuple(shape), nbytes
