@@ -1,9 +1,11 @@
 """Windows never cross an episode, see every durable step, and never a row that is being overwritten."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
-from serl_client import Outcome
+from serl_client import ConfigError, Feature, Outcome, Spec
 
 from serl_launcher.data import layout
 from serl_launcher.data.episodes import View
@@ -216,3 +218,33 @@ def test_a_reader_that_comes_late_or_falls_behind_sees_what_is_left(store, push,
         each.refresh()
         drawn = each.draw(300, SAC, np.random.default_rng(0), None)
         assert set(each.episode_of(drawn)) == set(range(reader.tail // 10 + 1, 41))
+
+
+def test_rare_decisions_are_found_and_extras_keep_their_own_names(tmp_path, spec, make_segment):
+    """A column of Spec.extras may be called like a field of the step record."""
+    extras = {"weights": Feature((3,)), "number": Feature((), "int64")}
+    spec = Spec(spec.observation, spec.action, 10.0, extras)
+    made = Store.create(tmp_path / "store", spec, {"online": 2000})
+    made.direct({"into": "online", "phase": "practise"})
+    made.hello("arm", "outbox", "A", [])
+    segment = make_segment("e0", 1, 0, 500, ends="terminated")
+    segment.decision[:] = np.arange(500) % 50 == 0
+    own = {"weights": np.full((500, 3), 7.0, np.float32), "number": np.arange(500)}
+    made.stage("A", 0, dataclasses.replace(segment, extras=own))
+    made.commit()
+    found = Sources(made.folder, spec, {"online": 2000}, {}, seed=0)
+    found.update(made.index.catalog(0, 10)[1])
+    offsets = tuple(range(50))
+    window = Window({STATE: (0,), "action": offsets, "weights": offsets, "number": offsets}, starts="decision")
+    for _ in range(20):
+        batch = found.sample(64, window, {"online": 1.0})
+        assert {i % 50 for _, i in starts(batch)} == {0}
+        assert (batch.extras["weights"] == 7).all()
+        assert (batch.extras["number"] == batch.observation[STATE][:, :1, 1] + torch.arange(50)).all()
+    made.close()
+
+
+@pytest.mark.parametrize("name", ["reward", "action", STATE])
+def test_extras_that_every_row_has_already_are_refused(spec, name):
+    with pytest.raises(ConfigError):
+        Spec(spec.observation, spec.action, 10.0, {name: Feature((2,))})

@@ -439,6 +439,33 @@ def test_a_second_client_of_one_name_stops_the_first_and_its_records_wait(server
     assert not server.episodes()[f"arm-{first.epoch[:8]}-000000"]["sealed"], "silence never closes an episode"
 
 
+def test_the_first_of_two_clients_does_not_push_the_second_out_when_its_link_comes_back(server, spec):
+    first, second = raw_actor(server, spec, "a" * 32), raw_actor(server, spec, "b" * 32)
+    with first, second:
+        welcomed(first)
+        first.close()  # its link is cut; the robot PC is replaced
+        welcomed(second)
+        with pytest.raises(Refused, match="another client named arm has connected"):
+            first.hello(5.0)
+        push_raw(second, "b" * 32)
+        assert second.call(m.Status(), 5.0).report["refused"] == 1
+        assert second.connected
+
+
+def test_numbers_that_no_actor_gives_are_refused_and_the_server_goes_on(server, spec, make_segment):
+    for version in (-1, 2**63):
+        with raw_actor(server, spec) as link:
+            welcomed(link)
+            server.direct()
+            push_raw(link, "a" * 32, (0, make_segment(weights=version)))
+            failed = None
+            while not isinstance(failed, m.Failed):
+                link.wait(0.05)
+                failed = link.receive()
+            assert "numbers from 0 on" in failed.text
+    assert server.process.poll() is None
+
+
 def test_another_spec_is_refused_with_both_values(server, connect):
     connect("one")
     other = Spec({"observation.state": Feature((9,))}, Feature((2,), low=-1, high=1), fps=10.0)

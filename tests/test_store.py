@@ -363,6 +363,27 @@ def test_after_a_failed_write_or_sync_nothing_unacknowledged_is_there(
     assert [i for _, i, _ in contents(tmp_path)] == list(range(8))
 
 
+def test_probing_writes_the_log_into_the_database_anew(tmp_path, spec, make_segment):
+    """A commit whose sync failed may be found again in the log: before it counts, it is written and synced again."""
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment("e0", ends="terminated"))
+    made.commit()
+    log = tmp_path / "store" / "index.sqlite-wal"
+    assert log.stat().st_size > 0
+    made.probe()
+    assert log.stat().st_size == 0
+    made.close()
+    assert len(contents(tmp_path)) == 4
+
+
+def test_an_episode_longer_than_its_source_is_told(tmp_path, spec, make_segment, caplog):
+    made = founded(tmp_path, spec, online=100)
+    for seq in range(8):
+        made.stage("A", seq, make_segment("long", 0, 20 * seq, 20))
+        made.commit()
+    assert "long is longer than source online" in caplog.text
+
+
 def test_a_commit_of_the_index_that_fails_undoes_the_whole_group(tmp_path, spec, make_segment, monkeypatch):
     made = founded(tmp_path, spec)
     made.stage("A", 0, make_segment("e0", ends="terminated"))
