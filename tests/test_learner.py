@@ -526,6 +526,7 @@ def test_an_evaluation_counts_the_same_episodes_after_a_restart(tmp_path, spec, 
 
 def test_a_trainer_that_starts_while_the_server_is_dead_waits_for_it(tmp_path, spec, make_segment, serve):
     server, heard = serve(found(tmp_path / "run", spec, make_segment)), []
+    server.status()  # it is up
     with Link(server.local, m.Hello(m.PROTOCOL, "learner", "trainer")) as link:
         link.hello(PATIENCE)
         server.kill()

@@ -303,7 +303,8 @@ class Server:
             try:
                 self.store = Store.create(self.run_dir / "store", spec, self.capacities)
             except (ConfigError, OSError) as error:
-                self.fatal = ConfigError(f"no store can be made for this run: {error}")
+                known = isinstance(error, ConfigError)
+                self.fatal = error if known else ConfigError(f"no store can be made in {self.run_dir}: {error}")
                 raise Refused(str(self.fatal)) from None
         elif difference := self.store.spec.difference(spec):
             raise Refused(
