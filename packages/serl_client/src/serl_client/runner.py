@@ -320,7 +320,7 @@ class _Actor:
     def _pronounce(self, episode: str, success: bool | None) -> None:
         """Push what judge and operator say of an episode: before its last rows, so that none counts as unjudged."""
         if success is not None:
-            self._client.push(Outcome(episode, success))
+            self._client.push(Outcome(episode, bool(success)))  # an environment's may be numpy's
         if verdict := self._verdict:
             self._client.push(Outcome(episode, VERDICTS[verdict], discard=verdict == "discard", by="operator"))
 
