@@ -38,6 +38,13 @@ def failing(fd):
         raise OSError(errno.ENOSPC, "No space left on device")
     sync(fd)
 os.fdatasync = failing
+stage = server.Store._stage_segment
+def buggy(*arguments):
+    stage(*arguments)
+    if (run_dir / "raise").exists():
+        (run_dir / "raise").unlink()
+        raise RuntimeError("a bug, when half of a record was staged")
+server.Store._stage_segment = buggy
 serve(run_dir, capacities, public=public, local=local, inference="tcp://127.0.0.1:1")
 """
 
@@ -218,6 +225,19 @@ def test_a_record_that_fails_is_answered_and_the_server_goes_on(server, connect,
     push_all(good, episode(make_segment, 0, client=good))
     assert good.drain(20)
     assert_whole(server, [good], 1)
+
+
+def test_a_bug_in_the_middle_of_a_record_keeps_nothing_of_it_and_the_record_comes_again(server, connect, make_segment):
+    """E3, once more: what is half staged when a handler fails is never committed."""
+    client = connect()
+    push_all(client, episode(make_segment, 0, client=client))
+    assert client.drain(20)
+    (server.run_dir / "raise").touch()
+    for i in range(1, 6):
+        push_all(client, episode(make_segment, i, client=client))
+    assert client.drain(30)
+    assert not (server.run_dir / "raise").exists()
+    assert_whole(server, [client], 6)
 
 
 def test_bytes_that_are_no_message_are_refused_and_the_server_goes_on(server, connect, make_segment):

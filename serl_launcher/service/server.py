@@ -121,8 +121,10 @@ class Server:
                 log.warning("refused: %s", error)
             final = isinstance(message, (m.Hello, m.Push)) and not isinstance(error, ServerFailed)
             answer = m.Failed(type(error).__name__, str(error), final)
-        except Exception:
+        except Exception as error:
             log.exception("a handler failed")
+            if isinstance(message, (m.Hello, m.Push)):
+                self._degrade(error)  # what is staged may be half of something: begin again from what is committed
             answer = m.Failed("ServerFailed", "the learner failed on this message; its log says why")
         if answer is not None:
             send(socket, identity, answer)
