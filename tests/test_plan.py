@@ -546,10 +546,12 @@ def test_the_quickstart_measures_before_and_after_and_needs_lasting_success(conf
     assert list(plan.phases) == ["demonstrate", "baseline", "practise", "evaluate"]
     assert (plan.phases["baseline"].episodes, plan.phases["evaluate"].episodes) == (30, 50)
     state = PlanState(plan.only("practise"))
-    peak = ((False, False),) * 4 + ((True, False),) * 46  # the last 46 in a row, and yet 92 % of 50
-    state.advance(practise(5000, episodes=50, recent=peak))
-    assert state.phase is not None
-    state.advance(practise(5100, episodes=51, recent=(*peak[1:], (True, False))))
+    peak = ((False, False),) * 5 + ((True, False),) * 95  # the last 95 in a row, and yet 95 % of 100
+    lasting = (*peak[1:], (True, False))
+    for steps, recent in ((7000, peak), (5999, lasting)):
+        state.advance(practise(steps, episodes=100, recent=recent))
+        assert state.phase is not None
+    state.advance(practise(6000, episodes=101, recent=lasting))
     assert state.phase is None
 
 
