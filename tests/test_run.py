@@ -170,7 +170,11 @@ def stored_steps(run_dir):
 
 
 def assert_whole(run_dir, *, cut):
-    """Every step is what was acknowledged, every episode is whole and once; at most `cut` have no end."""
+    """Every step is what was acknowledged, every episode is whole and once.
+
+    Without an end are at most the last one of each start of an actor, which the plan's end or a kill called off, and
+    `cut` more. That last one stays open until its actor comes again.
+    """
     checked = subprocess.run([sys.executable, ROOT / "tools/store.py", "verify", run_dir], capture_output=True)
     assert checked.returncode == 0, checked.stdout
     found = stored_steps(run_dir)
@@ -178,12 +182,12 @@ def assert_whole(run_dir, *, cut):
         rows = index.execute("SELECT number, epoch, steps, sealed, final FROM episodes ORDER BY number").fetchall()
         outcomes = index.execute("SELECT count(*) FROM outcomes GROUP BY episode").fetchall()
     assert set(found) == {number for number, *_ in rows}
-    stamps = defaultdict(list)
+    stamps, last = defaultdict(list), {epoch: number for number, epoch, *_ in rows}
     for number, epoch, steps, sealed, _ in rows:
         assert [index for index, _, _ in found[number]] == list(range(steps))
-        assert sealed
+        assert sealed or number == last[epoch]
         stamps[epoch] += [stamp for _, *stamp in found[number]]
-    assert sum(not final for *_, final in rows) <= cut
+    assert sum(not final for *_, final in rows) <= cut + len(last)
     assert all(count == (1,) for count in outcomes)
     for given in stamps.values():
         directives, versions = zip(*given, strict=True)
@@ -232,7 +236,7 @@ def test_after_kill_9_of_each_process_and_of_all_the_run_goes_on_to_its_end(prog
     assert programs.status(learner) == 0
     assert programs.status(actor) == 0
     assert_finished(programs, before)
-    assert_whole(programs.run_dir, cut=2)
+    assert_whole(programs.run_dir, cut=1)
 
 
 @pytest.mark.slow
