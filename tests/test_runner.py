@@ -294,7 +294,7 @@ def test_out_of_room_the_episode_is_cut_off_and_the_actor_goes_on_when_there_is_
     monkeypatch.setattr(client, "wait", lambda timeout: time.sleep(0.002))
     run(env, client, status=status)
     first, second = client.episodes
-    assert (len(first), first.truncated, first.terminated) == (10, True, False)
+    assert (len(first), first.truncated, first.terminated) == (6, True, False)
     assert seen == [("IDLE", 1, 2)]
     assert (len(second), second.terminated) == (13, True)
     assert "outbox is full" in status.warning

@@ -134,7 +134,7 @@ def test_an_actor_that_died_leaves_a_truncated_episode_only_when_its_next_life_h
     made.commit()
     episode = made.index.episode("e0")
     assert (episode.steps, episode.truncated, episode.terminated, episode.sealed, episode.final) == (8, 1, 0, 1, 0)
-    with pytest.raises(Refused, match="closed"):
+    with pytest.raises(Refused, match="came where the start of an episode"):
         made.stage("A", 2, make_segment("e0", start=8))
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serl_client.episode import Outcome, Record, Segment
+from serl_client.episode import MAX_NAME, Outcome, Record, Segment
 from serl_client.errors import ConfigError, Refused
 from serl_client.spec import Array, Spec
 
@@ -59,6 +59,7 @@ class Store:
             raise ConfigError(f"there is no store in {folder}")
         self.folder = folder
         self.index = Index(folder / "index.sqlite")
+        self.index.probe()  # an earlier life may have died after a sync that failed
         self.run: str = self.index.meta("run")
         self.spec = Spec.from_dict(self.index.meta("spec"))
         self.sources = self.index.sources()
@@ -115,12 +116,15 @@ class Store:
         """Make this epoch and the `earlier` ones (epoch, last seq) known, durably, and close what is over:
         epochs of this actor's outbox that it holds nothing of any more."""
         alive = {epoch, *(name for name, _ in earlier)}
+        if strangers := [name for name in alive if name in self.epochs and self.epochs[name].outbox != outbox]:
+            raise Refused(f"epoch {strangers[0]} belongs to another actor's outbox")
         for name in [*(name for name, _ in earlier), epoch]:
             if name not in self.epochs:
                 self.epochs[name] = Epoch(name, len(self.epochs), actor, outbox)
             self._changed_epochs[name] = self.epochs[name]
         for state in list(self.epochs.values()):
-            if (state.outbox, state.actor) == (outbox, actor) and state.epoch not in alive and not state.closed:
+            mine = (state.outbox, state.actor) == (outbox, actor) and state.position < self.epochs[epoch].position
+            if mine and state.epoch not in alive and not state.closed:
                 self.close_epoch(state.epoch)
         self.commit()
 
@@ -146,8 +150,6 @@ class Store:
             return False
         if seq > state.expected:
             raise Gap(state.expected)
-        if state.closed:
-            raise Refused(f"epoch {epoch} is closed: a later start of this actor has delivered all of it")
         if isinstance(record, Segment):
             self._stage_segment(state, record)
         else:
@@ -225,6 +227,8 @@ class Store:
 
     def _stage_outcome(self, state: Epoch, seq: int, outcome: Outcome) -> None:
         """An outcome may come before its episode's first segment, or long after its last."""
+        if len(outcome.episode) > MAX_NAME or len(outcome.by) > MAX_NAME:
+            raise Refused(f"the names in an outcome have at most {MAX_NAME} characters")
         self._staged_outcomes.append((state.epoch, seq, outcome))
         if episode := self._find(outcome.episode):
             _judge(episode, outcome)
@@ -239,6 +243,11 @@ class Store:
         return self._changed_episodes.get(id) or next(still_open, None) or self.index.episode(id)
 
     # -- the group
+    @property
+    def staged(self) -> bool:
+        """Whether there is anything to commit."""
+        return bool(self._changed_epochs or self._changed_episodes)
+
     def commit(self) -> None:
         """Make all that was staged durable, then visible to readers."""
         busy = [name for name, group in self._staged.items() if group.segments]

@@ -111,7 +111,7 @@ class Server:
         except (OSError, sqlite3.Error) as error:
             self._degrade(error)
             answer = m.Failed("ServerFailed", f"the learner's store fails: {error}")
-        except MessageError as error:
+        except (MessageError, KeyError, TypeError, ValueError) as error:
             self._bad[peer] = self._bad.get(peer, 0) + 1
             self.refused += 1
             answer = m.Failed("Refused", str(error))
@@ -121,10 +121,8 @@ class Server:
                 log.warning("refused: %s", error)
             final = isinstance(message, (m.Hello, m.Push)) and not isinstance(error, ServerFailed)
             answer = m.Failed(type(error).__name__, str(error), final)
-        except Exception as error:
+        except Exception:
             log.exception("a handler failed")
-            if isinstance(message, (m.Hello, m.Push)):
-                self._degrade(error)  # what is staged may be half of something: begin again from what is committed
             answer = m.Failed("ServerFailed", "the learner failed on this message; its log says why")
         if answer is not None:
             send(socket, identity, answer)
@@ -143,7 +141,7 @@ class Server:
         if self.store is None:
             return
         touched = [session for session in self._sessions.values() if session.touched]
-        if not touched and not self.degraded:
+        if not self.store.staged and not touched and not self.degraded:
             return
         try:
             if self.degraded:
@@ -153,6 +151,9 @@ class Server:
                 for session in touched:
                     self._acknowledge(session)
         except (OSError, sqlite3.Error) as error:
+            self._degrade(error)
+        except Exception as error:
+            log.exception("the group could not be committed")
             self._degrade(error)
 
     def _acknowledge(self, session: Session) -> None:
@@ -178,6 +179,9 @@ class Server:
 
     def _degrade(self, error: Exception) -> None:
         """The disk failed: acknowledge nothing, trust nothing that is not committed, try again every second."""
+        if self.store is None:
+            log.error("%s", error)
+            return
         if not self.degraded:
             log.error("DEGRADED: %s", error)
             self._store_closed()
@@ -280,6 +284,9 @@ class Server:
         return m.Welcome(run, ordinal, WINDOW, expected, spec, self.inference, asdict(session.noticed))
 
     def _check_hello(self, socket: zmq.Socket, hello: m.Hello) -> None:
+        pairs = all(isinstance(pair, list) and [type(part) for part in pair] == [str, int] for pair in hello.earlier)
+        if not pairs or max(len(hello.actor), len(hello.epoch), len(hello.outbox)) > MAX_NAME:
+            raise MessageError(f"a Hello names [epoch, seq] pairs, and has names of at most {MAX_NAME} characters")
         low, high = hello.protocol
         if high < m.PROTOCOL[0] or low > m.PROTOCOL[1]:
             raise VersionMismatch(
@@ -304,7 +311,7 @@ class Server:
         if self.store is None:
             try:
                 self.store = Store.create(self.run_dir / "store", spec, self.capacities)
-            except (ConfigError, OSError) as error:
+            except (ConfigError, OSError, sqlite3.Error) as error:
                 known = isinstance(error, ConfigError)
                 self.fatal = error if known else ConfigError(f"no store can be made in {self.run_dir}: {error}")
                 raise Refused(str(self.fatal)) from None
@@ -343,6 +350,11 @@ class Server:
                 session.waiting.add(push.epoch)
                 session.touched.add(push.epoch)
                 return
+            except (RetakeError, OSError, sqlite3.Error):
+                raise
+            except Exception as error:
+                self._degrade(error)  # what is staged may be half of something: begin again from what is committed
+                raise
             session.waiting.discard(push.epoch)
             session.told.discard(push.epoch)
             session.touched.add(push.epoch)
@@ -356,7 +368,10 @@ class Server:
     def _weights(self, session: Session, request: m.WeightsRequest) -> m.Message:
         if not self._store.index.has_weights(request.sha256):
             raise Refused(f"no weights {request.sha256[:12]} were published in this run")
-        data = self.weights.read(request.sha256, request.offset, request.length)
+        try:
+            data = self.weights.read(request.sha256, request.offset, request.length)
+        except (OSError, OverflowError) as error:
+            raise ServerFailed(f"the weights cannot be read: {error}") from None
         return m.WeightsChunk(request.sha256, request.offset, {"data": data})
 
     def _direct(self, session: Session, direct: m.Direct) -> m.Message:

@@ -279,7 +279,7 @@ class _Actor:
         elif self._is_real and episode.held > SILENCE * self._env.spec.fps:
             self._status.warn(f"no action came for {SILENCE:.0f} s; {recorder.episode} is cut off")
             recorder.end(terminated=False)
-        elif recorder.is_full and not self._has_room():
+        elif not self._client.room and not self._has_room():
             self._status.warn(f"{self._client.fault or 'the disk is too slow'}; {recorder.episode} is cut off")
             recorder.end(terminated=False)
         elif recorder.is_full:
