@@ -385,6 +385,7 @@ def test_a_record_that_is_larger_than_the_window_goes_alone(learner, connect, ma
 
 
 def test_a_full_outbox_shows_as_no_room_and_what_ends_the_episode_is_still_taken(learner, connect, make_segment):
+    """hi-ors E8: a queue of 100 lost 900 of 1000 transitions without a word."""
     learner.stop()
     client = connect(capacity=3000)
     starts = iter(range(0, 10**6, 4))
