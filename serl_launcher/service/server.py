@@ -31,7 +31,7 @@ WINDOW = 16 << 20  # bytes of one actor that may be unacknowledged on the wire
 NOTICE_S = 1.0
 MISSING_S = 15.0  # longer than one large record takes over a slow link
 BAD_MESSAGES = 16  # after these a connection is ignored
-CATALOG_ROWS = 500  # with names of at most MAX_NAME characters they fit into one header
+CATALOG_ROWS = 200  # with five names of MAX_NAME characters of 4 bytes each they fit into one header
 
 
 class Server:

@@ -10,6 +10,8 @@ import numpy as np
 from serl_client.errors import Refused
 from serl_client.spec import Array
 
+from serl_launcher.data.files import sync_folder
+
 CHUNK = 4 << 20
 PULL_S = 30.0  # a file that was asked for this recently is not deleted
 
@@ -24,9 +26,7 @@ def write(folder: Path, data: bytes) -> tuple[str, int]:
         file.flush()
         os.fsync(file.fileno())
     aside.rename(path(folder, sha256))
-    fd = os.open(folder, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
+    sync_folder(folder)
     return sha256, len(data)
 
 

@@ -118,8 +118,3 @@ def join(segments: Sequence[Segment]) -> Segment:
         *(column(name) for name in COLUMNS), terminated=last.terminated, truncated=last.truncated,
         extras=group("extras"),
     )  # fmt: skip
-
-
-def total_reward(segments: Sequence[Segment]) -> float:
-    """The undiscounted return of some segments."""
-    return float(sum(segment.reward.sum(dtype=np.float64) for segment in segments))
