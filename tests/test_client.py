@@ -841,3 +841,28 @@ def test_a_paced_actor_neither_runs_ahead_nor_waits_for_ever(learner, connect, s
     segments = [record for _, _, record in learner.records if not isinstance(record, Outcome)]
     assert sum(len(segment) for segment in segments) == env.steps
     assert all(len(segment) <= 3 for segment in segments)
+
+
+def test_the_last_words_of_a_learner_that_ends_are_read(spec):
+    """It says why it ends and closes, all between our look at the socket and our look at the connection."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    greeting = m.Hello(m.PROTOCOL, "actor", "arm", "e" * 32, "o" * 32, "", spec.to_dict(), [], True, False)
+    with Link(f"tcp://127.0.0.1:{port}", greeting) as link:
+        assert link.receive() is None
+        identity, *_ = router.recv_multipart()
+        socket = link._socket
+
+        class EmptyOnce:
+            def recv_multipart(self, *flags, **options):
+                link._socket = socket
+                router.send_multipart([identity, *m.encode(m.Failed("Refused", "no room", True))])
+                context.destroy(linger=2000)
+                assert link._monitor.poll(5000)
+                raise zmq.Again
+
+        link._socket = EmptyOnce()
+        link.receive()
+        until(lambda: (message := link.receive()) is None or message.text == "no room", 1)
+        assert link.heard

@@ -84,7 +84,7 @@ class Server:
         self._stopping = True
 
     def close(self) -> None:
-        self._context.destroy(linger=200)
+        self._context.destroy(linger=2000)  # why the run ends must reach its actors
         if not self.degraded:
             self._store_closed()
 

@@ -18,7 +18,7 @@ RETRY = 0.25  # seconds between two attempts to connect
 SILENCE = 10.0  # seconds until a connection on which nothing ever came is given up
 OPTIONS = {
     zmq.LINGER: 0,
-    zmq.RECONNECT_IVL: -1,  # libzmq would reconnect without a Hello
+    zmq.RECONNECT_IVL: 10**9,  # ms: never, since it would come without a Hello; -1 would drop what is not yet read
     zmq.CONNECT_TIMEOUT: 3000,
     zmq.HANDSHAKE_IVL: 3000,
     zmq.HEARTBEAT_IVL: 1000,
@@ -169,11 +169,12 @@ class Link:
 
     def _next(self) -> m.Message | None:
         while self._socket is not None and self._monitor is not None:
+            is_mute = self.heard < self._opened < time.monotonic() - SILENCE
+            is_over = is_mute or int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN  # asked first: the last words count
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                is_mute = self.heard < self._opened < time.monotonic() - SILENCE
-                if is_mute or int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+                if is_over:
                     self.close()
                 break
             try:
