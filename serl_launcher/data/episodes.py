@@ -7,6 +7,7 @@ from typing import NamedTuple
 from serl_client.messages import EPISODE
 
 KEEP = ("all", "successful", "failed", "intervened", "rewarded", "unrewarded")
+ROWS = ("all", "intervened", "autonomous")
 FOLDS = ("train", "held_out")
 HELD_OUT = 0.1  # the share of episodes in the fold `held_out`
 
@@ -40,12 +41,17 @@ assert EpisodeInfo._fields == EPISODE
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Whole episodes of some physical sources: those that any of `keep` lets in, from `min_length` steps on."""
+    """Whole episodes of some physical sources: those that any of `keep` lets in, from `min_length` steps on.
+
+    `rows` says where windows may start: at all steps, at those of the human, or at those of the policy. No row is left
+    out, so a window goes on over those of the other.
+    """
 
     of: tuple[str, ...]
     keep: tuple[str, ...] = ("all",)
     min_length: int = 1
     fold: str | None = None
+    rows: str = "all"
 
     def holds(self, episode: EpisodeInfo) -> bool:
         """Whether an episode is in this view; a discarded one is in none."""

@@ -9,11 +9,12 @@ from typing import Any
 
 from serl_client.errors import ConfigError
 
-from serl_launcher.data.episodes import FOLDS, KEEP, View
+from serl_launcher.data.episodes import FOLDS, KEEP, ROWS, View
 
 MODES = ("idle", "collect", "teleop", "evaluate", "stop")
 UNITS = ("env_steps", "episodes", "successes", "interventions", "updates", "wall_s")
 METRICS = ("success", "unassisted_success")
+ARCHIVES = ("none", "lerobot")
 ACTIONS = ("checkpoint", "publish", "fit_normalizer")
 OPERATOR = "operator"  # the condition that a person meets with the command `next`
 EVAL = "eval"  # the built-in source of evaluation episodes, which nothing trains on
@@ -27,18 +28,25 @@ TERM = re.compile(r"(\w+)(?:\.(\w+)|\[(\d+)\])?\s*(>=|>)\s*(\d[\d_]*(?:\.\d+)?)"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A physical source, which actors write into: `capacity` in steps."""
+    """A physical source, which actors write into: `capacity` in steps.
+
+    `archive` is what an episode must be in before it may leave the store: `lerobot` (exported shards), or `none`.
+    `dataset` is a folder with a LeRobot dataset that fills this source before the first phase.
+    """
 
     capacity: int
+    archive: str = "none"
+    dataset: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Actors:
-    """What the actors do in a phase: the words of its directive."""
+    """What the actors do in a phase: the words of its directive. `intervene`: the operator may take over."""
 
     mode: str
     into: str | None = None
     explore: bool = False
+    intervene: bool = False
 
     @property
     def act(self) -> bool:
@@ -225,15 +233,20 @@ def _sources(node: _Node) -> tuple[dict[str, Source], dict[str, View]]:
             raise entry.error(f"{EVAL!r} is built in" if name == EVAL else "a name has letters, digits and _ only")
         entry.entries()
         if "of" not in entry.value:
-            entry.keys(required=("capacity",))
-            sources[name] = Source(entry.at("capacity").whole(LEAST_CAPACITY))
+            entry.keys(required=("capacity",), optional=("archive", "dataset"))
+            archive = entry.at("archive", "none").word(ARCHIVES, "archive")
+            dataset = entry.at("dataset")
+            if dataset.value is not None and not isinstance(dataset.value, str):
+                raise dataset.error(f"should be the folder of a LeRobot dataset, not {dataset.value!r}")
+            sources[name] = Source(entry.at("capacity").whole(LEAST_CAPACITY), archive, dataset.value)
     for name, entry in node.entries():
         if name not in sources:
-            entry.keys(required=("of",), optional=("keep", "min_length", "fold"))
+            entry.keys(required=("of",), optional=("keep", "min_length", "fold", "rows"))
             of = tuple(part.word(sources, "physical source") for part in entry.at("of").items())
             keep = tuple(part.word(KEEP, "filter") for part in entry.at("keep", "all").items())
             fold = entry.at("fold").word(FOLDS, "fold") if "fold" in entry.value else None
-            views[name] = View(of, keep, entry.at("min_length", 1).whole(1), fold)
+            rows = entry.at("rows", "all").word(ROWS, "row filter")
+            views[name] = View(of, keep, entry.at("min_length", 1).whole(1), fold, rows)
     return sources, views
 
 
@@ -267,7 +280,7 @@ class _Reader:
         return phase
 
     def actors(self, node: _Node) -> Actors:
-        node.keys(required=("mode",), optional=("into", "explore"))
+        node.keys(required=("mode",), optional=("into", "explore", "intervene"))
         mode = node.at("mode").word(MODES, "mode")
         into = node.at("into", EVAL if mode == "evaluate" else None)
         if (mode == "evaluate") != (into.value == EVAL):
@@ -276,7 +289,10 @@ class _Reader:
             into.word(self.sources, "physical source")
         elif mode != "evaluate" and into.value is not None:
             raise into.error(f"actors in mode {mode!r} make no data")
-        return Actors(mode, into.value, node.at("explore", mode == "collect").flag())
+        intervene = node.at("intervene", False)
+        if intervene.flag() and mode != "collect":
+            raise intervene.error(f"the operator takes over in mode 'collect', not in {mode!r}")
+        return Actors(mode, into.value, node.at("explore", mode == "collect").flag(), intervene.value)
 
     def updates(self, node: _Node) -> tuple[Update, ...]:
         updates = []
@@ -362,7 +378,7 @@ class _Reader:
             OPERATOR: True,
             "wall_s": True,
             "updates": bool(phase.updates),
-            "interventions": actors.mode == "teleop",
+            "interventions": actors.mode == "teleop" or actors.intervene,
         }
         return special.get(term.name, actors.act)
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import xxhash
@@ -36,7 +36,8 @@ Observation = dict[str, Array]
 class Step:
     """What one tick gave: the next observation, and what was really executed for it.
 
-    `success` is None while undecided (and always, where the task knows no success).
+    `success` is None while undecided (and always, where the task knows no success). `extras` are columns of this row
+    that the Spec names and the environment knows, such as the age of each camera's image.
     """
 
     observation: Observation
@@ -46,6 +47,7 @@ class Step:
     terminated: bool
     truncated: bool
     success: bool | None
+    extras: Mapping[str, Array] = field(default_factory=dict)
 
 
 class Env(Protocol):
@@ -208,7 +210,7 @@ class _Actor:
         version = 0 if episode.teleop else self._controller.version
         stamp = Stamp(self._directive["number"], self._directive["phase"], version)
         decision = action is not None and self._controller.decision
-        episode.recorder.add(stamp, episode.observation, step, decision, self._controller.extras)
+        episode.recorder.add(stamp, episode.observation, step, decision, {**self._controller.extras, **step.extras})
         if episode.human and not step.intervened:
             episode.reset = True
         episode.human = step.intervened and not episode.teleop
