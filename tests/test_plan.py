@@ -296,7 +296,7 @@ def test_an_assisted_success_is_a_failure_for_the_unassisted_metric() -> None:
 def test_the_directive_says_all_that_actors_need() -> None:
     assert at("practise").directive() == {
         "phase": "practise", "mode": "collect", "into": "online", "explore": True,
-        "episodes": None, "boundary": "episode",
+        "intervene": False, "episodes": None, "boundary": "episode",
     }  # fmt: skip
     evaluation = at("evaluate").directive()
     assert (evaluation["into"], evaluation["explore"], evaluation["episodes"]) == ("eval", False, 50)
