@@ -8,6 +8,8 @@ Only wiring: Hydra composes, this file hands the parts to each other.
 
 import logging
 import sys
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,9 +18,10 @@ from serl_client.client import TrainerClient
 from serl_client.console import Watch, console
 from serl_client.controller import RemotePolicy, Source
 from serl_client.errors import ConfigError, RetakeError
-from serl_client.runner import ActorStatus, run_actor
+from serl_client.runner import run_actor
+from serl_client.status import RECENT, ActorStatus
 
-from robot_infra.teleop.keyboard import LEGEND, Keyboard
+from robot_infra.teleop.keyboard import LEGEND, MOTION_LEGEND, Keyboard
 from serl_launcher.service.config import composed, factory, groups
 from serl_launcher.service.launcher import launch, writable
 from serl_launcher.service.plan import known
@@ -59,7 +62,7 @@ def act(config: DictConfig) -> int:
     """Run an actor until the plan ends."""
     known(config.inference, ("remote", "local"), "place", "inference")
     name, local = str(config.name), config.inference == "local"
-    with factory(config, "task.env")() as env, Keyboard() as keyboard:
+    with factory(config, "task.env")() as env, closing(env.operator or Keyboard()) as keyboard:
         folder = writable(Path(str(config.run_dir)) / "actors" / name)
         with TrainerClient(
             f"tcp://{config.ip}:{config.port}", actor=name, spec=env.spec, outbox=folder / "outbox",
@@ -67,20 +70,23 @@ def act(config: DictConfig) -> int:
             weights_folder=folder / "weights" if local else None,
         ) as client:  # fmt: skip
             source = local_source(config, client) if local else client
-            controller = RemotePolicy(source, deadline=config.deadline_s)
+            controller = RemotePolicy(source, deadline=config.deadline_s, execute=config.execute)
             status = ActorStatus()
-            with Watch(console(name), lambda: rows(status, client)):
+            keys = {"keys": LEGEND} | ({"motion keys": MOTION_LEGEND} if env.operator else {})
+            with Watch(console(name), lambda: rows(status, client, keys), lambda: status.driver):
                 run_actor(env, controller, client, seed=config.seed, operator=keyboard, status=status)
     return 0
 
 
-def rows(status: ActorStatus, client: TrainerClient) -> dict[str, str]:
+def rows(status: ActorStatus, client: TrainerClient, keys: Mapping[str, str]) -> dict[str, str]:
     """What the actor's console shows."""
     records, size = client.pending
     return {
-        "driver": f"{status.driver}    keys: {LEGEND}",
+        **keys,
         "phase": f"{status.phase or '-'} ({status.mode})",
-        "episodes": f"{status.episodes}, {status.steps} steps",
+        "episodes": f"{status.episodes}, {status.steps} steps, now {status.episode or '-'}",
+        f"of last {RECENT}": f"success {status.unassisted} unassisted, {status.assisted} assisted",
+        "takeovers": f"{status.takeovers}",
         "control": f"{status.rate:.1f} Hz, {status.late} late ticks",
         "learner": "connected" if client.connected else f"AWAY, last heard {client.last_seen:.0f} s ago",
         "outbox": f"{records} records, {size / 1e6:.1f} MB not acknowledged",

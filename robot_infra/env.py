@@ -7,9 +7,10 @@ from typing import Self
 
 from serl_client.errors import ConfigError
 from serl_client.runner import Observation, Step
-from serl_client.spec import Array, Spec
+from serl_client.spec import Array, Feature, Spec
 
-from robot_infra.interfaces import Camera, Judge, Robot, Teleop
+from robot_infra.interfaces import Camera, Judge, Operator, Robot, Teleop
+from robot_infra.intervention import POLICY_ACTION, Intervention, policy_action
 
 CLOCKS = ("real", "simulated")
 
@@ -19,8 +20,9 @@ class RobotEnv:
 
     On the real clock a step lasts 1/fps seconds, counted by deadline; `late` counts the steps that took longer, and
     after one of them the count goes on from there. On the simulated clock nothing waits. An episode of `max_steps`
-    is truncated; only the judge terminates one, and its success counts once the episode has ended. Raises
-    ConfigError for an unknown clock and for a teleop that speaks of another action space.
+    is truncated; only the judge terminates one, and its success counts once the episode has ended. With a teleop each
+    row also records `policy_action` (intervention.py). `operator` is the person at the keys, where the teleop is
+    their keyboard too. Raises ConfigError for an unknown clock and for a teleop that speaks of another action space.
     """
 
     def __init__(
@@ -34,21 +36,23 @@ class RobotEnv:
         clock: str = "real",
         cameras: Mapping[str, Camera] | None = None,
         teleop: Teleop | None = None,
+        operator: Operator | None = None,
     ) -> None:
         if clock not in CLOCKS:
             raise ConfigError(f"clock {clock!r} is unknown; use one of {', '.join(CLOCKS)}")
         if teleop is not None and teleop.space != robot.space:
             raise ConfigError(f"the teleop gives {teleop.space} actions, the robot takes {robot.space}")
-        self.robot, self.judge, self.teleop = robot, judge, teleop
+        self.robot, self.judge, self.teleop, self.operator = robot, judge, teleop, operator
         self.cameras = {f"observation.images.{name}": camera for name, camera in (cameras or {}).items()}
         images = {name: camera.feature for name, camera in self.cameras.items()}
-        self.spec = Spec({**robot.observation, **images}, robot.action, fps)
+        extras = {POLICY_ACTION: Feature(robot.action.shape, robot.action.dtype)} if teleop is not None else {}
+        self.spec = Spec({**robot.observation, **images}, robot.action, fps, extras)
         self.task, self.clock, self.has_operator = task, clock, teleop is not None
         self.late = 0
         self._max_steps = max_steps
         self._steps = 0
         self._deadline = 0.0
-        self._operator_drives = False
+        self._intervention = Intervention(teleop)
 
     def __enter__(self) -> Self:
         return self
@@ -56,16 +60,13 @@ class RobotEnv:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def reset(self, seed: int, *, teleop: bool = False) -> Observation:
-        """Begin an episode at the start that `seed` names; with `teleop` the operator drives all of it.
+    def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
+        """Begin an episode at the start that `seed` names; with `teleop` the operator drives all of it, and with
+        `intervene` the rows in which they touch the device.
 
-        Raises ConfigError when there is no operator to drive.
+        Raises ConfigError for `teleop` when there is no operator to drive.
         """
-        self._operator_drives = teleop
-        if teleop:
-            if self.teleop is None:
-                raise ConfigError("this robot has no teleop: nobody can demonstrate")
-            self.teleop.reset(seed)
+        self._intervention.reset(seed, demonstrate=teleop, intervene=intervene)
         self.robot.home(seed)
         self._steps = 0
         observation = self._observe()
@@ -75,20 +76,18 @@ class RobotEnv:
     def step(self, action: Array | None) -> Step:
         """One tick: send the action [A], wait for the end of the tick, observe, judge.
 
-        None holds. In a teleop episode the operator's action is sent instead.
+        None holds. In a row that the operator drives theirs is sent instead.
         """
-        if self._operator_drives and self.teleop is not None:
-            action = self.teleop.read()
-        executed = self.robot.command(self.robot.hold_action() if action is None else action)
+        driven, is_theirs = self._intervention.drive(action)
+        executed = self.robot.command(self.robot.hold_action() if driven is None else driven)
         self._wait()
         observation = self._observe()
         verdict = self.judge(observation)
         self._steps += 1
         truncated = self._steps >= self._max_steps and not verdict.terminated
         success = verdict.success if verdict.terminated or truncated else None
-        return Step(
-            observation, verdict.reward, executed, self._operator_drives, verdict.terminated, truncated, success
-        )
+        extras = {POLICY_ACTION: policy_action(action, executed)}
+        return Step(observation, verdict.reward, executed, is_theirs, verdict.terminated, truncated, success, extras)
 
     def stop(self) -> None:
         """Hold now; may be called twice."""
@@ -97,7 +96,7 @@ class RobotEnv:
     def close(self) -> None:
         """Stop the robot and give every device back, each of them even if another fails; may be called twice."""
         with ExitStack() as stack:
-            for part in (self.teleop, *self.cameras.values(), self.robot):
+            for part in (self.operator, self.teleop, *self.cameras.values(), self.robot):
                 if part is not None:
                     stack.callback(part.close)
             self.stop()

@@ -80,8 +80,11 @@ class Teleop(Protocol):
 
     space: str  # the Robot.space of its actions
 
-    def reset(self, seed: int) -> None:
-        """An episode begins; a script draws its noise from `seed`."""
+    def reset(self, seed: int, *, demonstrate: bool = True) -> None:
+        """An episode begins: one to `demonstrate` as a whole, or else one to take over where it seems right.
+
+        A script draws its noise from `seed`.
+        """
         ...
 
     def read(self) -> Array | None:

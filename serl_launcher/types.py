@@ -24,13 +24,16 @@ class Window:
     - `next_observation`: (H,) if it is wanted at all. Every observation of this window at its own offsets plus the
       number of valid steps, so that a window that the end cut short sees the episode's final observation;
     - any other name: one of Spec.extras, or a derived column, at the action's offsets, in `Batch.extras`, [B, H, ...].
-    `starts` says which steps may be drawn: `any`, or `decision`, those where a new chunk began.
+    `starts` says which steps may be drawn: `any`, or `decision`, those where a new chunk began. With `stillness` > 0 a
+    step is not drawn when every entry of the states observed from it to the window's end varies by at most that
+    standard deviation: the robot waits there, and a policy that imitates it waits for ever. No row is left out.
 
     Raises ValueError for offsets that break these rules.
     """
 
     offsets: Mapping[str, tuple[int, ...]]
     starts: Literal["any", "decision"] = "any"
+    stillness: float = 0.0
 
     def __post_init__(self) -> None:
         actions = self.offsets.get("action", ())

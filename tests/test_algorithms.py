@@ -17,22 +17,24 @@ from serl_launcher.types import Batch, Window
 
 CONFIG = Path(__file__).parents[1] / "config"
 ALGORITHMS = sorted(path.stem for path in (CONFIG / "algo").glob("*.yaml"))
+IMAGE = (8, 8, 3)
 REACH = 2.0  # the toy's actions lie within -REACH..REACH
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 
 @pytest.fixture
 def spec():
-    """A point in the plane, with a picture that no state policy looks at."""
-    observation = {"observation.state": Feature((2,)), "observation.images.top": Feature((4, 4, 3), "uint8")}
+    """A point in the plane, with a picture of nothing that no state policy looks at."""
+    observation = {"observation.state": Feature((2,)), "observation.images.top": Feature(IMAGE, "uint8")}
     return Spec(observation, Feature((2,), low=-REACH, high=REACH), fps=10.0)
 
 
 def build(name, spec, *overrides, seed=0):
-    """The algorithm of config/algo/<name>.yaml and the config around it."""
+    """The algorithm of config/algo/<name>.yaml, with cameras if it is made for them, and the config around it."""
+    policy = "gaussian_pixels" if name.endswith("_pixels") else "gaussian"
     torch.manual_seed(seed)
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
-        config = compose(overrides=[f"+algo={name}", "+policy=gaussian", *overrides])
+        config = compose(overrides=[f"+algo={name}", f"+policy={policy}", *overrides])
     return instantiate(config.algo)(spec), config
 
 
@@ -41,9 +43,9 @@ def toy_batch(window, spec, generator, size=64):
     state = torch.rand(size, 2, generator=generator) * 2 - 1
     action = (-state + 0.7 * torch.randn(size, 2, generator=generator)).clamp(-REACH, REACH)
     steps, flags = (size, window.horizon), torch.ones(size, window.horizon, dtype=torch.bool)
+    image = torch.randint(256, (size, 1, *IMAGE), generator=generator, dtype=torch.uint8)
     observation = {
-        column: (torch.zeros(size, len(offsets), 4, 4, 3, dtype=torch.uint8) if "images" in column
-                 else state.unsqueeze(1).repeat(1, len(offsets), 1))
+        column: (image if "images" in column else state.unsqueeze(1)).repeat_interleave(len(offsets), 1)
         for column, offsets in window.offsets.items() if column in spec.observation
     }  # fmt: skip
     return Batch(
@@ -69,7 +71,8 @@ def act(algorithm, observation, explore=False, seed=0):
         len(observation["observation.state"]), *algorithm.acting.noise_shape,
         generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
-    previous = torch.zeros(len(noise), 2)
+    image = torch.zeros(len(noise), *IMAGE, dtype=torch.uint8)
+    observation, previous = {"observation.images.top": image, **observation}, torch.zeros(len(noise), 2)
     decision, _ = algorithm.act(observation, previous, None, noise=noise, explore=explore)
     return decision.action
 
@@ -155,7 +158,8 @@ def test_updates_and_acting_run_on_a_gpu(name, spec):
         batch = toy_batch(algorithm.windows[update], spec, torch.Generator()).to("cuda")
         assert all(value.device.type == "cuda" for value in getattr(algorithm, update)(batch).values())
     algorithm.load_state_dict(saved(algorithm))
-    observation = {"observation.state": torch.zeros(5, 2, device="cuda")}
+    image = torch.zeros(5, *IMAGE, dtype=torch.uint8, device="cuda")
+    observation = {"observation.state": torch.zeros(5, 2, device="cuda"), "observation.images.top": image}
     noise = torch.zeros(5, *algorithm.acting.noise_shape, device="cuda")
     previous = torch.zeros(5, 2, device="cuda")
     assert algorithm.act(observation, previous, None, noise=noise, explore=True)[0].action.device.type == "cuda"
@@ -184,7 +188,7 @@ def test_states_are_normalised_alike_in_every_network_and_it_is_published(name, 
     shifted = state * torch.tensor([0.5, 1.0]) + torch.tensor([1.0, -2.0])  # a constant is centred, not scaled
     torch.testing.assert_close(act(algorithm, {"observation.state": shifted}), plain)
     for buffers in (algorithm.state_dict(), algorithm.acting.state_dict()):
-        means = [value for key, value in buffers.items() if key.endswith("encoder.mean")]
+        means = [value for key, value in buffers.items() if key.endswith("encoder.state.mean")]
         assert means
         assert all(value.tolist() == [1.0, -2.0] for value in means)
 
@@ -252,8 +256,8 @@ def test_target_networks_follow_by_tau_alone(spec):
 
 def test_soft_actor_critic_refuses_a_policy_without_a_density(spec):
     with pytest.raises(ConfigError, match="density"):
-        build("sac", spec, "policy._target_=serl_launcher.networks.mlp.StateEncoder", "~policy.hidden",
-              "~policy.layer_norm", "~policy.log_std_low", "~policy.log_std_high")  # fmt: skip
+        build("sac", spec, "policy._target_=serl_launcher.networks.mlp.StateEncoder", "~policy.encoder",
+              "~policy.hidden", "~policy.layer_norm", "~policy.log_std_low", "~policy.log_std_high")  # fmt: skip
 
 
 def test_a_window_names_the_steps_of_one_episode():

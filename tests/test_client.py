@@ -806,7 +806,7 @@ class Walk:
     def observe(self):
         return {STATE: np.full(8, self.row, np.float32)}
 
-    def reset(self, seed, *, teleop=False):
+    def reset(self, seed, *, teleop=False, intervene=False):
         self.row = 0
         return self.observe()
 

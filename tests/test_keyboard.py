@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from robot_infra.teleop.keyboard import KEYS, LEGEND, Keyboard
+from robot_infra.teleop.keyboard import KEYS, LEGEND, MOTION_LEGEND, MOTIONS, TOGGLE, Keyboard
 
 
 @pytest.fixture
@@ -108,5 +108,41 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_keys_are_for_those_who_ask_for_them(terminal):
+    person, program = terminal
+    with Keyboard(program) as keyboard:
+        os.write(person, b"ipJt\x1b[A\x1bOBs\x1b[1;5C\x1b[D")
+        assert keyboard.poll() == ["pause", "success"]
+        assert keyboard.motions() == ["i", "j", "t", "i", "k", "l", "j"]
+        assert (keyboard.poll(), keyboard.motions()) == ([], [])
+
+
+@pytest.mark.parametrize("parts", [(b"\x1b", b"[D"), (b"\x1b[", b"D"), (b"\x1bO", b"D"), (b"\x1b[1;", b"5D")])
+def test_an_arrow_that_comes_in_two_parts_discards_nothing(terminal, parts):
+    person, program = terminal
+    with Keyboard(program) as keyboard:
+        for part in parts:
+            os.write(person, part)
+            assert keyboard.poll() == []
+        assert keyboard.motions() == ["j"]
+
+
+def test_motions_that_nobody_asks_for_are_forgotten_in_the_end(terminal):
+    person, program = terminal
+    with Keyboard(program) as keyboard:
+        for _ in range(4):
+            os.write(person, b"i" * 100)
+            keyboard.poll()
+        os.write(person, b"k")
+        motions = keyboard.motions()
+        assert (len(motions), motions[-1]) == (256, "k")
+
+
+def test_no_key_means_two_things():
+    assert len({*KEYS, *MOTIONS, TOGGLE}) == len(KEYS) + len(MOTIONS) + 1
+
+
 def test_the_legend_names_every_key():
+    words = MOTION_LEGEND.split()
+    assert all(key in words for key in (*MOTIONS, TOGGLE))
     assert [entry.split()[0] for entry in LEGEND.split("   ")] == ["p", "n", "s", "f", "d", "q"] == list(KEYS)

@@ -7,6 +7,7 @@ from torch import distributions, nn
 
 from serl_launcher.networks.critic import Critic
 from serl_launcher.networks.mlp import ActionScale, StateEncoder
+from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.gaussian import GaussianPolicy
 from serl_launcher.types import Batch
 
@@ -22,7 +23,9 @@ def spec():
 @pytest.fixture
 def policy(spec):
     torch.manual_seed(0)
-    return GaussianPolicy(spec, hidden=[16], layer_norm=True, log_std_low=-5.0, log_std_high=2.0)
+    return GaussianPolicy(
+        spec, encoder=ObservationEncoder, hidden=[16], layer_norm=True, log_std_low=-5.0, log_std_high=2.0
+    )
 
 
 def observe(count):
@@ -47,7 +50,8 @@ def single(critic, member):
 @pytest.mark.parametrize("layer_norm", [True, False])
 def test_the_ensemble_is_a_loop_of_single_networks(spec, layer_norm):
     torch.manual_seed(0)
-    critic = Critic(spec, horizon=4, members=3, hidden=[16, 8], layer_norm=layer_norm)
+    encoder = ObservationEncoder(spec)
+    critic = Critic(spec, encoder=encoder, horizon=4, members=3, hidden=[16, 8], layer_norm=layer_norm)
     observation, action = observe(5), torch.rand(5, 4, 2)
     inputs = torch.cat([critic.encoder(observation), critic.scale.to_unit(action).flatten(1)], -1)
     prediction = critic(observation, action)
@@ -61,7 +65,8 @@ def test_the_ensemble_is_a_loop_of_single_networks(spec, layer_norm):
 
 def test_each_member_begins_as_a_linear_layer_would(spec):
     torch.manual_seed(0)
-    critic = Critic(spec, horizon=1, members=2, hidden=[64, 64], layer_norm=False)
+    encoder = ObservationEncoder(spec)
+    critic = Critic(spec, encoder=encoder, horizon=1, members=2, hidden=[64, 64], layer_norm=False)
     for layer, inputs in zip((critic.network[0], critic.network[2], critic.network[4]), (6, 64, 64), strict=True):
         assert 0.9 * inputs**-0.5 < layer.weight.abs().max() <= inputs**-0.5
         assert not torch.equal(layer.weight[0], layer.weight[1])

@@ -52,7 +52,7 @@ class IdleTeleop:
     space = "ee_delta"
     closed = False
 
-    def reset(self, seed):
+    def reset(self, seed, *, demonstrate=True):
         pass
 
     def read(self):

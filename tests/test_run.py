@@ -326,7 +326,7 @@ def test_a_finished_run_is_evaluated_again_with_the_trained_weights(finished):
     words += ["plan=evaluate", "task.env.latency=0.005"]
     local = programs.start("actor", *words, "name=local", "inference=local")
     remote = programs.start("actor", *words, "name=remote")
-    programs.until(lambda: all(f"[{name}] driver" in programs.said() for name in ("local", "remote")))
+    programs.until(lambda: all(f"[{name}] IDLE | keys" in programs.said() for name in ("local", "remote")))
     learner = programs.start("learner", *words)
     assert [programs.status(process) for process in (learner, local, remote)] == [0, 0, 0]
     again = json.loads((programs.run_dir / "evaluation.json").read_text())

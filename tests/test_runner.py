@@ -29,8 +29,9 @@ class TinyEnv:
         self.fails_at = None
         self.success = True
 
-    def reset(self, seed, *, teleop=False):
+    def reset(self, seed, *, teleop=False, intervene=False):
         self.row = 0
+        self.intervene = intervene
         self.seeds.append(seed)
         self.teleops.append(teleop)
         return self._observe()

@@ -13,7 +13,8 @@ from robot_infra.env import RobotEnv
 from robot_infra.interfaces import RobotFault
 from robot_infra.judges import Predicate, near
 from robot_infra.safety import SafeRobot
-from robot_infra.teleop.scripted import Scripted, reach
+from robot_infra.teleop.keyboard import chosen
+from robot_infra.teleop.scripted import Rescuer, reach
 
 FAULTS = ("raise", "nan", "freeze")
 FPS = 10.0
@@ -74,10 +75,16 @@ class FakeRobot:
 
 
 def make(
-    *, max_steps: int, noise: float, clock: str, latency: float = 0.0, faults: Mapping[str, int] | None = None
-) -> RobotEnv:
-    """The reaching task as an Env, with a scripted operator whose actions carry Gaussian noise."""
+    *, max_steps: int, noise: float, clock: str, latency: float = 0.0, faults: Mapping[str, int] | None = None,
+    operator: str = "scripted", patience: int = 12, hold: int = 10,
+) -> RobotEnv:  # fmt: skip
+    """The reaching task as an Env; the scripted operator's actions carry Gaussian noise, and see Rescuer."""
     robot = FakeRobot(latency=latency, faults=faults)
+    scripted = Rescuer(
+        partial(reach, robot), lambda: float(np.linalg.norm(robot.goal - robot.position)),
+        noise=noise, margin=robot.stroke / 4, patience=patience, hold=hold,
+    )  # fmt: skip
+    teleop, keyboard = chosen(operator, scripted, robot.action, clock=clock)
     return RobotEnv(
         SafeRobot(robot),
         judge=Predicate(lambda: near(robot.position, robot.goal, 0.05)),
@@ -85,5 +92,6 @@ def make(
         fps=FPS,
         max_steps=max_steps,
         clock=clock,
-        teleop=Scripted(partial(reach, robot), noise=noise),
+        teleop=teleop,
+        operator=keyboard,
     )

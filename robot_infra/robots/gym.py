@@ -22,6 +22,7 @@ class GymEnv:
 
     clock = "simulated"
     has_operator = False
+    operator = None
 
     def __init__(self, env_id: str, *, fps: float | None = None, options: Mapping[str, Any] | None = None) -> None:
         self.task = env_id
@@ -41,8 +42,11 @@ class GymEnv:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def reset(self, seed: int, *, teleop: bool = False) -> Observation:
-        """Begin an episode at the start that `seed` names. Raises ConfigError for `teleop`: nobody can drive."""
+    def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
+        """Begin an episode at the start that `seed` names, in which nobody intervenes.
+
+        Raises ConfigError for `teleop`: nobody can drive.
+        """
         if teleop:
             raise ConfigError(f"{self.task} has no teleop: nobody can demonstrate")
         return self._observation(self._env.reset(seed=seed)[0])

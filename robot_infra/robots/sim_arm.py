@@ -14,7 +14,8 @@ from serl_client.spec import Array, Feature
 from robot_infra.env import RobotEnv
 from robot_infra.judges import Predicate, lifted
 from robot_infra.safety import SafeRobot
-from robot_infra.teleop.scripted import Scripted, pick
+from robot_infra.teleop.keyboard import chosen
+from robot_infra.teleop.scripted import Rescuer, left_to_pick, pick
 
 FPS = 10.0
 SUBSTEPS = 25  # physics steps of 4 ms in one tick
@@ -111,9 +112,15 @@ class SimArm:
         self._data.ctrl[:5], self._data.ctrl[5] = inverse_kinematics(self._target), self._opening
 
 
-def make(*, max_steps: int, noise: float, clock: str) -> RobotEnv:
-    """Picking up the block as an Env, with a scripted operator whose actions carry Gaussian noise."""
+def make(
+    *, max_steps: int, noise: float, clock: str, operator: str = "scripted", patience: int = 12, hold: int = 10
+) -> RobotEnv:
+    """Picking up the block as an Env; the scripted operator's actions carry Gaussian noise, and see Rescuer."""
     arm = SimArm()
+    scripted = Rescuer(
+        partial(pick, arm), partial(left_to_pick, arm), noise=noise, margin=arm.stroke / 4, patience=patience, hold=hold
+    )
+    teleop, keyboard = chosen(operator, scripted, arm.action, clock=clock)
     return RobotEnv(
         SafeRobot(arm),
         judge=Predicate(lambda: lifted(arm.tool, arm.block)),
@@ -121,5 +128,6 @@ def make(*, max_steps: int, noise: float, clock: str) -> RobotEnv:
         fps=FPS,
         max_steps=max_steps,
         clock=clock,
-        teleop=Scripted(partial(pick, arm), noise=noise),
+        teleop=teleop,
+        operator=keyboard,
     )

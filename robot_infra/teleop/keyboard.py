@@ -1,19 +1,39 @@
-"""The keys of a terminal as an Operator: no X, no extra package, the same over SSH."""
+"""The keys of a terminal as an Operator, and as a Teleop: no X, no extra package, the same over SSH."""
 
 import os
 import re
 import select
 import termios
+import time
 import tty
+from collections import deque
 from typing import Self
+
+import numpy as np
+from serl_client.errors import ConfigError
+from serl_client.spec import Array, Feature
+
+from robot_infra.interfaces import Teleop
 
 KEYS = {"p": "pause", "n": "next", "s": "success", "f": "failure", "d": "discard", "q": "stop"}
 LEGEND = "p pause/resume   n next phase   s success   f failure   d discard   q stop"
-ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|O[@-~])")  # what arrows and function keys send; it holds letters
+TOGGLE = "t"
+MOTIONS = {
+    "i": ("x", 1), "k": ("x", -1), "j": ("y", 1), "l": ("y", -1), "u": ("z", 1), "o": ("z", -1),
+    "g": ("gripper", 1), "h": ("gripper", -1),
+}  # fmt: skip
+ARROWS = {b"A": "i", b"B": "k", b"C": "l", b"D": "j"}  # up, down, right, left
+MOTION_LEGEND = "t take over/hand back   i k or arrows x   j l y   u o z   g grip   h release"
+ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*([@-~])|O([@-~]))")  # what arrows and function keys send; it holds letters
+UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|O)?\Z")  # the rest of it comes with the next reading
+
+HELD = 0.15  # seconds that a motion key counts as held: several periods of a terminal's key repeat
+SPEED = 0.5  # of the robot's bounds, while a motion key is held
+BACKLOG = 256  # motion keys that nobody has asked for
 
 
 class Keyboard:
-    """Reads single keys; a context manager that gives the terminal back as it was.
+    """Reads single keys, for all who want some; a context manager that gives the terminal back as it was.
 
     Without a terminal (a pipe, a service, a job in the background) there are no events, and no error. Ctrl-C works as
     ever. A signal that ends the process without unwinding (SIGTERM, unless the program turns it into an exception)
@@ -23,6 +43,9 @@ class Keyboard:
     def __init__(self, descriptor: int = 0) -> None:
         self._descriptor = descriptor
         self._before = termios.tcgetattr(descriptor) if _in_front(descriptor) else None
+        self._rest = b""
+        self._events: deque[str] = deque()
+        self._motions: deque[str] = deque(maxlen=BACKLOG)
         if self._before is not None:
             tty.setcbreak(descriptor, termios.TCSANOW)
 
@@ -32,20 +55,124 @@ class Keyboard:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @property
+    def has_terminal(self) -> bool:
+        return self._before is not None
+
     def poll(self) -> list[str]:
         """The events since the last poll, oldest first; unknown keys give none. Never blocks."""
-        if self._before is None or not _in_front(self._descriptor):
-            return []
-        if not select.select([self._descriptor], [], [], 0)[0]:
-            return []
-        keys = ESCAPES.sub(b"", os.read(self._descriptor, 1024)).decode(errors="ignore").lower()
-        return [KEYS[key] for key in keys if key in KEYS]
+        self._read()
+        return _emptied(self._events)
+
+    def motions(self) -> list[str]:
+        """The keys of MOTIONS, and TOGGLE, since the last call, oldest first. Never blocks."""
+        self._read()
+        return _emptied(self._motions)
 
     def close(self) -> None:
         """Give the terminal back; may be called twice."""
         if self._before is not None and _in_front(self._descriptor):
             termios.tcsetattr(self._descriptor, termios.TCSANOW, self._before)
         self._before = None
+
+    def _read(self) -> None:
+        if self._before is None or not _in_front(self._descriptor):
+            return
+        if not select.select([self._descriptor], [], [], 0)[0]:
+            return
+        typed = self._rest + os.read(self._descriptor, 1024)
+        unfinished = UNFINISHED.search(typed)
+        self._rest = unfinished.group() if unfinished else b""
+        typed = ESCAPES.sub(_arrow, typed[: len(typed) - len(self._rest)])
+        for key in typed.decode(errors="ignore").lower():
+            if key in KEYS:
+                self._events.append(KEYS[key])
+            elif key in MOTIONS or key == TOGGLE:
+                self._motions.append(key)
+
+
+class KeyboardTeleop:
+    """Moves a robot by its terminal's keys: x, y, z and gripper of an ee_delta action, as far as it has them.
+
+    A motion key takes the robot over and moves it while the key is held, the gripper until the other gripper key; with
+    no key held the robot holds. TOGGLE takes it over without a motion, and hands it back. Raises ConfigError for an
+    action with other entries.
+    """
+
+    space = "ee_delta"
+
+    def __init__(self, keyboard: Keyboard, action: Feature) -> None:
+        known = {name for name, _ in MOTIONS.values()}
+        if not action.names or not known.issuperset(action.names):
+            entries = ", ".join(action.names) or f"{action.shape[0]} entries without names"
+            raise ConfigError(f"a keyboard moves x, y, z and gripper; this robot takes {entries}: use another operator")
+        self._keyboard, self._action = keyboard, action
+        self._drives = False
+        self._pressed: dict[str, tuple[int, float]] = {}  # entry: (direction, until when)
+
+    def reset(self, seed: int, *, demonstrate: bool = True) -> None:
+        self._keyboard.motions()  # meant for the episode before
+        self._drives, self._pressed = demonstrate, {}
+
+    def read(self) -> Array | None:
+        now = time.monotonic()
+        for key in self._keyboard.motions():
+            self._press(key, now)
+        if not self._drives:
+            return None
+        assert self._action.low is not None
+        assert self._action.high is not None
+        action = np.zeros(self._action.shape, self._action.dtype)
+        for name, (direction, until) in self._pressed.items():
+            if now < until:
+                entry = self._action.names.index(name)
+                bound = (self._action.high if direction > 0 else self._action.low)[entry]
+                action[entry] = bound if name == "gripper" else SPEED * bound
+        return action
+
+    def close(self) -> None:
+        pass
+
+    def _press(self, key: str, now: float) -> None:
+        if key == TOGGLE:
+            self._drives, self._pressed = not self._drives, {}
+            return
+        name, direction = MOTIONS[key]
+        self._drives = True
+        if name in self._action.names:
+            self._pressed[name] = direction, float("inf") if name == "gripper" else now + HELD
+
+
+def chosen(operator: str, scripted: Teleop, action: Feature, *, clock: str) -> tuple[Teleop, Keyboard | None]:
+    """Who operates a robot, and the terminal that this opens: `scripted` the program, `keyboard` a person.
+
+    Raises ConfigError for another word, and for a keyboard without a terminal or with a clock that no person follows.
+    """
+    if operator == "scripted":
+        return scripted, None
+    if operator != "keyboard":
+        raise ConfigError(f"task.env.operator={operator} is unknown; use scripted or keyboard")
+    if clock != "real":
+        raise ConfigError("task.env.operator=keyboard needs task.env.clock=real: simulated time outruns a person")
+    keyboard = Keyboard()
+    if not keyboard.has_terminal:
+        raise ConfigError("task.env.operator=keyboard needs a terminal: start the actor in one (over SSH: ssh -t)")
+    try:
+        return KeyboardTeleop(keyboard, action), keyboard
+    except ConfigError:
+        keyboard.close()
+        raise
+
+
+def _arrow(escape: re.Match[bytes]) -> bytes:
+    """The motion key that an escape sequence stands for, or nothing."""
+    return ARROWS.get(escape[1] or escape[2], "").encode()
+
+
+def _emptied(keys: deque[str]) -> list[str]:
+    taken = list(keys)
+    keys.clear()
+    return taken
 
 
 def _in_front(descriptor: int) -> bool:

@@ -1,10 +1,11 @@
-"""Operators that are programs: they see the true scene and demonstrate a task, more or less precisely."""
+"""Operators that are programs: they see the true scene, demonstrate a task, and help a policy that is stuck."""
 
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from serl_client.errors import ConfigError
 from serl_client.spec import Array
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Scripted:
-    """A Teleop that does what `intent` wants of the scene as it is; actions in [-1, 1].
+    """A Teleop that does what `intent` wants of the scene as it is; actions in [-1, 1]. It never lets go.
 
     noise is the standard deviation of what is added to each entry: it spreads demonstrations around the best way.
     """
@@ -24,15 +25,58 @@ class Scripted:
         self._intent, self._noise = intent, noise
         self.reset(0)
 
-    def reset(self, seed: int) -> None:
+    def reset(self, seed: int, *, demonstrate: bool = True) -> None:
         self._random = np.random.default_rng((seed, 1))  # another stream than the one that laid out the scene
 
-    def read(self) -> Array:
+    def read(self) -> Array | None:
         intent = np.clip(self._intent(), -1, 1)  # [A]
         return np.clip(intent + self._random.normal(0, self._noise, intent.shape), -1, 1).astype(np.float32)
 
     def close(self) -> None:
         pass
+
+
+class Rescuer(Scripted):
+    """A Scripted operator that, unless it demonstrates, takes over where the policy is stuck, and hands back.
+
+    `remaining` tells what is left of the task, in metres; a row makes progress when that falls below the least so far
+    by more than `margin`. After `patience` rows in succession without progress the script drives, until it has made
+    progress in `hold` rows; then the policy has `patience` rows again. Raises ConfigError when either is less than 1.
+    """
+
+    def __init__(
+        self, intent: Callable[[], Array], remaining: Callable[[], float], *, noise: float, margin: float,
+        patience: int, hold: int,
+    ) -> None:  # fmt: skip
+        if patience < 1 or hold < 1:
+            raise ConfigError(f"the operator's patience and hold are at least 1 row, not {patience} and {hold}")
+        self._remaining, self._margin, self._patience, self._hold = remaining, margin, patience, hold
+        super().__init__(intent, noise=noise)
+
+    def reset(self, seed: int, *, demonstrate: bool = True) -> None:
+        super().reset(seed)
+        self._demonstrates = self._drives = demonstrate
+        self._least = math.inf
+        self._rows = 0  # without progress while the policy drives, with progress while we do
+
+    def read(self) -> Array | None:
+        if not self._demonstrates:
+            self._watch()
+        return super().read() if self._drives else None
+
+    def _watch(self) -> None:
+        """Decide who drives this row, from what the row before has changed."""
+        remaining = self._remaining()
+        progressed = remaining < self._least - self._margin
+        if progressed:
+            self._least = remaining
+        if self._drives:
+            self._rows += progressed
+        else:
+            self._rows = 0 if progressed else self._rows + 1
+        if self._rows >= (self._hold if self._drives else self._patience):
+            self._drives, self._rows = not self._drives, 0
+            self._least = remaining  # whoever drives now is measured from here
 
 
 def reach(robot: "FakeRobot") -> Array:
@@ -47,3 +91,8 @@ def pick(arm: "SimArm") -> Array:
     if beside or abs(z) > 0.025:
         return np.array([x, y, z + 0.08 * beside, -arm.stroke]) / arm.stroke
     return np.array([0.0, 0.0, 1.0 if arm.holds else 0.0, 1.0])
+
+
+def left_to_pick(arm: "SimArm", height: float = 0.12) -> float:
+    """Metres from the tool to the block, and from the block to `height`."""
+    return float(np.linalg.norm(arm.block - arm.tool)) + max(0.0, height - float(arm.block[2]))

@@ -3,6 +3,8 @@
 Haarnoja et al. 2018b, "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905), whose equations are
 numbered here; Ball et al. 2023, "Efficient Online Reinforcement Learning with Offline Data" (arXiv 2302.02948): an
 ensemble of critics with LayerNorm, a target from a random few of them, and several critic updates per policy update.
+Images are learned from as in DrQ (Kostrikov et al. 2020, arXiv 2004.13649): shifted at random, and the convolutions
+are trained by the critics alone; the policy has a copy of them, so that what is published is whole.
 """
 
 import copy
@@ -16,6 +18,7 @@ from serl_client.spec import Spec
 from torch import Tensor, nn
 
 from serl_launcher.algorithms.base import Algorithm, critic_weight, value_target
+from serl_launcher.networks.augment import Augment
 from serl_launcher.networks.critic import Critic
 from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Window
@@ -39,7 +42,8 @@ class SAC(Algorithm):
     The target takes the minimum over `target_members` of `members` critics, drawn anew each time; `backup_entropy`
     puts the entropy of the next action into it. The policy's entropy is held at -entropy_per_action per dimension of
     the action (of actions scaled to [-1, 1]). `tau` is the step of the target networks towards the critics.
-    Raises ConfigError for a policy without a density.
+    `augment` changes the images of each batch; None: they stay as they are. The critics begin with a copy of the
+    policy's encoder. Raises ConfigError for a policy without a density, and for `augment` where it sees no images.
     """
 
     def __init__(
@@ -57,15 +61,24 @@ class SAC(Algorithm):
         initial_temperature: float,
         entropy_per_action: float,
         backup_entropy: bool,
+        augment: Callable[[], Augment] | None,
     ) -> None:
         super().__init__()
         self.policy: Any = policy(spec)  # and a density, which not every Policy has
         if not hasattr(self.policy, "rsample"):
             raise ConfigError(f"SAC needs a policy with a density, such as gaussian, not {type(self.policy).__name__}")
-        horizon = self.policy.horizon
-        self.critic = Critic(spec, horizon=horizon, members=members, hidden=hidden, layer_norm=layer_norm)
+        if augment and not self.policy.encoder.trunks:
+            raise ConfigError(
+                "augment changes images, and this policy sees none: say policy=gaussian_pixels or algo.augment=null"
+            )
+        horizon, encoder = self.policy.horizon, copy.deepcopy(self.policy.encoder)
+        self.critic = Critic(
+            spec, encoder=encoder, horizon=horizon, members=members, hidden=hidden, layer_norm=layer_norm
+        )
         self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
         self._pairs = list(zip(self.target_critic.parameters(), self.critic.parameters(), strict=True))
+        trunks = self.policy.encoder.trunks.requires_grad_(False)
+        self._trunks = list(zip(trunks.parameters(), encoder.trunks.parameters(), strict=True))
         self.log_temperature = LogTemperature(initial_temperature)
         self.policy_optimizer = Optimizer(self.policy, learning_rate=learning_rate)
         self.critic_optimizer = Optimizer(self.critic, learning_rate=learning_rate)
@@ -73,8 +86,8 @@ class SAC(Algorithm):
         self.target_members, self.discount, self.tau = target_members, discount, tau
         self.target_entropy = -entropy_per_action * horizon * spec.action.shape[0]
         self.backup_entropy = backup_entropy
-        observation = {name: (0,) for name in self.policy.inputs}
-        window = Window({**observation, "action": tuple(range(horizon)), "next_observation": (horizon,)})
+        self.augment = augment() if augment else None
+        window = Window({**self.policy.offsets, "next_observation": (horizon,)})
         self.windows = {"update": window, "update_critic": window}
 
     @property
@@ -90,10 +103,17 @@ class SAC(Algorithm):
 
     def update(self, batch: Batch) -> Metrics:
         """One step of the critics, then one of the policy and of the temperature."""
-        return self.update_critic(batch) | self._update_policy(batch)
+        batch = self._augmented(batch)
+        return self._update_critic(batch) | self._update_policy(batch)
 
     def update_critic(self, batch: Batch) -> Metrics:
         """One step of the critics and of their targets; the policy stays as it is."""
+        return self._update_critic(self._augmented(batch))
+
+    def _augmented(self, batch: Batch) -> Batch:
+        return self.augment(batch, self.generator) if self.augment else batch
+
+    def _update_critic(self, batch: Batch) -> Metrics:
         target = self.target(batch)  # [B]
         prediction = self.critic_optimizer(batch.observation, batch.action)  # [E, B]
         loss = (critic_weight(batch) * self.critic.loss(prediction, target)).mean()  # (5)
@@ -102,6 +122,7 @@ class SAC(Algorithm):
         return {"critic_loss": loss.detach(), "critic_gradient": gradient, "value": prediction.detach().mean()}
 
     def _update_policy(self, batch: Batch) -> Metrics:
+        self._copy_trunks()
         loss, log_prob = self.policy_loss(batch)
         gradient = self.policy_optimizer.step(loss)
         entropy = -log_prob.detach().mean()
@@ -138,3 +159,8 @@ class SAC(Algorithm):
     def _follow(self) -> None:
         for target, critic in self._pairs:
             target.lerp_(critic, self.tau)
+
+    @torch.no_grad()
+    def _copy_trunks(self) -> None:
+        for policy, critic in self._trunks:
+            policy.copy_(critic)

@@ -69,6 +69,11 @@ class View:
         }
         return any(kept[name] for name in self.keep)
 
+    def count(self, episode: EpisodeInfo) -> int:
+        """How many steps of an episode in this view windows may start at."""
+        shares = {"all": episode.steps, "intervened": episode.intervened}
+        return shares.get(self.rows, episode.steps - episode.intervened)
+
 
 def _held_out(episode: str) -> bool:
     digest = hashlib.sha256(episode.encode()).digest()

@@ -46,7 +46,7 @@ class ReplayBuffer:
         self._next, self._previous, self._row, self._final, self._first, self._episode = (
             np.full(size, NONE, np.int64) for _ in range(6)
         )
-        self._ends, self._decision = np.zeros(size, bool), np.zeros(size, bool)
+        self._ends, self._decision, self._intervened = (np.zeros(size, bool) for _ in range(3))
         self._last: dict[int, int] = {}  # episode -> its newest step, while it has not ended
 
     # -- what is there
@@ -69,6 +69,7 @@ class ReplayBuffer:
         self._first[slots] = np.where(whole, records["first"], NONE)
         self._episode[slots] = records["episode"]
         self._decision[slots] = records["flags"] & DECISION > 0
+        self._intervened[slots] = records["flags"] & INTERVENED > 0
         self._ends[slots] = records["flags"] & (TERMINATED | TRUNCATED) > 0
         self._link(numbers[whole], records[whole])
 
@@ -101,10 +102,14 @@ class ReplayBuffer:
             if last is not None and last >= self.tail:
                 self._ends[last % self.layout.capacity] = True
 
-    def candidates(self, episodes: Collection[int]) -> Numbers:
-        """The numbers of all steps of these episodes, in order."""
+    def candidates(self, episodes: Collection[int], rows: str = "all") -> Numbers:
+        """The numbers of all steps of these episodes, in order; `rows` as in View."""
         numbers = np.arange(self.tail, self.head)
-        return numbers[np.isin(self._episode[numbers % self.layout.capacity], np.fromiter(episodes, np.int64))]
+        slots = numbers % self.layout.capacity
+        held = np.isin(self._episode[slots], np.fromiter(episodes, np.int64))
+        if rows != "all":
+            held &= self._intervened[slots] == (rows == "intervened")
+        return numbers[held]
 
     def observed(self, name: str, among: Numbers | None) -> Array:
         """[n, *shape]: the observations of these steps (or of all), without final ones."""
@@ -149,7 +154,19 @@ class ReplayBuffer:
             usable &= whole | (ends & (self._final[last % self.layout.capacity] != NONE))
         else:
             usable &= whole | ends
+        if window.stillness:
+            usable &= self._moves(chain, last, window.stillness)
         return numbers[usable]
+
+    def _moves(self, chain: Numbers, last: Numbers, stillness: float) -> NDArray[np.bool_]:
+        """Whether some entry of a state varies by more than that over the steps [B, K + 1] of each window."""
+        steps = np.where(chain == NONE, last[:, None], chain)
+        rows = self._row[steps % self.layout.capacity] % self.layout.rows
+        moves = chain[:, 0] == last  # of one step nobody can tell
+        for name, feature in self.layout.spec.observation.items():
+            if feature.dtype.startswith("float"):
+                moves |= (self._observations[name][rows].std(1) > stillness).reshape(len(chain), -1).any(-1)
+        return moves
 
     def _chain(self, numbers: Numbers, reach: int) -> tuple[Numbers, Numbers]:
         """([B, reach + 1] steps from each number on, NONE after its episode's newest, [B] the last that is there)."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from serl_client.errors import ConfigError
 from serl_client.spec import Array, Spec
 
 from serl_launcher.data.episodes import EpisodeInfo, View
@@ -75,7 +76,7 @@ class Sources:
             view = self.views[name]
             held = (episode for episode in self.episodes.values() if view.holds(episode))
             alive = [episode for episode in held if episode.first >= self.buffers[episode.source].tail]
-            self._sizes[name] = sum(episode.steps for episode in alive), sum(episode.sealed for episode in alive)
+            self._sizes[name] = sum(view.count(episode) for episode in alive), sum(episode.sealed for episode in alive)
         return self._sizes[name]
 
     def sample(self, count: int, window: Window, shares: Mapping[str, float]) -> Batch | None:
@@ -134,11 +135,11 @@ class Sources:
     def _among(self, name: str, part: str) -> Numbers | None:
         """The steps of `part` that are in the view; None when all of them are."""
         view = self.views[name]
-        if tuple(view.keep) == ("all",) and view.min_length <= 1 and view.fold is None and part not in self._discarded:
+        if view == View(view.of) and part not in self._discarded:
             return None
         if (name, part) not in self._candidates:
             held = [e.number for e in self.episodes.values() if e.source == part and view.holds(e)]
-            self._candidates[name, part] = self.buffers[part].candidates(held)
+            self._candidates[name, part] = self.buffers[part].candidates(held, view.rows)
         return self._candidates[name, part]
 
     def _held(self, part: str, among: Numbers | None) -> int:
@@ -184,5 +185,7 @@ def statistics(sources: Sources, name: str) -> tuple[dict[str, Array], dict[str,
     for key, feature in sources.spec.observation.items():
         if feature.dtype.startswith("float"):
             rows = np.concatenate([sources.buffers[part].observed(key, sources._among(name, part)) for part in parts])
+            if not len(rows):
+                raise ConfigError(f"the statistics of {key} are to come from {name}, which holds nothing yet")
             means[key], stds[key] = rows.mean(0, dtype=np.float64), rows.std(0, dtype=np.float64)
     return means, stds

@@ -30,6 +30,7 @@ from serl_launcher.data.layout import Layout
 
 log = logging.getLogger(__name__)
 
+DATASET = "dataset"  # the mode of a directive that no actor hears of: an importer's
 GROUP_BYTES = 64 << 20  # a group this large is committed before more is staged
 
 
@@ -312,11 +313,19 @@ class Store:
             self._files[name].publish(source.tail, source.head)
 
     # -- numbers that never go back
+    @property
+    def directive(self) -> int:
+        """The number of the newest directive that is for actors; 0: there is none."""
+        return next((n for n, body in reversed(self.directives.items()) if body.get("mode") != DATASET), 0)
+
     def direct(self, body: dict[str, Any]) -> int:
-        """Make `body` the directive, durably, and return its number: the same one when nothing changed."""
-        newest = max(self.directives, default=0)
-        if newest and self.directives[newest] == body:
-            return newest
+        """Make `body` the directive, durably, and return its number: the same one when nothing changed.
+
+        A body of the mode DATASET only says where the steps go that are stamped with its number.
+        """
+        latest = self.directives if body.get("mode") == DATASET else [self.directive]
+        if number := next((n for n in latest if n and self.directives[n] == body), 0):
+            return number
         number = self.index.add_directive(body)
         self.commit()
         self.directives[number] = body

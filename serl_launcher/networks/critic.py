@@ -7,7 +7,8 @@ import torch
 from serl_client.spec import Spec
 from torch import Tensor, nn
 
-from serl_launcher.networks.mlp import ActionScale, StateEncoder
+from serl_launcher.networks.mlp import ActionScale
+from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.types import Observation
 
 
@@ -41,17 +42,26 @@ class EnsembleHead(nn.Module):
 
 
 class Critic(nn.Module):
-    """E estimates of Q(observation, actions): MLPs that share their input and nothing else.
+    """E estimates of Q(observation, actions): MLPs that share their encoder and nothing else.
 
     `horizon` is the number of actions of one decision (a chunk is one action of horizon * A numbers). LayerNorm
     bounds the values of actions that the data do not hold (RLPD, Ball et al. 2023, section 4.2); it has no gain and no
     bias, which slow the update down and were seen to add nothing.
     """
 
-    def __init__(self, spec: Spec, *, horizon: int, members: int, hidden: Sequence[int], layer_norm: bool) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        *,
+        encoder: ObservationEncoder,
+        horizon: int,
+        members: int,
+        hidden: Sequence[int],
+        layer_norm: bool,
+    ) -> None:
         super().__init__()
         self.members = members
-        self.encoder = StateEncoder(spec)
+        self.encoder = encoder
         self.scale = ActionScale(spec.action)
         layers: list[nn.Module] = []
         inputs = self.encoder.size + horizon * spec.action.shape[0]

@@ -24,9 +24,14 @@ class Policy(nn.Module, ABC):
     def noise_shape(self) -> tuple[int, ...]:
         """The shape of the standard normal noise of one decision: the same noise gives the same action anywhere."""
 
+    @property
+    def offsets(self) -> dict[str, tuple[int, ...]]:
+        """What the batch of `forward` holds, as Window.offsets."""
+        return {**dict.fromkeys(self.inputs, (0,)), "action": tuple(range(self.horizon))}
+
     @abstractmethod
-    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """The loss of imitating the batch's actions, one per row [B], and metrics."""
+    def forward(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, Metrics]:
+        """The loss of imitating the batch, one per row [B], and metrics; chance comes from `generator`."""
 
     @abstractmethod
     def sample(

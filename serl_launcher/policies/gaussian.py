@@ -1,14 +1,15 @@
 """The squashed Gaussian policy of soft actor-critic (Haarnoja et al. 2018b, arXiv 1812.05905, appendix C)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from serl_client.spec import Spec
 from torch import Tensor
 from torch.nn import functional
 
-from serl_launcher.networks.mlp import ActionScale, StateEncoder, mlp
+from serl_launcher.networks.mlp import ActionScale, mlp
+from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.base import Policy, draw_noise
 from serl_launcher.types import Batch, Metrics, Observation
 
@@ -24,12 +25,19 @@ class GaussianPolicy(Policy):
     horizon = 1
 
     def __init__(
-        self, spec: Spec, *, hidden: Sequence[int], layer_norm: bool, log_std_low: float, log_std_high: float
+        self,
+        spec: Spec,
+        *,
+        encoder: Callable[[Spec], ObservationEncoder],
+        hidden: Sequence[int],
+        layer_norm: bool,
+        log_std_low: float,
+        log_std_high: float,
     ) -> None:
         super().__init__()
-        self.encoder = StateEncoder(spec)
+        self.encoder = encoder(spec)
         self.scale = ActionScale(spec.action)
-        self.inputs = tuple(self.encoder.sizes)
+        self.inputs = self.encoder.inputs
         self.network = mlp(self.encoder.size, hidden, 2 * spec.action.shape[0], layer_norm=layer_norm)
         self.log_std_bounds = (log_std_low, log_std_high)
 
@@ -37,7 +45,7 @@ class GaussianPolicy(Policy):
     def noise_shape(self) -> tuple[int, ...]:
         return (self.horizon, *self.scale.center.shape)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def forward(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, Metrics]:
         """Behaviour cloning: the negative log density of the batch's actions, [B]."""
         return -self.log_prob(batch.observation, batch.action), {}
 

@@ -21,15 +21,37 @@ from yaml import YAMLError
 
 from serl_launcher.service.plan import known
 
+REMEMBERED = ("algo", "policy")  # groups whose words a run folder keeps
 NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the environment")  # lines that help nobody
 
 
 def composed(folder: Path, words: Sequence[str]) -> DictConfig:
     """The config that folder/base.yaml and the command line's words (`algo=sac`, `seed=1`) make, fully resolved.
 
-    Raises ConfigError for an unknown choice or key, with the nearest right one, for a value of another kind than the
-    yaml's, and for a value that is missing.
+    What a run folder was begun with (`algo=...`, `policy.horizon=...`) holds there until a word says otherwise: so a run
+    is evaluated, or gets another plan, without repeating it. Raises ConfigError for an unknown choice or key, with the
+    nearest right one, for a value of another kind than the yaml's, and for a value that is missing.
     """
+    config = _composed(folder, words)
+    remembered = [word for word in _remembered(config) if _key(word) not in {_key(word) for word in words}]
+    if remembered:
+        config = _composed(folder, [*remembered, *words])
+    config.remembered = [word for word in [*remembered, *words] if _key(word).partition(".")[0] in REMEMBERED]
+    return config
+
+
+def _remembered(config: DictConfig) -> list[str]:
+    """The words that the run folder of this config keeps."""
+    kept = Path(str(config.run_dir)) / "config.yaml"
+    saved = OmegaConf.load(kept) if config.learner and kept.is_file() else {}
+    return list(saved.get("remembered", []))
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
+
+
+def _composed(folder: Path, words: Sequence[str]) -> DictConfig:
     choices = groups(folder)
     try:
         overrides = [_read(word) for word in words]

@@ -1,7 +1,8 @@
-"""The parent of the learner's processes: server, trainer and inference. No torch here.
+"""The parent of the learner's processes: server, importer, trainer and inference. No torch here.
 
-It restarts server and inference, at most three times a minute; when the trainer ends, the run ends. Its children die
-with it. `launch` is the parent; `python -m serl_launcher.service.launcher NAME RUN_DIR LOCAL` is one child.
+It restarts server, importer and inference, at most three times a minute; when the trainer ends, the run ends. Trainer
+and inference start when the importer has brought the plan's datasets, where it names some. Its children die with it.
+`launch` is the parent; `python -m serl_launcher.service.launcher NAME RUN_DIR LOCAL` is one child.
 """
 
 import ctypes
@@ -24,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from serl_client.console import console
 from serl_client.errors import ConfigError, RetakeError
 
+from serl_launcher.service import dataset
 from serl_launcher.service.plan import Plan, load_plan
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ RESTARTS, WITHIN_S = 3, 60.0
 REFUSED = 2  # exit status of a child that said in one sentence why it cannot run: starting it again does not help
 LOOPBACK = ("127.0.0.1", "localhost")
 NEEDED = ("torch", "safetensors", "matplotlib")  # of the extra `learner`
+LEARNING = ("trainer", "inference")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -42,7 +45,7 @@ def launch(config: DictConfig) -> int:
     """
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"the learner needs {', '.join(missing)}: run `uv sync --inexact --extra learner` here")
-    _plan(config)
+    imports = bool(dataset.opened(_plan(config)))
     if config.host not in LOOPBACK:
         raise ConfigError(
             f"host={config.host}: the learner listens on loopback only, as there are no keys yet. From a robot PC use "
@@ -53,7 +56,7 @@ def launch(config: DictConfig) -> int:
     with _lock(run_dir), tempfile.TemporaryDirectory(prefix="retake-") as sockets:
         _check_ports(config)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
-        return _Family(run_dir, f"ipc://{sockets}/server").run()
+        return _Family(run_dir, f"ipc://{sockets}/server", imports).run()
 
 
 def writable(folder: Path) -> Path:
@@ -104,11 +107,11 @@ def _lock(run_dir: Path) -> Any:
 
 
 class _Family:
-    """The children of one run."""
+    """The children of one run; `imports`: there are datasets to be brought before it begins."""
 
-    def __init__(self, run_dir: Path, local: str) -> None:
-        self._run_dir, self._local = run_dir, local
-        self._restarts: dict[str, deque[float]] = {name: deque(maxlen=RESTARTS) for name in ("server", "inference")}
+    def __init__(self, run_dir: Path, local: str, imports: bool) -> None:
+        self._run_dir, self._local, self._imports = run_dir, local, imports
+        self._restarts = {name: deque[float](maxlen=RESTARTS) for name in CHILDREN}
         self._children: dict[str, subprocess.Popen] = {}
         self._signalled = False
 
@@ -116,7 +119,7 @@ class _Family:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "_signalled", True))
         try:
-            for name in ("server", "trainer", "inference"):
+            for name in ("server", "importer") if self._imports else ("server", *LEARNING):
                 self._start(name)
             while True:
                 status = self._look()
@@ -134,9 +137,14 @@ class _Family:
         """The exit status if the run is over; restarts what may be restarted."""
         if self._signalled:
             return 1
-        for name, child in self._children.items():
+        for name, child in list(self._children.items()):
             status = child.poll()
             if status is None:
+                continue
+            if name == "importer" and status == 0:
+                del self._children[name]
+                for other in LEARNING:
+                    self._start(other)
                 continue
             if name == "trainer" or status == REFUSED:
                 return 1 if status else 0
@@ -151,7 +159,7 @@ class _Family:
 
     def _end(self) -> None:
         """Stop the children, the server last: it may still take what the others say."""
-        for name in ("trainer", "inference", "server"):
+        for name in (*LEARNING, "importer", "server"):
             child = self._children.get(name)
             if child is not None and child.poll() is None:
                 child.terminate()
@@ -180,6 +188,14 @@ def _serve(config: DictConfig, run_dir: Path, local: str) -> None:
     )
 
 
+def _import(config: DictConfig, run_dir: Path, local: str) -> None:
+    logging.basicConfig(level=logging.INFO, format="[importer] %(message)s")
+    plan, public = _plan(config), f"tcp://{config.host}:{config.port}"
+    phases = (plan if config.phase is None else plan.only(config.phase)).phases.values()
+    waits = any(phase.actors.act for phase in phases)
+    dataset.import_datasets(plan, run_dir, public=public, local=local, waits=waits)
+
+
 def _train(config: DictConfig, run_dir: Path, local: str) -> None:
     shown = console("learner")
     from serl_launcher.service.training import train
@@ -203,7 +219,7 @@ def _plan(config: DictConfig) -> Plan:
     return plan
 
 
-CHILDREN = {"server": _serve, "trainer": _train, "inference": _infer}
+CHILDREN = {"server": _serve, "importer": _import, "trainer": _train, "inference": _infer}
 
 
 def child(name: str, run_dir: str, local: str) -> int:

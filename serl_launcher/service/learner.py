@@ -104,6 +104,8 @@ class Learner:
         self._starved = batch is None
         if batch is None:
             return False
+        for action, source in self.state.begin():
+            self._do(action, source)
         self._latest = {**self._latest, **getattr(self.algorithm, name)(batch.to(self.device))}
         self.state.did_update(name)
         if self.state.publish_due():
@@ -120,7 +122,7 @@ class Learner:
             if before.actors.mode == "evaluate":
                 self._evaluated(before, begin)
             for action, source in actions:
-                self._end(action, source)
+                self._do(action, source)
         self._direct()
 
     def _obey(self) -> None:
@@ -131,7 +133,7 @@ class Learner:
                 log.warning("%s", error)
         self._orders.clear()
 
-    def _end(self, action: str, source: str | None) -> None:
+    def _do(self, action: str, source: str | None) -> None:
         if action == "checkpoint":
             self.checkpoint()
         elif action == "publish":

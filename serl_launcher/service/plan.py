@@ -96,7 +96,8 @@ class Phase:
     pace: Pace | None = None  # None: free
     start_when: str | None = None
     publish_every: int | None = None  # updates
-    on_end: tuple[tuple[str, str | None], ...] = ()  # (action, source)
+    on_begin: tuple[tuple[str, str | None], ...] = ()  # (action, source), before the first update
+    on_end: tuple[tuple[str, str | None], ...] = ()
 
     @property
     def episodes(self) -> int | None:
@@ -259,7 +260,7 @@ class _Reader:
     methods: Collection[str] | None
 
     def phase(self, name: str, node: _Node) -> Phase:
-        learning = ("data", "start_when", "pace", "publish")
+        learning = ("data", "start_when", "pace", "publish", "on_begin")
         node.keys(required=("actors", "until"), optional=("updates", "on_end", *learning))
         updates = self.updates(node)
         if not updates and any(key in node.value for key in learning):
@@ -274,7 +275,7 @@ class _Reader:
             self.pace(node.at("pace", "free")),
             node.value.get("start_when"),
             node.at("publish").at("every_updates").whole(1) if "publish" in node.value else None,
-            tuple(self.action(item) for item in node.at("on_end", []).items()),
+            *(tuple(self.action(item) for item in node.at(key, []).items()) for key in ("on_begin", "on_end")),
         )
         self.check(node, phase)
         return phase

@@ -9,7 +9,7 @@ from typing import Any
 
 from serl_client.errors import ConfigError
 
-from serl_launcher.service.plan import OPERATOR, UNITS, Pace, Phase, Plan, Term, known, parse
+from serl_launcher.service.plan import OPERATOR, UNITS, Actors, Pace, Phase, Plan, Term, known, parse
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ class Position:
     turn: tuple[int, int] = (0, 0)  # round of the list of updates, index in it
     published_at: int = 0  # updates made at the latest publication
     held: bool = False
+    begun: bool = False  # its on_begin actions are done
 
 
 class PlanState:
@@ -127,6 +128,12 @@ class PlanState:
     def next_update(self, progress: Progress) -> str | None:
         """The name of the update that is due; None while there is none."""
         return None if self.waits_for(progress) else self._turn()[2]
+
+    def begin(self) -> list[tuple[str, str | None]]:
+        """What is to be done before the phase's first update, once: [(action, source), ...]."""
+        actions = [] if self.at.begun or self.phase is None else list(self.phase.on_begin)
+        self.at.begun = True
+        return actions
 
     def did_update(self, name: str) -> None:
         """Count the update that `next_update` named; one that was skipped is not reported and comes again."""
@@ -185,8 +192,7 @@ class PlanState:
         phase = self.phase
         if phase is None or self.at.held:
             mode = "stop" if phase is None else "idle"
-            orders = {"mode": mode, "into": None, "explore": False}
-            return {"phase": self.at.phase or "", **orders, "episodes": None, "boundary": "now"}
+            return {"phase": self.at.phase or "", **asdict(Actors(mode)), "episodes": None, "boundary": "now"}
         return {"phase": phase.name, **asdict(phase.actors), "episodes": phase.episodes, "boundary": "episode"}
 
     def state_dict(self) -> dict[str, Any]:

@@ -234,7 +234,7 @@ class Server:
             return {}, {}
         newest = self.store.newest_weights
         weights = {key: newest[key] for key in ("version", "sha256", "size")} if newest else {}
-        number = max(self.store.directives, default=0)
+        number = self.store.directive
         directive = {"number": number, **self.store.directives[number]} if number else {}
         if directive.get("mode") == "stop" and not self._directed:
             directive = {}  # the end of an earlier run: what this one will do is not said yet
@@ -244,7 +244,7 @@ class Server:
         """How many steps this session's epoch may have made in all; None: no limit."""
         if self.store is None or not session.hello.paced:
             return None
-        number = max(self.store.directives, default=0)
+        number = self.store.directive
         if not number or not self.store.directives[number].get("paced"):
             return None
         directive, steps = self.allowance
@@ -375,8 +375,9 @@ class Server:
         return m.WeightsChunk(request.sha256, request.offset, {"data": data})
 
     def _direct(self, session: Session, direct: m.Direct) -> m.Message:
-        number, self._directed = self._store.direct(dict(direct.body)), True
-        self.allowance = (number, direct.steps)
+        number = self._store.direct(dict(direct.body))
+        if number == self._store.directive:
+            self._directed, self.allowance = True, (number, direct.steps)
         return m.Done(number)
 
     def _allow(self, session: Session, allow: m.Allow) -> None:

@@ -12,29 +12,36 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 PLAIN_S = 10.0
+BANNER_S = 0.04  # until a change of the banner is seen: less than a tick of most robots
+COLOURS = {"POLICY": "30;42", "HUMAN": "30;43", "HELD": "97;41", "IDLE": "97;100"}  # text and ground: SGR of ECMA-48
 
 
 class Console(logging.Handler):
-    """Shows `name  value` lines under a title. As a logging handler it keeps the last warning in the block."""
+    """Shows a banner, and `name  value` lines under a title.
+
+    As a logging handler it keeps the last warning in the block.
+    """
 
     def __init__(self, title: str, stream: TextIO | None = None) -> None:
         super().__init__(logging.INFO)
         self._title, self._stream = title, stream or sys.stderr
         self._live = self._stream.isatty()
         self._rows: dict[str, str] = {}
+        self._banner = ""
         self._drawn = 0  # lines of the block on the screen
         self._plain_at = 0.0
         self._warning = "none"
 
-    def show(self, rows: Mapping[str, str]) -> None:
-        """Replace the block by these lines."""
-        self._rows = dict(rows)
+    def show(self, rows: Mapping[str, str], banner: str = "") -> None:
+        """Replace the block by these lines, under a banner of one word in large and colour (see COLOURS)."""
+        self._rows, self._banner = dict(rows), banner
         if self._live:
             self._erase()
             self._draw()
         elif time.monotonic() >= self._plain_at:
             self._plain_at = time.monotonic() + PLAIN_S
-            self._write(f"[{self._title}] " + " | ".join(f"{name}: {value}" for name, value in rows.items()) + "\n")
+            parts = [*([banner] if banner else []), *(f"{name}: {value}" for name, value in rows.items())]
+            self._write(f"[{self._title}] {' | '.join(parts)}\n")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a log record above the block."""
@@ -50,8 +57,13 @@ class Console(logging.Handler):
         width = shutil.get_terminal_size().columns - 1
         lines = [f"-- {self._title} ".ljust(min(width, 72), "-")]
         lines += [f"{name:>13}  {value}" for name, value in {**self._rows, "last warning": self._warning}.items()]
+        lines = [line[:width] for line in lines]
+        if self._banner:
+            colour = COLOURS.get(self._banner, "7")
+            words = (line[:width].ljust(min(width, 72)) for line in ("", f"   {self._banner}", ""))
+            lines[:0] = [f"\x1b[1;{colour}m{line}\x1b[0m" for line in words]
         self._drawn = len(lines)
-        self._write("".join(f"{line[:width]}\n" for line in lines))
+        self._write("".join(f"{line}\n" for line in lines))
 
     def _erase(self) -> None:
         if self._drawn:
@@ -64,10 +76,13 @@ class Console(logging.Handler):
 
 
 class Watch:
-    """Shows `rows()` on a console every second, from a thread of its own: a slow terminal delays nobody."""
+    """Shows `rows()` on a console every second, and a new `banner()` at once, from a thread of its own: a slow terminal
+    delays nobody."""
 
-    def __init__(self, shown: Console, rows: Callable[[], Mapping[str, str]]) -> None:
-        self._shown, self._rows = shown, rows
+    def __init__(
+        self, shown: Console, rows: Callable[[], Mapping[str, str]], banner: Callable[[], str] = lambda: ""
+    ) -> None:  # fmt: skip
+        self._shown, self._rows, self._banner = shown, rows, banner
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
 
@@ -79,8 +94,12 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(1.0):
-            self._shown.show(self._rows())
+        shown, due = "", time.monotonic() + 1.0
+        while not self._ended.wait(BANNER_S):
+            banner = self._banner()
+            if banner != shown or time.monotonic() >= due:
+                self._shown.show(self._rows(), banner)
+                shown, due = banner, time.monotonic() + 1.0
 
 
 def console(title: str) -> Console:

@@ -17,6 +17,7 @@ from serl_client.episode import Outcome, Stamp
 from serl_client.errors import TrainerError
 from serl_client.recorder import Recorder
 from serl_client.spec import Array, Spec
+from serl_client.status import ActorStatus, Tally
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +59,13 @@ class Env(Protocol):
     clock: str  # "real": step() takes 1/fps; "simulated": it takes what it takes, and waits for nobody's permission
     has_operator: bool  # a teleop that can demonstrate
 
-    def reset(self, seed: int, *, teleop: bool = False) -> Observation:
-        """Begin an episode at the start that `seed` names; with `teleop` the operator drives all of it."""
+    def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
+        """Begin an episode at the start that `seed` names; with `teleop` the operator drives all of it, with
+        `intervene` the rows that they want, and otherwise none."""
         ...
 
     def step(self, action: Array | None) -> Step:
-        """One tick. None: no action came in time, hold. In a teleop episode the argument is ignored."""
+        """One tick. None: no action came in time, hold. In a row that the operator drives theirs is executed."""
         ...
 
     def stop(self) -> None:
@@ -79,25 +81,6 @@ class Operator(Protocol):
     def poll(self) -> list[str]:
         """What was pressed since the last call; never waits."""
         ...
-
-
-@dataclass
-class ActorStatus:
-    """What a console shows of an actor, and what its heartbeat tells the learner."""
-
-    directive: int = 0
-    phase: str = ""
-    mode: str = "idle"
-    driver: str = "IDLE"  # POLICY, HUMAN, HELD or IDLE
-    episodes: int = 0
-    steps: int = 0  # of this epoch
-    rate: float = 0.0  # rows per second
-    late: int = 0  # ticks of a real clock that took more than 1.5 of their time
-    warning: str = ""
-
-    def warn(self, text: str) -> None:
-        self.warning = text
-        log.warning("%s", text)
 
 
 def run_actor(
@@ -133,7 +116,7 @@ class _Episode:
     began: float
     last: Step | None = None
     reset: bool = True
-    human: bool = False  # a takeover, in the last row
+    human: int = 0  # rows in succession of the takeover that goes on
     held: int = 0  # rows in succession without an action
     reward: float = 0.0
     intervened: int = 0
@@ -150,6 +133,7 @@ class _Actor:
         self._is_real = env.clock == "real"
         self._evaluated = 0, 0  # directive, and how many of its episodes have begun
         self._latest = ""  # the episode that a verdict between two episodes is about
+        self._tally = Tally(status)
         self._verdict = ""
         self._paused = False
         self._ticked: float | None = None
@@ -184,7 +168,10 @@ class _Actor:
         seed = self._evaluation_seed() if mode == "evaluate" else training_seed(self._seed, client.epoch, number)
         self._status.episodes += 1
         self._controller.begin(recorder.episode, self._directive)
-        observation = self._env.reset(seed, teleop=mode == "teleop")
+        self._status.episode = recorder.episode
+        observation = self._env.reset(
+            seed, teleop=mode == "teleop", intervene=mode == "collect" and self._directive.get("intervene", False)
+        )
         self._listen()
         self._judge_latest()
         episode = _Episode(recorder, observation, mode == "teleop", time.monotonic())
@@ -209,17 +196,32 @@ class _Actor:
         step = self._env.step(action)
         version = 0 if episode.teleop else self._controller.version
         stamp = Stamp(self._directive["number"], self._directive["phase"], version)
-        decision = action is not None and self._controller.decision
-        episode.recorder.add(stamp, episode.observation, step, decision, {**self._controller.extras, **step.extras})
-        if episode.human and not step.intervened:
-            episode.reset = True
-        episode.human = step.intervened and not episode.teleop
+        is_policys = action is not None and not step.intervened
+        extras = {**self._controller.extras, **step.extras} if is_policys else step.extras
+        decision = is_policys and self._controller.decision
+        episode.recorder.add(stamp, episode.observation, step, decision, extras)
+        self._hand_over(episode, step.intervened)
         episode.last, episode.observation = step, step.observation
         episode.reward += step.reward
         episode.intervened += step.intervened
-        self._count(episode)
+        self._status.driver = "HUMAN" if step.intervened else "POLICY" if is_policys else "HELD"
+        self._count()
         self._listen()
         self._close(episode)
+
+    def _hand_over(self, episode: _Episode, is_human: bool) -> None:
+        """Note a takeover, and a hand-back: what the policy saw before it is no history to act on."""
+        if episode.teleop:
+            return
+        where = f"{episode.recorder.episode}, row {episode.recorder.steps - 1}"
+        if is_human and not episode.human:
+            self._status.takeovers += 1
+            log.info("%s: the operator takes over", where)
+        elif episode.human and not is_human:
+            log.info("%s: the operator hands back after %d rows", where, episode.human)
+        episode.reset = episode.reset or is_human
+        episode.human = episode.human + 1 if is_human else 0
+        episode.held = 0 if is_human else episode.held
 
     def _action(self, episode: _Episode) -> tuple[bool, Array | None]:
         """(whether the episode goes on, the action of its next row); waits for permission and, as far as time does
@@ -300,11 +302,14 @@ class _Actor:
         if step is None:
             return
         self._latest = recorder.episode
+        success = VERDICTS.get(verdict, step.success)
+        if not episode.teleop:
+            self._tally.add(recorder.episode, success, assisted=episode.intervened > 0)
         seconds = time.monotonic() - episode.began
         self._on_episode({
             "episode": recorder.episode, "phase": self._directive["phase"], "mode": self._directive["mode"],
             "steps": recorder.steps, "reward": episode.reward, "seconds": seconds,
-            "success": VERDICTS.get(verdict, step.success), "discard": verdict == "discard",
+            "success": success, "discard": verdict == "discard",
             "intervened": episode.intervened / recorder.steps, "weights": self._controller.version,
         })  # fmt: skip
 
@@ -330,17 +335,17 @@ class _Actor:
         """The operator's verdict on the episode that ended last, if there is one."""
         if self._latest:
             self._pronounce(self._latest, None)
+        if self._verdict:
+            self._tally.correct(self._latest, VERDICTS[self._verdict])
         self._verdict = ""
 
     def _nap(self) -> None:
         self._client.wait(NAP)
         self._listen()
 
-    def _count(self, episode: _Episode) -> None:
+    def _count(self) -> None:
         status, now = self._status, time.monotonic()
         status.steps += 1
-        if not episode.held:
-            status.driver = "HUMAN" if episode.teleop or episode.human else "POLICY"
         if self._ticked is not None:
             seconds = now - self._ticked
             status.rate += 0.05 * (1 / max(seconds, 1e-6) - status.rate)

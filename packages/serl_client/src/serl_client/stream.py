@@ -47,9 +47,13 @@ class Stream:
         self._window = 0
 
     def put(self, record: Record) -> None:
-        """Raises TrainerError when the queue is full; what ends an episode has its room reserved."""
+        """Raises TrainerError when the queue is full (what ends an episode has its room reserved), and TypeError for
+        an outcome that the wire cannot carry."""
         size = OUTCOME_BYTES
-        if not isinstance(record, Outcome):
+        if isinstance(record, Outcome):
+            if type(record.discard) is not bool or type(record.success) not in (bool, type(None)):
+                raise TypeError(f"an outcome's success and discard are Python's bool (numpy's is not): {record}")
+        else:
             arrays = (*record.observation.values(), *record.extras.values(), record.action)
             size = sum(array.nbytes for array in arrays) + COLUMN_BYTES * len(record)
         ends = isinstance(record, Outcome) or record.ends

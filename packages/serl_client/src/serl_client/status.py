@@ -1,0 +1,57 @@
+"""What an actor tells of itself: on its console, and in its heartbeat to the learner."""
+
+import logging
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+RECENT = 20  # judged episodes
+
+
+@dataclass
+class ActorStatus:
+    """What a console shows of an actor, and what its heartbeat tells the learner."""
+
+    directive: int = 0
+    phase: str = ""
+    mode: str = "idle"
+    driver: str = "IDLE"  # POLICY, HUMAN, HELD or IDLE
+    episodes: int = 0
+    episode: str = ""  # the one under way, or the latest
+    steps: int = 0  # of this epoch
+    rate: float = 0.0  # rows per second
+    late: int = 0  # ticks of a real clock that took more than 1.5 of their time
+    takeovers: int = 0
+    assisted: str = "0/0"  # successes / episodes among the latest judged ones in which the operator took over,
+    unassisted: str = "0/0"  # and in which nobody did; demonstrations are neither
+    warning: str = ""
+
+    def warn(self, text: str) -> None:
+        self.warning = text
+        log.warning("%s", text)
+
+
+class Tally:
+    """Counts the success of the latest RECENT judged episodes in a status, with and without a human's help apart."""
+
+    def __init__(self, status: ActorStatus) -> None:
+        self._status = status
+        self._episodes: dict[str, tuple[bool | None, bool]] = {}  # id: (success, assisted)
+
+    def add(self, episode: str, success: bool | None, *, assisted: bool) -> None:
+        """An episode has ended; without a verdict, or discarded, it is None and counts as neither."""
+        self._episodes[episode] = None if success is None else bool(success), assisted
+        while len(self._episodes) > 2 * RECENT:
+            del self._episodes[next(iter(self._episodes))]
+        judged = [(success, assisted) for success, assisted in self._episodes.values() if success is not None][-RECENT:]
+        self._status.assisted = _ratio([success for success, assisted in judged if assisted])
+        self._status.unassisted = _ratio([success for success, assisted in judged if not assisted])
+
+    def correct(self, episode: str, success: bool | None) -> None:
+        """A later verdict on an episode that was added."""
+        if episode in self._episodes:
+            self.add(episode, success, assisted=self._episodes[episode][1])
+
+
+def _ratio(successes: list[bool]) -> str:
+    return f"{sum(successes)}/{len(successes)}"

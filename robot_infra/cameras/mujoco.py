@@ -1,0 +1,92 @@
+"""The cameras of a MuJoCo scene: each image is drawn when it is asked for, of the scene as it is at that moment."""
+
+import importlib
+import time
+from typing import Any
+
+import numpy as np
+from serl_client.errors import ConfigError
+from serl_client.spec import Array, Feature
+
+from robot_infra.cameras import gl
+from robot_infra.interfaces import Frame
+
+SIZES = range(16, 1025)  # pixels
+MAX_GEOMS = 1000
+
+
+class Renderer:
+    """Draws what a camera of a model sees, in one OpenGL context; only for the thread that made it.
+
+    MuJoCo's own Renderer takes the backend that was named before `import mujoco`; this one can be made later. Without
+    shadows and multisampling (arm.xml) a pair of 128x128 images takes about 1 ms in software. Raises ConfigError for
+    an image of less than 16 or more than 1024 pixels a side.
+    """
+
+    def __init__(self, model: Any, backend: str, *, size: int) -> None:
+        if size not in SIZES:
+            raise ConfigError(f"image_size is {size}; it may be {SIZES[0]} to {SIZES[-1]} pixels")
+        import mujoco
+
+        gl.select(backend)
+        self._mujoco: Any = mujoco
+        self._model, self._size = model, size
+        self._scene = mujoco.MjvScene(model, MAX_GEOMS)
+        self._option, self._view = mujoco.MjvOption(), mujoco.MjvCamera()
+        self._view.type = mujoco.mjtCamera.mjCAMERA_FIXED
+        self._area = mujoco.MjrRect(0, 0, size, size)
+        model.vis.global_.offwidth = model.vis.global_.offheight = size
+        self._context: Any = importlib.import_module(f"mujoco.{backend}").GLContext(size, size)
+        self._context.make_current()
+        self._buffers = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_50)
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._buffers)
+
+    def draw(self, data: Any, camera: int) -> Array:
+        """What the model's camera of this number sees of `data`: a fresh image, uint8 [size, size, 3]."""
+        mujoco, self._view.fixedcamid = self._mujoco, camera
+        mujoco.mjv_updateScene(
+            self._model, data, self._option, None, self._view, mujoco.mjtCatBit.mjCAT_ALL, self._scene
+        )
+        image = np.empty((self._size, self._size, 3), np.uint8)
+        self._context.make_current()  # another env of this process may have drawn with its own
+        mujoco.mjr_render(self._area, self._scene, self._buffers)
+        mujoco.mjr_readPixels(image, None, self._area, self._buffers)
+        return np.ascontiguousarray(image[::-1])  # OpenGL counts rows from below
+
+    def close(self) -> None:
+        """Free the context; may be called twice."""
+        if self._context is not None:
+            self._context.make_current()
+            self._buffers.free()
+            self._context.free()
+            self._context = None
+
+
+class MujocoCamera:
+    """One camera of a scene, a Camera whose frames are as old as the question. Cameras of a scene share a Renderer."""
+
+    def __init__(self, renderer: Renderer, data: Any, number: int, *, size: int) -> None:
+        self.feature = Feature((size, size, 3), "uint8")
+        self._renderer, self._data, self._number = renderer, data, number
+
+    def latest(self) -> Frame:
+        return Frame(self._renderer.draw(self._data, self._number), time.monotonic())
+
+    def close(self) -> None:
+        self._renderer.close()
+
+
+def cameras(model: Any, data: Any, backend: str, *, size: int) -> dict[str, MujocoCamera]:
+    """{name: camera} of all cameras of a model; images are square, `size` pixels a side."""
+    renderer = Renderer(model, backend, size=size)
+    return {model.camera(n).name: MujocoCamera(renderer, data, n, size=size) for n in range(model.ncam)}
+
+
+def draw_nothing(backend: str) -> None:
+    """Draw an empty scene as above; what gl.backend() has a child process try."""
+    import mujoco
+
+    model = mujoco.MjModel.from_xml_string("<mujoco><worldbody><camera name='eye'/></worldbody></mujoco>")
+    (camera,) = cameras(model, mujoco.MjData(model), backend, size=16).values()
+    camera.latest()
+    camera.close()

@@ -1,0 +1,70 @@
+"""Imitation of what the batch holds: supervised fine-tuning, and Hi-ORS rejection sampling, which is a plan around it.
+
+Hi-ORS (arXiv 2510.26406) imitates, with the policy's own loss, the episodes of the newest policies that succeeded,
+human corrections among them: L = E[1_m(episode) loss(row)]. Which episodes count is the plan's choice of data (a view
+that keeps the successful ones); no value is learned.
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from serl_client.spec import Spec
+from torch import Tensor
+
+from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.networks.augment import Augment
+from serl_launcher.policies.base import Policy
+from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Window
+from serl_launcher.utils.optim import Optimizer
+
+
+class SFT(Algorithm):
+    """Minimises the policy's loss of imitation; acts with the moving average of its weights.
+
+    `average` is the share of the old average kept at each update. `stillness`: no window starts where the robot stays
+    still (see Window.stillness). `augment` changes the images of each batch; None: they stay as they are.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        *,
+        policy: Callable[[Spec], Policy],
+        learning_rate: float,
+        average: float,
+        stillness: float,
+        augment: Callable[[], Augment] | None,
+    ) -> None:
+        super().__init__()
+        self.policy = policy(spec)
+        self.averaged = copy.deepcopy(self.policy).requires_grad_(False)
+        self._pairs = list(zip(self.averaged.parameters(), self.policy.parameters(), strict=True))
+        self.optimizer = Optimizer(self.policy, learning_rate=learning_rate)
+        self.average = average
+        self.augment = augment() if augment else None
+        self.windows = {"update": Window(self.policy.offsets, stillness=stillness)}
+
+    @property
+    def acting(self) -> Policy:
+        return self.averaged
+
+    @torch.no_grad()
+    def act(
+        self, observation: Observation, previous_action: Tensor, carry: Carry, *, noise: Tensor, explore: bool
+    ) -> tuple[Decision, Carry]:
+        return Decision(self.averaged.sample(observation, noise=noise.unsqueeze(0))[0]), carry
+
+    def update(self, batch: Batch) -> Metrics:
+        """One step down the loss, its rows weighted by the batch's weights."""
+        batch = self.augment(batch, self.generator) if self.augment else batch
+        loss, metrics = self.optimizer(batch, self.generator)  # [B]
+        loss = (batch.weight * loss).mean()
+        gradient = self.optimizer.step(loss)
+        self._follow()
+        return {"loss": loss.detach(), "gradient": gradient, **metrics}
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for averaged, current in self._pairs:
+            averaged.lerp_(current, 1 - self.average)

@@ -1,0 +1,387 @@
+"""Sealed episodes as LeRobot v3.0 datasets ("shards"), a few of one source each, which LeRobot's own tools open.
+
+A shard is written aside, read back and compared with the store, synced and renamed: it is whole or it is not there. It is
+never changed; an outcome that comes later makes its next version, which takes its place at once. Its `retake.json` says
+what LeRobot has no place for. What a row holds:
+    observation.*, action, the Spec's extras    as in the store; images are uint8 there, and a video of them is lossy
+    next.reward, next.done, next.terminated, next.truncated, next.success    of the step that begins in this row
+    intervened, decision, time                  as in the store
+    weights, directive, phase, outcome          numbers; phase is an index into the manifest's phases, outcome is -1
+                                                (unknown), 0 (failure) or 1 (success), of the whole episode
+LeRobot has no observation after the last action: it stays in the store.
+"""
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from serl_client.errors import ConfigError, RetakeError
+from serl_client.spec import Array, Feature, Spec
+
+from serl_launcher.data.episodes import EpisodeInfo
+from serl_launcher.data.files import sync_folder
+from serl_launcher.data.layout import DECISION, INTERVENED, TERMINATED, TRUNCATED, Layout, published
+
+log = logging.getLogger(__name__)
+
+Rows = dict[str, Array]
+NEEDED = ("lerobot", "av", "torchcodec")
+MANIFEST = "retake.json"
+FORMAT = 1
+PART = ".part"  # what is being written, or was when its writer died
+OLD = ".old.part"  # the version before, where the file system cannot exchange two folders
+CODECS = ("libsvtav1", "h264")  # the first one that can be written and read here
+CHUNK = 4096
+FLAG, NUMBER = Feature((1,), "bool"), Feature((1,), "int64")
+COLUMNS = {
+    "next.reward": Feature((1,)), "next.done": FLAG, "next.terminated": FLAG, "next.truncated": FLAG,
+    "next.success": FLAG, "intervened": FLAG, "decision": FLAG, "time": Feature((1,), "float64"), "weights": NUMBER,
+    "directive": NUMBER, "phase": NUMBER, "outcome": NUMBER,
+}  # fmt: skip
+RESERVED = {*COLUMNS, "timestamp", "frame_index", "episode_index", "index", "task_index", "task"}
+JUDGED = ("success", "discard", "judge")  # what may change after an episode was sealed
+
+
+class Gone(Exception):
+    """The store holds this episode no more."""
+
+
+class Mismatch(RetakeError):
+    """What was written is not what the store holds."""
+
+
+def missing() -> list[str]:
+    """The packages that are needed to write shards and are not installed."""
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
+class EpisodeReader:
+    """Reads whole episodes of one source from the files that the server writes."""
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        self.layout = layout
+        self._published, self._steps = published(folder), layout.steps(folder)
+        self._observations = layout.observations(folder)
+
+    @property
+    def tail(self) -> int:
+        return int(self._published[0])
+
+    @property
+    def head(self) -> int:
+        return int(self._published[1])
+
+    def rows(self, info: EpisodeInfo) -> Rows:
+        """{name: [T, ...]} of all that the store holds of a sealed episode: observations (T + 1 of them when it has a
+        final one), action, reward, terminated, truncated, intervened, decision, time, weights, directive and extras.
+
+        Raises Gone when it was evicted, before or meanwhile.
+        """
+        records = self._records(info)
+        rows = records["row"].astype(np.int64)
+        if info.final:
+            rows = np.append(rows, records["final_row"][-1])
+        found = {name: array[rows % self.layout.rows] for name, array in self._observations.items()}
+        flags = records["flags"]
+        terminated, truncated = flags & TERMINATED > 0, flags & TRUNCATED > 0
+        truncated[-1] |= bool(info.truncated)  # an episode that was cut has no flag of its own
+        found |= {"intervened": flags & INTERVENED > 0, "decision": flags & DECISION > 0}
+        found |= {"terminated": terminated, "truncated": truncated}
+        found |= {name: records[name] for name in ("action", "reward", "time", "weights", "directive")}
+        found |= {name: records[f"extras.{name}"] for name in self.layout.spec.extras}
+        if self.tail > info.first:  # asked after copying
+            raise Gone(info.id)
+        return found
+
+    def _records(self, info: EpisodeInfo) -> Array:
+        """Its [T] step records; the steps of other actors lie between them."""
+        found, begin, count = [], info.first, 0
+        while count < info.steps and begin < self.head and self.tail <= info.first:
+            numbers = np.arange(begin, min(begin + CHUNK, self.head))
+            records = self._steps[numbers % self.layout.capacity]
+            records = records[(records["number"] == numbers) & (records["episode"] == info.number)]
+            found.append(records)
+            begin, count = begin + CHUNK, count + len(records)
+        if self.tail > info.first:
+            raise Gone(info.id)
+        records = np.concatenate(found) if found else self._steps[:0]
+        if not np.array_equal(records["index"], np.arange(info.steps)):
+            raise Mismatch(f"{info.id} has {len(records)} steps in the store, {info.steps} were acknowledged")
+        return records
+
+
+# -- one shard
+def cameras(spec: Spec) -> list[str]:
+    """The observations that LeRobot takes for images."""
+    return [
+        name for name, f in spec.observation.items()
+        if name.startswith("observation.images.") and f.dtype == "uint8" and len(f.shape) == 3 and f.shape[2] == 3
+    ]  # fmt: skip
+
+
+def column(name: str) -> str:
+    """What a feature of the Spec is called in a shard: the same, unless LeRobot or we need that name."""
+    name = name.replace("/", ".")
+    return f"extras.{name}" if name in RESERVED else name
+
+
+def table(info: EpisodeInfo, rows: Rows, spec: Spec, phases: Sequence[str]) -> Rows:
+    """{column: [T, ...]} of a shard, images included."""
+    length = info.steps
+    last = np.arange(length) == length - 1
+    success = info.success is not None and bool(info.success)
+    outcome = -1 if info.success is None else int(success)
+    made = {
+        "next.reward": rows["reward"], "next.done": last, "next.terminated": rows["terminated"],
+        "next.truncated": rows["truncated"], "next.success": last & success, "intervened": rows["intervened"],
+        "decision": rows["decision"], "time": rows["time"], "weights": rows["weights"], "directive": rows["directive"],
+        "phase": np.full(length, phases.index(info.phase)), "outcome": np.full(length, outcome),
+    }  # fmt: skip
+    made = {name: array.reshape(length, 1).astype(COLUMNS[name].dtype) for name, array in made.items()}
+    for name in [*spec.observation, "action", *spec.extras]:
+        array = rows[name][:length]
+        made[column(name)] = array.reshape(length, 1) if array.ndim == 1 else array
+    return made
+
+
+def features(spec: Spec, kind: str) -> dict[str, dict[str, Any]]:
+    """LeRobot's description of the columns; `kind` of the images is video or image."""
+    seen = cameras(spec)
+    described = {}
+    for name, feature in {**spec.observation, "action": spec.action, **spec.extras}.items():
+        dtype, names = (kind, ("height", "width", "channels")) if name in seen else (feature.dtype, feature.names)
+        described[column(name)] = {"dtype": dtype, "shape": feature.shape or (1,), "names": list(names) or None}
+    described |= {name: {"dtype": f.dtype, "shape": f.shape, "names": None} for name, f in COLUMNS.items()}
+    return described
+
+
+def write(
+    part: Path, spec: Spec, codec: str | None, episodes: Iterable[tuple[EpisodeInfo, Rows]]
+) -> list[tuple[EpisodeInfo, Rows]]:
+    """Write a LeRobot dataset of these (info, table); returns them again, without images. Nothing is synced yet."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    shutil.rmtree(part, ignore_errors=True)
+    part.parent.mkdir(parents=True, exist_ok=True)
+    dataset = LeRobotDataset.create(
+        "retake/shard", _fps(spec), features(spec, "video" if codec else "image"), root=part,
+        use_videos=codec is not None, vcodec=codec or CODECS[0], encoder_threads=1,
+    )  # fmt: skip
+    images, written = {column(name) for name in cameras(spec)}, []
+    for info, columns in episodes:
+        for step in range(info.steps):
+            dataset.add_frame({name: array[step] for name, array in columns.items()} | {"task": info.task})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what LeRobot does with flags and with arrays of one number
+            dataset.save_episode(parallel_encoding=False)  # no process that would outlive us
+        written.append((info, {name: array for name, array in columns.items() if name not in images}))
+    dataset.finalize()
+    shutil.rmtree(part / "images", ignore_errors=True)
+    return written
+
+
+def verify(part: Path, spec: Spec, written: Sequence[tuple[EpisodeInfo, Rows]]) -> None:
+    """Open a shard with LeRobot and compare it with what was to be written. Raises Mismatch."""
+    import av
+    import datasets
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    frames = sum(info.steps for info, _ in written)
+    with tempfile.TemporaryDirectory(dir=part.parent, suffix=PART) as cache, _cached_in(datasets.config, cache):
+        opened = LeRobotDataset("retake/shard", root=part)
+        lengths = [int(episode["length"]) for episode in opened.meta.episodes]
+        if (lengths, len(opened)) != ([info.steps for info, _ in written], frames):
+            raise Mismatch(f"{part}: {lengths} steps were written, not those of {[info.id for info, _ in written]}")
+        names = list(written[0][1])
+        stored = opened.hf_dataset.select_columns(names).with_format("numpy")[:]
+        for name in names:
+            expected = np.concatenate([columns[name] for _, columns in written])
+            if not _same(np.asarray(stored[name]).reshape(expected.shape), expected):
+                raise Mismatch(f"{part}: {name} was not written as the store has it")
+        for key in opened.meta.video_keys:
+            videos = {part / opened.meta.get_video_file_path(i, key) for i in range(len(lengths))}
+            count = 0
+            for video in videos:
+                with av.open(str(video)) as container:
+                    count += sum(1 for _ in container.demux(container.streams.video[0]) if _.size)
+            if count != frames:
+                raise Mismatch(f"{part}: the video of {key} has {count} frames, not {frames}")
+        ends = np.cumsum(lengths)
+        for index in {int(i) for i in (*(ends - lengths), *(ends - 1))}:
+            row = opened[index]
+            for name in cameras(spec):
+                height, width, channels = spec.observation[name].shape
+                if tuple(row[column(name)].shape) != (channels, height, width):
+                    raise Mismatch(f"{part}: frame {index} of {name} is {tuple(row[column(name)].shape)}")
+
+
+def _same(stored: Array, expected: Array) -> bool:
+    return np.array_equal(stored, expected, equal_nan=expected.dtype.kind == "f")
+
+
+@contextlib.contextmanager
+def _cached_in(config: Any, folder: str) -> Iterator[None]:
+    """Let `datasets` keep its copies of what it opens here, and not at the user's."""
+    before, config.HF_DATASETS_CACHE = config.HF_DATASETS_CACHE, folder
+    try:
+        yield
+    finally:
+        config.HF_DATASETS_CACHE = before
+
+
+def _fps(spec: Spec) -> Any:
+    return int(spec.fps) if float(spec.fps).is_integer() else spec.fps
+
+
+def codec_for(spec: Spec) -> str | None:
+    """The codec in which this machine can write and read videos of these cameras; None: there is none, or none is
+    needed, and images are stored as PNG."""
+    if not cameras(spec):
+        return None
+    if not float(spec.fps).is_integer():
+        log.warning("export: LeRobot's videos have a whole number of frames per second, so images are stored as PNG")
+        return None
+    reasons = []
+    for codec in CODECS:
+        reason = next((why for name in cameras(spec) if (why := _unfit(codec, spec, spec.observation[name]))), None)
+        if reason is None:
+            return codec
+        reasons.append(f"{codec}: {reason}")
+    log.warning("export: no video can be written and read here, so images are stored as PNG, which is slow to read "
+                "(apt-get install ffmpeg): %s", "; ".join(reasons))  # fmt: skip
+    return None
+
+
+def _unfit(codec: str, spec: Spec, feature: Feature) -> str | None:
+    """Why two frames of this shape cannot be encoded and decoded again; None when they can."""
+    import av
+    from lerobot.datasets.video_utils import decode_video_frames, encode_video_frames
+    from PIL import Image
+
+    fps = _fps(spec)
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(2):
+            Image.fromarray(np.full(feature.shape, 255 * i, np.uint8)).save(Path(folder) / f"frame-{i:06d}.png")
+        try:
+            video = Path(folder) / "probe.mp4"
+            encode_video_frames(folder, video, fps, vcodec=codec, encoder_threads=1)
+            frames = decode_video_frames(video, [0.0, 1 / fps], 1e-3)
+        except (av.FFmpegError, OSError, RuntimeError, ValueError, ImportError) as error:
+            return (str(error).strip() or repr(error)).splitlines()[0]
+    height, width, channels = feature.shape
+    return None if tuple(frames.shape) == (2, channels, height, width) else f"frames came back as {frames.shape}"
+
+
+# -- versions
+def place(part: Path, target: Path) -> None:
+    """Sync what lies in `part`, and make it `target`, at once; whoever has the one before open keeps it."""
+    for folder, _, names in os.walk(part):
+        for name in names:
+            fd = os.open(Path(folder) / name, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        sync_folder(Path(folder))
+    if not target.exists():
+        os.rename(part, target)
+    elif not _exchange(part, target):
+        old = target.with_name(target.name + OLD)
+        os.rename(target, old)
+        os.rename(part, target)
+        part = old
+    sync_folder(target.parent)
+    shutil.rmtree(part, ignore_errors=True)
+
+
+def _exchange(part: Path, target: Path) -> bool:
+    """Let two folders take each other's name; False where the file system cannot."""
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and rename(here, os.fsencode(part), here, os.fsencode(target), exchange) == 0
+
+
+def drop(target: Path) -> None:
+    """Remove a shard of which nothing is left."""
+    os.rename(target, gone := target.with_name(target.name + PART))
+    sync_folder(target.parent)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def clean(folder: Path) -> None:
+    """Remove what an export left unfinished when it died."""
+    for left in sorted(folder.glob(f"*/*{OLD}")):
+        target = left.with_name(left.name.removesuffix(OLD))
+        if not target.exists():
+            os.rename(left, target)
+    for left in folder.glob(f"*/*{PART}"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def manifest(
+    run: str, source: str, version: int, spec: Spec, phases: Sequence[str], codec: str | None, encodings: int,
+    infos: Iterable[EpisodeInfo], left_out: Iterable[tuple[EpisodeInfo, str]],
+) -> dict[str, Any]:  # fmt: skip
+    """What `retake.json` holds. `encodings`: how often the images went through the codec."""
+    images = {"stored_as": "video" if codec else "image", "codec": codec, "lossy": codec is not None}
+    return {
+        "format": FORMAT, "run": run, "source": source, "version": version, "fps": float(spec.fps),
+        "images": images | {"encodings": encodings if codec else 0} if cameras(spec) else None,
+        "final_observations": "not in this dataset: LeRobot has no row for them, the run's store has them",
+        "phases": list(phases), "spec": spec.to_dict(), "episodes": [_entry(info) for info in infos],
+        "left_out": [_entry(info) | {"why": why} for info, why in left_out],
+    }  # fmt: skip
+
+
+def _entry(info: EpisodeInfo) -> dict[str, Any]:
+    flags = ("terminated", "truncated", "final", "discard")
+    entry = {name: value for name, value in info._asdict().items() if name not in ("source", "sealed", "first")}
+    entry |= {name: bool(entry[name]) for name in flags}
+    return entry | {"success": None if info.success is None else bool(info.success)}
+
+
+def judged(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """How an episode was judged, from the manifest's entry of it."""
+    return tuple(entry[name] for name in JUDGED)
+
+
+def mark(info: EpisodeInfo) -> tuple[Any, ...]:
+    """How an episode is judged now, to be compared with `judged`."""
+    return judged(_entry(info))
+
+
+def read_manifest(shard: Path) -> dict[str, Any]:
+    """A shard's `retake.json`. Raises ConfigError when it has none that this version reads."""
+    try:
+        found = json.loads((shard / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{shard} is no shard of ours ({error}): move it out of {shard.parent.parent}") from None
+    if found.get("format") != FORMAT:
+        raise ConfigError(f"{shard / MANIFEST} has the format {found.get('format')}, this version reads {FORMAT}")
+    return found
+
+
+def rows_of(shard: Path, entry: int, info: EpisodeInfo, spec: Spec) -> Rows:
+    """The rows of the shard's episode number `entry`, as `EpisodeReader.rows` gives them, but without a final
+    observation: for an episode that the store holds no more."""
+    from serl_launcher.data.lerobot import Dataset
+
+    episode = Dataset(shard).episode(entry)
+    images = set(cameras(spec))
+    rows = {name: np.stack(list(episode.images(column(name)))) for name in images}
+    for name, feature in {**spec.observation, "action": spec.action, **spec.extras}.items():
+        if name not in images:
+            rows[name] = episode.column(column(name)).astype(feature.dtype).reshape(info.steps, *feature.shape)
+    named = {"reward": "next.reward", "terminated": "next.terminated", "truncated": "next.truncated"}
+    same = ("intervened", "decision", "time", "weights", "directive")
+    return rows | {name: episode.column(named.get(name, name)).reshape(-1) for name in (*named, *same)}

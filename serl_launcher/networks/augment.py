@@ -1,0 +1,83 @@
+"""Changes to the images of a batch that leave their meaning: random shifts (DrQ) and colour jitter.
+
+Kostrikov et al. 2020, "Image Augmentation Is All You Need" (arXiv 2004.13649): without random shifts of a few pixels, a
+critic that sees images fits their noise.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from serl_client.errors import ConfigError
+from torch import Tensor
+
+from serl_launcher.networks.vision import IMAGES
+from serl_launcher.types import Batch
+
+GREY = 127.5  # contrast turns about it
+
+
+@dataclass(frozen=True, slots=True)
+class Augment:
+    """Shifts each image by up to `shift` pixels either way in height and in width, its border repeated, and multiplies
+    brightness and contrast by a number drawn from 1 - x .. 1 + x.
+
+    Every row, camera and observation draws for itself, `next_observation` again; the time steps of one window share
+    what was drawn. Raises ConfigError for a shift below 0, and for a brightness or a contrast outside 0..1.
+    """
+
+    shift: int
+    brightness: float
+    contrast: float
+
+    def __post_init__(self) -> None:
+        if self.shift < 0 or not (0 <= self.brightness <= 1 and 0 <= self.contrast <= 1):
+            raise ConfigError(
+                "augment: shift is a number of pixels, at least 0; brightness and contrast lie between 0 (unchanged) "
+                f"and 1, not shift={self.shift}, brightness={self.brightness}, contrast={self.contrast}"
+            )
+
+    def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
+        """A batch with changed images (uint8 [B, To, H, W, C], wherever they are); chance comes from `generator`."""
+        following = batch.next_observation
+        return replace(
+            batch,
+            observation=self._observation(batch.observation, generator),
+            next_observation=None if following is None else self._observation(following, generator),
+        )
+
+    def _observation(self, observation: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+        return {
+            name: self._images(value, generator) if name.startswith(IMAGES) else value
+            for name, value in observation.items()
+        }
+
+    def _images(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        if self.shift:
+            drawn = torch.randint(-self.shift, self.shift + 1, (2, len(images)), generator=generator)
+            images = shifted(images, *drawn.to(images.device))
+        if self.brightness or self.contrast:
+            drawn = 2 * torch.rand(2, len(images), generator=generator).to(images.device) - 1
+            images = coloured(images, 1 + self.brightness * drawn[0], 1 + self.contrast * drawn[1])
+        return images
+
+
+def shifted(images: Tensor, down: Tensor, right: Tensor) -> Tensor:
+    """Images [B, T, H, W, C] moved by down [B] and right [B] pixels; what comes in repeats the border."""
+    count, time, height, width, channels = images.shape
+    rows = _positions(height, down.repeat_interleave(time))  # [B T, H]
+    columns = _positions(width, right.repeat_interleave(time))  # [B T, W]
+    image = torch.arange(count * time, device=images.device)[:, None, None]
+    pixels = (image * height + rows[:, :, None]) * width + columns[:, None, :]  # [B T, H, W]
+    return images.reshape(-1, channels).index_select(0, pixels.flatten()).view(images.shape)
+
+
+def _positions(size: int, offset: Tensor) -> Tensor:
+    """Where the pixels 0..size-1 of a line come from when it moves by offset [B] -> [B, size]."""
+    return (torch.arange(size, device=offset.device) - offset[:, None]).clamp(0, size - 1)
+
+
+def coloured(images: Tensor, brightness: Tensor, contrast: Tensor) -> Tensor:
+    """Images [B, ...] times brightness [B], then spread about grey by contrast [B]; rounded, and cut to 0..255."""
+    scale, offset = (factor.view(-1, *[1] * (images.ndim - 1)) for factor in (brightness * contrast, 1 - contrast))
+    return (images * scale).add_(GREY * offset + 0.5).clamp_(0, 255).to(torch.uint8)

@@ -1,0 +1,102 @@
+"""What turns a robot's states and camera images into features: a small convolutional network per camera."""
+
+from collections.abc import Sequence
+
+import torch
+from serl_client.errors import ConfigError
+from serl_client.spec import Spec
+from torch import Tensor, nn
+
+from serl_launcher.networks.mlp import StateEncoder
+from serl_launcher.types import Observation
+
+IMAGES = "observation.images."
+ALL = "all"
+GROUP = 8  # channels that GroupNorm normalises together; BatchNorm would make an update depend on who is in the batch
+
+
+class ImageTrunk(nn.Sequential):
+    """Convolutions of stride 2, each followed by GroupNorm and ReLU, then where and how much each channel sees.
+
+    uint8 [B, height, width, channel] -> [B, size], for any height and width. `channels` has one entry per layer and
+    says how many channels it puts out, a multiple of 8.
+    """
+
+    def __init__(self, inputs: int, channels: Sequence[int]) -> None:
+        if not channels or any(width % GROUP or width <= 0 for width in channels):
+            raise ConfigError(f"channels={list(channels)}: give one multiple of {GROUP} per layer, as in [16, 32, 64]")
+        layers: list[nn.Module] = []
+        for width in channels:
+            layers += [nn.Conv2d(inputs, width, 3, stride=2, padding=1), nn.GroupNorm(width // GROUP, width), nn.ReLU()]
+            inputs = width
+        super().__init__(*layers)
+        self.size = 3 * inputs
+
+    def forward(self, image: Tensor) -> Tensor:
+        values = image.permute(0, 3, 1, 2).float() / 127.5 - 1  # [B, C, H, W], channels last in memory
+        return spatial_features(super().forward(values))
+
+
+def spatial_features(maps: Tensor) -> Tensor:
+    """The row and column, within -1..1, where each channel of maps [B, C, H, W] is strongest, and its mean -> [B, 3C].
+
+    The place is the mean under a softmax over the map (Levine et al. 2016, arXiv 1504.00702, section 5.1). On a toy,
+    finding one block relative to another, it left a third of the error that pooling to 4x4 or 8x8 left.
+    """
+    height, width = maps.shape[-2:]
+    weight = maps.flatten(2).softmax(-1).unflatten(2, (height, width))
+    row = weight.sum(3) @ torch.linspace(-1, 1, height, device=maps.device)  # [B, C]
+    column = weight.sum(2) @ torch.linspace(-1, 1, width, device=maps.device)
+    return torch.cat([row, column, maps.mean((2, 3))], -1)
+
+
+class ObservationEncoder(nn.Module):
+    """The states of a Spec, normalised, beside `latent` features of each of its cameras.
+
+    `cameras` names them as in `observation.images.<name>`; `all` are all that the Spec has, and none leaves the states.
+    Each camera has a trunk of convolutions and a projection of what it sees to `latent` numbers within (-1, 1)
+    (Yarats et al. 2021, arXiv 2107.09645). Raises ConfigError for a camera that the Spec lacks.
+    """
+
+    def __init__(
+        self, spec: Spec, *, cameras: str | Sequence[str] = (), channels: Sequence[int] = (32, 64, 128, 256),
+        latent: int = 50,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        images = _images(spec, [cameras] if isinstance(cameras, str) else cameras)
+        has_state = any(feature.dtype.startswith("float") for feature in spec.observation.values())
+        self.state = StateEncoder(spec) if has_state or not images else None
+        states = self.state.sizes if self.state is not None else {}
+        self.inputs = (*states, *images)
+        self.size = sum(states.values()) + latent * len(images)
+        self._images = images
+        self.trunks = nn.ModuleList(ImageTrunk(spec.observation[name].shape[-1], channels) for name in images)
+        sizes = [trunk.size for trunk in self.trunks]
+        self.projections = nn.ModuleList(
+            nn.Sequential(nn.Linear(size, latent), nn.LayerNorm(latent), nn.Tanh()) for size in sizes
+        )
+
+    def forward(self, observation: Observation) -> Tensor:
+        """{name: [B, ...]}, with or without a time axis of one step -> [B, size]."""
+        features = [] if self.state is None else [self.state(observation)]
+        for name, trunk, project in zip(self._images, self.trunks, self.projections, strict=True):
+            image = observation[name]
+            features.append(project(trunk(image.flatten(0, image.ndim - 4))))
+        return torch.cat(features, -1)
+
+
+def _images(spec: Spec, cameras: Sequence[str]) -> tuple[str, ...]:
+    """The observations' names of these cameras, in the Spec's order of names."""
+    there = sorted(name for name in spec.observation if name.startswith(IMAGES))
+    if ALL in cameras:
+        if not there:
+            raise ConfigError(
+                "the policy wants cameras and this robot has none: say task.cameras=true where the task offers it, "
+                "or policy.encoder.cameras=[] for a policy over states alone"
+            )
+        return tuple(there)
+    names = [IMAGES + camera for camera in cameras]
+    if unknown := [camera for camera, name in zip(cameras, names, strict=True) if name not in there]:
+        has = ", ".join(name.removeprefix(IMAGES) for name in there) or "none: say task.cameras=true"
+        raise ConfigError(f"this robot has no camera {', '.join(unknown)}; it has {has}")
+    return tuple(sorted(names))

@@ -1,0 +1,201 @@
+"""The importer: it fills the sources of a plan that name a LeRobot dataset, before anything is trained. No torch.
+
+It is an actor like any other, `dataset-<source>`, so what it brings is durable and there once. An episode that is in
+the store as a whole is passed over at the next start; one that a crash has cut is discarded there and begun again.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from serl_client import messages as m
+from serl_client.client import TrainerClient
+from serl_client.episode import Outcome, Segment, Stamp
+from serl_client.errors import ConfigError, Disconnected, ServerFailed, Timeout
+from serl_client.link import Link
+from serl_client.spec import Spec
+
+from serl_launcher.data.episodes import EpisodeInfo
+from serl_launcher.data.lerobot import Dataset
+from serl_launcher.data.store import DATASET
+from serl_launcher.service.plan import Plan
+
+log = logging.getLogger(__name__)
+
+PENDING = 32 << 20  # bytes that may wait for the server: they lie on the disk twice
+TELL_S = 10.0
+OUTSIDE = 0.01  # the share of actions beyond the run's bounds from which on a person should know
+
+
+def opened(plan: Plan) -> dict[str, Dataset]:
+    """The datasets of a plan by source. Raises ConfigError for one that is not there, or too large for its source."""
+    found = {name: Dataset(Path(source.dataset)) for name, source in plan.sources.items() if source.dataset}
+    for name, dataset in found.items():
+        steps, longest, capacity = sum(dataset.lengths), max(dataset.lengths, default=0), plan.sources[name].capacity
+        if steps + longest > capacity:
+            raise ConfigError(
+                f"plan.sources.{name}.capacity is {capacity:,} steps, {dataset.folder} has {steps:,}; its longest "
+                f"episode has {longest:,}, which a crash may cut and leave there: say at least {steps + longest:,}"
+            )
+    return found
+
+
+def import_datasets(plan: Plan, run_dir: Path, *, public: str, local: str, waits: bool) -> None:
+    """Bring every dataset of the plan into the run's store, and return when all of it is durable.
+
+    `waits`: a store that is not there yet is made for the first actor's Spec; else for that of the first dataset.
+    Raises ConfigError for a dataset that is not of the run's Spec.
+    """
+    datasets = opened(plan)
+    with Link(local, m.Hello(m.PROTOCOL, "learner", "importer")) as link:
+        spec = _spec(link, waits) or next(iter(datasets.values())).spec()
+        for name, dataset in datasets.items():
+            if misfit := dataset.misfit(spec):
+                raise ConfigError(
+                    f"plan.sources.{name}.dataset: {dataset.folder} is not of this run's robot: {misfit}. Take "
+                    "a dataset of this robot, or another task or run_dir"
+                )
+        for name, dataset in datasets.items():
+            _Import(link, name, dataset, spec, public, run_dir / "actors" / f"dataset-{name}").run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """An episode that is not in the store as a whole, its name there, and what crashes have left of it."""
+
+    index: int
+    id: str
+    cut: tuple[str, ...]
+
+
+class _Import:
+    """One dataset on its way into one source."""
+
+    def __init__(self, link: Link, source: str, dataset: Dataset, spec: Spec, address: str, folder: Path) -> None:
+        self._link, self._source, self._dataset, self._spec = link, source, dataset, spec
+        self._address, self._folder = address, folder
+        self._actions = self._outside = 0
+
+    def run(self) -> None:
+        if not self._missing():
+            return
+        with self._client() as client:
+            _settle(client)  # what an earlier life left here is delivered, and that life is closed
+            missing = self._missing()
+            self._check_room(missing)
+            self._push_all(client, missing)
+            _settle(client)
+        with self._client() as client:  # its Hello closes the last episode
+            _settle(client)
+        episodes, steps = len(self._dataset.lengths), sum(self._dataset.lengths)
+        log.info("%s: %d episodes, %d steps of %s", self._source, episodes, steps, self._dataset.folder)
+        if self._outside > OUTSIDE * self._actions:
+            share = self._outside / self._actions
+            log.warning("%s: %.1f %% of the actions lie outside the run's bounds", self._dataset.folder, 100 * share)
+
+    def _push_all(self, client: TrainerClient, missing: list[_Missing]) -> None:
+        body = {"mode": DATASET, "phase": DATASET, "into": self._source}
+        stamp, told = Stamp(self._ask(m.Direct(body, None)).value, DATASET, 0), time.monotonic()
+        for done, entry in enumerate(missing):
+            for id in entry.cut:
+                client.push(Outcome(id, None, discard=True))
+            episode = self._dataset.episode(entry.index)
+            if episode.success is not None:
+                client.push(Outcome(entry.id, episode.success))
+            for segment in episode.segments(self._spec, entry.id, stamp):
+                self._push(client, segment)
+            if time.monotonic() > told + TELL_S:
+                told = time.monotonic()
+                log.info("%s: %d of %d episodes of %s", self._source, done, len(missing), self._dataset.folder)
+
+    def _push(self, client: TrainerClient, segment: Segment) -> None:
+        bounds = self._spec.action
+        self._actions += segment.action.size
+        self._outside += int(np.count_nonzero((segment.action < bounds.low) | (segment.action > bounds.high)))
+        while not client.room or client.pending[1] > PENDING:
+            _nap(client)
+        client.push(segment)
+
+    def _check_room(self, missing: list[_Missing]) -> None:
+        held = self._ask(m.Status()).report["sources"][self._source]
+        steps, to_come = held["head"] - held["tail"], sum(self._dataset.lengths[entry.index] for entry in missing)
+        if steps + to_come > held["capacity"]:
+            raise ConfigError(
+                f"source {self._source} holds {steps:,} of {held['capacity']:,} steps, and {to_come:,} of "
+                f"{self._dataset.folder} are still to come: use another run_dir, with a larger capacity"
+            )
+
+    def _missing(self) -> list[_Missing]:
+        """What is still to be brought."""
+        there, missing = dict(self._catalog()), []
+        for index, length in enumerate(self._dataset.lengths):
+            cut: list[str] = []
+            for id in self._names(index):
+                episode = there.get(id)
+                if episode is None:
+                    missing.append(_Missing(index, id, tuple(cut)))
+                if episode is None or (episode.sealed and episode.steps == length):
+                    break
+                cut += [id] * (not episode.discard)
+        return missing
+
+    def _names(self, index: int) -> Iterator[str]:
+        name = f"dataset-{self._source}-{self._dataset.name[:100]}-{index:06d}"
+        yield name
+        attempt = 1
+        while True:
+            attempt += 1
+            yield f"{name}~{attempt}"
+
+    def _catalog(self) -> Iterator[tuple[str, EpisodeInfo]]:
+        revision, more = 0, True
+        while more:
+            synced = self._ask(m.Sync(revision, 0))
+            revision, more = synced.revision, synced.more
+            for episode in (EpisodeInfo(*row) for row in synced.episodes):
+                yield episode.id, episode
+
+    def _client(self) -> TrainerClient:
+        actor = self._folder.name
+        return TrainerClient(self._address, actor=actor, spec=self._spec, outbox=self._folder / "outbox")
+
+    def _ask(self, message: m.Message) -> Any:
+        """The server's answer, however long it takes: it may be starting again."""
+        while True:
+            try:
+                return self._link.call(message, timeout=5.0)
+            except (Timeout, Disconnected, ServerFailed) as error:
+                log.warning("waiting for the server: %s", error)
+                self._link.close()
+                time.sleep(0.2)
+
+
+def _settle(client: TrainerClient) -> None:
+    """Wait until the server has welcomed us and acknowledged all that lies here."""
+    while not client.connected or client.pending[0]:
+        _nap(client)
+
+
+def _nap(client: TrainerClient) -> None:
+    if client.fault:
+        raise ConfigError(f"{client.fault}: make room there, then give the same command again")
+    client.wait(0.005)
+
+
+def _spec(link: Link, waits: bool) -> Spec | None:
+    """The Spec of the run's store; None when there is none and nothing is to be waited for."""
+    told = 0.0
+    while True:
+        with contextlib.suppress(Timeout, Disconnected):
+            spec: Mapping[str, Any] | None = link.hello(timeout=1.0).spec
+            if spec is not None or not waits:
+                return None if spec is None else Spec.from_dict(spec)
+        if waits and time.monotonic() - told > TELL_S:
+            log.info("waiting for the first actor: it brings the description of the robot (run_actor.sh)")
+            told = time.monotonic()
+        time.sleep(0.1)

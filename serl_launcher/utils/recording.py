@@ -1,0 +1,312 @@
+"""An episode for people to look at: a rerun recording, the same in a live viewer, and an mp4."""
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import io
+import logging
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from serl_client.errors import ConfigError
+from serl_client.spec import Array, Feature, Spec
+
+APPLICATION = "retake"
+FLAGS = ("reward", "intervened", "decision")
+JPEG_QUALITY = 85
+CHUNK = 64  # images that are sent at once
+LOOPBACK = "127.0.0.1"
+MEMORY = "512MB"  # of the live viewer's server, for those who open it late
+START_S = 10.0
+FLUSH_S = 5.0  # a viewer that takes nothing must not hold up the export
+
+STRIP = 8  # pixels of the bars above and below the picture
+END_S = 0.5  # seconds before the end in which the lower bar tells the outcome
+POLICY, HUMAN = (0, 160, 60), (255, 140, 0)
+HATCH = 8  # pixels: HUMAN is also hatched, for eyes that do not tell green from orange
+OUTCOMES = {True: (0, 200, 0), False: (220, 0, 0), None: (120, 120, 120)}
+
+log = logging.getLogger(__name__)
+
+
+def cameras(spec: Spec) -> list[str]:
+    """The names of the observations that are pictures: uint8 [H, W, 1 or 3]."""
+    return [name for name, feature in sorted(spec.observation.items()) if _is_picture(feature)]
+
+
+# -- rerun
+def record_episode(path: Path, rows: Mapping[str, Array], info: Mapping[str, Any], spec: Spec) -> None:
+    """Write one whole episode as a rerun recording (.rrd), aside and renamed.
+
+    rows: {name: [T, ...]} of the Spec's observations (T + 1 rows where there is a final one), action, reward,
+    intervened, decision, time and extras. info: id, and what else is to be read beside it (success, discard, phase,
+    weights, intervened). Timelines: `frame_index`, and `time` in seconds since the first row. Entities have the names
+    of the columns; `mode` says POLICY or HUMAN where it changes, `outcome` holds the info. Features that are neither
+    pictures nor vectors are left out. Raises ConfigError without rerun-sdk.
+    """
+    rr = _rerun()
+    layout = _layout(tuple(cameras(spec)), tuple(_plots(spec)))
+    stream = rr.RecordingStream(APPLICATION, recording_id=info["id"])
+    data = stream.binary_stream()
+    _send(stream, rows, info, spec, begin=float(rows["time"][0]))
+    aside = _aside(path)
+    aside.write_bytes(layout + data.read())  # recordings may stand one behind the other
+    aside.replace(path)
+    _release(stream)
+
+
+class LiveViewer:
+    """Serves episodes to rerun viewers, on loopback only: `rerun rerun+http://127.0.0.1:<port>/proxy`.
+
+    The server is rerun's own program as a child process, because the one inside the SDK (`serve_grpc`, 0.26) listens
+    on every address of the machine. It dies with the thread that made this, and keeps the newest MEMORY of data.
+    Raises ConfigError without rerun-sdk, and when the port is taken.
+    """
+
+    def __init__(self, spec: Spec, port: int = 9876) -> None:
+        self.spec, self.url = spec, f"rerun+http://{LOOPBACK}:{port}/proxy"
+        self._rr = _rerun()
+        self._episode, self._begin = "", 0.0
+        if _listens(port):
+            raise ConfigError(f"port {port} of the live viewer is taken: name another one")
+        self._server = subprocess.Popen(
+            [_program(), "--serve-grpc", "--bind", LOOPBACK, "--port", str(port), "--server-memory-limit", MEMORY],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True, preexec_fn=_die_with_parent,
+        )  # fmt: skip
+        deadline = time.monotonic() + START_S
+        while not _listens(port):
+            if self._server.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise ConfigError(f"rerun does not serve: try `rerun --serve-grpc --port {port}` by hand")
+            time.sleep(0.05)
+
+    def show(self, rows: Mapping[str, Array], info: Mapping[str, Any]) -> bool:
+        """Show an episode, or its rows from `info["start"]` on when it is shown in pieces; see `record_episode`.
+
+        False, and a word in the log, when the server is gone or takes nothing.
+        """
+        if self._server.poll() is not None:
+            log.warning("the live viewer's server has ended: nothing is shown any more")
+            return False
+        layout = None if self._episode else _blueprint(tuple(cameras(self.spec)), tuple(_plots(self.spec)))
+        if info["id"] != self._episode:
+            self._episode, self._begin = info["id"], float(rows["time"][0])
+        stream = self._rr.RecordingStream(APPLICATION, recording_id=info["id"])
+        stream.connect_grpc(self.url, default_blueprint=layout)
+        _send(stream, rows, info, self.spec, begin=self._begin)
+        try:
+            stream.flush(timeout_sec=FLUSH_S)
+        except (RuntimeError, ValueError) as error:
+            log.warning("the live viewer takes nothing: %s", error)
+            self.close()  # else its queue would grow
+        _release(stream)
+        return self._server.poll() is None
+
+    def close(self) -> None:
+        """End the server; viewers keep what they have."""
+        self._server.kill()
+        self._server.wait()
+
+    def __enter__(self) -> "LiveViewer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _send(stream: Any, rows: Mapping[str, Array], info: Mapping[str, Any], spec: Spec, begin: float) -> None:
+    import rerun as rr
+
+    length, start = len(rows["action"]), int(info.get("start", 0))
+    times = np.r_[rows["time"], rows["time"][-1] + 1.0 / spec.fps] - begin  # of T + 1 rows: the final one has none
+
+    def indexes(span: range) -> list[Any]:
+        return [
+            rr.TimeColumn("frame_index", sequence=np.arange(span.start, span.stop) + start),
+            rr.TimeColumn("time", duration=times[span.start : span.stop]),
+        ]
+
+    def plot(name: str, values: Array, labels: tuple[str, ...]) -> None:
+        stream.log(name, rr.SeriesLines(names=labels or [name]), static=True, strict=True)
+        table = np.asarray(values, np.float64).reshape(len(values), -1)
+        stream.send_columns(name, indexes(range(len(values))), rr.Scalars.columns(scalars=table), strict=True)
+
+    title = {True: "success", False: "failure", None: "not judged"}[info.get("success")]
+    stream.send_recording_name(f"{info['id']} {title}")
+    lines = [f"- **{name}**: {value}" for name, value in info.items()]
+    document = rr.TextDocument("\n".join([f"# {title}", *lines]), media_type="text/markdown")
+    stream.log("outcome", document, static=True, strict=True)
+    for name, feature in _plots(spec).items():
+        plot(name, rows[name], _labels(feature))
+    for name in cameras(spec):
+        for first in range(0, len(rows[name]), CHUNK):
+            span = range(first, min(first + CHUNK, len(rows[name])))
+            pictures = [_jpeg(rows[name][index]) for index in span]
+            columns = rr.EncodedImage.columns(blob=pictures, media_type=["image/jpeg"] * len(span))
+            stream.send_columns(name, indexes(span), columns, strict=True)
+    human = np.asarray(rows["intervened"], bool)
+    for index in np.flatnonzero(np.r_[True, human[1:] != human[:-1]]) if length else ():
+        said = rr.TextLog.columns(text=["HUMAN" if human[index] else "POLICY"])
+        stream.send_columns("mode", indexes(range(int(index), int(index) + 1)), said, strict=True)
+
+
+def _plots(spec: Spec) -> dict[str, Feature]:
+    """Every column that is drawn as lines."""
+    features = {**spec.observation, "action": spec.action, **spec.extras}
+    vectors = {name: feature for name, feature in features.items() if len(feature.shape) <= 1}
+    return vectors | {name: Feature(()) for name in FLAGS}
+
+
+def _labels(feature: Feature) -> tuple[str, ...]:
+    if feature.names or not feature.shape:
+        return feature.names
+    return tuple(str(index) for index in range(feature.shape[0]))
+
+
+def _blueprint(pictures: tuple[str, ...], plots: tuple[str, ...]) -> Any:
+    """Cameras and the outcome to the left; one plot per vector, and one of the flags, to the right."""
+    import rerun.blueprint as rrb
+
+    views = [rrb.Spatial2DView(origin=name, name=name) for name in pictures]
+    told = rrb.Horizontal(rrb.TextDocumentView(origin="outcome", name="outcome"), rrb.TextLogView(origin="mode"))
+    lines = [rrb.TimeSeriesView(origin=name, name=name) for name in plots if name not in FLAGS]
+    lines.append(rrb.TimeSeriesView(origin="/", contents=[f"/{name}" for name in FLAGS], name=", ".join(FLAGS)))
+    left = rrb.Vertical(rrb.Grid(*views), told, row_shares=[3, 1]) if views else told
+    return rrb.Blueprint(rrb.Horizontal(left, rrb.Vertical(*lines)), collapse_panels=True)
+
+
+@functools.cache
+def _layout(pictures: tuple[str, ...], plots: tuple[str, ...]) -> bytes:
+    """The blueprint as a file's content; made once, since rerun (0.26) keeps two threads for each that it makes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "layout.rbl")
+        _blueprint(pictures, plots).save(APPLICATION, str(path))
+        return path.read_bytes()
+
+
+def _release(stream: Any) -> None:
+    """End a stream's threads, which rerun otherwise keeps as long as the process."""
+    import rerun as rr
+
+    stream.disconnect()
+    del stream
+    rr.bindings.flush_and_cleanup_orphaned_recordings()
+
+
+def _jpeg(image: Array) -> bytes:
+    from PIL import Image  # rerun-sdk brings it
+
+    encoded = io.BytesIO()
+    Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(encoded, "JPEG", quality=JPEG_QUALITY)
+    return encoded.getvalue()
+
+
+def _rerun() -> Any:
+    try:
+        import rerun
+    except ImportError:
+        raise ConfigError("rerun is not installed: install it with `. examples/install.sh --extra data`") from None
+    return rerun
+
+
+def _program() -> str:
+    """rerun's own program, and not the Python script around it, which would leave it behind when it is killed."""
+    found = importlib.util.find_spec("rerun_cli")
+    if found is None or found.origin is None:
+        raise ConfigError("rerun's program is not installed: install it with `. examples/install.sh --extra data`")
+    return str(Path(found.origin).with_name("rerun"))
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=1.0):
+        return True
+    return False
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+# -- mp4
+def record_video(path: Path, rows: Mapping[str, Array], info: Mapping[str, Any], spec: Spec) -> bool:
+    """Write an episode as an mp4, its cameras side by side; False when it has none. Raises ConfigError without av."""
+    names = cameras(spec)
+    if names:
+        write_mp4(path, frames(rows, info.get("success"), names, spec.fps), spec.fps)
+    return bool(names)
+
+
+def frames(rows: Mapping[str, Array], success: bool | None, names: list[str], fps: float) -> Iterator[Array]:
+    """[H, W, 3] uint8 of each row. The bar above is green for POLICY, hatched orange for HUMAN; the one below tells
+    the outcome in the last END_S seconds: green, red, or grey for not judged."""
+    human = np.asarray(rows["intervened"], bool)
+    count = min(len(rows[name]) for name in names)
+    end = count - max(1, round(END_S * fps))
+    for index in range(count):
+        picture = _beside([rows[name][index] for name in names])
+        above, below = np.zeros((2, STRIP, picture.shape[1], 3), np.uint8)
+        intervened = human[min(index, len(human) - 1)]
+        above[:] = HUMAN if intervened else POLICY
+        if intervened:
+            above[:, np.arange(above.shape[1]) // HATCH % 2 == 1] = 0
+        if index >= end:
+            below[:] = OUTCOMES[success]
+        yield np.concatenate([above, picture, below])
+
+
+def write_mp4(path: Path, frames: Iterable[Array], fps: float) -> None:
+    """Encode [H, W, 3] uint8 frames, all of one size, one at a time: H.264, yuv420p, written aside and renamed.
+
+    An odd size is filled up with a black line. Raises ConfigError without av, and ValueError without any frame.
+    """
+    av = _av()
+    aside, written = _aside(path), 0
+    try:
+        with av.open(str(aside), "w", format="mp4") as container:
+            stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
+            stream.pix_fmt, stream.options = "yuv420p", {"preset": "veryfast", "crf": "23"}
+            stream.thread_count = 1  # the trainer needs the cores
+            for written, frame in enumerate(frames, 1):
+                even = np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)))
+                stream.height, stream.width = even.shape[:2]
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
+            if not written:
+                raise ValueError(f"{path.name}: a video needs at least one frame")
+            container.mux(stream.encode())
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    aside.replace(path)
+
+
+def _beside(images: list[Array]) -> Array:
+    height = max(image.shape[0] for image in images)
+    colour = [np.broadcast_to(image, (*image.shape[:2], 3)) for image in images]
+    return np.concatenate([np.pad(i, ((0, height - i.shape[0]), (0, 0), (0, 0))) for i in colour], axis=1)
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise ConfigError("av is not installed: install it with `. examples/install.sh --extra data`") from None
+    return av
+
+
+def _is_picture(feature: Feature) -> bool:
+    return len(feature.shape) == 3 and feature.shape[2] in (1, 3) and feature.dtype == "uint8"
+
+
+def _aside(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_name(f".{path.name}.aside")
