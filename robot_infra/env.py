@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Self
 
+import numpy as np
 from serl_client.errors import ConfigError
 from serl_client.runner import Observation, Step
 from serl_client.spec import Array, Feature, Spec
@@ -13,6 +14,7 @@ from robot_infra.interfaces import Camera, Judge, Operator, Robot, Teleop
 from robot_infra.intervention import POLICY_ACTION, Intervention, policy_action
 
 CLOCKS = ("real", "simulated")
+IMAGES, AGE = "observation.images.", "age."  # and a camera's name
 
 
 class RobotEnv:
@@ -20,9 +22,10 @@ class RobotEnv:
 
     On the real clock a step lasts 1/fps seconds, counted by deadline; `late` counts the steps that took longer, and
     after one of them the count goes on from there. On the simulated clock nothing waits. An episode of `max_steps`
-    is truncated; only the judge terminates one, and its success counts once the episode has ended. With a teleop each
-    row also records `policy_action` (intervention.py). `operator` is the person at the keys, where the teleop is
-    their keyboard too. Raises ConfigError for an unknown clock and for a teleop that speaks of another action space.
+    is truncated; only the judge terminates one, and its success counts once the episode has ended. Each row also
+    records `age.<camera>`, how old each image was when its observation was complete (seconds), and with a teleop
+    `policy_action` (intervention.py). `operator` is the person at the keys, where the teleop is their keyboard too.
+    Raises ConfigError for an unknown clock and for a teleop that speaks of another action space.
     """
 
     def __init__(
@@ -43,15 +46,18 @@ class RobotEnv:
         if teleop is not None and teleop.space != robot.space:
             raise ConfigError(f"the teleop gives {teleop.space} actions, the robot takes {robot.space}")
         self.robot, self.judge, self.teleop, self.operator = robot, judge, teleop, operator
-        self.cameras = {f"observation.images.{name}": camera for name, camera in (cameras or {}).items()}
+        self.cameras = {IMAGES + name: camera for name, camera in (cameras or {}).items()}
         images = {name: camera.feature for name, camera in self.cameras.items()}
-        extras = {POLICY_ACTION: Feature(robot.action.shape, robot.action.dtype)} if teleop is not None else {}
+        extras = {AGE + name: Feature(()) for name in cameras or ()}
+        if teleop is not None:
+            extras[POLICY_ACTION] = Feature(robot.action.shape, robot.action.dtype)
         self.spec = Spec({**robot.observation, **images}, robot.action, fps, extras)
         self.task, self.clock, self.has_operator = task, clock, teleop is not None
         self.late = 0
         self._max_steps = max_steps
         self._steps = 0
         self._deadline = 0.0
+        self._ages: dict[str, Array] = {}  # of the latest observation
         self._intervention = Intervention(teleop)
 
     def __enter__(self) -> Self:
@@ -80,13 +86,13 @@ class RobotEnv:
         """
         driven, is_theirs = self._intervention.drive(action)
         executed = self.robot.command(self.robot.hold_action() if driven is None else driven)
+        extras = {POLICY_ACTION: policy_action(action, executed), **self._ages}  # of what this action answered
         self._wait()
         observation = self._observe()
         verdict = self.judge(observation)
         self._steps += 1
         truncated = self._steps >= self._max_steps and not verdict.terminated
         success = verdict.success if verdict.terminated or truncated else None
-        extras = {POLICY_ACTION: policy_action(action, executed)}
         return Step(observation, verdict.reward, executed, is_theirs, verdict.terminated, truncated, success, extras)
 
     def stop(self) -> None:
@@ -102,7 +108,12 @@ class RobotEnv:
             self.stop()
 
     def _observe(self) -> Observation:
-        return self.robot.observe() | {name: camera.latest().image for name, camera in self.cameras.items()}
+        observation = self.robot.observe()
+        frames = {name: camera.latest() for name, camera in self.cameras.items()}
+        now = time.monotonic()
+        ages = {name: np.array(now - frame.time, np.float32) for name, frame in frames.items()}
+        self._ages = {AGE + name.removeprefix(IMAGES): age for name, age in ages.items()}
+        return observation | {name: frame.image for name, frame in frames.items()}
 
     def _wait(self) -> None:
         if self.clock == "simulated":

@@ -17,15 +17,24 @@ from serl_launcher.types import Batch, Window
 
 CONFIG = Path(__file__).parents[1] / "config"
 ALGORITHMS = sorted(path.stem for path in (CONFIG / "algo").glob("*.yaml"))
-IMAGE = (8, 8, 3)
+IMAGE = torch.arange(8 * 8 * 3, dtype=torch.uint8).view(8, 8, 3)  # what the toy's camera always sees
 REACH = 2.0  # the toy's actions lie within -REACH..REACH
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two threads on small networks mostly wait for each other, and on a busy machine do little else."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def spec():
-    """A point in the plane, with a picture of nothing that no state policy looks at."""
-    observation = {"observation.state": Feature((2,)), "observation.images.top": Feature(IMAGE, "uint8")}
+    """A point in the plane, with a picture that says nothing of it, and that no state policy looks at."""
+    observation = {"observation.state": Feature((2,)), "observation.images.top": Feature(tuple(IMAGE.shape), "uint8")}
     return Spec(observation, Feature((2,), low=-REACH, high=REACH), fps=10.0)
 
 
@@ -38,12 +47,12 @@ def build(name, spec, *overrides, seed=0):
     return instantiate(config.algo)(spec), config
 
 
-def toy_batch(window, spec, generator, size=64):
+def toy_batch(window, spec, generator, size=64, noise=0.7):
     """One-step episodes: the best action is minus the state, and the behaviour is that action with noise."""
     state = torch.rand(size, 2, generator=generator) * 2 - 1
-    action = (-state + 0.7 * torch.randn(size, 2, generator=generator)).clamp(-REACH, REACH)
+    action = (-state + noise * torch.randn(size, 2, generator=generator)).clamp(-REACH, REACH)
     steps, flags = (size, window.horizon), torch.ones(size, window.horizon, dtype=torch.bool)
-    image = torch.randint(256, (size, 1, *IMAGE), generator=generator, dtype=torch.uint8)
+    image = IMAGE.expand(size, 1, *IMAGE.shape)
     observation = {
         column: (image if "images" in column else state.unsqueeze(1)).repeat_interleave(len(offsets), 1)
         for column, offsets in window.offsets.items() if column in spec.observation
@@ -60,9 +69,10 @@ def toy_batch(window, spec, generator, size=64):
 
 def train(algorithm, config, spec, rounds, seed=1):
     generator = torch.Generator().manual_seed(seed)
+    noise = 0.7 if hasattr(algorithm, "critic") else 0.05  # who only imitates has to be shown how
     for _ in range(rounds):
         for update in config.updates:
-            metrics = getattr(algorithm, update)(toy_batch(algorithm.windows[update], spec, generator))
+            metrics = getattr(algorithm, update)(toy_batch(algorithm.windows[update], spec, generator, noise=noise))
     return metrics
 
 
@@ -71,7 +81,7 @@ def act(algorithm, observation, explore=False, seed=0):
         len(observation["observation.state"]), *algorithm.acting.noise_shape,
         generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
-    image = torch.zeros(len(noise), *IMAGE, dtype=torch.uint8)
+    image = IMAGE.expand(len(noise), *IMAGE.shape)
     observation, previous = {"observation.images.top": image, **observation}, torch.zeros(len(noise), 2)
     decision, _ = algorithm.act(observation, previous, None, noise=noise, explore=explore)
     return decision.action
@@ -158,7 +168,7 @@ def test_updates_and_acting_run_on_a_gpu(name, spec):
         batch = toy_batch(algorithm.windows[update], spec, torch.Generator()).to("cuda")
         assert all(value.device.type == "cuda" for value in getattr(algorithm, update)(batch).values())
     algorithm.load_state_dict(saved(algorithm))
-    image = torch.zeros(5, *IMAGE, dtype=torch.uint8, device="cuda")
+    image = IMAGE.expand(5, *IMAGE.shape).to("cuda")
     observation = {"observation.state": torch.zeros(5, 2, device="cuda"), "observation.images.top": image}
     noise = torch.zeros(5, *algorithm.acting.noise_shape, device="cuda")
     previous = torch.zeros(5, 2, device="cuda")

@@ -13,6 +13,7 @@ from serl_client import Feature, Outcome
 from serl_client.controller import RandomPolicy, RemotePolicy
 from serl_client.episode import join
 from serl_client.errors import ConfigError
+from serl_client.messages import seal, unseal
 from serl_client.network import Answer
 from serl_client.runner import ActorStatus, run_actor
 
@@ -24,6 +25,8 @@ from robot_infra.safety import SafeRobot
 from robot_infra.teleop import keyboard as keyboard_module
 from robot_infra.teleop.keyboard import Keyboard, KeyboardTeleop, chosen
 from robot_infra.teleop.scripted import Rescuer
+from serl_launcher.data.layout import DECISION, INTERVENED, Layout
+from serl_launcher.data.store import Store
 
 TASKS = Path(__file__).parents[1] / "config" / "task"
 RIGHT, LEFT = np.array([1, 0], np.float32), np.array([-1, 0], np.float32)
@@ -180,6 +183,25 @@ def test_a_takeover_in_mid_chunk_drops_the_rest_and_the_hand_back_asks_anew(capl
         f"{episode.episode}, row 3: the operator takes over",
         f"{episode.episode}, row 6: the operator hands back after 3 rows",
     ]
+
+
+def test_a_takeover_and_both_actions_reach_the_store(tmp_path):
+    env = build(teleop=Hand(rows=(3, 4)), max_steps=8)
+    client, _, _ = actor(env, controller=RemotePolicy(Chunks(length=4), deadline=0.0))
+    store = Store.create(tmp_path / "store", env.spec, {"online": 200})
+    store.direct({"into": "online", "phase": "practise"})
+    store.hello(client.actor, "outbox", client.epoch, [])
+    for seq, record in enumerate(client.records):
+        store.stage(client.epoch, seq, unseal(b"".join(seal(seq, record)))[0][1])
+    store.commit()
+    rows = Layout(env.spec, 200).steps(store.folder / "online")[:8]
+    (episode,) = client.episodes
+    assert (rows["flags"] & INTERVENED > 0).tolist() == [row in (3, 4) for row in range(8)]
+    assert (rows["flags"] & DECISION > 0).tolist() == [row in (0, 6) for row in range(8)]
+    np.testing.assert_array_equal(rows["action"], episode.action)
+    np.testing.assert_array_equal(rows["extras.policy_action"], episode.extras["policy_action"])
+    assert (rows["action"] != rows["extras.policy_action"]).any(axis=1).tolist() == [row == 3 for row in range(8)]
+    store.close()
 
 
 def test_a_decision_that_a_takeover_drops_was_none_and_leaves_no_extras_behind():

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from serl_client import Outcome
 from serl_client import messages as m
@@ -132,8 +133,7 @@ def test_without_an_actor_or_without_a_learner_it_says_so(run):
 
 
 def test_an_outcome_of_another_kind_of_bool_is_refused_where_it_is_pushed(actor):
-    numpy = pytest.importorskip("numpy")
-    for outcome in (Outcome("e0", numpy.True_), Outcome("e0", None, numpy.False_), Outcome("e0", 1)):
+    for outcome in (Outcome("e0", np.True_), Outcome("e0", None, np.False_), Outcome("e0", 1)):
         with pytest.raises(TypeError, match="bool"):
             actor.push(outcome)
     actor.push(Outcome("e0", False))

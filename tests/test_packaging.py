@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from serl_launcher.service.config import composed, factory, groups
 from serl_launcher.service.launcher import NEEDED
@@ -96,3 +97,16 @@ def test_every_task_yaml_fits_what_it_makes(name):
     config = composed(CONFIG, [f"task={name}", *asked])
     assert isinstance(config.task.has_operator, bool)
     factory(config, "task.env")
+
+
+def test_a_run_folder_remembers_what_policy_and_algorithm_it_was_begun_with(tmp_path):
+    words = ["learner=true", f"run_dir={tmp_path}"]
+    begun = composed(CONFIG, [*words, "plan=sft", "algo=rejection", "policy=flow", "policy.horizon=6", "seed=4"])
+    OmegaConf.save(begun, tmp_path / "config.yaml")
+    again = composed(CONFIG, [*words, "plan=evaluate", "policy.horizon=12"])
+    assert (again.policy.horizon, again.policy.steps) == (12, begun.policy.steps)
+    assert (again.algo, again.seed) == (begun.algo, 0)
+    OmegaConf.save(again, tmp_path / "config.yaml")
+    assert composed(CONFIG, words).policy.horizon == 12
+    assert composed(CONFIG, [*words, "policy=gaussian", "algo=sac"]).algo.discount == 0.99  # what is said holds
+    assert composed(CONFIG, [*words[:1], f"run_dir={tmp_path}/other"]).algo._target_.endswith("SAC")

@@ -124,7 +124,10 @@ def test_a_good_plan_is_read_in_full() -> None:
         ("sources.success.keep", ["succesful"], "plan.sources.success.keep[0]", "successful"),
         ("sources.success.of", ["onlin"], "plan.sources.success.of[0]", "online"),
         ("sources.success.fold", "trian", "plan.sources.success.fold", "train"),
+        ("sources.success.rows", "intervend", "plan.sources.success.rows", "intervened"),
         ("sources.demo.capcity", 5, "plan.sources.demo", "capacity"),
+        ("sources.demo.archive", "lerobt", "plan.sources.demo.archive", "lerobot"),
+        ("phases.practise.on_begin", ["publsh"], "plan.phases.practise.on_begin[0]", "publish"),
         ("phase", {}, "plan", "phases"),
     ],
 )
@@ -159,6 +162,9 @@ def test_a_typo_is_refused_with_its_line_and_the_nearest_right_word(path, value,
         ("phases.practise.updates", [{"update": {"from_updates": 9}}], "must begin at once"),
         ("phases.practise.updates", ["update", {"update": {"data": {"demo": 1}}}], "trains on the same data"),
         ("phases.clone.actors.into", "demo", "make no data"),
+        ("phases.evaluate.actors.intervene", True, "takes over in mode 'collect', not in 'evaluate'"),
+        ("phases.evaluate.on_begin", ["publish"], "only a phase with updates has"),
+        ("sources.demo.dataset", 5, "the folder of a LeRobot dataset"),
         ("phases", {}, "nothing to do"),
     ],
 )
@@ -229,6 +235,31 @@ def test_without_an_operator_teleop_and_its_data_are_left_out() -> None:
         load(has_operator=False)
     with pytest.raises(ConfigError, match="nothing to do without an operator"):
         load({**PLAN, "phases": {"demonstrate": PLAN["phases"]["demonstrate"]}}, has_operator=False)
+
+
+def test_a_dataset_stands_in_for_the_operator() -> None:
+    plan = edited("sources.demo.dataset", "/data/demonstrations")
+    assert load_plan(plan, methods=METHODS, has_operator=False).phases["clone"].data("update") == {"demo": 1.0}
+
+
+def test_what_a_phase_begins_with_is_done_once_and_before_its_first_update() -> None:
+    plan = load(edited("phases.clone.on_begin", [{"fit_normalizer": "demo"}]))
+    state = PlanState(plan)
+    state.advance(demonstrated := Progress(sources={"demo": SourceCounts(300, 20)}))
+    assert state.begin() == [("fit_normalizer", "demo")]
+    resumed = PlanState(plan)
+    resumed.load_state_dict(json.loads(json.dumps(state.state_dict())))
+    for each in (state, resumed):
+        assert each.next_update(demonstrated) == "update"
+        assert each.begin() == []
+
+
+def test_an_operator_who_may_take_over_can_end_a_phase_by_it() -> None:
+    plan = edited("phases.practise.until", ["interventions >= 5"])
+    with pytest.raises(ConfigError, match="can never end"):
+        load(plan)
+    plan["phases"]["practise"]["actors"]["intervene"] = True
+    assert load(plan).phases["practise"].actors.intervene
 
 
 def test_an_update_may_have_data_of_its_own() -> None:
@@ -515,6 +546,9 @@ utd: 2
 updates: [update_critic, update]
 max_env_steps: 20000
 phase: null
+learner: false
+run_dir: runs/test
+remembered: []
 algo: {_target_: collections.OrderedDict}
 task: {has_operator: true}
 """
@@ -537,8 +571,12 @@ def composed(config: Path, *overrides: str) -> Plan:
 def test_every_plan_of_the_repository_loads(config, name) -> None:
     with initialize_config_dir(str(config), version_base=None):
         mapping = OmegaConf.to_container(compose("base", [f"plan={name}"]).plan, resolve=True)
-    for has_operator in (True, False):
-        assert load_plan(mapping, methods=None, has_operator=has_operator).phases
+    assert load_plan(mapping, methods=None, has_operator=True).phases
+    if name in ("collect", "hiors"):
+        with pytest.raises(ConfigError, match="operator"):
+            load_plan(mapping, methods=None, has_operator=False)
+    else:
+        assert load_plan(mapping, methods=None, has_operator=False).phases
 
 
 def test_the_quickstart_measures_before_and_after_and_needs_lasting_success(config) -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -232,6 +233,53 @@ def test_an_episode_without_cameras_has_a_recording_and_no_video(tmp_path):
     assert not recording.record_video(tmp_path / "7.mp4", episode(blind), INFO, blind)
     recording.record_episode(tmp_path / "7.rrd", episode(blind), INFO, blind)
     assert rerun(tmp_path, "rrd", "verify", tmp_path / "7.rrd")[0] == 0
+
+
+def told(number, source="eval", discard=False):
+    info = dict.fromkeys(recording.TOLD, 0) | {"id": f"episode-{number}", "number": number, "success": True}
+    return SimpleNamespace(**info | {"source": source, "discard": discard})
+
+
+@pytest.mark.parametrize(("episodes", "kept"), [("eval", ["3"]), ("all", ["2", "3"]), ("none", [])])
+def test_the_sink_of_the_export_records_each_episode_once(tmp_path, spec, episodes, kept):
+    pytest.importorskip("rerun", reason="rerun-sdk is not installed (extra data)")
+    pytest.importorskip("av", reason="av is not installed (extra data)")
+    read = []
+    for _ in range(2):  # the second is a restart
+        sink = recording.Recordings(tmp_path, spec, episodes=episodes)
+        for info in (told(2, "online"), told(3), told(4, discard=True)):
+            sink(info, lambda number=info.number: read.append(str(number)) or episode(spec), spec)
+    assert read == kept
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
+    named = [(f"recordings/{int(number):06d}.rrd", f"videos/{int(number):06d}.mp4") for number in kept]
+    assert files == sorted(name for pair in named for name in pair)
+
+
+def test_the_sink_shows_every_episode_live(tmp_path, spec, monkeypatch):
+    pytest.importorskip("rerun", reason="rerun-sdk is not installed (extra data)")
+    shown = []
+    monkeypatch.setattr(recording.LiveViewer, "show", lambda self, rows, info: shown.append(info["id"]) or True)
+    sink = recording.Recordings(tmp_path, spec, episodes="none", live=free_port())
+    for info in (told(2, "online"), told(3)):
+        sink(info, lambda: episode(spec), spec)
+    sink._live.close()
+    assert shown == ["episode-2", "episode-3"]
+
+
+def test_without_rerun_and_av_a_run_goes_on_with_one_sentence_for_each(tmp_path, spec, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "rerun", None)
+    monkeypatch.setitem(sys.modules, "av", None)
+    sink = recording.Recordings(tmp_path, spec)
+    sink(told(3), lambda: episode(spec), spec)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "rerun is not installed",
+        "av is not installed",
+    ]
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="rerun is not installed"):
+        recording.Recordings(tmp_path, spec, live=free_port())
+    with pytest.raises(ConfigError, match="record=some: say eval, all, none"):
+        recording.Recordings(tmp_path, spec, episodes="some")
 
 
 def test_what_is_missing_is_said_in_one_sentence(tmp_path, spec, monkeypatch):

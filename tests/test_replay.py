@@ -202,6 +202,33 @@ def test_only_steps_where_a_chunk_began_are_drawn_when_the_window_says_so(push, 
     assert {i for _, i in starts(sources().sample(300, window, {"online": 1.0}))} == {0, 4, 8, 12}
 
 
+def test_windows_start_where_the_rows_of_a_view_say_and_go_on_over_the_others(push, store, spec, make_segment):
+    segment = make_segment("e0", 1, 0, 12, ends="terminated")
+    segment.intervened[4:8] = True
+    push("A", segment, make_segment("e1", 2, 0, 4, ends="terminated"))
+    views = {"human": View(("online",), rows="intervened"), "alone": View(("online",), rows="autonomous")}
+    sources = Sources(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0)
+    sources.update(store.index.catalog(0, 10)[1])
+    human = sources.sample(300, CHUNK, {"human": 1.0})
+    assert starts(human) == {(1, i) for i in range(4, 8)}
+    assert human.valid.all()
+    assert not human.intervened.all()
+    assert starts(sources.sample(300, CHUNK, {"alone": 1.0})) == {
+        *((1, i) for i in range(12) if not 4 <= i < 8), *((2, i) for i in range(4))
+    }  # fmt: skip
+    assert (sources.size("human"), sources.size("alone")) == ((4, 2), (12, 2))
+
+
+def test_no_window_starts_where_the_robot_stays_still_and_no_row_is_lost(push, sources, make_segment):
+    segment = make_segment("e0", 1, 0, 20, ends="truncated")
+    segment.observation[STATE][5:15] = segment.observation[STATE][5]
+    push("A", segment)
+    still = Window(CHUNK.offsets, stillness=0.1)
+    drawn = {int(step) % 200 for step in sources().sample(400, still, {"online": 1.0}).step_id}
+    assert drawn == set(range(20)) - set(range(5, 11))
+    assert {int(step) for step in sources().sample(400, CHUNK, {"online": 1.0}).step_id} == set(range(20))
+
+
 def test_a_column_that_no_row_has_is_named(push, sources, make_segment):
     push("A", make_segment("e0", ends="terminated"))
     window = Window({"observation.images.cam_high": (0,), "action": (0,)})

@@ -54,7 +54,7 @@ def test_a_run_leaves_a_summary_a_picture_and_a_table(tmp_path, capsys):
     assert after["wilson95"] == pytest.approx([0.895, 0.996], abs=1e-3)
     assert after["return_mean"] == pytest.approx(0.98)
     assert summary["before"]["distinct_starts"] == 30
-    assert (summary["env_steps"], summary["wall_s"]) == (5000, 90.0)
+    assert (summary["env_steps"], summary["wall_s"], summary["assisted"]) == (5000, 90.0, 12)
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "49 of 50" in shown

@@ -1,4 +1,4 @@
-"""Images on the learner's side: cameras become features, augmentation keeps what it should, and pixels are learned from."""
+"""Images on the learner's side: they become features, augmentation leaves their meaning, and they are learned from."""
 
 import copy
 from dataclasses import replace

@@ -59,7 +59,7 @@ def size(path: Path) -> tuple[float, int, int]:
 def together(page: list[Path], speed: int, height: int, width: int) -> Iterator[list[Array]]:
     """A frame of each video of a page, as long as any goes on; one that has ended stands still."""
     running: list[Iterator[Array] | None] = [lapse(path, speed, height, width) for path in page]
-    shown = [np.zeros((height, width, 3), np.uint8)] * len(page)
+    shown: list[Array] = [np.zeros((height, width, 3), np.uint8)] * len(page)
     while True:
         for index, frames in enumerate(running):
             image = next(frames, None) if frames is not None else None
@@ -97,11 +97,12 @@ def opened(path: Path) -> Any:
     """The open container of a video. Raises ConfigError for a file that is none."""
     try:
         import av
+        from av.error import FFmpegError
     except ImportError:
         raise ConfigError("av is not installed: install it with `. examples/install.sh --extra data`") from None
     try:
         container = av.open(str(path))
-    except (av.error.FFmpegError, OSError) as error:
+    except (FFmpegError, OSError) as error:
         raise ConfigError(f"{path} is not a video that can be read: {error}") from None
     if not container.streams.video:
         container.close()

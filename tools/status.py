@@ -54,6 +54,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     for client in report["clients"]:
         rest = "".join(f", {key} {shown(client[key])}" for key in client if key not in KNOWN and client[key] != "")
         said.append(f"{client['role']:10} {client['actor']}: seen {client['seen_s']} s ago{rest}")
+    said += [f"waits      {text}" for text in report["full"]]
     return said + [f"lags       {text}" for text in lags(report)] + [f"missing    {text}" for text in missing(report)]
 
 

@@ -26,10 +26,8 @@ class Renderer:
     def __init__(self, model: Any, backend: str, *, size: int) -> None:
         if size not in SIZES:
             raise ConfigError(f"image_size is {size}; it may be {SIZES[0]} to {SIZES[-1]} pixels")
-        import mujoco
-
         gl.select(backend)
-        self._mujoco: Any = mujoco
+        self._mujoco = mujoco = _mujoco()
         self._model, self._size = model, size
         self._scene = mujoco.MjvScene(model, MAX_GEOMS)
         self._option, self._view = mujoco.MjvOption(), mujoco.MjvCamera()
@@ -82,11 +80,20 @@ def cameras(model: Any, data: Any, backend: str, *, size: int) -> dict[str, Mujo
     return {model.camera(n).name: MujocoCamera(renderer, data, n, size=size) for n in range(model.ncam)}
 
 
-def draw_nothing(backend: str) -> None:
-    """Draw an empty scene as above; what gl.backend() has a child process try."""
-    import mujoco
-
-    model = mujoco.MjModel.from_xml_string("<mujoco><worldbody><camera name='eye'/></worldbody></mujoco>")
-    (camera,) = cameras(model, mujoco.MjData(model), backend, size=16).values()
-    camera.latest()
+def try_out(backend: str) -> None:
+    """Draw a white ball; raises when that cannot be done, or leaves no trace. What gl.backend() has a child do."""
+    mujoco = _mujoco()
+    model = mujoco.MjModel.from_xml_string(
+        "<mujoco><worldbody><camera pos='0 0 3'/><geom size='1' rgba='1 1 1 1'/></worldbody></mujoco>"
+    )
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    (camera,) = cameras(model, data, backend, size=16).values()
+    image = camera.latest().image
     camera.close()
+    if image.max() == image.min():
+        raise RuntimeError(f"{backend} draws nothing")
+
+
+def _mujoco() -> Any:
+    return importlib.import_module("mujoco")  # an extra, whose own types lack what it draws with

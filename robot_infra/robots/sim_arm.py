@@ -11,7 +11,9 @@ from serl_client.errors import ConfigError
 from serl_client.runner import Observation
 from serl_client.spec import Array, Feature
 
+from robot_infra.cameras import gl
 from robot_infra.env import RobotEnv
+from robot_infra.interfaces import Camera
 from robot_infra.judges import Predicate, lifted
 from robot_infra.safety import SafeRobot
 from robot_infra.teleop.keyboard import chosen
@@ -51,16 +53,15 @@ class SimArm:
     """A Robot whose action [dx, dy, dz, gripper] in [-1, 1] moves its commanded tool point and closes its fingers.
 
     The state [15] is scaled: tool, block and way between them, finger, commanded tool, commanded opening, finger's
-    speed. `tool` and `block` [3] are the true points now, in metres. It needs no graphics. Raises ConfigError
-    without the package mujoco.
+    speed; without `block_in_state` [9], only what an arm measures of itself. `tool` and `block` [3] are the true points
+    now, in metres. Only its cameras need graphics. Raises ConfigError without the package mujoco.
     """
 
     space = "ee_delta"
     stroke = 0.03  # metres that an action of 1 moves the commanded tool or finger
-    observation: Mapping[str, Feature] = {"observation.state": Feature((15,), names=NAMES)}
     action = Feature((4,), names=(*AXES, "gripper"), low=np.array(-1), high=np.array(1))
 
-    def __init__(self) -> None:
+    def __init__(self, *, block_in_state: bool = True) -> None:
         try:
             import mujoco
         except ModuleNotFoundError:
@@ -69,7 +70,16 @@ class SimArm:
         self._model = self._mujoco.MjModel.from_xml_string(files("robot_infra.sim").joinpath("arm.xml").read_text())
         self._data = self._mujoco.MjData(self._model)
         self.tool, self.block = self._data.site("tool").xpos, self._data.body("block").xpos  # views
+        self._shown = [i for i, name in enumerate(NAMES) if block_in_state or not name.startswith(("block.", "way."))]
+        state = Feature((len(self._shown),), names=tuple(NAMES[i] for i in self._shown))
+        self.observation: Mapping[str, Feature] = {"observation.state": state}
         self.home(0)
+
+    def cameras(self, backend: str, *, size: int) -> Mapping[str, Camera]:
+        """cam_high and cam_wrist, drawn with this OpenGL (cameras/gl.py) as squares of `size` pixels."""
+        from robot_infra.cameras.mujoco import cameras
+
+        return cameras(self._model, self._data, backend, size=size)
 
     @property
     def holds(self) -> bool:
@@ -90,7 +100,7 @@ class SimArm:
         state = np.concatenate(
             [self.tool, self.block, self.block - self.tool, [finger], self._target, [self._opening, speed]]
         )
-        return {"observation.state": ((state - CENTRE) * SCALE).astype(np.float32)}
+        return {"observation.state": ((state - CENTRE) * SCALE)[self._shown].astype(np.float32)}
 
     def command(self, action: Array) -> Array:
         self._target = np.clip(self._target + self.stroke * action[:3], *WORKSPACE)
@@ -113,10 +123,18 @@ class SimArm:
 
 
 def make(
-    *, max_steps: int, noise: float, clock: str, operator: str = "scripted", patience: int = 12, hold: int = 10
-) -> RobotEnv:
-    """Picking up the block as an Env; the scripted operator's actions carry Gaussian noise, and see Rescuer."""
-    arm = SimArm()
+    *, max_steps: int, noise: float, clock: str, operator: str = "scripted", patience: int = 12, hold: int = 10,
+    cameras: bool | str = False, image_size: int = 128, block_in_state: bool = True,
+) -> RobotEnv:  # fmt: skip
+    """Picking up the block as an Env; the scripted operator's actions carry Gaussian noise, and see Rescuer.
+
+    `cameras` is true, false or auto (cameras/gl.py). Raises ConfigError where neither state nor camera would show the
+    block.
+    """
+    arm = SimArm(block_in_state=block_in_state)
+    backend = gl.chosen(cameras)
+    if not (backend or block_in_state):
+        raise ConfigError("nothing would show the block: say task.cameras=true or task.block_in_state=true")
     scripted = Rescuer(
         partial(pick, arm), partial(left_to_pick, arm), noise=noise, margin=arm.stroke / 4, patience=patience, hold=hold
     )
@@ -128,6 +146,7 @@ def make(
         fps=FPS,
         max_steps=max_steps,
         clock=clock,
+        cameras=arm.cameras(backend, size=image_size) if backend else None,
         teleop=teleop,
         operator=keyboard,
     )

@@ -40,6 +40,7 @@ CREATE TABLE weights (version INTEGER PRIMARY KEY AUTOINCREMENT, sha256 TEXT, si
 CREATE INDEX weights_by_sha256 ON weights (sha256);
 CREATE TABLE commands (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT, argument TEXT, actor TEXT, at REAL);
 """
+LATER = "CREATE TABLE IF NOT EXISTS archived (number INTEGER PRIMARY KEY)"  # of episodes; older stores lack it
 
 
 @dataclass
@@ -108,6 +109,7 @@ class Index:
             self.commit()
         if self.meta("format") != FORMAT:
             raise ConfigError(f"{path} has the format {self.meta('format')}, this version reads {FORMAT}")
+        self._db.execute(LATER)
 
     def commit(self) -> None:
         """Make everything since the last commit durable at once."""
@@ -183,6 +185,18 @@ class Index:
         return self._db.execute(
             "SELECT first, first_row FROM episodes WHERE source = ? AND first >= ? AND first_row >= ? "
             "ORDER BY first LIMIT 1", (source, step, row),
+        ).fetchone()  # fmt: skip
+
+    def add_archived(self, episodes: Iterable[int]) -> None:
+        """These episodes may leave the store."""
+        for number in episodes:
+            self._write("INSERT OR IGNORE INTO archived VALUES (?)", (number,))
+
+    def first_kept(self, source: str, step: int) -> tuple[int, int, str] | None:
+        """(first, first_row, id) of the oldest episode from that step on which may not leave the store."""
+        return self._db.execute(
+            "SELECT first, first_row, id FROM episodes WHERE source = ? AND first >= ? "
+            "AND number NOT IN (SELECT number FROM archived) ORDER BY first LIMIT 1", (source, step),
         ).fetchone()  # fmt: skip
 
     def last_numbers(self) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import importlib.util
 import io
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,8 +29,9 @@ IMAGES = ("image", "video")
 WIDENED = 0.05  # of the range of each action, on either side: the statistics are of what happened, not of what may
 CONSTANT = 0.01  # half the range that is given to an action which never changed, of its size where that is above 1
 REWARD, DONE, SUCCESS = "next.reward", "next.done", "next.success"
-TERMINATED, TRUNCATED = "next.terminated", "next.truncated"  # ours, like the next three
+TERMINATED, TRUNCATED = "next.terminated", "next.truncated"  # these and the next four: of our shards (shards.py)
 INTERVENED, DECISION, TIME = "intervened", "decision", "time"
+OUTCOME = "outcome"  # -1 unknown, 0 failure, 1 success
 ENDS = (DONE, SUCCESS, TERMINATED, TRUNCATED)
 
 
@@ -107,6 +109,11 @@ class Dataset:
                 wrong.append(f"its {name} holds {', '.join(mine.names)}, the run's {', '.join(theirs.names)}")
         return "; ".join(wrong)
 
+    @property
+    def cameras(self) -> list[str]:
+        """The features that are images."""
+        return [name for name in self.features if self.info["features"][name]["dtype"] in IMAGES]
+
     def task(self, index: int) -> str:
         return self._tasks.get(index, "")
 
@@ -180,13 +187,16 @@ class Episode:
 
     @property
     def success(self) -> bool | None:
+        """What its columns say of the whole episode: it succeeded when any of its steps did; None: nothing."""
+        if self.has(OUTCOME):
+            return {0: False, 1: True}.get(int(self.column(OUTCOME).flat[-1]))
         return bool(self.flag(SUCCESS).any()) if self.has(SUCCESS) else None
 
     def segments(self, spec: Spec, id: str, stamp: Stamp) -> Iterator[Segment]:
         """Its steps for a store of that Spec, which `misfit` has nothing against. Raises ConfigError for an action or
         a reward that is no number, and for images that are not there."""
         count, length, task, ends = segment_rows(spec), len(self), self.task, self.terminated
-        cameras = {name: self.images(name) for name in spec.observation if self._is_image(name)}
+        cameras = {name: self.images(name) for name in self.dataset.cameras if name in spec.observation}
         vectors = {name: self.column(name) for name in spec.observation if name not in cameras}
         extras = {name: self._extra(name, feature) for name, feature in spec.extras.items()}
         action, columns = self.column("action"), self._columns()
@@ -216,13 +226,11 @@ class Episode:
         }  # fmt: skip
 
     def _extra(self, name: str, feature: Feature) -> Array:
-        mine = self.dataset.features.get(name)
-        if mine is None or mine.shape != feature.shape:
-            return np.zeros((len(self), *feature.shape), feature.dtype)
-        return self.column(name).astype(feature.dtype)
-
-    def _is_image(self, name: str) -> bool:
-        return self.dataset.info["features"][name]["dtype"] in IMAGES
+        """[T, *shape] of what a row has besides; zeros where the dataset has no such column."""
+        shape, found = (len(self), *feature.shape), next(filter(self.has, (f"extras.{name}", name)), None)
+        if found is None or math.prod(self.dataset.features[found].shape) != math.prod(feature.shape):
+            return np.zeros(shape, feature.dtype)
+        return self.column(found).reshape(shape).astype(feature.dtype)
 
     def _stills(self, name: str) -> Iterator[Array]:
         from PIL import Image

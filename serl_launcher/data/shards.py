@@ -1,8 +1,8 @@
 """Sealed episodes as LeRobot v3.0 datasets ("shards"), a few of one source each, which LeRobot's own tools open.
 
-A shard is written aside, read back and compared with the store, synced and renamed: it is whole or it is not there. It is
-never changed; an outcome that comes later makes its next version, which takes its place at once. Its `retake.json` says
-what LeRobot has no place for. What a row holds:
+A shard is written aside, read back and compared with the store, synced and renamed: it is whole or it is not there. It
+is never changed; an outcome that comes later makes its next version, which takes its place at once. Its `retake.json`
+says what LeRobot has no place for. What a row holds:
     observation.*, action, the Spec's extras    as in the store; images are uint8 there, and a video of them is lossy
     next.reward, next.done, next.terminated, next.truncated, next.success    of the step that begins in this row
     intervened, decision, time                  as in the store
@@ -41,6 +41,7 @@ FORMAT = 1
 PART = ".part"  # what is being written, or was when its writer died
 OLD = ".old.part"  # the version before, where the file system cannot exchange two folders
 CODECS = ("libsvtav1", "h264")  # the first one that can be written and read here
+WIDER = {"float16": "float32"}  # LeRobot's statistics fail on the former
 CHUNK = 4096
 FLAG, NUMBER = Feature((1,), "bool"), Feature((1,), "int64")
 COLUMNS = {
@@ -150,6 +151,7 @@ def table(info: EpisodeInfo, rows: Rows, spec: Spec, phases: Sequence[str]) -> R
     made = {name: array.reshape(length, 1).astype(COLUMNS[name].dtype) for name, array in made.items()}
     for name in [*spec.observation, "action", *spec.extras]:
         array = rows[name][:length]
+        array = array.astype(WIDER.get(array.dtype.name, array.dtype), copy=False)
         made[column(name)] = array.reshape(length, 1) if array.ndim == 1 else array
     return made
 
@@ -159,7 +161,8 @@ def features(spec: Spec, kind: str) -> dict[str, dict[str, Any]]:
     seen = cameras(spec)
     described = {}
     for name, feature in {**spec.observation, "action": spec.action, **spec.extras}.items():
-        dtype, names = (kind, ("height", "width", "channels")) if name in seen else (feature.dtype, feature.names)
+        names = ("height", "width", "channels") if name in seen else feature.names
+        dtype = kind if name in seen else WIDER.get(feature.dtype, feature.dtype)
         described[column(name)] = {"dtype": dtype, "shape": feature.shape or (1,), "names": list(names) or None}
     described |= {name: {"dtype": f.dtype, "shape": f.shape, "names": None} for name, f in COLUMNS.items()}
     return described
@@ -169,11 +172,9 @@ def write(
     part: Path, spec: Spec, codec: str | None, episodes: Iterable[tuple[EpisodeInfo, Rows]]
 ) -> list[tuple[EpisodeInfo, Rows]]:
     """Write a LeRobot dataset of these (info, table); returns them again, without images. Nothing is synced yet."""
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
-    shutil.rmtree(part, ignore_errors=True)
+    remove(part)
     part.parent.mkdir(parents=True, exist_ok=True)
-    dataset = LeRobotDataset.create(
+    dataset = _lerobot().create(
         "retake/shard", _fps(spec), features(spec, "video" if codec else "image"), root=part,
         use_videos=codec is not None, vcodec=codec or CODECS[0], encoder_threads=1,
     )  # fmt: skip
@@ -186,47 +187,63 @@ def write(
             dataset.save_episode(parallel_encoding=False)  # no process that would outlive us
         written.append((info, {name: array for name, array in columns.items() if name not in images}))
     dataset.finalize()
-    shutil.rmtree(part / "images", ignore_errors=True)
+    remove(part / "images")
     return written
 
 
 def verify(part: Path, spec: Spec, written: Sequence[tuple[EpisodeInfo, Rows]]) -> None:
-    """Open a shard with LeRobot and compare it with what was to be written. Raises Mismatch."""
-    import av
+    """Open a shard with LeRobot and compare it with what was to be written: lengths, every number, and how many frames
+    its videos have. Raises Mismatch."""
     import datasets
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
-    frames = sum(info.steps for info, _ in written)
+    LeRobotDataset, lengths = _lerobot(), [info.steps for info, _ in written]
     with tempfile.TemporaryDirectory(dir=part.parent, suffix=PART) as cache, _cached_in(datasets.config, cache):
         opened = LeRobotDataset("retake/shard", root=part)
-        lengths = [int(episode["length"]) for episode in opened.meta.episodes]
-        if (lengths, len(opened)) != ([info.steps for info, _ in written], frames):
-            raise Mismatch(f"{part}: {lengths} steps were written, not those of {[info.id for info, _ in written]}")
-        names = list(written[0][1])
-        stored = opened.hf_dataset.select_columns(names).with_format("numpy")[:]
-        for name in names:
-            expected = np.concatenate([columns[name] for _, columns in written])
-            if not _same(np.asarray(stored[name]).reshape(expected.shape), expected):
-                raise Mismatch(f"{part}: {name} was not written as the store has it")
-        for key in opened.meta.video_keys:
-            videos = {part / opened.meta.get_video_file_path(i, key) for i in range(len(lengths))}
-            count = 0
-            for video in videos:
-                with av.open(str(video)) as container:
-                    count += sum(1 for _ in container.demux(container.streams.video[0]) if _.size)
-            if count != frames:
-                raise Mismatch(f"{part}: the video of {key} has {count} frames, not {frames}")
+        there = [int(episode["length"]) for episode in opened.meta.episodes]
+        if (there, len(opened)) != (lengths, sum(lengths)):
+            raise Mismatch(f"{part}: episodes of {there} steps were written, not of {lengths}")
         ends = np.cumsum(lengths)
-        for index in {int(i) for i in (*(ends - lengths), *(ends - 1))}:
+        for index in {*(ends - lengths).tolist(), *(ends - 1).tolist()}:
             row = opened[index]
             for name in cameras(spec):
                 height, width, channels = spec.observation[name].shape
                 if tuple(row[column(name)].shape) != (channels, height, width):
                     raise Mismatch(f"{part}: frame {index} of {name} is {tuple(row[column(name)].shape)}")
+        for key in opened.meta.video_keys:
+            videos = {part / opened.meta.get_video_file_path(i, key) for i in range(len(lengths))}
+            if (frames := sum(map(_frames, videos))) != sum(lengths):
+                raise Mismatch(f"{part}: the video of {key} has {frames} frames, not {sum(lengths)}")
+    _compare(part, written)
 
 
-def _same(stored: Array, expected: Array) -> bool:
-    return np.array_equal(stored, expected, equal_nan=expected.dtype.kind == "f")
+def _compare(part: Path, written: Sequence[tuple[EpisodeInfo, Rows]]) -> None:
+    from serl_launcher.data.lerobot import Dataset  # another reader than LeRobot's, and an exact one
+
+    for episode, (info, columns) in zip(Dataset(part), written, strict=True):
+        for name, expected in columns.items():
+            stored = episode.column(name)
+            if not np.array_equal(stored, expected, equal_nan=expected.dtype.kind == "f"):
+                raise Mismatch(f"{part}: {name} of {info.id} was not written as the store has it")
+
+
+def _frames(video: Path) -> int:
+    import av
+
+    with av.open(str(video)) as container:
+        return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
+
+
+def _lerobot() -> Any:
+    """LeRobotDataset, told to be quiet and to ask nobody on the network."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("SVT_LOG", "1")
+    import av.logging
+    import datasets
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    datasets.disable_progress_bars()
+    av.logging.set_libav_level(av.logging.ERROR)
+    return LeRobotDataset
 
 
 @contextlib.contextmanager
@@ -264,6 +281,7 @@ def codec_for(spec: Spec) -> str | None:
 
 def _unfit(codec: str, spec: Spec, feature: Feature) -> str | None:
     """Why two frames of this shape cannot be encoded and decoded again; None when they can."""
+    _lerobot()
     import av
     from lerobot.datasets.video_utils import decode_video_frames, encode_video_frames
     from PIL import Image
@@ -301,7 +319,7 @@ def place(part: Path, target: Path) -> None:
         os.rename(part, target)
         part = old
     sync_folder(target.parent)
-    shutil.rmtree(part, ignore_errors=True)
+    remove(part)
 
 
 def _exchange(part: Path, target: Path) -> bool:
@@ -315,7 +333,11 @@ def drop(target: Path) -> None:
     """Remove a shard of which nothing is left."""
     os.rename(target, gone := target.with_name(target.name + PART))
     sync_folder(target.parent)
-    shutil.rmtree(gone, ignore_errors=True)
+    remove(gone)
+
+
+def remove(part: Path) -> None:
+    shutil.rmtree(part, ignore_errors=True)
 
 
 def clean(folder: Path) -> None:
@@ -325,7 +347,7 @@ def clean(folder: Path) -> None:
         if not target.exists():
             os.rename(left, target)
     for left in folder.glob(f"*/*{PART}"):
-        shutil.rmtree(left, ignore_errors=True)
+        remove(left)
 
 
 def manifest(

@@ -13,7 +13,7 @@ If a write or a sync fails, nothing unacknowledged is trusted: close the store, 
 
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,10 @@ class Gap(Exception):
         self.expected = expected
 
 
+class Full(Exception):
+    """A source has no room before the export has brought its oldest episodes into shards; the text says so."""
+
+
 @dataclass
 class _Group:
     """What is staged for one source, and how many steps and rows that is."""
@@ -52,9 +56,12 @@ class _Group:
 
 
 class Store:
-    """The sources of one run, in `folder`: stage(epoch, seq, record) any number of times, then commit()."""
+    """The sources of one run, in `folder`: stage(epoch, seq, record) any number of times, then commit().
 
-    def __init__(self, folder: Path) -> None:
+    An episode of an `archived` source leaves the store only after `archive` has named it.
+    """
+
+    def __init__(self, folder: Path, archived: Collection[str] = ()) -> None:
         """Open the store that `create` made. Raises ConfigError when there is none, or none of this format."""
         if not (folder / "index.sqlite").exists():
             raise ConfigError(f"there is no store in {folder}")
@@ -73,11 +80,15 @@ class Store:
         self._files = {
             name: SourceFiles(folder / name, Layout(self.spec, s.capacity)) for name, s in self.sources.items()
         }
+        self.archived = frozenset(archived) & frozenset(self.sources)
+        self._kept = {name: self._first_kept(name) for name in self.archived}
         self._clear()
         self._publish()
 
     @classmethod
-    def create(cls, folder: Path, spec: Spec, capacities: Mapping[str, int]) -> "Store":
+    def create(
+        cls, folder: Path, spec: Spec, capacities: Mapping[str, int], archived: Collection[str] = ()
+    ) -> "Store":  # fmt: skip
         """A new store with these sources (steps per source), or the one that is there, if it is of this Spec.
 
         Files are allocated in full. Raises ConfigError, naming both, when the Spec or a capacity differs from what
@@ -85,7 +96,7 @@ class Store:
         """
         if not (folder / "index.sqlite").exists():
             _found(folder, spec, capacities)
-        store = cls(folder)
+        store = cls(folder, archived)
         if difference := store.spec.difference(spec):
             store.close()
             raise ConfigError(
@@ -104,7 +115,7 @@ class Store:
             store.index.put_sources(Source(name, capacity) for name, capacity in added.items())
             store.index.commit()
             store.close()
-            store = cls(folder)
+            store = cls(folder, archived)
         return store
 
     def close(self) -> None:
@@ -144,7 +155,8 @@ class Store:
     def stage(self, epoch: str, seq: int, record: Record) -> bool:
         """Take a record into the current group; False when it is there already. Not durable before commit().
 
-        Raises Gap when an earlier record is missing, Refused (and stages nothing) when the record is wrong.
+        Raises Gap when an earlier record is missing, Refused (and stages nothing) when the record is wrong, and Full
+        (and stages nothing) when it has to wait for the export.
         """
         state = self.epochs[epoch]
         if seq < state.expected:
@@ -161,6 +173,7 @@ class Store:
 
     def _stage_segment(self, state: Epoch, segment: Segment) -> None:
         source = self._checked(state, segment)
+        self._wait_for_archive(source, segment)
         nbytes = sum(array.nbytes for array in segment.observation.values())
         full = self._staged[source.name].steps + len(segment) > source.capacity // 2
         if full or self._staged_bytes + nbytes > GROUP_BYTES:
@@ -224,6 +237,8 @@ class Store:
         for outcome in [*self.index.outcomes(episode.id), *staged]:
             _judge(episode, outcome)
         self._open[state.epoch] = episode
+        if source.name in self.archived and self._kept[source.name] is None:
+            self._kept[source.name] = (episode.first, episode.first_row, episode.id)
         return episode
 
     def _stage_outcome(self, state: Epoch, seq: int, outcome: Outcome) -> None:
@@ -242,6 +257,42 @@ class Store:
     def _find(self, id: str) -> Episode | None:
         still_open = (episode for episode in self._open.values() if episode.id == id)
         return self._changed_episodes.get(id) or next(still_open, None) or self.index.episode(id)
+
+    # -- the archive
+    def archive(self, episodes: Iterable[int]) -> None:
+        """These episodes, by number, may leave the store from now on, durably."""
+        self.index.add_archived(episodes)
+        self.commit()
+        self._kept = {name: self._first_kept(name) for name in self.archived}
+
+    def _first_kept(self, source: str) -> tuple[int, int, str] | None:
+        return self.index.first_kept(source, self.sources[source].tail)
+
+    def _wait_for_archive(self, source: Source, segment: Segment) -> None:
+        """Raise Full when this segment needs the place of an episode that is kept.
+
+        A new episode begins only while half of the source is free of them, so that those that are open can end. An
+        open episode that fills the whole source by itself cannot be waited for: it goes, and the log says so.
+        """
+        kept = self._kept.get(source.name)
+        if kept is None:
+            return
+        first, first_row, id = kept
+        files, group = self._files[source.name].layout, self._staged[source.name]
+        share = 1 if segment.start else 2
+        steps = source.head + group.steps + len(segment) - first
+        rows = source.row_head + group.rows + len(segment) + segment.ends - first_row
+        if steps <= files.capacity // share and rows <= files.rows // share:
+            return
+        if id != segment.episode:
+            is_open = any(episode.id == id for episode in self._open.values())
+            why = "is still open: its actor has to go on, or to start again" if is_open else "waits for its export"
+            raise Full(f"source {source.name} is full, and its episode {id} {why}")
+        log.warning("%s alone is longer than source %s: it leaves the store without an archive", id, source.name)
+        self.commit()  # so that the index knows every episode
+        episode = self._find(id)
+        self.archive([episode.number] if episode else [])
+        self._wait_for_archive(source, segment)
 
     # -- the group
     @property
@@ -285,6 +336,8 @@ class Store:
         least = (max(tail + spare, source.tail), max(row_tail + spare, source.row_tail))
         found = self.index.first_from(source.name, *least)
         source.tail, source.row_tail = found or (source.head, source.row_head)
+        if (kept := self._kept.get(source.name)) is not None and kept[0] < source.tail:
+            source.tail, source.row_tail, _ = kept
         for episode in self._open.values():
             if episode.source == source.name and episode.first < source.tail:
                 log.warning("%s is longer than source %s: nothing of it can be drawn", episode.id, source.name)

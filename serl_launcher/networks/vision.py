@@ -15,7 +15,7 @@ ALL = "all"
 GROUP = 8  # channels that GroupNorm normalises together; BatchNorm would make an update depend on who is in the batch
 
 
-class ImageTrunk(nn.Sequential):
+class ImageTrunk(nn.Module):
     """Convolutions of stride 2, each followed by GroupNorm and ReLU, then where and how much each channel sees.
 
     uint8 [B, height, width, channel] -> [B, size], for any height and width. `channels` has one entry per layer and
@@ -29,12 +29,13 @@ class ImageTrunk(nn.Sequential):
         for width in channels:
             layers += [nn.Conv2d(inputs, width, 3, stride=2, padding=1), nn.GroupNorm(width // GROUP, width), nn.ReLU()]
             inputs = width
-        super().__init__(*layers)
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
         self.size = 3 * inputs
 
     def forward(self, image: Tensor) -> Tensor:
         values = image.permute(0, 3, 1, 2).float() / 127.5 - 1  # [B, C, H, W], channels last in memory
-        return spatial_features(super().forward(values))
+        return spatial_features(self.layers(values))
 
 
 def spatial_features(maps: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class ObservationEncoder(nn.Module):
     """
 
     def __init__(
-        self, spec: Spec, *, cameras: str | Sequence[str] = (), channels: Sequence[int] = (32, 64, 128, 256),
+        self, spec: Spec, *, cameras: str | Sequence[str] = (), channels: Sequence[int] = (16, 32, 64, 64),
         latent: int = 50,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -70,10 +71,10 @@ class ObservationEncoder(nn.Module):
         self.inputs = (*states, *images)
         self.size = sum(states.values()) + latent * len(images)
         self._images = images
-        self.trunks = nn.ModuleList(ImageTrunk(spec.observation[name].shape[-1], channels) for name in images)
-        sizes = [trunk.size for trunk in self.trunks]
+        trunks = [ImageTrunk(spec.observation[name].shape[-1], channels) for name in images]
+        self.trunks = nn.ModuleList(trunks)
         self.projections = nn.ModuleList(
-            nn.Sequential(nn.Linear(size, latent), nn.LayerNorm(latent), nn.Tanh()) for size in sizes
+            nn.Sequential(nn.Linear(trunk.size, latent), nn.LayerNorm(latent), nn.Tanh()) for trunk in trunks
         )
 
     def forward(self, observation: Observation) -> Tensor:
@@ -99,4 +100,4 @@ def _images(spec: Spec, cameras: Sequence[str]) -> tuple[str, ...]:
     if unknown := [camera for camera, name in zip(cameras, names, strict=True) if name not in there]:
         has = ", ".join(name.removeprefix(IMAGES) for name in there) or "none: say task.cameras=true"
         raise ConfigError(f"this robot has no camera {', '.join(unknown)}; it has {has}")
-    return tuple(sorted(names))
+    return tuple(sorted(set(names)))

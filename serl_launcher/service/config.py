@@ -28,15 +28,15 @@ NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the envir
 def composed(folder: Path, words: Sequence[str]) -> DictConfig:
     """The config that folder/base.yaml and the command line's words (`algo=sac`, `seed=1`) make, fully resolved.
 
-    What a run folder was begun with (`algo=...`, `policy.horizon=...`) holds there until a word says otherwise: so a run
-    is evaluated, or gets another plan, without repeating it. Raises ConfigError for an unknown choice or key, with the
+    What a run was begun with (`algo=...`, `policy.horizon=...`) holds in its folder until a word says otherwise: it is
+    evaluated, or gets another plan, without repeating that. Raises ConfigError for an unknown choice or key, with the
     nearest right one, for a value of another kind than the yaml's, and for a value that is missing.
     """
-    config = _composed(folder, words)
-    remembered = [word for word in _remembered(config) if _key(word) not in {_key(word) for word in words}]
-    if remembered:
-        config = _composed(folder, [*remembered, *words])
-    config.remembered = [word for word in [*remembered, *words] if _key(word).partition(".")[0] in REMEMBERED]
+    place = _composed(folder, [word for word in words if _group(word) not in REMEMBERED])
+    said = {_key(word) for word in words}
+    remembered = [word for word in _remembered(place) if said.isdisjoint((_key(word), _group(word)))]
+    config = _composed(folder, [*remembered, *words])
+    config.remembered = [word for word in [*remembered, *words] if _group(word) in REMEMBERED]
     return config
 
 
@@ -49,6 +49,10 @@ def _remembered(config: DictConfig) -> list[str]:
 
 def _key(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
+
+
+def _group(word: str) -> str:
+    return _key(word).partition(".")[0]
 
 
 def _composed(folder: Path, words: Sequence[str]) -> DictConfig:

@@ -1,7 +1,8 @@
-"""The parent of the learner's processes: server, importer, trainer and inference. No torch here.
+"""The parent of the learner's processes: server, importer, trainer, inference and export. No torch here.
 
-It restarts server, importer and inference, at most three times a minute; when the trainer ends, the run ends. Trainer
-and inference start when the importer has brought the plan's datasets, where it names some. Its children die with it.
+It restarts all but the trainer, at most three times a minute; when the trainer ends, the run ends, and the export may
+bring the rest into shards. Trainer and inference start when the importer has brought the plan's datasets, where it
+names some. Its children die with it.
 `launch` is the parent; `python -m serl_launcher.service.launcher NAME RUN_DIR LOCAL` is one child.
 """
 
@@ -26,6 +27,7 @@ from serl_client.console import console
 from serl_client.errors import ConfigError, RetakeError
 
 from serl_launcher.service import dataset
+from serl_launcher.service.export import FINISH_S, archived, export, wanted
 from serl_launcher.service.plan import Plan, load_plan
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,8 @@ def launch(config: DictConfig) -> int:
     """
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"the learner needs {', '.join(missing)}: run `uv sync --inexact --extra learner` here")
-    imports = bool(dataset.opened(_plan(config)))
+    plan = _plan(config)
+    imports, exports = bool(dataset.opened(plan)), bool(wanted(config, plan))
     if config.host not in LOOPBACK:
         raise ConfigError(
             f"host={config.host}: the learner listens on loopback only, as there are no keys yet. From a robot PC use "
@@ -56,7 +59,7 @@ def launch(config: DictConfig) -> int:
     with _lock(run_dir), tempfile.TemporaryDirectory(prefix="retake-") as sockets:
         _check_ports(config)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
-        return _Family(run_dir, f"ipc://{sockets}/server", imports).run()
+        return _Family(run_dir, f"ipc://{sockets}/server", imports, exports).run()
 
 
 def writable(folder: Path) -> Path:
@@ -107,10 +110,11 @@ def _lock(run_dir: Path) -> Any:
 
 
 class _Family:
-    """The children of one run; `imports`: there are datasets to be brought before it begins."""
+    """The children of one run; `imports`: there are datasets to be brought before it begins; `exports`: episodes are
+    brought into shards meanwhile."""
 
-    def __init__(self, run_dir: Path, local: str, imports: bool) -> None:
-        self._run_dir, self._local, self._imports = run_dir, local, imports
+    def __init__(self, run_dir: Path, local: str, imports: bool, exports: bool) -> None:
+        self._run_dir, self._local, self._imports, self._exports = run_dir, local, imports, exports
         self._restarts = {name: deque[float](maxlen=RESTARTS) for name in CHILDREN}
         self._children: dict[str, subprocess.Popen] = {}
         self._signalled = False
@@ -119,13 +123,13 @@ class _Family:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "_signalled", True))
         try:
-            for name in ("server", "importer") if self._imports else ("server", *LEARNING):
+            for name in ("server", *(["importer"] if self._imports else LEARNING), *["export"] * self._exports):
                 self._start(name)
-            while True:
-                status = self._look()
-                if status is not None:
-                    return status
+            while (status := self._look()) is None:
                 time.sleep(0.05)
+            if status == 0:
+                self._finish_export()
+            return status
         finally:
             self._end()
 
@@ -146,10 +150,12 @@ class _Family:
                 for other in LEARNING:
                     self._start(other)
                 continue
-            if name == "trainer" or status == REFUSED:
+            if name == "trainer" or (status == REFUSED and name != "export"):
                 return 1 if status else 0
             recent = self._restarts[name]
             if len(recent) == RESTARTS and time.monotonic() - recent[0] < WITHIN_S:
+                if name == "export":
+                    continue  # shards can wait: it is started again when the minute is over
                 log.error("%s ended %d times within a minute: giving up, see above", name, RESTARTS + 1)
                 return 1
             recent.append(time.monotonic())
@@ -157,8 +163,24 @@ class _Family:
             self._start(name)
         return None
 
+    def _finish_export(self) -> None:
+        """Let the export bring the rest into shards, for a while."""
+        child = self._children.get("export")
+        if child is None:
+            return
+        if child.poll() is None:
+            child.terminate()
+        deadline = time.monotonic() + FINISH_S + 30.0  # it stops by itself, after the shard that it is at
+        while child.poll() is None and time.monotonic() < deadline and not self._signalled:
+            time.sleep(0.05)
+        if child.poll() != 0:
+            log.warning("not all episodes are in shards: `tools/data.py export %s` does the rest", self._run_dir)
+
     def _end(self) -> None:
         """Stop the children, the server last: it may still take what the others say."""
+        if (child := self._children.get("export")) is not None:
+            child.kill()  # whenever it dies, there are only whole shards
+            child.wait()
         for name in (*LEARNING, "importer", "server"):
             child = self._children.get(name)
             if child is not None and child.poll() is None:
@@ -185,6 +207,7 @@ def _serve(config: DictConfig, run_dir: Path, local: str) -> None:
         public=f"tcp://{config.host}:{config.port}",
         local=local,
         inference=f"tcp://{config.host}:{config.inference_port}",
+        archived=archived(_plan(config)),
     )
 
 
@@ -210,6 +233,11 @@ def _infer(config: DictConfig, run_dir: Path, local: str) -> None:
     infer(config, run_dir, local)
 
 
+def _export(config: DictConfig, run_dir: Path, local: str) -> None:
+    logging.basicConfig(level=logging.WARNING, format="[export] %(message)s")
+    export(config, run_dir, local, _plan(config))
+
+
 def _plan(config: DictConfig) -> Plan:
     """The plan, without a look at the algorithm's updates; all of it is there, whatever `phase` is."""
     mapping: Any = OmegaConf.to_container(config.plan, resolve=True)
@@ -219,7 +247,7 @@ def _plan(config: DictConfig) -> Plan:
     return plan
 
 
-CHILDREN = {"server": _serve, "importer": _import, "trainer": _train, "inference": _infer}
+CHILDREN = {"server": _serve, "importer": _import, "trainer": _train, "inference": _infer, "export": _export}
 
 
 def child(name: str, run_dir: str, local: str) -> int:

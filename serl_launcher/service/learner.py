@@ -151,6 +151,8 @@ class Learner:
         if self.version["sha256"] != hashlib.sha256(self._acting()).hexdigest():
             raise RetakeError(f"the weights that {phase.name} ran are not the trained ones")
         self.evaluations[phase.name] = result
+        counted = {key: result[key] for key in ("episodes", "distinct_starts", "successes")}
+        self.metrics.write("evaluation", {"phase": phase.name, "updates": self.state.updates, **counted})
 
     # -- hearing
     def _progress(self) -> Any:
@@ -302,11 +304,12 @@ class Learner:
             self.metrics.write("update", {"updates": self.state.updates, "rate": round(rate, 1), **values})
         name = phase.name if phase else "end"
         recent = self.ledger.recent(name, 20)
+        assisted = [episode for episode in recent if episode.intervened]
         alone = [episode for episode in recent if not episode.intervened]
         self.console.show({
             "phase": f"{name} ({self._body.get('mode')}), {self.wall_s:.0f} s",
-            "episodes": f"{len(self.sources.episodes)}; assisted: {len(recent) - len(alone)} of the last {len(recent)}",
-            "success": f"{_share(alone)} unassisted, {_share(recent)} in all, of the last {len(recent)}",
+            "episodes": f"{len(self.sources.episodes)}",
+            "success": f"{_succeeded(alone)} unassisted, {_succeeded(assisted)} assisted, of the last {len(recent)}",
             "return": f"{sum(e.reward for e in recent) / max(1, len(recent)):.2f} mean of the last {len(recent)}",
             "store": ", ".join(f"{n} {b.head - b.tail}" for n, b in self.sources.buffers.items()),
             "updates": f"{self.state.updates}, {rate:.0f}/s",
@@ -316,6 +319,6 @@ class Learner:
         })  # fmt: skip
 
 
-def _share(episodes: list[EpisodeInfo]) -> str:
+def _succeeded(episodes: list[EpisodeInfo]) -> str:
     judged = [episode for episode in episodes if episode.success is not None]
-    return f"{sum(map(succeeded, judged)) / len(judged):.2f}" if judged else "-"
+    return f"{sum(map(succeeded, judged))} of {len(judged)}"

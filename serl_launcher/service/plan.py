@@ -389,6 +389,7 @@ def _without_operator(plan: Plan) -> Plan:
     left_out = [name for name, phase in plan.phases.items() if phase.actors.mode == "teleop"]
     phases = {name: phase for name, phase in plan.phases.items() if name not in left_out}
     filled = {phase.actors.into for phase in phases.values()}
+    filled |= {name for name, source in plan.sources.items() if source.dataset is not None}
     missing = {plan.phases[name].actors.into for name in left_out} - filled
     empty = missing | {name for name, view in plan.views.items() if missing.issuperset(view.of)}
     notes = [f"left out, as there is no operator: {', '.join(left_out)}"] if left_out else []

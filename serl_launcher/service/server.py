@@ -9,7 +9,7 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from serl_client.episode import MAX_NAME
 from serl_client.errors import ConfigError, MessageError, Refused, RetakeError, ServerFailed, VersionMismatch
 from serl_client.spec import Spec
 
-from serl_launcher.data.store import Gap, Store
+from serl_launcher.data.store import Full, Gap, Store
 from serl_launcher.service.session import ROLES, Session, bound, send
 from serl_launcher.service.weights import WeightFiles
 
@@ -36,17 +36,19 @@ CATALOG_ROWS = 200  # with five names of MAX_NAME characters of 4 bytes each the
 
 class Server:
     """Serves one run folder. `capacities` are the steps of each physical source; `public` and `local` are the
-    addresses for actors and for the learner's own processes (nobody else reaches the local one)."""
+    addresses for actors and for the learner's own processes (nobody else reaches the local one); episodes of the
+    `archived` sources leave the store only after the export has named them."""
 
     def __init__(
-        self, run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str
+        self, run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str,
+        archived: Collection[str] = (),
     ) -> None:  # fmt: skip
-        self.run_dir, self.capacities, self.inference = run_dir, capacities, inference
+        self.run_dir, self.capacities, self.inference, self.archived = run_dir, capacities, inference, archived
         self.weights = WeightFiles(run_dir / "weights")
         self.store = Store(run_dir / "store") if (run_dir / "store" / "index.sqlite").exists() else None
         if self.store is not None:
             self.store.close()
-            self.store = Store.create(run_dir / "store", self.store.spec, capacities)
+            self.store = Store.create(run_dir / "store", self.store.spec, capacities, archived)
         self.degraded = ""
         self.fatal: ConfigError | None = None
         self.refused = 0
@@ -61,7 +63,7 @@ class Server:
         self._handlers: dict[type, Callable[[Session, Any], m.Message | None]] = {
             m.Push: self._push, m.Heartbeat: self._heartbeat, m.WeightsRequest: self._weights, m.Status: self._status,
             m.Direct: self._direct, m.Allow: self._allow, m.Publish: self._publish, m.Sync: self._sync,
-            m.Command: self._command, m.Bye: self._bye,
+            m.Archived: self._archived, m.Command: self._command, m.Bye: self._bye,
         }  # fmt: skip
 
     # -- the loop
@@ -199,7 +201,7 @@ class Server:
     def _reopen(self) -> None:
         if time.monotonic() < self._next_reopen:
             return
-        store = Store(self.run_dir / "store")
+        store = Store(self.run_dir / "store", self.archived)
         try:
             store.probe()
         except BaseException:
@@ -209,7 +211,7 @@ class Server:
         log.warning("the store works again after: %s", self.degraded)
         self.degraded = ""
         for session in self._sessions.values():
-            session.waiting.clear(), session.told.clear()
+            session.waiting.clear(), session.told.clear(), session.full.clear()
             for epoch in [*session.earlier, session.hello.epoch]:
                 if epoch in self.store.epochs:
                     session.send(m.Ack(epoch, self.store.expected(epoch), True))
@@ -224,7 +226,7 @@ class Server:
             self._forget(now)
         shared = self._shared()
         for session in self._sessions.values():
-            notice = m.Notice(*shared, self._steps_allowed(session), self.degraded)
+            notice = m.Notice(*shared, self._steps_allowed(session), self.degraded or session.waits_for)
             if due or notice != session.noticed:
                 session.noticed = notice
                 session.send(notice)
@@ -310,7 +312,7 @@ class Server:
             raise ServerFailed(f"the learner's store fails: {self.degraded}")
         if self.store is None:
             try:
-                self.store = Store.create(self.run_dir / "store", spec, self.capacities)
+                self.store = Store.create(self.run_dir / "store", spec, self.capacities, self.archived)
             except (ConfigError, OSError, sqlite3.Error) as error:
                 known = isinstance(error, ConfigError)
                 self.fatal = error if known else ConfigError(f"no store can be made in {self.run_dir}: {error}")
@@ -341,7 +343,7 @@ class Server:
         """Stage records. Nothing is answered here: a gap, too, is named only when what came before is durable."""
         if push.epoch not in (session.hello.epoch, *(epoch for epoch, _ in session.hello.earlier)):
             raise Refused(f"epoch {push.epoch} was not named in the Hello of this connection")
-        if self.store is None or self.degraded:
+        if self.store is None or self.degraded or push.epoch in session.full:
             return
         for seq, record in m.unseal(push.arrays["records"].data):
             try:
@@ -349,6 +351,10 @@ class Server:
             except Gap:
                 session.waiting.add(push.epoch)
                 session.touched.add(push.epoch)
+                return
+            except Full as full:
+                log.warning("%s: %s waits, and keeps what it records", full, session.hello.actor)
+                session.full[push.epoch] = str(full)
                 return
             except (RetakeError, OSError, sqlite3.Error):
                 raise
@@ -388,6 +394,16 @@ class Server:
         self.weights.clean(self._store.index.weights(2))
         return m.Done(version)
 
+    def _archived(self, session: Session, archived: m.Archived) -> m.Message:
+        if not all(type(number) is int for number in archived.episodes):
+            raise MessageError("episodes are archived by their numbers")
+        self._store.archive(archived.episodes)
+        for waiting in self._sessions.values():
+            for epoch in waiting.full:
+                waiting.send(m.Ack(epoch, self._store.expected(epoch), True, self._steps_allowed(waiting)))
+            waiting.full.clear()
+        return m.Done(len(archived.episodes))
+
     def _sync(self, session: Session, sync: m.Sync) -> m.Message:
         if self.store is None:
             return m.Synced(0, [], [], [], False)
@@ -411,7 +427,8 @@ class Server:
         directive, weights = self._shared()
         return m.Status({
             "run": self.store.run if self.store else "", "uptime_s": round(now - self._started, 1),
-            "degraded": self.degraded, "refused": self.refused, "directive": directive, "weights": weights,
+            "degraded": self.degraded, "full": sorted({s.waits_for for s in self._sessions.values()} - {""}),
+            "refused": self.refused, "directive": directive, "weights": weights,
             "sources": self.store.manifest() if self.store else {}, "clients": clients,
             "missing": {actor: round(now - seen, 1) for actor, seen in self._missing.items()},
         })  # fmt: skip
@@ -425,9 +442,12 @@ class Server:
         return self.store
 
 
-def serve(run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str) -> None:
+def serve(
+    run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str,
+    archived: Collection[str] = (),
+) -> None:  # fmt: skip
     """Run a server until SIGTERM."""
-    server = Server(run_dir, capacities, public=public, local=local, inference=inference)
+    server = Server(run_dir, capacities, public=public, local=local, inference=inference, archived=archived)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     log.info("serving %s on %s, process %d", run_dir, public, os.getpid())

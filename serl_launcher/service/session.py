@@ -15,7 +15,17 @@ log = logging.getLogger(__name__)
 ZERO_COPY = 32 << 10
 ROLES: dict[str, tuple[type, ...]] = {
     "actor": (m.Push, m.Heartbeat, m.Bye, m.WeightsRequest, m.Command, m.Status),
-    "learner": (m.Direct, m.Allow, m.Publish, m.Sync, m.Heartbeat, m.WeightsRequest, m.Command, m.Status),
+    "learner": (
+        m.Direct,
+        m.Allow,
+        m.Publish,
+        m.Archived,
+        m.Sync,
+        m.Heartbeat,
+        m.WeightsRequest,
+        m.Command,
+        m.Status,
+    ),
     "viewer": (m.Heartbeat, m.Bye, m.Command, m.Status),
 }
 
@@ -33,7 +43,13 @@ class Session:
     touched: set[str] = field(default_factory=set)  # epochs to acknowledge after the commit
     waiting: set[str] = field(default_factory=set)  # epochs with a gap, until what was missing has come
     told: set[str] = field(default_factory=set)  # those of them that were answered
+    full: dict[str, str] = field(default_factory=dict)  # epoch -> why its source takes nothing now
     noticed: m.Notice | None = None
+
+    @property
+    def waits_for(self) -> str:
+        """Why nothing more of this actor is acknowledged; empty when nothing holds it up."""
+        return next(iter(self.full.values()), "")
 
     def send(self, message: m.Message) -> None:
         send(self.socket, self.identity, message)

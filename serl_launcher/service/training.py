@@ -24,7 +24,7 @@ from serl_launcher.service.ledger import curve
 from serl_launcher.service.plan import Plan, load_plan
 from serl_launcher.utils import report
 from serl_launcher.utils.checkpoint import Checkpoints
-from serl_launcher.utils.logging import MetricsLog
+from serl_launcher.utils.logging import MetricsLog, mirrored
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,9 @@ def train(config: DictConfig, run_dir: Path, local: str, console: Console) -> No
         metrics=MetricsLog(run_dir / "metrics.jsonl"), console=console, batch_size=config.batch_size, device=device,
         checkpoint_s=config.checkpoint_s, accept_plan=config.accept_plan,
     )  # fmt: skip
-    learner.run()
-    summarise(learner)
+    with mirrored(run_dir / "metrics.jsonl", config.wandb):
+        learner.run()
+        summarise(learner)
 
 
 def infer(config: DictConfig, run_dir: Path, local: str) -> None:

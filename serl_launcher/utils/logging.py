@@ -1,11 +1,29 @@
-"""Metrics as JSON lines: one file per process, one whole line per record, continued by a resumed run."""
+"""Metrics as JSON lines: one file per process, one whole line per record, continued by a resumed run; and their mirror
+in wandb, which is a process of its own that reads the file, so that nothing of wandb can stop or slow the training.
+"""
 
+import importlib.util
 import json
+import logging
 import math
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from serl_client.errors import ConfigError
+
+MODES = ("auto", "offline", "online", False)
+POLL_S = 1.0
+FINISH_S = 5.0  # how long the end of a run waits for wandb to write the rest
+
+log = logging.getLogger(__name__)
 
 
 class MetricsLog:
@@ -52,3 +70,121 @@ def read(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+# -- wandb
+@contextmanager
+def mirrored(path: Path, mode: str | bool) -> Iterator[None]:
+    """While this holds, what is written to the metrics file `path` is also in a wandb run, in `wandb` beside it.
+
+    mode: "offline" (files only; `wandb sync` sends them), "online" (needs `wandb login`), False, or "auto": offline
+    where wandb is installed. The run's id stays the same over restarts. Raises ConfigError for another mode, and when
+    wandb was asked for by name and is not installed; nothing later.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"wandb={mode}: say wandb=auto, offline, online or false")
+    installed = _has_wandb()
+    if not installed and mode:
+        missing = "wandb is not installed (`. examples/install.sh --extra wandb`)"
+        if mode != "auto":
+            raise ConfigError(f"{missing}: install it, or say wandb=false")
+        log.info("%s: metrics are in %s alone", missing, path.name)
+    if not installed or not mode:
+        yield
+        return
+    child = _start(path, "offline" if mode == "auto" else str(mode))
+    try:
+        yield
+    finally:
+        if child is not None:
+            child.terminate()
+            try:
+                child.wait(FINISH_S)
+            except subprocess.TimeoutExpired:
+                log.info("wandb is still busy with the rest: it goes on by itself")
+
+
+def _start(path: Path, mode: str) -> subprocess.Popen[bytes] | None:
+    command = [sys.executable, "-m", "serl_launcher.utils.logging", str(path), mode, str(os.getpid())]
+    try:
+        (path.parent / "wandb").mkdir(parents=True, exist_ok=True)
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+            env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
+        )  # fmt: skip
+    except OSError as error:
+        log.warning("wandb does not start, training goes on: %s", error)
+        return None
+
+
+def _has_wandb() -> bool:
+    try:
+        return importlib.util.find_spec("wandb") is not None
+    except ValueError:
+        return False  # sys.modules rules it out
+
+
+def mirror(path: Path, mode: str, parent: int) -> None:
+    """The process: send each record of `path` to wandb, until SIGTERM or until the parent is gone; then the rest.
+
+    `wandb/sent.json` remembers the run's id and how far the file was sent: after a kill, a few records come twice.
+    """
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    import wandb
+
+    sent = path.parent / "wandb" / "sent.json"
+    state = json.loads(sent.read_text()) if sent.exists() else {"id": uuid.uuid4().hex[:8], "bytes": 0, "records": 0}
+    online = mode == "online"
+    settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
+    run = wandb.init(
+        project="retake", dir=path.parent, id=state["id"], name=path.parent.name, mode="online" if online else "offline",
+        resume="allow" if online else None, settings=settings,
+    )  # fmt: skip
+    for kind in ("update", "episode"):
+        run.define_metric(f"{kind}/*", step_metric=f"{kind}/updates")
+    last = False
+    while not last:
+        last = bool(stopped) or os.getppid() != parent  # before reading: what was written until now is still sent
+        for record, end in _news(path, state["bytes"]):
+            run.log(_numbers(record), step=state["records"])
+            state = state | {"bytes": end, "records": state["records"] + 1}
+        aside = sent.with_suffix(".aside")
+        aside.write_text(json.dumps(state))
+        aside.replace(sent)
+        if not last:
+            time.sleep(POLL_S)
+    run.finish()
+
+
+def _news(path: Path, begin: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """(record, the byte behind it) of each whole line from byte `begin` on; all of a file that has become shorter."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        file.seek(begin if begin <= path.stat().st_size else 0)
+        while (line := file.readline()).endswith(b"\n"):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # torn by a crash
+            if isinstance(record, dict):
+                yield record, file.tell()
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """What can be drawn of a record, as kind/name."""
+    kind = record.get("kind", "")
+    return {f"{kind}/{name}": value for name, value in record.items() if isinstance(value, int | float)}
+
+
+if __name__ == "__main__":
+    metrics = Path(sys.argv[1])
+    try:
+        mirror(metrics, sys.argv[2], int(sys.argv[3]))
+    except Exception as error:  # the last word of this process
+        logging.basicConfig(filename=metrics.parent / "wandb" / "mirror.log")
+        log.exception("wandb")
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        sys.stderr.write(f"wandb has stopped, training goes on: {reason}; see {metrics.parent}/wandb/mirror.log\n")
+        sys.exit(1)

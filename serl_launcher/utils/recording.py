@@ -1,4 +1,7 @@
-"""An episode for people to look at: a rerun recording, the same in a live viewer, and an mp4."""
+"""Episodes for people to look at: rerun recordings, the same in a live viewer, and mp4s.
+
+`Recordings` makes them, a sink of the export process; the rest of the file is what it calls.
+"""
 
 import contextlib
 import ctypes
@@ -11,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,11 @@ from serl_client.spec import Array, Feature, Spec
 APPLICATION = "retake"
 FLAGS = ("reward", "intervened", "decision")
 JPEG_QUALITY = 85
+EPISODES = ("eval", "all", "none")
+TOLD = (
+    "id", "number", "source", "task", "phase", "weights", "steps", "reward", "intervened", "success",
+    "discard", "judge",
+)  # fmt: skip
 CHUNK = 64  # images that are sent at once
 LOOPBACK = "127.0.0.1"
 MEMORY = "512MB"  # of the live viewer's server, for those who open it late
@@ -41,6 +49,52 @@ log = logging.getLogger(__name__)
 def cameras(spec: Spec) -> list[str]:
     """The names of the observations that are pictures: uint8 [H, W, 1 or 3]."""
     return [name for name, feature in sorted(spec.observation.items()) if _is_picture(feature)]
+
+
+class Recordings:
+    """Called for each sealed episode: `recordings/<number>.rrd` and, where there are cameras, `videos/<number>.mp4`.
+
+    episodes: "eval" (those of evaluations), "all" or "none"; a discarded one is left out, and a file that is there
+    already stays. live: the port of a live viewer, which shows every episode. Without rerun-sdk or av, one sentence
+    in the log, and the other of the two goes on. Raises ConfigError when `live` cannot be had.
+    """
+
+    def __init__(self, run_dir: Path, spec: Spec, *, episodes: str = "eval", live: int | None = None) -> None:
+        if episodes not in EPISODES:
+            raise ConfigError(f"record={episodes}: say {', '.join(EPISODES)}")
+        self._folder, self._episodes = run_dir, episodes
+        self._makers: list[tuple[str, Callable[..., Any], Callable[[], Any]]]
+        self._makers = [("recordings/{:06d}.rrd", record_episode, _rerun)]
+        if cameras(spec):
+            self._makers.append(("videos/{:06d}.mp4", record_video, _av))
+        if episodes != "none":
+            self._makers = [maker for maker in self._makers if _works(maker[2])]
+        self._live = None if live is None else LiveViewer(spec, live)
+
+    def __call__(self, info: Any, rows: Callable[[], Mapping[str, Array]], spec: Spec) -> None:
+        """info: the episode's EpisodeInfo; rows: reads them from the store."""
+        if info.discard:
+            return
+        told = {name: getattr(info, name) for name in TOLD}
+        paths = {}
+        if self._episodes == "all" or (self._episodes == "eval" and info.source == "eval"):
+            named = {self._folder / name.format(info.number): make for name, make, _ in self._makers}
+            paths = {path: make for path, make in named.items() if not path.exists()}
+        if paths or self._live:
+            found = rows()
+            for path, make in paths.items():
+                make(path, found, told, spec)
+            if self._live and not self._live.show(found, told):
+                self._live = None
+
+
+def _works(load: Callable[[], Any]) -> bool:
+    try:
+        load()
+    except ConfigError as error:
+        log.warning("%s", error)
+        return False
+    return True
 
 
 # -- rerun
@@ -96,7 +150,7 @@ class LiveViewer:
         False, and a word in the log, when the server is gone or takes nothing.
         """
         if self._server.poll() is not None:
-            log.warning("the live viewer's server has ended: nothing is shown any more")
+            log.warning("the live viewer's server has ended: nothing is shown any more; recordings go on")
             return False
         layout = None if self._episode else _blueprint(tuple(cameras(self.spec)), tuple(_plots(self.spec)))
         if info["id"] != self._episode:
@@ -196,11 +250,11 @@ def _layout(pictures: tuple[str, ...], plots: tuple[str, ...]) -> bytes:
 
 def _release(stream: Any) -> None:
     """End a stream's threads, which rerun otherwise keeps as long as the process."""
-    import rerun as rr
+    import rerun_bindings
 
     stream.disconnect()
     del stream
-    rr.bindings.flush_and_cleanup_orphaned_recordings()
+    rerun_bindings.flush_and_cleanup_orphaned_recordings()
 
 
 def _jpeg(image: Array) -> bytes:
@@ -276,10 +330,11 @@ def write_mp4(path: Path, frames: Iterable[Array], fps: float) -> None:
             stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
             stream.pix_fmt, stream.options = "yuv420p", {"preset": "veryfast", "crf": "23"}
             stream.thread_count = 1  # the trainer needs the cores
-            for written, frame in enumerate(frames, 1):
+            for frame in frames:
                 even = np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)))
                 stream.height, stream.width = even.shape[:2]
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
+                written += 1
             if not written:
                 raise ValueError(f"{path.name}: a video needs at least one frame")
             container.mux(stream.encode())

@@ -46,6 +46,7 @@ def write(
     summary = {
         "env_steps": env_steps,
         "episodes": episodes,
+        "assisted": sum(episode["intervened"] for episode in curve),  # of those in which the policy drove
         "updates": updates,
         "wall_s": round(wall_s, 1),
         "success_before": before and before["success"],
@@ -55,17 +56,14 @@ def write(
     _write_whole(path, json.dumps(summary, indent=1).encode())
     if curve:
         _write_whole(path.with_name("learning_curve.png"), picture(curve))
-    Console().print(table(summary))
+    Console().print(table(summary) if results else _took(summary))
     return summary
 
 
 def table(summary: Mapping[str, Any]) -> Table:
     """The summary for the screen: one line per evaluation, and what it took."""
-    took = (
-        f"{summary['env_steps']:,} environment steps, {summary['episodes']:,} episodes, "
-        f"{summary['updates']:,} updates, {summary['wall_s']:,.0f} s"
-    )
-    lines = Table("evaluated", "success", "95 % interval", "mean return", "distinct starts", caption=took)
+    columns = ("evaluated", "success", "95 % interval", "mean return", "distinct starts")
+    lines = Table(*columns, caption=_took(summary))
     results = {"before training": summary["before"], "after training": summary["eval"]}
     for name, result in results.items():
         if result is None:
@@ -77,6 +75,13 @@ def table(summary: Mapping[str, Any]) -> Table:
         mean = "-" if result["return_mean"] is None else f"{result['return_mean']:.2f}"
         lines.add_row(name, success, interval, mean, f"{result['distinct_starts']} of {result['episodes']}")
     return lines
+
+
+def _took(summary: Mapping[str, Any]) -> str:
+    return (
+        f"{summary['env_steps']:,} environment steps, {summary['episodes']:,} episodes ({summary['assisted']:,} "
+        f"assisted), {summary['updates']:,} updates, {summary['wall_s']:,.0f} s"
+    )
 
 
 def picture(curve: Sequence[Mapping[str, Any]]) -> bytes:

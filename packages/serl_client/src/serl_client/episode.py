@@ -28,8 +28,8 @@ class Segment:
 
     observation {name: [T, ...]}, and T+1 rows in the segment that ends the episode (its last row is the final
     observation; an episode that was cut by a crash has none); action [T, A] as executed; reward float32,
-    intervened bool, decision bool (a new chunk of the policy began here), time float64 (seconds, the robot's clock),
-    all [T]; extras {name: [T, ...]}.
+    intervened bool, decision bool (a new chunk of the policy began here), time float64 (when the row's
+    observation was there: seconds, the robot's clock), all [T]; extras {name: [T, ...]}.
     """
 
     episode: str

@@ -41,6 +41,7 @@ ANSWERS: dict[type, type[m.Message]] = {
     m.WeightsRequest: m.WeightsChunk,
     m.Direct: m.Done,
     m.Publish: m.Done,
+    m.Archived: m.Done,
     m.Command: m.Done,
 }
 

@@ -161,6 +161,14 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class Archived:
+    """Learner: these episodes, by number, lie in verified shards, or need none: they may leave the store. Answered by
+    Done when that is durable."""
+
+    episodes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Sync:
     """Learner: the episodes that changed since `revision`, and the operator's commands since `command`."""
 
@@ -212,7 +220,7 @@ class Failed:
 
 Message = (
     Hello | Welcome | Notice | Push | Ack | Ask | Act | Heartbeat | Bye | WeightsRequest | WeightsChunk
-    | Direct | Allow | Publish | Sync | Synced | Command | Status | Done | Failed
+    | Direct | Allow | Publish | Archived | Sync | Synced | Command | Status | Done | Failed
 )  # fmt: skip
 TYPES: tuple[type, ...] = Message.__args__
 FIELDS = {kind: {f.name: f.type for f in dataclasses.fields(kind) if f.name != "arrays"} for kind in TYPES}

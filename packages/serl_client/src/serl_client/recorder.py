@@ -1,6 +1,5 @@
 """The rows of one episode, cut into segments and pushed as they happen."""
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -47,9 +46,13 @@ class Recorder:
         return self._start + self._state[0]
 
     def add(
-        self, stamp: Stamp, observation: "Observation", step: "Step", decision: bool, extras: Mapping[str, Array]
-    ) -> None:
-        """One row: what was observed, and what was done in answer. Extras that are missing are zero."""
+        self, stamp: Stamp, observation: "Observation", observed: float, step: "Step", decision: bool,
+        extras: Mapping[str, Array],
+    ) -> None:  # fmt: skip
+        """One row: what was `observed` when (seconds, time.monotonic()), and what was done in answer.
+
+        The row's time is that of its observation. Extras that are missing are zero.
+        """
         if self._state[0] and stamp != self._stamp:
             self.flush()
         if not self._state[0]:
@@ -60,7 +63,7 @@ class Recorder:
         for name, array in self._extras.items():
             array[row] = extras.get(name, 0)
         self._action[row] = step.executed
-        values = {"reward": step.reward, "intervened": step.intervened, "decision": decision, "time": time.monotonic()}
+        values = {"reward": step.reward, "intervened": step.intervened, "decision": decision, "time": observed}
         for name, value in values.items():
             self._columns[name][row] = value
         self._state = row + 1, step.observation

@@ -114,6 +114,7 @@ class _Episode:
     observation: Observation
     teleop: bool
     began: float
+    observed: float  # when the observation was there (seconds, time.monotonic())
     last: Step | None = None
     reset: bool = True
     human: int = 0  # rows in succession of the takeover that goes on
@@ -172,9 +173,10 @@ class _Actor:
         observation = self._env.reset(
             seed, teleop=mode == "teleop", intervene=mode == "collect" and self._directive.get("intervene", False)
         )
+        observed = time.monotonic()
         self._listen()
         self._judge_latest()
-        episode = _Episode(recorder, observation, mode == "teleop", time.monotonic())
+        episode = _Episode(recorder, observation, mode == "teleop", began=observed, observed=observed)
         self._ticked = None
         try:
             while not recorder.ended:
@@ -187,6 +189,13 @@ class _Actor:
                     recorder.end(terminated=False)
             raise
         self._report(episode)
+        if episode.teleop and not self._is_real:
+            self._wait_heard()
+
+    def _wait_heard(self) -> None:
+        """A scripted operator is quick: let the learner say that it has enough before the next demonstration."""
+        self._client.drain(ROOM_PATIENCE)
+        self._client.wait(NAP)
 
     def _row(self, episode: _Episode) -> None:
         goes_on, action = self._action(episode)
@@ -194,14 +203,15 @@ class _Actor:
             episode.recorder.end(terminated=False)
             return
         step = self._env.step(action)
+        observed = time.monotonic()
         version = 0 if episode.teleop else self._controller.version
         stamp = Stamp(self._directive["number"], self._directive["phase"], version)
         is_policys = action is not None and not step.intervened
         extras = {**self._controller.extras, **step.extras} if is_policys else step.extras
         decision = is_policys and self._controller.decision
-        episode.recorder.add(stamp, episode.observation, step, decision, extras)
+        episode.recorder.add(stamp, episode.observation, episode.observed, step, decision, extras)
         self._hand_over(episode, step.intervened)
-        episode.last, episode.observation = step, step.observation
+        episode.last, episode.observation, episode.observed = step, step.observation, observed
         episode.reward += step.reward
         episode.intervened += step.intervened
         self._status.driver = "HUMAN" if step.intervened else "POLICY" if is_policys else "HELD"

@@ -1,0 +1,236 @@
+"""What is wrong with recorded episodes, of a dataset or of a run: images, ends, outcomes, actions, times.
+
+A finding is `wrong` when a policy would learn from it what never happened, and a `note` when a person should know it.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from serl_client.spec import Array, Feature, Spec
+
+from serl_launcher.data import lerobot
+from serl_launcher.data.episodes import EpisodeInfo
+from serl_launcher.data.index import Index
+from serl_launcher.data.layout import Layout
+from serl_launcher.data.lerobot import Dataset
+from serl_launcher.data.shards import EpisodeReader, Gone
+
+BLACK, WHITE = 8, 247  # values of a pixel that saw nothing, and of one that saw too much
+SATURATED = 0.5  # the share of an image's values that are WHITE, from which on it shows nothing
+SAME = 2  # values by which a video may change an image that stayed the same
+STILL = 1e-6  # what a state may vary by while the robot stands still
+LATE = 2.0  # periods between two rows from which on there is a gap
+SLACK = 0.1  # the share by which the rate of the rows may differ from the Spec's
+OLD = 3.0  # periods: an image that is older shows another moment
+AT_BOUND = 0.5  # the share of rows in which an action that is at its bound deserves a look
+AGE = re.compile(r"(^|[._])age[._]")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """One episode: numbers [T, ...] by name, `images` {camera: its T images}, and what is known of its end.
+
+    `ended`: None where nothing says how; `last` are the steps that are called an end. `judged`: whether there should
+    be an outcome.
+    """
+
+    id: str
+    numbers: Mapping[str, Array]
+    images: Mapping[str, Callable[[], Iterator[Array]]]
+    ended: bool | None
+    last: Array
+    success: bool | None
+    judged: bool
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.numbers["action"])
+
+
+@dataclass
+class Findings:
+    """Everything that was found: {(is it wrong, what): [where, ...]}, and the sums of what was looked at."""
+
+    found: dict[tuple[bool, str], list[str]] = field(default_factory=dict)
+    episodes: int = 0
+    steps: int = 0
+    outcomes: Counter[bool | None] = field(default_factory=Counter)
+
+    def add(self, wrong: bool, what: str, where: str) -> None:
+        self.found.setdefault((wrong, what), []).append(where)
+
+    @property
+    def wrong(self) -> bool:
+        return any(wrong for wrong, _ in self.found)
+
+
+def inspect(folder: Path, frozen: int) -> Findings:
+    """Look over a LeRobot dataset, or every source of a run's store; the learner may be running.
+
+    `frozen`: so many rows may show the same image while the robot moves. Raises ConfigError when there is neither.
+    """
+    findings = Findings()
+    if (folder / "store/index.sqlite").exists():
+        for name, spec, episodes in _sources(folder):
+            _look(findings, episodes, spec.fps, spec.action, frozen, f"{name}: ")
+    else:
+        dataset = Dataset(folder)
+        _look(findings, (_of_dataset(episode) for episode in dataset), dataset.fps, None, frozen, "")
+    return findings
+
+
+def _sources(run: Path) -> Iterator[tuple[str, Spec, Iterator[Recorded]]]:
+    index = Index(run / "store/index.sqlite")
+    try:
+        spec, sources = Spec.from_dict(index.meta("spec")), index.sources()
+        infos, revision = {}, 0
+        while rows := index.catalog(revision, 1000)[1]:
+            revision = index.catalog(revision, 1000)[0]
+            infos |= {info.number: info for info in (EpisodeInfo(*row) for row in rows)}
+    finally:
+        index.close()
+    for source in sources.values():
+        reader = EpisodeReader(run / "store" / source.name, Layout(spec, source.capacity))
+        held = [info for info in infos.values() if info.source == source.name and info.first >= source.tail]
+        yield source.name, spec, _stored(reader, spec, sorted(info for info in held if not info.discard))
+
+
+def _stored(reader: EpisodeReader, spec: Spec, infos: list[EpisodeInfo]) -> Iterator[Recorded]:
+    judged = any(info.success is not None for info in infos)
+    for info in infos:
+        if not info.sealed:
+            continue
+        try:
+            rows = reader.rows(info)
+        except Gone:
+            continue
+        numbers = {name: array[: info.steps] for name, array in rows.items()}
+        images = {name: numbers.pop(name) for name, feature in spec.observation.items() if _is_image(feature)}
+        ends = numbers["terminated"] | numbers["truncated"]
+        notes = () if info.final else ("without a final observation",)
+        success = None if info.success is None else bool(info.success)
+        yield Recorded(
+            info.id, numbers, {name: lambda array=array: iter(array) for name, array in images.items()},
+            bool(ends[-1]), ends, success, judged and info.final, notes,
+        )  # fmt: skip
+
+
+def _of_dataset(episode: lerobot.Episode) -> Recorded:
+    features, length = episode.dataset.features, len(episode)
+    images = {name: lambda name=name: episode.images(name) for name in episode.dataset.cameras}
+    names = {lerobot.REWARD: "reward", lerobot.TIME if lerobot.TIME in features else "timestamp": "time"}
+    numbers = {names.get(n, n): episode.column(n) for n in features if n not in images}
+    numbers["time"] = numbers["time"].reshape(length)
+    said = [name for name in lerobot.ENDS if episode.has(name)]
+    ends = np.any([episode.flag(name) for name in said if name != lerobot.SUCCESS] or [[False] * length], axis=0)
+    ended = bool(ends[-1] or episode.flag(lerobot.SUCCESS)[-1]) if said else None
+    notes = () if said else ("nothing says how it ended",)
+    has_outcome = episode.has(lerobot.SUCCESS) or episode.has(lerobot.OUTCOME)
+    where = f"episode {episode.entry['episode_index']}"
+    return Recorded(where, numbers, images, ended, ends, episode.success, has_outcome, notes)
+
+
+def _look(
+    findings: Findings, episodes: Iterator[Recorded], fps: float, action: Feature | None, frozen: int, prefix: str
+) -> None:
+    actions: list[Array] = []
+    for episode in episodes:
+        where = prefix + episode.id
+        findings.episodes += 1
+        findings.steps += len(episode)
+        findings.outcomes[episode.success] += 1
+        actions.append(episode.numbers["action"].astype(np.float64))
+        problems = [*_ends(episode), *_numbers(episode), *_times(episode, fps), *_bounds(actions[-1], action)]
+        problems += [entry for name in episode.images for entry in _images(episode, name, frozen)]
+        for wrong, what in problems:
+            findings.add(wrong, what, where)
+    if actions:
+        for what in _dimensions(np.concatenate(actions), action):
+            findings.add(False, what, prefix + "all episodes")
+
+
+def _ends(episode: Recorded) -> Iterator[tuple[bool, str]]:
+    if len(episode) == 1:
+        yield True, "has one step"
+    if episode.ended is False:
+        yield True, "has no end: neither terminated nor truncated"
+    if episode.last[:-1].any():
+        yield True, "goes on after its end"
+    if episode.success is None:
+        yield episode.judged, "has no outcome"
+    for note in episode.notes:
+        yield False, note
+
+
+def _numbers(episode: Recorded) -> Iterator[tuple[bool, str]]:
+    for name, array in episode.numbers.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            yield True, f"{name} has values that are no numbers"
+
+
+def _times(episode: Recorded, fps: float) -> Iterator[tuple[bool, str]]:
+    steps = np.diff(episode.numbers["time"]) * fps  # in periods
+    if len(steps) and np.isfinite(steps).all():
+        if (steps <= 0).any():
+            yield True, "time does not go forward"
+        elif np.median(steps) < 0.5:
+            yield False, "a simulated clock: times were not looked at"
+        else:
+            if abs(np.median(steps) - 1) > SLACK:
+                yield True, f"its rate is not {fps:g} rows per second"
+            if (steps > LATE * np.median(steps)).any():
+                yield True, f"has gaps of more than {LATE:g} periods between its rows"
+    for name, age in episode.numbers.items():
+        if AGE.search(name) and (age > OLD / fps).any():
+            yield True, f"{name}: images older than {OLD:g} periods"
+
+
+def _bounds(actions: Array, action: Feature | None) -> Iterator[tuple[bool, str]]:
+    if action is not None and ((actions < action.low) | (actions > action.high)).any():
+        yield True, "has actions outside the bounds"
+
+
+def _dimensions(actions: Array, action: Feature | None) -> Iterator[str]:
+    """What is to be said of each entry of the action over all episodes [N, A]."""
+    actions = actions.reshape(len(actions), -1)
+    low, high = (actions.min(0), actions.max(0)) if action is None else (action.low, action.high)
+    for i, column in enumerate(actions.T):
+        if np.ptp(column) == 0:
+            yield f"action[{i}] is always {column[0]:g}"
+        elif (share := np.mean((column <= low[i]) | (column >= high[i]))) > AT_BOUND:
+            yield f"action[{i}] is at a bound in {100 * share:.0f} % of the rows"
+
+
+def _images(episode: Recorded, name: str, frozen: int) -> Iterator[tuple[bool, str]]:
+    """Black, saturated and frozen images of one camera."""
+    moves = _moves(episode)
+    seen: Counter[str] = Counter()
+    before, run, start = None, 1, 0
+    for row, image in enumerate(episode.images[name]()):
+        seen["black"] += bool(image.max() <= BLACK)
+        seen["saturated"] += bool(np.mean(image >= WHITE) > SATURATED)
+        same = before is not None and np.abs(image.astype(np.int16) - before).max() <= SAME
+        run, start = (run + 1, start) if same else (1, row)
+        seen["frozen"] += run == frozen + 1 and bool(moves[start + 1 : row + 1].any())
+        before = image
+    yield from ((True, f"{name}: {what} images") for what in ("black", "saturated", "frozen") if seen[what])
+
+
+def _moves(episode: Recorded) -> Array:
+    """[T] whether a state changed since the row before; without a state, in every row."""
+    states = [
+        array.reshape(len(episode), -1) for name, array in episode.numbers.items()
+        if name.startswith("observation.") and array.dtype.kind == "f"
+    ]  # fmt: skip
+    if not states:
+        return np.ones(len(episode), bool)
+    changed = [np.abs(np.diff(state, axis=0, prepend=state[:1])).max(1) > STILL for state in states]
+    return np.any(changed, axis=0)
+
+
+def _is_image(feature: Feature) -> bool:
+    return feature.dtype == "uint8" and len(feature.shape) == 3

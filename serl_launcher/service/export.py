@@ -1,0 +1,375 @@
+"""The export process: it turns sealed episodes into LeRobot shards, in the background, and tells the server which may
+leave the store. No torch before there is something to write.
+
+`export` is the process, a client of the server like the trainer; `export_run` does the same for a run that is stopped.
+What is written, and what was when somebody killed it, is in data/shards.py.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from serl_client import messages as m
+from serl_client.errors import ConfigError, Disconnected, ServerFailed, Timeout
+from serl_client.link import Link
+from serl_client.spec import Spec
+
+from serl_launcher.data import shards
+from serl_launcher.data.episodes import EpisodeInfo
+from serl_launcher.data.index import Index
+from serl_launcher.data.layout import Layout
+from serl_launcher.data.shards import EpisodeReader, Gone, Rows
+from serl_launcher.service.plan import Plan
+
+log = logging.getLogger(__name__)
+
+SOURCES = ("archived", "all")
+INSTALL = "run `uv sync --inexact --extra data` here"
+NICE = 10
+POLL_S = 0.25
+RETRY_S = 5.0  # after a full disk
+FINISH_S = 60.0  # how long the end of a run waits for the rest
+MOST_TOLD = 500  # episodes in one message
+NO_COMMANDS = 1 << 53  # the operator's commands are the trainer's business
+Sink = Callable[[EpisodeInfo, Callable[[], Rows], Spec], None]
+
+
+def archived(plan: Plan) -> frozenset[str]:
+    """The sources whose episodes stay in the store until they are exported."""
+    return frozenset(name for name, source in plan.sources.items() if source.archive == "lerobot")
+
+
+def wanted(config: DictConfig, plan: Plan) -> list[str]:
+    """The sources that are to be exported while the run goes on; none when what this needs is not installed.
+
+    Raises ConfigError when a source must not go on without it.
+    """
+    if config.export.sources not in SOURCES:
+        raise ConfigError(f"export.sources={config.export.sources}: say {' or '.join(SOURCES)}")
+    if not isinstance(config.export.episodes, int) or config.export.episodes < 1:
+        raise ConfigError(f"export.episodes={config.export.episodes}: a shard has at least one episode")
+    kept = archived(plan)
+    names = [name for name in plan.sources if config.export.sources == "all" or name in kept]
+    if names and (lacking := shards.missing()):
+        if kept:
+            raise ConfigError(
+                f"archive: lerobot of {', '.join(sorted(kept))} needs {', '.join(lacking)}: {INSTALL}, or say "
+                f"plan.sources.{min(kept)}.archive=none"
+            )
+        log.warning("export: no shards are written, as %s is not installed: %s", ", ".join(lacking), INSTALL)
+        return []
+    return names
+
+
+class Exporter:
+    """Which episodes there are, which shards hold them, and the next thing to write; `take` what the catalog says,
+    then `work` until there is nothing to do.
+
+    `capacities` are those of all physical sources, `sources` those to be exported; `count` episodes make a shard. Each
+    sink is called once in the life of this object for every sealed episode of any source: sink(info, rows, spec), where
+    rows() reads them from the store, and raises Gone; what it made in an earlier life it finds itself.
+    """
+
+    def __init__(
+        self, run_dir: Path, run: str, spec: Spec, capacities: Mapping[str, int], sources: Iterable[str], count: int,
+        sinks: Sequence[Sink] = (),
+    ) -> None:  # fmt: skip
+        self.folder, self.run, self.spec, self.count, self.sinks = run_dir / "datasets", run, spec, count, sinks
+        self.episodes: dict[int, EpisodeInfo] = {}
+        self._readers = {n: EpisodeReader(run_dir / "store" / n, Layout(spec, c)) for n, c in capacities.items()}
+        self._capacities = dict(capacities)
+        self._codec: str | bool | None = False  # not asked yet
+        self._pending: dict[str, set[int]] = {name: set() for name in sources}
+        self._stale: set[Path] = set()
+        self._unseen: deque[int] = deque()
+        self._phases: dict[str, int] = {}  # phase -> its first episode
+        self._settled: set[int] = set()
+        self._shard: dict[int, Path] = {}  # episode -> its shard
+        self._judged: dict[int, tuple[Any, ...]] = {}  # episode -> how, in that shard
+        shards.clean(self.folder)
+        for name in self._pending:
+            for shard in sorted(path for path in (self.folder / name).glob("*") if path.is_dir()):
+                self._adopt(shard, shards.read_manifest(shard))
+
+    def _adopt(self, shard: Path, manifest: Mapping[str, Any]) -> None:
+        if manifest["run"] != self.run:
+            raise ConfigError(f"{shard} is of run {manifest['run'][:12]}, not of this one: move {self.folder} away")
+        for entry in [*manifest["episodes"], *manifest["left_out"]]:
+            number = entry["number"]
+            self._shard[number], self._judged[number] = shard, shards.judged(entry)
+            self._settled.add(number)
+
+    # -- what there is to do
+    def take(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Hear of episodes that are new or have changed."""
+        for row in rows:
+            info = EpisodeInfo(*row)
+            first = self._phases.get(info.phase, info.number)
+            self._phases[info.phase] = min(first, info.number)
+            if info.source not in self._readers:
+                continue
+            before = self.episodes.get(info.number)
+            self.episodes[info.number] = info
+            if info.sealed:
+                if info.source in self._pending:
+                    self._sort(info)
+                if before is None or not before.sealed:
+                    self._unseen.append(info.number)
+
+    def _sort(self, info: EpisodeInfo) -> None:
+        number = info.number
+        if number in self._shard:
+            if self._judged[number] != shards.mark(info):
+                self._stale.add(self._shard[number])
+        elif info.discard:
+            self._pending[info.source].discard(number)
+            self._settled.add(number)
+        else:
+            self._pending[info.source].add(number)
+
+    @property
+    def remaining(self) -> int:
+        """Sealed episodes that are in no shard yet."""
+        return sum(map(len, self._pending.values()))
+
+    @property
+    def settled(self) -> list[int]:
+        """The numbers of the episodes that the store still holds and that may leave it."""
+        held = {name: reader.tail for name, reader in self._readers.items()}
+        return sorted(
+            number for number in self._settled
+            if (info := self.episodes.get(number)) is not None and info.first >= held[info.source]
+        )  # fmt: skip
+
+    # -- doing it
+    def work(self, *, rest: bool = False) -> bool:
+        """Write the next shard, or show the next episode to the sinks; False when nothing is due.
+
+        `rest`: the run is over, so fewer episodes make a shard, too. Raises OSError when the disk is full.
+        """
+        if self._unseen:
+            self._show(self.episodes[self._unseen.popleft()])
+            return True
+        for source, pending in self._pending.items():
+            if numbers := self._due(source, sorted(pending), rest):
+                self._write(self.folder / source / f"{numbers[0]:06d}-{numbers[-1]:06d}", source, numbers)
+                return True
+        if self._stale:
+            shard = min(self._stale)
+            self._rewrite(shard)
+            self._stale.discard(shard)
+            return True
+        return False
+
+    def _due(self, source: str, pending: list[int], rest: bool) -> list[int]:
+        """The members of the next shard: all that it takes, or fewer at the end, and when the store fills up."""
+        if not pending:
+            return []
+        waits = self._readers[source].head - self.episodes[pending[0]].first
+        whole = len(pending) >= self.count or rest or waits >= self._capacities[source] // 4
+        return pending[: self.count] if whole else []
+
+    def _show(self, info: EpisodeInfo) -> None:
+        for sink in self.sinks:
+            try:
+                sink(info, lambda: self._readers[info.source].rows(info), self.spec)
+            except Gone:
+                log.info("%s left the store before it was recorded", info.id)
+
+    def _write(self, shard: Path, source: str, numbers: Sequence[int]) -> None:
+        self._make(shard, source, [self.episodes[number] for number in numbers], None)
+        self._pending[source].difference_update(numbers)
+
+    def _rewrite(self, shard: Path) -> None:
+        """The next version of a shard, after somebody judged some of its episodes anew."""
+        before = shards.read_manifest(shard)
+        numbers = sorted(entry["number"] for entry in [*before["episodes"], *before["left_out"]])
+        self._make(shard, before["source"], [self.episodes[number] for number in numbers], before)
+
+    def _make(
+        self, shard: Path, source: str, infos: Sequence[EpisodeInfo], before: Mapping[str, Any] | None
+    ) -> None:  # fmt: skip
+        phases = sorted(self._phases, key=lambda phase: self._phases[phase])
+        left_out: list[tuple[EpisodeInfo, str]] = []
+        again: list[int] = []  # those whose images were decoded from the version before
+
+        def tables() -> Iterator[tuple[EpisodeInfo, Rows]]:
+            for info in infos:
+                rows = None if info.discard else self._rows(shard, info, before, again)
+                if rows is None:
+                    left_out.append((info, "discarded" if info.discard else "no longer in the store"))
+                else:
+                    yield info, shards.table(info, rows, self.spec, phases)
+
+        part = shard.with_name(shard.name + shards.PART)
+        if self._codec is False:
+            self._codec = shards.codec_for(self.spec)
+        codec = self._codec or None
+        written = shards.write(part, self.spec, codec, tables())
+        if not written:
+            self._forget(shard, before, left_out, part)
+            return
+        shards.verify(part, self.spec, written)
+        encodings = 1 + ((before or {}).get("images") or {}).get("encodings", 0) if again else 1
+        version = before["version"] + 1 if before else 1
+        manifest = shards.manifest(
+            self.run, source, version, self.spec, phases, codec, encodings, [info for info, _ in written], left_out
+        )
+        (part / shards.MANIFEST).write_text(json.dumps(manifest, indent=1))
+        shards.place(part, shard)
+        self._adopt(shard, manifest)
+
+    def _rows(
+        self, shard: Path, info: EpisodeInfo, before: Mapping[str, Any] | None, again: list[int]
+    ) -> Rows | None:  # fmt: skip
+        try:
+            return self._readers[info.source].rows(info)
+        except Gone:
+            numbers = [entry["number"] for entry in before["episodes"]] if before else []
+            if info.number not in numbers:
+                log.warning("export: %s left the store before it was in a shard", info.id)
+                return None
+            again.append(info.number)
+            return shards.rows_of(shard, numbers.index(info.number), info, self.spec)
+
+    def _forget(
+        self, shard: Path, before: Mapping[str, Any] | None, left_out: Sequence[tuple[EpisodeInfo, str]], part: Path
+    ) -> None:  # fmt: skip
+        """Nothing is left of a shard: LeRobot has no dataset without episodes."""
+        shards.remove(part)
+        if before:
+            shards.drop(shard)
+        for info, _ in left_out:
+            self._shard.pop(info.number, None), self._judged.pop(info.number, None)
+            if info.discard:
+                self._settled.add(info.number)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's datasets. Raises ConfigError when somebody else writes there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process is writing into {folder}: wait for it, or stop that run") from None
+        yield
+
+
+def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) -> list[Path]:
+    """Bring all that the store of a stopped run holds into shards; returns the folders of all shards that there are.
+
+    `sources`: these alone. Raises ConfigError when there is no store, or something else writes there.
+    """
+    if lacking := shards.missing():
+        raise ConfigError(f"to export, {', '.join(lacking)} must be there: {INSTALL}")
+    if not (run_dir / "store" / "index.sqlite").exists():
+        raise ConfigError(f"there is no store in {run_dir}")
+    with _alone(run_dir / "datasets"):
+        index = Index(run_dir / "store" / "index.sqlite")
+        there = {name: source.capacity for name, source in index.sources().items()}
+        if unknown := set(sources or ()) - set(there):
+            raise ConfigError(f"{run_dir} has no source {', '.join(sorted(unknown))}; there are {', '.join(there)}")
+        run, spec = index.meta("run"), Spec.from_dict(index.meta("spec"))
+        exporter = Exporter(run_dir, run, spec, there, sources or there, count)
+        _, rows = index.catalog(0, -1)
+        index.close()
+        exporter.take(rows)
+        while exporter.work(rest=True):
+            pass
+        return sorted(path.parent for path in exporter.folder.glob(f"*/*/{shards.MANIFEST}"))
+
+
+# -- the process
+def export(
+    config: DictConfig, run_dir: Path, local: str, plan: Plan, sinks: Callable[[Spec], Sequence[Sink]] | None = None
+) -> None:  # fmt: skip
+    """Export until SIGTERM; then the rest, for at most FINISH_S."""
+    os.nice(NICE)
+    signalled: list[float] = []
+    signal.signal(signal.SIGTERM, lambda *_: signalled.append(time.monotonic()))
+    names = wanted(config, plan)
+    with _alone(run_dir / "datasets"), Link(local, m.Hello(m.PROTOCOL, "learner", "export")) as link:
+        client = _Client(link)
+        if (spec := client.spec(signalled)) is None:
+            return
+        made = sinks(spec) if sinks else ()
+        run = link.welcome.run if link.welcome else ""
+        exporter = Exporter(run_dir, run, spec, plan.capacities, names, config.export.episodes, made)
+        while client.step(exporter, rest=bool(signalled)):
+            if signalled and time.monotonic() > signalled[0] + FINISH_S:
+                log.warning(
+                    "export: the run is over, and %d episodes are in no shard yet: `tools/data.py export %s` goes on",
+                    exporter.remaining, run_dir,
+                )  # fmt: skip
+                return
+
+
+class _Client:
+    """Speaks with the server for an Exporter."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._revision = 0
+        self._told: set[int] = set()
+        self._next_beat = 0.0
+
+    def spec(self, stopping: Sequence[float]) -> Spec | None:
+        """The run's Spec, as soon as the first actor has brought it; None when the run ends before."""
+        while not stopping:
+            try:
+                if (spec := self.link.hello(timeout=1.0).spec) is not None:
+                    return Spec.from_dict(spec)
+            except (Timeout, Disconnected):
+                pass
+            time.sleep(POLL_S)
+        return None
+
+    def step(self, exporter: Exporter, *, rest: bool) -> bool:
+        """Hear, write one shard, tell; waits a little when there is nothing to do. False: it is the end."""
+        while self.link.receive() is not None:
+            pass
+        heard = False
+        try:
+            self._hear(exporter)
+            heard = True
+            worked = exporter.work(rest=rest)
+            self._tell(exporter)
+        except (Timeout, Disconnected, ServerFailed) as error:
+            log.info("waiting for the server: %s", error)
+            worked = rest and not heard  # what it knows of the rest comes when it answers again
+        except OSError as error:
+            log.error("export: %s; it is tried again", error)
+            time.sleep(RETRY_S)
+            return True
+        if not worked and not rest:
+            self.link.wait(POLL_S)
+            time.sleep(POLL_S)
+        return worked or not rest
+
+    def _hear(self, exporter: Exporter) -> None:
+        more = True
+        while more:
+            synced: Any = self.link.call(m.Sync(self._revision, NO_COMMANDS), timeout=5.0)
+            exporter.take(synced.episodes)
+            self._revision, more = synced.revision, synced.more
+
+    def _tell(self, exporter: Exporter) -> None:
+        new = [number for number in exporter.settled if number not in self._told]
+        for begin in range(0, len(new), MOST_TOLD):
+            part = new[begin : begin + MOST_TOLD]
+            self.link.call(m.Archived(part), timeout=5.0)
+            self._told.update(part)
+        if time.monotonic() > self._next_beat:
+            self.link.send(m.Heartbeat({"pending": exporter.remaining}))
+            self._next_beat = time.monotonic() + 1.0

@@ -1,0 +1,62 @@
+"""The console: who drives is its first word, in large on a terminal, and it changes at once."""
+
+import io
+import re
+import time
+
+from serl_client.console import COLOURS, Console, Watch
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    @property
+    def words(self):
+        """All that was ever drawn, without the escapes."""
+        return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", self.getvalue()).split()
+
+
+def test_on_a_terminal_the_banner_is_the_first_word_in_three_lines_of_colour():
+    for banner, colour in COLOURS.items():
+        terminal = Terminal()
+        Console("arm", terminal).show({"phase": "practise"}, banner)
+        lines = terminal.getvalue().splitlines()
+        assert terminal.words[0] == banner
+        assert all(line.startswith(f"\x1b[1;{colour}m") and line.endswith("\x1b[0m") for line in lines[:3])
+        assert not any("\x1b" in line for line in lines[3:])
+
+
+def test_the_block_with_its_banner_is_redrawn_in_place():
+    terminal = Terminal()
+    shown = Console("arm", terminal)
+    shown.show({"phase": "practise"}, "POLICY")
+    drawn = terminal.getvalue().count("\n")
+    shown.show({"phase": "practise"}, "HUMAN")
+    assert terminal.getvalue().count("\n") == 2 * drawn
+    assert f"\x1b[{drawn}F\x1b[J" in terminal.getvalue()
+
+
+def test_without_a_terminal_the_banner_is_the_first_word_of_the_line():
+    stream = io.StringIO()
+    shown = Console("arm", stream)
+    shown.show({"phase": "practise"}, "HELD")
+    shown.show({"phase": "practise"}, "POLICY")  # soon after: no line for each tick
+    assert stream.getvalue() == "[arm] HELD | phase: practise\n"
+
+
+def test_a_console_without_a_banner_begins_with_its_title():
+    terminal = Terminal()
+    Console("learner", terminal).show({"phase": "practise"})
+    assert terminal.words[:2] == ["--", "learner"]
+
+
+def test_a_takeover_is_seen_within_a_tick_and_not_with_the_next_second():
+    terminal, driver = Terminal(), ["IDLE"]
+    with Watch(Console("arm", terminal), lambda: {"phase": "practise"}, lambda: driver[0]):
+        for word in ("POLICY", "HUMAN", "POLICY", "HELD"):
+            driver[0] = word
+            deadline = time.monotonic() + 0.8  # the other lines come each second
+            while [seen for seen in terminal.words if seen in COLOURS][-1:] != [word]:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)

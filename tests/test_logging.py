@@ -1,0 +1,152 @@
+"""Metrics are also in wandb where it is installed, and nothing that happens to it reaches the training."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from serl_client.errors import ConfigError
+
+from serl_launcher.utils import logging as metrics
+from serl_launcher.utils.logging import MetricsLog, mirrored
+
+TRAINING = """
+import sys, time
+from pathlib import Path
+from serl_launcher.utils.logging import MetricsLog, mirrored
+path = Path(sys.argv[1])
+with mirrored(path, "auto"):
+    log = MetricsLog(path)
+    for number in range(5):
+        log.write("update", {"updates": number, "loss": 0.5, "phase": "practise"})
+    print("written", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody answers there
+    return tmp_path / "run" / "metrics.jsonl"
+
+
+@pytest.fixture
+def wandb():
+    if not metrics._has_wandb():
+        pytest.skip("wandb is not installed (extra wandb)")
+
+
+def wait(until, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def sent(path):
+    state = path.parent / "wandb" / "sent.json"
+    return json.loads(state.read_text()) if state.exists() else {"id": None, "bytes": 0, "records": 0}
+
+
+def content(path):
+    """The bytes of every offline run of this folder."""
+    return b"".join(file.read_bytes() for file in sorted(path.parent.glob("wandb/offline-run-*/*.wandb")))
+
+
+def test_a_run_and_its_resumption_are_one_offline_run_without_account_or_network(path, wandb, monkeypatch):
+    monkeypatch.setattr(metrics, "FINISH_S", 60.0)
+    log = MetricsLog(path)
+    with mirrored(path, "auto"):
+        log.write("update", {"updates": 0, "first": 0.25, "phase": "practise"})
+        wait(lambda: sent(path)["records"] == 1)
+        log.write("episode", {"updates": 1, "return": 1.0, "success": None})
+    first = sent(path)
+    assert (first["records"], first["bytes"]) == (2, path.stat().st_size)
+    log.write("update", {"updates": 5, "between": 1.0})  # nobody looks
+    with mirrored(path, "auto"):
+        wait(lambda: sent(path)["records"] == 3)
+        log.write("update", {"updates": 9, "last": 1.0})
+    assert sent(path) == {"id": first["id"], "records": 4, "bytes": path.stat().st_size}
+    runs = [run.name for run in path.parent.glob("wandb/offline-run-*")]
+    assert {name.rsplit("-", 1)[1] for name in runs} == {first["id"]}
+    for name in (b"update/first", b"episode/return", b"update/between", b"update/last"):
+        assert content(path).count(name) > 0, name
+    assert b"episode/success" not in content(path)
+
+
+def test_a_training_that_is_killed_leaves_a_whole_mirror_and_no_process(path, wandb):
+    training = subprocess.Popen([sys.executable, "-c", TRAINING, path], stdout=subprocess.PIPE)
+    assert training.stdout.readline() == b"written\n"
+    wait(lambda: sent(path)["records"] == 5)
+    children = [int(child) for child in children_of(training.pid)]
+    training.kill()
+    training.wait()
+    training.stdout.close()
+    assert children
+    wait(lambda: not any(os.path.exists(f"/proc/{child}") for child in children))
+    assert b"update/loss" in content(path)
+
+
+def children_of(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read().split()
+
+
+def test_a_mirror_that_dies_or_cannot_begin_is_one_sentence_and_training_goes_on(path, wandb, capfd):
+    with mirrored(path, "offline"):
+        log = MetricsLog(path)
+        wait(lambda: (path.parent / "wandb/sent.json").exists())
+        (child,) = children_of(os.getpid())
+        os.kill(int(child), signal.SIGKILL)
+        log.write("update", {"updates": 1})
+    (path.parent / "wandb/sent.json").write_text("torn")
+    with mirrored(path, "offline"):
+        wait(lambda: (path.parent / "wandb/mirror.log").exists())
+        log.write("update", {"updates": 2})
+        time.sleep(0.2)
+    said = capfd.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("wandb has stopped, training goes on: ")
+    assert len(metrics.read(path)) == 2
+
+
+def test_without_wandb_metrics_are_written_and_one_sentence_says_so(path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    caplog.set_level("INFO")
+    with mirrored(path, "auto"):
+        MetricsLog(path).write("update", {"updates": 1})
+    assert [record.getMessage() for record in caplog.records] == [
+        "wandb is not installed (`. examples/install.sh --extra wandb`): metrics are in metrics.jsonl alone"
+    ]
+    assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
+    with pytest.raises(ConfigError, match=r"^wandb is not installed .*: install it, or say wandb=false$"):
+        mirrored(path, "online").__enter__()
+
+
+@pytest.mark.parametrize("mode", ["dryrun", None, True])
+def test_another_mode_is_refused(path, mode):
+    with pytest.raises(ConfigError, match="say wandb=auto, offline, online or false"):
+        mirrored(path, mode).__enter__()
+
+
+def test_false_starts_nothing(path):
+    with mirrored(path, False):
+        assert not children_of(os.getpid())
+    assert not path.parent.exists()
+
+
+def test_online_without_an_account_or_a_network_ends_the_mirror_alone(path, wandb, capfd):
+    with mirrored(path, "online"):
+        log = MetricsLog(path)
+        log.write("update", {"updates": 1})
+        wait(lambda: "training goes on" in capfd.readouterr().err)
+
+
+def test_a_metrics_file_that_was_begun_anew_is_sent_from_its_start(path):
+    MetricsLog(path).write("update", {"updates": 1})
+    assert [record["updates"] for record, _ in metrics._news(path, 10_000)] == [1]
+    assert list(metrics._news(path, path.stat().st_size)) == []

@@ -1,0 +1,146 @@
+#!/usr/bin/env python
+"""Looks datasets over, and merges them.
+
+check PATH           a LeRobot dataset, a shard of ours, or a run's folder: black, saturated and frozen images, ends,
+                     outcomes, actions, times; the exit status is 1 when something is wrong
+merge OUT SHARD...   one LeRobot dataset of several, in that order, in the new folder OUT
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import sqlite3
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from serl_client.errors import ConfigError, RetakeError
+
+from serl_launcher.data import shards
+from serl_launcher.data.inspection import Findings, inspect
+from serl_launcher.data.lerobot import Dataset
+
+SHOWN = 3  # places that are named of each finding
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="look a dataset or a run over")
+    check.add_argument("path", type=Path, help="the dataset's folder, or the run's")
+    check.add_argument("--frozen", type=int, default=10, help="rows that may show one image while the robot moves (10)")
+    merging = commands.add_parser("merge", help="make one dataset of several")
+    merging.add_argument("out", type=Path, help="the folder that is made")
+    merging.add_argument("shards", type=Path, nargs="+", help="the datasets' folders")
+    options = parser.parse_args()
+    try:
+        if options.command == "check":
+            findings = inspect(options.path, options.frozen)
+            show(options.path, findings)
+            sys.exit(1 if findings.wrong else 0)
+        episodes, frames = merge(options.out, options.shards)
+        print(f"{options.out}: {episodes:,} episodes, {frames:,} frames of {len(options.shards)} datasets")
+    except (RetakeError, OSError, sqlite3.Error) as error:
+        sys.exit(f"error: {error}")
+
+
+def show(path: Path, findings: Findings) -> None:
+    """What was found, the worst first."""
+    counts = findings.outcomes
+    print(
+        f"{path}: {findings.episodes:,} episodes, {findings.steps:,} steps; {counts[True]:,} successes, "
+        f"{counts[False]:,} failures, {counts[None]:,} without an outcome"
+    )
+    if not findings.found:
+        print("nothing to complain of")
+        return
+    table = Table("", "what", "how often", "where")
+    for (wrong, what), places in sorted(findings.found.items(), key=lambda entry: not entry[0][0]):
+        where = ", ".join(places[:SHOWN]) + ", ..." * (len(places) > SHOWN)
+        table.add_row("wrong" if wrong else "note", what, str(len(places)), where)
+    Console().print(table)
+
+
+def merge(out: Path, folders: Sequence[Path]) -> tuple[int, int]:
+    """(episodes, frames) of the dataset that LeRobot makes of several: written aside, counted, renamed.
+
+    Raises ConfigError when OUT is there, when one is no dataset or is named twice, or when they differ.
+    """
+    if lacking := shards.missing():
+        raise ConfigError(f"merging needs {', '.join(lacking)}: run `uv sync --inexact --extra data` here")
+    if out.exists():
+        raise ConfigError(f"{out} is there already: name a new folder")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ConfigError("a dataset is named twice: its episodes would count twice")
+    datasets = [Dataset(folder) for folder in folders]
+    for dataset in datasets[1:]:
+        if differing := difference(datasets[0], dataset):
+            raise ConfigError(f"{dataset.folder} is of another kind than {folders[0]}: {differing}")
+    lengths = [length for dataset in datasets for length in dataset.lengths]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(out.name + shards.PART)
+    shards.remove(part)
+    try:
+        with quiet():
+            aggregate(part, folders)
+        verify(part, lengths)
+        shards.place(part, out)
+    finally:
+        shards.remove(part)
+    return len(lengths), sum(lengths)
+
+
+def difference(first: Dataset, other: Dataset) -> str:
+    """What keeps LeRobot from merging the two; empty when nothing does."""
+    if first.fps != other.fps:
+        return f"{other.fps:g} frames per second, not {first.fps:g}"
+    mine, theirs = first.info["features"], other.info["features"]
+    names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+    if not names and first.info.get("robot_type") != other.info.get("robot_type"):
+        return "its robot_type is another one"
+    return f"{', '.join(names)} differ{'s' * (len(names) == 1)} in shape, type, names or coding" if names else ""
+
+
+def aggregate(part: Path, folders: Sequence[Path]) -> None:
+    import pyarrow as pa
+    from lerobot.datasets.aggregate import aggregate_datasets
+
+    names = [f"retake/{i}" for i in range(len(folders))]
+    try:
+        aggregate_datasets(names, "retake/merged", roots=[folder.resolve() for folder in folders], aggr_root=part)
+    except (ValueError, pa.ArrowException) as error:
+        raise ConfigError(f"LeRobot cannot merge these datasets: {error}") from None
+
+
+def verify(part: Path, lengths: Sequence[int]) -> None:
+    """Raise ConfigError unless every episode is there, each with its rows, and each row with its images."""
+    merged = Dataset(part)
+    if merged.lengths != lengths:
+        raise ConfigError(f"LeRobot merged {sum(merged.lengths):,} frames of {sum(lengths):,}: nothing was written")
+    for episode in merged:
+        for name in merged.cameras:
+            for _ in episode.images(name):
+                pass
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Let LeRobot ask nobody on the network, and tell only of what is wrong."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    import av.logging
+    import datasets
+
+    datasets.disable_progress_bars()
+    av.logging.set_libav_level(av.logging.ERROR)
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+if __name__ == "__main__":
+    main()
