@@ -1,4 +1,4 @@
-"""tools/data.py: a check finds each fault that was planted, and says nothing of sound data; a merge keeps every frame."""
+"""tools/data.py: a check finds each fault that was planted and says nothing of sound data; a merge keeps all."""
 
 import itertools
 import json
@@ -199,7 +199,8 @@ def make(name, lengths, begin, faulty=False, fps=10):
         "next.done": {"dtype": "bool", "shape": (1,), "names": None},
         "next.success": {"dtype": "bool", "shape": (1,), "names": None},
     }
-    data, rng = LeRobotDataset.create("a/b", fps=fps, features=features, root=Path(sys.argv[1]) / name), np.random.default_rng(0)
+    data = LeRobotDataset.create("a/b", fps=fps, features=features, root=Path(sys.argv[1]) / name)
+    rng = np.random.default_rng(0)
     for episode, length in enumerate(lengths, begin):
         for step in range(length):
             image = np.full((64, 64, 3), 60, np.uint8)
@@ -267,6 +268,7 @@ def test_a_merged_dataset_has_every_frame_and_lerobot_opens_it(folder):
     assert not list(folder.glob("*.part"))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_merged_is_said_and_nothing_is_left(folder, tmp_path):
     other = shutil.copytree(folder / "a", tmp_path / "other")
     info = json.loads((other / "meta/info.json").read_text())

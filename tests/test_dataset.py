@@ -1,5 +1,6 @@
 """A LeRobot dataset that others made is a source of a run: whole, once, or refused in one sentence."""
 
+import contextlib
 import json
 import os
 import re
@@ -345,9 +346,9 @@ def test_another_robots_dataset_is_refused_and_nothing_is_written(tmp_path, low)
 
 
 def test_a_source_that_is_too_small_is_refused_with_the_figures(tmp_path, low):
-    with Serving(tmp_path / "run", {"demo": 70}) as serving:
-        with pytest.raises(ConfigError, match=r"capacity is 70 steps.*has 50; its longest episode has 30.*at least 80"):
-            bring(serving, low)
+    said = r"capacity is 70 steps.*has 50; its longest episode has 30.*at least 80"
+    with Serving(tmp_path / "run", {"demo": 70}) as serving, pytest.raises(ConfigError, match=said):
+        bring(serving, low)
     assert not (tmp_path / "run/store").exists()
 
 
@@ -366,6 +367,7 @@ import_datasets(plan, Path(run_dir), public=public, local=local, waits=False)
 """
 
 
+@pytest.mark.slow
 def test_after_kill_9_of_the_importer_nothing_is_doubled(tmp_path, made):
     dataset, half = made["long"], False
     with Serving(tmp_path / "run", {"demo": 20_000}) as serving:
@@ -412,35 +414,61 @@ def test_a_relabelled_episode_is_not_brought_again(tmp_path, flagged):
 # -- a whole run
 
 
-@pytest.mark.slow
-def test_a_policy_is_trained_on_a_dataset_by_the_programs(tmp_path, seen):
-    """From the command line: one phase of imitation, which no actor takes part in."""
+def started(run_dir, dataset, *words):
+    """The learner's program on a dataset alone: one phase of imitation, which no actor takes part in."""
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
         ports = one.getsockname()[1], other.getsockname()[1]
     words = [
-        "learner=true", "task=fake", "algo=sft", "policy=flow", "plan=sft", "phase=clone",
-        f"run_dir={tmp_path / 'run'}",
-        f"port={ports[0]}", f"inference_port={ports[1]}", f"+plan.sources.demo.dataset={seen.folder}",
-        "plan.sources.demo.capacity=1000", 'plan.phases.clone.until=["updates >= 20"]', "batch_size=16",
-        "policy.hidden=[32,32]",
+        "learner=true", "task=fake", "algo=sft", "plan=sft", "phase=clone", f"run_dir={run_dir}", f"port={ports[0]}",
+        f"inference_port={ports[1]}", f"plan.sources.demo.dataset={dataset.folder}", "batch_size=16",
+        'plan.phases.clone.until=["updates >= 20"]', "policy.hidden=[32,32]", *words,
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples/train.py", *words], capture_output=True, text=True, timeout=120,
+    return subprocess.Popen(
+        [sys.executable, ROOT / "examples/train.py", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "20 updates" in done.stdout
-    assert "Traceback" not in done.stderr
-    assert_there_once(tmp_path / "run", seen)
-    manifests = sorted((tmp_path / "run/checkpoints").glob("[0-9]*/manifest.json"))
-    assert manifests
+
+
+def importer(run_dir):
+    """The process id of a run's importer, if it lives."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_text(errors="replace").split("\0")
+            if "importer" in words and str(run_dir) in words:
+                return int(path.parent.name)
+    return None
+
+
+@pytest.mark.slow
+def test_a_policy_of_what_cameras_see_is_trained_on_a_dataset(tmp_path, made):
+    process = started(tmp_path / "run", made["video"], "policy=flow_pixels", "plan.sources.demo.capacity=1000")
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert "20 updates" in said
+    assert "Traceback" not in said
+    assert_there_once(tmp_path / "run", made["video"])
+
+
+@pytest.mark.slow
+def test_a_killed_importer_is_started_again_and_the_policy_is_trained(tmp_path, made):
+    run_dir = tmp_path / "run"
+    process = started(run_dir, made["long"], "policy=flow", "plan.sources.demo.capacity=7000")
+    while not 500 < steps(run_dir):
+        assert process.poll() is None
+    os.kill(importer(run_dir), signal.SIGKILL)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert "importer ended with status -9: starting it again" in said
+    assert "20 updates" in said
+    assert_there_once(run_dir, made["long"], capacity=7000)
+    assert list((run_dir / "checkpoints").glob("[0-9]*/manifest.json"))
 
 
 def test_a_dataset_that_is_not_there_ends_the_program_with_a_sentence(tmp_path):
     words = ["learner=true", "task=fake", "plan=sft", f"run_dir={tmp_path / 'run'}"]
-    words += [f"+plan.sources.demo.dataset={tmp_path / 'nowhere'}"]
+    words += [f"plan.sources.demo.dataset={tmp_path / 'nowhere'}"]
     done = subprocess.run([sys.executable, ROOT / "examples/train.py", *words], capture_output=True, text=True)
     assert done.returncode == 1
     assert "nowhere holds no LeRobot dataset" in done.stderr

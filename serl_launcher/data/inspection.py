@@ -115,7 +115,7 @@ def _stored(reader: EpisodeReader, spec: Spec, infos: list[EpisodeInfo]) -> Iter
         success = None if info.success is None else bool(info.success)
         yield Recorded(
             info.id, numbers, {name: lambda array=array: iter(array) for name, array in images.items()},
-            bool(ends[-1]), ends, success, judged and info.final, notes,
+            bool(ends[-1]), ends, success, bool(judged and info.final), notes,
         )  # fmt: skip
 
 

@@ -318,7 +318,8 @@ def place(part: Path, target: Path) -> None:
         os.rename(target, old)
         os.rename(part, target)
         part = old
-    sync_folder(target.parent)
+    for folder in target.parents[:3]:  # all that may be new, up to the run's folder
+        sync_folder(folder)
     remove(part)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 from serl_client import messages as m
-from serl_client.errors import ConfigError, Disconnected, ServerFailed, Timeout
+from serl_client.errors import ConfigError, Disconnected, RetakeError, ServerFailed, Timeout
 from serl_client.link import Link
 from serl_client.spec import Spec
 
@@ -83,7 +83,7 @@ class Exporter:
         self, run_dir: Path, run: str, spec: Spec, capacities: Mapping[str, int], sources: Iterable[str], count: int,
         sinks: Sequence[Sink] = (),
     ) -> None:  # fmt: skip
-        self.folder, self.run, self.spec, self.count, self.sinks = run_dir / "datasets", run, spec, count, sinks
+        self.folder, self.run, self.spec, self.count, self.sinks = run_dir / "datasets", run, spec, count, list(sinks)
         self.episodes: dict[int, EpisodeInfo] = {}
         self._readers = {n: EpisodeReader(run_dir / "store" / n, Layout(spec, c)) for n, c in capacities.items()}
         self._capacities = dict(capacities)
@@ -122,7 +122,7 @@ class Exporter:
             if info.sealed:
                 if info.source in self._pending:
                     self._sort(info)
-                if before is None or not before.sealed:
+                if self.sinks and (before is None or not before.sealed):
                     self._unseen.append(info.number)
 
     def _sort(self, info: EpisodeInfo) -> None:
@@ -133,7 +133,8 @@ class Exporter:
         elif info.discard:
             self._pending[info.source].discard(number)
             self._settled.add(number)
-        else:
+        elif info.first >= self._readers[info.source].tail:  # else it left before there was an export
+            self._settled.discard(number)
             self._pending[info.source].add(number)
 
     @property
@@ -179,11 +180,14 @@ class Exporter:
         return pending[: self.count] if whole else []
 
     def _show(self, info: EpisodeInfo) -> None:
-        for sink in self.sinks:
+        for sink in list(self.sinks):
             try:
                 sink(info, lambda: self._readers[info.source].rows(info), self.spec)
             except Gone:
                 log.info("%s left the store before it was recorded", info.id)
+            except RetakeError as error:
+                log.warning("export: %s; episodes are not recorded any more", error)
+                self.sinks.remove(sink)
 
     def _write(self, shard: Path, source: str, numbers: Sequence[int]) -> None:
         self._make(shard, source, [self.episodes[number] for number in numbers], None)
@@ -339,21 +343,19 @@ class _Client:
         """Hear, write one shard, tell; waits a little when there is nothing to do. False: it is the end."""
         while self.link.receive() is not None:
             pass
-        heard = False
         try:
             self._hear(exporter)
-            heard = True
             worked = exporter.work(rest=rest)
             self._tell(exporter)
         except (Timeout, Disconnected, ServerFailed) as error:
             log.info("waiting for the server: %s", error)
-            worked = rest and not heard  # what it knows of the rest comes when it answers again
+            time.sleep(POLL_S)
+            return True
         except OSError as error:
             log.error("export: %s; it is tried again", error)
             time.sleep(RETRY_S)
             return True
         if not worked and not rest:
-            self.link.wait(POLL_S)
             time.sleep(POLL_S)
         return worked or not rest
 

@@ -169,6 +169,7 @@ class _Family:
         if child is None:
             return
         if child.poll() is None:
+            log.info("the run is over; the last episodes are brought into datasets")
             child.terminate()
         deadline = time.monotonic() + FINISH_S + 30.0  # it stops by itself, after the shard that it is at
         while child.poll() is None and time.monotonic() < deadline and not self._signalled:

@@ -138,8 +138,8 @@ def mirror(path: Path, mode: str, parent: int) -> None:
     online = mode == "online"
     settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
     run = wandb.init(
-        project="retake", dir=path.parent, id=state["id"], name=path.parent.name, mode="online" if online else "offline",
-        resume="allow" if online else None, settings=settings,
+        project="retake", dir=path.parent, id=state["id"], name=path.parent.name, settings=settings,
+        mode="online" if online else "offline", resume="allow" if online else None,
     )  # fmt: skip
     for kind in ("update", "episode"):
         run.define_metric(f"{kind}/*", step_metric=f"{kind}/updates")
