@@ -40,10 +40,10 @@ def spec():
 
 def build(name, spec, *overrides, seed=0):
     """The algorithm of config/algo/<name>.yaml, with cameras if it is made for them, and the config around it."""
-    policy = "gaussian_pixels" if name.endswith("_pixels") else "gaussian"
+    kind, pixels = "flow" if name.startswith("rejection") else "gaussian", "_pixels" * name.endswith("_pixels")
     torch.manual_seed(seed)
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
-        config = compose(overrides=[f"+algo={name}", f"+policy={policy}", *overrides])
+        config = compose(overrides=[f"+algo={name}", f"+policy={kind}{pixels}", *overrides])
     return instantiate(config.algo)(spec), config
 
 
@@ -184,7 +184,7 @@ def test_acting_needs_only_the_published_weights_and_the_noise(name, spec):
     observation = {"observation.state": torch.randn(5, 2)}
     assert torch.equal(act(learner, observation, explore=True), act(actor, observation, explore=True))
     assert not torch.equal(act(actor, observation, explore=True), act(actor, observation, explore=True, seed=1))
-    assert torch.equal(act(actor, observation), act(actor, observation, seed=1))
+    assert torch.equal(act(actor, observation), act(actor, observation, seed=1)) == actor.acting.mode_at_zero
     assert not act(actor, observation).requires_grad
 
 

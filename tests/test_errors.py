@@ -122,7 +122,7 @@ def fake_spec():
 @pytest.mark.parametrize(
     ("words", "sentences"),
     [
-        ("learner=true algo=nothing", ["there are rlpd, sac", "no algo is called 'nothing'; did you mean"]),
+        ("learner=true algo=nothing", ["there are rejection, ", "no algo is called 'nothing'; did you mean"]),
         ("actor=true task=sim_amr", ["no task is called 'sim_amr'; did you mean 'sim_arm'?"]),
         ("learner=true plan=quickstrat", ["did you mean 'quickstart'?"]),
         ("learner=true sed=1", ["the config has no key 'sed'; did you mean 'seed'?"]),
@@ -176,7 +176,7 @@ def test_a_broken_yaml_is_named(tmp_path):
 def test_help_and_the_config_are_shown(tmp_path):
     code, lines = run("--help", cwd=tmp_path)
     assert code == 0
-    assert "algo: rlpd, sac" in lines
+    assert any(line.startswith("algo: ") and "rlpd" in line for line in lines)
     code, lines = run("--cfg", "job", "algo=sac", "seed=3", cwd=tmp_path)
     assert code == 0
     assert {"seed: 3", "algo:", "  backup_entropy: true"} <= set(lines)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from serl_client.link import Link
 
 from serl_launcher.data import shards
 from serl_launcher.data.episodes import EpisodeInfo
+from serl_launcher.data.index import Index
 from serl_launcher.data.store import Full, Store
 from serl_launcher.service import export
 from serl_launcher.service.export import Exporter, export_run
@@ -412,7 +414,8 @@ run_dir, local, public = Path(sys.argv[2]), sys.argv[3], sys.argv[4]
 if sys.argv[1] == "server":
     serve(run_dir, plan.capacities, public=public, local=local, inference=public, archived=archived(plan))
 else:
-    export(OmegaConf.create({"export": {"sources": "archived", "episodes": 4}}), run_dir, local, plan)
+    words = {"export": {"sources": "archived", "episodes": 4}, "record": "none", "live": None}
+    export(OmegaConf.create(words), run_dir, local, plan)
 """
 
 
@@ -493,7 +496,17 @@ def test_only_the_learner_may_say_what_is_archived(tmp_path):
 
 
 def config(sources="archived", episodes=10):
-    return OmegaConf.create({"export": {"sources": sources, "episodes": episodes}})
+    return OmegaConf.create({"export": {"sources": sources, "episodes": episodes}, "record": "none", "live": None})
+
+
+def test_what_is_recorded_is_what_the_config_says():
+    said = config()
+    assert not export.recorded(said)
+    said.record = "eval"
+    assert export.recorded(said)
+    said.record = "some"
+    with pytest.raises(ConfigError, match="record=some: say eval, all, none"):
+        export.recorded(said)
 
 
 def test_without_lerobot_an_archive_is_refused_and_everything_else_goes_on(monkeypatch, caplog):
@@ -558,3 +571,49 @@ def test_lerobots_viewer_saves_a_shard(tmp_path, seen):
     assert done.returncode == 0, done.stderr
     [recording] = (tmp_path / "seen").iterdir()
     assert recording.stat().st_size > 10_000
+
+
+@needs_lerobot
+@pytest.mark.slow
+def test_a_run_ends_with_all_of_its_archived_episodes_in_datasets_although_the_export_was_killed(tmp_path):
+    """The real programs: the export is killed in mid-run, started again by the launcher, and finishes at the end."""
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0)), other.bind(("127.0.0.1", 0))
+        ports = [f"port={one.getsockname()[1]}", f"inference_port={other.getsockname()[1]}"]
+    words = [
+        *ports, f"run_dir={tmp_path}/run", "task=fake", "utd=1", "algo.hidden=[32,32]", "policy.hidden=[32,32]",
+        "+plan.sources.online.archive=lerobot", "export.episodes=4", "record=eval",
+        'plan.phases.demonstrate.until=["demo.episodes >= 5"]', 'plan.phases.baseline.until=["episodes >= 2"]',
+        'plan.phases.practise.until=["env_steps >= 600", operator]', 'plan.phases.evaluate.until=["episodes >= 3"]',
+    ]  # fmt: skip
+    program = [sys.executable, Path(__file__).resolve().parent.parent / "examples/train.py"]
+    learner = subprocess.Popen([*program, "learner=true", *words], stdin=subprocess.DEVNULL)
+    actor = subprocess.Popen([*program, "actor=true", *words], stdin=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: (tmp_path / "run/datasets/lock").exists())
+        [pid] = [
+            int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline")
+            if {b"export", bytes(tmp_path / "run")} <= set(_words(path))
+        ]  # fmt: skip
+        os.kill(pid, signal.SIGKILL)
+        assert learner.wait(240) == 0
+        assert actor.wait(30) == 0
+    finally:
+        for process in (learner, actor):
+            process.kill()
+            process.wait()
+    index = Index(tmp_path / "run/store/index.sqlite")
+    rows = [EpisodeInfo(*row) for row in index.catalog(0, -1)[1]]
+    index.close()
+    folders = [path.parent for path in tmp_path.glob(f"run/datasets/*/*/{shards.MANIFEST}")]
+    exported = [entry["id"] for folder in folders for entry in shards.read_manifest(folder)["episodes"]]
+    assert sorted(exported) == sorted(info.id for info in rows if info.source == "online")
+    assert sum(len(opened(folder)[0]) for folder in folders) == sum(i.steps for i in rows if i.source == "online")
+    assert len(list((tmp_path / "run/recordings").glob("*.rrd"))) == sum(info.source == "eval" for info in rows)
+
+
+def _words(path):
+    try:
+        return path.read_bytes().split(b"\0")
+    except OSError:
+        return []

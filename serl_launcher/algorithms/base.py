@@ -43,7 +43,8 @@ class Algorithm(nn.Module, ABC):
         """What to do for B observations {[B, ...]}, without a gradient.
 
         previous_action [B, A] is what the robot really did; `carry` is what the last call returned, None at an
-        episode's start; `noise` [B, *noise_shape] is used if `explore`.
+        episode's start; `noise` [B, *noise_shape] is used if `explore`, and by a policy that needs it to be at its best
+        (see Policy.mode_at_zero).
         """
 
     def set_statistics(self, mean: Mapping[str, Array], std: Mapping[str, Array]) -> None:

@@ -53,6 +53,7 @@ class SFT(Algorithm):
     def act(
         self, observation: Observation, previous_action: Tensor, carry: Carry, *, noise: Tensor, explore: bool
     ) -> tuple[Decision, Carry]:
+        noise = torch.zeros_like(noise) if self.averaged.mode_at_zero and not explore else noise
         return Decision(self.averaged.sample(observation, noise=noise.unsqueeze(0))[0]), carry
 
     def update(self, batch: Batch) -> Metrics:

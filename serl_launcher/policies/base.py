@@ -18,6 +18,7 @@ class Policy(nn.Module, ABC):
 
     inputs: tuple[str, ...]  # the observations that it reads
     horizon: int  # H, the number of actions of one decision
+    mode_at_zero = False  # noise of zeros gives the most likely action, which is what acts where nothing is explored
 
     @property
     @abstractmethod

@@ -28,6 +28,7 @@ class FlowPolicy(Policy):
     `imitates` names what a chunk is made of: `action`, or an observation with the measured positions that the robot
     reached after each of these steps (Hi-ORS: what a human does to the arm is in it, whatever channel it came by).
     For that the action must be positions, too: its names must be among that observation's; else raises ConfigError.
+    Noise chooses among the ways to do a task, and zeros lie between them: this policy always acts with noise.
     """
 
     def __init__(

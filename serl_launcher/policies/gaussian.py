@@ -23,6 +23,7 @@ class GaussianPolicy(Policy):
     """
 
     horizon = 1
+    mode_at_zero = True
 
     def __init__(
         self,

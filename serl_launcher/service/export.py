@@ -1,5 +1,5 @@
 """The export process: it turns sealed episodes into LeRobot shards, in the background, and tells the server which may
-leave the store. No torch before there is something to write.
+leave the store; and it records them for people to look at. No torch before there is something to write.
 
 `export` is the process, a client of the server like the trainer; `export_run` does the same for a run that is stopped.
 What is written, and what was when somebody killed it, is in data/shards.py.
@@ -29,6 +29,7 @@ from serl_launcher.data.index import Index
 from serl_launcher.data.layout import Layout
 from serl_launcher.data.shards import EpisodeReader, Gone, Rows
 from serl_launcher.service.plan import Plan
+from serl_launcher.utils import recording
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,13 @@ def wanted(config: DictConfig, plan: Plan) -> list[str]:
         log.warning("export: no shards are written, as %s is not installed: %s", ", ".join(lacking), INSTALL)
         return []
     return names
+
+
+def recorded(config: DictConfig) -> bool:
+    """Whether episodes are to be recorded for people to look at. Raises ConfigError for what cannot be."""
+    if config.record not in recording.EPISODES:
+        raise ConfigError(f"record={config.record}: say {', '.join(recording.EPISODES)}")
+    return config.record != "none" or config.live is not None
 
 
 class Exporter:
@@ -295,9 +303,7 @@ def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) 
 
 
 # -- the process
-def export(
-    config: DictConfig, run_dir: Path, local: str, plan: Plan, sinks: Callable[[Spec], Sequence[Sink]] | None = None
-) -> None:  # fmt: skip
+def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
     """Export until SIGTERM; then the rest, for at most FINISH_S."""
     os.nice(NICE)
     signalled: list[float] = []
@@ -307,7 +313,7 @@ def export(
         client = _Client(link)
         if (spec := client.spec(signalled)) is None:
             return
-        made = sinks(spec) if sinks else ()
+        made = [recording.Recordings(run_dir, spec, episodes=config.record, live=config.live)] * recorded(config)
         run = link.welcome.run if link.welcome else ""
         exporter = Exporter(run_dir, run, spec, plan.capacities, names, config.export.episodes, made)
         while client.step(exporter, rest=bool(signalled)):

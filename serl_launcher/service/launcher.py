@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from serl_client.console import console
 from serl_client.errors import ConfigError, RetakeError
 
 from serl_launcher.service import dataset
-from serl_launcher.service.export import FINISH_S, archived, export, wanted
+from serl_launcher.service.export import FINISH_S, archived, export, recorded, wanted
 from serl_launcher.service.plan import Plan, load_plan
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def launch(config: DictConfig) -> int:
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"the learner needs {', '.join(missing)}: run `uv sync --inexact --extra learner` here")
     plan = _plan(config)
-    imports, exports = bool(dataset.opened(plan)), bool(wanted(config, plan))
+    children = ["importer"] * bool(dataset.opened(plan)) + ["export"] * bool(wanted(config, plan) or recorded(config))
     if config.host not in LOOPBACK:
         raise ConfigError(
             f"host={config.host}: the learner listens on loopback only, as there are no keys yet. From a robot PC use "
@@ -59,7 +60,7 @@ def launch(config: DictConfig) -> int:
     with _lock(run_dir), tempfile.TemporaryDirectory(prefix="retake-") as sockets:
         _check_ports(config)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
-        return _Family(run_dir, f"ipc://{sockets}/server", imports, exports).run()
+        return _Family(run_dir, f"ipc://{sockets}/server", children, archives=bool(archived(plan))).run()
 
 
 def writable(folder: Path) -> Path:
@@ -110,11 +111,11 @@ def _lock(run_dir: Path) -> Any:
 
 
 class _Family:
-    """The children of one run; `imports`: there are datasets to be brought before it begins; `exports`: episodes are
-    brought into shards meanwhile."""
+    """The children of one run; `optional`: those of importer (there are datasets to be brought before it begins) and
+    export that it needs; `archives`: episodes stay in the store until they are exported."""
 
-    def __init__(self, run_dir: Path, local: str, imports: bool, exports: bool) -> None:
-        self._run_dir, self._local, self._imports, self._exports = run_dir, local, imports, exports
+    def __init__(self, run_dir: Path, local: str, optional: Collection[str], *, archives: bool) -> None:
+        self._run_dir, self._local, self._optional, self._archives = run_dir, local, optional, archives
         self._restarts = {name: deque[float](maxlen=RESTARTS) for name in CHILDREN}
         self._children: dict[str, subprocess.Popen] = {}
         self._signalled = False
@@ -123,7 +124,8 @@ class _Family:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "_signalled", True))
         try:
-            for name in ("server", *(["importer"] if self._imports else LEARNING), *["export"] * self._exports):
+            learning = () if "importer" in self._optional else LEARNING
+            for name in ("server", *self._optional, *learning):
                 self._start(name)
             while (status := self._look()) is None:
                 time.sleep(0.05)
@@ -142,25 +144,31 @@ class _Family:
         if self._signalled:
             return 1
         for name, child in list(self._children.items()):
-            status = child.poll()
-            if status is None:
-                continue
-            if name == "importer" and status == 0:
-                del self._children[name]
-                for other in LEARNING:
-                    self._start(other)
-                continue
-            if name == "trainer" or (status == REFUSED and name != "export"):
-                return 1 if status else 0
-            recent = self._restarts[name]
-            if len(recent) == RESTARTS and time.monotonic() - recent[0] < WITHIN_S:
-                if name == "export":
-                    continue  # shards can wait: it is started again when the minute is over
-                log.error("%s ended %d times within a minute: giving up, see above", name, RESTARTS + 1)
-                return 1
-            recent.append(time.monotonic())
-            log.warning("%s ended with status %d: starting it again", name, status)
-            self._start(name)
+            if (status := child.poll()) is not None and (over := self._ended(name, status)) is not None:
+                return over
+        return None
+
+    def _ended(self, name: str, status: int) -> int | None:
+        """Go on after a child has ended; the exit status if the run is over with it."""
+        if name == "importer" and status == 0:
+            del self._children[name]
+            for other in LEARNING:
+                self._start(other)
+            return None
+        if name == "export" and status == REFUSED and not self._archives:
+            del self._children[name]  # it has said why, and nothing needs it
+            return None
+        if name == "trainer" or status == REFUSED:
+            return 1 if status else 0
+        recent = self._restarts[name]
+        if len(recent) == RESTARTS and time.monotonic() - recent[0] < WITHIN_S:
+            if name == "export":
+                return None  # shards can wait: it is started again when the minute is over
+            log.error("%s ended %d times within a minute: giving up, see above", name, RESTARTS + 1)
+            return 1
+        recent.append(time.monotonic())
+        log.warning("%s ended with status %d: starting it again", name, status)
+        self._start(name)
         return None
 
     def _finish_export(self) -> None:
