@@ -1,5 +1,5 @@
-# Sourced with what is wanted, as uv says it (--extra learner --extra sim; nothing: a robot PC): puts .venv in place
-# with uv, which it installs when it is missing. Nothing that is installed already is removed.
+# Sourced with what is wanted, as uv says it (--extra learner --extra sim --extra data; nothing: a robot PC): puts .venv
+# in place with uv, which it installs when it is missing. Nothing that is installed already is removed.
 PATH="$PWD/.uv/bin:$PATH"
 if ! command -v uv >/dev/null; then
     python3 -m venv .uv || { echo "Python's venv module is missing: apt-get install python3-venv" >&2; exit 1; }

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -375,7 +376,7 @@ def test_after_kill_9_of_the_importer_nothing_is_doubled(tmp_path, made):
         for share in (0.2, 0.5, 0.8):
             process = subprocess.Popen(command)
             while process.poll() is None and steps(serving.run_dir) < share * 97 * 60:
-                pass
+                time.sleep(0.005)
             process.send_signal(signal.SIGKILL)
             process.wait()
             half |= any(not episode.sealed for episode in catalog(serving.run_dir))
@@ -426,8 +427,8 @@ def started(run_dir, dataset, *words):
         'plan.phases.clone.until=["updates >= 20"]', "policy.hidden=[32,32]", *words,
     ]  # fmt: skip
     return subprocess.Popen(
-        [sys.executable, ROOT / "examples/train.py", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, ROOT / "examples/train.py", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
@@ -455,8 +456,9 @@ def test_a_policy_of_what_cameras_see_is_trained_on_a_dataset(tmp_path, made):
 def test_a_killed_importer_is_started_again_and_the_policy_is_trained(tmp_path, made):
     run_dir = tmp_path / "run"
     process = started(run_dir, made["long"], "policy=flow", "plan.sources.demo.capacity=7000")
-    while not 500 < steps(run_dir):
+    while steps(run_dir) <= 500:
         assert process.poll() is None
+        time.sleep(0.01)
     os.kill(importer(run_dir), signal.SIGKILL)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
@@ -473,3 +475,42 @@ def test_a_dataset_that_is_not_there_ends_the_program_with_a_sentence(tmp_path):
     assert done.returncode == 1
     assert "nowhere holds no LeRobot dataset" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+# -- our own shards
+
+
+EXPORT = """
+import sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+from serl_launcher.service.export import export_run
+print(*export_run(Path(sys.argv[1]), 10, ["online"]), sep="\\n")
+"""
+
+
+@pytest.mark.slow
+def test_what_a_run_exported_is_the_same_in_another_run(tmp_path, spec, make_segment):
+    """Spec, steps, rewards, ends and outcomes; but the final observation of an episode that was truncated is not."""
+    store = Store.create(tmp_path / "first/store", spec, {"online": 1000})
+    store.hello("arm", "outbox", "epoch", [])
+    store.direct({"mode": "collect", "phase": "practise", "into": "online"})
+    records = [
+        make_segment("a", key=1, steps=8, ends="terminated"), Outcome("a", True),
+        make_segment("b", key=2, steps=5, ends="truncated"), Outcome("b", False),
+        make_segment("c", key=3, steps=7, ends="terminated"),
+    ]  # fmt: skip
+    for seq, record in enumerate(records):
+        store.stage("epoch", seq, record)
+    store.commit()
+    store.close()
+    done = subprocess.run([sys.executable, "-c", EXPORT, tmp_path / "first"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    shard = Dataset(Path(done.stdout.splitlines()[-1]))
+    assert shard.spec() == spec
+    with Serving(tmp_path / "second", {"demo": 1000}) as serving:
+        bring(serving, shard)
+        assert_there_once(serving.run_dir, shard)
+        there = catalog(serving.run_dir)
+    found = [(e.steps, e.success, e.terminated, e.truncated, e.final, e.reward, e.task) for e in there]
+    assert found == [(8, 1, 1, 0, 1, 28, "reach"), (5, 0, 0, 1, 0, 10, "reach"), (7, None, 1, 0, 1, 21, "reach")]

@@ -79,7 +79,8 @@ def inspect(folder: Path, frozen: int) -> Findings:
             _look(findings, episodes, spec.fps, spec.action, frozen, f"{name}: ")
     else:
         dataset = Dataset(folder)
-        _look(findings, (_of_dataset(episode) for episode in dataset), dataset.fps, None, frozen, "")
+        action = dataset.spec().action if dataset.manifest else None  # of others' the bounds are not known
+        _look(findings, (_of_dataset(episode) for episode in dataset), dataset.fps, action, frozen, "")
     return findings
 
 
@@ -122,7 +123,10 @@ def _stored(reader: EpisodeReader, spec: Spec, infos: list[EpisodeInfo]) -> Iter
 def _of_dataset(episode: lerobot.Episode) -> Recorded:
     features, length = episode.dataset.features, len(episode)
     images = {name: lambda name=name: episode.images(name) for name in episode.dataset.cameras}
-    names = {lerobot.REWARD: "reward", lerobot.TIME if lerobot.TIME in features else "timestamp": "time"}
+    names: dict[str, str] = {
+        lerobot.REWARD: "reward",
+        lerobot.TIME if lerobot.TIME in features else "timestamp": "time",
+    }
     numbers = {names.get(n, n): episode.column(n) for n in features if n not in images}
     numbers["time"] = numbers["time"].reshape(length)
     said = [name for name in lerobot.ENDS if episode.has(name)]
@@ -197,7 +201,9 @@ def _bounds(actions: Array, action: Feature | None) -> Iterator[tuple[bool, str]
 def _dimensions(actions: Array, action: Feature | None) -> Iterator[str]:
     """What is to be said of each entry of the action over all episodes [N, A]."""
     actions = actions.reshape(len(actions), -1)
-    low, high = (actions.min(0), actions.max(0)) if action is None else (action.low, action.high)
+    low, high = actions.min(0), actions.max(0)
+    if action is not None and action.low is not None and action.high is not None:
+        low, high = action.low, action.high
     for i, column in enumerate(actions.T):
         if np.ptp(column) == 0:
             yield f"action[{i}] is always {column[0]:g}"

@@ -24,6 +24,8 @@ from serl_client.errors import ConfigError
 from serl_client.recorder import segment_rows
 from serl_client.spec import DTYPES, Array, Feature, Spec
 
+from serl_launcher.data.shards import MANIFEST
+
 NEEDED = ("pyarrow", "av", "PIL")
 IMAGES = ("image", "video")
 WIDENED = 0.05  # of the range of each action, on either side: the statistics are of what happened, not of what may
@@ -78,8 +80,15 @@ class Dataset:
     def __iter__(self) -> Iterator["Episode"]:
         return (self.episode(index) for index in range(len(self.lengths)))
 
+    @cached_property
+    def manifest(self) -> dict[str, Any] | None:
+        """What a shard of ours says of itself; None: others made this."""
+        return _json(self.folder, MANIFEST) if (self.folder / MANIFEST).exists() else None
+
     def spec(self) -> Spec:
-        """What its robot saw and did; the action's bounds are a little wider than what happened."""
+        """What its robot saw and did; where others made it, the action has bounds a little wider than what happened."""
+        if self.manifest is not None:
+            return Spec.from_dict(self.manifest.get("spec", {}))
         action = self.features.get("action")
         if action is None or len(action.shape) != 1:
             raise ConfigError(f"{self.folder} has no column `action` of vectors: there is nothing to learn from it")
@@ -217,7 +226,7 @@ class Episode:
                 extras={name: array[start:stop].copy() for name, array in extras.items()},
             )  # fmt: skip
 
-    def _columns(self) -> dict[str, Array]:
+    def _columns(self) -> dict[str, Any]:
         reward = self.column(REWARD) if self.has(REWARD) else np.zeros(len(self))
         time = self.column(TIME if self.has(TIME) else "timestamp")
         return {
@@ -244,6 +253,7 @@ class Episode:
     def _video(self, name: str) -> Iterator[Array]:
         """Decoded from its first frame on, one after the other."""
         import av
+        from av.error import FFmpegError
 
         chunk, file, begin = (
             self.entry[f"videos/{name}/{what}"] for what in ("chunk_index", "file_index", "from_timestamp")
@@ -264,7 +274,7 @@ class Episode:
                         found += 1
                     elif place >= found:
                         break
-        except (av.FFmpegError, OSError) as error:
+        except (FFmpegError, OSError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
         if found < len(self):
             raise ConfigError(f"{path} has no frame {found} of {self.where}: the dataset is not whole")
@@ -297,6 +307,6 @@ def _parquet(path: Path, without: str | None = None) -> Any:
 
     try:
         names = [name for name in parquet.read_schema(path).names if not (without and name.startswith(without))]
-        return parquet.read_table(path, columns=names, partitioning=None)
+        return parquet.ParquetFile(path).read(columns=names)
     except (OSError, pa.ArrowInvalid) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Was its recording finished (finalize)?") from None

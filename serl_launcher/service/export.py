@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,6 @@ class Exporter:
         self.episodes: dict[int, EpisodeInfo] = {}
         self._readers = {n: EpisodeReader(run_dir / "store" / n, Layout(spec, c)) for n, c in capacities.items()}
         self._capacities = dict(capacities)
-        self._codec: str | bool | None = False  # not asked yet
         self._pending: dict[str, set[int]] = {name: set() for name in sources}
         self._stale: set[Path] = set()
         self._unseen: deque[int] = deque()
@@ -158,6 +158,10 @@ class Exporter:
             number for number in self._settled
             if (info := self.episodes.get(number)) is not None and info.first >= held[info.source]
         )  # fmt: skip
+
+    @cached_property
+    def _codec(self) -> str | None:
+        return shards.codec_for(self.spec)
 
     # -- doing it
     def work(self, *, rest: bool = False) -> bool:
@@ -223,9 +227,7 @@ class Exporter:
                     yield info, shards.table(info, rows, self.spec, phases)
 
         part = shard.with_name(shard.name + shards.PART)
-        if self._codec is False:
-            self._codec = shards.codec_for(self.spec)
-        codec = self._codec or None
+        codec = self._codec
         written = shards.write(part, self.spec, codec, tables())
         if not written:
             self._forget(shard, before, left_out, part)
@@ -261,7 +263,8 @@ class Exporter:
         if before:
             shards.drop(shard)
         for info, _ in left_out:
-            self._shard.pop(info.number, None), self._judged.pop(info.number, None)
+            self._shard.pop(info.number, None)
+            self._judged.pop(info.number, None)
             if info.discard:
                 self._settled.add(info.number)
 
