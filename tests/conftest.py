@@ -1,8 +1,12 @@
 """What several tests share: a small Spec, and segments whose content tells where they belong."""
 
+import os
+
 import numpy as np
 import pytest
 from serl_client import Feature, Segment, Spec, Stamp
+
+os.environ["WANDB_MODE"] = "disabled"  # the runs that tests start mirror nothing, unless they ask for it
 
 STATE, ACTION = "observation.state", 2
 

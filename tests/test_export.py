@@ -286,6 +286,9 @@ def test_a_stopped_run_is_exported_by_hand(tmp_path, blind):
         "demo/000004-000004", "online/000001-000002", "online/000003-000003"
     ]  # fmt: skip
     assert export_run(tmp_path, 2) == made
+    tool = [sys.executable, Path(__file__).resolve().parent.parent / "tools/data.py", "export", tmp_path]
+    said = subprocess.run(tool, capture_output=True, text=True)
+    assert said.stdout.split() == [str(path) for path in made], said.stderr
     with pytest.raises(ConfigError, match="has no source onlin"):
         export_run(tmp_path, 2, ["onlin"])
     with export._alone(tmp_path / "datasets"), pytest.raises(ConfigError, match="another process is writing"):

@@ -27,6 +27,11 @@ with mirrored(path, "auto"):
 """
 
 
+@pytest.fixture(autouse=True)
+def wandb_may_run(monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Looks datasets over, and merges them.
+"""Looks datasets over, merges them, and makes those of a run.
 
 check PATH           a LeRobot dataset, a shard of ours, or a run's folder: black, saturated and frozen images, ends,
                      outcomes, actions, times; the exit status is 1 when something is wrong
 merge OUT SHARD...   one LeRobot dataset of several, in that order, in the new folder OUT
+export RUN           whatever the run's store holds and no dataset yet, as LeRobot datasets under RUN/datasets/<source>
 """
 
 import argparse
@@ -22,6 +23,7 @@ from serl_client.errors import ConfigError, RetakeError
 from serl_launcher.data import shards
 from serl_launcher.data.inspection import Findings, inspect
 from serl_launcher.data.lerobot import Dataset
+from serl_launcher.service.export import export_run
 
 SHOWN = 3  # places that are named of each finding
 
@@ -35,8 +37,15 @@ def main() -> None:
     merging = commands.add_parser("merge", help="make one dataset of several")
     merging.add_argument("out", type=Path, help="the folder that is made")
     merging.add_argument("shards", type=Path, nargs="+", help="the datasets' folders")
+    exporting = commands.add_parser("export", help="make datasets of all that a run holds")
+    exporting.add_argument("run", type=Path, help="the run's folder; its learner is stopped, or exports nothing itself")
+    exporting.add_argument("--source", action="append", help="this source alone; may be said several times")
+    exporting.add_argument("--episodes", type=int, default=10, help="episodes in one dataset (10)")
     options = parser.parse_args()
     try:
+        if options.command == "export":
+            print(*export_run(options.run, max(1, options.episodes), options.source), sep="\n")
+            return
         if options.command == "check":
             findings = inspect(options.path, options.frozen)
             show(options.path, findings)

@@ -194,10 +194,10 @@ def write(
 def verify(part: Path, spec: Spec, written: Sequence[tuple[EpisodeInfo, Rows]]) -> None:
     """Open a shard with LeRobot and compare it with what was to be written: lengths, every number, and how many frames
     its videos have. Raises Mismatch."""
-    import datasets
+    from datasets import config
 
     LeRobotDataset, lengths = _lerobot(), [info.steps for info, _ in written]
-    with tempfile.TemporaryDirectory(dir=part.parent, suffix=PART) as cache, _cached_in(datasets.config, cache):
+    with tempfile.TemporaryDirectory(dir=part.parent, suffix=PART) as cache, _cached_in(config, cache):
         opened = LeRobotDataset("retake/shard", root=part)
         there = [int(episode["length"]) for episode in opened.meta.episodes]
         if (there, len(opened)) != (lengths, sum(lengths)):
@@ -229,8 +229,10 @@ def _compare(part: Path, written: Sequence[tuple[EpisodeInfo, Rows]]) -> None:
 def _frames(video: Path) -> int:
     import av
 
+    count = 0
     with av.open(str(video)) as container:
-        return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
+        count += sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
+    return count
 
 
 def _lerobot() -> Any:
@@ -282,7 +284,7 @@ def codec_for(spec: Spec) -> str | None:
 def _unfit(codec: str, spec: Spec, feature: Feature) -> str | None:
     """Why two frames of this shape cannot be encoded and decoded again; None when they can."""
     _lerobot()
-    import av
+    from av.error import FFmpegError
     from lerobot.datasets.video_utils import decode_video_frames, encode_video_frames
     from PIL import Image
 
@@ -294,7 +296,7 @@ def _unfit(codec: str, spec: Spec, feature: Feature) -> str | None:
             video = Path(folder) / "probe.mp4"
             encode_video_frames(folder, video, fps, vcodec=codec, encoder_threads=1)
             frames = decode_video_frames(video, [0.0, 1 / fps], 1e-3)
-        except (av.FFmpegError, OSError, RuntimeError, ValueError, ImportError) as error:
+        except (FFmpegError, OSError, RuntimeError, ValueError, ImportError) as error:
             return (str(error).strip() or repr(error)).splitlines()[0]
     height, width, channels = feature.shape
     return None if tuple(frames.shape) == (2, channels, height, width) else f"frames came back as {frames.shape}"

@@ -83,6 +83,8 @@ def mirrored(path: Path, mode: str | bool) -> Iterator[None]:
     """
     if mode not in MODES:
         raise ConfigError(f"wandb={mode}: say wandb=auto, offline, online or false")
+    if mode == "auto" and os.environ.get("WANDB_MODE") == "disabled":  # wandb's own way to say so
+        mode = False
     installed = _has_wandb()
     if not installed and mode:
         missing = "wandb is not installed (`. examples/install.sh --extra wandb`)"
