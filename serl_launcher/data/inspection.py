@@ -123,12 +123,8 @@ def _stored(reader: EpisodeReader, spec: Spec, infos: list[EpisodeInfo]) -> Iter
 def _of_dataset(episode: lerobot.Episode) -> Recorded:
     features, length = episode.dataset.features, len(episode)
     images = {name: lambda name=name: episode.images(name) for name in episode.dataset.cameras}
-    names: dict[str, str] = {
-        lerobot.REWARD: "reward",
-        lerobot.TIME if lerobot.TIME in features else "timestamp": "time",
-    }
-    numbers = {names.get(n, n): episode.column(n) for n in features if n not in images}
-    numbers["time"] = numbers["time"].reshape(length)
+    numbers = {name: episode.column(name) for name in features if name not in images}
+    numbers["time"] = numbers.get(lerobot.TIME, numbers["timestamp"]).reshape(length)
     said = [name for name in lerobot.ENDS if episode.has(name)]
     ends = np.any([episode.flag(name) for name in said if name != lerobot.SUCCESS] or [[False] * length], axis=0)
     ended = bool(ends[-1] or episode.flag(lerobot.SUCCESS)[-1]) if said else None
