@@ -17,6 +17,7 @@ from serl_client.spec import Spec
 
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.data.sources import Sources
+from serl_launcher.data.store import DATASET
 from serl_launcher.service.config import factory
 from serl_launcher.service.inference import InferenceServer, PolicyHost
 from serl_launcher.service.learner import Learner
@@ -159,7 +160,7 @@ def summarise(learner: Learner) -> None:
     learning = [phase.name for phase in phases if phase.actors.mode in ("collect", "teleop")]
     report.write(
         learner.run_dir / ("summary.json" if learning else "evaluation.json"),
-        env_steps=sum(episode.steps for episode in sources.episodes.values() if episode.source != "eval"),
+        env_steps=sum(e.steps for e in sources.episodes.values() if e.source != "eval" and e.phase != DATASET),
         episodes=len(curve(sources, learning)),
         updates=learner.state.updates,
         wall_s=learner.wall_s,

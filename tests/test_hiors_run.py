@@ -1,0 +1,377 @@
+"""One run of the plan hiors in its real processes, as a person lives it: takeovers in mid-chunk, hand-backs, verdicts
+that come late or are corrected, a discard; then an evaluation elsewhere. Store, views and shards are asked each time.
+
+What is compared with them is the actor's own log, the operator's verdicts, and the policy's chunks computed anew from
+the published weights.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from serl_client import messages as m
+from serl_client.controller import decision_seed
+from serl_client.link import Link
+from serl_client.spec import Spec
+
+from serl_launcher.data import shards
+from serl_launcher.data.episodes import EpisodeInfo
+from serl_launcher.data.index import Index
+from serl_launcher.data.layout import DECISION, INTERVENED, Layout
+from serl_launcher.data.sources import STRIDE, Sources
+from serl_launcher.service.config import composed
+from serl_launcher.service.inference import PolicyHost, Question
+from serl_launcher.service.training import build, plan_of
+from serl_launcher.types import Window
+
+pytestmark = [
+    pytest.mark.slow, pytest.mark.skipif(bool(shards.missing()), reason="needs the extra `data`"),
+]  # fmt: skip
+
+ROOT = Path(__file__).resolve().parent.parent
+STATE = "observation.state"
+PATIENCE = 120.0
+SOON = 30.0  # seconds within which a verdict has reached everything
+HORIZON, SHARD, EVALUATED = 8, 3, 20
+WORDS = [
+    "task=fake", "task.env.max_steps=100", "task.env.patience=3", "task.env.hold=2", "deadline_s=10", f"execute={HORIZON}",
+    "plan=hiors", "utd=6", "batch_size=64", "algo=rejection", "policy=flow", "policy.hidden=[64,64]", "policy.steps=4",
+    f"policy.horizon={HORIZON}", "checkpoint_s=1", "export.sources=all", f"export.episodes={SHARD}",
+    "+plan.sources.wrong={of:[demo],keep:[failed]}",
+    "+plan.sources.corrected={of:[online],keep:[successful],rows:intervened}",
+    'plan.phases.demonstrate.until=["demo.episodes >= 4"]', 'plan.phases.clone.until=["updates >= 30"]',
+    'plan.phases.baseline.until=["episodes >= 2"]', 'plan.phases.practise.until=["env_steps >= 500"]',
+    'plan.phases.practise.start_when="online.episodes >= 2"',
+    "plan.phases.practise.publish.every_updates=100000",  # the clone acts in all of it
+    "~plan.phases.evaluate",
+    '+plan.phases.judge={actors:{mode:idle},updates:[update],data:{wrong:1.0},until:["updates >= 3"],'
+    "on_end:[checkpoint,publish]}",  # the trainer waits in it until a demonstration is called a failure
+    f'+plan.phases.evaluate={{actors:{{mode:evaluate}},until:["episodes >= {EVALUATED}"]}}',
+    "+plan.phases.rest={actors:{mode:idle},until:[operator]}",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An episode as the store holds it."""
+
+    info: EpisodeInfo
+    steps: np.ndarray  # [T] step records
+    state: np.ndarray  # [T, 6]
+
+    @property
+    def human(self):
+        return self.steps["flags"] & INTERVENED > 0
+
+    @property
+    def decision(self):
+        return self.steps["flags"] & DECISION > 0
+
+    @property
+    def action(self):
+        return self.steps["action"]
+
+    @property
+    def proposed(self):
+        return self.steps["extras.policy_action"]
+
+    @property
+    def takeovers(self):
+        """[(first row of the operator, first row after that), ...]."""
+        found, row = [], 0
+        for is_human, members in groupby(self.human):
+            count = len(list(members))
+            found += [(row, row + count)] * bool(is_human)
+            row += count
+        return found
+
+
+class Run:
+    """The folder of a run, its learner and its actor."""
+
+    def __init__(self, run_dir):
+        self.run_dir, self.config = run_dir, composed(ROOT / "config", ["learner=true", f"run_dir={run_dir}", *WORDS])
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0)), other.bind(("127.0.0.1", 0))
+            self.ports = one.getsockname()[1], other.getsockname()[1]
+        self.processes = {}
+
+    def start(self, *words):
+        for side in ("learner", "actor"):
+            command = [
+                sys.executable, ROOT / "examples/train.py", f"{side}=true", f"run_dir={self.run_dir}",
+                f"port={self.ports[0]}", f"inference_port={self.ports[1]}", *words,
+            ]  # fmt: skip
+            with open(self.log(side), "a") as log:
+                self.processes[side] = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.run_dir.parent
+                )  # fmt: skip
+
+    def log(self, side):
+        return self.run_dir.with_name(f"{self.run_dir.name}.{side}.log")
+
+    def said(self, side):
+        return self.log(side).read_text()
+
+    def until(self, condition, seconds=PATIENCE):
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            ended = {side: process.poll() for side, process in self.processes.items()}
+            logs = [self.said(side)[-3000:] for side in self.processes]
+            assert time.monotonic() < deadline, "\n".join([f"this never happened; {ended}", *logs])
+            time.sleep(0.05)
+        return value
+
+    def reaches(self, phase, seconds=PATIENCE):
+        self.until(lambda: re.search(rf"directive \d+: {phase} ", self.said("learner")), seconds)
+
+    def ends(self):
+        """The exit statuses of programs that end by themselves."""
+        self.until(lambda: all(process.poll() is not None for process in self.processes.values()))
+        return {side: process.returncode for side, process in self.processes.items()}
+
+    def kill(self):
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    # -- what the operator does
+    def label(self, episode, verdict):
+        done = subprocess.run(
+            [sys.executable, ROOT / "tools/label.py", "--run-dir", self.run_dir, "--port", str(self.ports[0]),
+             episode, verdict], capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (0, f"{episode}: {verdict}\n"), done.stderr
+
+    def order(self, command):
+        with Link(f"tcp://127.0.0.1:{self.ports[0]}", m.Hello(m.PROTOCOL, "viewer", "operator")) as link:
+            link.call(m.Command(command), SOON)
+
+    # -- what there is
+    def index(self, ask):
+        index = Index(self.run_dir / "store/index.sqlite")
+        try:
+            return ask(index)
+        finally:
+            index.close()
+
+    @property
+    def spec(self):
+        return Spec.from_dict(self.index(lambda index: index.meta("spec")))
+
+    def catalog(self):
+        return [EpisodeInfo(*row) for row in self.index(lambda index: index.catalog(0, -1)[1])]
+
+    def episodes(self, source=None, phase=None):
+        """The episodes of a source or phase, by number; asserts that every step is there, once, and in order."""
+        there, infos = self.index(lambda index: index.sources()), self.catalog()
+        found = []
+        for name, place in there.items():
+            layout, folder = Layout(self.spec, place.capacity), self.run_dir / "store" / name
+            assert place.tail == 0
+            steps, state = layout.steps(folder)[: place.head], layout.observations(folder)[STATE]
+            assert np.array_equal(steps["number"], np.arange(place.head))
+            members = [info for info in infos if info.source == name]
+            assert Counter(steps["episode"].tolist()) == {info.number: info.steps for info in members}
+            for info in members:
+                mine = steps[steps["episode"] == info.number]
+                assert np.array_equal(mine["index"], np.arange(info.steps))
+                found.append(Stored(info, np.array(mine), np.array(state[mine["row"]])))
+        found.sort(key=lambda episode: episode.info.number)
+        return [e for e in found if source in (None, e.info.source) and phase in (None, e.info.phase)]
+
+    def drawn(self, view, count=20_000):
+        """{(source, step number): (executed action, policy_action, whether it was the operator's)} of all that a
+        trainer draws from a view of the plan."""
+        plan = plan_of(self.config, None)
+        sources = Sources(self.run_dir / "store", self.spec, plan.capacities, plan.views, seed=0)
+        sources.update(self.catalog())
+        batch = sources.sample(count, Window({STATE: (0,), "action": (0,), "policy_action": (0,)}), {view: 1.0})
+        assert batch is not None
+        names = list(sources.buffers)
+        keys = [(names[step // STRIDE], step % STRIDE) for step in batch.step_id.tolist()]
+        columns = (batch.action[:, 0], batch.extras["policy_action"][:, 0], batch.intervened[:, 0])
+        rows = zip(*(column.numpy() for column in columns), strict=True)
+        found = {key: tuple(row) for key, row in zip(keys, rows, strict=True)}
+        assert len(found) == sources.size(view)[0]
+        return found
+
+    def manifests(self):
+        """{shard: what its manifest says}; one that is replaced meanwhile is there in its old or its new version."""
+        folders = [path.parent for path in self.run_dir.glob(f"datasets/*/[0-9]*/{shards.MANIFEST}")]
+        return {path: shards.read_manifest(path) for path in sorted(folders) if path.suffix != shards.PART}
+
+    def exported(self):
+        """{episode: (shard, version, success)} of what is in shards; asserts that it is there once."""
+        entries = [
+            (entry["id"], (shard, manifest["version"], entry["success"]))
+            for shard, manifest in self.manifests().items() for entry in manifest["episodes"]
+        ]  # fmt: skip
+        assert len(dict(entries)) == len(entries)
+        return dict(entries)
+
+    def all_whole_shards(self):
+        """Whether all that fills a shard is in one."""
+        there, sealed = self.exported(), [info for info in self.catalog() if info.sealed and not info.discard]
+        waiting = Counter(info.source for info in sealed if info.id not in there)
+        return all(count < SHARD for count in waiting.values())
+
+
+def assert_shards_hold_what_the_store_holds(run):
+    """Opened with LeRobot's own reader."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    stored = {episode.info.id: episode for episode in run.episodes()}
+    for shard, manifest in run.manifests().items():
+        dataset = LeRobotDataset("local/shard", root=shard)
+        members = [stored[entry["id"]] for entry in manifest["episodes"]]
+        assert [int(e["length"]) for e in dataset.meta.episodes] == [e.info.steps for e in members]
+        assert len(dataset) == sum(e.info.steps for e in members)
+        table = dataset.hf_dataset.with_format("arrow")[:].to_pydict()
+        for name, column in {
+            STATE: "state", "action": "action", "policy_action": "proposed", "intervened": "human",
+            "decision": "decision",
+        }.items():  # fmt: skip
+            expected = np.concatenate([getattr(e, column) for e in members])
+            assert np.array_equal(np.array(table[name]).reshape(expected.shape), expected), (shard, name)
+        outcome = [-1 if e.info.success is None else int(bool(e.info.success)) for e in members for _ in e.steps]
+        assert np.array(table["outcome"]).reshape(-1).tolist() == outcome
+        ends = [i + 1 == e.info.steps and bool(e.info.success) for e in members for i in range(e.info.steps)]
+        assert np.array(table["next.success"]).reshape(-1).tolist() == ends
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet(tmp_path_factory):
+    """LeRobot asks nobody, and keeps its copies out of the user's home."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        shards._lerobot()
+        import datasets
+
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run after its practice: it waits for the operator, who has judged nothing yet."""
+    made = Run(tmp_path_factory.mktemp("hiors") / "run")
+    try:
+        made.start(*WORDS)
+        made.reaches("judge")
+        shutil.copytree(made.run_dir / "weights", made.run_dir.with_name("weights"))  # the run keeps the two newest
+        made.until(made.all_whole_shards)
+        yield made
+    finally:
+        made.kill()
+
+
+def test_the_store_says_of_each_row_who_moved_it_as_the_actors_log_does(run):
+    told = re.findall(r"(\S+), row (\d+): the operator (takes over|hands back)", run.said("actor"))
+    practised = run.episodes(phase="practise")
+    kept = []
+    for episode in practised:
+        for begin, end in episode.takeovers:
+            kept.append((episode.info.id, str(begin), "takes over"))
+            kept += [(episode.info.id, str(end), "hands back")] * (end < episode.info.steps)
+        assert episode.human.sum() == episode.info.intervened
+        assert not episode.human.all()
+    assert sorted(told) == sorted(kept)
+    assert sum(begin > 0 for episode in practised for begin, _ in episode.takeovers) >= 10
+    assert any(episode.info.success for episode in practised)
+    for episode in run.episodes(source="demo"):
+        assert episode.human.all()
+        assert not episode.decision.any()
+        assert episode.info.success
+    for episode in run.episodes(source="eval"):
+        assert not episode.human.any()
+        assert np.array_equal(np.flatnonzero(episode.decision), np.arange(0, episode.info.steps, HORIZON))
+
+
+def test_a_takeover_drops_the_rest_of_a_chunk_and_the_policy_begins_anew_after_the_hand_back(run):
+    """Every row of the policy is that row of the chunk which the weights that acted give at its last decision."""
+    versions = {entry["version"]: entry["sha256"] for entry in run.index(lambda index: index.weights(10))}
+    host = PolicyHost(build(run.config, run.spec), run.spec, "cpu")
+    dropped = continued = 0
+    for episode in run.episodes(phase="practise"):
+        (version,) = set(episode.steps["weights"].tolist())
+        if version != host.version:
+            host.load(version, run.run_dir.with_name("weights") / f"{versions[version]}.safetensors")
+        asked, chunk = 0, np.zeros((0, 2))
+        after_human = False
+        for row, state in enumerate(episode.state):
+            if episode.human[row]:
+                assert not episode.decision[row]
+                if not after_human:  # what the policy proposed, also where it is not what was done
+                    if row - asked < len(chunk):
+                        assert_close(episode.proposed[row], chunk[row - asked])
+                        dropped += 1
+                    left, after_human = chunk[row - asked :], True
+                    asked = row
+            elif after_human and episode.human[row - 1]:  # the hand has let go in this row: the robot holds
+                assert not episode.decision[row]
+                assert not episode.action[row].any()
+            else:
+                assert episode.decision[row] or not after_human
+                if after_human and row - asked < len(left):
+                    assert np.abs(episode.action[row] - left[row - asked]).max() > 1e-3
+                    continued += 1
+                if episode.decision[row]:
+                    asked, after_human = row, False
+                    ask = m.Ask(row, decision_seed(episode.info.id, row), True, True, {STATE: state})
+                    chunk = host.answer([Question(b"", ask)])[0].arrays["action"]
+                assert_close(episode.action[row], chunk[row - asked])
+                assert np.array_equal(episode.proposed[row], episode.action[row])
+    assert dropped >= 10, "takeovers in mid-chunk"
+    assert continued >= 3, "hand-backs at a time when the chunk before the takeover would still have had rows"
+
+
+def assert_close(one, other):
+    np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_the_views_hold_what_worked_and_what_the_operator_moved(run):
+    assert_views(run)
+    assert run.drawn("corrected")
+
+
+def assert_views(run):
+    """The plan's views hold the rows of the successful episodes, and of those the operator's, as the store has them."""
+    stored = run.episodes()
+    won = [
+        e for e in stored
+        if e.info.source in ("demo", "online") and e.info.success and not e.info.discard and e.info.steps >= 3
+    ]  # fmt: skip
+    everything = {
+        (e.info.source, int(number)): (action, proposed, human)
+        for e in won
+        for number, action, proposed, human in zip(e.steps["number"], e.action, e.proposed, e.human, strict=True)
+    }
+    corrections = {key: row for key, row in everything.items() if key[0] == "online" and row[2]}
+    for view, expected in (("success", everything), ("corrected", corrections)):
+        drawn = run.drawn(view)
+        assert drawn.keys() == expected.keys()
+        for key, row in drawn.items():
+            assert all(np.array_equal(one, other) for one, other in zip(row, expected[key], strict=True))
+
+
+def test_the_shards_are_the_store_while_the_run_goes_on(run):
+    assert run.processes["learner"].poll() is None
+    assert {manifest["version"] for manifest in run.manifests().values()} == {1}
+    assert {path.parent.name for path in run.manifests()} == {"demo", "online"}
+    assert_shards_hold_what_the_store_holds(run)
