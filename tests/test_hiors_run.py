@@ -5,8 +5,6 @@ What is compared with them is the actor's own log, the operator's verdicts, and 
 the published weights.
 """
 
-import json
-import os
 import re
 import shutil
 import socket
@@ -15,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -292,6 +290,7 @@ def test_the_store_says_of_each_row_who_moved_it_as_the_actors_log_does(run):
         assert episode.human.sum() == episode.info.intervened
         assert not episode.human.all()
     assert sorted(told) == sorted(kept)
+    assert not any(e.decision[e.human].any() for e in practised)
     assert sum(begin > 0 for episode in practised for begin, _ in episode.takeovers) >= 10
     assert any(episode.info.success for episode in practised)
     for episode in run.episodes(source="demo"):
@@ -307,38 +306,35 @@ def test_a_takeover_drops_the_rest_of_a_chunk_and_the_policy_begins_anew_after_t
     """Every row of the policy is that row of the chunk which the weights that acted give at its last decision."""
     versions = {entry["version"]: entry["sha256"] for entry in run.index(lambda index: index.weights(10))}
     host = PolicyHost(build(run.config, run.spec), run.spec, "cpu")
-    dropped = continued = 0
+    dropped = anew = 0
     for episode in run.episodes(phase="practise"):
         (version,) = set(episode.steps["weights"].tolist())
-        if version != host.version:
-            host.load(version, run.run_dir.with_name("weights") / f"{versions[version]}.safetensors")
-        asked, chunk = 0, np.zeros((0, 2))
-        after_human = False
-        for row, state in enumerate(episode.state):
-            if episode.human[row]:
-                assert not episode.decision[row]
-                if not after_human:  # what the policy proposed, also where it is not what was done
-                    if row - asked < len(chunk):
-                        assert_close(episode.proposed[row], chunk[row - asked])
-                        dropped += 1
-                    left, after_human = chunk[row - asked :], True
-                    asked = row
-            elif after_human and episode.human[row - 1]:  # the hand has let go in this row: the robot holds
-                assert not episode.decision[row]
-                assert not episode.action[row].any()
-            else:
-                assert episode.decision[row] or not after_human
-                if after_human and row - asked < len(left):
-                    assert np.abs(episode.action[row] - left[row - asked]).max() > 1e-3
-                    continued += 1
-                if episode.decision[row]:
-                    asked, after_human = row, False
-                    ask = m.Ask(row, decision_seed(episode.info.id, row), True, True, {STATE: state})
-                    chunk = host.answer([Question(b"", ask)])[0].arrays["action"]
-                assert_close(episode.action[row], chunk[row - asked])
-                assert np.array_equal(episode.proposed[row], episode.action[row])
+        host.load(version, run.run_dir.with_name("weights") / f"{versions[version]}.safetensors")
+        takeovers = [(-1, -1), *episode.takeovers, (episode.info.steps, episode.info.steps)]
+        rest, rest_from = np.zeros((0, 2)), 0  # what the takeover left of a chunk, and for which row it was
+        for (_, let_go), (end, _) in pairwise(takeovers):
+            begin = let_go + 1  # in the row before, the hand has let go and nobody was asked: the robot holds
+            if 0 <= let_go < end:
+                assert not episode.decision[let_go] and not episode.action[let_go].any()
+            decisions = list(range(begin, end, HORIZON))
+            assert np.flatnonzero(episode.decision[let_go + 1 : end]).tolist() == [row - begin for row in decisions]
+            planned = np.concatenate([np.zeros((0, 2)), *(chunk(host, episode, row) for row in decisions)])
+            assert_close(episode.action[begin:end], planned[: max(0, end - begin)])
+            if begin < end and begin - rest_from < len(rest):
+                assert np.abs(episode.action[begin] - rest[begin - rest_from]).max() > 1e-3
+                anew += 1
+            rest, rest_from = planned[max(0, end - begin) :], end
+            if len(rest) and end < episode.info.steps:
+                assert_close(episode.proposed[end], rest[0])
+                dropped += 1
     assert dropped >= 10, "takeovers in mid-chunk"
-    assert continued >= 3, "hand-backs at a time when the chunk before the takeover would still have had rows"
+    assert anew >= 3, "hand-backs where the chunk before the takeover still had rows"
+
+
+def chunk(host, episode, row):
+    """The actions [H, A] that the policy gives for a row."""
+    ask = m.Ask(row, decision_seed(episode.info.id, row), True, True, {STATE: episode.state[row]})
+    return host.answer([Question(b"", ask)])[0].arrays["action"]
 
 
 def assert_close(one, other):
@@ -373,5 +369,57 @@ def assert_views(run):
 def test_the_shards_are_the_store_while_the_run_goes_on(run):
     assert run.processes["learner"].poll() is None
     assert {manifest["version"] for manifest in run.manifests().values()} == {1}
-    assert {path.parent.name for path in run.manifests()} == {"demo", "online"}
+    assert {path.parent.name for path in run.manifests()} >= {"demo", "online"}
     assert_shards_hold_what_the_store_holds(run)
+
+
+def test_late_verdicts_arrive_in_store_views_and_shards_within_seconds(run):
+    first, *_, last = [e.info.id for e in run.episodes(source="demo")]  # exported, and not exported yet
+    won = [e.info.id for e in run.episodes(source="online") if e.info.success and e.info.id in run.exported()]
+    thrown, doubted, restored = won[0], won[1], won[-1]
+    before, sizes = run.exported(), {name: run.drawn(name) for name in ("success", "corrected")}
+    assert last not in before
+    assert (run.processes["learner"].poll(), "directive" in run.said("learner")) == (None, True)
+
+    run.label(last, "failure")
+    run.reaches("evaluate", SOON)  # the trainer drew from the view of failed demonstrations, which was empty
+    run.reaches("rest")
+    run.label(thrown, "discard")
+    for episode, verdict in ((first, "failure"), (doubted, "failure"), (restored, "failure"), (restored, "success")):
+        run.label(episode, verdict)
+    told = {last: (False, False), thrown: (None, True), first: (False, False), doubted: (False, False),
+            restored: (True, False)}  # fmt: skip
+
+    stored = {e.info.id: e.info for e in run.episodes()}
+    for episode, verdict in told.items():
+        assert (stored[episode].success, stored[episode].discard, stored[episode].judge) == (*verdict, "operator")
+    assert_views(run)
+    gone = {number for e in run.episodes() if e.info.id in told and e.info.id != restored
+            for number in ((e.info.source, int(n)) for n in e.steps["number"])}  # fmt: skip
+    for name, size in sizes.items():
+        assert run.drawn(name).keys() == size.keys() - gone
+    assert size.keys() & gone
+
+    expected = {first: False, doubted: False, restored: True}
+    run.until(lambda: all(_judged(run, e) == success for e, success in expected.items()), SOON)
+    run.until(lambda: thrown not in run.exported() and run.all_whole_shards(), SOON)
+    after = run.exported()
+    changed = {before[episode][0] for episode in (first, thrown, doubted)}
+    for shard, manifest in run.manifests().items():
+        touched = shard in changed | {before[restored][0]}
+        assert (manifest["version"] >= 2) == touched
+        assert [entry["id"] for entry in manifest["left_out"]] == ([thrown] if shard == before[thrown][0] else [])
+    assert before.keys() - after.keys() == {thrown}
+    assert all(after[episode][0] == before[episode][0] for episode in before if episode != thrown)
+    assert_shards_hold_what_the_store_holds(run)
+
+
+def _judged(run, episode):
+    return run.exported()[episode][2]
+
+
+@pytest.fixture(scope="module")
+def finished(run):
+    """The run after the operator's last word; (its folder's run, the exit statuses)."""
+    run.reaches("rest") if "rest" in run.said("learner") else run.order("next")
+    return run

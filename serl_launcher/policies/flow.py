@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
-from torch import Tensor, nn
+from torch import Tensor
 
 from serl_launcher.networks.mlp import ActionScale, mlp
 from serl_launcher.networks.vision import ObservationEncoder
