@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from serl_launcher.networks.augment import Augment, coloured, shifted
 from serl_launcher.networks.mlp import StateEncoder
-from serl_launcher.networks.vision import ObservationEncoder, spatial_features
+from serl_launcher.networks.vision import ImageTrunk, ObservationEncoder
 from serl_launcher.service import weights
 from serl_launcher.service.inference import PolicyHost, Question
 from serl_launcher.types import Batch
@@ -138,13 +138,10 @@ def test_channels_that_cannot_be_grouped_are_refused(spec, channels):
         ObservationEncoder(spec, cameras="all", channels=channels)
 
 
-def test_a_spatial_feature_says_where_and_how_much():
-    maps = torch.zeros(1, 2, 5, 9)
-    maps[0, 0, 4, 2] = 100.0
-    row, column, mean = spatial_features(maps).view(3, 2)
-    torch.testing.assert_close(row, torch.tensor([1.0, 0.0]))
-    torch.testing.assert_close(column, torch.tensor([-0.5, 0.0]))
-    torch.testing.assert_close(mean, torch.tensor([100 / 45, 0.0]))
+@pytest.mark.parametrize(("shape", "size"), [((64, 64, 3), 4 * 4 * 16), ((50, 33, 1), 4 * 3 * 16)])
+def test_a_trunk_takes_images_of_any_shape_and_says_how_much_it_makes_of_them(shape, size):
+    trunk = ImageTrunk(shape, [8, 8, 16, 16])
+    assert trunk(torch.zeros(2, *shape, dtype=torch.uint8)).shape == (2, trunk.size) == (2, size)
 
 
 # -- augmentation

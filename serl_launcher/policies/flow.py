@@ -31,6 +31,8 @@ class FlowPolicy(Policy):
     Noise chooses among the ways to do a task, and zeros lie between them: this policy always acts with noise.
     """
 
+    frequencies: Tensor
+
     def __init__(
         self,
         spec: Spec,

@@ -43,8 +43,8 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
 def _remembered(config: DictConfig) -> list[str]:
     """The words that the run folder of this config keeps."""
     kept = Path(str(config.run_dir)) / "config.yaml"
-    saved = OmegaConf.load(kept) if config.learner and kept.is_file() else {}
-    return list(saved.get("remembered", []))
+    saved = OmegaConf.load(kept) if config.learner and kept.is_file() else OmegaConf.create()
+    return list(OmegaConf.select(saved, "remembered", default=[]))
 
 
 def _key(word: str) -> str:
