@@ -5,6 +5,7 @@ What is compared with them is the actor's own log, the operator's verdicts, and 
 the published weights.
 """
 
+import json
 import re
 import shutil
 import socket
@@ -42,9 +43,11 @@ ROOT = Path(__file__).resolve().parent.parent
 STATE = "observation.state"
 PATIENCE = 120.0
 SOON = 30.0  # seconds within which a verdict has reached everything
+VIEWS = ("success", "corrected")
 HORIZON, SHARD, EVALUATED = 8, 3, 20
 WORDS = [
-    "task=fake", "task.env.max_steps=100", "task.env.patience=3", "task.env.hold=2", "deadline_s=10", f"execute={HORIZON}",
+    "task=fake", "task.env.max_steps=100", "task.env.patience=3", "task.env.hold=2", "deadline_s=10",
+    f"execute={HORIZON}",  # rows, the whole chunk
     "plan=hiors", "utd=6", "batch_size=64", "algo=rejection", "policy=flow", "policy.hidden=[64,64]", "policy.steps=4",
     f"policy.horizon={HORIZON}", "checkpoint_s=1", "export.sources=all", f"export.episodes={SHARD}",
     "+plan.sources.wrong={of:[demo],keep:[failed]}",
@@ -54,7 +57,7 @@ WORDS = [
     'plan.phases.practise.start_when="online.episodes >= 2"',
     "plan.phases.practise.publish.every_updates=100000",  # the clone acts in all of it
     "~plan.phases.evaluate",
-    '+plan.phases.judge={actors:{mode:idle},updates:[update],data:{wrong:1.0},until:["updates >= 3"],'
+    '+plan.phases.judge={actors:{mode:idle},updates:[update],data:{wrong:1.0},until:["updates >= 3",operator],'
     "on_end:[checkpoint,publish]}",  # the trainer waits in it until a demonstration is called a failure
     f'+plan.phases.evaluate={{actors:{{mode:evaluate}},until:["episodes >= {EVALUATED}"]}}',
     "+plan.phases.rest={actors:{mode:idle},until:[operator]}",
@@ -86,6 +89,11 @@ class Stored:
         return self.steps["extras.policy_action"]
 
     @property
+    def keys(self):
+        """[(source, number of a step), ...]"""
+        return [(self.info.source, number) for number in self.steps["number"].tolist()]
+
+    @property
     def takeovers(self):
         """[(first row of the operator, first row after that), ...]."""
         found, row = [], 0
@@ -106,8 +114,9 @@ class Run:
             self.ports = one.getsockname()[1], other.getsockname()[1]
         self.processes = {}
 
-    def start(self, *words):
-        for side in ("learner", "actor"):
+    def start(self, learner, actor):
+        """Both sides, with these words."""
+        for side, words in (("learner", learner), ("actor", actor)):
             command = [
                 sys.executable, ROOT / "examples/train.py", f"{side}=true", f"run_dir={self.run_dir}",
                 f"port={self.ports[0]}", f"inference_port={self.ports[1]}", *words,
@@ -212,11 +221,8 @@ class Run:
         return {path: shards.read_manifest(path) for path in sorted(folders) if path.suffix != shards.PART}
 
     def exported(self):
-        """{episode: (shard, version, success)} of what is in shards; asserts that it is there once."""
-        entries = [
-            (entry["id"], (shard, manifest["version"], entry["success"]))
-            for shard, manifest in self.manifests().items() for entry in manifest["episodes"]
-        ]  # fmt: skip
+        """{episode: (its shard, the manifest's entry)}; asserts that each is in one shard, once."""
+        entries = [(e["id"], (shard, e)) for shard, made in self.manifests().items() for e in made["episodes"]]
         assert len(dict(entries)) == len(entries)
         return dict(entries)
 
@@ -270,7 +276,7 @@ def run(tmp_path_factory):
     """A run after its practice: it waits for the operator, who has judged nothing yet."""
     made = Run(tmp_path_factory.mktemp("hiors") / "run")
     try:
-        made.start(*WORDS)
+        made.start(WORDS, WORDS)
         made.reaches("judge")
         shutil.copytree(made.run_dir / "weights", made.run_dir.with_name("weights"))  # the run keeps the two newest
         made.until(made.all_whole_shards)
@@ -315,14 +321,14 @@ def test_a_takeover_drops_the_rest_of_a_chunk_and_the_policy_begins_anew_after_t
         for (_, let_go), (end, _) in pairwise(takeovers):
             begin = let_go + 1  # in the row before, the hand has let go and nobody was asked: the robot holds
             if 0 <= let_go < end:
-                assert not episode.decision[let_go] and not episode.action[let_go].any()
+                assert not episode.decision[let_go]
+                assert not episode.action[let_go].any()
             decisions = list(range(begin, end, HORIZON))
             assert np.flatnonzero(episode.decision[let_go + 1 : end]).tolist() == [row - begin for row in decisions]
             planned = np.concatenate([np.zeros((0, 2)), *(chunk(host, episode, row) for row in decisions)])
             assert_close(episode.action[begin:end], planned[: max(0, end - begin)])
             if begin < end and begin - rest_from < len(rest):
-                assert np.abs(episode.action[begin] - rest[begin - rest_from]).max() > 1e-3
-                anew += 1
+                anew += np.abs(episode.action[begin] - rest[begin - rest_from]).max() > 1e-3
             rest, rest_from = planned[max(0, end - begin) :], end
             if len(rest) and end < episode.info.steps:
                 assert_close(episode.proposed[end], rest[0])
@@ -353,13 +359,9 @@ def assert_views(run):
         e for e in stored
         if e.info.source in ("demo", "online") and e.info.success and not e.info.discard and e.info.steps >= 3
     ]  # fmt: skip
-    everything = {
-        (e.info.source, int(number)): (action, proposed, human)
-        for e in won
-        for number, action, proposed, human in zip(e.steps["number"], e.action, e.proposed, e.human, strict=True)
-    }
+    everything = {key: row for e in won for key, *row in zip(e.keys, e.action, e.proposed, e.human, strict=True)}
     corrections = {key: row for key, row in everything.items() if key[0] == "online" and row[2]}
-    for view, expected in (("success", everything), ("corrected", corrections)):
+    for view, expected in zip(VIEWS, (everything, corrections), strict=True):
         drawn = run.drawn(view)
         assert drawn.keys() == expected.keys()
         for key, row in drawn.items():
@@ -375,51 +377,106 @@ def test_the_shards_are_the_store_while_the_run_goes_on(run):
 
 def test_late_verdicts_arrive_in_store_views_and_shards_within_seconds(run):
     first, *_, last = [e.info.id for e in run.episodes(source="demo")]  # exported, and not exported yet
-    won = [e.info.id for e in run.episodes(source="online") if e.info.success and e.info.id in run.exported()]
+    before, drawn = run.exported(), {view: run.drawn(view) for view in VIEWS}
+    won = [e.info.id for e in run.episodes(source="online") if e.info.success and e.info.id in before]
     thrown, doubted, restored = won[0], won[1], won[-1]
-    before, sizes = run.exported(), {name: run.drawn(name) for name in ("success", "corrected")}
+    assert first in before
     assert last not in before
-    assert (run.processes["learner"].poll(), "directive" in run.said("learner")) == (None, True)
 
     run.label(last, "failure")
-    run.reaches("evaluate", SOON)  # the trainer drew from the view of failed demonstrations, which was empty
+    run.reaches("evaluate", SOON)  # the trainer found what to train on in the view of failed demonstrations
     run.reaches("rest")
-    run.label(thrown, "discard")
-    for episode, verdict in ((first, "failure"), (doubted, "failure"), (restored, "failure"), (restored, "success")):
+    for episode, verdict in (
+        (thrown, "discard"), (first, "failure"), (doubted, "failure"), (restored, "failure"), (restored, "success"),
+    ):  # fmt: skip
         run.label(episode, verdict)
-    told = {last: (False, False), thrown: (None, True), first: (False, False), doubted: (False, False),
-            restored: (True, False)}  # fmt: skip
 
-    stored = {e.info.id: e.info for e in run.episodes()}
-    for episode, verdict in told.items():
-        assert (stored[episode].success, stored[episode].discard, stored[episode].judge) == (*verdict, "operator")
+    verdicts = {last: False, first: False, doubted: False, restored: True, thrown: None}
+    infos = {info.id: info for info in run.catalog()}
+    for episode, success in verdicts.items():
+        judged = infos[episode].success, infos[episode].discard, infos[episode].judge
+        assert judged == (success, episode == thrown, "operator")
     assert_views(run)
-    gone = {number for e in run.episodes() if e.info.id in told and e.info.id != restored
-            for number in ((e.info.source, int(n)) for n in e.steps["number"])}  # fmt: skip
-    for name, size in sizes.items():
-        assert run.drawn(name).keys() == size.keys() - gone
-    assert size.keys() & gone
+    gone = {key for e in run.episodes() if e.info.id in {last, first, doubted, thrown} for key in e.keys}
+    for view in VIEWS:
+        assert run.drawn(view).keys() == drawn[view].keys() - gone
+        assert drawn[view].keys() & gone
 
-    expected = {first: False, doubted: False, restored: True}
-    run.until(lambda: all(_judged(run, e) == success for e, success in expected.items()), SOON)
-    run.until(lambda: thrown not in run.exported() and run.all_whole_shards(), SOON)
+    run.until(lambda: thrown not in (now := run.exported()) and all(
+        now[e][1]["success"] == verdicts[e] and now[e][1]["judge"] == "operator" for e in (first, doubted, restored)
+    ), SOON)  # fmt: skip
+    run.until(run.all_whole_shards)
     after = run.exported()
-    changed = {before[episode][0] for episode in (first, thrown, doubted)}
-    for shard, manifest in run.manifests().items():
-        touched = shard in changed | {before[restored][0]}
-        assert (manifest["version"] >= 2) == touched
-        assert [entry["id"] for entry in manifest["left_out"]] == ([thrown] if shard == before[thrown][0] else [])
-    assert before.keys() - after.keys() == {thrown}
-    assert all(after[episode][0] == before[episode][0] for episode in before if episode != thrown)
+    assert {e: shard for e, (shard, _) in after.items() if e in before} == {
+        e: shard for e, (shard, _) in before.items() if e != thrown
+    }  # fmt: skip
+    touched = {before[e][0] for e in (thrown, first, doubted, restored)}
+    for shard, made in run.manifests().items():
+        assert (made["version"] > 1) == (shard in touched)
+        assert [e["id"] for e in made["left_out"]] == [thrown] * (shard == before[thrown][0])
     assert_shards_hold_what_the_store_holds(run)
-
-
-def _judged(run, episode):
-    return run.exported()[episode][2]
 
 
 @pytest.fixture(scope="module")
 def finished(run):
-    """The run after the operator's last word; (its folder's run, the exit statuses)."""
-    run.reaches("rest") if "rest" in run.said("learner") else run.order("next")
-    return run
+    """(The run after the operator has let it end, the exit statuses.)"""
+    if "rest idle" not in run.said("learner"):
+        run.order("next")
+        run.reaches("rest")
+    run.order("next")
+    return run, run.ends()
+
+
+def test_at_the_end_everything_is_there_once(finished):
+    run, statuses = finished
+    assert statuses == {"learner": 0, "actor": 0}
+    assert not [line for side in statuses for line in run.said(side).splitlines() if "Traceback" in line]
+    stored = run.episodes()
+    names = [e.info.id for e in stored]
+    assert sorted(int(name.rpartition("-")[2]) for name in names) == list(range(len(names)))
+    assert all(e.info.sealed for e in stored)
+    exported = run.exported()
+    assert exported.keys() == {e.info.id for e in stored if not e.info.discard}
+    for info in run.catalog():
+        entry = exported[info.id][1] if info.id in exported else shards._entry(info)
+        assert shards.judged(entry) == shards.mark(info)
+    assert_shards_hold_what_the_store_holds(run)
+    assert not list(run.run_dir.glob(f"datasets/*/*{shards.PART}"))
+    assert not list(run.run_dir.glob("actors/*/outbox/*.records"))
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    practised = [e for e in stored if e.info.phase == "practise" and e.info.final]
+    assert summary["assisted"] == sum(e.human.any() for e in practised)
+    assert summary["env_steps"] == sum(e.info.steps for e in stored if e.info.source != "eval")
+    assert summary["eval"]["episodes"] == summary["eval"]["distinct_starts"] == EVALUATED
+
+
+def test_an_evaluation_elsewhere_runs_the_same_weights_and_finds_the_same_number(finished, tmp_path):
+    """The folder is copied to another machine, but for what its actors kept; where it was is not there any more."""
+    here, _ = finished
+    there, moved = Run(tmp_path / "elsewhere"), here.run_dir.with_name("moved")
+    shutil.copytree(here.run_dir, there.run_dir, ignore=shutil.ignore_patterns("actors"))
+    here.run_dir.rename(moved)
+    try:
+        there.start(
+            ["plan=evaluate", f'plan.phases.evaluate.until=["episodes >= {EVALUATED}"]'],
+            ["task=fake", "task.env.max_steps=100"],
+        )
+        assert there.ends() == {"learner": 0, "actor": 0}, there.said("learner")
+    finally:
+        there.kill()
+        moved.rename(here.run_dir)
+    summary, evaluation = (
+        json.loads((there.run_dir / name).read_text())["eval"] for name in ("summary.json", "evaluation.json")
+    )
+    assert evaluation["weights_sha256"] == summary["weights_sha256"]
+    low, high = summary["wilson95"]
+    assert low <= evaluation["success"] <= high
+    assert evaluation["episodes"] == evaluation["distinct_starts"] == EVALUATED
+    known = {e.info.id for e in here.episodes()}
+    new = [e for e in there.episodes(source="eval") if e.info.id not in known]
+    assert sum(bool(e.info.success) for e in new[:EVALUATED]) == evaluation["success"] * EVALUATED
+    published = {entry["version"]: entry["sha256"] for entry in there.index(lambda index: index.weights(100))}
+    versions = {version for e in new for version in e.steps["weights"].tolist()}
+    assert {published[version] for version in versions} == {summary["weights_sha256"]}
+    starts = {e.state[0].tobytes() for e in new}
+    assert not starts & {e.state[0].tobytes() for e in here.episodes()}, "on starts that nothing has seen"

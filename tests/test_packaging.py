@@ -99,9 +99,15 @@ def test_every_task_yaml_fits_what_it_makes(name):
     factory(config, "task.env")
 
 
+def test_a_plan_may_choose_its_algorithm_and_a_word_still_wins(tmp_path):
+    words = ["learner=true", f"run_dir={tmp_path}", "plan=hiors"]
+    assert composed(CONFIG, words).remembered == ["algo=rejection", "policy=flow"]
+    assert composed(CONFIG, [*words, "algo=sft"]).remembered == ["algo=sft", "policy=flow"]
+
+
 def test_a_run_folder_remembers_what_policy_and_algorithm_it_was_begun_with(tmp_path):
     words = ["learner=true", f"run_dir={tmp_path}"]
-    begun = composed(CONFIG, [*words, "plan=sft", "algo=rejection", "policy=flow", "policy.horizon=6", "seed=4"])
+    begun = composed(CONFIG, [*words, "plan=sft", "policy.horizon=6", "seed=4"])
     OmegaConf.save(begun, tmp_path / "config.yaml")
     again = composed(CONFIG, [*words, "plan=evaluate", "policy.horizon=12"])
     assert (again.policy.horizon, again.policy.steps) == (12, begun.policy.steps)

@@ -541,7 +541,7 @@ def test_an_unknown_command_is_refused() -> None:
 
 # -- the files
 BASE = """
-defaults: [plan: quickstart, _self_]
+defaults: [algo: any, policy: any, plan: quickstart, _self_]
 utd: 2
 updates: [update_critic, update]
 max_env_steps: 20000
@@ -549,7 +549,6 @@ phase: null
 learner: false
 run_dir: runs/test
 remembered: []
-algo: {_target_: collections.OrderedDict}
 task: {has_operator: true}
 """
 
@@ -559,6 +558,9 @@ def config(tmp_path: Path) -> Path:
     """A config folder with the plans as they are and a stand-in for the rest; its algorithm has `update` alone."""
     shutil.copytree(ROOT / "config" / "plan", tmp_path / "plan")
     (tmp_path / "base.yaml").write_text(BASE)
+    for path in ("algo/any.yaml", "algo/rejection.yaml", "policy/any.yaml", "policy/flow.yaml"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("_target_: collections.OrderedDict")
     return tmp_path
 
 

@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError
 from yaml import YAMLError
@@ -35,9 +35,7 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
     place = _composed(folder, [word for word in words if _group(word) not in REMEMBERED])
     said = {_key(word) for word in words}
     remembered = [word for word in _remembered(place) if said.isdisjoint((_key(word), _group(word)))]
-    config = _composed(folder, [*remembered, *words])
-    config.remembered = [word for word in [*remembered, *words] if _group(word) in REMEMBERED]
-    return config
+    return _composed(folder, [*remembered, *words])
 
 
 def _remembered(config: DictConfig) -> list[str]:
@@ -69,7 +67,11 @@ def _composed(folder: Path, words: Sequence[str]) -> DictConfig:
             for override in overrides:
                 if override not in chosen:
                     _check(override, defaults)
-            config = compose("base", list(words))
+            config = compose("base", list(words), return_hydra_config=True)
+        taken = [f"{group}={config.hydra.runtime.choices[group]}" for group in REMEMBERED]
+        with open_dict(config):
+            del config.hydra
+        config.remembered = [*taken, *(word for word in words if _group(word) in REMEMBERED and word not in taken)]
         for name in _missing(OmegaConf.to_container(config)):
             raise ConfigError(f"{name} has no value: say {name}=...")
         OmegaConf.resolve(config)

@@ -60,6 +60,7 @@ def launch(config: DictConfig) -> int:
     with _lock(run_dir), tempfile.TemporaryDirectory(prefix="retake-") as sockets:
         _check_ports(config)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
+        log.info("in %s: %s", run_dir, " ".join(config.remembered))
         return _Family(run_dir, f"ipc://{sockets}/server", children, archives=bool(archived(plan))).run()
 
 

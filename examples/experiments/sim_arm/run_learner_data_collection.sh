@@ -1,2 +1,2 @@
 #!/usr/bin/env bash
-exec "$(dirname "$0")/run_learner.sh" plan=collect algo=rejection policy=flow export.sources=all "$@"
+exec "$(dirname "$0")/run_learner.sh" plan=collect export.sources=all "$@"

@@ -1,2 +1,2 @@
 #!/usr/bin/env bash
-exec "$(dirname "$0")/run_learner.sh" plan=hiors algo=rejection policy=flow export.sources=all record=eval "$@"
+exec "$(dirname "$0")/run_learner.sh" plan=hiors export.sources=all record=eval "$@"

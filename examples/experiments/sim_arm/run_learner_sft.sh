@@ -1,2 +1,2 @@
 #!/usr/bin/env bash
-exec "$(dirname "$0")/run_learner.sh" plan=sft algo=rejection policy=flow record=eval "$@"
+exec "$(dirname "$0")/run_learner.sh" plan=sft record=eval "$@"
