@@ -1,7 +1,9 @@
 """The console: who drives is its first word, in large on a terminal, and it changes at once."""
 
 import io
+import logging
 import re
+import threading
 import time
 
 from serl_client.console import COLOURS, Console, Watch
@@ -60,3 +62,35 @@ def test_a_takeover_is_seen_within_a_tick_and_not_with_the_next_second():
             while [seen for seen in terminal.words if seen in COLOURS][-1:] != [word]:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
+
+
+def test_a_terminal_that_takes_nothing_delays_nobody_who_logs():
+    class Stalled(Terminal):
+        def write(self, text):
+            assert goes_on.wait(30)
+            return super().write(text)
+
+    goes_on, terminal, log = threading.Event(), Stalled(), logging.getLogger("stalled")
+    shown = Console("arm", terminal)
+    log.addHandler(shown)
+    try:
+        with Watch(shown, lambda: {"phase": "practise"}):
+            for row in range(2000):
+                log.warning("row %d", row)
+            goes_on.set()
+        log.warning("afterwards")
+    finally:
+        log.removeHandler(shown)
+    lines = re.findall(r"^\[arm\] (.*)$", terminal.getvalue(), re.MULTILINE)
+    assert lines[-2:] == ["row 1999", "afterwards"]
+    assert len(lines) <= 2000
+
+
+def test_a_terminal_that_is_gone_is_no_error():
+    class Gone(Terminal):
+        def write(self, text):
+            raise OSError(5, "Input/output error")
+
+    with Watch(Console("arm", Gone()), lambda: {"phase": "practise"}, lambda: "POLICY"):
+        time.sleep(0.1)
+    Console("arm", Gone()).show({"phase": "practise"})

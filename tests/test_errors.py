@@ -165,6 +165,11 @@ def test_a_wrong_word_is_one_sentence(main, words, sentences):
     assert [sentence for sentence in sentences if sentence not in said] == [], said
 
 
+def test_the_words_that_the_comments_of_the_yamls_name_are_taken():
+    config = composed(ROOT / "config", ["execute=null", "wandb=false", "task=sim_arm", "task.cameras=auto"])
+    assert (config.execute, config.wandb, config.task.env.cameras) == (None, False, "auto")
+
+
 def test_a_broken_yaml_is_named(tmp_path):
     shutil.copytree(ROOT / "config", tmp_path / "config")
     (tmp_path / "config" / "task" / "mine.yaml").write_text("name: [mine")

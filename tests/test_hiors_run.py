@@ -44,7 +44,7 @@ STATE = "observation.state"
 PATIENCE = 120.0
 SOON = 30.0  # seconds within which a verdict has reached everything
 VIEWS = ("success", "corrected")
-HORIZON, SHARD, EVALUATED = 8, 3, 20
+HORIZON, SHARD, EVALUATED = 8, 8, 20
 WORDS = [
     "task=fake", "task.env.max_steps=100", "task.env.patience=3", "task.env.hold=2", "deadline_s=10",
     f"execute={HORIZON}",  # rows, the whole chunk
@@ -52,7 +52,7 @@ WORDS = [
     f"policy.horizon={HORIZON}", "checkpoint_s=1", "export.sources=all", f"export.episodes={SHARD}",
     "+plan.sources.wrong={of:[demo],keep:[failed]}",
     "+plan.sources.corrected={of:[online],keep:[successful],rows:intervened}",
-    'plan.phases.demonstrate.until=["demo.episodes >= 4"]', 'plan.phases.clone.until=["updates >= 30"]',
+    'plan.phases.demonstrate.until=["demo.episodes >= 42"]', 'plan.phases.clone.until=["updates >= 20"]',
     'plan.phases.baseline.until=["episodes >= 2"]', 'plan.phases.practise.until=["env_steps >= 500"]',
     'plan.phases.practise.start_when="online.episodes >= 2"',
     "plan.phases.practise.publish.every_updates=100000",  # the clone acts in all of it

@@ -383,6 +383,19 @@ def at_keys(terminal, monkeypatch):
         yield (lambda typed: os.write(terminal[0], typed)), teleop, pass_time
 
 
+def test_what_was_pressed_while_nobody_read_moves_nothing(at_keys):
+    press, teleop, pass_time = at_keys
+    teleop.reset(0, demonstrate=False)
+    press(b"ig")
+    pass_time(5)  # on its way home
+    assert teleop.read() is None
+    press(b"i")
+    assert teleop.read().tolist() == [0.5, 0, 0, 0]
+    press(b"ktt")
+    pass_time(5)  # a pause, in which the toggle counts
+    assert teleop.read().tolist() == [0, 0, 0, 0]
+
+
 def test_a_motion_key_takes_over_moves_for_a_moment_and_then_the_robot_holds(at_keys):
     press, teleop, pass_time = at_keys
     assert teleop.read() is None

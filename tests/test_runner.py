@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -253,6 +254,38 @@ def test_a_key_between_two_episodes_corrects_the_one_before(spec):
     assert [len(episode) for episode in client.episodes] == [13, 13]
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_verdict_that_finds_no_row_to_go_with_is_recorded_all_the_same(spec, interrupted):
+    env, client = TinyEnv(spec, length=100), FakeClient(spec)
+    keys = Keys({5: ["pause"], 8: ["failure"]})  # all five rows are pushed by then
+
+    def end():
+        if interrupted:
+            raise KeyboardInterrupt
+        client.direct("stop", number=99, boundary="now")
+
+    client.script["wait 8"] = end
+    with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+        run(env, client, operator=keys)
+    assert [len(segment) for segment in client.segments] == [5]
+    assert client.outcomes == [Outcome(client.segments[0].episode, False, by="operator")]
+
+
+def test_a_verdict_before_the_first_row_is_about_the_episode_before(spec):
+    class Silent(RandomPolicy):
+        def act(self, observation, *, step, **rest):
+            asked.append(step)
+            return None if 13 < len(asked) < 20 else super().act(observation, step=step, **rest)
+
+    asked, client, keys = [], FakeClient(spec), Keys({18: ["failure"]})
+    run(TinyEnv(spec), client, Silent(spec, 0), operator=keys)
+    first, second = client.episodes
+    assert len(second) == 13
+    assert client.outcomes == [
+        Outcome(first.episode, True), Outcome(first.episode, False, by="operator"), Outcome(second.episode, True)
+    ]  # fmt: skip
+
+
 def test_pause_holds_the_robot_between_two_steps_and_begins_anew_after_it(spec):
     env, client, asked = TinyEnv(spec), FakeClient(spec), []
 
@@ -391,14 +424,14 @@ def test_an_environment_that_fails_leaves_a_truncated_episode_and_a_stopped_robo
     assert env.stops >= 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_a_truncated_episode_and_a_stopped_robot(spec, number):
     env, client = TinyEnv(spec), FakeClient(spec)
     client.script = {1: lambda: os.kill(os.getpid(), number)}
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
     with pytest.raises(KeyboardInterrupt):
         run(env, client)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)] == before
     assert env.stops >= 1
     (episode,) = client.episodes
     rows = len(episode)

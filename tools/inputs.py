@@ -5,8 +5,13 @@ tools/inputs.py --run-dir RUN [--source NAME] [--fold held_out] [--windows N]
 
 One batch is drawn from successful episodes, by default those of the evaluations, on which nothing trains. The newest
 published weights say their loss of imitation for it: as it is, then with one input after the other shuffled among the
-windows of the batch, with the same noise and times. An input that the policy does not look at leaves the loss as it is.
-Another source, and --fold held_out, tell of new data only where the plan kept those episodes out of training.
+windows of the batch, with the same noise and times. An input that the policy does not look at leaves the loss as it is;
+so does one of two that show the same.
+
+Evaluations hold what the policy itself drew. Demonstrations that it never saw say more; the finished run takes them in:
+    run_learner.sh run_dir=RUN plan=collect '+plan.sources.check={capacity: 2000}' \\
+        plan.phases.demonstrate.actors.into=check 'plan.phases.demonstrate.until=["check.episodes >= 25"]'
+and then --source check. With --fold held_out the source must be one that the plan trains on by `fold: train` alone.
 """
 
 import argparse

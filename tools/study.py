@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Which part of Hi-ORS does the work? Four ways to practise from one weak clone, on the simulated arm, by seed.
+"""Which part of Hi-ORS does the work? Five ways to practise from one weak clone, on the simulated arm, by seed.
 
 For each seed: a few demonstrations; a clone of them, stopped at the first count of updates (in steps of --rung) whose
 unassisted success lies within --band; then, from copies of that run, the same number of updates
@@ -7,6 +7,7 @@ unassisted success lies within --band; then, from copies of that run, the same n
     no interventions  the same, and nobody takes over
     human rows only   on the demonstrations and the rows that the human drove
     unfiltered        on all episodes, failures too, and demonstrations
+    neither           nobody takes over, and all episodes count
 with an evaluation on 50 distinct starts after each quarter. Every run is the product itself: a learner and an actor on
 loopback. Writes results.json and curves.png into --out, and prints the table; runs that are there are not repeated.
 """
@@ -25,11 +26,13 @@ TRAIN = [sys.executable, str(Path(__file__).resolve().parent.parent / "examples"
 EVALUATED = 50  # episodes
 EVALUATE = f"actors: {{mode: evaluate}}, until: ['episodes >= {EVALUATED}']"
 QUARTERS = 4
+RESULTS = ("metrics.jsonl", "summary.json", "evaluation.json")  # of a run: they say that it has ended
 WAYS = {  # name: (the data of an update, whether the operator takes over)
     "hi-ors": ("{success: 0.5, demo: 0.5}", True),
     "no interventions": ("{success: 0.5, demo: 0.5}", False),
     "human rows only": ("{human: 0.5, demo: 0.5}", True),
     "unfiltered": ("{online: 0.5, demo: 0.5}", True),
+    "neither": ("{online: 0.5, demo: 0.5}", False),
 }
 
 
@@ -59,15 +62,16 @@ def run(folder: Path, *words: str) -> None:
 def copied(source: Path, folder: Path) -> Path:
     """A copy of a run, from which another one goes on."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("actors"))
-    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("actors", *RESULTS))
     return folder
 
 
 def successes(folder: Path) -> list[int]:
     """How many of the evaluated episodes succeeded, for each evaluation in order."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["successes"] for line in lines if line["kind"] == "evaluation"]
+    evaluations = [line for line in lines if line["kind"] == "evaluation"]
+    assert all(line["distinct_starts"] == EVALUATED for line in evaluations), f"{folder}: starts were repeated"
+    return [line["successes"] for line in evaluations]
 
 
 def clone(folder: Path, seed: int, options: argparse.Namespace) -> tuple[Path, int, int]:
@@ -137,7 +141,7 @@ def main() -> None:
     parser.add_argument("--demonstrations", type=int, default=3, help="episodes by the scripted operator")
     parser.add_argument("--rung", type=int, default=25, help="updates between two evaluations of the clone")
     parser.add_argument("--band", type=float, nargs=2, default=[0.2, 0.5], help="success of the clone to start from")
-    parser.add_argument("--updates", type=int, default=1200, help="of practice, for each way")
+    parser.add_argument("--updates", type=int, default=2400, help="of practice, for each way")
     options = parser.parse_args()
     results: dict[str, dict[str, list[int]]] = {}
     for seed in options.seeds:

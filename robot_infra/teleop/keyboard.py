@@ -28,6 +28,7 @@ ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*([@-~])|O([@-~]))")  # what arrows 
 UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|O)?\Z")  # the rest of it comes with the next reading
 
 HELD = 0.15  # seconds that a motion key counts as held: several periods of a terminal's key repeat
+STALE = 1.0  # seconds between two readings, after which a motion key was not meant for now: a pause, the way home
 SPEED = 0.5  # of the robot's bounds, while a motion key is held
 BACKLOG = 256  # motion keys that nobody has asked for
 
@@ -95,8 +96,8 @@ class KeyboardTeleop:
     """Moves a robot by its terminal's keys: x, y, z and gripper of an ee_delta action, as far as it has them.
 
     A motion key takes the robot over and moves it while the key is held, the gripper until the other gripper key; with
-    no key held the robot holds. TOGGLE takes it over without a motion, and hands it back. Raises ConfigError for an
-    action with other entries.
+    no key held the robot holds. TOGGLE takes it over without a motion, and hands it back. Of what was pressed while
+    nobody read (a pause, the way home) only TOGGLE counts. Raises ConfigError for an action with other entries.
     """
 
     space = "ee_delta"
@@ -109,15 +110,18 @@ class KeyboardTeleop:
         self._keyboard, self._action = keyboard, action
         self._drives = False
         self._pressed: dict[str, tuple[int, float]] = {}  # entry: (direction, until when)
+        self._read_at = 0.0
 
     def reset(self, seed: int, *, demonstrate: bool = True) -> None:
         self._keyboard.motions()  # meant for the episode before
-        self._drives, self._pressed = demonstrate, {}
+        self._drives, self._pressed, self._read_at = demonstrate, {}, time.monotonic()
 
     def read(self) -> Array | None:
         now = time.monotonic()
+        is_stale, self._read_at = now - self._read_at > STALE, now
         for key in self._keyboard.motions():
-            self._press(key, now)
+            if key == TOGGLE or not is_stale:
+                self._press(key, now)
         if not self._drives:
             return None
         assert self._action.low is not None

@@ -88,15 +88,14 @@ def _sources(run: Path) -> Iterator[tuple[str, Spec, Iterator[Recorded]]]:
     index = Index(run / "store/index.sqlite")
     try:
         spec, sources = Spec.from_dict(index.meta("spec")), index.sources()
-        infos, revision = {}, 0
-        while rows := index.catalog(revision, 1000)[1]:
-            revision = index.catalog(revision, 1000)[0]
-            infos |= {info.number: info for info in (EpisodeInfo(*row) for row in rows)}
+        _, rows = index.catalog(0, -1)
+        infos = [EpisodeInfo(*row) for row in rows]
     finally:
         index.close()
     for source in sources.values():
-        reader = EpisodeReader(run / "store" / source.name, Layout(spec, source.capacity))
-        held = [info for info in infos.values() if info.source == source.name and info.first >= source.tail]
+        layout = Layout(spec, source.capacity)
+        reader = EpisodeReader(run / "store" / source.name, layout, (source.tail, source.head))
+        held = [info for info in infos if info.source == source.name and info.first >= source.tail]
         yield source.name, spec, _stored(reader, spec, sorted(info for info in held if not info.discard))
 
 

@@ -24,7 +24,7 @@ from serl_client.errors import ConfigError
 from serl_client.recorder import segment_rows
 from serl_client.spec import DTYPES, Array, Feature, Spec
 
-from serl_launcher.data.shards import MANIFEST
+from serl_launcher.data.shards import MANIFEST, column
 
 NEEDED = ("pyarrow", "av", "PIL")
 IMAGES = ("image", "video")
@@ -107,16 +107,21 @@ class Dataset:
         """What keeps its episodes out of a run with this Spec; empty if nothing does."""
         wrong = [f"its rate is {self.fps:g} fps, the run's {spec.fps:g}"] * (self.fps != spec.fps)
         for name, theirs in {**spec.observation, "action": spec.action}.items():
-            mine = self.features.get(name)
+            mine = self.features.get(self.called(name, spec))
             if mine is None:
                 wrong.append(f"it has no {name}")
-            elif mine.shape != theirs.shape:
+            elif mine.shape != (theirs.shape or (1,)):
                 wrong.append(f"its {name} is {list(mine.shape)}, the run's {list(theirs.shape)}")
             elif not np.can_cast(mine.dtype, theirs.dtype, "same_kind"):
                 wrong.append(f"its {name} is {mine.dtype}, the run's {theirs.dtype}")
             elif mine.names and theirs.names and mine.names != theirs.names:
                 wrong.append(f"its {name} holds {', '.join(mine.names)}, the run's {', '.join(theirs.names)}")
         return "; ".join(wrong)
+
+    def called(self, name: str, spec: Spec) -> str:
+        """What a feature of a run's Spec is called here: in a shard of ours it may have had to change its name."""
+        changed = column(name, spec)
+        return changed if changed in self.features else name
 
     @property
     def cameras(self) -> list[str]:
@@ -206,8 +211,11 @@ class Episode:
         a reward that is no number, and for images that are not there."""
         count, length, task, ends = segment_rows(spec), len(self), self.task, self.terminated
         cameras = {name: self.images(name) for name in self.dataset.cameras if name in spec.observation}
-        vectors = {name: self.column(name) for name in spec.observation if name not in cameras}
-        extras = {name: self._extra(name, feature) for name, feature in spec.extras.items()}
+        vectors = {
+            name: self.column(self.dataset.called(name, spec)).reshape(length, *feature.shape)
+            for name, feature in spec.observation.items() if name not in cameras
+        }  # fmt: skip
+        extras = {name: self._extra(self.dataset.called(name, spec), feature) for name, feature in spec.extras.items()}
         action, columns = self.column("action"), self._columns()
         if not (np.isfinite(action).all() and np.isfinite(columns["reward"]).all()):
             raise ConfigError(f"{self.where} has an action or a reward that is no number: tools/data.py check finds it")
@@ -236,10 +244,10 @@ class Episode:
 
     def _extra(self, name: str, feature: Feature) -> Array:
         """[T, *shape] of what a row has besides; zeros where the dataset has no such column."""
-        shape, found = (len(self), *feature.shape), next(filter(self.has, (f"extras.{name}", name)), None)
-        if found is None or math.prod(self.dataset.features[found].shape) != math.prod(feature.shape):
+        shape = (len(self), *feature.shape)
+        if not self.has(name) or math.prod(self.dataset.features[name].shape) != math.prod(feature.shape):
             return np.zeros(shape, feature.dtype)
-        return self.column(found).reshape(shape).astype(feature.dtype)
+        return self.column(name).reshape(shape).astype(feature.dtype)
 
     def _stills(self, name: str) -> Iterator[Array]:
         from PIL import Image

@@ -67,20 +67,23 @@ def missing() -> list[str]:
 
 
 class EpisodeReader:
-    """Reads whole episodes of one source from the files that the server writes."""
+    """Reads whole episodes of one source from the files that the server writes.
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        self.layout = layout
+    `committed`: (tail, head) of the index; what is published may be older where a server died and none came after it.
+    """
+
+    def __init__(self, folder: Path, layout: Layout, committed: tuple[int, int] = (0, 0)) -> None:
+        self.layout, self._committed = layout, committed
         self._published, self._steps = published(folder), layout.steps(folder)
         self._observations = layout.observations(folder)
 
     @property
     def tail(self) -> int:
-        return int(self._published[0])
+        return max(int(self._published[0]), self._committed[0])
 
     @property
     def head(self) -> int:
-        return int(self._published[1])
+        return max(int(self._published[1]), self._committed[1])
 
     def rows(self, info: EpisodeInfo) -> Rows:
         """{name: [T, ...]} of all that the store holds of a sealed episode: observations (T + 1 of them when it has a
@@ -130,8 +133,11 @@ def cameras(spec: Spec) -> list[str]:
     ]  # fmt: skip
 
 
-def column(name: str) -> str:
-    """What a feature of the Spec is called in a shard: the same, unless LeRobot or we need that name."""
+def column(name: str, spec: Spec) -> str:
+    """What a feature of the Spec is called in a shard: the same, unless LeRobot or we need that name; what has "image"
+    in it must be one there."""
+    if name not in cameras(spec):
+        name = name.replace("image", "picture")
     name = name.replace("/", ".")
     return f"extras.{name}" if name in RESERVED else name
 
@@ -152,7 +158,7 @@ def table(info: EpisodeInfo, rows: Rows, spec: Spec, phases: Sequence[str]) -> R
     for name in [*spec.observation, "action", *spec.extras]:
         array = rows[name][:length]
         array = array.astype(WIDER.get(array.dtype.name, array.dtype), copy=False)
-        made[column(name)] = array.reshape(length, 1) if array.ndim == 1 else array
+        made[column(name, spec)] = array.reshape(length, 1) if array.ndim == 1 else array
     return made
 
 
@@ -163,7 +169,7 @@ def features(spec: Spec, kind: str) -> dict[str, dict[str, Any]]:
     for name, feature in {**spec.observation, "action": spec.action, **spec.extras}.items():
         names = ("height", "width", "channels") if name in seen else feature.names
         dtype = kind if name in seen else WIDER.get(feature.dtype, feature.dtype)
-        described[column(name)] = {"dtype": dtype, "shape": feature.shape or (1,), "names": list(names) or None}
+        described[column(name, spec)] = {"dtype": dtype, "shape": feature.shape or (1,), "names": list(names) or None}
     described |= {name: {"dtype": f.dtype, "shape": f.shape, "names": None} for name, f in COLUMNS.items()}
     return described
 
@@ -178,7 +184,7 @@ def write(
         "retake/shard", _fps(spec), features(spec, "video" if codec else "image"), root=part,
         use_videos=codec is not None, vcodec=codec or CODECS[0], encoder_threads=1,
     )  # fmt: skip
-    images, written = {column(name) for name in cameras(spec)}, []
+    images, written = {column(name, spec) for name in cameras(spec)}, []
     for info, columns in episodes:
         for step in range(info.steps):
             dataset.add_frame({name: array[step] for name, array in columns.items()} | {"task": info.task})
@@ -207,8 +213,8 @@ def verify(part: Path, spec: Spec, written: Sequence[tuple[EpisodeInfo, Rows]]) 
             row = opened[index]
             for name in cameras(spec):
                 height, width, channels = spec.observation[name].shape
-                if tuple(row[column(name)].shape) != (channels, height, width):
-                    raise Mismatch(f"{part}: frame {index} of {name} is {tuple(row[column(name)].shape)}")
+                if (shape := tuple(row[column(name, spec)].shape)) != (channels, height, width):
+                    raise Mismatch(f"{part}: frame {index} of {name} is {shape}")
         for key in opened.meta.video_keys:
             videos = {part / opened.meta.get_video_file_path(i, key) for i in range(len(lengths))}
             if (frames := sum(map(_frames, videos))) != sum(lengths):
@@ -403,10 +409,11 @@ def rows_of(shard: Path, entry: int, info: EpisodeInfo, spec: Spec) -> Rows:
 
     episode = Dataset(shard).episode(entry)
     images = set(cameras(spec))
-    rows = {name: np.stack(list(episode.images(column(name)))) for name in images}
+    rows = {name: np.stack(list(episode.images(column(name, spec)))) for name in images}
     for name, feature in {**spec.observation, "action": spec.action, **spec.extras}.items():
         if name not in images:
-            rows[name] = episode.column(column(name)).astype(feature.dtype).reshape(info.steps, *feature.shape)
+            stored = episode.column(column(name, spec)).astype(feature.dtype)
+            rows[name] = stored.reshape(info.steps, *feature.shape)
     named = {"reward": "next.reward", "terminated": "next.terminated", "truncated": "next.truncated"}
     same = ("intervened", "decision", "time", "weights", "directive")
     return rows | {name: episode.column(named.get(name, name)).reshape(-1) for name in (*named, *same)}

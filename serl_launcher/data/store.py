@@ -82,6 +82,7 @@ class Store:
         }
         self.archived = frozenset(archived) & frozenset(self.sources)
         self._kept = {name: self._first_kept(name) for name in self.archived}
+        self.released = False  # since somebody last set it so: whether what was Full may find room now
         self._clear()
         self._publish()
 
@@ -156,7 +157,7 @@ class Store:
         """Take a record into the current group; False when it is there already. Not durable before commit().
 
         Raises Gap when an earlier record is missing, Refused (and stages nothing) when the record is wrong, and Full
-        (and stages nothing) when it has to wait for the export.
+        (and stages nothing of it) when it has to wait for the export, until `released` says that it may come again.
         """
         state = self.epochs[epoch]
         if seq < state.expected:
@@ -173,17 +174,14 @@ class Store:
 
     def _stage_segment(self, state: Epoch, segment: Segment) -> None:
         source = self._checked(state, segment)
+        if segment.start == 0 and (left := self._open.pop(state.epoch, None)):
+            self._seal_cut(left)  # even if this segment has to wait: what is open is never exported
         self._wait_for_archive(source, segment)
         nbytes = sum(array.nbytes for array in segment.observation.values())
         full = self._staged[source.name].steps + len(segment) > source.capacity // 2
         if full or self._staged_bytes + nbytes > GROUP_BYTES:
             self.commit()
-        episode = self._open.get(state.epoch)
-        if segment.start == 0:
-            if episode is not None:
-                self._seal_cut(episode)
-            episode = self._begin(state, source, segment)
-        assert episode is not None
+        episode = self._open[state.epoch] if segment.start else self._begin(state, source, segment)
         group = self._staged[source.name]
         group.segments.append((segment, replace(episode)))
         group.steps += len(segment)
@@ -264,6 +262,7 @@ class Store:
         self.index.add_archived(episodes)
         self.commit()
         self._kept = {name: self._first_kept(name) for name in self.archived}
+        self.released = True
 
     def _first_kept(self, source: str) -> tuple[int, int, str] | None:
         return self.index.first_kept(source, self.sources[source].tail)
@@ -271,24 +270,25 @@ class Store:
     def _wait_for_archive(self, source: Source, segment: Segment) -> None:
         """Raise Full when this segment needs the place of an episode that is kept.
 
-        A new episode begins only while half of the source is free of them, so that those that are open can end. An
-        open episode that fills the whole source by itself cannot be waited for: it goes, and the log says so.
+        A new episode begins only while they take no more than half of the source, so that those that are open can end.
+        When the oldest is open and the source is full, its own next step would wait for its own end: it goes, and the
+        log says so.
         """
         kept = self._kept.get(source.name)
         if kept is None:
             return
         first, first_row, id = kept
         files, group = self._files[source.name].layout, self._staged[source.name]
-        share = 1 if segment.start else 2
-        steps = source.head + group.steps + len(segment) - first
-        rows = source.row_head + group.rows + len(segment) + segment.ends - first_row
-        if steps <= files.capacity // share and rows <= files.rows // share:
+        steps, rows = source.head + group.steps - first, source.row_head + group.rows - first_row
+        is_crowded = segment.start == 0 and (steps > files.capacity // 2 or rows > files.rows // 2)
+        fits = steps + len(segment) <= files.capacity and rows + len(segment) + segment.ends <= files.rows
+        if fits and not is_crowded:
             return
         if id != segment.episode:
             is_open = any(episode.id == id for episode in self._open.values())
             why = "is still open: its actor has to go on, or to start again" if is_open else "waits for its export"
             raise Full(f"source {source.name} is full, and its episode {id} {why}")
-        log.warning("%s alone is longer than source %s: it leaves the store without an archive", id, source.name)
+        log.warning("%s is too long for source %s: it leaves the store without an archive", id, source.name)
         self.commit()  # so that the index knows every episode
         episode = self._find(id)
         self.archive([episode.number] if episode else [])

@@ -22,6 +22,7 @@ from yaml import YAMLError
 from serl_launcher.service.plan import known
 
 REMEMBERED = ("algo", "policy")  # groups whose words a run folder keeps
+ALSO = {"execute": None, "wandb": False, "task.cameras": "auto"}  # what they take besides their default's kind
 NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the environment")  # lines that help nobody
 
 
@@ -145,7 +146,7 @@ def _unknown(override: Override, part: str, node: DictConfig, where: str) -> str
 
 def _check_kind(override: Override, default: Any) -> None:
     value = override.value()
-    if isinstance(value, str) and "${" in value:
+    if (isinstance(value, str) and "${" in value) or ALSO.get(override.key_or_group, ...) == value:
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, bool):

@@ -28,7 +28,7 @@ from serl_launcher.data import shards
 from serl_launcher.data.episodes import EpisodeInfo
 from serl_launcher.data.index import Index
 from serl_launcher.data.layout import Layout
-from serl_launcher.data.shards import EpisodeReader, Gone, Rows
+from serl_launcher.data.shards import EpisodeReader, Gone, Mismatch, Rows
 from serl_launcher.service.plan import Plan
 from serl_launcher.utils import recording
 
@@ -38,7 +38,7 @@ SOURCES = ("archived", "all")
 INSTALL = "run `uv sync --inexact --extra data` here"
 NICE = 10
 POLL_S = 0.25
-RETRY_S = 5.0  # after a full disk
+RETRY_S = 5.0  # after a full disk, or a shard that differs from the store
 FINISH_S = 60.0  # how long the end of a run waits for the rest
 MOST_TOLD = 500  # episodes in one message
 NO_COMMANDS = 1 << 53  # the operator's commands are the trainer's business
@@ -85,22 +85,26 @@ class Exporter:
 
     `capacities` are those of all physical sources, `sources` those to be exported; `count` episodes make a shard. Each
     sink is called once in the life of this object for every sealed episode of any source: sink(info, rows, spec), where
-    rows() reads them from the store, and raises Gone; what it made in an earlier life it finds itself.
+    rows() reads them from the store, and raises Gone; what it made in an earlier life it finds itself. `committed`
+    {source: (tail, head)}: for a run without a server, what its index says.
     """
 
     def __init__(
         self, run_dir: Path, run: str, spec: Spec, capacities: Mapping[str, int], sources: Iterable[str], count: int,
-        sinks: Sequence[Sink] = (),
+        sinks: Sequence[Sink] = (), committed: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.run, self.spec, self.count, self.sinks = run_dir / "datasets", run, spec, count, list(sinks)
         self.episodes: dict[int, EpisodeInfo] = {}
-        self._readers = {n: EpisodeReader(run_dir / "store" / n, Layout(spec, c)) for n, c in capacities.items()}
+        self._readers = {
+            name: EpisodeReader(run_dir / "store" / name, Layout(spec, capacity), (committed or {}).get(name, (0, 0)))
+            for name, capacity in capacities.items()
+        }
         self._capacities = dict(capacities)
         self._pending: dict[str, set[int]] = {name: set() for name in sources}
         self._stale: set[Path] = set()
         self._unseen: deque[int] = deque()
         self._phases: dict[str, int] = {}  # phase -> its first episode
-        self._settled: set[int] = set()
+        self._settled: set[int] = set()  # what may leave the store, and nobody was told
         self._shard: dict[int, Path] = {}  # episode -> its shard
         self._judged: dict[int, tuple[Any, ...]] = {}  # episode -> how, in that shard
         shards.clean(self.folder)
@@ -152,12 +156,16 @@ class Exporter:
 
     @property
     def settled(self) -> list[int]:
-        """The numbers of the episodes that the store still holds and that may leave it."""
+        """The numbers of the episodes that the store still holds and that may leave it, until they are `told`."""
         held = {name: reader.tail for name, reader in self._readers.items()}
         return sorted(
             number for number in self._settled
             if (info := self.episodes.get(number)) is not None and info.first >= held[info.source]
         )  # fmt: skip
+
+    def told(self) -> None:
+        """The store knows durably what is `settled`."""
+        self._settled = {number for number in self._settled if number not in self.episodes}
 
     @cached_property
     def _codec(self) -> str | None:
@@ -178,7 +186,10 @@ class Exporter:
                 return True
         if self._stale:
             shard = min(self._stale)
-            self._rewrite(shard)
+            try:
+                self._rewrite(shard)
+            except ConfigError as error:  # somebody has taken it away
+                log.warning("export: what was judged anew stays as it was: %s", error)
             self._stale.discard(shard)
             return True
         return False
@@ -197,8 +208,13 @@ class Exporter:
                 sink(info, lambda: self._readers[info.source].rows(info), self.spec)
             except Gone:
                 log.info("%s left the store before it was recorded", info.id)
+            except OSError as error:
+                log.warning("export: %s is not recorded: %s", info.id, error)
             except RetakeError as error:
                 log.warning("export: %s; episodes are not recorded any more", error)
+                self.sinks.remove(sink)
+            except Exception:  # pictures for people must not keep episodes in the store
+                log.exception("export: %s cannot be recorded; episodes are not recorded any more", info.id)
                 self.sinks.remove(sink)
 
     def _write(self, shard: Path, source: str, numbers: Sequence[int]) -> None:
@@ -296,7 +312,8 @@ def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) 
         if unknown := set(sources or ()) - set(there):
             raise ConfigError(f"{run_dir} has no source {', '.join(sorted(unknown))}; there are {', '.join(there)}")
         run, spec = index.meta("run"), Spec.from_dict(index.meta("spec"))
-        exporter = Exporter(run_dir, run, spec, there, sources or there, count)
+        committed = {name: (source.tail, source.head) for name, source in index.sources().items()}
+        exporter = Exporter(run_dir, run, spec, there, sources or there, count, committed=committed)
         _, rows = index.catalog(0, -1)
         index.close()
         exporter.take(rows)
@@ -334,8 +351,7 @@ class _Client:
     def __init__(self, link: Link) -> None:
         self.link = link
         self._revision = 0
-        self._told: set[int] = set()
-        self._next_beat = 0.0
+        self._next_beat = self._next_hear = 0.0
 
     def spec(self, stopping: Sequence[float]) -> Spec | None:
         """The run's Spec, as soon as the first actor has brought it; None when the run ends before."""
@@ -353,14 +369,16 @@ class _Client:
         while self.link.receive() is not None:
             pass
         try:
-            self._hear(exporter)
+            if rest or time.monotonic() >= self._next_hear:
+                self._hear(exporter)
+                self._next_hear = time.monotonic() + POLL_S
             worked = exporter.work(rest=rest)
             self._tell(exporter)
         except (Timeout, Disconnected, ServerFailed) as error:
             log.info("waiting for the server: %s", error)
             time.sleep(POLL_S)
             return True
-        except OSError as error:
+        except (OSError, Mismatch) as error:
             log.error("export: %s; it is tried again", error)
             time.sleep(RETRY_S)
             return True
@@ -376,11 +394,10 @@ class _Client:
             self._revision, more = synced.revision, synced.more
 
     def _tell(self, exporter: Exporter) -> None:
-        new = [number for number in exporter.settled if number not in self._told]
+        new = exporter.settled
         for begin in range(0, len(new), MOST_TOLD):
-            part = new[begin : begin + MOST_TOLD]
-            self.link.call(m.Archived(part), timeout=5.0)
-            self._told.update(part)
+            self.link.call(m.Archived(new[begin : begin + MOST_TOLD]), timeout=5.0)
+        exporter.told()
         if time.monotonic() > self._next_beat:
             self.link.send(m.Heartbeat({"pending": exporter.remaining}))
             self._next_beat = time.monotonic() + 1.0

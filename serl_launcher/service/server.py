@@ -18,11 +18,11 @@ import zmq
 from serl_client import messages as m
 from serl_client import wire
 from serl_client.episode import MAX_NAME
-from serl_client.errors import ConfigError, MessageError, Refused, RetakeError, ServerFailed, VersionMismatch
+from serl_client.errors import ConfigError, MessageError, Refused, RetakeError, ServerFailed
 from serl_client.spec import Spec
 
 from serl_launcher.data.store import Full, Gap, Store
-from serl_launcher.service.session import ROLES, Session, bound, send
+from serl_launcher.service.session import ROLES, Session, bound, check_hello, send
 from serl_launcher.service.weights import WeightFiles
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class Server:
         if self.store is None:
             return
         touched = [session for session in self._sessions.values() if session.touched]
-        if not self.store.staged and not touched and not self.degraded:
+        if not (self.store.staged or self.store.released or touched or self.degraded):
             return
         try:
             if self.degraded:
@@ -152,6 +152,7 @@ class Server:
                 self.store.commit()
                 for session in touched:
                     self._acknowledge(session)
+                self._release(self.store)
         except (OSError, sqlite3.Error) as error:
             self._degrade(error)
         except Exception as error:
@@ -168,6 +169,16 @@ class Server:
             session.send(ack)
         session.touched.clear()
         self._close_drained(session)
+
+    def _release(self, store: Store) -> None:
+        """Ask those for their records whose source was full, when something has left it."""
+        if not store.released:
+            return
+        store.released = False
+        for session in self._sessions.values():
+            for epoch in session.full:
+                session.send(m.Ack(epoch, store.expected(epoch), True, self._steps_allowed(session)))
+            session.full.clear()
 
     def _close_drained(self, session: Session) -> None:
         """End the earlier lives of an actor of which everything has come."""
@@ -268,7 +279,7 @@ class Server:
 
     # -- handlers
     def _hello(self, socket: zmq.Socket, identity: bytes, hello: m.Hello) -> m.Message:
-        self._check_hello(socket, hello)
+        check_hello(hello, is_local=socket is self.local, run=self.store.run if self.store else "")
         if hello.role == "actor":
             self._welcome_actor(hello)
         self._fence(hello)
@@ -284,24 +295,6 @@ class Server:
         session.noticed = m.Notice(*self._shared(), self._steps_allowed(session), self.degraded)
         run, spec = (self.store.run, self.store.spec.to_dict()) if self.store else ("", None)
         return m.Welcome(run, ordinal, WINDOW, expected, spec, self.inference, asdict(session.noticed))
-
-    def _check_hello(self, socket: zmq.Socket, hello: m.Hello) -> None:
-        pairs = all(isinstance(pair, list) and [type(part) for part in pair] == [str, int] for pair in hello.earlier)
-        if not pairs or max(len(hello.actor), len(hello.epoch), len(hello.outbox)) > MAX_NAME:
-            raise MessageError(f"a Hello names [epoch, seq] pairs, and has names of at most {MAX_NAME} characters")
-        low, high = hello.protocol
-        if high < m.PROTOCOL[0] or low > m.PROTOCOL[1]:
-            raise VersionMismatch(
-                f"the actor speaks protocol {low}-{high}, this learner {list(m.PROTOCOL)}: update one"
-            )
-        if hello.role not in ROLES or (hello.role == "learner") != (socket is self.local):
-            raise Refused(f"the role {hello.role!r} is not given on this address")
-        run = self.store.run if self.store else ""
-        if hello.run and hello.run != run:
-            raise Refused(
-                f"this learner serves the run {run[:12] or '(new)'}, your outbox belongs to {hello.run[:12]}. Nothing "
-                "was deleted: start the learner with that run's folder, or the actor with another run_dir"
-            )
 
     def _welcome_actor(self, hello: m.Hello) -> None:
         """Check the actor's Spec against the run's, or make the store of the first one."""
@@ -398,10 +391,6 @@ class Server:
         if not all(type(number) is int for number in archived.episodes):
             raise MessageError("episodes are archived by their numbers")
         self._store.archive(archived.episodes)
-        for waiting in self._sessions.values():
-            for epoch in waiting.full:
-                waiting.send(m.Ack(epoch, self._store.expected(epoch), True, self._steps_allowed(waiting)))
-            waiting.full.clear()
         return m.Done(len(archived.episodes))
 
     def _sync(self, session: Session, sync: m.Sync) -> m.Message:

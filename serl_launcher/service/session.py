@@ -8,7 +8,8 @@ from typing import Any
 import zmq
 from serl_client import messages as m
 from serl_client import wire
-from serl_client.errors import ConfigError
+from serl_client.episode import MAX_NAME
+from serl_client.errors import ConfigError, MessageError, Refused, VersionMismatch
 
 log = logging.getLogger(__name__)
 
@@ -16,18 +17,10 @@ ZERO_COPY = 32 << 10
 ROLES: dict[str, tuple[type, ...]] = {
     "actor": (m.Push, m.Heartbeat, m.Bye, m.WeightsRequest, m.Command, m.Status),
     "learner": (
-        m.Direct,
-        m.Allow,
-        m.Publish,
-        m.Archived,
-        m.Sync,
-        m.Heartbeat,
-        m.WeightsRequest,
-        m.Command,
-        m.Status,
+        m.Direct, m.Allow, m.Publish, m.Archived, m.Sync, m.Heartbeat, m.WeightsRequest, m.Command, m.Status,
     ),
     "viewer": (m.Heartbeat, m.Bye, m.Command, m.Status),
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -53,6 +46,23 @@ class Session:
 
     def send(self, message: m.Message) -> None:
         send(self.socket, self.identity, message)
+
+
+def check_hello(hello: m.Hello, *, is_local: bool, run: str) -> None:
+    """Raises MessageError, VersionMismatch or Refused for a Hello that nobody may say here; `run`: the store's id."""
+    pairs = all(isinstance(pair, list) and [type(part) for part in pair] == [str, int] for pair in hello.earlier)
+    if not pairs or max(len(hello.actor), len(hello.epoch), len(hello.outbox)) > MAX_NAME:
+        raise MessageError(f"a Hello names [epoch, seq] pairs, and has names of at most {MAX_NAME} characters")
+    low, high = hello.protocol
+    if high < m.PROTOCOL[0] or low > m.PROTOCOL[1]:
+        raise VersionMismatch(f"the actor speaks protocol {low}-{high}, this learner {list(m.PROTOCOL)}: update one")
+    if hello.role not in ROLES or (hello.role == "learner") != is_local:
+        raise Refused(f"the role {hello.role!r} is not given on this address")
+    if hello.run and hello.run != run:
+        raise Refused(
+            f"this learner serves the run {run[:12] or '(new)'}, your outbox belongs to {hello.run[:12]}. Nothing "
+            "was deleted: start the learner with that run's folder, or the actor with another run_dir"
+        )
 
 
 def bound(context: zmq.Context, address: str) -> zmq.Socket:

@@ -112,10 +112,14 @@ def record_episode(path: Path, rows: Mapping[str, Array], info: Mapping[str, Any
     stream = rr.RecordingStream(APPLICATION, recording_id=info["id"])
     data = stream.binary_stream()
     _send(stream, rows, info, spec, begin=float(rows["time"][0]))
-    aside = _aside(path)
-    aside.write_bytes(layout + data.read())  # recordings may stand one behind the other
-    aside.replace(path)
+    aside, content = _aside(path), layout + data.read()  # recordings may stand one behind the other
     _release(stream)
+    try:
+        aside.write_bytes(content)
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 class LiveViewer:

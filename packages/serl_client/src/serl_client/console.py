@@ -8,18 +8,22 @@ import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TextIO
 
 PLAIN_S = 10.0
 BANNER_S = 0.04  # until a change of the banner is seen: less than a tick of most robots
+BACKLOG = 1000  # lines of the log that a terminal may lag behind; then the oldest go
 COLOURS = {"POLICY": "30;42", "HUMAN": "30;43", "HELD": "97;41", "IDLE": "97;100"}  # text and ground: SGR of ECMA-48
 
 
 class Console(logging.Handler):
     """Shows a banner, and `name  value` lines under a title.
 
-    As a logging handler it keeps the last warning in the block.
+    As a logging handler it keeps the last warning in the block. While a Watch draws it, who logs does not wait for the
+    terminal; a terminal that is gone is no error.
     """
 
     def __init__(self, title: str, stream: TextIO | None = None) -> None:
@@ -31,6 +35,8 @@ class Console(logging.Handler):
         self._drawn = 0  # lines of the block on the screen
         self._plain_at = 0.0
         self._warning = "none"
+        self._lines: deque[str] = deque(maxlen=BACKLOG)  # of the log, to be printed
+        self.is_watched = False
 
     def show(self, rows: Mapping[str, str], banner: str = "") -> None:
         """Replace the block by these lines, under a banner of one word in large and colour (see COLOURS)."""
@@ -44,12 +50,21 @@ class Console(logging.Handler):
             self._write(f"[{self._title}] {' | '.join(parts)}\n")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a log record above the block."""
+        """Print a log record above the block, or leave that to the Watch."""
         text = self.format(record)
         if record.levelno >= logging.WARNING:
             self._warning = f"{time.strftime('%H:%M:%S')} {record.getMessage().splitlines()[0]}"
+        self._lines.append(f"[{self._title}] {text}\n")
+        if not self.is_watched:
+            self.flush()
+
+    def flush(self) -> None:
+        """Print the log records that wait."""
+        if not self._lines:
+            return
         self._erase()
-        self._write(f"[{self._title}] {text}\n")
+        while self._lines:
+            self._write(self._lines.popleft())
         if self._live and self._rows:
             self._draw()
 
@@ -71,13 +86,14 @@ class Console(logging.Handler):
             self._drawn = 0
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        with suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()
 
 
 class Watch:
-    """Shows `rows()` on a console every second, and a new `banner()` at once, from a thread of its own: a slow terminal
-    delays nobody."""
+    """Shows `rows()` on a console every second, and a new `banner()` and the log at once, from a thread of its own: a
+    slow terminal delays nobody."""
 
     def __init__(
         self, shown: Console, rows: Callable[[], Mapping[str, str]], banner: Callable[[], str] = lambda: ""
@@ -87,15 +103,19 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
 
     def __enter__(self) -> None:
+        self._shown.is_watched = True
         self._thread.start()
 
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
         self._thread.join()
+        self._shown.is_watched = False
+        self._shown.flush()
 
     def _run(self) -> None:
         shown, due = "", time.monotonic() + 1.0
         while not self._ended.wait(BANNER_S):
+            self._shown.flush()
             banner = self._banner()
             if banner != shown or time.monotonic() >= due:
                 self._shown.show(self._rows(), banner)

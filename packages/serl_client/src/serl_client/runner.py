@@ -90,7 +90,7 @@ def run_actor(
     """Do what the learner's directive says until it says stop; the robot is stopped however this ends.
 
     `seed` is the run's; `on_episode` gets the numbers of each finished episode. Raises what the environment raises,
-    and TrainerError when the learner refuses this actor; KeyboardInterrupt for SIGINT and SIGTERM.
+    and TrainerError when the learner refuses this actor; KeyboardInterrupt for SIGINT, SIGTERM and SIGHUP.
     """
     status = status or ActorStatus()
     client.report = vars(status)
@@ -186,7 +186,7 @@ class _Actor:
                 self._env.stop()
             finally:
                 with suppress(TrainerError):
-                    recorder.end(terminated=False)
+                    self._cut_off(episode)
             raise
         self._report(episode)
         if episode.teleop and not self._is_real:
@@ -200,7 +200,7 @@ class _Actor:
     def _row(self, episode: _Episode) -> None:
         goes_on, action = self._action(episode)
         if not goes_on:
-            episode.recorder.end(terminated=False)
+            self._cut_off(episode)
             return
         step = self._env.step(action)
         observed = time.monotonic()
@@ -246,7 +246,9 @@ class _Actor:
                     return True, action
             waited, self._ticked = True, None
             self._nap()
-            if self._verdict and not episode.recorder.is_empty:
+            if episode.last is None:
+                self._judge_latest()  # of this one there is nothing to judge yet
+            elif self._verdict and not episode.recorder.is_empty:
                 self._close(episode)
         return False, None
 
@@ -298,6 +300,12 @@ class _Actor:
             recorder.end(terminated=False)
         elif recorder.is_full:
             recorder.flush()
+
+    def _cut_off(self, episode: _Episode) -> None:
+        """End the episode before its end; a verdict that waited for a row to go with is pushed without one."""
+        if not episode.recorder.ended:
+            self._pronounce(episode.recorder.episode, None)
+            episode.recorder.end(terminated=False)
 
     def _has_room(self) -> bool:
         deadline = time.monotonic() + (0.0 if self._is_real else ROOM_PATIENCE)
@@ -381,12 +389,17 @@ def evaluation_seed(ordinal: int, number: int) -> int:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM is a KeyboardInterrupt too, so that the robot is stopped on the way out."""
+    """SIGTERM is a KeyboardInterrupt too, and so is the SIGHUP of a terminal that is gone (a lost SSH connection), so
+    that the robot is stopped on the way out; what was ignored (nohup) stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
