@@ -1,6 +1,7 @@
 """Sealed episodes become LeRobot datasets while the run goes on: equal to the store, whole whenever the export is
 killed, replaced when somebody judges anew; and an archived source lets nothing go before it is exported."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -8,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +26,8 @@ from serl_client.link import Link
 from serl_launcher.data import shards
 from serl_launcher.data.episodes import EpisodeInfo
 from serl_launcher.data.index import Index
+from serl_launcher.data.layout import published
+from serl_launcher.data.lerobot import Dataset
 from serl_launcher.data.store import Full, Store
 from serl_launcher.service import export
 from serl_launcher.service.export import Exporter, export_run
@@ -88,10 +93,13 @@ class Run:
     def episodes(self, *names, **how):
         self.add(*(segment(self.spec, name, **how) for name in names))
 
-    def work(self, rest=False):
-        """All that is due; returns how many things were."""
+    def hear(self):
         self.revision, rows = self.store.index.catalog(self.revision, 1000)
         self.exporter.take(rows)
+
+    def work(self, rest=False):
+        """All that is due; returns how many things were."""
+        self.hear()
         done = 0
         while self.exporter.work(rest=rest):
             done += 1
@@ -188,7 +196,7 @@ def test_episodes_of_two_actors_and_of_two_phases_are_kept_apart(tmp_path, blind
 
 
 @needs_lerobot
-def test_an_outcome_after_the_export_makes_the_next_version_at_once(tmp_path, blind):
+def test_an_outcome_after_the_export_makes_the_next_version_at_once(tmp_path, blind, caplog):
     run = Run(tmp_path, blind)
     run.episodes("e0", "e1")
     run.add(Outcome("e0", True), Outcome("e1", True))
@@ -205,6 +213,13 @@ def test_an_outcome_after_the_export_makes_the_next_version_at_once(tmp_path, bl
     run.work()
     dataset, table = run.opened("000001-000002")
     assert (dataset.num_episodes, set(table["outcome"].tolist())) == (1, {0})
+    os.rename(dataset.root, tmp_path / "away")
+    run.add(Outcome("e1", True, by="operator"))
+    run.work()
+    assert "what was judged anew stays as it was" in caplog.text
+    os.rename(tmp_path / "away", dataset.root)
+    run.add(Outcome("e1", False, by="operator"))
+    run.work()
     assert [e["id"] for e in run.manifest("000001-000002")["left_out"]] == ["e0"]
     run.exporter = run.started()
     assert run.work() == 0, "another life finds nothing to do"
@@ -249,6 +264,67 @@ def test_a_sink_gets_every_sealed_episode_with_its_final_observation(tmp_path, b
 
 
 @needs_lerobot
+@pytest.mark.parametrize(
+    ("error", "asked"), [(OSError(28, "No space left on device"), 2), (ValueError("no such codec"), 1)]
+)
+def test_what_cannot_be_recorded_is_exported(tmp_path, blind, caplog, error, asked):
+    def failing(info, rows, spec):
+        calls.append(info.id)
+        raise error
+
+    run, calls = Run(tmp_path, blind), []
+    run.exporter = run.started(sinks=[failing])
+    run.episodes("e0", "e1")
+    run.work()
+    assert len(calls) == asked
+    assert str(error) in caplog.text
+    assert run.shards() == ["000001-000002"]
+
+
+def test_what_may_leave_the_store_is_told_once(tmp_path, blind):
+    run = Run(tmp_path, blind)
+    run.episodes("e0", "e1")
+    run.add(Outcome("e0", None, discard=True))
+    run.hear()
+    assert run.exporter.settled == [1]
+    run.exporter.told()
+    run.add(Outcome("e1", None, discard=True))
+    run.hear()
+    assert run.exporter.settled == [2]
+
+
+@needs_lerobot
+def test_every_kind_of_feature_comes_back_from_a_shard(tmp_path):
+    """What LeRobot has no column for gets another name or shape there."""
+    spec = Spec(
+        {STATE: Feature((), "float64"), "observation.images.depth": Feature((8, 8, 1), "uint8"),
+         "observation.touch": Feature((2,), "bool"), "observation.half": Feature((1,), "float16")},
+        Feature((2,), low=-1, high=1), fps=10.0, extras={"age.images": Feature(()), "timestamp": Feature((2,), "int8")},
+    )  # fmt: skip
+    generator, records = np.random.default_rng(0), []
+    for i, steps in enumerate((4, 3)):
+        observation, extras = (
+            {name: (3 * generator.random((rows, *f.shape))).astype(f.dtype) for name, f in features.items()}
+            for features, rows in ((spec.observation, steps + 1), (spec.extras, steps))
+        )
+        plain = segment(spec, f"e{i}", steps=steps)
+        records.append(replace(plain, observation=observation, extras=extras, task='""'[:i]))
+    run = Run(tmp_path, spec)
+    run.add(*records)
+    run.work()
+    dataset = Dataset(tmp_path / "datasets/online/000001-000002")
+    assert dataset.misfit(spec) == ""
+    for before, episode in zip(records, dataset, strict=True):
+        [after] = episode.segments(spec, before.episode, before.stamp)
+        after.check(spec)
+        assert after.task == before.task
+        for name in spec.observation:
+            assert np.array_equal(after.observation[name][:-1], before.observation[name][:-1])
+        for name in spec.extras:
+            assert np.array_equal(after.extras[name], before.extras[name])
+
+
+@needs_lerobot
 def test_shards_of_another_run_are_not_touched(tmp_path, blind):
     run = Run(tmp_path, blind)
     run.episodes("e0", "e1")
@@ -281,6 +357,7 @@ def test_a_stopped_run_is_exported_by_hand(tmp_path, blind):
     run.episodes("e0", "e1", "e2")
     run.episodes("d0", phase="demonstrate", directive=2)
     run.store.close()
+    published(tmp_path / "store/online", writable=True)[1] = 0  # as after a crash between commit and publish
     made = export_run(tmp_path, 2)
     assert [str(path.relative_to(tmp_path / "datasets")) for path in made] == [
         "demo/000004-000004", "online/000001-000002", "online/000003-000003"
@@ -395,7 +472,60 @@ def test_an_open_episode_ends_in_a_full_source_and_one_longer_than_the_source_is
     for start in range(0, 200, 10):
         run.store.stage("B", 2 + start // 10, segment(blind, "endless", start=start, steps=10, ends=""))
         run.store.commit()
-    assert "endless alone is longer than source online" in caplog.text
+    assert "endless is too long for source online" in caplog.text
+
+
+def test_an_episode_that_the_next_one_cuts_is_sealed_although_that_one_has_to_wait(tmp_path, blind):
+    """As the importer sends them: nothing says that they end."""
+    run = Run(tmp_path, blind, capacity=100, archived=["online"])
+    for start in (0, 30):
+        run.add(segment(blind, "e0", start=start, steps=30, ends=""))
+    with pytest.raises(Full, match="e0 waits for its export"):
+        run.episodes("e1", ends="")
+    run.store.commit()
+    run.hear()
+    assert run.exporter.remaining == 1
+    run.store.archive([1])
+    run.episodes("e1", ends="")
+
+
+def test_whatever_waits_for_the_export_is_due_there(tmp_path, blind):
+    run = Run(tmp_path, blind, capacity=100, archived=["online"], count=10)
+    run.episodes("e0", steps=20)
+    run.hear()
+    assert not run.exporter._due("online", [1], False)
+    run.episodes("e1", steps=50)  # in the first half there is room for any segment
+    with pytest.raises(Full):
+        run.episodes("e2", steps=1)
+    run.hear()
+    assert run.exporter._due("online", [1, 2], False) == [1, 2]
+
+
+def test_what_waits_for_an_open_episode_is_asked_for_when_that_one_is_given_up(tmp_path, blind, caplog):
+    """Two episodes, longer than the source has room for, wait for each other by turns; no export is there."""
+    local, public = f"ipc://{tmp_path}/local", f"ipc://{tmp_path}/public"
+    with contextlib.ExitStack() as stack:
+        server = Server(tmp_path, {"online": 100}, public=public, local=local, inference=public, archived=["online"])
+        stack.callback(server.close)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(server.stop)
+        link = stack.enter_context(Link(local, m.Hello(m.PROTOCOL, "learner", "trainer")))
+        clients = {
+            name: stack.enter_context(TrainerClient(public, actor=name, spec=blind, outbox=tmp_path / name))
+            for name in ("a", "b")
+        }
+        wait_until(lambda: all(client.connected for client in clients.values()))
+        called(link, m.Direct({"phase": "practise", "mode": "collect", "into": "online"}, None))
+        for start in range(0, 200, 10):
+            for name, client in clients.items():
+                client.push(segment(blind, name, start=start, steps=10, ends="" if start < 190 else "terminated"))
+                wait_until(lambda: client.pending[0] == 0 or start > 0)  # noqa: B023
+                wait_until(lambda: client.room)  # noqa: B023
+        for client in clients.values():
+            assert client.drain(10.0), client.degraded
+    assert "is too long for source online" in caplog.text
 
 
 def wait_until(condition, timeout=60.0):

@@ -57,6 +57,16 @@ def test_the_loss_is_the_squared_error_of_the_velocity_over_valid_steps(spec):
     torch.testing.assert_close(loss, torch.stack([error[i, :n].mean() for i, n in enumerate((4, 2, 1))]))
 
 
+def test_what_lies_past_the_end_of_an_episode_changes_nothing(spec):
+    policy = policy_of(spec)
+    action, valid = torch.rand(2, HORIZON, 2), torch.arange(HORIZON) < torch.tensor([[3], [HORIZON]])
+    losses = [
+        policy(batch_of(torch.where(valid[..., None], action, past), valid=valid), torch.Generator().manual_seed(1))[0]
+        for past in (0.0, 50.0)
+    ]
+    assert torch.equal(*losses)
+
+
 def test_the_sampler_follows_the_velocity_from_noise_to_the_action(spec, monkeypatch):
     """Towards one chunk a the velocity is (x_t - a) / t, along which Euler steps of any size are exact."""
     target = torch.rand(5, HORIZON, 2) * 2 - 1

@@ -401,6 +401,23 @@ def test_another_plan_begins_with_what_was_learned(tmp_path, spec, make_segment,
 # -- plan, pace and the operator
 
 
+def test_a_phase_without_data_says_so_and_leaves_that_behind(tmp_path, spec, make_segment, serve, live, connect):
+    server = serve(found(tmp_path / "run", spec, make_segment, demo=0))
+    paced = phase(start_when="online.steps >= 10", pace={"updates_per_step": 1, "tolerance": 0}, until="operator")
+    plan = plan_of(clone=phase(mode="idle", into=None, data={"demo": 1.0}, until="updates >= 1"), practise=paced)
+    life, shown = live(server, plan), []
+    life.learner.console.show = shown.append
+    life.begin()
+    until(lambda: shown and shown[-1]["waits for"] == "data")
+    client = connect(server)
+    client.command("goto", "practise")
+    until(lambda: client.directive["phase"] == "practise" and client.directive["paced"])
+    until(lambda: shown[-1]["waits for"] == "env steps: pace")
+    assert life.learner._allowed is not None
+    client.command("next")
+    leave(client, life)
+
+
 def push(client, make_segment, numbers):
     """Whole episodes of the current directive; on return they are acknowledged."""
     stamp = {"directive": client.directive["number"], "phase": client.directive["phase"]}

@@ -20,12 +20,14 @@ from serl_launcher.data.layout import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
 CAMERAS, SIZE = ("cam_high", "cam_wrist"), 32
-EPISODES = {"demonstrate": 8, "baseline": 2, "practise": 6, "evaluate": 4}
+EPISODES = {"demonstrate": 8, "baseline": 2, "practise": 4, "evaluate": 3, "check": 3}
 TASK = ["task=sim_arm_pixels", f"task.image_size={SIZE}"]
 WORDS = [
     "plan=hiors", "algo=rejection_pixels", "policy=flow_pixels", "policy.encoder.channels=[8,8,16]",
     "policy.hidden=[64,64]", "policy.steps=4", "batch_size=32", "algo.augment.shift=1",
     "plan.sources.demo.capacity=2000", "plan.sources.online.capacity=2000",
+    "+plan.sources.check={capacity: 500}",  # demonstrations that nothing trains on
+    f'+plan.phases.check={{actors:{{mode:teleop,into:check}},until:["check.episodes >= {EPISODES["check"]}"]}}',
     'plan.phases.clone.until=["updates >= 60"]', 'plan.phases.practise.start_when="online.episodes >= 1"',
     f'plan.phases.demonstrate.until=["demo.episodes >= {EPISODES["demonstrate"]}"]',
     *(f'plan.phases.{name}.until=["episodes >= {EPISODES[name]}"]' for name in ("baseline", "practise", "evaluate")),
@@ -117,8 +119,8 @@ def test_the_evaluation_ran_the_weights_that_were_trained_last(finished, stored)
 
 @pytest.mark.slow
 def test_the_run_can_be_asked_what_its_policy_looks_at(finished, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["inputs.py", "--run-dir", str(finished), "--source", "demo"])
+    monkeypatch.setattr(sys, "argv", ["inputs.py", "--run-dir", str(finished), "--source", "check"])
     runpy.run_path(str(ROOT / "tools/inputs.py"), run_name="__main__")
     said = capsys.readouterr().out
-    assert f"{EPISODES['demonstrate']} successful episodes of demo" in said
+    assert f"{EPISODES['check']} successful episodes of check" in said
     assert "all cameras shuffled" in said

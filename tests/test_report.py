@@ -84,6 +84,13 @@ def test_a_run_that_did_nothing_has_a_summary_too(tmp_path):
     )
 
 
+def test_what_was_measured_is_not_lost_to_a_plan_that_measures_nothing(tmp_path):
+    path = tmp_path / "summary.json"
+    report.write(path, **NOTHING, evaluations=[evaluation(9, 10)], curve=[])
+    report.write(path, **NOTHING, evaluations=[], curve=[])
+    assert json.loads(path.read_text())["eval"]["success"] == 0.9
+
+
 def test_an_assisted_success_is_drawn_as_a_failure():
     alone = [{**episode, "intervened": False} for episode in episodes(8)]
     failed = [{**episode, "success": episode["success"] and not episode["intervened"]} for episode in episodes(8)]

@@ -8,10 +8,12 @@ published weights say their loss of imitation for it: as it is, then with one in
 windows of the batch, with the same noise and times. An input that the policy does not look at leaves the loss as it is;
 so does one of two that show the same.
 
-Evaluations hold what the policy itself drew. Demonstrations that it never saw say more; the finished run takes them in:
-    run_learner.sh run_dir=RUN plan=collect '+plan.sources.check={capacity: 2000}' \\
-        plan.phases.demonstrate.actors.into=check 'plan.phases.demonstrate.until=["check.episodes >= 25"]'
-and then --source check. With --fold held_out the source must be one that the plan trains on by `fold: train` alone.
+Evaluations hold what the policy itself drew. Demonstrations that it never saw say more: a learner collects them last
+with
+    '+plan.sources.check={capacity: 2000}' \\
+    '+plan.phases.check={actors: {mode: teleop, into: check}, until: ["check.episodes >= 25"]}'
+and then they are --source check. Of a source that the plan trains on, --fold held_out is new to the policy only where
+the plan takes it through a view with `fold: train`.
 """
 
 import argparse

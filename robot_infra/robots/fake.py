@@ -19,7 +19,7 @@ from robot_infra.teleop.scripted import Rescuer, reach
 FAULTS = ("raise", "nan", "freeze")
 FPS = 10.0
 TRACKING = 0.7  # part of the remaining way that the point covers in one tick
-NAMES = ("x", "y", "goal.x", "goal.y", "way.x", "way.y")
+NAMES = ("point.x", "point.y", "goal.x", "goal.y", "way.x", "way.y")
 
 
 class FakeRobot:

@@ -65,8 +65,11 @@ class FlowPolicy(Policy):
         return offsets
 
     def forward(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, Metrics]:
-        """The mean squared error of the velocity over the steps that are valid, [B]; noise and time are drawn."""
-        chunk = self.scale.to_unit(self._imitated(batch))  # [B, H, A]
+        """The mean squared error of the velocity over the steps that are valid, [B]; noise and time are drawn.
+
+        The others are centred: the batch has zeros there, which may lie far outside of an action's bounds.
+        """
+        chunk = self.scale.to_unit(self._imitated(batch)) * batch.valid.unsqueeze(-1)  # [B, H, A]
         noise = draw_noise(tuple(chunk.shape), chunk.device, generator)
         source = chunk.device if generator is None else generator.device
         uniform = torch.rand(len(chunk), 1, 1, generator=generator, device=source).to(chunk.device)

@@ -328,7 +328,7 @@ def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
     os.nice(NICE)
     signalled: list[float] = []
     signal.signal(signal.SIGTERM, lambda *_: signalled.append(time.monotonic()))
-    names = wanted(config, plan)
+    names = [] if shards.missing() else wanted(config, plan)  # the launcher has said what is missing
     with _alone(run_dir / "datasets"), Link(local, m.Hello(m.PROTOCOL, "learner", "export")) as link:
         client = _Client(link)
         if (spec := client.spec(signalled)) is None:

@@ -30,6 +30,7 @@ from serl_client.errors import ConfigError, RetakeError
 from serl_launcher.service import dataset
 from serl_launcher.service.export import FINISH_S, archived, export, recorded, wanted
 from serl_launcher.service.plan import Plan, load_plan
+from serl_launcher.utils import logging as metrics
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ def launch(config: DictConfig) -> int:
     """
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"the learner needs {', '.join(missing)}: run `uv sync --inexact --extra learner` here")
+    metrics.check(config.wandb)
     plan = _plan(config)
     children = ["importer"] * bool(dataset.opened(plan)) + ["export"] * bool(wanted(config, plan) or recorded(config))
     if config.host not in LOOPBACK:

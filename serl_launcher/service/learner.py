@@ -96,13 +96,12 @@ class Learner:
 
     def _update(self) -> bool:
         """Make the update that is due, if one is due and its data are there."""
-        name = self.state.next_update(self._progress())
-        if name is None:
-            return False
-        assert self.state.phase is not None
-        batch = self.sources.sample(self.batch_size, self.algorithm.windows[name], self.state.phase.data(name))
-        self._starved = batch is None
-        if batch is None:
+        name, phase = self.state.next_update(self._progress()), self.state.phase
+        batch = None
+        if name and phase:
+            batch = self.sources.sample(self.batch_size, self.algorithm.windows[name], phase.data(name))
+        self._starved = name is not None and batch is None
+        if name is None or batch is None:
             return False
         for action, source in self.state.begin():
             self._do(action, source)
@@ -313,7 +312,7 @@ class Learner:
             "return": f"{sum(e.reward for e in recent) / max(1, len(recent)):.2f} mean of the last {len(recent)}",
             "store": ", ".join(f"{n} {b.head - b.tail}" for n, b in self.sources.buffers.items()),
             "updates": f"{self.state.updates}, {rate:.0f}/s",
-            "waits for": self.state.waits_for(self._progress()) or "nothing",
+            "waits for": self.state.waits_for(self._progress()) or ("data" if self._starved else "nothing"),
             "weights": f"version {self.version.get('version', 0)}",
             "actors": ", ".join(self._actors) or "none yet: start one with run_actor.sh",
         })  # fmt: skip

@@ -20,6 +20,7 @@ from typing import Any
 from serl_client.errors import ConfigError
 
 MODES = ("auto", "offline", "online", False)
+MISSING = "wandb is not installed (`. examples/install.sh --extra wandb`)"
 POLL_S = 1.0
 FINISH_S = 5.0  # how long the end of a run waits for wandb to write the rest
 
@@ -73,24 +74,28 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 # -- wandb
+def check(mode: str | bool) -> None:
+    """Raise ConfigError unless metrics can be mirrored in this mode: when it is none, and when wandb was asked for by
+    name and is not installed."""
+    if mode not in MODES:
+        raise ConfigError(f"wandb={mode}: say wandb=auto, offline, online or false")
+    if mode in ("offline", "online") and not _has_wandb():
+        raise ConfigError(f"{MISSING}: install it, or say wandb=false")
+
+
 @contextmanager
 def mirrored(path: Path, mode: str | bool) -> Iterator[None]:
     """While this holds, what is written to the metrics file `path` is also in a wandb run, in `wandb` beside it.
 
     mode: "offline" (files only; `wandb sync` sends them), "online" (needs `wandb login`), False, or "auto": offline
-    where wandb is installed. The run's id stays the same over restarts. Raises ConfigError for another mode, and when
-    wandb was asked for by name and is not installed; nothing later.
+    where wandb is installed. The run's id stays the same over restarts. Raises what `check` raises; nothing later.
     """
-    if mode not in MODES:
-        raise ConfigError(f"wandb={mode}: say wandb=auto, offline, online or false")
+    check(mode)
     if mode == "auto" and os.environ.get("WANDB_MODE") == "disabled":  # wandb's own way to say so
         mode = False
     installed = _has_wandb()
     if not installed and mode:
-        missing = "wandb is not installed (`. examples/install.sh --extra wandb`)"
-        if mode != "auto":
-            raise ConfigError(f"{missing}: install it, or say wandb=false")
-        log.info("%s: metrics are in %s alone", missing, path.name)
+        log.info("%s: metrics are in %s alone", MISSING, path.name)
     if not installed or not mode:
         yield
         return

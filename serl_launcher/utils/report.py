@@ -53,7 +53,8 @@ def write(
         "before": before,
         "eval": {**results[-1], "weights_sha256": weights_sha256} if results else None,
     }
-    _write_whole(path, json.dumps(summary, indent=1).encode())
+    if results or not path.exists():  # a plan that only collects does not replace what an earlier one has measured
+        _write_whole(path, json.dumps(summary, indent=1).encode())
     if curve:
         _write_whole(path.with_name("learning_curve.png"), picture(curve))
     Console().print(table(summary) if results else _took(summary))
