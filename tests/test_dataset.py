@@ -209,6 +209,9 @@ def test_a_folder_without_a_whole_dataset_is_refused(tmp_path, low):
     info.write_text(info.read_text().replace('"v3.0"', '"v2.1"'))
     with pytest.raises(ConfigError, match=r"format v2\.1, v3\.0 is read here"):
         Dataset(old)
+    info.write_text('{"codebase_version": "v3.0"}')
+    with pytest.raises(ConfigError, match=r"info.json is not LeRobot's .*fps"):
+        Dataset(old)
     cut = shutil.copytree(low.folder, tmp_path / "cut")
     (cut / "data/chunk-000/file-000.parquet").write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match="cannot be read"):

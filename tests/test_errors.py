@@ -216,7 +216,7 @@ def test_a_gymnasium_task_that_does_not_fit_is_refused(refusal, env_id, sentence
     assert sentence in refusal("actor=true", "task=gym", f"task.env_id={env_id}")
 
 
-@pytest.mark.parametrize("name", ["port", "inference_port"])
+@pytest.mark.parametrize("name", ["port", "inference_port", "live"])
 def test_a_port_in_use_is_named(refusal, ports, name):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

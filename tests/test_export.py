@@ -115,6 +115,16 @@ class Run:
         return json.loads((self.folder / "datasets" / source / name / shards.MANIFEST).read_text())
 
 
+class Silent:
+    """The link to a server that has nothing new to tell."""
+
+    def receive(self):
+        return None
+
+    def call(self, message, timeout):
+        return m.Synced(0, [], [], [], False)
+
+
 def opened(folder):
     """What LeRobot reads: (its dataset, {column: [frames, ...]} without images)."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
@@ -334,7 +344,7 @@ def test_shards_of_another_run_are_not_touched(tmp_path, blind):
 
 
 @needs_lerobot
-def test_a_shard_that_differs_from_the_store_is_never_put_in_place(tmp_path, blind, monkeypatch):
+def test_a_shard_that_differs_from_the_store_is_never_put_in_place(tmp_path, blind, monkeypatch, caplog):
     run = Run(tmp_path, blind)
     write = shards.write
 
@@ -347,6 +357,9 @@ def test_a_shard_that_differs_from_the_store_is_never_put_in_place(tmp_path, bli
     run.episodes("e0", "e1")
     with pytest.raises(shards.Mismatch, match="intervened of e0"):
         run.work()
+    monkeypatch.setattr(export, "RETRY_S", 0.0)
+    assert export._Client(Silent()).step(run.exporter, rest=False), "the process goes on, and so does the run"
+    assert "it is tried again" in caplog.text
     run.exporter = run.started()
     assert run.shards() == []
 

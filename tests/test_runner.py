@@ -598,6 +598,23 @@ def test_a_real_robot_whose_policy_is_silent_gives_the_episode_up(spec, monkeypa
     assert "no action came" in status.warning
 
 
+def test_after_a_silence_a_real_robot_stays_where_it_is_until_the_policy_answers(spec, monkeypatch):
+    monkeypatch.setattr(module, "SILENCE", 0.3)
+    monkeypatch.setattr("serl_client.controller.REPEAT", 0.0)
+    source, homes = Source(), []
+    env, client = TinyEnv(spec, clock="real"), FakeClient(spec)
+
+    def answer():
+        homes.append(len(env.seeds))
+        source.delay = 0
+
+    client.script = {1: lambda: setattr(source, "delay", 10**9), "wait 30": answer}
+    run(env, client, RemotePolicy(source, deadline=0.0))
+    assert homes == [1]
+    assert [len(episode) for episode in client.episodes] == [9, 13]
+    assert client.episodes[1].observation[STATE][0, 0] == 0
+
+
 def test_chance_is_the_same_for_the_same_seed_and_episode(spec):
     def actions(seed, episode):
         controller = RandomPolicy(spec, seed)

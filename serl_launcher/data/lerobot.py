@@ -53,8 +53,11 @@ class Dataset:
                 f"{folder} is of LeRobot's format {version}, v3.0 is read here: convert it with "
                 "python -m lerobot.datasets.v30.convert_dataset_v21_to_v30"
             )
-        self.fps = float(self.info["fps"])
-        self.features = {name: made for name, entry in self.info["features"].items() if (made := _feature(entry))}
+        try:
+            self.fps = float(self.info["fps"])
+            self.features = {name: made for name, entry in self.info["features"].items() if (made := _feature(entry))}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{folder}: meta/info.json is not LeRobot's (no fps, or features): {error!r}") from None
         self._episodes = self._read_episodes()
         self.lengths: list[int] = [episode["length"] for episode in self._episodes]
         if sum(self.lengths) != self.info["total_frames"]:

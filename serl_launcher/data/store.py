@@ -270,7 +270,7 @@ class Store:
     def _wait_for_archive(self, source: Source, segment: Segment) -> None:
         """Raise Full when this segment needs the place of an episode that is kept.
 
-        A new episode begins only while they take no more than half of the source, so that those that are open can end.
+        A new episode begins only while they take less than half of the source, so that those that are open can end.
         When the oldest is open and the source is full, its own next step would wait for its own end: it goes, and the
         log says so.
         """
@@ -280,7 +280,7 @@ class Store:
         first, first_row, id = kept
         files, group = self._files[source.name].layout, self._staged[source.name]
         steps, rows = source.head + group.steps - first, source.row_head + group.rows - first_row
-        is_crowded = segment.start == 0 and (steps > files.capacity // 2 or rows > files.rows // 2)
+        is_crowded = segment.start == 0 and (steps >= files.capacity // 2 or rows >= files.rows // 2)
         fits = steps + len(segment) <= files.capacity and rows + len(segment) + segment.ends <= files.rows
         if fits and not is_crowded:
             return

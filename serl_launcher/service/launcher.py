@@ -83,7 +83,7 @@ def writable(folder: Path) -> Path:
 def _check_ports(config: DictConfig) -> None:
     if config.port == config.inference_port:
         raise ConfigError(f"port and inference_port are both {config.port}: choose another inference_port=...")
-    for name in ("port", "inference_port"):
+    for name in ("port", "inference_port", *["live"] * (config.live is not None)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

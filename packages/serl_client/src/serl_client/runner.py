@@ -1,11 +1,9 @@
 """The actor's loop: one environment, one controller, one client; it follows the directive."""
 
 import logging
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,13 +14,14 @@ from serl_client.controller import Controller
 from serl_client.episode import Outcome, Stamp
 from serl_client.errors import TrainerError
 from serl_client.recorder import Recorder
+from serl_client.signals import interrupted_by_signals
 from serl_client.spec import Array, Spec
 from serl_client.status import ActorStatus, Tally
 
 log = logging.getLogger(__name__)
 
 NAP = 0.05  # seconds between two looks at the operator; news from the learner end it
-SILENCE = 5.0  # seconds without an action, until the episode is given up
+SILENCE = 5.0  # seconds without an action, until the episode is given up; the next begins when there is one again
 ROOM_PATIENCE = 1.0  # seconds that a simulated robot waits for the outbox
 FAREWELL = 30.0  # seconds to deliver the rest
 TRAINING_SEEDS = 1_000_000_000
@@ -95,7 +94,7 @@ def run_actor(
     status = status or ActorStatus()
     client.report = vars(status)
     actor = _Actor(env, controller, client, seed, operator, on_episode, status)
-    with _terminated_as_interrupted():
+    with interrupted_by_signals():
         try:
             actor.run()
         finally:
@@ -137,6 +136,7 @@ class _Actor:
         self._tally = Tally(status)
         self._verdict = ""
         self._paused = False
+        self._unanswered: Observation | None = None  # where the robot stands since silence ended its episode
         self._ticked: float | None = None
 
     def run(self) -> None:
@@ -159,7 +159,18 @@ class _Actor:
         able = mode in MODES and (mode != "teleop" or self._env.has_operator)
         if is_new and not able and mode not in ("idle", "stop"):
             status.warn(f"phase {status.phase} asks for {mode}, which this robot cannot do: it idles")
-        return mode if mode == "stop" or (able and self._client.room and not self._paused) else "idle"
+        if is_new and self._unanswered:
+            self._controller.begin(status.episode, directive)  # other weights may have to answer
+        may_begin = able and self._client.room and not self._paused and (mode == "teleop" or self._answers())
+        return mode if mode == "stop" or may_begin else "idle"
+
+    def _answers(self) -> bool:
+        """Whether the policy gives actions again, if it was silent: after a fault nothing moves the robot unasked, not
+        even home."""
+        if self._unanswered is not None:
+            action = self._controller.act(self._unanswered, step=0, previous_action=None, reset=True)
+            self._unanswered = self._unanswered if action is None else None
+        return self._unanswered is None
 
     # -- one episode
 
@@ -295,6 +306,7 @@ class _Actor:
         elif self._is_real and episode.held > SILENCE * self._env.spec.fps:
             self._status.warn(f"no action came for {SILENCE:.0f} s; {recorder.episode} is cut off")
             recorder.end(terminated=False)
+            self._unanswered = step.observation
         elif not self._client.room and not self._has_room():
             self._status.warn(f"{self._client.fault or 'the disk is too slow'}; {recorder.episode} is cut off")
             recorder.end(terminated=False)
@@ -385,21 +397,3 @@ def training_seed(seed: int, epoch: str, number: int) -> int:
 def evaluation_seed(ordinal: int, number: int) -> int:
     """Where evaluation episode `number` of the run's `ordinal`-th start of an actor begins; no training does there."""
     return TRAINING_SEEDS + ordinal * EVALUATION_SEEDS + number
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM is a KeyboardInterrupt too, and so is the SIGHUP of a terminal that is gone (a lost SSH connection), so
-    that the robot is stopped on the way out; what was ignored (nohup) stays ignored."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
