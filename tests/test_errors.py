@@ -166,8 +166,8 @@ def test_a_wrong_word_is_one_sentence(main, words, sentences):
 
 
 def test_the_words_that_the_comments_of_the_yamls_name_are_taken():
-    config = composed(ROOT / "config", ["execute=null", "wandb=false", "task=sim_arm", "task.cameras=auto"])
-    assert (config.execute, config.wandb, config.task.env.cameras) == (None, False, "auto")
+    config = composed(ROOT / "config", ["wandb=false", "task=sim_arm", "task.cameras=auto"])
+    assert (config.wandb, config.task.env.cameras) == (False, "auto")
 
 
 def test_a_broken_yaml_is_named(tmp_path):

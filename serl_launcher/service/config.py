@@ -22,7 +22,7 @@ from yaml import YAMLError
 from serl_launcher.service.plan import known
 
 REMEMBERED = ("algo", "policy")  # groups whose words a run folder keeps
-ALSO = {"execute": None, "wandb": False, "task.cameras": "auto"}  # what they take besides their default's kind
+ALSO = {"wandb": False, "task.cameras": "auto"}  # what they take besides their default's kind
 NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the environment")  # lines that help nobody
 
 
