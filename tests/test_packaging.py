@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from serl_client.errors import ConfigError
 
 from serl_launcher.service.config import composed, factory, groups
 from serl_launcher.service.launcher import NEEDED
@@ -114,5 +115,15 @@ def test_a_run_folder_remembers_what_policy_and_algorithm_it_was_begun_with(tmp_
     assert (again.algo.stillness, again.seed) == (begun.algo.stillness, 0)
     OmegaConf.save(again, tmp_path / "config.yaml")
     assert composed(CONFIG, words).policy.horizon == 12
+    assert composed(CONFIG, [*words, "plan=hiors"]).policy.horizon == 12
     assert composed(CONFIG, [*words, "policy=gaussian", "algo=sac"]).algo.discount == 0.99  # what is said holds
     assert composed(CONFIG, [*words[:1], f"run_dir={tmp_path}/other"]).algo._target_.endswith("SAC")
+
+
+def test_a_plan_for_another_algorithm_than_the_runs_is_refused(tmp_path):
+    words = ["learner=true", f"run_dir={tmp_path}"]
+    OmegaConf.save(composed(CONFIG, [*words, "algo=sac"]), tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match=r"made for (algo=rejection|policy=flow), and the run in .* was begun with"):
+        composed(CONFIG, [*words, "plan=hiors"])
+    assert composed(CONFIG, [*words, "plan=hiors", "algo=rejection", "policy=flow"]).policy.horizon
+    assert composed(CONFIG, [*words, "plan=evaluate"]).remembered == ["algo=sac", "policy=gaussian"]

@@ -31,12 +31,26 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
 
     What a run was begun with (`algo=...`, `policy.horizon=...`) holds in its folder until a word says otherwise: it is
     evaluated, or gets another plan, without repeating that. Raises ConfigError for an unknown choice or key, with the
-    nearest right one, for a value of another kind than the yaml's, and for a value that is missing.
+    nearest right one, for a value of another kind than the yaml's, for a value that is missing, and for a plan that is
+    made for another algorithm than the run.
     """
     place = _composed(folder, [word for word in words if _group(word) not in REMEMBERED])
     said = {_key(word) for word in words}
     remembered = [word for word in _remembered(place) if said.isdisjoint((_key(word), _group(word)))]
+    for word in sorted(set(place.remembered) - set(_defaults(folder))):  # the plan's own choice
+        begun = next((kept for kept in remembered if _key(kept) == _key(word)), word)
+        if begun != word:
+            raise ConfigError(
+                f"this plan is made for {word}, and the run in {place.run_dir} was begun with {begun}: choose another "
+                f"run_dir=..., or say {_key(word)}=... to have it that way"
+            )
     return _composed(folder, [*remembered, *words])
+
+
+def _defaults(folder: Path) -> list[str]:
+    """What base.yaml chooses of each group, as words."""
+    entries: Any = OmegaConf.load(folder / "base.yaml").get("defaults", [])
+    return [f"{group}={name}" for entry in entries if isinstance(entry, Mapping) for group, name in entry.items()]
 
 
 def _remembered(config: DictConfig) -> list[str]:
