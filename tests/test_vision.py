@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from serl_client import ConfigError, Feature, Spec
 from serl_client import messages as m
 from torch.nn import functional
 
-from serl_launcher.networks.augment import Augment, coloured, shifted
+from serl_launcher.networks.augment import Augment, augmentation, coloured, shifted
 from serl_launcher.networks.mlp import StateEncoder
 from serl_launcher.networks.vision import ImageTrunk, ObservationEncoder
 from serl_launcher.service import weights
@@ -250,6 +251,8 @@ def test_the_critics_train_the_convolutions_and_the_policy_has_a_copy(spec):
 def test_augmentation_for_a_policy_that_sees_nothing_is_refused(spec):
     with pytest.raises(ConfigError, match="policy=gaussian_pixels"):
         build(spec, "policy.encoder.cameras=[]")
+    with pytest.raises(ConfigError, match="policy=flow_pixels"):
+        augmentation(partial(Augment, 4, 0.0, 0.0), ["observation.state"])
 
 
 def test_published_weights_let_an_actor_see(spec, tmp_path):

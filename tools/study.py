@@ -26,6 +26,7 @@ TRAIN = [sys.executable, str(Path(__file__).resolve().parent.parent / "examples"
 EVALUATED = 50  # episodes
 EVALUATE = f"actors: {{mode: evaluate}}, until: ['episodes >= {EVALUATED}']"
 QUARTERS = 4
+MOST = 1000  # updates of a clone
 RESULTS = ("metrics.jsonl", "summary.json", "evaluation.json")  # of a run: they say that it has ended
 WAYS = {  # name: (the data of an update, whether the operator takes over)
     "hi-ors": ("{success: 0.5, demo: 0.5}", True),
@@ -81,7 +82,7 @@ def clone(folder: Path, seed: int, options: argparse.Namespace) -> tuple[Path, i
         until = f'plan.phases.demonstrate.until=["demo.episodes >= {options.demonstrations}"]'
         run(begun, "plan=collect", f"seed={seed}", until)
     updates, before = options.rung, begun
-    while True:
+    while updates <= MOST:
         there = folder / f"clone-{updates}"
         if not (there / "evaluation.json").exists():
             training = (
@@ -98,6 +99,7 @@ def clone(folder: Path, seed: int, options: argparse.Namespace) -> tuple[Path, i
         if found / EVALUATED > options.band[1]:
             sys.exit(f"seed {seed}: success passes the band between two rungs: give a smaller --rung")
         updates, before = updates + options.rung, there
+    sys.exit(f"seed {seed}: no clone of up to {MOST} updates is within the band: give more --demonstrations")
 
 
 def practise(folder: Path, start: Path, seed: int, updates: int, data: str, intervene: bool) -> list[int]:

@@ -18,7 +18,7 @@ from serl_client.spec import Spec
 from torch import Tensor, nn
 
 from serl_launcher.algorithms.base import Algorithm, critic_weight, value_target
-from serl_launcher.networks.augment import Augment
+from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.critic import Critic
 from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Window
@@ -67,10 +67,6 @@ class SAC(Algorithm):
         self.policy: Any = policy(spec)  # and a density, which not every Policy has
         if not hasattr(self.policy, "rsample"):
             raise ConfigError(f"SAC needs a policy with a density, such as gaussian, not {type(self.policy).__name__}")
-        if augment and not self.policy.encoder.trunks:
-            raise ConfigError(
-                "augment changes images, and this policy sees none: say policy=gaussian_pixels or algo.augment=null"
-            )
         horizon, encoder = self.policy.horizon, copy.deepcopy(self.policy.encoder)
         self.critic = Critic(
             spec, encoder=encoder, horizon=horizon, members=members, hidden=hidden, layer_norm=layer_norm
@@ -86,7 +82,7 @@ class SAC(Algorithm):
         self.target_members, self.discount, self.tau = target_members, discount, tau
         self.target_entropy = -entropy_per_action * horizon * spec.action.shape[0]
         self.backup_entropy = backup_entropy
-        self.augment = augment() if augment else None
+        self.augment = augmentation(augment, self.policy.inputs)
         window = Window({**self.policy.offsets, "next_observation": (horizon,)})
         self.windows = {"update": window, "update_critic": window}
 

@@ -13,7 +13,7 @@ from serl_client.spec import Spec
 from torch import Tensor
 
 from serl_launcher.algorithms.base import Algorithm
-from serl_launcher.networks.augment import Augment
+from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Window
 from serl_launcher.utils.optim import Optimizer
@@ -24,6 +24,7 @@ class SFT(Algorithm):
 
     `average` is the share of the old average kept at each update. `stillness`: no window starts where the robot stays
     still (see Window.stillness). `augment` changes the images of each batch; None: they stay as they are.
+    Raises ConfigError for `augment` where the policy sees no images.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class SFT(Algorithm):
         self._pairs = list(zip(self.averaged.parameters(), self.policy.parameters(), strict=True))
         self.optimizer = Optimizer(self.policy, learning_rate=learning_rate)
         self.average = average
-        self.augment = augment() if augment else None
+        self.augment = augmentation(augment, self.policy.inputs)
         self.windows = {"update": Window(self.policy.offsets, stillness=stillness)}
 
     @property

@@ -4,7 +4,7 @@ Kostrikov et al. 2020, "Image Augmentation Is All You Need" (arXiv 2004.13649): 
 critic that sees images fits their noise.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,6 +60,16 @@ class Augment:
             drawn = 2 * torch.rand(2, len(images), generator=generator).to(images.device) - 1
             images = coloured(images, 1 + self.brightness * drawn[0], 1 + self.contrast * drawn[1])
         return images
+
+
+def augmentation(made: Callable[[], Augment] | None, inputs: Collection[str]) -> Augment | None:
+    """What changes the batches of a policy that reads `inputs`. Raises ConfigError where it sees no images."""
+    if made and not any(name.startswith(IMAGES) for name in inputs):
+        raise ConfigError(
+            "augment changes images, and this policy sees none: say policy=gaussian_pixels or policy=flow_pixels, or "
+            "algo.augment=null"
+        )
+    return made() if made else None
 
 
 def shifted(images: Tensor, down: Tensor, right: Tensor) -> Tensor:
