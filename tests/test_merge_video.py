@@ -70,7 +70,7 @@ def test_memory_does_not_grow_with_the_number_of_episodes(tmp_path, monkeypatch)
         for frame in frames:
             alive.append(weakref.ref(frame))
             most.append(sum(reference() is not None for reference in alive))
-            opened.append(sum(os.readlink(file).endswith(".mp4") for file in os.scandir("/proc/self/fd")))
+            opened.append(sum(os.readlink(file).startswith(str(tmp_path)) for file in os.scandir("/proc/self/fd")))
 
     monkeypatch.setattr(merge_video, "write_mp4", watched)
     merge_video.merge([tmp_path], tmp_path / "out.mp4", speed=4, grid=(1, 2))

@@ -93,7 +93,10 @@ class ServerProcess:
 
     def episodes(self):
         """{id: {field: value}} of all episodes that the server knows."""
-        rows = self.ask(m.Sync(0, 0)).episodes
+        rows, page = [], self.ask(m.Sync(0, 0))
+        while page.episodes:
+            rows += page.episodes
+            page = self.ask(m.Sync(page.revision, 0))
         return {row[1]: dict(zip(m.EPISODE, row, strict=True)) for row in rows}
 
     def close(self):

@@ -49,7 +49,7 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
 
 def _defaults(folder: Path) -> list[str]:
     """What base.yaml chooses of each group, as words."""
-    entries: Any = OmegaConf.load(folder / "base.yaml").get("defaults", [])
+    entries: Any = OmegaConf.select(OmegaConf.load(folder / "base.yaml"), "defaults", default=[])
     return [f"{group}={name}" for entry in entries if isinstance(entry, Mapping) for group, name in entry.items()]
 
 

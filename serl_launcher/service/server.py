@@ -289,7 +289,7 @@ class Server:
         expected, ordinal = [], 0
         if hello.role == "actor" and self.store is not None:
             known = {epoch: self.store.expected(epoch) for epoch in [*(e for e, _ in hello.earlier), hello.epoch]}
-            session.earlier = dict(hello.earlier)
+            session.earlier = {epoch: last for epoch, last in hello.earlier}
             self._close_drained(session)
             expected, ordinal = [[epoch, seq] for epoch, seq in known.items()], self.store.epochs[hello.epoch].position
         session.noticed = m.Notice(*self._shared(), self._steps_allowed(session), self.degraded)
