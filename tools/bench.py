@@ -110,11 +110,14 @@ def frames(generator: np.random.Generator) -> dict[str, Any]:
 
 def plain(queue: Any, seconds: float, hz: float) -> None:
     """The loop without the calls."""
-    generator = np.random.default_rng(1)
+    generator, rows = np.random.default_rng(1), []
     queue.put("started")
 
     def tick(_: int) -> None:
-        stacked([frames(generator)])
+        rows.append(frames(generator))
+        if len(rows) == ROWS:
+            stacked(rows)
+            rows.clear()
 
     queue.put(ticks(tick, seconds, hz))
 

@@ -2,6 +2,7 @@
 
 import os
 import select
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from serl_client.outbox import Outbox
 from serl_client.spec import Array, Spec
 
 CAPACITY = 4 << 30  # bytes
+SWITCH = 0.0005  # seconds
 
 
 class TrainerClient:
@@ -23,7 +25,8 @@ class TrainerClient:
     was pushed lies in the folder `outbox` (one for each actor) until it is acknowledged, over this process's end too.
     What cannot be mended (another run, another Spec, a second client of this name, a bug in the network thread) is
     raised by the next call, as a TrainerError. Weights are pulled only into a `weights_folder`, which is this
-    client's own.
+    client's own. The control thread gets its turn within SWITCH of this process: Python would let the network thread
+    go on for 5 ms.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class TrainerClient:
         self._asked = self._forgotten = 0  # numbers of questions
 
     def __enter__(self) -> "TrainerClient":
+        sys.setswitchinterval(min(SWITCH, sys.getswitchinterval()))
         self._network.start()
         return self
 
