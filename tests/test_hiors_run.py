@@ -53,7 +53,8 @@ WORDS = [
     "+plan.sources.wrong={of:[demo],keep:[failed]}",
     "+plan.sources.corrected={of:[online],keep:[successful],rows:intervened}",
     'plan.phases.demonstrate.until=["demo.episodes >= 42"]', 'plan.phases.clone.until=["updates >= 20"]',
-    'plan.phases.baseline.until=["episodes >= 2"]', 'plan.phases.practise.until=["env_steps >= 500"]',
+    'plan.phases.baseline.until=["episodes >= 2"]',
+    'plan.phases.practise.until=["env_steps >= 500 and episodes >= 16"]',  # two shards, whatever the clone can do
     'plan.phases.practise.start_when="online.episodes >= 2"',
     "plan.phases.practise.publish.every_updates=100000",  # the clone acts in all of it
     "~plan.phases.evaluate",
