@@ -1,6 +1,7 @@
 """What several tests share: a small Spec, and segments whose content tells where they belong."""
 
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -39,3 +40,25 @@ def make_segment():
         )
 
     return make
+
+
+class Killer:
+    """Kills this process at the n-th call of whatever it wraps."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def wrap(self, function):
+        def wrapped(*args, **kwargs):
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+
+@pytest.fixture
+def killer_at():
+    """killer_at(n) is a Killer that strikes at the n-th call."""
+    return Killer

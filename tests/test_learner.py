@@ -5,12 +5,12 @@ import io
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -617,52 +617,36 @@ def test_a_trainer_takes_no_answer_for_that_to_another_request_when_the_store_fa
 # -- a checkpoint that is cut off
 
 
-class Killer:
-    """Kills this process at the n-th of the calls that it wraps."""
+def counted(killer, *args, **kwargs):
+    """An open file of which every write of more than a few bytes counts."""
+    file = open(*args, **kwargs)  # noqa: SIM115 - as open does
 
-    def __init__(self, at):
-        self.left = at
+    class Counted:
+        def __enter__(self):
+            return self
 
-    def wrap(self, function):
-        def wrapped(*args, **kwargs):
-            self.left -= 1
-            if self.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
+        def __exit__(self, *exception):
+            file.close()
 
-        return wrapped
+        def __getattr__(self, name):
+            return getattr(file, name)
 
-    def open(self, *args, **kwargs):
-        """An open file of which every write of more than a few bytes counts."""
-        file, killer = open(*args, **kwargs), self  # noqa: SIM115 - as open does
+        def write(self, data):
+            (killer.wrap(file.write) if len(data) > 64 else file.write)(data)
+            file.flush()
 
-        class Counted:
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *exception):
-                file.close()
-
-            def __getattr__(self, name):
-                return getattr(file, name)
-
-            def write(self, data):
-                (killer.wrap(file.write) if len(data) > 64 else file.write)(data)
-                file.flush()
-
-        return Counted()
+    return Counted()
 
 
-def save_and_die(life, at):
-    """In a child: the checkpoint, cut off at step `at`."""
-    killer = Killer(at)
+def save_and_die(life, killer):
+    """In a child: the checkpoint, cut off by the killer."""
     for name in ("fsync", "rename", "mkdir", "unlink", "rmdir"):
         setattr(os, name, killer.wrap(getattr(os, name)))
-    checkpoint.open = killer.open
+    checkpoint.open = partial(counted, killer)
     life.learner.checkpoint()
 
 
-def test_a_checkpoint_that_is_cut_off_at_any_step_leaves_the_last_good_one(tmp_path, spec, make_segment):
+def test_a_checkpoint_that_is_cut_off_at_any_step_leaves_the_last_good_one(tmp_path, spec, make_segment, killer_at):
     run_dir, plan = found(tmp_path / "run", spec, make_segment), plan_of(**LEARNING)
     life, at, kept, status = Life(run_dir, None, spec, plan), 0, set(), None
     for updates in range(1, 6):
@@ -674,7 +658,7 @@ def test_a_checkpoint_that_is_cut_off_at_any_step_leaves_the_last_good_one(tmp_p
         child = os.fork()
         if child == 0:
             try:
-                save_and_die(life, at)
+                save_and_die(life, killer_at(at))
             finally:
                 os._exit(0)
         status = os.waitpid(child, 0)[1]

@@ -259,22 +259,6 @@ def test_no_row_is_torn_in_a_million_draws_while_old_episodes_are_evicted(tmp_pa
 # -- crashes
 
 
-class Killer:
-    """Kills this process at the n-th call of whatever it wraps."""
-
-    def __init__(self, at):
-        self.left = at
-
-    def wrap(self, function):
-        def wrapped(*args, **kwargs):
-            self.left -= 1
-            if self.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return wrapped
-
-
 def records(make_segment, episodes):
     made = []
     for i in range(episodes):
@@ -284,9 +268,8 @@ def records(make_segment, episodes):
     return made
 
 
-def run_and_die(folder, produced, at, pipe):
-    """The server's part in a child: goes on from the watermark, acknowledges through the pipe, dies at call `at`."""
-    killer = Killer(at)
+def run_and_die(folder, produced, killer, pipe):
+    """The server's part in a child: goes on from the watermark, acknowledges through the pipe, dies by the killer."""
     for name in ("pwritev", "fdatasync"):
         setattr(os, name, killer.wrap(getattr(os, name)))
     index.Index.commit = killer.wrap(index.Index.commit)
@@ -303,7 +286,7 @@ def run_and_die(folder, produced, at, pipe):
     os.write(pipe, f"{made.expected('A')}\n".encode())
 
 
-def test_kill_at_every_write_sync_commit_and_publish_loses_and_doubles_nothing(tmp_path, spec, make_segment):
+def test_kill_at_every_write_sync_commit_and_publish_loses_and_doubles_nothing(tmp_path, spec, make_segment, killer_at):
     """Each child dies one call later than the one before, some while old episodes are evicted."""
     founded(tmp_path, spec, online=60).close()
     produced, at, lives, acknowledged = records(make_segment, 14), 1, 0, 0
@@ -311,7 +294,7 @@ def test_kill_at_every_write_sync_commit_and_publish_loses_and_doubles_nothing(t
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
-            run_and_die(tmp_path, produced, at, writing)
+            run_and_die(tmp_path, produced, killer_at(at), writing)
             os._exit(0)
         os.close(writing)
         _, status = os.waitpid(child, 0)
