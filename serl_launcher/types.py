@@ -1,6 +1,6 @@
 """What an algorithm asks of the replay (Window), what it gets (Batch) and what it answers an actor (Decision)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -54,8 +54,8 @@ class Batch:
 
     observation {name: [B, To, ...]}; action [B, H, A] in the robot's units; reward, valid, terminated, truncated,
     intervened [B, H]; length [B] int64, the number of valid steps (at least 1); weight [B], a factor on each row's
-    loss; step_id [B] int64; next_observation {name: [B, To, ...]}, or None where the window does not ask for it;
-    task: B names; extras {name: [B, H, ...]}.
+    loss; step_id [B] int64; seed [B] int64, which all chance in a row's loss comes from; next_observation
+    {name: [B, To, ...]}, or None where the window does not ask for it; task: B names; extras {name: [B, H, ...]}.
     """
 
     observation: dict[str, Tensor]
@@ -68,6 +68,7 @@ class Batch:
     length: Tensor
     weight: Tensor
     step_id: Tensor
+    seed: Tensor
     next_observation: dict[str, Tensor] | None = None
     task: tuple[str, ...] = ()
     extras: dict[str, Tensor] = field(default_factory=dict)
@@ -77,7 +78,15 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`; the copy is done on return, so that the memory it came from may be used again."""
-        return replace(self, **{column.name: _to(getattr(self, column.name), device) for column in fields(self)})
+        return self._each(lambda value: value.to(device) if isinstance(value, Tensor) else value)
+
+    def part(self, index: int, count: int) -> "Batch":
+        """The rows of one of `count` equal parts."""
+        size = len(self) // count
+        return self._each(lambda value: value[index * size : (index + 1) * size])
+
+    def _each(self, change: Callable[[Any], Any]) -> "Batch":
+        return replace(self, **{column.name: _each(getattr(self, column.name), change) for column in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +97,7 @@ class Decision:
     extras: dict[str, Tensor] = field(default_factory=dict)
 
 
-def _to(value: Any, device: torch.device | str) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return {name: _to(item, device) for name, item in value.items()} if isinstance(value, dict) else value
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {name: change(item) for name, item in value.items()}
+    return None if value is None else change(value)

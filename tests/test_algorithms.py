@@ -47,6 +47,11 @@ def build(name, spec, *overrides, seed=0):
     return instantiate(config.algo)(spec), config
 
 
+def faster(name):
+    """The word that makes an algorithm learn the toy in few updates."""
+    return f"algo.{'' if name.startswith(('sac', 'rlpd')) else 'optimizer.'}learning_rate=3e-3"
+
+
 def toy_batch(window, spec, generator, size=64, noise=0.7):
     """One-step episodes: the best action is minus the state, and the behaviour is that action with noise."""
     state = torch.rand(size, 2, generator=generator) * 2 - 1
@@ -63,6 +68,7 @@ def toy_batch(window, spec, generator, size=64, noise=0.7):
         reward=-(state + action).square().sum(-1, keepdim=True).expand(steps),
         valid=flags, terminated=flags, truncated=~flags, intervened=~flags,
         length=torch.full((size,), window.horizon), weight=torch.ones(size), step_id=torch.arange(size),
+        seed=torch.randint(2**62, (size,), generator=generator),
         next_observation=observation if "next_observation" in window.offsets else None,
     )  # fmt: skip
 
@@ -83,7 +89,7 @@ def act(algorithm, observation, explore=False, seed=0):
     )  # fmt: skip
     image = IMAGE.expand(len(noise), *IMAGE.shape)
     observation, previous = {"observation.images.top": image, **observation}, torch.zeros(len(noise), 2)
-    decision, _ = algorithm.act(observation, previous, None, noise=noise, explore=explore)
+    decision, _ = algorithm.act(observation, previous, None, task=[""] * len(noise), noise=noise, explore=explore)
     return decision.action
 
 
@@ -129,7 +135,7 @@ def test_one_round_of_updates_is_finite(name, spec):
 
 @every_algorithm
 def test_a_toy_task_is_learned(name, spec):
-    algorithm, config = build(name, spec, "algo.learning_rate=3e-3")
+    algorithm, config = build(name, spec, faster(name))
     before = error(algorithm)
     train(algorithm, config, spec, rounds=250)
     assert error(algorithm) < min(0.2, before / 2)
@@ -170,7 +176,10 @@ def test_updates_and_acting_run_on_a_gpu(name, spec):
     observation = {"observation.state": torch.zeros(5, 2, device="cuda"), "observation.images.top": image}
     noise = torch.zeros(5, *algorithm.acting.noise_shape, device="cuda")
     previous = torch.zeros(5, 2, device="cuda")
-    assert algorithm.act(observation, previous, None, noise=noise, explore=True)[0].action.device.type == "cuda"
+    assert (
+        algorithm.act(observation, previous, None, task=[""] * 5, noise=noise, explore=True)[0].action.device.type
+        == "cuda"
+    )
 
 
 @every_algorithm
@@ -209,7 +218,7 @@ def rows(length, terminated, truncated):
     return Batch(
         observation, torch.zeros(1, 3, 2), (torch.tensor([1.0, 2.0, 4.0]) * valid)[None], valid[None],
         (last & terminated)[None], (last & truncated)[None], torch.zeros(1, 3, dtype=torch.bool),
-        torch.tensor([length]), torch.tensor([0.5]), torch.tensor([0]), observation,
+        torch.tensor([length]), torch.tensor([0.5]), torch.tensor([0]), torch.tensor([0]), observation,
     )  # fmt: skip
 
 
@@ -246,7 +255,7 @@ def test_the_target_of_soft_actor_critic_is_the_papers(spec):
     generator = torch.Generator().set_state(algorithm.generator.get_state())
     target = algorithm.target(batch)
     with torch.no_grad():
-        action, log_prob = algorithm.policy.rsample(batch.next_observation, generator=generator)
+        action, log_prob = algorithm.policy.rsample(batch.next_observation, seed=batch.seed, stream=1)
         pair = torch.randperm(4, generator=generator)[:2]
         value = algorithm.target_critic(batch.next_observation, action)[pair].min(0).values - 0.3 * log_prob
     torch.testing.assert_close(target, batch.reward[:, 0] + 0.5 * value)

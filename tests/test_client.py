@@ -453,7 +453,7 @@ def test_a_refusal_for_good_is_raised_by_the_next_call_and_ends_the_sending(lear
     with pytest.raises(Refused):
         client.push(make_segment(start=4))
     with pytest.raises(Refused):
-        client.ask({}, step=0, seed=0, previous_action=None, reset=True, explore=False)
+        client.ask({}, step=0, seed=0, previous_action=None, reset=True, explore=False, task="")
     time.sleep(0.5)
     assert len(learner.hear(m.Hello)) == hellos
     assert (client.pending[0], len(learner.records)) == (2, 1)
@@ -540,7 +540,8 @@ def test_heartbeats_carry_the_report_and_commands_are_acknowledged(learner, conn
 
 def ask(client, step, reset=False):
     observation = {STATE: np.full(8, step, np.float32)}
-    client.ask(observation, step=step, seed=step, previous_action=np.zeros(2, np.float32), reset=reset, explore=True)
+    question = {"previous_action": np.zeros(2, np.float32), "reset": reset, "explore": True, "task": "fold"}
+    client.ask(observation, step=step, seed=step, **question)
 
 
 def test_an_answer_comes_once_with_the_row_that_it_was_asked_for(learner, connect):
@@ -552,7 +553,7 @@ def test_an_answer_comes_once_with_the_row_that_it_was_asked_for(learner, connec
         assert np.allclose(answer.action, step / 1000)
         assert client.answer() is None
     question = learner.hear(m.Ask)[7]
-    assert (question.step, question.seed, question.explore) == (7, 7, True)
+    assert (question.step, question.seed, question.explore, question.task) == (7, 7, True, "fold")
     assert set(question.arrays) == {STATE, "previous_action"}
 
 
@@ -632,7 +633,7 @@ def test_questions_are_answered_again_after_the_learner_returned(learner, connec
 def test_a_policy_asks_again_until_the_weights_that_must_act_are_loaded(learner, connect, monkeypatch):
     monkeypatch.setattr("serl_client.controller.REPEAT", 0.05)
     policy = RemotePolicy(connect(), deadline=0.2)
-    policy.begin("e0", {"explore": False, "weights": 2})
+    policy.begin("e0", {"explore": False, "weights": 2}, "reach")
     observation = {STATE: np.zeros(8, np.float32)}
 
     def act():

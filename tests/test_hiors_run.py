@@ -340,7 +340,7 @@ def test_a_takeover_drops_the_rest_of_a_chunk_and_the_policy_begins_anew_after_t
 
 def chunk(host, episode, row):
     """The actions [H, A] that the policy gives for a row."""
-    ask = m.Ask(row, decision_seed(episode.info.id, row), True, True, {STATE: episode.state[row]})
+    ask = m.Ask(row, decision_seed(episode.info.id, row), True, True, "", {STATE: episode.state[row]})
     return host.answer([Question(b"", ask)])[0].arrays["action"]
 
 

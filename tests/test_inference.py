@@ -1,8 +1,11 @@
 """Acting with published weights, over a socket and in the actor's own process: the same, for each actor by itself."""
 
 import contextlib
+import itertools
 import logging
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +17,7 @@ import torch
 import zmq
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from serl_client import ConfigError
 from serl_client import messages as m
 from serl_client.client import TrainerClient
@@ -22,7 +26,10 @@ from serl_client.link import Link
 from torch import nn
 
 from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.policies.base import Policy
+from serl_launcher.service import inference as module
 from serl_launcher.service import weights
+from serl_launcher.service.config import composed
 from serl_launcher.service.inference import InferenceServer, LocalSource, PolicyHost, Question
 from serl_launcher.service.server import Server
 from serl_launcher.types import Decision
@@ -35,32 +42,48 @@ PATIENCE = 20.0
 # -- algorithms
 
 
-def rlpd(spec, seed=0):
-    """The shipped RLPD with weights that `seed` names."""
+def shipped(spec, algo, policy, seed=0):
+    """An algorithm of ours with weights that `seed` names."""
     torch.manual_seed(seed)
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
-        config = compose(overrides=["+algo=rlpd", "+policy=gaussian"])
+        config = compose(overrides=[f"+algo={algo}", f"+policy={policy}"])
     return instantiate(config.algo)(spec)
 
 
-class Memory(nn.Module):
+def rlpd(spec, seed=0):
+    return shipped(spec, "rlpd", "gaussian", seed)
+
+
+class Memory(Policy):
     noise_shape = (1, 2)
 
-    def __init__(self, scale):
+    def __init__(self, scale, sizes):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(float(scale)))
+        self.rest = nn.ParameterList([torch.zeros(size) for size in sizes])
+        self.register_buffer("mean", torch.tensor(1 / 3))
+
+    def forward(self, batch):
+        raise NotImplementedError
+
+    def sample(self, observation, *, task=(), n=1, noise=None):
+        raise NotImplementedError
 
 
 class Counting(Algorithm):
     """A recurrent toy: the action is [scale * decisions since the episode began, sum of the states' first numbers].
 
-    A call waits for `gate`, which is open unless it was cleared: meanwhile the next batch gathers in the socket.
+    A call waits for `gate`, which is open unless it was cleared: meanwhile the next batch gathers. `sizes` are those of
+    weights that nothing reads; `seconds` is how long a call takes.
     """
 
-    def __init__(self, scale=1.0):
+    def __init__(self, scale=1.0, sizes=(), precision=torch.float32, seconds=0.0):
         super().__init__()
-        self.memory = Memory(scale)
+        self.memory = Memory(scale, sizes)
+        self.memory.precision = precision
+        self.seconds = seconds
         self.batches = []  # how many observations each call had
+        self.tasks = []  # of each call
         self.gate = threading.Event()
         self.gate.set()
 
@@ -72,10 +95,12 @@ class Counting(Algorithm):
         raise NotImplementedError
 
     @torch.no_grad()
-    def act(self, observation, previous_action, carry, *, noise, explore):
+    def act(self, observation, previous_action, carry, *, task, noise, explore):
         seen = observation[STATE][:, 0]
         self.batches.append(len(seen))
+        self.tasks.append(task)
         self.gate.wait(PATIENCE)
+        time.sleep(self.seconds)
         carry = carry or {"count": torch.zeros(len(seen)), "more": (torch.zeros(len(seen)),)}
         carry = {"count": carry["count"] + 1, "more": (carry["more"][0] + seen,)}
         action = torch.stack([self.memory.scale * carry["count"], carry["more"][0]], 1)
@@ -89,8 +114,8 @@ def observed(generator):
     return {STATE: generator.standard_normal(8).astype(np.float32)}
 
 
-def ask(step=0, *, seed=0, reset=False, explore=False, key=0.0, **arrays):
-    return m.Ask(step, seed, reset, explore, {STATE: np.full(8, key, np.float32), **arrays})
+def ask(step=0, *, seed=0, reset=False, explore=False, task="", key=0.0, **arrays):
+    return m.Ask(step, seed, reset, explore, task, {STATE: np.full(8, key, np.float32), **arrays})
 
 
 def until(condition):
@@ -120,7 +145,7 @@ def reconnect(link):
 
 @contextlib.contextmanager
 def gathering(inference, helper):
-    """What is sent within lies in the socket at the end, and makes one batch: `helper` keeps the server busy."""
+    """What is sent within makes one batch: `helper` keeps the policy busy meanwhile."""
     algorithm = inference.server.host.algorithm
     algorithm.gate.clear()
     made = len(algorithm.batches)
@@ -141,12 +166,16 @@ def free_port():
 class Inference:
     """An InferenceServer in a thread: it has its socket at once and answers from `start` on."""
 
-    def __init__(self, folder, algorithm, spec, port=None):
-        self.folder, self.notice = folder, {}
+    def __init__(self, folder, algorithm, spec, *, port=None, window=0.005, host=PolicyHost):
+        self.folder, self.notice, self.turns = folder, {}, 0
         self.address = f"tcp://127.0.0.1:{port or free_port()}"
-        self.server = InferenceServer(PolicyHost(algorithm, spec, "cpu"), folder, self.address)
+        self.server = InferenceServer(host(algorithm, spec, "cpu"), folder, self.address, window=window)
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self.server.run, args=(lambda: self.notice, self._ended.is_set))
+        self._thread = threading.Thread(target=self.server.run, args=(self._newest, self._ended.is_set))
+
+    def _newest(self):
+        self.turns += 1
+        return self.notice
 
     def start(self):
         self._thread.start()
@@ -154,15 +183,82 @@ class Inference:
 
     def publish(self, version, algorithm):
         """Make the algorithm's acting part the newest weights; returns their sha256 and size."""
-        sha256, size = weights.write(self.folder, safetensors.torch.save(algorithm.acting.state_dict()))
+        sha256, size = weights.write(self.folder, safetensors.torch.save(algorithm.acting.published()))
         self.notice = {"version": version, "sha256": sha256}
         return sha256, size
 
     def stop(self):
+        """May be called twice."""
+        if self._ended.is_set():
+            return
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
         self.server.close()
+
+
+class SlowDisk(PolicyHost):
+    """Reads weights only while `gate` is open."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.files, self.gate = [], threading.Event()
+        self.gate.set()
+
+    def read(self, file):
+        self.files.append(file)
+        self.gate.wait(PATIENCE)
+        return super().read(file)
+
+
+INFER = """
+import sys, time
+from pathlib import Path
+from omegaconf import OmegaConf
+from serl_launcher.algorithms.sac import SAC
+from serl_launcher.service.training import infer
+run_dir, local = Path(sys.argv[1]), sys.argv[2]
+act = SAC.act
+def slow(*arguments, **options):
+    if (run_dir / "fail").exists():
+        raise RuntimeError("the policy is broken")
+    time.sleep(0.2)
+    return act(*arguments, **options)
+SAC.act = slow
+infer(OmegaConf.load(run_dir / "config.yaml"), run_dir, local)
+"""
+
+
+class Process(Inference):
+    """The inference process of a run, with a policy that takes 200 ms and fails where the run has a file `fail`."""
+
+    def __init__(self, run_dir):
+        port = free_port()
+        self.folder, self.local, self.address = (
+            run_dir / "weights",
+            f"ipc://{run_dir}/server",
+            f"tcp://127.0.0.1:{port}",
+        )
+        OmegaConf.save(composed(CONFIG, ["algo=rlpd", f"inference_port={port}"]), run_dir / "config.yaml")
+        command = [sys.executable, "-c", INFER, run_dir, self.local]
+        self.child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def report(self):
+        """What it told the server last."""
+        with Link(self.local, m.Hello(m.PROTOCOL, "learner", "test")) as link:
+            clients = link.call(m.Status(), PATIENCE).report["clients"]
+        return next((client for client in clients if client["actor"] == "inference"), {})
+
+    def stop(self):
+        self.child.kill()
+        self.child.communicate()
+
+
+@pytest.fixture
+def process(tmp_path):
+    made = Process(tmp_path)
+    yield made
+    made.stop()
 
 
 @pytest.fixture
@@ -239,7 +335,7 @@ def test_the_inference_process_and_the_actors_own_process_act_alike_bit_by_bit(c
     generator, seen = np.random.default_rng(0), []
     for explore in (False, True):
         for controller in (remote, local):
-            controller.begin("episode", {"explore": explore, "weights": 1})
+            controller.begin("episode", {"explore": explore, "weights": 1}, "reach")
         previous = None
         for step in range(30):
             arguments = dict(step=step, previous_action=previous, reset=step == 0)
@@ -255,7 +351,7 @@ def test_a_batch_of_many_actors_changes_no_answer(spec):
     """Not bit by bit: a matrix product sums in another order for another batch. Actions lie within -1..1."""
     host, generator = PolicyHost(rlpd(spec), spec, "cpu"), np.random.default_rng(0)
     questions = [
-        Question(b"%d" % i, m.Ask(i, i, i % 3 == 0, i % 2 == 0, observed(generator))) for i in range(64)
+        Question(b"%d" % i, m.Ask(i, i, i % 3 == 0, i % 2 == 0, "", observed(generator))) for i in range(64)
     ]  # fmt: skip
     together = host.answer(questions)
     alone = [host.answer([question])[0] for question in questions]
@@ -278,15 +374,84 @@ def test_questions_that_wait_together_are_answered_together_each_to_its_actor(in
     assert over_there.server.host.algorithm.batches == [1, 19]
 
 
-def test_of_two_questions_of_one_actor_the_later_one_is_answered(inference, link, spec):
+def test_while_the_policy_is_busy_questions_replace_older_ones_of_their_actor_and_notices_are_read(inference, link):
     over_there = inference(Counting()).start()
     over_there.publish(1, Counting())
     helper, asker = link(over_there.address), link(over_there.address)
     with gathering(over_there, helper):
+        turns = over_there.turns
         for step in range(5):
             asker.send(ask(step, key=step, reset=True))
+        until(lambda: over_there.server.report()["replaced"] == 4)
+        until(lambda: over_there.turns > turns + 10)
     answer = receive(asker)
     assert (answer.step, answer.arrays["action"].tolist()) == (4, [[1.0, 4.0]])
+    assert over_there.server.host.algorithm.batches == [1, 1]
+
+
+def test_eight_actors_at_a_slow_policy_get_their_answers_in_turn(inference, link, monkeypatch):
+    """Every actor asks again before it is answered, and no batch holds them all."""
+    monkeypatch.setattr(module, "MOST", 3)
+    over_there = inference(Counting(seconds=0.02)).start()
+    over_there.publish(1, Counting())
+    askers, answered = [link(over_there.address) for _ in range(8)], [[] for _ in range(8)]
+    step, end = 0, time.monotonic() + 2.0
+    while time.monotonic() < end:
+        step += 1
+        for number, asker in enumerate(askers):
+            asker.send(ask(step, key=10_000 * number + step, reset=True))
+            while (answer := asker.receive()) is not None:
+                assert answer.arrays["action"].tolist() == [[1.0, 10_000 * number + answer.step]]
+                answered[number].append(answer.step)
+        time.sleep(0.005)
+    counts = [len(steps) for steps in answered]
+    assert all(steps == sorted(set(steps)) for steps in answered)
+    assert min(counts) >= 2
+    assert max(counts) <= 2 * min(counts)
+    assert over_there.server.report()["replaced"] > 0
+
+
+def test_a_batch_waits_for_those_who_asked_lately_and_for_nobody_else(inference, link, spec):
+    over_there = inference(Counting(), window=10 * PATIENCE).start()
+    over_there.publish(1, Counting())
+    one, other = link(over_there.address), link(over_there.address)
+    for step in range(3):
+        one.send(ask(step, reset=True))
+        assert receive(one).step == step, "one actor waits for nobody"
+    other.send(ask(0, reset=True))
+    other.wait(0.2)
+    assert other.receive() is None
+    one.send(ask(3, reset=True))
+    assert (receive(one).step, receive(other).step) == (3, 0)
+    assert over_there.server.host.algorithm.batches == [1, 1, 1, 2]
+    other.send(ask(1, reset=True))
+    assert receive(other).step == 1, "the one has been silent for too long"
+
+
+def test_a_batch_waits_no_longer_than_its_window(inference, link, spec):
+    over_there = inference(Counting(), window=0.05).start()
+    over_there.publish(1, Counting())
+    one, other = link(over_there.address), link(over_there.address)
+    for step in range(5):
+        for asker in (one, other):  # who is expected, and asks only after the other was answered
+            asker.send(ask(step, reset=True))
+            assert receive(asker).step == step
+    assert over_there.server.host.algorithm.batches == [1] * 10
+
+
+def test_how_answers_go_is_reported(inference, link, spec):
+    over_there = inference(Counting(seconds=0.01)).start()
+    assert over_there.server.report() == {"version": 0, "replaced": 0}
+    over_there.publish(1, Counting())
+    helper, *askers = [link(over_there.address) for _ in range(5)]
+    with gathering(over_there, helper):
+        for asker in askers:
+            asker.send(ask(reset=True))
+    for asker in askers:
+        receive(asker)
+    report = until(lambda: r if "batch" in (r := over_there.server.report()) and r["batch"] == 2.5 else None)
+    assert report["version"] == 1
+    assert 10 < report["p50_ms"] <= report["p99_ms"] < PATIENCE * 1000
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, decision_seed("episode", 7)])
@@ -306,6 +471,69 @@ def test_the_noise_of_a_decision_comes_from_its_seed_alone(spec, seed):
     assert np.array_equal(act(host=PolicyHost(rlpd(spec), spec, "cpu")), expected)
     assert not np.allclose(act(seed=seed ^ 2), expected)
     assert np.array_equal(act(explore=False), act(seed=seed ^ 2, explore=False))
+
+
+def test_the_task_reaches_the_policy_from_here_and_from_there(connect, inference, link, spec):
+    over_there = inference(Counting()).start()
+    connect_client, publish = connect(over_there)
+    one, other = connect_client("one"), connect_client("other")
+    local_host = PolicyHost(Counting(), spec, "cpu")
+    publish(1, Counting())
+    until(lambda: other.weights(0))
+    for source, algorithm in (
+        (one, over_there.server.host.algorithm),
+        (LocalSource(other, local_host), local_host.algorithm),
+    ):
+        controller = RemotePolicy(source, deadline=PATIENCE)
+        for task in ("fold the towel", "plie la serviette: \N{OK HAND SIGN}"):
+            controller.begin("episode", {"explore": True, "weights": 1}, task)
+            controller.act({STATE: np.zeros(8, np.float32)}, step=0, previous_action=None, reset=True)
+            assert algorithm.tasks[-1] == (task,)
+
+
+def test_each_question_of_a_batch_has_its_own_task(spec):
+    host = PolicyHost(Counting(), spec, "cpu")
+    host.answer([Question(name.encode(), ask(reset=True, task=name)) for name in "abc"])
+    assert host.algorithm.tasks == [("a", "b", "c")]
+
+
+# -- on a GPU, as far as it can be told without one
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_padding_a_batch_to_a_power_of_two_changes_no_answer(spec, count):
+    host, plain = PolicyHost(Counting(), spec, "cpu"), PolicyHost(Counting(), spec, "cpu")
+    host.is_static = True
+    for turn in range(3):
+        questions = [Question(b"%d" % i, ask(i, key=i + turn, reset=turn == 0)) for i in range(count)]
+        for padded, expected in zip(host.answer(questions), plain.answer(questions), strict=True):
+            assert padded.step == expected.step
+            assert np.array_equal(padded.arrays["action"], expected.arrays["action"])
+    assert host.algorithm.batches == [{1: 1, 2: 2, 3: 4, 5: 8, 8: 8}[count]] * 3
+    assert plain.algorithm.batches == [count] * 3
+
+
+def test_warming_up_runs_every_shape_and_leaves_nothing_behind(spec):
+    host = PolicyHost(Counting(), spec, "cpu")
+    host.warm_up(8)
+    assert host.algorithm.batches == [], "on a CPU there is nothing to make"
+    host.is_static = True
+    host.warm_up(8)
+    assert host.algorithm.batches == [size for size in (1, 2, 4, 8) for _ in range(3)]
+    assert host.answer([Question(b"", ask())])[0].arrays["action"][0, 0] == 1
+
+
+@pytest.mark.parametrize(("algo", "policy"), [("rlpd", "gaussian"), ("sft", "flow")])
+def test_what_a_policy_names_to_be_compiled_is_one_graph_whatever_the_task(spec, algo, policy):
+    host = PolicyHost(shipped(spec, algo, policy), spec, "cpu")
+    questions = [Question(b"%d" % i, ask(i, seed=i, reset=True, explore=True, key=i)) for i in range(4)]
+    expected = [answer.arrays["action"] for answer in host.answer(questions)]
+    name = host.acting.compiled
+    setattr(host.acting, name, torch.compile(getattr(host.acting, name), fullgraph=True, backend="eager"))
+    assert np.array_equal([answer.arrays["action"] for answer in host.answer(questions)], expected)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        other = [Question(b"%d" % i, ask(seed=i, reset=True, explore=True, task="another", key=i)) for i in range(4)]
+        assert np.array_equal([answer.arrays["action"] for answer in host.answer(other)], expected)
 
 
 # -- memory
@@ -381,14 +609,14 @@ def test_weights_are_swapped_between_two_batches_and_every_answer_names_its_vers
     assert len(set(versions)) > 3
 
 
-def test_before_the_first_weights_nothing_is_answered_and_then_the_next_question_is(inference, link, spec):
+def test_before_the_first_weights_nothing_is_answered_and_then_what_was_asked_last_is(inference, link, spec):
     over_there = inference(Counting()).start()
     asker = link(over_there.address)
-    asker.send(ask(0))
+    for step in (0, 1):
+        asker.send(ask(step, reset=True))
     asker.wait(0.3)
     assert asker.receive() is None
     over_there.publish(7, Counting())
-    asker.send(ask(1, reset=True))
     answer = receive(asker)
     assert (answer.step, answer.version) == (1, 7)
 
@@ -401,9 +629,9 @@ def test_weights_that_are_gone_already_leave_the_ones_that_act(inference, link, 
     assert receive(asker).version == 1
     with caplog.at_level(logging.WARNING):
         over_there.notice = {"version": 2, "sha256": "f" * 64}
+        until(lambda: "weights 2 are gone" in caplog.text)
         asker.send(ask(reset=True))
         assert receive(asker).version == 1
-    assert "weights 2 are gone" in caplog.text
     over_there.publish(3, Counting(scale=3))
     until(lambda: over_there.server.host.version == 3)
     asker.send(ask(reset=True))
@@ -411,9 +639,135 @@ def test_weights_that_are_gone_already_leave_the_ones_that_act(inference, link, 
 
 
 def test_weights_of_another_policy_are_refused_in_one_sentence(tmp_path, spec):
-    other = weights.write(tmp_path, safetensors.torch.save(Counting().acting.state_dict()))[0]
+    other = weights.write(tmp_path, safetensors.torch.save(Counting().acting.published()))[0]
     with pytest.raises(ConfigError, match=r"not of this algorithm and policy .*start the actor with the learner's"):
         PolicyHost(rlpd(spec), spec, "cpu").load(1, weights.path(tmp_path, other))
+
+
+def test_weights_of_another_policy_leave_what_acts_as_it_is(inference, link, spec, caplog):
+    """Not even the part of them that would fit is taken."""
+    over_there = inference(Counting(sizes=(3,))).start()
+    over_there.publish(1, Counting(2, sizes=(3,)))
+    asker = link(over_there.address)
+    asker.send(ask(reset=True))
+    assert receive(asker).arrays["action"][0, 0] == 2
+    with caplog.at_level(logging.INFO):
+        over_there.publish(2, Counting(5, sizes=(4,)))
+        until(lambda: "rest.0 is (4,) there and (3,) here" in caplog.text)
+    asker.send(ask(reset=True))
+    answer = receive(asker)
+    assert (answer.version, answer.arrays["action"][0, 0]) == (1, 2)
+    over_there.publish(3, Counting(7, sizes=(3,)))
+    until(lambda: over_there.server.host.version == 3)
+    asker.send(ask(reset=True))
+    assert receive(asker).arrays["action"][0, 0] == 7
+
+
+def test_the_old_weights_act_while_newer_ones_are_read_and_the_newest_follow(inference, link, spec):
+    over_there = inference(Counting(), host=SlowDisk).start()
+    host, asker = over_there.server.host, link(over_there.address)
+    over_there.publish(1, Counting())
+    until(lambda: host.version == 1)
+    host.gate.clear()
+    for version in (2, 3, 4):
+        over_there.publish(version, Counting(scale=version))
+        until(lambda: len(host.files) == 2)
+        for step in range(10):
+            asker.send(ask(step, reset=True))
+            answer = receive(asker)
+            assert (answer.step, answer.version, answer.arrays["action"][0, 0]) == (step, 1, 1)
+    host.gate.set()
+    until(lambda: host.version == 4)
+    assert len(host.files) == 3, "the third had been outdated before it could be read"
+
+
+def test_an_actor_that_acts_by_itself_goes_on_while_newer_weights_are_read(connect, inference, spec):
+    connect_client, publish = connect(inference(Counting()))
+    client = connect_client("arm")
+    publish(1, Counting())
+    until(lambda: client.weights(0))
+    host = SlowDisk(Counting(), spec, "cpu")
+    controller = RemotePolicy(LocalSource(client, host), deadline=PATIENCE)
+    controller.begin("episode", {"explore": False, "weights": None}, "reach")
+
+    def version(step):
+        controller.act({STATE: np.zeros(8, np.float32)}, step=step, previous_action=None, reset=step == 0)
+        assert controller.decision
+        return controller.version
+
+    assert version(0) == 1
+    host.gate.clear()
+    publish(2, Counting())
+    until(lambda: client.weights(1))
+    assert [version(step) for step in range(1, 20)] == [1] * 19
+    host.gate.set()
+    steps = itertools.count(20)
+    until(lambda: version(next(steps)) == 2)
+
+
+def test_new_weights_go_where_the_old_ones_are(tmp_path, spec):
+    """What was compiled, or captured in a graph, reads them there."""
+    host, newer = PolicyHost(rlpd(spec, seed=1), spec, "cpu"), PolicyHost(rlpd(spec, seed=2), spec, "cpu")
+    places = [value.data_ptr() for value in host.acting.state_dict().values()]
+    sha256, _ = weights.write(tmp_path, safetensors.torch.save(newer.acting.published()))
+    host.load(2, weights.path(tmp_path, sha256))
+    assert [value.data_ptr() for value in host.acting.state_dict().values()] == places
+    question = Question(b"", ask(seed=3, reset=True, explore=True, key=0.5))
+    actions = [each.answer([question])[0].arrays["action"] for each in (host, newer)]
+    assert np.array_equal(*actions)
+
+
+def test_a_host_holds_what_acts_and_nothing_else(spec):
+    host = PolicyHost(rlpd(spec), spec, "cpu")
+    assert [name for name, _ in host.algorithm.named_children()] == ["policy"]
+    assert not any(weight.requires_grad for weight in host.algorithm.parameters())
+
+
+def test_weights_are_held_in_the_policys_precision_and_its_statistics_as_they_are(tmp_path, spec):
+    host = PolicyHost(Counting(precision=torch.bfloat16), spec, "cpu")
+    sha256, _ = weights.write(tmp_path, safetensors.torch.save(Counting(scale=1 / 3).acting.published()))
+    host.load(1, weights.path(tmp_path, sha256))
+    assert (host.acting.scale.dtype, host.acting.mean.dtype) == (torch.bfloat16, torch.float32)
+    assert float(host.acting.mean) == float(torch.tensor(1 / 3))
+    assert float(host.acting.scale) == float(torch.tensor(1 / 3).bfloat16())
+
+
+def test_a_busy_process_takes_new_weights_reports_and_ends_when_it_is_told_to(connect, process, link, spec):
+    connect_client, publish = connect(process)
+    connect_client("arm")
+    publish(1, rlpd(spec, seed=1))
+    until(lambda: process.report().get("version") == 1)
+    asker = link(process.address)
+
+    def answered():
+        asker.send(ask(reset=True))
+        return receive(asker).version
+
+    assert answered() == 1
+    publish(2, rlpd(spec, seed=2))
+    until(lambda: answered() == 2)
+    report = until(lambda: r if answered() and (r := process.report())["version"] == 2 else None)
+    assert (report["batch"], report["p50_ms"] >= 200) == (1.0, True)
+    asker.send(ask(reset=True))
+    asker.wait(0.05)
+    process.child.terminate()
+    assert process.child.wait(PATIENCE) == 0
+
+
+def test_a_policy_that_fails_ends_its_process_and_says_where(connect, process, link, spec):
+    connect_client, publish = connect(process)
+    connect_client("arm")
+    publish(1, rlpd(spec))
+    until(lambda: process.report().get("version") == 1)
+    asker = link(process.address)
+    asker.send(ask(reset=True))
+    receive(asker)
+    (process.folder.parent / "fail").touch()
+    asker.send(ask(reset=True))
+    assert process.child.wait(PATIENCE) != 0
+    said = process.child.stderr.read()
+    assert "in slow" in said
+    assert "RuntimeError: the policy is broken" in said
 
 
 def test_an_actor_never_waits_longer_than_its_deadline_for_weights_that_do_not_come(connect, inference, spec):
@@ -424,7 +778,7 @@ def test_an_actor_never_waits_longer_than_its_deadline_for_weights_that_do_not_c
     until(lambda: client.weights(0))
     algorithm = Counting()
     controller = RemotePolicy(LocalSource(client, PolicyHost(algorithm, spec, "cpu")), deadline=0.1)
-    controller.begin("episode", {"explore": False, "weights": 2})
+    controller.begin("episode", {"explore": False, "weights": 2}, "reach")
     acted = []
 
     def act():
@@ -465,7 +819,7 @@ def test_a_wrong_observation_of_one_actor_costs_the_others_nothing(inference, li
             for asker in (one, other):
                 asker.send(ask(count, reset=count == 1))
             time.sleep(0.05)  # so that they are asked about first
-            bad.send(m.Ask(count, 0, False, False, WRONG[wrong]))
+            bad.send(m.Ask(count, 0, False, False, "", WRONG[wrong]))
         for asker in (one, other):
             answer = receive(asker)
             assert (answer.step, answer.arrays["action"][0, 0]) == (count, count)

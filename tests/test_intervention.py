@@ -109,7 +109,7 @@ class Chunks:
     def __init__(self, length=8):
         self.length, self.questions, self.answer = length, [], None
 
-    def ask(self, observation, *, step, seed, previous_action, reset, explore):
+    def ask(self, observation, *, step, seed, previous_action, reset, explore, task):
         previous = None if previous_action is None else previous_action.tolist()
         self.questions.append((step, reset, previous))
         action = (step + np.arange(self.length, dtype=np.float32))[:, None] / 100 + np.zeros(2, np.float32)

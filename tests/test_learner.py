@@ -293,9 +293,9 @@ class Life:
 
     def act(self):
         """What the algorithm does for one observation, without noise and with the noise of a seed."""
-        host = PolicyHost(self.algorithm, self.learner.sources.spec, "cpu")
+        host = PolicyHost(copy.deepcopy(self.algorithm), self.learner.sources.spec, "cpu")
         observation = {STATE: np.linspace(-1, 1, 8, dtype=np.float32)}
-        questions = [Question(b"", m.Ask(0, 7, True, explore, observation)) for explore in (False, True)]
+        questions = [Question(b"", m.Ask(0, 7, True, explore, "reach", observation)) for explore in (False, True)]
         return [host.answer([question])[0].arrays["action"].tolist() for question in questions]
 
 

@@ -465,9 +465,9 @@ class Source:
         self.length, self.delay, self.version = length, delay, version
         self.questions, self.answer, self.patience = [], None, 0
 
-    def ask(self, observation, *, step, seed, previous_action, reset, explore):
+    def ask(self, observation, *, step, seed, previous_action, reset, explore, task):
         self.questions.append((step, reset))
-        self.seed, self.previous_action, self.explore = seed, previous_action, explore
+        self.seed, self.previous_action, self.explore, self.task = seed, previous_action, explore, task
         action = step + np.arange(self.length, dtype=np.float32)[:, None] / 100 + np.zeros(2, np.float32)
         self.answer, self.patience = Answer(step, self.version, action, {"mean": action[0]}), self.delay
 
@@ -484,7 +484,7 @@ class Source:
 
 def policy(source, **options):
     policy = RemotePolicy(source, deadline=0.0, **options)
-    policy.begin("e0", {"explore": True, "weights": None})
+    policy.begin("e0", {"explore": True, "weights": None}, "count")
     return policy
 
 
@@ -547,7 +547,7 @@ def test_a_lost_question_is_repeated(monkeypatch):
 def test_only_the_weights_that_must_act_do():
     source = Source(version=4)
     remote = RemotePolicy(source, deadline=0.0)
-    remote.begin("e0", {"explore": False, "weights": 5})
+    remote.begin("e0", {"explore": False, "weights": 5}, "count")
     assert act(remote, 0) is None
     source.version = 5
     remote._asked_at = -1e9  # as if time had passed
@@ -562,6 +562,7 @@ def test_a_takeover_drops_the_chunk_and_the_hand_back_asks_anew(spec):
     run(env, client, RemotePolicy(source, deadline=0.0), episodes=1)
     (episode,) = client.episodes
     assert source.questions == [(0, True), (8, True)]
+    assert source.task == env.task == episode.task
     assert episode.intervened.tolist() == [row in (4, 5, 6) for row in range(13)]
     assert episode.decision.tolist() == [row in (0, 8) for row in range(13)]
     assert [row for row, action in enumerate(env.actions) if action is None] == [5, 6, 7]
@@ -618,7 +619,7 @@ def test_after_a_silence_a_real_robot_stays_where_it_is_until_the_policy_answers
 def test_chance_is_the_same_for_the_same_seed_and_episode(spec):
     def actions(seed, episode):
         controller = RandomPolicy(spec, seed)
-        controller.begin(episode, {})
+        controller.begin(episode, {}, "count")
         return [controller.act({}, step=step, previous_action=None, reset=False) for step in range(20)]
 
     assert np.array_equal(actions(0, "a"), actions(0, "a"))

@@ -55,18 +55,21 @@ def observe(spec, *leading, generator=None):
     }  # fmt: skip
 
 
-def batch_of(observation, action, reward, following=None):
+def batch_of(observation, action, reward, following=None, seed=0):
     size, flags = len(action), torch.ones(len(action), 1, dtype=torch.bool)
     return Batch(
         observation, action.unsqueeze(1), reward.unsqueeze(1), flags, flags, ~flags, ~flags,
-        torch.ones(size, dtype=torch.int64), torch.ones(size), torch.arange(size), following or observation,
+        torch.ones(size, dtype=torch.int64), torch.ones(size), torch.arange(size), torch.arange(size) + 1000 * seed,
+        following or observation,
     )  # fmt: skip
 
 
 def anything(spec, size=6, steps=1, seed=0):
     generator = torch.Generator().manual_seed(seed)
     now, following = (observe(spec, size, steps, generator=generator) for _ in range(2))
-    return batch_of(now, torch.rand(size, 2, generator=generator), torch.rand(size, generator=generator), following)
+    return batch_of(
+        now, torch.rand(size, 2, generator=generator), torch.rand(size, generator=generator), following, seed
+    )
 
 
 def build(spec, *overrides, seed=0):
@@ -172,7 +175,7 @@ def test_rows_cameras_and_the_next_observation_are_shifted_each_by_themselves(sp
     batch = anything(spec, size=64)
     batch = replace(batch, next_observation=batch.observation)
     original = copy.deepcopy(batch.observation)
-    changed = Augment(4, 0.0, 0.0)(batch, torch.Generator().manual_seed(0))
+    changed = Augment(4, 0.0, 0.0)(batch)
     drawn = [offsets(batch.observation[name], seen[name])
              for seen in (changed.observation, changed.next_observation) for name in (HIGH, WRIST)]  # fmt: skip
     for i, pairs in enumerate(drawn):
@@ -185,14 +188,16 @@ def test_rows_cameras_and_the_next_observation_are_shifted_each_by_themselves(sp
 def test_the_time_steps_of_one_window_are_changed_alike(spec):
     batch = anything(spec, steps=3)
     still = {name: value[:, :1].expand_as(value) for name, value in batch.observation.items()}
-    changed = Augment(4, 0.5, 0.5)(replace(batch, observation=still), torch.Generator()).observation[HIGH]
+    changed = Augment(4, 0.5, 0.5)(replace(batch, observation=still)).observation[HIGH]
     assert not torch.equal(changed, still[HIGH])
     assert torch.equal(changed, changed[:, :1].expand_as(changed))
 
 
-def test_the_generator_decides_and_a_batch_without_a_next_observation_is_changed_too(spec):
+def test_the_rows_seeds_decide_and_a_batch_without_a_next_observation_is_changed_too(spec):
     augment, batch = Augment(4, 0.2, 0.2), replace(anything(spec), next_observation=None)
-    one, same, other = (augment(batch, torch.Generator().manual_seed(seed)).observation[HIGH] for seed in (1, 1, 2))
+    one, same, other = (
+        augment(replace(batch, seed=batch.seed + seed)).observation[HIGH] for seed in (1000, 1000, 2000)
+    )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
 
@@ -207,10 +212,10 @@ def test_colours_change_within_their_strength_and_without_any_strength_nothing_d
     batch = anything(spec, size=64)
     grey = {name: torch.full_like(value, 100) if name == HIGH else value for name, value in batch.observation.items()}
     batch = replace(batch, observation=grey)
-    values = Augment(0, 0.2, 0.0)(batch, torch.Generator()).observation[HIGH].flatten(1).float()
+    values = Augment(0, 0.2, 0.0)(batch).observation[HIGH].flatten(1).float()
     assert torch.equal(values.amin(1), values.amax(1))
     assert 80 <= values.min() < 90 < 110 < values.max() <= 120
-    assert torch.equal(Augment(0, 0.0, 0.0)(batch, torch.Generator()).observation[WRIST], batch.observation[WRIST])
+    assert torch.equal(Augment(0, 0.0, 0.0)(batch).observation[WRIST], batch.observation[WRIST])
 
 
 @pytest.mark.parametrize("options", [(-1, 0.0, 0.0), (4, 1.5, 0.0), (4, 0.0, -0.1)])
@@ -262,12 +267,15 @@ def test_published_weights_let_an_actor_see(spec, tmp_path):
     host.load(1, weights.path(tmp_path, sha256))
     seen = {name: value.numpy() for name, value in observe(spec).items()}  # as a robot has it: [H, W, 3]
     dark = {**seen, WRIST: np.zeros_like(seen[WRIST])}
-    questions = [Question(actor, m.Ask(0, 0, True, False, arrays)) for actor, arrays in ((b"a", seen), (b"b", dark))]
+    questions = [
+        Question(actor, m.Ask(0, 0, True, False, "", arrays)) for actor, arrays in ((b"a", seen), (b"b", dark))
+    ]
     for question in questions:
         host.check(question.ask)
     answers = [answer.arrays["action"] for answer in host.answer(questions)]
     batch = {name: torch.stack([torch.as_tensor(q.ask.arrays[name]) for q in questions]) for name in spec.observation}
-    decision, _ = learner.act(batch, torch.zeros(2, 2), None, noise=torch.zeros(2, 1, 2), explore=False)
+    nothing = {"noise": torch.zeros(2, 1, 2), "explore": False, "task": ["", ""]}
+    decision, _ = learner.act(batch, torch.zeros(2, 2), None, **nothing)
     np.testing.assert_array_equal(np.stack(answers), decision.action.numpy())
     assert not np.allclose(*answers)
 
@@ -285,14 +293,14 @@ def test_a_policy_learns_to_reach_for_what_only_the_camera_sees():
     """One-step episodes: the reward is how near the action comes to the block."""
     spec, generator = robot(wrist=None), torch.Generator().manual_seed(1)
     algorithm = build(spec, "algo.learning_rate=3e-3", "algo.initial_temperature=0.01")
-    for _ in range(250):
+    for update in range(250):
         image, place = places(64, generator)
         action = torch.rand(64, 2, generator=generator) * 2 - 1
         observation = {STATE: torch.zeros(64, 1, 2), HIGH: image}
-        algorithm.update(batch_of(observation, action, -(action - place).square().sum(-1)))
+        algorithm.update(batch_of(observation, action, -(action - place).square().sum(-1), seed=update))
     image, place = places(256, generator)
     observation = {STATE: torch.zeros(256, 2), HIGH: image[:, 0]}
-    noise = torch.zeros(256, 1, 2)
-    action = algorithm.act(observation, torch.zeros(256, 2), None, noise=noise, explore=False)[0].action[:, 0]
+    nothing = {"noise": torch.zeros(256, 1, 2), "explore": False, "task": [""] * 256}
+    action = algorithm.act(observation, torch.zeros(256, 2), None, **nothing)[0].action[:, 0]
     error = (action - place).norm(dim=-1).mean()
     assert error < place.norm(dim=-1).mean() / 2

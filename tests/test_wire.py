@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from serl_client import Outcome, Stamp, messages, wire
+from serl_client.episode import MAX_NAME
 from serl_client.errors import MessageError
 from serl_client.messages import Ack, Ask, Hello, Push
 from serl_client.spec import DTYPES
@@ -194,6 +195,17 @@ def test_a_message_with_a_wrong_field_is_refused(change, reason):
         messages.decode(wire.pack(header | change, {}))
 
 
+@pytest.mark.parametrize(
+    ("task", "reason"), [(3, "of type str"), (None, "of type str"), ("x" * (MAX_NAME + 1), "at most 200 characters")]
+)
+def test_a_question_with_a_task_that_is_none_or_too_long_is_refused(task, reason):
+    ask = messages.decode(messages.encode(Ask(0, 1, False, True, "x" * MAX_NAME, {})))
+    assert ask.task == "x" * MAX_NAME
+    header = {"type": "Ask", **{name: getattr(ask, name) for name in messages.FIELDS[Ask]}, "task": task}
+    with pytest.raises(MessageError, match=reason):
+        messages.decode(wire.pack(header, {}))
+
+
 def test_a_missing_field_and_an_array_too_many_are_refused():
     with pytest.raises(MessageError, match="has the fields"):
         messages.decode(wire.pack({"type": "Push"}, {"records": np.zeros(1, np.uint8)}))
@@ -215,7 +227,7 @@ def test_a_sealed_record_of_wrong_types_is_refused(change):
 
 def test_arrays_are_not_copied_on_their_way():
     array = np.arange(1000, dtype=np.float32)
-    head, frame = messages.encode(Ask(0, 1, False, True, {"a": array}))
+    head, frame = messages.encode(Ask(0, 1, False, True, "reach", {"a": array}))
     assert np.shares_memory(np.frombuffer(frame, np.uint8), array)
     assert np.shares_memory(messages.decode([head, frame]).arrays["a"], array)
 

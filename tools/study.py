@@ -10,6 +10,7 @@ unassisted success lies within --band; then, from copies of that run, the same n
     neither           nobody takes over, and all episodes count
 with an evaluation on 50 distinct starts after each quarter. Every run is the product itself: a learner and an actor on
 loopback. Writes results.json and curves.png into --out, and prints the table; runs that are there are not repeated.
+Words at the end go to every learner: `tools/study.py --ways hi-ors -- policy=pi0_tiny batch_size=64`.
 """
 
 import argparse
@@ -53,7 +54,7 @@ def run(folder: Path, *words: str) -> None:
     with open(folder.with_suffix(".log"), "a") as log:
         actor = subprocess.Popen([*TRAIN, "actor=true", *common], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            learner = [*TRAIN, "learner=true", "algo=rejection", "policy=flow", *common, *words]
+            learner = [*TRAIN, "learner=true", *common, *words]
             subprocess.run(learner, stdout=log, stderr=log, check=True)
             actor.wait(60)
         finally:
@@ -80,7 +81,7 @@ def clone(folder: Path, seed: int, options: argparse.Namespace) -> tuple[Path, i
     begun = folder / "demonstrations"
     if not (begun / "summary.json").exists():
         until = f'plan.phases.demonstrate.until=["demo.episodes >= {options.demonstrations}"]'
-        run(begun, "plan=collect", f"seed={seed}", until)
+        run(begun, "plan=collect", f"seed={seed}", until, *options.words)
     updates, before = options.rung, begun
     while updates <= MOST:
         there = folder / f"clone-{updates}"
@@ -91,7 +92,7 @@ def clone(folder: Path, seed: int, options: argparse.Namespace) -> tuple[Path, i
             )
             words = ["plan=sft", "~plan.phases.clone", "~plan.phases.evaluate", f"seed={seed}"]
             words += [_phase(f"clone_{updates}", training), _phase(f"evaluate_{updates}", EVALUATE)]
-            run(copied(before, there), *words)
+            run(copied(before, there), *words, *options.words)
         (found,) = successes(there)
         print(f"seed {seed}: clone of {updates} updates: {found} of {EVALUATED}", flush=True)
         if options.band[0] <= found / EVALUATED <= options.band[1]:
@@ -102,8 +103,10 @@ def clone(folder: Path, seed: int, options: argparse.Namespace) -> tuple[Path, i
     sys.exit(f"seed {seed}: no clone of up to {MOST} updates is within the band: give more --demonstrations")
 
 
-def practise(folder: Path, start: Path, seed: int, updates: int, data: str, intervene: bool) -> list[int]:
-    """The successes after each quarter of `updates` that practise from the run `start`."""
+def practise(
+    folder: Path, start: Path, seed: int, options: argparse.Namespace, data: str, intervene: bool
+) -> list[int]:
+    """The successes after each quarter of the updates that practise from the run `start`."""
     if not (folder / "summary.json").exists():
         words = ["+plan.sources.human={of: [online], rows: intervened}"]
         words += [f"~plan.phases.{name}" for name in ("demonstrate", "clone", "baseline", "practise", "evaluate")]
@@ -111,11 +114,11 @@ def practise(folder: Path, start: Path, seed: int, updates: int, data: str, inte
             practice = (
                 f"actors: {{mode: collect, into: online, intervene: {str(intervene).lower()}}}, updates: [update], "
                 f"data: {data}, start_when: 'online.episodes >= 5', publish: {{every_updates: 50}}, "
-                f"pace: {{updates_per_step: 1.0, tolerance: 64}}, until: ['updates >= {updates // QUARTERS}'], "
+                f"pace: {{updates_per_step: 1.0, tolerance: 64}}, until: ['updates >= {options.updates // QUARTERS}'], "
                 "on_end: [checkpoint, publish]"
             )
             words += [_phase(f"practise_{quarter}", practice), _phase(f"evaluate_{quarter}", EVALUATE)]
-        run(copied(start, folder), "plan=hiors", f"seed={seed}", *words)
+        run(copied(start, folder), "plan=hiors", f"seed={seed}", *words, *options.words)
     return successes(folder)
 
 
@@ -125,7 +128,7 @@ def draw(path: Path, results: dict, updates: int) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     points = [updates * quarter // QUARTERS for quarter in range(QUARTERS + 1)]
-    for way in WAYS:
+    for way in next(iter(results.values())):
         counts = [sum(column) for column in zip(*(seed[way] for seed in results.values()), strict=True)]
         shares = [count / EVALUATED / len(results) for count in counts]
         low, high = zip(*(wilson(count, EVALUATED * len(results)) for count in counts), strict=True)
@@ -144,6 +147,8 @@ def main() -> None:
     parser.add_argument("--rung", type=int, default=25, help="updates between two evaluations of the clone")
     parser.add_argument("--band", type=float, nargs=2, default=[0.2, 0.5], help="success of the clone to start from")
     parser.add_argument("--updates", type=int, default=2400, help="of practice, for each way")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("words", nargs="*", help="words for every learner, after --")
     options = parser.parse_args()
     results: dict[str, dict[str, list[int]]] = {}
     for seed in options.seeds:
@@ -151,9 +156,9 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         start, _, found = clone(folder, seed, options)
         results[str(seed)] = {}
-        for way, (data, intervene) in WAYS.items():
+        for way in options.ways:
             target = folder / way.replace(" ", "-")
-            counts = [found, *practise(target, start, seed, options.updates, data, intervene)]
+            counts = [found, *practise(target, start, seed, options, *WAYS[way])]
             results[str(seed)][way] = counts
             print(f"seed {seed}: {way:<17}" + "".join(f"{count:4d}" for count in counts), flush=True)
     (options.out / "results.json").write_text(json.dumps(results, indent=1))

@@ -1,7 +1,7 @@
 """What every algorithm offers to the learner that trains it and to whoever acts with it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from serl_client.spec import Array
 from torch import Tensor, nn
 
 from serl_launcher.networks.mlp import StateEncoder
+from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Window
 from serl_launcher.utils.optim import Optimizer
 
@@ -17,20 +18,21 @@ class Algorithm(nn.Module, ABC):
     """Networks, optimisers and random numbers of one method; its state_dict holds all three, so that a resumed run
     continues bit by bit.
 
-    An update is any method `(batch) -> metrics`; `windows` says for each, by name, what its batch must hold. Random
-    numbers come from `generator`, which lives on the CPU and is seeded from torch's global one, as the weights are.
+    An update is any method `(batch) -> metrics`; `windows` says for each, by name, what its batch must hold. Chance in
+    a row comes from its seed (networks/chance.py), any other from `generator`, which lives on the CPU and is seeded
+    from torch's global one, as the weights are.
     """
 
     windows: dict[str, Window]
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        self.generator = torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
 
     @property
     @abstractmethod
-    def acting(self) -> nn.Module:
-        """All that `act` needs, and all that is published to actors."""
+    def acting(self) -> Policy:
+        """All that `act` needs; what it publishes is sent to actors."""
 
     @abstractmethod
     def update(self, batch: Batch) -> Metrics:
@@ -38,14 +40,25 @@ class Algorithm(nn.Module, ABC):
 
     @abstractmethod
     def act(
-        self, observation: Observation, previous_action: Tensor, carry: Carry, *, noise: Tensor, explore: bool
-    ) -> tuple[Decision, Carry]:
-        """What to do for B observations {[B, ...]}, without a gradient.
+        self, observation: Observation, previous_action: Tensor, carry: Carry, *, task: Sequence[str], noise: Tensor,
+        explore: bool,
+    ) -> tuple[Decision, Carry]:  # fmt: skip
+        """What to do for B observations {[B, ...]} and tasks in words, without a gradient.
 
         previous_action [B, A] is what the robot really did; `carry` is what the last call returned, None at an
         episode's start; `noise` [B, *noise_shape] is used if `explore`, and by a policy that needs it to be at its best
         (see Policy.mode_at_zero).
         """
+
+    def only_acting(self) -> None:
+        """Drop all that `act` does not need: optimisers, and every network but the acting one. It cannot be trained
+        any more."""
+        acting = self.acting
+        for name in [name for name, child in self.named_children() if child is not acting]:
+            delattr(self, name)
+        for name in [name for name, item in vars(self).items() if isinstance(item, Optimizer)]:
+            delattr(self, name)
+        self.requires_grad_(False)
 
     def set_statistics(self, mean: Mapping[str, Array], std: Mapping[str, Array]) -> None:
         """Freeze the normalisation of states in every network: {observation's name: [...]}."""

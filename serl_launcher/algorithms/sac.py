@@ -72,9 +72,7 @@ class SAC(Algorithm):
             spec, encoder=encoder, horizon=horizon, members=members, hidden=hidden, layer_norm=layer_norm
         )
         self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
-        self._pairs = list(zip(self.target_critic.parameters(), self.critic.parameters(), strict=True))
-        trunks = self.policy.encoder.trunks.requires_grad_(False)
-        self._trunks = list(zip(trunks.parameters(), encoder.trunks.parameters(), strict=True))
+        self.policy.encoder.trunks.requires_grad_(False)
         self.log_temperature = LogTemperature(initial_temperature)
         self.policy_optimizer = Optimizer(self.policy, learning_rate=learning_rate)
         self.critic_optimizer = Optimizer(self.critic, learning_rate=learning_rate)
@@ -92,10 +90,11 @@ class SAC(Algorithm):
 
     @torch.no_grad()
     def act(
-        self, observation: Observation, previous_action: Tensor, carry: Carry, *, noise: Tensor, explore: bool
-    ) -> tuple[Decision, Carry]:
+        self, observation: Observation, previous_action: Tensor, carry: Carry, *, task: Sequence[str], noise: Tensor,
+        explore: bool,
+    ) -> tuple[Decision, Carry]:  # fmt: skip
         noise = noise if explore else torch.zeros_like(noise)
-        return Decision(self.policy.sample(observation, noise=noise.unsqueeze(0))[0]), carry
+        return Decision(self.policy.sample(observation, task=task, noise=noise.unsqueeze(0))[0]), carry
 
     def update(self, batch: Batch) -> Metrics:
         """One step of the critics, then one of the policy and of the temperature."""
@@ -107,7 +106,7 @@ class SAC(Algorithm):
         return self._update_critic(self._augmented(batch))
 
     def _augmented(self, batch: Batch) -> Batch:
-        return self.augment(batch, self.generator) if self.augment else batch
+        return self.augment(batch) if self.augment else batch
 
     def _update_critic(self, batch: Batch) -> Metrics:
         target = self.target(batch)  # [B]
@@ -135,7 +134,7 @@ class SAC(Algorithm):
     def target(self, batch: Batch) -> Tensor:
         """The soft Bellman backup of (5), with the soft value of (3) and RLPD's minimum over a random few -> [B]."""
         assert batch.next_observation is not None  # the window asks for it
-        action, log_prob = self.policy.rsample(batch.next_observation, generator=self.generator)
+        action, log_prob = self.policy.rsample(batch.next_observation, seed=batch.seed, stream=1)
         values = self.target_critic.value(batch.next_observation, action)  # [E, B]
         if self.target_members < len(values):
             values = values[torch.randperm(len(values), generator=self.generator)[: self.target_members]]
@@ -146,17 +145,18 @@ class SAC(Algorithm):
 
     def policy_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """alpha log pi(f(noise; s) | s) - Q(s, f(noise; s)), (9), with Q the ensemble's mean as in RLPD -> [], [B]."""
-        action, log_prob = self.policy.rsample(batch.observation, generator=self.generator)
+        action, log_prob = self.policy.rsample(batch.observation, seed=batch.seed)
         value = self.critic.value(batch.observation, action).mean(0)
         loss = self.log_temperature().detach().exp() * log_prob - value
         return (batch.weight * loss).mean(), log_prob
 
     @torch.no_grad()
     def _follow(self) -> None:
-        for target, critic in self._pairs:
+        for target, critic in zip(self.target_critic.parameters(), self.critic.parameters(), strict=True):
             target.lerp_(critic, self.tau)
 
     @torch.no_grad()
     def _copy_trunks(self) -> None:
-        for policy, critic in self._trunks:
+        trunks, learned = self.policy.encoder.trunks, self.critic.encoder.trunks
+        for policy, critic in zip(trunks.parameters(), learned.parameters(), strict=True):
             policy.copy_(critic)

@@ -100,7 +100,8 @@ class Sources:
                 return None
             tasks += names
             begin = end
-        return _batch(arrays, self.spec, window, tuple(tasks))
+        seed = torch.from_numpy(self.generator.integers(2**62, size=count))
+        return _batch(arrays, self.spec, window, seed, tuple(tasks))
 
     def _fill(self, name: str, count: int, window: Window, into: Mapping[str, Array]) -> list[str] | None:
         """Draw `count` windows of one source or view into arrays; a view's parts get what they hold of it."""
@@ -164,14 +165,17 @@ class Sources:
         self.generator.bit_generator.state = state["generator"]
 
 
-def _batch(arrays: Mapping[str, torch.Tensor], spec: Spec, window: Window, task: tuple[str, ...]) -> Batch:
+def _batch(
+    arrays: Mapping[str, torch.Tensor], spec: Spec, window: Window, seed: torch.Tensor, task: tuple[str, ...]
+) -> Batch:
     names = [name for name in window.offsets if name in spec.observation]
     columns = ("action", "reward", "valid", "terminated", "truncated", "intervened", "length", "step_id")
     following = {name: arrays[f"next.{name}"] for name in names} if "next_observation" in window.offsets else None
     return Batch(
         observation={name: arrays[name] for name in names},
         **{name: arrays[name] for name in columns},
-        weight=torch.ones(len(arrays["length"])),
+        weight=torch.ones(len(seed)),
+        seed=seed,
         next_observation=following,
         task=task,
         extras={name: arrays[name] for name in window.offsets if name in spec.extras},

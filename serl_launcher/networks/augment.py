@@ -11,10 +11,12 @@ import torch
 from serl_client.errors import ConfigError
 from torch import Tensor
 
+from serl_launcher.networks.chance import uniform
 from serl_launcher.networks.vision import IMAGES
 from serl_launcher.types import Batch
 
 GREY = 127.5  # contrast turns about it
+STREAM = 1000  # of a row's chance: what a loss draws lies below
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +39,29 @@ class Augment:
                 f"and 1, not shift={self.shift}, brightness={self.brightness}, contrast={self.contrast}"
             )
 
-    def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
-        """A batch with changed images (uint8 [B, To, H, W, C], wherever they are); chance comes from `generator`."""
+    def __call__(self, batch: Batch) -> Batch:
+        """A batch with changed images (uint8 [B, To, H, W, C], wherever they are); chance is that of its rows."""
         following = batch.next_observation
         return replace(
             batch,
-            observation=self._observation(batch.observation, generator),
-            next_observation=None if following is None else self._observation(following, generator),
+            observation=self._observation(batch.observation, batch.seed, STREAM),
+            next_observation=None if following is None else self._observation(following, batch.seed, 2 * STREAM),
         )
 
-    def _observation(self, observation: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    def _observation(self, observation: Mapping[str, Tensor], seed: Tensor, stream: int) -> dict[str, Tensor]:
         return {
-            name: self._images(value, generator) if name.startswith(IMAGES) else value
-            for name, value in observation.items()
+            name: self._images(value, uniform(seed, (4,), stream + place)) if name.startswith(IMAGES) else value
+            for place, (name, value) in enumerate(observation.items())
         }
 
-    def _images(self, images: Tensor, generator: torch.Generator) -> Tensor:
+    def _images(self, images: Tensor, drawn: Tensor) -> Tensor:
+        """`drawn` [B, 4] within (0, 1): down, right, brightness, contrast."""
         if self.shift:
-            drawn = torch.randint(-self.shift, self.shift + 1, (2, len(images)), generator=generator)
-            images = shifted(images, *drawn.to(images.device))
+            moved = (drawn[:, :2] * (2 * self.shift + 1)).floor().long() - self.shift
+            images = shifted(images, *moved.T)
         if self.brightness or self.contrast:
-            drawn = 2 * torch.rand(2, len(images), generator=generator).to(images.device) - 1
-            images = coloured(images, 1 + self.brightness * drawn[0], 1 + self.contrast * drawn[1])
+            change = 2 * drawn[:, 2:] - 1
+            images = coloured(images, 1 + self.brightness * change[:, 0], 1 + self.contrast * change[:, 1])
         return images
 
 

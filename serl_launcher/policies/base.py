@@ -1,6 +1,7 @@
-"""What every policy offers: a loss, samples, and the shape of the noise that decides a sample."""
+"""What every policy offers: a loss, samples, and what it publishes to those who act."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +12,17 @@ from serl_launcher.types import Batch, Metrics, Observation
 class Policy(nn.Module, ABC):
     """Maps observations to chunks of H actions in the robot's units.
 
-    A policy that is a tractable density also has `rsample(observation, *, generator=None) -> (action [B, H, A] with a
-    gradient, log_prob [B])` and `log_prob(observation, action [B, H, A]) -> [B]`; algorithms that need them refuse
-    others. Densities are over actions scaled to [-1, 1], so that an entropy means the same in radians and metres.
+    A policy whose samples have a gradient has `rsample(...) -> (action [B, H, A], log_prob [B])`; one that is a
+    tractable density also `log_prob(observation, action [B, H, A]) -> [B]`. Algorithms that need them refuse others.
+    Densities are over actions scaled to [-1, 1], so that an entropy means the same in radians and metres.
+    `task` are the B tasks in words; most policies do not read them.
     """
 
     inputs: tuple[str, ...]  # the observations that it reads
     horizon: int  # H, the number of actions of one decision
     mode_at_zero = False  # noise of zeros gives the most likely action, which is what acts where nothing is explored
+    precision = torch.float32  # of its products; weights that are trained are float32 in any case
+    compiled = "sample"  # the method that a GPU runs as one graph: tensors in, tensors out
 
     @property
     @abstractmethod
@@ -31,22 +35,19 @@ class Policy(nn.Module, ABC):
         return {**dict.fromkeys(self.inputs, (0,)), "action": tuple(range(self.horizon))}
 
     @abstractmethod
-    def forward(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, Metrics]:
-        """The loss of imitating the batch, one per row [B], and metrics; chance comes from `generator`."""
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """The loss of imitating the batch, one per row [B], and metrics; chance comes from the rows' seeds."""
 
     @abstractmethod
     def sample(
-        self,
-        observation: Observation,
-        *,
-        n: int = 1,
-        noise: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        self, observation: Observation, *, task: Sequence[str] = (), n: int = 1, noise: Tensor | None = None
     ) -> Tensor:
         """n chunks per observation {[B, ...]} -> [n, B, H, A]; `noise` [n, B, *noise_shape] is drawn unless given."""
 
+    def published(self) -> dict[str, Tensor]:
+        """What whoever acts has to be sent."""
+        return self.state_dict()
 
-def draw_noise(shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None) -> Tensor:
-    """Standard normal noise on `device`, drawn where the generator lives: one seed, one run, on whatever device."""
-    source = device if generator is None else generator.device
-    return torch.randn(shape, device=source, generator=generator).to(device)
+    def load_published(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what another process published, in place. Raises RuntimeError when it is of another policy."""
+        self.load_state_dict(tensors)

@@ -1,35 +1,160 @@
 """Flow matching over chunks of actions (Lipman et al. 2023, arXiv 2210.02747), in pi0's convention (arXiv 2410.24164).
 
 Time t runs from 1 (noise) to 0 (action). With the chunk a, scaled to [-1, 1], and noise e ~ N(0, I):
-    x_t = t e + (1 - t) a,    the network v(x_t, t, observation) learns    e - a,
-with t = 0.001 + 0.999 b and b ~ Beta(1.5, 1), which dwells where there is most noise. A sample starts at t = 1 with
-noise and takes `steps` Euler steps of x <- x - v / steps.
+    (1) x_t = t e + (1 - t) a,
+    (2) the network v(x_t, t, observation) learns  dx/dt = e - a,
+    (3) with t = 0.001 + 0.999 b and b ~ Beta(1.5, 1), which dwells where there is most noise.
+A sample starts at t = 1 with noise and takes N Euler steps of
+    (4) x <- x - v / N.
+A policy with a `deviation` s is sampled stochastically, with the same marginals (Flow-GRPO, Liu et al. 2025,
+arXiv 2505.05470, equations 7 to 9): with sigma_t = s sqrt(t / (1 - t)) and fresh noise z at each step,
+    (5) x <- x - (v + sigma_t^2 / (2 t) (x + (1 - t) v)) / N + sigma_t sqrt(1 / N) z.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
+from serl_launcher.networks.chance import normal, uniform
 from serl_launcher.networks.mlp import ActionScale, mlp
 from serl_launcher.networks.vision import ObservationEncoder
-from serl_launcher.policies.base import Policy, draw_noise
+from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, Metrics, Observation
 
 FREQUENCIES = 16  # of the time features, from 1 to 100 turns
+TIME = 1  # stream of a row's chance; 0 is the noise
 
 
-class FlowPolicy(Policy):
-    """Chunks of `horizon` actions from an MLP over noisy chunk, time and encoded observation.
+class FlowMatching(Policy):
+    """The loss and the samplers of a velocity v(x_t, t, condition); a subclass gives the network.
 
     `imitates` names what a chunk is made of: `action`, or an observation with the measured positions that the robot
     reached after each of these steps (Hi-ORS: what a human does to the arm is in it, whatever channel it came by).
     For that the action must be positions, too: its names must be among that observation's; else raises ConfigError.
-    Noise chooses among the ways to do a task, and zeros lie between them: this policy always acts with noise.
+    `width` D is how many numbers the network sees of each action: the Spec's A and then zeros, of which no loss is
+    taken. Noise chooses among the ways to do a task, and zeros lie between them: this policy always acts with noise.
+    With a `deviation`, which is learned from there, (5) makes samples of which a density can be told; None: (4).
     """
+
+    compiled = "chunks"
+
+    def __init__(
+        self, spec: Spec, *, horizon: int, steps: int, imitates: str, width: int, deviation: float | None
+    ) -> None:
+        super().__init__()
+        self.scale = ActionScale(spec.action)
+        self.horizon, self.steps, self.imitates, self.width = horizon, steps, imitates, width
+        self.size = spec.action.shape[0]  # A
+        self.log_deviation = None if deviation is None else nn.Parameter(torch.tensor(math.log(deviation)))
+        self._entries = None if imitates == "action" else _entries(spec, imitates)
+
+    def prepared(self, observation: Observation, task: Sequence[str]) -> Observation:
+        """The observation with what `condition` needs of the task; all that follows is tensors and no words."""
+        return observation
+
+    @abstractmethod
+    def condition(self, prepared: Observation) -> Any:
+        """What the velocity depends on besides chunk and time, computed once for all steps of a sample."""
+
+    @abstractmethod
+    def repeated(self, condition: Any, n: int) -> Any:
+        """The condition of B rows for n samples of each, [n B]: rows 0..B-1, then again."""
+
+    @abstractmethod
+    def velocity(self, chunk: Tensor, time: Tensor, condition: Any) -> Tensor:
+        """v(x_t [B, H, D], t [B], condition) -> [B, H, D]."""
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """[1 (and one for each step of the stochastic sampler), H, D]."""
+        return (1 if self.log_deviation is None else 1 + self.steps, self.horizon, self.width)
+
+    @property
+    def offsets(self) -> dict[str, tuple[int, ...]]:
+        offsets = super().offsets
+        if self._entries is not None:
+            offsets[self.imitates] = (*offsets.get(self.imitates, ()), *range(1, self.horizon + 1))
+        return offsets
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """The mean squared error of the velocity over the steps that are valid, [B]: (1) to (3).
+
+        The others are centred: the batch has zeros there, which may lie far outside of an action's bounds.
+        """
+        action = self.scale.to_unit(self._imitated(batch)) * batch.valid.unsqueeze(-1)  # [B, H, A]
+        chunk = functional.pad(action, (0, self.width - self.size))  # [B, H, D]
+        noise = normal(batch.seed, (self.horizon, self.width))
+        time = 0.001 + 0.999 * uniform(batch.seed, (), TIME) ** (1 / 1.5)  # Beta(1.5, 1) by its inverse distribution
+        t = time[:, None, None]
+        observation = {name: batch.observation[name][:, 0] for name in self.inputs}
+        condition = self.condition(self.prepared(observation, batch.task))
+        velocity = self.velocity(t * noise + (1 - t) * chunk, time, condition)
+        error = (velocity.float() - (noise - chunk))[..., : self.size].square().mean(-1) * batch.valid  # [B, H]
+        return error.sum(-1) / batch.length, {}
+
+    def sample(
+        self, observation: Observation, *, task: Sequence[str] = (), n: int = 1, noise: Tensor | None = None
+    ) -> Tensor:
+        """As in Policy; noise with its first part alone, [n, B, 1, H, D], leaves the others out: (4)."""
+        count, device = len(next(iter(observation.values()))), self.scale.center.device
+        noise = torch.randn(n, count, *self.noise_shape, device=device) if noise is None else noise
+        return self.chunks(self.prepared(observation, task), noise)
+
+    def chunks(self, prepared: Observation, noise: Tensor) -> Tensor:
+        """`sample` after its preparation: one graph of tensors, which may be compiled."""
+        condition = self.repeated(self.condition(prepared), len(noise))
+        chunk, _ = self._integrate(noise.flatten(0, 1), condition)
+        return self._action(chunk).unflatten(0, noise.shape[:2])  # [n, B, H, A]
+
+    def rsample(
+        self, observation: Observation, *, seed: Tensor, stream: int = 0, task: Sequence[str] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """One chunk per observation, with a gradient through all steps -> action [B, H, A], log_prob [B].
+
+        log_prob is the log density of the last step of (5), given those before and cut to no bounds: minus its mean is
+        a lower bound of the entropy, and falls with the deviation. Without a deviation no density can be told, and it
+        is zero.
+        """
+        condition = self.condition(self.prepared(observation, task))
+        chunk, log_prob = self._integrate(normal(seed, self.noise_shape, stream), condition)
+        return self._action(chunk), log_prob
+
+    def _integrate(self, noise: Tensor, condition: Any) -> tuple[Tensor, Tensor]:
+        """From noise [B, 1 or 1 + N, H, D] at t = 1 to a chunk at t = 0 -> [B, H, D], log_prob [B]."""
+        chunk, log_prob = noise[:, 0], noise.new_zeros(len(noise))
+        stochastic = noise.shape[1] > 1
+        for step in range(self.steps):
+            t = 1 - step / self.steps
+            velocity = self.velocity(chunk, chunk.new_full((len(chunk),), t), condition).float()
+            if not stochastic:
+                chunk = chunk - velocity / self.steps  # (4)
+                continue
+            sigma = self.log_deviation.exp() * math.sqrt(t / max(1 - t, 1 / self.steps))  # finite at t = 1
+            chunk = chunk - (velocity + sigma**2 / (2 * t) * (chunk + (1 - t) * velocity)) / self.steps
+            fresh, std = noise[:, 1 + step], sigma / math.sqrt(self.steps)
+            chunk = chunk + std * fresh  # (5)
+            density = -0.5 * fresh.square() - std.log() - 0.5 * math.log(math.tau)
+            log_prob = density[..., : self.size].sum((-2, -1))
+        return chunk, log_prob
+
+    def _action(self, chunk: Tensor) -> Tensor:
+        return self.scale.from_unit(chunk[..., : self.size].clamp(-1, 1))
+
+    def _imitated(self, batch: Batch) -> Tensor:
+        if self._entries is None:
+            return batch.action
+        return batch.observation[self.imitates][:, -self.horizon :, self._entries]
+
+
+class FlowPolicy(FlowMatching):
+    """Chunks of `horizon` actions from an MLP over noisy chunk, time and encoded observation."""
 
     frequencies: Tensor
 
@@ -43,69 +168,27 @@ class FlowPolicy(Policy):
         hidden: Sequence[int],
         layer_norm: bool,
         imitates: str,
+        deviation: float | None,
     ) -> None:
-        super().__init__()
+        width = spec.action.shape[0]
+        super().__init__(spec, horizon=horizon, steps=steps, imitates=imitates, width=width, deviation=deviation)
         self.encoder = encoder(spec)
-        self.scale = ActionScale(spec.action)
-        self.inputs, self.horizon, self.steps, self.imitates = self.encoder.inputs, horizon, steps, imitates
-        self._entries = None if imitates == "action" else _entries(spec, imitates)
-        size = horizon * spec.action.shape[0]
-        self.network = mlp(size + 2 * FREQUENCIES + self.encoder.size, hidden, size, layer_norm=layer_norm)
+        self.inputs = self.encoder.inputs
+        self.network = mlp(
+            horizon * width + 2 * FREQUENCIES + self.encoder.size, hidden, horizon * width, layer_norm=layer_norm
+        )
         self.register_buffer("frequencies", torch.logspace(0, 2, FREQUENCIES), persistent=False)
 
-    @property
-    def noise_shape(self) -> tuple[int, ...]:
-        return (self.horizon, *self.scale.center.shape)
+    def condition(self, prepared: Observation) -> Tensor:
+        return self.encoder(prepared)  # [B, C]
 
-    @property
-    def offsets(self) -> dict[str, tuple[int, ...]]:
-        offsets = super().offsets
-        if self._entries is not None:
-            offsets[self.imitates] = (*offsets.get(self.imitates, ()), *range(1, self.horizon + 1))
-        return offsets
+    def repeated(self, condition: Tensor, n: int) -> Tensor:
+        return condition.repeat(n, 1)
 
-    def forward(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, Metrics]:
-        """The mean squared error of the velocity over the steps that are valid, [B]; noise and time are drawn.
-
-        The others are centred: the batch has zeros there, which may lie far outside of an action's bounds.
-        """
-        chunk = self.scale.to_unit(self._imitated(batch)) * batch.valid.unsqueeze(-1)  # [B, H, A]
-        noise = draw_noise(tuple(chunk.shape), chunk.device, generator)
-        source = chunk.device if generator is None else generator.device
-        uniform = torch.rand(len(chunk), 1, 1, generator=generator, device=source).to(chunk.device)
-        time = 0.001 + 0.999 * uniform ** (1 / 1.5)  # Beta(1.5, 1) by its inverse distribution function
-        condition = self.encoder({name: batch.observation[name][:, :1] for name in self.inputs})  # [B, C]
-        velocity = self._velocity(time * noise + (1 - time) * chunk, time[:, 0], condition)
-        error = (velocity - (noise - chunk)).square().mean(-1) * batch.valid  # [B, H]
-        return error.sum(-1) / batch.length, {}
-
-    def sample(
-        self,
-        observation: Observation,
-        *,
-        n: int = 1,
-        noise: Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        condition = self.encoder(observation)  # [B, C]
-        count = len(condition)
-        noise = draw_noise((n, count, *self.noise_shape), condition.device, generator) if noise is None else noise
-        condition, chunk = condition.repeat(len(noise), 1), noise.flatten(0, 1)  # [n B, ...]
-        for step in range(self.steps):
-            time = torch.full((len(chunk), 1), 1 - step / self.steps, device=chunk.device)
-            chunk = chunk - self._velocity(chunk, time, condition) / self.steps
-        return self.scale.from_unit(chunk.clamp(-1, 1)).unflatten(0, noise.shape[:2])  # [n, B, H, A]
-
-    def _velocity(self, chunk: Tensor, time: Tensor, condition: Tensor) -> Tensor:
-        """v(x_t [B, H, A], t [B, 1], condition [B, C]) -> [B, H, A]."""
-        angle = time * self.frequencies * math.tau / 4
+    def velocity(self, chunk: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        angle = time.unsqueeze(1) * self.frequencies * math.tau / 4
         features = torch.cat([chunk.flatten(1), angle.sin(), angle.cos(), condition], -1)
         return self.network(features).view_as(chunk)
-
-    def _imitated(self, batch: Batch) -> Tensor:
-        if self._entries is None:
-            return batch.action
-        return batch.observation[self.imitates][:, -self.horizon :, self._entries]
 
 
 def _entries(spec: Spec, name: str) -> list[int]:

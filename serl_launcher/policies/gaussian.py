@@ -8,9 +8,10 @@ from serl_client.spec import Spec
 from torch import Tensor
 from torch.nn import functional
 
+from serl_launcher.networks.chance import normal
 from serl_launcher.networks.mlp import ActionScale, mlp
 from serl_launcher.networks.vision import ObservationEncoder
-from serl_launcher.policies.base import Policy, draw_noise
+from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, Metrics, Observation
 
 LARGEST_UNIT = 1 - 1e-6  # executed actions on their bound would lie at infinity before the tanh
@@ -46,26 +47,21 @@ class GaussianPolicy(Policy):
     def noise_shape(self) -> tuple[int, ...]:
         return (self.horizon, *self.scale.center.shape)
 
-    def forward(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, Metrics]:
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Behaviour cloning: the negative log density of the batch's actions, [B]."""
         return -self.log_prob(batch.observation, batch.action), {}
 
     def sample(
-        self,
-        observation: Observation,
-        *,
-        n: int = 1,
-        noise: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        self, observation: Observation, *, task: Sequence[str] = (), n: int = 1, noise: Tensor | None = None
     ) -> Tensor:
         mean, log_std = self._gaussian(observation)  # [B, 1, A]
-        noise = draw_noise((n, *mean.shape), mean.device, generator) if noise is None else noise
+        noise = torch.randn(n, *mean.shape, device=mean.device) if noise is None else noise
         return self.scale.from_unit(torch.tanh(mean + log_std.exp() * noise))  # [n, B, 1, A]
 
-    def rsample(self, observation: Observation, *, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """One action per observation, with a gradient -> action [B, 1, A], log_prob [B]."""
+    def rsample(self, observation: Observation, *, seed: Tensor, stream: int = 0) -> tuple[Tensor, Tensor]:
+        """One action per observation, with a gradient -> action [B, 1, A], log_prob [B]; chance from seed [B]."""
         mean, log_std = self._gaussian(observation)
-        noise = draw_noise(tuple(mean.shape), mean.device, generator)
+        noise = normal(seed, mean.shape[1:], stream)
         raw = mean + log_std.exp() * noise
         return self.scale.from_unit(torch.tanh(raw)), _log_prob(noise, log_std, raw)
 

@@ -1,11 +1,18 @@
 """Acting with published weights: the process that answers many actors in batches, and the same inside an actor.
 
 Both are one PolicyHost, and the noise of a decision comes from the seed in the question, so that the same weights,
-observation and seed give the same action wherever they meet.
+observation, task and seed give the same action wherever they meet. Both read new weights in a thread of its own
+(Loader) while older ones act.
 """
 
 import logging
+import math
+import os
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,44 +27,80 @@ from serl_client.client import TrainerClient
 from serl_client.errors import ConfigError, MessageError
 from serl_client.network import Answer
 from serl_client.spec import Array, Spec
+from torch import Tensor
 
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.service.weights import path
-from serl_launcher.types import Carry, Decision
+from serl_launcher.types import Carry
 
 log = logging.getLogger(__name__)
 
 MOST = 64  # questions in one batch
+RECENT_S = 1.0  # who asked within it is expected to ask again
+HEARD = 256  # messages at one turn
+COUNTED = 1000  # answers that the report is about
+TURN = 50  # ms between two looks at what is published
+GRAPHS = 3  # runs until a shape has its CUDA graph: one to warm up, one to record, one that replays
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One actor's observation at one row; `actor` is whatever tells actors apart."""
+    """One actor's observation at one row; `actor` is whatever tells actors apart; `came`: time.monotonic()."""
 
     actor: bytes
     ask: m.Ask
+    came: float = 0.0
 
 
 class PolicyHost:
-    """An algorithm's acting part with some published weights, and one carry per actor."""
+    """An algorithm's acting part with some published weights, and one carry per actor.
+
+    It takes the algorithm over, and drops what only training needs. The weights are held in the policy's precision,
+    its buffers as they are. On a GPU the method that the policy names in `compiled` becomes a CUDA graph for each power
+    of two, to which batches are padded; graphs belong to the thread that made them, so that `warm_up` and `answer` are
+    called by the same one. This was never run on a GPU.
+    """
 
     def __init__(self, algorithm: Algorithm, spec: Spec, device: str) -> None:
+        algorithm.only_acting()
+        self.acting = algorithm.acting
+        for weight in self.acting.parameters():
+            weight.data = weight.data.to(self.acting.precision)
         self.algorithm = algorithm.to(device).eval()
-        self.spec, self.device = spec, device
+        self.spec, self.device = spec, torch.device(device)
         self.version = 0  # none yet
+        self.is_static = self.device.type == "cuda"  # only powers of two
+        if self.is_static:
+            method = torch.compile(getattr(self.acting, self.acting.compiled), mode="reduce-overhead", fullgraph=True)
+            setattr(self.acting, self.acting.compiled, method)
+        self._layout = {name: tensor.shape for name, tensor in self.acting.published().items()}
         self._carries: dict[bytes, Carry] = {}
 
+    # -- weights
     def load(self, version: int, file: Path) -> None:
-        """Swap to these weights. Raises ConfigError when they are not of this algorithm and policy."""
+        """Read published weights and act with them. Raises as `read` and `swap` do."""
+        self.swap(version, self.read(file))
+
+    def read(self, file: Path) -> dict[str, Tensor]:
+        """Published weights, in memory; `answer` may run meanwhile. Raises FileNotFoundError, and ConfigError when they
+        are not of this algorithm and policy."""
+        tensors = safetensors.torch.load_file(file)
+        layout = {name: tensor.shape for name, tensor in tensors.items()}
+        if layout != self._layout:
+            name = min(name for name, _ in layout.items() ^ self._layout.items())
+            there, here = (tuple(each.get(name, ("nothing",))) for each in (layout, self._layout))
+            raise _unfit(f"{name} is {there} there and {here} here")
+        return {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}  # what is mapped is read
+
+    def swap(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Act with these weights from now on; they go where the old ones are. Raises ConfigError as `read` does."""
         try:
-            self.algorithm.acting.load_state_dict(safetensors.torch.load_file(file, device=self.device))
+            self.acting.load_published(tensors)
         except (RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"the published weights are not of this algorithm and policy ({str(error).splitlines()[-1].strip()}): "
-                "start the actor with the learner's algo= and policy="
-            ) from None
+            raise _unfit(str(error).splitlines()[-1].strip()) from None
         self.version = version
 
+    # -- answers
     def check(self, ask: m.Ask) -> None:
         """Raises MessageError when an observation does not fit the Spec."""
         features = dict(self.spec.observation)
@@ -70,6 +113,15 @@ class PolicyHost:
                 feature.check(name, ask.arrays[name])
             except ValueError as error:
                 raise MessageError(str(error)) from None
+
+    def warm_up(self, most: int) -> None:
+        """Make the graphs of batches of up to `most`, so that no answer waits for them; without graphs, nothing."""
+        arrays = {name: np.zeros(feature.shape, feature.dtype) for name, feature in self.spec.observation.items()}
+        question = Question(b"", m.Ask(0, 0, True, True, "", arrays))
+        for size in (1 << power for power in range(most.bit_length()) if self.is_static):
+            for _ in range(GRAPHS):
+                self.answer([question] * size)
+        self._carries.clear()
 
     def answer(self, questions: Sequence[Question]) -> list[m.Act]:
         """One answer per question, in their order; each was checked before, because a batch cannot be half done."""
@@ -86,61 +138,43 @@ class PolicyHost:
         return [answers[i] for i in range(len(questions))]
 
     def _act(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[m.Act]:
-        observation = {
-            name: self._stack([question.ask.arrays[name] for question in questions]) for name in self.spec.observation
-        }
+        rows = self._padded(questions)
+        asks = [question.ask for question in rows]
+        observation = {name: self._stack([ask.arrays[name] for ask in asks]) for name in self.spec.observation}
         nothing = np.zeros(self.spec.action.shape, self.spec.action.dtype)
-        previous_action = self._stack([question.ask.arrays.get("previous_action", nothing) for question in questions])
-        noise = torch.stack([self._noise(question.ask.seed) for question in questions]).to(self.device)
-        carry = _stacked([self._carries[question.actor] for question in questions]) if remembers else None
-        decision, carry = self.algorithm.act(observation, previous_action, carry, noise=noise, explore=explore)
+        previous_action = self._stack([ask.arrays.get("previous_action", nothing) for ask in asks])
+        noise = torch.stack([self._noise(ask.seed) for ask in asks]).to(self.device)
+        carry = _stacked([self._carries[question.actor] for question in rows]) if remembers else None
+        task = tuple(ask.task for ask in asks)
+        decision, carry = self.algorithm.act(
+            observation, previous_action, carry, task=task, noise=noise, explore=explore
+        )
         if carry is not None:
             self._carries.update({q.actor: _at(carry, i) for i, q in enumerate(questions)})
-        return [self._answer(question, decision, i) for i, question in enumerate(questions)]
+        arrays = {name: value.cpu().numpy() for name, value in {"action": decision.action, **decision.extras}.items()}
+        return [
+            m.Act(question.ask.step, self.version, {name: array[i] for name, array in arrays.items()})
+            for i, question in enumerate(questions)
+        ]
 
-    def _stack(self, arrays: Sequence[Array]) -> torch.Tensor:
+    def _padded(self, questions: Sequence[Question]) -> list[Question]:
+        """As many as the shape has rows: the last one again and again."""
+        size = 1 << (len(questions) - 1).bit_length() if self.is_static else len(questions)
+        return [*questions, *[questions[-1]] * (size - len(questions))]
+
+    def _stack(self, arrays: Sequence[Array]) -> Tensor:
         return torch.from_numpy(np.stack([np.asarray(array) for array in arrays])).to(self.device)
 
-    def _noise(self, seed: int) -> torch.Tensor:
+    def _noise(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        shape: Any = self.algorithm.acting.noise_shape
-        return torch.randn(shape, generator=generator)
-
-    def _answer(self, question: Question, decision: Decision, i: int) -> m.Act:
-        arrays = {name: value[i].cpu().numpy() for name, value in decision.extras.items()}
-        return m.Act(question.ask.step, self.version, {"action": decision.action[i].cpu().numpy(), **arrays})
+        return torch.randn(self.acting.noise_shape, generator=generator)
 
 
-class LocalSource:
-    """Answers a RemotePolicy from inside the actor's own process: the weights come over the wire, the rest is the same
-    as in the inference process."""
-
-    def __init__(self, client: TrainerClient, host: PolicyHost) -> None:
-        self.client, self.host = client, host
-        self._question: m.Ask | None = None
-
-    def ask(
-        self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
-        explore: bool,
-    ) -> None:  # fmt: skip
-        arrays = dict(observation) if previous_action is None else {**observation, "previous_action": previous_action}
-        self._question = m.Ask(step, seed, reset, explore, arrays)
-        self.host.check(self._question)
-
-    def wait_answer(self, step: int, timeout: float) -> Answer | None:
-        """The answer with the newest weights that have arrived, once; else None, after `timeout` seconds."""
-        if (newest := self.client.weights(self.host.version)) is not None:
-            self.host.load(*newest)
-        if not self.host.version or self._question is None:
-            self.client.wait(max(0.0, timeout))
-            return None
-        question, self._question = self._question, None
-        act = self.host.answer([Question(b"", question)])[0]
-        arrays = dict(act.arrays)
-        return Answer(act.step, act.version, arrays.pop("action"), arrays)
-
-    def forget(self) -> None:
-        self._question = None
+def _unfit(reason: str) -> ConfigError:
+    return ConfigError(
+        f"the published weights are not of this algorithm and policy ({reason}): "
+        "start the actor with the learner's algo= and policy="
+    )
 
 
 def _stacked(carries: Sequence[Carry]) -> Carry:
@@ -160,11 +194,88 @@ def _at(carry: Carry, i: int) -> Carry:
     return carry[i]
 
 
-class InferenceServer:
-    """Answers Ask on `address`; `newest` tells which weights are valid ({version, sha256} or empty)."""
+class Loader:
+    """Reads published weights for a host in a thread of its own: one file at a time. `done` is called, there, after
+    each."""
 
-    def __init__(self, host: PolicyHost, weights: Path, address: str) -> None:
-        self.host, self.weights = host, weights
+    def __init__(self, host: PolicyHost, done: Callable[[], None] = lambda: None) -> None:
+        self._host, self._done = host, done
+        self._thread = ThreadPoolExecutor(1, "loader")
+        self._reading: Future[dict[str, Tensor]] | None = None
+        self._version = 0  # that was begun last
+
+    def begin(self, version: int, file: Path) -> None:
+        """Read this file, unless another one is being read (then say it again later) or it was the last one."""
+        if self._reading is None and version != self._version:
+            self._version = version
+            self._reading = self._thread.submit(self._host.read, file)
+            self._reading.add_done_callback(lambda _: self._done())
+
+    def take(self, timeout: float = 0.0) -> tuple[int, dict[str, Tensor]] | None:
+        """What was read, once, after at most `timeout` seconds. Raises what reading it raised, but for a file that is
+        gone already: then newer ones have come."""
+        reading = self._reading
+        if reading is None or not wait([reading], timeout).done:
+            return None
+        self._reading = None
+        try:
+            return self._version, reading.result()
+        except FileNotFoundError:
+            log.warning("weights %d are gone already; the next ones will do", self._version)
+            return None
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class LocalSource:
+    """Answers a RemotePolicy from inside the actor's own process: the weights come over the wire, the rest is the same
+    as in the inference process."""
+
+    def __init__(self, client: TrainerClient, host: PolicyHost) -> None:
+        self.client, self.host = client, host
+        self._loader = Loader(host)
+        self._question: m.Ask | None = None
+        host.warm_up(1)
+
+    def ask(
+        self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
+        explore: bool, task: str,
+    ) -> None:  # fmt: skip
+        arrays = dict(observation) if previous_action is None else {**observation, "previous_action": previous_action}
+        self._question = m.Ask(step, seed, reset, explore, task, arrays)
+        self.host.check(self._question)
+
+    def wait_answer(self, step: int, timeout: float) -> Answer | None:
+        """The answer with the newest weights that have been read, once; else None, after `timeout` seconds."""
+        deadline = time.monotonic() + max(0.0, timeout)
+        if (newest := self.client.weights(self.host.version)) is not None:
+            self._loader.begin(*newest)
+        if (loaded := self._loader.take(0.0 if self.host.version else max(0.0, timeout))) is not None:
+            self.host.swap(*loaded)
+        if not self.host.version or self._question is None:
+            self.client.wait(max(0.0, deadline - time.monotonic()))
+            return None
+        question, self._question = self._question, None
+        act = self.host.answer([Question(b"", question)])[0]
+        arrays = dict(act.arrays)
+        return Answer(act.step, act.version, arrays.pop("action"), arrays)
+
+    def forget(self) -> None:
+        self._question = None
+
+
+class InferenceServer:
+    """Answers Ask on `address`, with the weights in the folder `weights`.
+
+    The thread that calls `run` owns the sockets and all that is said here; what takes time, a batch or a swap of
+    weights, is done by one other thread, a job after the other, and the reading of a file by the loader's. So while a
+    batch is computed questions are heard, and of one actor's the latest waits. A batch begins when everybody who asked
+    within the last second is in it, or when its first question has waited for `window` seconds.
+    """
+
+    def __init__(self, host: PolicyHost, weights: Path, address: str, *, window: float) -> None:
+        self.host, self.weights, self.window = host, weights, window
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -176,44 +287,123 @@ class InferenceServer:
                 f"cannot listen on {address}: {error.strerror}. Is another learner running? "
                 "Stop it, or choose inference_port=..."
             ) from None
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
+        self._policy = ThreadPoolExecutor(1, "policy")
+        self._loader = Loader(host, self._wake)
+        self._job: Future[list[m.Act] | None] | None = None  # what the policy's thread is doing
+        self._batch: list[Question] = []  # that the job answers
+        self._loaded: tuple[int, dict[str, Tensor]] | None = None  # to be swapped in
+        self._waiting: dict[bytes, Question] = {}  # the latest of each actor; who has waited longest comes first
+        self._first = 0.0  # when the first of them came
+        self._asked: dict[bytes, float] = {}  # when each actor asked last
+        self._replaced = 0  # questions whose asker asked again before they were begun
+        self._seconds: deque[float] = deque(maxlen=COUNTED)  # from a question's coming to its answer's going
+        self._sizes: deque[int] = deque(maxlen=COUNTED)  # of batches
 
     def run(self, newest: Callable[[], dict[str, Any]], stopping: Callable[[], bool]) -> None:
-        """Answer until `stopping()`; weights are swapped between two batches."""
+        """Answer until `stopping()`; `newest`, called at every turn, tells which weights are valid ({version, sha256}
+        or empty). Raises what ended the work of another thread."""
+        warm = self._policy.submit(self.host.warm_up, MOST)
+        warm.add_done_callback(lambda _: self._wake())
         while not stopping():
-            ready = self._socket.poll(50)
+            self._poller.poll(self._patience())
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._woken)
+            self._hear()
             notice = newest()
-            if notice and notice["version"] != self.host.version:
+            if warm.done():
+                warm.result()
+                self._finish()
                 self._load(notice)
-            if ready:
-                self._serve(self._take())
+                self._begin()
 
-    def _load(self, notice: dict[str, Any]) -> None:
-        try:
-            self.host.load(notice["version"], path(self.weights, notice["sha256"]))
-        except FileNotFoundError:
-            log.warning("weights %d are gone already; the next ones will do", notice["version"])
+    def report(self) -> dict[str, Any]:
+        """For the heartbeat: the version that acts, and of the last answers the median and the 99th percentile of the
+        time from question to answer, in ms, and how many a batch had."""
+        report: dict[str, Any] = {"version": self.host.version}
+        if self._seconds:
+            p50, p99 = np.quantile(self._seconds, (0.5, 0.99)) * 1e3
+            batch = sum(self._sizes) / len(self._sizes)
+            report |= {"p50_ms": round(p50, 2), "p99_ms": round(p99, 2), "batch": round(batch, 2)}
+        return {**report, "replaced": self._replaced}
 
-    def _take(self) -> list[Question]:
-        """All questions that have come and can be answered, the latest of each actor."""
-        questions: dict[bytes, Question] = {}
-        for _ in range(MOST):
+    def close(self) -> None:
+        """End the threads, after what they are at, and the sockets."""
+        self._policy.shutdown(cancel_futures=True)
+        self._loader.close()
+        self._context.destroy(linger=0)
+        os.close(self._woken)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._woken, 1)
+
+    def _patience(self) -> int:
+        """How many ms nothing has to be done if nothing comes."""
+        if self._job is not None or not self._waiting or not self.host.version:
+            return TURN
+        return min(TURN, max(0, math.ceil((self._first + self.window - time.monotonic()) * 1000)))
+
+    def _hear(self) -> None:
+        """Take the questions that have come and can be answered."""
+        now = time.monotonic()
+        for _ in range(HEARD):
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 message = m.decode([frame.buffer for frame in frames])
                 if isinstance(message, m.Ask):
                     self.host.check(message)
-                    questions[identity.bytes] = Question(identity.bytes, message)
+                    self._put(Question(identity.bytes, message, now))
             except zmq.Again:
                 break
             except MessageError as error:
                 log.warning("refused: %s", error)
-        return list(questions.values())
 
-    def _serve(self, questions: list[Question]) -> None:
-        if not questions or not self.host.version:
+    def _put(self, question: Question) -> None:
+        self._first = self._first if self._waiting else question.came
+        self._replaced += question.actor in self._waiting
+        self._waiting[question.actor] = question  # in the place of an earlier one
+        self._asked[question.actor] = question.came
+
+    def _load(self, notice: Mapping[str, Any]) -> None:
+        try:
+            self._loaded = self._loader.take() or self._loaded
+        except ConfigError as error:
+            log.info("%s", error)
+        if notice:
+            self._loader.begin(notice["version"], path(self.weights, notice["sha256"]))
+
+    def _begin(self) -> None:
+        """Give the policy's thread its next job, if it is free and there is one: newer weights before a batch."""
+        if self._job is not None:
             return
-        for question, answer in zip(questions, self.host.answer(questions), strict=True):
-            self._socket.send_multipart([question.actor, *m.encode(answer)], zmq.NOBLOCK)
+        if self._loaded is not None:
+            self._job, self._loaded = self._policy.submit(self.host.swap, *self._loaded), None
+        elif self._waiting and self.host.version and self._is_gathered(time.monotonic()):
+            self._batch = [self._waiting.pop(actor) for actor in list(self._waiting)[:MOST]]
+            self._job = self._policy.submit(self.host.answer, self._batch)
+        else:
+            return
+        self._job.add_done_callback(lambda _: self._wake())
 
-    def close(self) -> None:
-        self._context.destroy(linger=0)
+    def _is_gathered(self, now: float) -> bool:
+        self._asked = {actor: last for actor, last in self._asked.items() if last > now - RECENT_S}
+        return self._waiting.keys() >= self._asked.keys() or now >= self._first + self.window
+
+    def _finish(self) -> None:
+        """Send what the policy's thread has answered."""
+        if self._job is None or not self._job.done():
+            return
+        job, batch, self._job, self._batch = self._job, self._batch, None, []
+        try:
+            answers = job.result() or []
+        except ConfigError as error:  # of a swap
+            log.info("%s", error)
+            return
+        for question, answer in zip(batch, answers, strict=True):
+            self._socket.send_multipart([question.actor, *m.encode(answer)], zmq.NOBLOCK)
+            self._seconds.append(time.monotonic() - question.came)
+        if batch:
+            self._sizes.append(len(batch))

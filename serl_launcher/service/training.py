@@ -62,31 +62,25 @@ def infer(config: DictConfig, run_dir: Path, local: str) -> None:
     link, spec = _connect(local, "inference")
     server = InferenceServer(
         PolicyHost(build(config, spec), spec, device_of(config)), run_dir / "weights",
-        f"tcp://{config.host}:{config.inference_port}",
+        f"tcp://{config.host}:{config.inference_port}", window=config.inference_window_ms / 1000,
     )  # fmt: skip
 
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
-    beat, unfit = 0.0, 0
+    beat = 0.0
 
     def newest() -> Any:
-        """What the server says is valid; tells it every second that this process lives."""
+        """What the server says is valid; tells it every second how this process does."""
         nonlocal beat
         while link.receive() is not None:
             pass
         if link.connected and time.monotonic() > beat:
-            link.send(m.Heartbeat({"version": server.host.version}))
+            link.send(m.Heartbeat(server.report()))
             beat = time.monotonic() + 1.0
-        weights = link.notice.weights
-        return weights if weights and weights["version"] > unfit else {}
+        return link.notice.weights
 
     try:
-        while not stopped:
-            try:
-                server.run(newest, lambda: bool(stopped))
-            except ConfigError as error:
-                log.info("%s", error)
-                unfit = link.notice.weights["version"]
+        server.run(newest, lambda: bool(stopped))
     finally:
         server.close()
 

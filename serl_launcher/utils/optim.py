@@ -1,36 +1,213 @@
-"""The optimiser of one module; the only place that will know how a module is spread over several devices."""
+"""The optimiser of one module; the only place that knows how a module is spread over the ranks.
 
+A module is replicated, its gradients averaged while they are made (what PyTorch calls DDP), or sharded by DeepSpeed
+(Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054): stage 1 spreads the optimiser's state, 2 also gradients, 3 also the
+weights. Weights, gradients and states are float32 everywhere, so that all of these take the same steps.
+"""
+
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+
+from serl_launcher.types import Batch
+from serl_launcher.utils.distributed import World
+from serl_launcher.utils.schedule import rate
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's state of one weight, beside the number of its steps
+
+Parameters = dict[str, nn.Parameter]
+State = dict[str, Tensor]  # step and MOMENTS of one weight, whole
 
 
 class Optimizer:
-    """Adam on the parameters of `module` that ask for a gradient.
+    """Adam (Loshchilov and Hutter 2019, arXiv 1711.05101) on the parameters of `module` that ask for a gradient.
 
     Calling it runs the module. A step differentiates for these parameters alone: a policy's loss that passes through
-    a critic leaves nothing in the critic.
+    a critic leaves nothing in the critic. `clip` is the gradient's largest norm. The learning rate grows over `warmup`
+    steps and falls until step `decay` to `final` times itself (see schedule.rate). A step's gradient is the mean over
+    `accumulation` parts of a batch (see `parts`), so that a batch need not fit the memory at once.
     """
 
-    def __init__(self, module: nn.Module, *, learning_rate: float) -> None:
-        self.module = module
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._adam = torch.optim.Adam(self._parameters, lr=learning_rate, fused=True)
+    def __init__(
+        self, module: nn.Module, *, learning_rate: float, betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0, clip: float | None = None, warmup: int = 0, decay: int | None = None,
+        final: float = 0.1, accumulation: int = 1,
+    ) -> None:  # fmt: skip
+        self.module, self.learning_rate, self.clip, self.accumulation = module, learning_rate, clip, accumulation
+        self.parameters = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+        self._schedule = {"warmup": warmup, "decay": decay, "final": final}
+        self._adam = {"lr": learning_rate, "betas": tuple(betas), "weight_decay": weight_decay}
+        self._steps = self._part = 0
+        self._loaded: dict[str, State] = {}
+        self._way: _Replica | _Shards | None = None  # made when it is needed: it takes memory, on the right device
 
     def __call__(self, *inputs: Any) -> Any:
-        return self.module(*inputs)
+        return self.way.run(*inputs)
+
+    @property
+    def way(self) -> "_Replica | _Shards":
+        """How the module is spread; for itself, unless `spread` has said otherwise."""
+        if self._way is None:
+            self._way = _Replica(self.module, self.parameters, self._adam, World())
+            for name, state in self._loaded.items():
+                self._way.load(name, state)
+            self._loaded = {}
+        return self._way
+
+    def spread(self, world: World, sharding: Mapping[str, Any] | None) -> None:
+        """Train on all ranks from now on, with the state that rank 0 has; every rank calls this, its module being on
+        its device and like rank 0's. `sharding` is DeepSpeed's config; None: every rank has all."""
+        if world.size == 1 and sharding is None:
+            return
+        self._steps, names = world.broadcast([self._steps, list(self._loaded)])
+        if sharding is None:
+            self._way = _Replica(self.module, self.parameters, self._adam, world)
+        else:
+            self._way = _Shards(
+                self.module,
+                self.parameters,
+                self._adam,
+                world,
+                sharding,
+                accumulation=self.accumulation,
+                clip=self.clip,
+            )
+        for name in names:
+            self._way.load(name, world.broadcast(self._loaded.get(name)))
+        self._loaded = {}
+
+    def parts(self, batch: Batch) -> Iterator[Batch]:
+        """The parts of a batch, for each of which the module is run and `step` called."""
+        for part in range(self.accumulation):
+            yield batch.part(part, self.accumulation) if self.accumulation > 1 else batch
 
     def step(self, loss: Tensor) -> Tensor:
-        """One step down the gradient of a scalar loss; returns the gradient's norm, without a gradient of its own."""
-        gradients = torch.autograd.grad(loss, self._parameters)
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
-        self._adam.step()
-        return nn.utils.get_total_norm(gradients)
+        """Add the gradient of a part's scalar loss; with that of the last part, take one step down.
+
+        Returns the norm of the gradient so far, before it is clipped, without a gradient of its own.
+        """
+        self._part += 1
+        is_last = self._part == self.accumulation
+        self.way.differentiate(loss / self.accumulation, is_first=self._part == 1, is_last=is_last)
+        if not is_last:
+            return torch.zeros((), device=loss.device)
+        norm = self.way.step(self.learning_rate * rate(self._steps, **self._schedule), self.clip)
+        self._part, self._steps = 0, self._steps + 1
+        return norm
 
     def state_dict(self) -> dict[str, Any]:
-        return self._adam.state_dict()
+        """The steps taken, and the state of each weight by its name, whole: whatever ranks and sharding are, and were.
+        Every rank calls this."""
+        if self._way is None:
+            return {"steps": self._steps, "states": self._loaded}
+        return {"steps": self._steps, "states": {name: self._way.state(name) for name in self.parameters}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._adam.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what state_dict said. Called before `spread`, on rank 0 alone."""
+        self._steps, self._loaded, self._way = state["steps"], dict(state["states"]), None
+
+
+class _Replica:
+    """All of a module on every rank."""
+
+    def __init__(self, module: nn.Module, parameters: Parameters, adam: Mapping[str, Any], world: World) -> None:
+        self.run, self._parameters, self._world = module, parameters, world
+        self._adam = torch.optim.AdamW(parameters.values(), fused=True, **adam)
+        self._is_last = False
+        self._averaging: list[Any] = []
+        if world.size > 1:
+            for weight in parameters.values():
+                weight.register_post_accumulate_grad_hook(self._average)
+
+    def differentiate(self, loss: Tensor, *, is_first: bool, is_last: bool) -> None:
+        if is_first:
+            self._adam.zero_grad()
+        self._is_last = is_last
+        loss.backward(inputs=list(self._parameters.values()))
+        self._is_last = False
+
+    def _average(self, weight: Tensor) -> None:
+        """Begin to average a gradient that is complete, while the others are still made."""
+        if self._is_last:
+            assert weight.grad is not None
+            weight.grad /= self._world.size
+            self._averaging.append(distributed.all_reduce(weight.grad, async_op=True))
+
+    def step(self, learning_rate: float, clip: float | None) -> Tensor:
+        for work in self._averaging:
+            work.wait()
+        self._averaging.clear()
+        weights = [weight for weight in self._parameters.values() if weight.grad is not None]
+        norm = nn.utils.get_total_norm([weight.grad for weight in weights])
+        if clip is not None:
+            nn.utils.clip_grads_with_norm_(weights, clip, norm)
+        self._adam.param_groups[0]["lr"] = learning_rate
+        self._adam.step()
+        return norm
+
+    def state(self, name: str) -> State:
+        return dict(self._adam.state.get(self._parameters[name], {}))
+
+    def load(self, name: str, state: State) -> None:
+        weight = self._parameters[name]
+        self._adam.state[weight] = {key: value.to(weight.device, copy=True) for key, value in state.items()}
+
+
+class _Shards:
+    """A part of a module's training on every rank, by DeepSpeed."""
+
+    def __init__(
+        self, module: nn.Module, parameters: Parameters, adam: Mapping[str, Any], world: World,
+        sharding: Mapping[str, Any], accumulation: int, clip: float | None,
+    ) -> None:  # fmt: skip
+        import deepspeed
+        from deepspeed import utils
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles what gloo does as well
+        counted = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation}
+        self._parameters, self._rank, self._whole = parameters, world.rank, utils
+        self._stage = sharding["zero_optimization"]["stage"]
+        self.run, self._zero, *_ = deepspeed.initialize(
+            model=module, model_parameters=list(parameters.values()),
+            optimizer=torch.optim.AdamW(parameters.values(), fused=True, **adam),
+            config={**sharding, **counted, "gradient_clipping": clip or 0.0},
+        )  # fmt: skip
+
+    def differentiate(self, loss: Tensor, *, is_first: bool, is_last: bool) -> None:
+        self.run.backward(loss, scale_wrt_gas=False)
+        if not is_last:
+            self.run.step()  # it counts parts by this
+
+    def step(self, learning_rate: float, clip: float | None) -> Tensor:
+        self._zero.param_groups[0]["lr"] = learning_rate
+        self.run.step()
+        return torch.as_tensor(self.run.get_global_grad_norm(), dtype=torch.float32, device=self.run.device)
+
+    def state(self, name: str) -> State:
+        """All of it on rank 0, in memory that is not the device's; nothing elsewhere."""
+        weight, states = self._parameters[name], self._zero.optimizer.state
+        if not states:
+            return {}
+        state = {"step": next(iter(states.values()))["step"]}
+        for key in MOMENTS:
+            whole = self._whole.safe_get_full_optimizer_state(weight, key)
+            state |= {key: whole.cpu()} if self._rank == 0 else {}
+        return state
+
+    def load(self, name: str, state: State) -> None:
+        self._begin(state["step"])
+        for key in MOMENTS:
+            self._whole.safe_set_full_optimizer_state(self._parameters[name], state[key], key)
+
+    def _begin(self, step: Tensor) -> None:
+        """Have the states that Adam would make at its first step."""
+        zero = self._zero
+        flat = zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups
+        for weight in flat:
+            if weight not in zero.optimizer.state:
+                zero.optimizer.state[weight] = {key: torch.zeros_like(weight) for key in MOMENTS}
+            zero.optimizer.state[weight]["step"] = step.float().to(weight.device, copy=True)
+        if self._stage < 3:
+            zero._lazy_init_hp_params_optimizer_state()

@@ -74,13 +74,13 @@ class TrainerClient:
 
     def ask(
         self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
-        explore: bool,
+        explore: bool, task: str,
     ) -> None:  # fmt: skip
         """Ask for the actions from row `step` on; a newer question replaces one that was not sent yet."""
         self.check()
         self._asked += 1
         arrays = dict(observation) if previous_action is None else {**observation, "previous_action": previous_action}
-        self._network.questions.append((self._asked, Ask(step, seed, reset, explore, arrays)))
+        self._network.questions.append((self._asked, Ask(step, seed, reset, explore, task, arrays)))
         self._network.wake()
 
     def answer(self) -> Answer | None:

@@ -20,8 +20,8 @@ class Controller(Protocol):
     decision: bool  # a new chunk began with this action
     extras: Mapping[str, Array]
 
-    def begin(self, episode: str, directive: Mapping[str, Any]) -> None:
-        """An episode begins, under this directive; what was asked before is forgotten."""
+    def begin(self, episode: str, directive: Mapping[str, Any], task: str) -> None:
+        """An episode of this task (in words) begins, under this directive; what was asked before is forgotten."""
         ...
 
     def act(
@@ -40,7 +40,7 @@ class Source(Protocol):
 
     def ask(
         self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
-        explore: bool,
+        explore: bool, task: str,
     ) -> None:  # fmt: skip
         ...
 
@@ -63,15 +63,15 @@ class RemotePolicy:
         self.decision = False
         self.extras: Mapping[str, Array] = {}
         self._source, self._deadline, self._execute = source, deadline, execute
-        self._episode, self._directive = "", {}
+        self._episode, self._directive, self._task = "", {}, ""
         self._chunk: Answer | None = None
         self._asked: int | None = None  # the row of the oldest question that may still be answered
         self._asked_at = 0.0
         self._reset = False
         self._row = -1
 
-    def begin(self, episode: str, directive: Mapping[str, Any]) -> None:
-        self._episode, self._directive = episode, directive
+    def begin(self, episode: str, directive: Mapping[str, Any], task: str) -> None:
+        self._episode, self._directive, self._task = episode, directive, task
         self._drop()
 
     def act(
@@ -108,7 +108,7 @@ class RemotePolicy:
     def _ask(self, observation: Mapping[str, Array], step: int, previous_action: Array | None) -> None:
         self._source.ask(
             observation, step=step, seed=decision_seed(self._episode, step), previous_action=previous_action,
-            reset=self._reset, explore=self._directive["explore"],
+            reset=self._reset, explore=self._directive["explore"], task=self._task,
         )  # fmt: skip
         self._asked = step if self._asked is None else self._asked
         self._asked_at = time.monotonic()
@@ -136,7 +136,7 @@ class RandomPolicy:
         self._low, self._high, self._dtype, self._seed = spec.action.low, spec.action.high, spec.action.dtype, seed
         self._generator = np.random.default_rng(seed)
 
-    def begin(self, episode: str, directive: Mapping[str, Any]) -> None:
+    def begin(self, episode: str, directive: Mapping[str, Any], task: str) -> None:
         self._generator = np.random.default_rng((self._seed, decision_seed(episode, 0)))
 
     def act(

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serl_client import wire
-from serl_client.episode import COLUMNS, Outcome, Record, Segment, Stamp
+from serl_client.episode import COLUMNS, MAX_NAME, Outcome, Record, Segment, Stamp
 from serl_client.errors import MessageError
 from serl_client.spec import Array
 
-PROTOCOL = (1, 1)  # the oldest and the newest version spoken here
+PROTOCOL = (2, 2)  # the oldest and the newest version spoken here
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +86,20 @@ class Ack:
 class Ask:
     """One observation, for the action at row `step`: arrays {name: [...]} and, after row 0, `previous_action` [A].
 
-    `reset`: the carry begins anew. `seed` names the noise of this decision, so that any host draws the same.
+    `reset`: the carry begins anew. `seed` names the noise of this decision, so that any host draws the same. `task` is
+    what to do, in words: the prompt of a policy that reads one. Raises MessageError for one that is too long.
     """
 
     step: int
     seed: int
     reset: bool
     explore: bool
+    task: str
     arrays: Mapping[str, Array]
+
+    def __post_init__(self) -> None:
+        if len(self.task) > MAX_NAME:
+            raise MessageError(f"a task has at most {MAX_NAME} characters, not {len(self.task)}: say it shorter")
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ class _Actor:
         if is_new and not able and mode not in ("idle", "stop"):
             status.warn(f"phase {status.phase} asks for {mode}, which this robot cannot do: it idles")
         if is_new and self._unanswered:
-            self._controller.begin(status.episode, directive)  # other weights may have to answer
+            self._controller.begin(status.episode, directive, self._env.task)  # other weights may have to answer
         may_begin = able and self._client.room and not self._paused and (mode == "teleop" or self._answers())
         return mode if mode == "stop" or may_begin else "idle"
 
@@ -179,7 +179,7 @@ class _Actor:
         recorder = Recorder(client, f"{client.actor}-{client.epoch[:8]}-{number:06d}", self._env.task)
         seed = self._evaluation_seed() if mode == "evaluate" else training_seed(self._seed, client.epoch, number)
         self._status.episodes += 1
-        self._controller.begin(recorder.episode, self._directive)
+        self._controller.begin(recorder.episode, self._directive, self._env.task)
         self._status.episode = recorder.episode
         observation = self._env.reset(
             seed, teleop=mode == "teleop", intervene=mode == "collect" and self._directive.get("intervene", False)

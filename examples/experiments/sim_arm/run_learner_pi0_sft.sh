@@ -1,0 +1,2 @@
+#!/usr/bin/env bash
+exec "$(dirname "$0")/run_learner_sft.sh" policy=pi0_tiny batch_size=64 "$@"

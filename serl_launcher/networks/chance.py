@@ -1,0 +1,38 @@
+"""Random numbers that belong to the rows of a batch: pure functions of a row's seed.
+
+A row has the same noise on whatever rank, in whatever micro-batch and on whatever device it is trained.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def normal(seed: Tensor, shape: Sequence[int], stream: int = 0) -> Tensor:
+    """Standard normal float32 [B, *shape] from the rows' seeds [B]: the same wherever and with whomever a row is.
+
+    `stream` tells draws from one seed apart. Box and Muller 1958.
+    """
+    first, second = (_uniform(seed, shape, 2 * stream + half) for half in (0, 1))
+    return ((-2 * first.log()).sqrt() * (math.tau * second).cos()).float()
+
+
+def uniform(seed: Tensor, shape: Sequence[int], stream: int) -> Tensor:
+    """Uniform float32 within (0, 1), [B, *shape], from the rows' seeds [B]; `stream` as in `normal`, from which it
+    differs."""
+    return _uniform(seed, shape, 2 * stream + 2**32).float().clamp(1e-7, 1 - 1e-7)
+
+
+def _uniform(seed: Tensor, shape: Sequence[int], stream: int) -> Tensor:
+    """float64 within (0, 1): SplitMix64 (Steele et al. 2014) of seed, stream and place, in wrapping int64."""
+    place = torch.arange(1, 1 + math.prod(shape), device=seed.device)
+    bits = _mixed(_mixed(_mixed(seed) + stream).unsqueeze(1) + 0x1E3779B97F4A7C15 * place)
+    return (((bits >> 11) & (2**53 - 1)).double() + 0.5).mul_(2.0**-53).view(len(seed), *shape)
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    bits = (bits ^ (bits >> 30 & (2**34 - 1))) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+    bits = (bits ^ (bits >> 27 & (2**37 - 1))) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+    return bits ^ (bits >> 31 & (2**33 - 1))

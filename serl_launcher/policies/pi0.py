@@ -1,0 +1,331 @@
+"""PI0, a vision-language-action model with a flow-matching action expert (Black et al. 2024, arXiv 2410.24164).
+
+Two transformers share their attention, layer by layer. The backbone (PaliGemma: a SigLIP tower and Gemma 2B) reads what
+does not change while a chunk is made, the prefix; the action expert (a narrower Gemma) reads the suffix:
+    prefix   the image tokens of each camera, the tokens of the task      every token sees the whole prefix
+    suffix   the state                                                    sees the prefix and itself
+             the H noisy actions x_t                                      see prefix, state and all actions
+so the prefix is computed once, and its keys and values are all that the suffix needs of it (appendix B of the paper).
+Loss, sampler and time are those of flow.py, (1) to (4), which are the paper's (section IV): the velocity is
+    v = W_out expert(...),   of tokens   W_3 silu(W_2 [W_1 x_t, phi(t)])   with sines and cosines phi of t.
+The layers are those of transformers, called one by one: nothing of them is changed, and 4.57 and 5 do the same.
+"""
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from serl_client.errors import ConfigError
+from serl_client.spec import Spec
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import GemmaConfig, SiglipVisionConfig, SiglipVisionModel
+from transformers.models.gemma.modeling_gemma import GemmaModel, apply_rotary_pos_emb
+
+from serl_launcher.networks.mlp import StateEncoder
+from serl_launcher.networks.prompt import Prompt
+from serl_launcher.networks.vision import ALL, IMAGES
+from serl_launcher.policies.flow import FlowMatching
+from serl_launcher.policies.pi0_checkpoint import load_pretrained
+from serl_launcher.types import Observation
+
+log = logging.getLogger(__name__)
+
+SHORTEST, LONGEST = 4e-3, 4.0  # periods of the time features
+TOKENS, WORDS = "task.tokens", "task.words"  # what `prepared` adds to an observation
+FROZEN = "frozen.sha256"  # what is published of the weights that nobody trains
+PARTS = {"vision": ("vision", "image_projection"), "language": ("language",), "expert": ("expert",)}
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LORA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, T, head_dim] each
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """Sizes of the SigLIP tower: images of `image` pixels, cut into squares of `patch`."""
+
+    width: int
+    depth: int
+    heads: int
+    mlp: int
+    patch: int
+    image: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma:
+    """Sizes of both Gemma stacks: backbone and expert differ in `width` and `mlp` alone."""
+
+    width: int
+    mlp: int
+    expert_width: int
+    expert_mlp: int
+    depth: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+
+class Prefix(NamedTuple):
+    """What the suffix needs of the prefix: keys and values per layer, which tokens there are, and the state."""
+
+    layers: list[KeysValues]
+    there: Tensor  # [B, P] bool
+    state: Tensor  # [B, 1, expert width]
+
+
+class PI0(FlowMatching):
+    """PI0 for any robot: its cameras and its state come from the Spec, its prompt is the task.
+
+    `cameras` names them in the order in which the backbone reads them (`all`: by name); one that the robot lacks is
+    left out, which is what masking its tokens would do. States and actions fill the first of `state_size` and `width`
+    numbers. `weights` is a pi0_base checkpoint of lerobot or openpi (model.safetensors or its folder); without one they
+    are random. `freeze` lists parts that are not trained (vision, language, expert); with `lora` (a rank) both stacks
+    are frozen, and low-rank updates of their projections are trained instead (Hu et al. 2021). `checkpointing` computes
+    the layers again in the backward pass instead of keeping what is in them.
+    Raises ConfigError for sizes that do not fit the Spec or the checkpoint.
+    """
+
+    frequencies: Tensor
+
+    def __init__(
+        self, spec: Spec, *, vision: Mapping[str, int], gemma: Mapping[str, int], cameras: Sequence[str], horizon: int,
+        steps: int, imitates: str, width: int, deviation: float | None, state_size: int, prompt_tokens: int,
+        tokenizer: str | None, weights: str | None, freeze: Sequence[str], lora: int | None, precision: str,
+        checkpointing: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(spec, horizon=horizon, steps=steps, imitates=imitates, width=width, deviation=deviation)
+        self.sizes, self.image = Gemma(**gemma), Tower(**vision).image
+        self.state = StateEncoder(spec)
+        self.state_size, self.checkpointing = state_size, checkpointing
+        _check(self, freeze, precision)
+        self.precision = PRECISIONS[precision]
+        self._images = _images(spec, cameras)
+        self.inputs = (*self.state.sizes, *self._images)
+        self.prompt = Prompt(tokenizer, length=prompt_tokens, vocabulary=self.sizes.vocabulary)
+        self._build(Tower(**vision), self.sizes)
+        if weights is not None:
+            load_pretrained(self, weights)
+        self._freeze(freeze, lora)
+        self._frozen = {name for name, weight in self.named_parameters() if not weight.requires_grad}
+        self._frozen_digest: Tensor | None = None
+
+    def _build(self, tower: Tower, gemma: Gemma) -> None:
+        if self._images:
+            vision = SiglipVisionModel(_siglip(tower))
+            self.vision = getattr(vision, "vision_model", vision)  # transformers 4 wraps it, so that its names differ
+            self.image_projection = nn.Linear(tower.width, gemma.width)
+        self.language = GemmaModel(_gemma(gemma, gemma.width, gemma.mlp))
+        self.expert = GemmaModel(_gemma(gemma, gemma.expert_width, gemma.expert_mlp))
+        words = torch.randn(gemma.vocabulary, gemma.width) / math.sqrt(gemma.width)
+        self.language.embed_tokens = nn.Embedding.from_pretrained(words, freeze=False)  # in transformers 5 it scales
+        self.expert.embed_tokens = None  # its tokens come from numbers
+        _drop_unused(self.language)
+        size = gemma.expert_width
+        self.state_projection = nn.Linear(self.state_size, size)
+        self.action_in = nn.Linear(self.width, size)  # W_1
+        self.action_time_in, self.action_time_out = nn.Linear(2 * size, size), nn.Linear(size, size)  # W_2, W_3
+        self.action_out = nn.Linear(size, self.width)  # W_out
+        periods = SHORTEST * (LONGEST / SHORTEST) ** torch.linspace(0, 1, size // 2, dtype=torch.float64)
+        self.register_buffer("frequencies", (math.tau / periods).float(), persistent=False)
+
+    def _freeze(self, freeze: Sequence[str], lora: int | None) -> None:
+        for name in (name for part in (freeze if lora is None else PARTS) for name in PARTS[part]):
+            if hasattr(self, name):
+                getattr(self, name).requires_grad_(False)
+        if lora is not None:
+            from peft import LoraConfig, inject_adapter_in_model
+
+            for stack in (self.language, self.expert):
+                inject_adapter_in_model(LoraConfig(r=lora, lora_alpha=lora, target_modules=LORA), stack)
+
+    # -- the prefix
+    def prepared(self, observation: Observation, task: Sequence[str]) -> Observation:
+        tokens, words = self.prompt(task or [""] * len(next(iter(observation.values()))))
+        device = self.frequencies.device
+        return {**observation, TOKENS: tokens.to(device), WORDS: words.to(device)}
+
+    def condition(self, prepared: Observation) -> Prefix:
+        with self._autocast():
+            tokens = [self._run(self._seen, prepared[name]) for name in self._images]
+            tokens.append(self.language.embed_tokens(prepared[TOKENS]) * math.sqrt(self.sizes.width))
+            hidden = torch.cat([part.to(self.precision) for part in tokens], 1)  # [B, P, width]
+            words = prepared[WORDS]
+            there = torch.cat([words.new_ones(len(words), hidden.shape[1] - words.shape[1]), words], 1)
+            turned = self._turned(self.language, hidden, there.cumsum(1) - 1)
+            mask = there[:, None, None, :]  # every token sees all that is there
+            layers = []
+            for layer in self.language.layers:
+                hidden, keys_values = self._run(self._attend, layer, hidden, turned, mask, None)
+                layers.append(keys_values)
+        state = functional.pad(self.state(prepared), (0, self.state_size - self.state.size))
+        return Prefix(layers, there, _linear(self.state_projection, state).unsqueeze(1))
+
+    def repeated(self, condition: Prefix, n: int) -> Prefix:
+        layers = [(keys.repeat(n, 1, 1, 1), values.repeat(n, 1, 1, 1)) for keys, values in condition.layers]
+        return Prefix(layers, condition.there.repeat(n, 1), condition.state.repeat(n, 1, 1))
+
+    def _seen(self, image: Tensor) -> Tensor:
+        """Image tokens of one camera: uint8 [B, h, w, 3] -> [B, patches, width]."""
+        pixels = fitted(image.flatten(0, image.ndim - 4).permute(0, 3, 1, 2).float() / 127.5 - 1, self.image)
+        features = self.vision(pixel_values=pixels.to(self.precision)).last_hidden_state
+        return _linear(self.image_projection, features)
+
+    # -- the suffix
+    def velocity(self, chunk: Tensor, time: Tensor, condition: Prefix) -> Tensor:
+        hidden = torch.cat([condition.state, self._action_tokens(chunk, time)], 1)  # [B, 1 + H, expert width]
+        there, count = condition.there, hidden.shape[1]
+        sees = torch.ones(count, count, dtype=torch.bool, device=chunk.device)
+        sees[0, 1:] = False  # the state sees no action
+        mask = torch.cat([there.unsqueeze(1).expand(-1, count, -1), sees.expand(len(there), -1, -1)], 2).unsqueeze(1)
+        positions = there.sum(1, keepdim=True) + torch.arange(count, device=chunk.device)
+        with self._autocast():
+            hidden = hidden.to(self.precision)
+            turned = self._turned(self.expert, hidden, positions)
+            for layer, past in zip(self.expert.layers, condition.layers, strict=True):
+                hidden, _ = self._run(self._attend, layer, hidden, turned, mask, past)
+            hidden = self.expert.norm(hidden)
+        return _linear(self.action_out, hidden[:, 1:])  # [B, H, D]
+
+    def _action_tokens(self, chunk: Tensor, time: Tensor) -> Tensor:
+        angle = time.unsqueeze(1) * self.frequencies
+        phi = torch.cat([angle.sin(), angle.cos()], -1).unsqueeze(1).expand(-1, chunk.shape[1], -1)  # [B, H, width]
+        mixed = torch.cat([_linear(self.action_in, chunk), phi.to(self.action_in.weight.dtype)], -1)
+        return _linear(self.action_time_out, functional.silu(_linear(self.action_time_in, mixed)))
+
+    # -- one layer of either stack
+    def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
+        if self.checkpointing and torch.is_grad_enabled():
+            return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return part(*inputs)
+
+    def _attend(
+        self, layer: Any, hidden: Tensor, turned: tuple[Tensor, Tensor], mask: Tensor, past: KeysValues | None
+    ) -> tuple[Tensor, KeysValues]:
+        """One pre-norm layer over hidden [B, T, width], which sees `past` and itself through mask [B, 1, 1 or T, .]."""
+        attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+        keys, values = self._heads(attention.k_proj(normed)), self._heads(attention.v_proj(normed))
+        if attention.q_proj is None:  # the backbone's last layer: only its keys and values are read
+            return hidden, (apply_rotary_pos_emb(keys, keys, *turned)[1], values)
+        query, keys = apply_rotary_pos_emb(self._heads(attention.q_proj(normed)), keys, *turned)
+        seen = (keys, values)
+        if past is not None:
+            seen = (torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2))
+        groups = self.sizes.heads // self.sizes.kv_heads
+        every = (part.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for part in seen)
+        heard = functional.scaled_dot_product_attention(query, *every, attn_mask=mask)
+        hidden = hidden + attention.o_proj(heard.transpose(1, 2).flatten(2))
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden)), (keys, values)
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.sizes.head_dim)).transpose(1, 2)  # [B, heads, T, head_dim]
+
+    def _turned(self, stack: Any, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary embedding at positions [B, T]."""
+        return stack.rotary_emb(hidden, positions)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.frequencies.device.type, self.precision, enabled=self.precision != torch.float32)
+
+    # -- what is sent to those who act
+    def published(self) -> dict[str, Tensor]:
+        """What is trained, in `precision`, the state's statistics, and a digest of what is frozen."""
+        weights = dict(self.named_parameters())
+        tensors = {
+            name: tensor.to(self.precision) if name in weights else tensor
+            for name, tensor in self.state_dict().items() if name not in self._frozen
+        }  # fmt: skip
+        return {**tensors, FROZEN: self._digest()}
+
+    def load_published(self, tensors: Mapping[str, Tensor]) -> None:
+        tensors = dict(tensors)
+        frozen = tensors.pop(FROZEN, None)
+        if differing := sorted(tensors.keys() ^ (self.state_dict().keys() - self._frozen)):
+            raise RuntimeError(f"{differing[0]} is trained by one of the two alone")
+        if frozen is None or not torch.equal(frozen.cpu(), self._digest()):
+            raise RuntimeError(
+                "the frozen weights differ: give the same policy.weights and policy.freeze as the learner"
+            )
+        self.load_state_dict(tensors, strict=False)
+
+    def _digest(self) -> Tensor:
+        """SHA-256 of the frozen weights, uint8 [32]; they never change, so that it is computed once."""
+        if self._frozen_digest is None:
+            digest = hashlib.sha256()
+            for name, weight in sorted(self.named_parameters()):
+                if name in self._frozen:
+                    digest.update(name.encode())
+                    digest.update(weight.detach().to(self.precision).cpu().flatten().view(torch.uint8).numpy())
+            self._frozen_digest = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+        return self._frozen_digest
+
+
+def fitted(pixels: Tensor, size: int) -> Tensor:
+    """Images [B, 3, h, w] in [-1, 1] resized into a square of `size`, their shape kept, the rest black (-1)."""
+    height, width = pixels.shape[-2:]
+    longest = max(height, width)
+    inner = (max(1, height * size // longest), max(1, width * size // longest))
+    if inner != (height, width):
+        pixels = functional.interpolate(pixels, inner, mode="bilinear", align_corners=False, antialias=size < longest)
+    top, left = (size - inner[0]) // 2, (size - inner[1]) // 2
+    return functional.pad(pixels, (left, size - inner[1] - left, top, size - inner[0] - top), value=-1.0)
+
+
+def _linear(layer: nn.Linear, inputs: Tensor) -> Tensor:
+    """A projection in the precision of its own weights."""
+    return layer(inputs.to(layer.weight.dtype))
+
+
+def _siglip(tower: Tower) -> SiglipVisionConfig:
+    return SiglipVisionConfig(
+        hidden_size=tower.width, intermediate_size=tower.mlp, num_hidden_layers=tower.depth,
+        num_attention_heads=tower.heads, image_size=tower.image, patch_size=tower.patch, vision_use_head=False,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+
+
+def _gemma(sizes: Gemma, width: int, mlp: int) -> GemmaConfig:
+    """Of one stack, without the embeddings of words."""
+    return GemmaConfig(
+        vocab_size=1, pad_token_id=None, bos_token_id=None, eos_token_id=None, hidden_size=width,
+        intermediate_size=mlp, num_hidden_layers=sizes.depth, num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads, head_dim=sizes.head_dim, initializer_range=1 / math.sqrt(width),
+    )  # fmt: skip
+
+
+def _drop_unused(language: Any) -> None:
+    """Of the backbone's last layer only keys and values are read: the rest of it is not kept."""
+    last = language.layers[-1]
+    last.self_attn.q_proj = last.self_attn.o_proj = None
+    last.mlp = last.post_attention_layernorm = language.norm = None
+
+
+def _images(spec: Spec, cameras: Sequence[str]) -> tuple[str, ...]:
+    """The observations' names of these cameras, of those that there are."""
+    there = sorted(name.removeprefix(IMAGES) for name in spec.observation if name.startswith(IMAGES))
+    named = there if ALL in cameras else list(dict.fromkeys(cameras))
+    if lacking := [name for name in named if name not in there]:
+        text = f"policy.cameras: this robot has no camera {', '.join(lacking)}; it has {', '.join(there) or 'none'}"
+        if there and len(lacking) == len(named):
+            raise ConfigError(text)
+        log.warning("%s", text)
+    return tuple(IMAGES + name for name in named if name in there)
+
+
+def _check(policy: PI0, freeze: Sequence[str], precision: str) -> None:
+    if policy.size > policy.width or policy.state.size > policy.state_size:
+        raise ConfigError(
+            f"this robot's action has {policy.size} numbers and its state {policy.state.size}: policy.width="
+            f"{policy.width} and policy.state_size={policy.state_size} must be at least that (both are 32 in pi0_base)"
+        )
+    if unknown := [part for part in freeze if part not in PARTS]:
+        raise ConfigError(f"policy.freeze: there is no part {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
+    if precision not in PRECISIONS:
+        raise ConfigError(f"policy.precision={precision}: say one of {', '.join(PRECISIONS)}")

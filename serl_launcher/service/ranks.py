@@ -1,0 +1,106 @@
+"""The algorithm of a run on all of its ranks: rank 0 has the Learner, and says what the others do."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from serl_client.spec import Array
+from torch import Tensor
+
+from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.types import Batch, Metrics
+from serl_launcher.utils.distributed import World, gathered
+from serl_launcher.utils.optim import Optimizer
+
+
+class Ranks:
+    """One algorithm, built alike on every rank. Rank 0 calls the public methods, the others `follow`.
+
+    `sharding` is DeepSpeed's config, for the optimiser with most weights; with stage 0 every rank has all of everything.
+    """
+
+    def __init__(self, algorithm: Algorithm, world: World, sharding: Mapping[str, Any]) -> None:
+        self.algorithm, self.world = algorithm, world
+        self._sharding = sharding if world.size > 1 and sharding["zero_optimization"]["stage"] else None
+
+    # -- what rank 0 says
+    def begin(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from what `state_dict` said (None: from the weights that rank 0 was built with), on every rank."""
+        if state is not None:
+            self.algorithm.load_state_dict(state)
+        self._all("begin")
+
+    def update(self, name: str, batch: Batch) -> Metrics:
+        """The update of that name on this batch, of which each rank takes an equal part; the mean of the metrics."""
+        return self._all("update", [name, {column.name: getattr(batch, column.name) for column in fields(batch)}])
+
+    def set_statistics(self, mean: Mapping[str, Array], std: Mapping[str, Array]) -> None:
+        self._all("statistics", [{name: value.tolist() for name, value in part.items()} for part in (mean, std)])
+
+    def published(self) -> dict[str, Tensor]:
+        """What is sent to whoever acts, whole, in memory that is not the device's."""
+        return self._all("published")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The algorithm's, whatever ranks and sharding are, and will be."""
+        return self._all("state")
+
+    def end(self) -> None:
+        """Let the other ranks go."""
+        self.world.broadcast(["end", None])
+
+    def _all(self, what: str, argument: Any = None) -> Any:
+        what, argument = self.world.broadcast([what, argument])
+        return getattr(self, f"_{what}")(argument)
+
+    # -- what every rank does
+    def follow(self) -> None:
+        """Do what rank 0 says, until it says `end`."""
+        while (order := self.world.broadcast())[0] != "end":
+            getattr(self, f"_{order[0]}")(order[1])
+
+    def _begin(self, _: None) -> None:
+        self.algorithm.to(self.world.device)
+        for value in self.algorithm.state_dict().values():
+            if isinstance(value, Tensor):
+                self.world.broadcast_into(value)
+        self.algorithm.generator.set_state(self.world.broadcast(self.algorithm.generator.get_state()).cpu())
+        optimizers = self._optimizers()
+        largest = max(optimizers, key=lambda optimizer: sum(p.numel() for p in optimizer.parameters.values()))
+        for optimizer in optimizers:
+            optimizer.spread(self.world, self._sharding if optimizer is largest else None)
+
+    def _update(self, argument: Any) -> Metrics:
+        name, columns = argument
+        batch = Batch(**{**columns, "task": tuple(columns["task"])}).to(self.world.device)
+        metrics = getattr(self.algorithm, name)(batch.part(self.world.rank, self.world.size))
+        if self.world.size == 1:
+            return metrics
+        values = self.world.mean(torch.stack([value.float() for value in metrics.values()]))
+        return dict(zip(metrics, values, strict=True))
+
+    def _statistics(self, argument: Any) -> None:
+        mean, std = ({name: np.asarray(value) for name, value in part.items()} for part in argument)
+        self.algorithm.set_statistics(mean, std)
+
+    def _published(self, _: None) -> dict[str, Tensor]:
+        acting = self.algorithm.acting
+        with gathered(acting.parameters()):
+            tensors = acting.published() if self.world.rank == 0 else {}
+            return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+    def _state(self, _: None) -> dict[str, Any]:
+        state = self.algorithm.state_dict()
+        whole: dict[int, Tensor] = {}  # what two modules share is kept once
+        for name, weight in self.algorithm.named_parameters(remove_duplicate=False):
+            if hasattr(weight, "ds_id"):
+                if id(weight) not in whole:
+                    with gathered([weight]):
+                        whole[id(weight)] = weight.detach().to("cpu", copy=True)
+                state[name] = whole[id(weight)]
+        return state if self.world.rank == 0 else {}
+
+    def _optimizers(self) -> list[Optimizer]:
+        return [item for item in vars(self.algorithm).values() if isinstance(item, Optimizer)]

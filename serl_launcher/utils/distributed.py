@@ -1,0 +1,127 @@
+"""Several processes that train one algorithm: who is who, and what rank 0 tells the others.
+
+They are started by `accelerate launch`, which says in the environment who they are. A process that is alone is rank 0
+of one, and imports nothing for it.
+"""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgpack
+import torch
+from serl_client.errors import ConfigError
+from torch import Tensor, distributed, nn
+
+PATIENCE = timedelta(days=30)  # a rank waits that long for its next order: robots stand still at night
+TENSOR = 1  # msgpack's number for what is sent beside the message
+LONGEST = 2000  # bytes of a refusal
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks of a run as one of them sees it. `device` is where this one computes; `orders` is the group in which
+    rank 0 speaks, on the CPU whatever the device is."""
+
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+    orders: Any = None
+
+    def broadcast(self, tree: Any = None) -> Any:
+        """Rank 0's `tree` on every rank: dicts and lists of tensors and plain data, the tensors on the device.
+
+        Alone, it is the object that was given.
+        """
+        if self.size == 1:
+            return tree
+        sent: list[Tensor] = []
+        mine = msgpack.packb(tree, default=lambda value: self._described(value, sent)) if self.rank == 0 else b""
+        given = iter(list(sent))
+
+        def taken(_: int, description: bytes) -> Tensor:
+            if self.rank == 0:
+                return next(given)
+            dtype, shape = msgpack.unpackb(description)
+            sent.append(torch.empty(shape, dtype=getattr(torch, dtype), device=self.device))
+            return sent[-1]
+
+        tree = msgpack.unpackb(self._message(mine), ext_hook=taken, strict_map_key=False)
+        for tensor in sent:
+            self.broadcast_into(tensor)
+        return tree
+
+    def broadcast_into(self, tensor: Tensor) -> None:
+        """Overwrite a contiguous tensor on the device with rank 0's."""
+        if self.size > 1 and tensor.numel():
+            distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over all ranks of a tensor on the device."""
+        if self.size == 1:
+            return value
+        value = value.clone()
+        distributed.all_reduce(value)
+        return value / self.size
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What one rank refuses in here, all refuse: rank 0 raises ConfigError, the others leave without a word."""
+        text = ""
+        try:
+            yield
+        except ConfigError as error:
+            if self.size == 1:
+                raise
+            text = str(error)
+        if self.size == 1:
+            return
+        mine = text.encode()[:LONGEST].ljust(LONGEST)
+        every = [torch.empty(LONGEST, dtype=torch.uint8) for _ in range(self.size)]
+        distributed.all_gather(every, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=self.orders)
+        for rank, other in enumerate(every):
+            if text := bytes(other.tolist()).decode(errors="replace").rstrip():
+                if self.rank != 0:
+                    sys.exit(2)
+                raise ConfigError(text if rank == 0 else f"rank {rank}: {text}")
+
+    def _message(self, mine: bytes) -> bytes:
+        """Rank 0's message on every rank."""
+        length = torch.tensor([len(mine)])
+        distributed.broadcast(length, 0, group=self.orders)
+        message = torch.frombuffer(bytearray(mine if self.rank == 0 else int(length)), dtype=torch.uint8)
+        distributed.broadcast(message, 0, group=self.orders)
+        return message.numpy().tobytes()
+
+    def _described(self, value: Any, sent: list[Tensor]) -> msgpack.ExtType:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{type(value)} cannot be sent to other ranks")
+        sent.append(value.detach().to(self.device).contiguous())
+        return msgpack.ExtType(TENSOR, msgpack.packb([str(value.dtype).removeprefix("torch."), list(value.shape)]))
+
+
+def join(device: str) -> World:
+    """The world that this process was started into. `device` is cpu or cuda, of which each rank takes its own."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return World(device=device)
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    from accelerate import PartialState
+
+    state = PartialState(cpu=device == "cpu", backend="gloo" if device == "cpu" else "nccl")
+    orders = distributed.new_group(backend="gloo", timeout=PATIENCE)
+    return World(state.process_index, state.num_processes, str(state.device), orders)
+
+
+def gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
+    """While it lasts, these parameters are whole on every rank, to be read; every rank has to call it."""
+    shards = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not shards:
+        return nullcontext()
+    from deepspeed.runtime.zero import GatheredParameters
+
+    return GatheredParameters(shards)

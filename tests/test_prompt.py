@@ -1,0 +1,91 @@
+"""Tasks in words become the tokens that pi0 was trained on, and a tokenizer that does not fit is refused."""
+
+import logging
+
+import pytest
+import torch
+from serl_client import ConfigError
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+
+from serl_launcher.networks.prompt import BOS, BYTES, PAD, Prompt
+
+WORDS = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "push": 3, "the": 4, "cube": 5, "\n": 6, "<unk>": 7}
+
+
+@pytest.fixture
+def make_tokenizer(tmp_path):
+    """make_tokenizer() is a folder with a tokenizer.json of eight words."""
+
+    def make(words=WORDS, begins=False, images=False):
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+        splits = [pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Split(" ", "removed")]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+        if begins:
+            tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", None, [("<bos>", words["<bos>"])])
+        if images:
+            tokenizer.add_special_tokens([AddedToken("<image>", special=True)])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        return str(tmp_path)
+
+    return make
+
+
+def test_without_a_tokenizer_every_byte_is_a_token():
+    tokens, words = Prompt(None, length=8, vocabulary=258)(["go", "é"])
+    assert tokens.tolist() == [
+        [BOS, BYTES + 103, BYTES + 111, BYTES + 10, PAD, PAD, PAD, PAD],
+        [BOS, BYTES + 0xC3, BYTES + 0xA9, BYTES + 10, PAD, PAD, PAD, PAD],
+    ]
+    assert words.tolist() == [[True] * 4 + [False] * 4] * 2
+
+
+def test_a_task_is_one_line_of_words_and_an_empty_one_is_the_line_feed_alone():
+    prompt = Prompt(None, length=16, vocabulary=258)
+    line, same, empty = prompt([" push_the\ncube ", "push the cube", ""])[0]
+    assert torch.equal(line, same)
+    assert empty.tolist() == [BOS, BYTES + 10] + [PAD] * 14
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_every_prompt_begins_with_bos_once_whether_or_not_the_tokenizer_adds_it(make_tokenizer, begins):
+    prompt = Prompt(make_tokenizer(begins=begins), length=6, vocabulary=8)
+    assert prompt(["push the cube", "push"])[0].tolist() == [[2, 3, 4, 5, 6, 0], [2, 3, 6, 0, 0, 0]]
+
+
+def test_a_tokenizer_is_found_by_its_file_or_its_folder(make_tokenizer):
+    folder = make_tokenizer()
+    one, other = (
+        Prompt(path, length=6, vocabulary=8)(["the cube"])[0] for path in (folder, f"{folder}/tokenizer.json")
+    )
+    assert torch.equal(one, other)
+
+
+def test_a_word_whose_token_is_that_of_the_padding_is_read(make_tokenizer):
+    words = {"push": 0, "\n": 1, "<unk>": 2}
+    tokens, there = Prompt(make_tokenizer(words), length=4, vocabulary=3)(["push push"])
+    assert (tokens.tolist(), there.tolist()) == ([[0, 0, 1, 0]], [[True, True, True, False]])
+
+
+def test_what_is_too_long_is_cut_and_said_once(caplog):
+    prompt = Prompt(None, length=4, vocabulary=258)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            tokens, words = prompt(["push"])
+    assert tokens.tolist() == [[BOS, *(BYTES + byte for byte in b"pus")]]
+    assert words.all()
+    assert [record.getMessage() for record in caplog.records] == ["the task 'push' has 6 tokens; the policy reads 4"]
+
+
+def test_a_special_token_more_than_the_policy_has_is_refused_where_a_task_contains_it(make_tokenizer):
+    prompt = Prompt(make_tokenizer(images=True), length=6, vocabulary=8)
+    assert prompt(["push"])[0].tolist() == [[2, 3, 6, 0, 0, 0]]
+    with pytest.raises(ConfigError, match=r"'push <image>' has the token 8; the policy has 8"):
+        prompt(["push <image>"])
+
+
+def test_a_tokenizer_that_is_not_there_or_too_large_is_refused(make_tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match=r"give a tokenizer\.json"):
+        Prompt(str(tmp_path / "nowhere"), length=6, vocabulary=8)
+    for tokenizer in (make_tokenizer(), None):
+        with pytest.raises(ConfigError, match=r"tokens, and policy\.gemma\.vocabulary=7 has no room"):
+            Prompt(tokenizer, length=6, vocabulary=7)

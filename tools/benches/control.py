@@ -1,0 +1,238 @@
+"""What pushing records and asking for actions costs a control loop (3 cameras of 224x224, state of 14).
+
+It is measured while the learner is alive, slow, stopped or dead, and while the outbox is full. Beside each loop runs the
+same loop without the calls, in a process of its own; the column `ratio` is that of the two (contract: at most 1.5).
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+from serl_client import Feature, Segment, Spec, Stamp
+from serl_client import messages as m
+from serl_client.client import TrainerClient
+from serl_client.link import Link
+
+from serl_launcher.service.server import serve
+
+PROCESSES = multiprocessing.get_context("spawn")
+CAMERAS = [f"observation.images.cam_{i}" for i in range(3)]
+SPEC = Spec(
+    {**{name: Feature((224, 224, 3), "uint8") for name in CAMERAS}, "observation.state": Feature((14,))},
+    Feature((14,), low=-np.ones(14), high=np.ones(14)),
+    fps=30.0,
+)
+ROWS = 8  # per segment
+STATES = ("alive", "slow", "stopped", "dead", "full")
+
+
+def main(words: Sequence[str], prog: str) -> None:
+    parser = argparse.ArgumentParser(prog, description=__doc__)
+    parser.add_argument("--seconds", type=float, default=20.0, help="per state (20)")
+    parser.add_argument("--hz", type=float, default=30.0, help="of the loop (30)")
+    parser.add_argument("--json", action="store_true", help="print one list of objects")
+    options = parser.parse_args(words)
+    results = [control(state, options.seconds, options.hz) for state in STATES]
+    print(json.dumps(results) if options.json else "\n".join([HEADER, *(ROW.format(**r) for r in results)]))
+
+
+HEADER = (
+    "learner   CPU us per call, median     wall us p99.9          tick late ms p99.9            late ticks\n"
+    "             push    ask  answer       push    ask  answer    with  without  ratio     with  without   of"
+)
+ROW = (
+    "{state:9} {push_cpu:7.1f} {ask_cpu:6.1f} {answer_cpu:7.1f}    {push_wall:7.0f} {ask_wall:6.0f} {answer_wall:7.0f}"
+    "  {late_ms:6.2f}  {plain_late_ms:7.2f}  {ratio:5.2f}   {late_ticks:6}  {plain_late_ticks:7} {ticks:4}"
+)
+
+
+def control(state: str, seconds: float, hz: float) -> dict[str, Any]:
+    """One line: the loop with the calls while the learner is in `state`, and the same loop without them."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, Learner(Path(folder)) as learner:
+        capacity = (1 if state == "full" else 2000) << 20
+        with TrainerClient(
+            learner.address, actor="bench", spec=SPEC, outbox=Path(folder) / "outbox", capacity=capacity
+        ) as client:
+            learner.direct(client)
+            learner.enter(state)
+            loop = Calls(client)
+            queue: Any = PROCESSES.Queue()
+            beside = PROCESSES.Process(target=plain, args=(queue, seconds, hz))
+            beside.start()
+            queue.get()  # it has started
+            late = ticks(loop.tick, seconds, hz)
+            plain_late = queue.get()
+            beside.join()
+    return {
+        "state": state, **loop.figures(), "late_ms": milliseconds(late), "plain_late_ms": milliseconds(plain_late),
+        "ratio": milliseconds(late) / milliseconds(plain_late), "ticks": len(late),
+        "late_ticks": sum(x > 0.1 / hz for x in late), "plain_late_ticks": sum(x > 0.1 / hz for x in plain_late),
+    }  # fmt: skip
+
+
+def milliseconds(late: list[float]) -> float:
+    return float(np.quantile(late, 0.999)) * 1e3
+
+
+def ticks(tick: Callable[[int], None], seconds: float, hz: float) -> list[float]:
+    """Run `tick` at a rate by deadline; how late each one ended, counted from when it should have begun."""
+    late, begin = [], time.monotonic()
+    for i in range(int(seconds * hz)):
+        due = begin + i / hz
+        time.sleep(max(0.0, due - time.monotonic()))
+        tick(i)
+        late.append(time.monotonic() - due)
+    return late
+
+
+def frames(generator: np.random.Generator) -> dict[str, Any]:
+    """What the cameras would give: fresh arrays in every row."""
+    pixels = {name: generator.integers(0, 256, (224, 224, 3), np.uint8) for name in CAMERAS}
+    return {**pixels, "observation.state": generator.standard_normal(14).astype(np.float32)}
+
+
+def plain(queue: Any, seconds: float, hz: float) -> None:
+    """The loop without the calls."""
+    generator, rows = np.random.default_rng(1), []
+    queue.put("started")
+
+    def tick(_: int) -> None:
+        rows.append(frames(generator))
+        if len(rows) == ROWS:
+            stacked(rows)
+            rows.clear()
+
+    queue.put(ticks(tick, seconds, hz))
+
+
+def stacked(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+class Calls:
+    """The calls that a runner makes, with their times in ns."""
+
+    def __init__(self, client: TrainerClient) -> None:
+        self._client, self._generator = client, np.random.default_rng(0)
+        self._rows: list[dict[str, Any]] = []
+        self._episode = 0
+        self._times: dict[str, list[tuple[int, int]]] = {"push": [], "ask": [], "answer": []}
+
+    def tick(self, i: int) -> None:
+        row = frames(self._generator)
+        action = np.zeros(14, np.float32)
+        self._timed("answer", self._client.answer)
+        self._timed("ask", lambda: self._client.ask(
+            row, step=i, seed=i, previous_action=action, reset=False, explore=True, task="bench"
+        ))  # fmt: skip
+        self._rows.append(row)
+        if len(self._rows) == ROWS:
+            if self._client.room:
+                segment = self._segment()
+                self._timed("push", lambda: self._client.push(segment))
+            self._rows = []
+
+    def _segment(self) -> Segment:
+        self._episode += 1
+        flags, zeros = np.zeros(ROWS - 1, bool), np.zeros(ROWS - 1, np.float32)
+        return Segment(
+            f"bench-{self._episode}", 0, "bench", Stamp(self._client.directive["number"], "bench", 1),
+            stacked(self._rows), np.zeros((ROWS - 1, 14), np.float32), zeros, flags, flags, zeros.astype(np.float64),
+            truncated=True,
+        )  # fmt: skip
+
+    def _timed(self, name: str, call: Callable[[], Any]) -> None:
+        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        call()
+        self._times[name].append((time.thread_time_ns() - cpu, time.perf_counter_ns() - wall))
+
+    def figures(self) -> dict[str, float]:
+        figures = {}
+        for name, times in self._times.items():
+            cpu, wall = np.array(times or [(0, 0)]).T / 1e3
+            figures |= {f"{name}_cpu": float(np.median(cpu)), f"{name}_wall": float(np.quantile(wall, 0.999))}
+        return figures
+
+
+class Learner:
+    """A real server and a stand-in for inference that answers at once, as processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._local = f"ipc://{folder}/server"
+        ports = free_port(), free_port()
+        self.address = f"tcp://127.0.0.1:{ports[0]}"
+        inference = f"tcp://127.0.0.1:{ports[1]}"
+        self._server = PROCESSES.Process(target=run_server, args=(folder / "run", self.address, self._local, inference))
+        self._inference = PROCESSES.Process(target=answer, args=(inference,))
+        self._ended = threading.Event()
+
+    def __enter__(self) -> "Learner":
+        self._server.start()
+        self._inference.start()
+        return self
+
+    def direct(self, client: TrainerClient) -> None:
+        """Give the directive to collect, and wait until the client has it."""
+        while not client.connected:
+            client.wait(0.05)
+        with Link(self._local, m.Hello(m.PROTOCOL, "learner", "bench")) as link:
+            link.call(m.Direct({"phase": "bench", "mode": "collect", "into": "online"}, None), 10.0)
+        while not client.directive["number"]:
+            client.wait(0.05)
+
+    def enter(self, state: str) -> None:
+        pid = self._server.pid or 0
+        if state == "stopped":
+            os.kill(pid, signal.SIGSTOP)
+        elif state in ("dead", "full"):
+            os.kill(pid, signal.SIGKILL)
+        elif state == "slow":
+            threading.Thread(target=self._stutter, args=(pid,), daemon=True).start()
+
+    def _stutter(self, pid: int) -> None:
+        """Stop the server for nine tenths of each second."""
+        with suppress(ProcessLookupError):
+            while not self._ended.wait(0.1):
+                os.kill(pid, signal.SIGSTOP)
+                self._ended.wait(0.9)
+                os.kill(pid, signal.SIGCONT)
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        for process in (self._server, self._inference):
+            process.kill()
+            process.join()
+
+
+def run_server(run_dir: Path, public: str, local: str, inference: str) -> None:
+    serve(run_dir, {"online": 2000}, public=public, local=local, inference=inference)
+
+
+def answer(address: str) -> None:
+    """Answers every Ask with a chunk of zeros."""
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.bind(address)
+    chunk = np.zeros((50, 14), np.float32)
+    while True:
+        identity, *parts = router.recv_multipart(copy=False)
+        message = m.decode([part.buffer for part in parts])
+        if isinstance(message, m.Ask):
+            router.send_multipart([identity.bytes, *m.encode(m.Act(message.step, 1, {"action": chunk}))])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,222 @@
+"""What PI0 costs at least, in FLOPs and bytes, from its sizes alone; and the making of one that is measured.
+
+A product of m x k and k x n numbers is 2 m k n FLOPs; what else there is (norms, softmax, rotations) is left out. The
+sizes of performance-and-delivery.md give its numbers where `whole` is said: published counts take all of the backbone,
+and ours leaves out what nobody reads of its last layer.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from serl_client.errors import ConfigError, RetakeError
+from serl_client.spec import Feature, Spec
+
+from serl_launcher.policies.pi0 import Gemma, Tower
+from serl_launcher.service.config import composed
+
+CONFIG = Path(__file__).resolve().parents[2] / "config"
+CAMERA, STATE = "observation.images.cam_", "observation.state"
+JOINTS = 7  # numbers of the state and of an action; the policy computes with zeros to its own width, whatever they are
+TASK = "lift the block"
+FPS = 30.0
+
+
+class Part(NamedTuple):
+    """A part of the model as it works on one request."""
+
+    weights: int  # that each token is multiplied by
+    tokens: int
+    attention: int = 0  # FLOPs of queries with keys, and of weights with values
+
+    @property
+    def products(self) -> int:
+        return 2 * self.weights * self.tokens
+
+    @property
+    def flops(self) -> int:
+        return self.products + self.attention
+
+    def backward(self, trained: bool, passes: bool) -> int:
+        """FLOPs of the gradients: of the weights if they are `trained`, of the inputs if one `passes` further down."""
+        return self.products * (trained + passes) + 2 * self.attention * passes
+
+
+@dataclass(frozen=True)
+class Work:
+    """PI0 at certain sizes, with so many `cameras`; a number takes `element` bytes."""
+
+    tower: Tower
+    gemma: Gemma
+    cameras: int
+    words: int
+    horizon: int
+    width: int
+    state_size: int
+    steps: int
+    element: int
+    whole: bool = False  # the backbone's last layer is computed to its end
+
+    @classmethod
+    def of(cls, policy: DictConfig, cameras: int) -> "Work":
+        """What the node `policy` of a config asks for."""
+        return cls(
+            Tower(**policy.vision), Gemma(**policy.gemma), cameras, policy.prompt_tokens, policy.horizon, policy.width,
+            policy.state_size, policy.steps, getattr(torch, policy.precision).itemsize,
+        )  # fmt: skip
+
+    # -- the parts
+    @property
+    def patches(self) -> int:
+        return (self.tower.image // self.tower.patch) ** 2
+
+    @property
+    def prefix(self) -> int:
+        """Tokens of images and words."""
+        return self.cameras * self.patches + self.words
+
+    @property
+    def vision(self) -> Part:
+        width, depth = self.tower.width, self.tower.depth
+        weights = depth * (4 * width**2 + 2 * width * self.tower.mlp) + 3 * self.tower.patch**2 * width
+        attention = 4 * self.patches**2 * width * depth
+        return Part(weights, self.cameras * self.patches, self.cameras * attention)
+
+    @property
+    def projection(self) -> Part:
+        return Part(self.tower.width * self.gemma.width, self.cameras * self.patches)
+
+    @property
+    def language(self) -> Part:
+        gemma, unread = self.gemma, not self.whole
+        weights = gemma.depth * self._layer(gemma.width, gemma.mlp)
+        weights -= unread * (2 * gemma.width * gemma.heads * gemma.head_dim + 3 * gemma.width * gemma.mlp)
+        return Part(weights, self.prefix, (gemma.depth - unread) * self._attention(self.prefix, self.prefix))
+
+    @property
+    def expert(self) -> Part:
+        """One step of a sample, or one loss."""
+        gemma, suffix = self.gemma, 1 + self.horizon
+        weights = gemma.depth * self._layer(gemma.expert_width, gemma.expert_mlp)
+        return Part(weights, suffix, gemma.depth * self._attention(suffix, self.prefix + suffix))
+
+    @property
+    def actions(self) -> Part:
+        """Into the expert, with the time, and out of it."""
+        return Part(2 * self.width * self.gemma.expert_width + 3 * self.gemma.expert_width**2, self.horizon)
+
+    @property
+    def state(self) -> Part:
+        return Part(self.state_size * self.gemma.expert_width, 1)
+
+    def _layer(self, width: int, mlp: int) -> int:
+        gemma = self.gemma
+        return 2 * width * (gemma.heads + gemma.kv_heads) * gemma.head_dim + 3 * width * mlp
+
+    def _attention(self, queries: int, keys: int) -> int:
+        return 4 * queries * keys * self.gemma.heads * self.gemma.head_dim
+
+    # -- inference
+    @property
+    def once(self) -> int:
+        """FLOPs of what the steps of a sample share."""
+        return self.vision.flops + self.projection.flops + self.language.flops + self.state.flops
+
+    @property
+    def step(self) -> int:
+        """FLOPs of one step of one sample."""
+        return self.expert.flops + self.actions.flops
+
+    def inference(self, rows: int = 1, samples: int = 1, *, cached: bool = True) -> int:
+        """FLOPs of `samples` chunks for each of so many rows; without the `cached` prefix each step computes it."""
+        if not cached:
+            return rows * samples * self.steps * (self.once + self.step)
+        return rows * (self.once + samples * self.steps * self.step)
+
+    def floor(self, flops: float, bandwidth: float, rows: int = 1, samples: int = 1) -> float:
+        """Seconds that `inference` takes at least at so many FLOP/s and bytes/s: the prefix and then each step has to
+        compute, and has to read its weights; a step reads the keys and values of the prefix, too."""
+        gemma = self.gemma
+        once = self.element * (self.vision.weights + self.projection.weights + self.language.weights)
+        kept = 2 * gemma.depth * gemma.kv_heads * gemma.head_dim * self.prefix  # keys and values of one row
+        step = self.element * (self.expert.weights + self.actions.weights + rows * kept)
+        return max(rows * self.once / flops, once / bandwidth) + self.steps * max(
+            rows * samples * self.step / flops, step / bandwidth
+        )
+
+    # -- training
+    def training(self, freeze: Sequence[str] = (), lora: int | None = None) -> int:
+        """FLOPs of one sample's loss and gradient. What is frozen has no gradient of its weights, and none passes
+        through it unless something below is trained; the low-rank updates themselves (1 %) are not counted."""
+        sees = self.cameras > 0 and "vision" not in freeze  # the projection of the images is trained
+        vision, language, expert = (part not in freeze and lora is None for part in ("vision", "language", "expert"))
+        vision = vision and sees
+        return (
+            self.once
+            + self.step
+            + self.vision.backward(vision, vision)
+            + self.projection.backward(sees, vision)
+            + self.language.backward(language, self._trains_prefix(freeze, lora))
+            + self.expert.backward(expert, True)
+            + self.actions.backward(True, True)
+            + self.state.backward(True, False)
+        )
+
+    def recomputed(self, freeze: Sequence[str] = (), lora: int | None = None) -> int:
+        """FLOPs of computing the layers again for one sample's gradient (`checkpointing`)."""
+        return self.expert.flops + self._trains_prefix(freeze, lora) * self.language.flops
+
+    def _trains_prefix(self, freeze: Sequence[str], lora: int | None) -> bool:
+        return lora is not None or "language" not in freeze or (self.cameras > 0 and "vision" not in freeze)
+
+
+def asked(parser: argparse.ArgumentParser, words: Sequence[str], rounds: int) -> argparse.Namespace:
+    """The options of a command line, those that all benches of PI0 have among them."""
+    parser.add_argument("--policy", default="pi0", help="pi0, pi0_tiny, pi0_expert or pi0_lora (pi0)")
+    parser.add_argument("--cameras", type=int, default=3, help="how many (3)")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"how often everything is measured ({rounds})")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (auto: cuda if there is one)")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("words", nargs="*", help="for the config, as in policy.horizon=20 or threads=2")
+    options = parser.parse_args(words)
+    if min(options.rounds, *getattr(options, "batch", [1])) < 1 or options.cameras < 0:
+        parser.error("--rounds and --batch are at least 1, --cameras 0")
+    return options
+
+
+def configured(options: argparse.Namespace, *words: str) -> DictConfig:
+    """The config of a learner that imitates with this policy. Raises ConfigError where that is no PI0."""
+    words = (f"policy={options.policy}", "algo=rejection", f"device={options.device}", *words, *options.words)
+    config = composed(CONFIG, words)
+    if "gemma" not in config.policy:
+        raise ConfigError(f"--policy {options.policy} is no PI0: say pi0, pi0_tiny, pi0_expert or pi0_lora")
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    return config
+
+
+def robot(config: DictConfig, cameras: int) -> Spec:
+    """An arm with that many cameras, whose images have the size that the policy reads."""
+    side, bounds = config.policy.vision.image, np.ones(JOINTS)
+    images = {f"{CAMERA}{i}": Feature((side, side, 3), "uint8") for i in range(cameras)}
+    return Spec({**images, STATE: Feature((JOINTS,))}, Feature((JOINTS,), low=-bounds, high=bounds), fps=FPS)
+
+
+def printed(
+    options: argparse.Namespace, measured: Callable[[argparse.Namespace], dict[str, Any]],
+    lines: Callable[[dict[str, Any]], Iterable[str]],
+) -> None:  # fmt: skip
+    """Measure and print, or end with a sentence that says what was wrong."""
+    try:
+        result = measured(options)
+    except (RetakeError, OmegaConfBaseException) as error:
+        sys.exit(f"error: {error}")
+    print(json.dumps(result) if options.json else "\n".join(lines(result)))
