@@ -173,6 +173,9 @@ class LinearGaussian(FlowMatching):
     def repeated(self, condition, n):
         return condition.repeat(n, 1)
 
+    def features(self, observation):
+        return observation[STATE]
+
     def velocity(self, chunk, time, condition):
         t, mean, variance = time[:, None, None], self.mean, self.std**2
         slope = (t - (1 - t) * variance) / (t**2 + (1 - t) ** 2 * variance)
@@ -275,8 +278,13 @@ def test_noise_for_the_start_alone_leaves_the_fresh_noise_out(spec):
 def test_a_sample_has_a_gradient_through_every_step(spec):
     policy = policy_of(spec, steps=3)
     seen = []
-    policy.network.register_full_backward_hook(lambda *_: seen.append(1))
+
+    def watch(module, inputs, output):
+        output.register_hook(lambda gradient: seen.append(gradient.abs().sum()))
+
+    policy.network.register_forward_hook(watch)
     action, _ = policy.rsample({STATE: torch.randn(16, 3)}, seed=seeds(16))
     action.sum().backward()
     assert len(seen) == 3
+    assert all(seen)
     assert all(parameter.grad.abs().sum() > 0 for parameter in policy.network.parameters())

@@ -42,16 +42,16 @@ PATIENCE = 20.0
 # -- algorithms
 
 
-def shipped(spec, algo, policy, seed=0):
+def shipped(spec, *words, seed=0):
     """An algorithm of ours with weights that `seed` names."""
     torch.manual_seed(seed)
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
-        config = compose(overrides=[f"+algo={algo}", f"+policy={policy}"])
+        config = compose(overrides=list(words))
     return instantiate(config.algo)(spec)
 
 
 def rlpd(spec, seed=0):
-    return shipped(spec, "rlpd", "gaussian", seed)
+    return shipped(spec, "+algo=rlpd", "+policy=gaussian", seed=seed)
 
 
 class Memory(Policy):
@@ -523,17 +523,25 @@ def test_warming_up_runs_every_shape_and_leaves_nothing_behind(spec):
     assert host.answer([Question(b"", ask())])[0].arrays["action"][0, 0] == 1
 
 
-@pytest.mark.parametrize(("algo", "policy"), [("rlpd", "gaussian"), ("sft", "flow")])
-def test_what_a_policy_names_to_be_compiled_is_one_graph_whatever_the_task(spec, algo, policy):
-    host = PolicyHost(shipped(spec, algo, policy), spec, "cpu")
-    questions = [Question(b"%d" % i, ask(i, seed=i, reset=True, explore=True, key=i)) for i in range(4)]
-    expected = [answer.arrays["action"] for answer in host.answer(questions)]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [["+algo=rlpd", "+policy=gaussian"], ["+algo=sft", "+policy=flow"], ["+algo=sft", "+policy=pi0_tiny"]],
+    ids=["gaussian", "flow", "pi0"],
+)
+def test_what_a_policy_names_to_be_compiled_is_one_graph_whatever_the_task(spec, words):
+    host = PolicyHost(shipped(spec, *words), spec, "cpu")
+
+    def actions(task):
+        questions = [Question(b"%d" % i, ask(seed=i, reset=True, explore=True, task=task, key=i)) for i in range(4)]
+        return [answer.arrays["action"] for answer in host.answer(questions)]
+
+    expected = {task: actions(task) for task in ("reach", "push the block")}
     name = host.acting.compiled
     setattr(host.acting, name, torch.compile(getattr(host.acting, name), fullgraph=True, backend="eager"))
-    assert np.array_equal([answer.arrays["action"] for answer in host.answer(questions)], expected)
+    assert np.array_equal(actions("reach"), expected["reach"])
     with torch.compiler.set_stance("fail_on_recompile"):
-        other = [Question(b"%d" % i, ask(seed=i, reset=True, explore=True, task="another", key=i)) for i in range(4)]
-        assert np.array_equal([answer.arrays["action"] for answer in host.answer(other)], expected)
+        assert np.array_equal(actions("push the block"), expected["push the block"])
 
 
 # -- memory

@@ -31,9 +31,11 @@ from serl_launcher.service.inference import PolicyHost, Question
 from serl_launcher.service.learner import Learner
 from serl_launcher.service.ledger import curve, evaluation
 from serl_launcher.service.plan import load_plan
+from serl_launcher.service.ranks import Ranks
 from serl_launcher.service.training import capacities
 from serl_launcher.utils import checkpoint
 from serl_launcher.utils.checkpoint import Checkpoints
+from serl_launcher.utils.distributed import World
 from serl_launcher.utils.logging import MetricsLog
 
 CONFIG = Path(__file__).parents[1] / "config"
@@ -208,10 +210,10 @@ class Life:
         self._within = False
         for name in ("update", "update_critic"):
             setattr(self.algorithm, name, self._watched(name))
-        arguments = dict(batch_size=16, device="cpu", checkpoint_s=0.0, accept_plan=False)
+        arguments = dict(batch_size=16, checkpoint_s=0.0, accept_plan=False)
         self.learner = Learner(
             run_dir=run_dir, link=Link(server.local if server else "", m.Hello(m.PROTOCOL, "learner", "trainer")),
-            plan=plan, algorithm=self.algorithm, metrics=MetricsLog(run_dir / "metrics.jsonl"),
+            plan=plan, ranks=Ranks(self.algorithm, World(), {}), metrics=MetricsLog(run_dir / "metrics.jsonl"),
             sources=Sources(run_dir / "store", spec, plan.capacities, plan.views, seed=seed),
             checkpoints=Checkpoints(run_dir / "checkpoints", spec=spec, config=config or {"algo": "rlpd"}),
             console=Console("learner", io.StringIO()), **{**arguments, **options},

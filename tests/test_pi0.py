@@ -1,4 +1,4 @@
-"""PI0: its cached path is the paper's joint forward pass, checkpoints of others load, and what it publishes is enough."""
+"""PI0 is the paper's model, begins with the checkpoints of others, and sends what those who act need."""
 
 import logging
 import math
@@ -12,10 +12,9 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from serl_client import ConfigError, Feature, Spec
 from torch import nn
-from transformers import (
-    GemmaConfig, GemmaForCausalLM, GemmaModel, PaliGemmaConfig, PaliGemmaForConditionalGeneration, SiglipVisionConfig,
-    SiglipVisionModel,
-)  # fmt: skip
+from transformers import GemmaConfig, GemmaForCausalLM, GemmaModel, PaliGemmaConfig, SiglipVisionConfig
+from transformers import PaliGemmaForConditionalGeneration as PaliGemma
+from transformers import SiglipVisionModel as Siglip
 
 from serl_launcher.networks.chance import normal, uniform
 from serl_launcher.policies.flow import TIME
@@ -148,8 +147,8 @@ def joint_velocity(policy, observation, chunk, time, lacking=()):
         there.append(torch.full(cameras[-1].shape[:2], name not in lacking))
     words = policy.language.embed_tokens.weight[prepared[TOKENS]] * math.sqrt(WIDTH)
     prefix = torch.cat([*cameras, words], 1)
-    angle = time[:, None] * math.tau / (4e-3 * 1000 ** torch.linspace(0, 1, WIDTH // 2))
-    features = torch.cat([angle.sin(), angle.cos()], 1)[:, None].expand(-1, policy.horizon, -1)
+    angle = time.double()[:, None] * math.tau / (4e-3 * 1000 ** torch.linspace(0, 1, WIDTH // 2, dtype=torch.float64))
+    features = torch.cat([angle.sin(), angle.cos()], 1).float()[:, None].expand(-1, policy.horizon, -1)
     action = policy.action_time_in(torch.cat([policy.action_in(chunk), features], -1))
     action = policy.action_time_out(action * action.sigmoid())
     state = torch.zeros(len(chunk), 32)
@@ -244,7 +243,7 @@ def test_the_keys_and_values_of_the_prefix_are_those_of_transformers_own_model(m
 
 def test_image_tokens_are_those_of_a_plain_tower(make):
     policy = make(LEFT)
-    tower = SiglipVisionModel(SiglipVisionConfig(**VISION))
+    tower = Siglip(SiglipVisionConfig(**VISION))
     getattr(tower, "vision_model", tower).load_state_dict(policy.vision.state_dict())
     image = torch.randint(0, 256, (2, 64, 64, 3), dtype=torch.uint8)
     features = tower(pixel_values=image.permute(0, 3, 1, 2) / 255.0 * 2 - 1).last_hidden_state
@@ -506,7 +505,7 @@ def reference():
     text, vision = {"model_type": "gemma", **TEXT}, {"model_type": "siglip_vision_model", **VISION}
     model, model.paligemma_with_expert = nn.Module(), nn.Module()
     both = model.paligemma_with_expert
-    both.paligemma = PaliGemmaForConditionalGeneration(
+    both.paligemma = PaliGemma(
         PaliGemmaConfig(text_config=text, vision_config={**vision, "projection_dim": WIDTH}, projection_dim=WIDTH)
     )
     both.gemma_expert = GemmaForCausalLM(GemmaConfig(**TEXT))
@@ -593,12 +592,12 @@ def test_a_checkpoint_that_does_not_fit_is_named_in_one_sentence_and_changes_not
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     tensors = checkpoint(reference, "lerobot")
     missing = {name: tensor for name, tensor in tensors.items() if "action_out_proj.bias" not in name}
-    deeper = {**tensors, **{name.replace("layers.0", "layers.9"): tensor for name, tensor in tensors.items()}}
+    deeper = {name.replace("layers.1.", "layers.9."): tensor for name, tensor in tensors.items()}
     wider = {**tensors, "model.state_proj.weight": torch.zeros(WIDTH, 33)}
     for wrong, text in (
         (missing, r"missing: action_out\.bias\)"),
         ({**tensors, "model.time_mlp_in.bias": torch.zeros(1)}, r"unknown: time_mlp_in\.bias\)"),
-        (deeper, r"unknown: expert\.layers\.9\S+, .* and \d+ more\)"),
+        (deeper, r"missing: expert\.layers\.1\S+, .* and \d+ more; unknown: expert\.layers\.9\S+, .* and \d+ more\)"),
         (wider, r"of another shape: state_projection\.weight: \(96, 33\) there, \(96, 32\) here\)"),
     ):
         safetensors.torch.save_file(wrong, tmp_path / "model.safetensors")
@@ -618,8 +617,8 @@ def test_imitation_teaches_it_a_toy_task():
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
         config = compose(
             overrides=[
-                "+algo=sft", "+policy=pi0_tiny", "algo.optimizer.learning_rate=3e-3", "policy.horizon=2",
-                "policy.gemma.depth=2", "policy.prompt_tokens=4", "policy.steps=5",
+                "+algo=sft", "+policy=pi0_tiny", "algo.optimizer.learning_rate=3e-3", "algo.average=0.95",
+                "policy.horizon=2", "policy.gemma.depth=2", "policy.prompt_tokens=4", "policy.steps=5",
             ]
         )  # fmt: skip
     spec = spec_of(states=2)

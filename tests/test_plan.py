@@ -558,7 +558,7 @@ def config(tmp_path: Path) -> Path:
     """A config folder with the plans as they are and a stand-in for the rest; its algorithm has `update` alone."""
     shutil.copytree(ROOT / "config" / "plan", tmp_path / "plan")
     (tmp_path / "base.yaml").write_text(BASE)
-    for path in ("algo/any.yaml", "algo/rejection.yaml", "policy/any.yaml", "policy/flow.yaml"):
+    for path in ("algo/any.yaml", "algo/rejection.yaml", "algo/sac_pi0.yaml", "policy/any.yaml", "policy/flow.yaml"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text("_target_: collections.OrderedDict")
     return tmp_path
@@ -574,7 +574,7 @@ def test_every_plan_of_the_repository_loads(config, name) -> None:
     with initialize_config_dir(str(config), version_base=None):
         mapping = OmegaConf.to_container(compose("base", [f"plan={name}"]).plan, resolve=True)
     assert load_plan(mapping, methods=None, has_operator=True).phases
-    if name in ("collect", "hiors"):
+    if name in ("collect", "hiors", "sac_pi0"):
         with pytest.raises(ConfigError, match="operator"):
             load_plan(mapping, methods=None, has_operator=False)
     else:

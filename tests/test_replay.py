@@ -275,3 +275,32 @@ def test_rare_decisions_are_found_and_extras_keep_their_own_names(tmp_path, spec
 def test_extras_that_every_row_has_already_are_refused(spec, name):
     with pytest.raises(ConfigError):
         Spec(spec.observation, spec.action, 10.0, {name: Feature((2,))})
+
+
+def test_the_first_windows_of_episodes_come_with_the_discounted_returns_that_followed(push, sources, make_segment):
+    push("A", make_segment("won", 1, 0, 3))
+    push("B", make_segment("lost", 2, 0, 7, ends="truncated"))  # lies between
+    push("A", make_segment("won", 1, 3, 3, ends="terminated"))
+    push("B", make_segment("shown", 3, 0, 4, ends="terminated", directive=2))
+    found = sources()
+    episodes = {episode.id: episode for episode in found.episodes.values()}
+    batch, returns = found.beginnings([episodes["won"], episodes["lost"]], CHUNK_SAC, 0.5)
+    assert starts(batch) == {(1, 0), (2, 0)}
+    expected = [sum(0.5**i * i for i in range(steps)) for steps in (6, 7)]  # every reward is its index
+    torch.testing.assert_close(returns, torch.tensor(expected))
+    assert batch.reward.tolist() == [[0, 1, 2, 3, 4]] * 2
+    short, returns = found.beginnings([episodes["shown"]], CHUNK_SAC, 1.0)
+    assert (short.length.tolist(), returns.tolist(), short.task) == ([4], [6.0], ("reach",))
+
+
+def test_episodes_that_left_the_store_have_no_beginning(push, sources, make_segment):
+    for i in range(30):
+        push("A", make_segment(f"e{i}", i, 0, 10, ends="terminated"))
+    found = sources()
+    episodes = list(found.episodes.values())
+    batch, returns = found.beginnings(episodes, CHUNK, 1.0)
+    assert len(batch) == len(returns) < 30
+    assert (returns == 45).all()
+    assert starts(batch) == {(key, 0) for key in range(30 - len(batch), 30)}
+    assert found.beginnings(episodes[:3], CHUNK, 1.0) is None
+    assert found.beginnings([], CHUNK, 1.0) is None

@@ -24,10 +24,11 @@ class Algorithm(nn.Module, ABC):
     """
 
     windows: dict[str, Window]
+    discount: float = 1.0
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
+        self.generator = torch.Generator().manual_seed(torch.initial_seed() ^ 1)  # not drawn: see service/memory.py
 
     @property
     @abstractmethod
@@ -49,6 +50,11 @@ class Algorithm(nn.Module, ABC):
         episode's start; `noise` [B, *noise_shape] is used if `explore`, and by a policy that needs it to be at its best
         (see Policy.mode_at_zero).
         """
+
+    def value(self, batch: Batch) -> Tensor | None:
+        """What it expects as the return of these rows, discounted by `discount` each row, [B]; None: it learns no
+        values."""
+        return None
 
     def only_acting(self) -> None:
         """Drop all that `act` does not need: optimisers, and every network but the acting one. It cannot be trained

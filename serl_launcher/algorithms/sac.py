@@ -131,6 +131,10 @@ class SAC(Algorithm):
         }
 
     @torch.no_grad()
+    def value(self, batch: Batch) -> Tensor:
+        return self.critic.value(batch.observation, batch.action).mean(0)
+
+    @torch.no_grad()
     def target(self, batch: Batch) -> Tensor:
         """The soft Bellman backup of (5), with the soft value of (3) and RLPD's minimum over a random few -> [B]."""
         assert batch.next_observation is not None  # the window asks for it

@@ -117,6 +117,19 @@ class ReplayBuffer:
         numbers = numbers[self._first[numbers % self.layout.capacity] >= self.tail]
         return self._observations[name][self._row[numbers % self.layout.capacity] % self.layout.rows]
 
+    def returns(self, numbers: Numbers, discount: float) -> Array:
+        """The rewards from these steps to the ends of their episodes, each step discounted, [n]."""
+        total, factor = np.zeros(len(numbers)), 1.0
+        while (there := numbers != NONE).any():
+            slots = numbers % self.layout.capacity
+            total += factor * np.where(there, self._steps["reward"][slots], 0.0)
+            numbers, factor = np.where(there, self._next[slots], NONE), factor * discount
+        return total
+
+    def windows(self, numbers: Numbers, window: Window) -> Drawn:
+        """The windows that begin at these steps."""
+        return self._resolve(numbers, window)
+
     def episode_of(self, drawn: Drawn) -> list[int]:
         """[B] episode numbers."""
         return self._episode[drawn.steps[:, 0] % self.layout.capacity].tolist()

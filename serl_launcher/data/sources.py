@@ -103,6 +103,28 @@ class Sources:
         seed = torch.from_numpy(self.generator.integers(2**62, size=count))
         return _batch(arrays, self.spec, window, seed, tuple(tasks))
 
+    def beginnings(
+        self, episodes: Collection[EpisodeInfo], window: Window, discount: float
+    ) -> tuple[Batch, torch.Tensor] | None:
+        """(windows at the first steps of these episodes of one source, their discounted returns [B] as they came).
+
+        Episodes that have left the store are left out; None when nothing is left.
+        """
+        there = [episode for episode in episodes if episode.first >= self.buffers[episode.source].tail]
+        if not there:
+            return None
+        buffer, numbers = self.buffers[there[0].source], np.array([episode.first for episode in there])
+        arrays = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype))
+            for name, (shape, dtype) in batch_arrays(buffer.layout, len(there), window).items()
+        }
+        returns = torch.from_numpy(buffer.returns(numbers, discount)).float()
+        drawn = buffer.windows(numbers, window)
+        if not buffer.gather(drawn, window, {name: array.numpy() for name, array in arrays.items()}):
+            return None
+        seed = torch.zeros(len(there), dtype=torch.int64)
+        return _batch(arrays, self.spec, window, seed, tuple(episode.task for episode in there)), returns
+
     def _fill(self, name: str, count: int, window: Window, into: Mapping[str, Array]) -> list[str] | None:
         """Draw `count` windows of one source or view into arrays; a view's parts get what they hold of it."""
         parts = list(self.views[name].of)
@@ -180,6 +202,15 @@ def _batch(
         task=task,
         extras={name: arrays[name] for name in window.offsets if name in spec.extras},
     )
+
+
+def blank(spec: Spec, window: Window, count: int) -> Batch:
+    """A batch of zeros, shaped as those that Sources.sample gives."""
+    arrays = {
+        name: torch.zeros(shape, dtype=getattr(torch, dtype))
+        for name, (shape, dtype) in batch_arrays(Layout(spec, 1), count, window).items()
+    }
+    return _batch(arrays, spec, window, torch.zeros(count, dtype=torch.int64), ("",) * count)
 
 
 def statistics(sources: Sources, name: str) -> tuple[dict[str, Array], dict[str, Array]]:

@@ -44,6 +44,7 @@ class FlowMatching(Policy):
     """
 
     compiled = "chunks"
+    feature_size: int
 
     def __init__(
         self, spec: Spec, *, horizon: int, steps: int, imitates: str, width: int, deviation: float | None
@@ -66,6 +67,10 @@ class FlowMatching(Policy):
     @abstractmethod
     def repeated(self, condition: Any, n: int) -> Any:
         """The condition of B rows for n samples of each, [n B]: rows 0..B-1, then again."""
+
+    @abstractmethod
+    def features(self, observation: Observation) -> Tensor:
+        """What a critic may look at instead of the observation {[B, ...]} -> [B, feature_size]."""
 
     @abstractmethod
     def velocity(self, chunk: Tensor, time: Tensor, condition: Any) -> Tensor:
@@ -124,7 +129,7 @@ class FlowMatching(Policy):
         """
         condition = self.condition(self.prepared(observation, task))
         chunk, log_prob = self._integrate(normal(seed, self.noise_shape, stream), condition)
-        return self._action(chunk), log_prob
+        return self.scale.from_unit(_Bounded.apply(chunk[..., : self.size])), log_prob
 
     def _integrate(self, noise: Tensor, condition: Any) -> tuple[Tensor, Tensor]:
         """From noise [B, 1 or 1 + N, H, D] at t = 1 to a chunk at t = 0 -> [B, H, D], log_prob [B]."""
@@ -173,7 +178,7 @@ class FlowPolicy(FlowMatching):
         width = spec.action.shape[0]
         super().__init__(spec, horizon=horizon, steps=steps, imitates=imitates, width=width, deviation=deviation)
         self.encoder = encoder(spec)
-        self.inputs = self.encoder.inputs
+        self.inputs, self.feature_size = self.encoder.inputs, self.encoder.size
         self.network = mlp(
             horizon * width + 2 * FREQUENCIES + self.encoder.size, hidden, horizon * width, layer_norm=layer_norm
         )
@@ -185,10 +190,28 @@ class FlowPolicy(FlowMatching):
     def repeated(self, condition: Tensor, n: int) -> Tensor:
         return condition.repeat(n, 1)
 
+    def features(self, observation: Observation) -> Tensor:
+        return self.encoder(observation)
+
     def velocity(self, chunk: Tensor, time: Tensor, condition: Tensor) -> Tensor:
         angle = time.unsqueeze(1) * self.frequencies * math.tau / 4
         features = torch.cat([chunk.flatten(1), angle.sin(), angle.cos(), condition], -1)
         return self.network(features).view_as(chunk)
+
+
+class _Bounded(torch.autograd.Function):
+    """Cuts to [-1, 1]. The gradient of a number outside passes if a step down it leads back, or it would stay there."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs)
+        return inputs.clamp(-1, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (inputs,) = ctx.saved_tensors
+        leads_away = ((inputs > 1) & (gradient < 0)) | ((inputs < -1) & (gradient > 0))
+        return gradient.masked_fill(leads_away, 0.0)
 
 
 def _entries(spec: Spec, name: str) -> list[int]:

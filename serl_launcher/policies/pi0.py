@@ -87,9 +87,9 @@ class PI0(FlowMatching):
     `cameras` names them in the order in which the backbone reads them (`all`: by name); one that the robot lacks is
     left out, which is what masking its tokens would do. States and actions fill the first of `state_size` and `width`
     numbers. `weights` is a pi0_base checkpoint of lerobot or openpi (model.safetensors or its folder); without one they
-    are random. `freeze` lists parts that are not trained (vision, language, expert); with `lora` (a rank) both stacks
-    are frozen, and low-rank updates of their projections are trained instead (Hu et al. 2021). `checkpointing` computes
-    the layers again in the backward pass instead of keeping what is in them.
+    are random. `freeze` lists parts that are not trained (vision, language, expert); with `lora` (a rank) all three are
+    frozen, and low-rank updates of both stacks' projections are trained instead (Hu et al. 2021). `checkpointing`
+    computes tower and layers again in the backward pass instead of keeping what is in them.
     Raises ConfigError for sizes that do not fit the Spec or the checkpoint.
     """
 
@@ -109,6 +109,7 @@ class PI0(FlowMatching):
         self.precision = PRECISIONS[precision]
         self._images = _images(spec, cameras)
         self.inputs = (*self.state.sizes, *self._images)
+        self.feature_size = self.state.size + self.sizes.width * len(self._images)
         self.prompt = Prompt(tokenizer, length=prompt_tokens, vocabulary=self.sizes.vocabulary)
         self._build(Tower(**vision), self.sizes)
         if weights is not None:
@@ -123,7 +124,7 @@ class PI0(FlowMatching):
             self.vision = getattr(vision, "vision_model", vision)  # transformers 4 wraps it, so that its names differ
             self.image_projection = nn.Linear(tower.width, gemma.width)
         self.language = GemmaModel(_gemma(gemma, gemma.width, gemma.mlp))
-        self.expert = GemmaModel(_gemma(gemma, gemma.expert_width, gemma.expert_mlp))
+        self.expert: Any = GemmaModel(_gemma(gemma, gemma.expert_width, gemma.expert_mlp))
         words = torch.randn(gemma.vocabulary, gemma.width) / math.sqrt(gemma.width)
         self.language.embed_tokens = nn.Embedding.from_pretrained(words, freeze=False)  # in transformers 5 it scales
         self.expert.embed_tokens = None  # its tokens come from numbers
@@ -134,7 +135,7 @@ class PI0(FlowMatching):
         self.action_time_in, self.action_time_out = nn.Linear(2 * size, size), nn.Linear(size, size)  # W_2, W_3
         self.action_out = nn.Linear(size, self.width)  # W_out
         periods = SHORTEST * (LONGEST / SHORTEST) ** torch.linspace(0, 1, size // 2, dtype=torch.float64)
-        self.register_buffer("frequencies", (math.tau / periods).float(), persistent=False)
+        self.register_buffer("frequencies", math.tau / periods, persistent=False)  # turns of up to 1571: float64
 
     def _freeze(self, freeze: Sequence[str], lora: int | None) -> None:
         for name in (name for part in (freeze if lora is None else PARTS) for name in PARTS[part]):
@@ -178,6 +179,12 @@ class PI0(FlowMatching):
         features = self.vision(pixel_values=pixels.to(self.precision)).last_hidden_state
         return _linear(self.image_projection, features)
 
+    def features(self, observation: Observation) -> Tensor:
+        """The state beside the mean token of each camera."""
+        with self._autocast():
+            means = [self._seen(observation[name]).mean(1).float() for name in self._images]
+        return torch.cat([self.state(observation), *means], -1)
+
     # -- the suffix
     def velocity(self, chunk: Tensor, time: Tensor, condition: Prefix) -> Tensor:
         hidden = torch.cat([condition.state, self._action_tokens(chunk, time)], 1)  # [B, 1 + H, expert width]
@@ -195,7 +202,7 @@ class PI0(FlowMatching):
         return _linear(self.action_out, hidden[:, 1:])  # [B, H, D]
 
     def _action_tokens(self, chunk: Tensor, time: Tensor) -> Tensor:
-        angle = time.unsqueeze(1) * self.frequencies
+        angle = time.unsqueeze(1) * self.frequencies  # [B, width / 2]
         phi = torch.cat([angle.sin(), angle.cos()], -1).unsqueeze(1).expand(-1, chunk.shape[1], -1)  # [B, H, width]
         mixed = torch.cat([_linear(self.action_in, chunk), phi.to(self.action_in.weight.dtype)], -1)
         return _linear(self.action_time_out, functional.silu(_linear(self.action_time_in, mixed)))
@@ -262,7 +269,7 @@ class PI0(FlowMatching):
             for name, weight in sorted(self.named_parameters()):
                 if name in self._frozen:
                     digest.update(name.encode())
-                    digest.update(weight.detach().to(self.precision).cpu().flatten().view(torch.uint8).numpy())
+                    digest.update(weight.detach().to(self.precision).cpu().flatten().view(torch.uint8).numpy().data)
             self._frozen_digest = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
         return self._frozen_digest
 
@@ -294,7 +301,7 @@ def _siglip(tower: Tower) -> SiglipVisionConfig:
 def _gemma(sizes: Gemma, width: int, mlp: int) -> GemmaConfig:
     """Of one stack, without the embeddings of words."""
     return GemmaConfig(
-        vocab_size=1, pad_token_id=None, bos_token_id=None, eos_token_id=None, hidden_size=width,
+        vocab_size=1, pad_token_id=0, bos_token_id=0, eos_token_id=0, hidden_size=width,
         intermediate_size=mlp, num_hidden_layers=sizes.depth, num_attention_heads=sizes.heads,
         num_key_value_heads=sizes.kv_heads, head_dim=sizes.head_dim, initializer_range=1 / math.sqrt(width),
     )  # fmt: skip

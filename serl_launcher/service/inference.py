@@ -78,7 +78,7 @@ class PolicyHost:
 
     # -- weights
     def load(self, version: int, file: Path) -> None:
-        """Read published weights and act with them. Raises as `read` and `swap` do."""
+        """Read published weights and act with them. Raises as `read` does."""
         self.swap(version, self.read(file))
 
     def read(self, file: Path) -> dict[str, Tensor]:
@@ -145,9 +145,8 @@ class PolicyHost:
         previous_action = self._stack([ask.arrays.get("previous_action", nothing) for ask in asks])
         noise = torch.stack([self._noise(ask.seed) for ask in asks]).to(self.device)
         carry = _stacked([self._carries[question.actor] for question in rows]) if remembers else None
-        task = tuple(ask.task for ask in asks)
         decision, carry = self.algorithm.act(
-            observation, previous_action, carry, task=task, noise=noise, explore=explore
+            observation, previous_action, carry, task=tuple(ask.task for ask in asks), noise=noise, explore=explore
         )
         if carry is not None:
             self._carries.update({q.actor: _at(carry, i) for i, q in enumerate(questions)})

@@ -2,7 +2,8 @@
 
 It restarts all but the trainer, at most three times a minute; when the trainer ends, the run ends, and the export may
 bring the rest into shards. Trainer and inference start when the importer has brought the plan's datasets, where it
-names some. Its children die with it.
+names some. Its children die with it. A trainer of several ranks is the parent of these (`accelerate launch`); on a node
+beyond the first there is nothing else.
 `launch` is the parent; `python -m serl_launcher.service.launcher NAME RUN_DIR LOCAL` is one child.
 """
 
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ RESTARTS, WITHIN_S = 3, 60.0
 REFUSED = 2  # exit status of a child that said in one sentence why it cannot run: starting it again does not help
 LOOPBACK = ("127.0.0.1", "localhost")
 NEEDED = ("torch", "safetensors", "matplotlib")  # of the extra `learner`
+NEEDED_BY_RANKS = ("accelerate", "deepspeed")  # of the extra `vla`
 LEARNING = ("trainer", "inference")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -50,6 +52,9 @@ def launch(config: DictConfig) -> int:
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"the learner needs {', '.join(missing)}: run `uv sync --inexact --extra learner` here")
     metrics.check(config.wandb)
+    config.ranks = _ranks(config)
+    if config.node_rank:
+        return _follow(config)
     plan = _plan(config)
     children = ["importer"] * bool(dataset.opened(plan)) + ["export"] * bool(wanted(config, plan) or recorded(config))
     if config.host not in LOOPBACK:
@@ -63,7 +68,50 @@ def launch(config: DictConfig) -> int:
         _check_ports(config)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
         log.info("in %s: %s", run_dir, " ".join(config.remembered))
-        return _Family(run_dir, f"ipc://{sockets}/server", children, archives=bool(archived(plan))).run()
+        first = ["server", *children, *([] if "importer" in children else LEARNING)]
+        return _Family(run_dir, f"ipc://{sockets}/server", first, archives=bool(archived(plan))).run()
+
+
+def _follow(config: DictConfig) -> int:
+    """Run the ranks of a node beyond the first, which hear from rank 0 what the run is."""
+    with tempfile.TemporaryDirectory(prefix="retake-") as folder:
+        OmegaConf.save(config, Path(folder) / "config.yaml", resolve=True)
+        return _Family(Path(folder), "", ["trainer"], archives=False).run()
+
+
+def _ranks(config: DictConfig) -> int:
+    """How many processes train on this machine. Raises ConfigError for numbers that do not fit each other."""
+    ranks = _gpus(str(config.device)) if config.ranks == "auto" else config.ranks
+    missing = [name for name in NEEDED_BY_RANKS if importlib.util.find_spec(name) is None]
+    if missing and config.ranks == "auto":
+        ranks = 1
+    for name, least, value in (("ranks", 1, ranks), ("nodes", 1, config.nodes), ("node_rank", 0, config.node_rank)):
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name}={value}: say a whole number, at least {least}")
+    if config.node_rank >= config.nodes:
+        raise ConfigError(f"node_rank={config.node_rank}: the {config.nodes} nodes are 0 to {config.nodes - 1}")
+    if config.nodes > 1 and not str(config.main).rpartition(":")[2].isdecimal():
+        raise ConfigError(f"main={config.main}: say the address and a free port of node 0, as in main=10.0.0.5:29500")
+    if ranks > 1 and ":" in str(config.device):
+        raise ConfigError(
+            f"device={config.device} is one GPU, and each of the {ranks} ranks has its own: say device=cuda"
+        )
+    if ranks * config.nodes > 1 and missing:
+        raise ConfigError(f"several ranks need {', '.join(missing)}: run `uv sync --inexact --extra vla` here")
+    return ranks
+
+
+def _gpus(device: str) -> int:
+    """How many GPUs the trainer may use; 1 where it uses none."""
+    if device not in ("auto", "cuda"):
+        return 1
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return len(visible.split(","))
+    try:
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return 1
+    return max(1, sum(line.startswith("GPU ") for line in found.splitlines()))
 
 
 def writable(folder: Path) -> Path:
@@ -114,11 +162,11 @@ def _lock(run_dir: Path) -> Any:
 
 
 class _Family:
-    """The children of one run; `optional`: those of importer (there are datasets to be brought before it begins) and
-    export that it needs; `archives`: episodes stay in the store until they are exported."""
+    """The children of one run; `first` are started at once: trainer and inference are not where there is an importer,
+    after which they come. `archives`: episodes stay in the store until they are exported."""
 
-    def __init__(self, run_dir: Path, local: str, optional: Collection[str], *, archives: bool) -> None:
-        self._run_dir, self._local, self._optional, self._archives = run_dir, local, optional, archives
+    def __init__(self, run_dir: Path, local: str, first: Sequence[str], *, archives: bool) -> None:
+        self._run_dir, self._local, self._first, self._archives = run_dir, local, first, archives
         self._restarts = {name: deque[float](maxlen=RESTARTS) for name in CHILDREN}
         self._children: dict[str, subprocess.Popen] = {}
         self._signalled = False
@@ -127,8 +175,7 @@ class _Family:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "_signalled", True))
         try:
-            learning = () if "importer" in self._optional else LEARNING
-            for name in ("server", *self._optional, *learning):
+            for name in self._first:
                 self._start(name)
             while (status := self._look()) is None:
                 time.sleep(0.05)
@@ -205,8 +252,12 @@ class _Family:
 
 def _die_with_parent() -> None:
     """In a child before exec: be killed when the parent dies, and leave Ctrl-C to the parent."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    _killed_with_parent()
     os.setpgid(0, 0)
+
+
+def _killed_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _serve(config: DictConfig, run_dir: Path, local: str) -> None:
@@ -232,6 +283,17 @@ def _import(config: DictConfig, run_dir: Path, local: str) -> None:
 
 
 def _train(config: DictConfig, run_dir: Path, local: str) -> None:
+    """The trainer; of several ranks their parent, or one of them."""
+    if config.ranks * config.nodes > 1 and "RANK" not in os.environ:
+        from serl_launcher.service.ranks import launch_ranks
+
+        command = [__spec__.name, "trainer", str(run_dir), local]
+        sys.exit(launch_ranks(command, config.ranks, config.nodes, config.node_rank, config.main, config.threads))
+    if os.environ.get("RANK", "0") != "0":
+        from serl_launcher.service.training import follow
+
+        follow(config)
+        return
     shown = console("learner")
     from serl_launcher.service.training import train
 
@@ -264,6 +326,8 @@ CHILDREN = {"server": _serve, "importer": _import, "trainer": _train, "inference
 
 def child(name: str, run_dir: str, local: str) -> int:
     """Run one child; returns its exit status."""
+    if "RANK" in os.environ:
+        _killed_with_parent()  # which `accelerate launch` does not see to
     config = OmegaConf.load(Path(run_dir) / "config.yaml")
     assert isinstance(config, DictConfig)
     try:
@@ -272,10 +336,13 @@ def child(name: str, run_dir: str, local: str) -> int:
         sys.stderr.write(f"{name}: {error}\n")
         return REFUSED
     except (OSError, RuntimeError) as error:
-        if (reason := _full_disk(error)) is None:
-            raise
-        sys.stderr.write(f"{name}: {reason}: make room for {run_dir}, then give the same command again\n")
-        return REFUSED
+        if (reason := _full_disk(error)) is not None:
+            sys.stderr.write(f"{name}: {reason}: make room for {run_dir}, then give the same command again\n")
+            return REFUSED
+        if "RANK" in os.environ and any(word in str(error) for word in ("gloo", "NCCL")):
+            sys.stderr.write(f"{name}: rank {os.environ['RANK']} lost another: {str(error).splitlines()[0]}\n")
+            return 1
+        raise
     return 0
 
 

@@ -18,13 +18,13 @@ from serl_client.console import Console
 from serl_client.errors import Disconnected, RetakeError, ServerFailed, Timeout
 from serl_client.link import Link
 
-from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.data.episodes import EpisodeInfo
 from serl_launcher.data.sources import Sources, statistics
 from serl_launcher.service import weights
-from serl_launcher.service.ledger import Ledger, evaluation, succeeded
+from serl_launcher.service.ledger import Ledger, evaluation, succeeded, value_error
 from serl_launcher.service.plan import Phase, Plan
 from serl_launcher.service.progress import PlanState
+from serl_launcher.service.ranks import Ranks
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.logging import MetricsLog
 
@@ -38,21 +38,16 @@ FAREWELL_S = 15.0  # how long the actors may take to deliver the rest
 
 
 class Learner:
-    """Runs a plan to its end. `run_dir` is the run's folder; `device` is where batches go."""
+    """Runs a plan to its end, on all ranks. `run_dir` is the run's folder; a batch has `batch_size` rows."""
 
     def __init__(
-        self, *, run_dir: Path, link: Link, plan: Plan, algorithm: Algorithm, sources: Sources,
-        checkpoints: Checkpoints, metrics: MetricsLog, console: Console, batch_size: int, device: str,
-        checkpoint_s: float, accept_plan: bool,
+        self, *, run_dir: Path, link: Link, plan: Plan, ranks: Ranks, sources: Sources, checkpoints: Checkpoints,
+        metrics: MetricsLog, console: Console, batch_size: int, checkpoint_s: float, accept_plan: bool,
     ) -> None:  # fmt: skip
-        self.run_dir, self.link, self.plan, self.algorithm, self.sources = run_dir, link, plan, algorithm, sources
+        self.run_dir, self.link, self.plan, self.ranks, self.sources = run_dir, link, plan, ranks, sources
+        self.algorithm, self.device = ranks.algorithm, ranks.world.device
         self.checkpoints, self.metrics, self.console = checkpoints, metrics, console
-        self.batch_size, self.device, self.checkpoint_s, self.accept_plan = (
-            batch_size,
-            device,
-            checkpoint_s,
-            accept_plan,
-        )
+        self.batch_size, self.checkpoint_s, self.accept_plan = batch_size, checkpoint_s, accept_plan
         self.ledger = Ledger(sources)
         self.state = PlanState(plan)
         self.version: dict[str, Any] = {}  # the newest published weights: {version, sha256}
@@ -105,7 +100,7 @@ class Learner:
             return False
         for action, source in self.state.begin():
             self._do(action, source)
-        self._latest = {**self._latest, **getattr(self.algorithm, name)(batch.to(self.device))}
+        self._latest = {**self._latest, **self.ranks.update(name, batch)}
         self.state.did_update(name)
         if self.state.publish_due():
             self._publish()
@@ -118,6 +113,8 @@ class Learner:
         actions = self.state.advance(self._progress())
         if self.state.phase is not before:
             assert before is not None
+            self._show(time.monotonic(), before)  # what its last updates said; those of the next say other things
+            self._latest = {}
             if before.actors.mode == "evaluate":
                 self._evaluated(before, begin)
             for action, source in actions:
@@ -139,7 +136,7 @@ class Learner:
             self._publish()
         elif action == "fit_normalizer":
             assert source is not None
-            self.algorithm.set_statistics(*statistics(self.sources, source))
+            self.ranks.set_statistics(*statistics(self.sources, source))
 
     def _evaluated(self, phase: Phase, begin: int) -> None:
         """Keep the result of an evaluation. What ran is what was trained, by hash: else raises RetakeError."""
@@ -151,7 +148,11 @@ class Learner:
             raise RetakeError(f"the weights that {phase.name} ran are not the trained ones")
         self.evaluations[phase.name] = result
         counted = {key: result[key] for key in ("episodes", "distinct_starts", "successes")}
+        counted |= self._value_error(self.ledger.recent(phase.name, result["episodes"]))
         self.metrics.write("evaluation", {"phase": phase.name, "updates": self.state.updates, **counted})
+
+    def _value_error(self, episodes: Sequence[EpisodeInfo]) -> dict[str, float]:
+        return value_error(self.sources, self.algorithm, episodes, self.device)
 
     # -- hearing
     def _progress(self) -> Any:
@@ -223,7 +224,7 @@ class Learner:
             self._allowed, self._next_allow = allowed, now + ALLOW_S
         if now >= self._next_metrics:
             self._next_metrics = now + METRICS_S
-            self._show(now)
+            self._show(now, self.state.phase)
         if now >= self._next_checkpoint:
             self.checkpoint()
 
@@ -238,8 +239,7 @@ class Learner:
         self.state.did_publish()
 
     def _acting(self) -> bytes:
-        tensors = self.algorithm.acting.state_dict()
-        return safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        return safetensors.torch.save(self.ranks.published())
 
     def _call(self, message: m.Message) -> Any:
         """Ask the server until it answers: it may be starting again."""
@@ -267,7 +267,7 @@ class Learner:
     def checkpoint(self) -> None:
         """Keep everything that a resumed run needs to go on bit by bit."""
         self.checkpoints.save(self.state.updates, {
-            "algorithm": self.algorithm.state_dict(), "plan": self.state.state_dict(),
+            "algorithm": self.ranks.state_dict(), "plan": self.state.state_dict(),
             "sources": self.sources.state_dict(), "torch": torch.get_rng_state(), "command": self._command,
             "wall_s": self.wall_s, "phases": list(self.plan.phases), "evaluations": self.evaluations,
         })  # fmt: skip
@@ -276,9 +276,9 @@ class Learner:
     def _resume(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint; under another plan only what was learned is taken from it."""
         self.version = dict(self.link.notice.weights)
+        self.ranks.begin(saved and saved["algorithm"])
         if saved is None:
             return
-        self.algorithm.load_state_dict(saved["algorithm"])
         self.sources.load_state_dict(saved["sources"])
         torch.set_rng_state(saved["torch"])
         self._wall_s = saved["wall_s"]
@@ -293,13 +293,13 @@ class Learner:
             log.info("a new plan begins with what %s had learned", " -> ".join(saved["phases"]))
 
     # -- seeing
-    def _show(self, now: float) -> None:
+    def _show(self, now: float, phase: Phase | None) -> None:
         then, before = self._rate
         rate = (self.state.updates - before) / max(now - then, 1e-9)
         self._rate = (now, self.state.updates)
-        phase = self.state.phase
         if self._latest and rate:
             values = {name: float(value) for name, value in self._latest.items()}
+            values |= self._value_error(self.ledger.recent(phase.name, 20)) if phase else {}
             self.metrics.write("update", {"updates": self.state.updates, "rate": round(rate, 1), **values})
         name = phase.name if phase else "end"
         recent = self.ledger.recent(name, 20)

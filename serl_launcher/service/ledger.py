@@ -2,12 +2,13 @@
 
 import itertools
 from bisect import insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.data.episodes import EpisodeInfo
 from serl_launcher.data.sources import Sources
 from serl_launcher.service.plan import LONGEST_WINDOW
@@ -130,6 +131,21 @@ def evaluation(sources: Sources, phase: str, begin: int, count: int | None) -> d
         "returns": [episode.reward for episode in done],
         "versions": sorted({episode.weights for episode in done}),
     }
+
+
+def value_error(
+    sources: Sources, algorithm: Algorithm, episodes: Collection[EpisodeInfo], device: str
+) -> dict[str, float]:
+    """How far the values of the first chunks of these episodes, Q, are from the discounted returns that followed, G:
+    {value_error: mean |Q - G|, value_bias: mean (Q - G)}. Empty for an algorithm that learns no values.
+
+    G holds what was seen: where a time limit ended an episode, nothing after it.
+    """
+    begun = sources.beginnings(episodes, algorithm.windows["update"], algorithm.discount)
+    if begun is None or (value := algorithm.value(begun[0].to(device))) is None:
+        return {}
+    difference = value.cpu() - begun[1]
+    return {"value_error": float(difference.abs().mean()), "value_bias": float(difference.mean())}
 
 
 def curve(sources: Sources, phases: Iterable[str]) -> list[dict[str, Any]]:

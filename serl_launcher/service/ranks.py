@@ -1,11 +1,17 @@
-"""The algorithm of a run on all of its ranks: rank 0 has the Learner, and says what the others do."""
+"""The ranks of a trainer: how they are started, and the algorithm on all of them. Rank 0 has the Learner, and says what
+the others do."""
 
-from collections.abc import Mapping
+import logging
+import math
+import os
+import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
+from serl_client.errors import ConfigError
 from serl_client.spec import Array
 from torch import Tensor
 
@@ -14,16 +20,32 @@ from serl_launcher.types import Batch, Metrics
 from serl_launcher.utils.distributed import World, gathered
 from serl_launcher.utils.optim import Optimizer
 
+log = logging.getLogger(__name__)
+
+REFUSED = 2  # as in launcher.py
+
 
 class Ranks:
     """One algorithm, built alike on every rank. Rank 0 calls the public methods, the others `follow`.
 
-    `sharding` is DeepSpeed's config, for the optimiser with most weights; with stage 0 every rank has all of everything.
+    `sharding` is DeepSpeed's config, for the optimiser with most weights; with stage 0 every rank has everything.
     """
 
     def __init__(self, algorithm: Algorithm, world: World, sharding: Mapping[str, Any]) -> None:
         self.algorithm, self.world = algorithm, world
         self._sharding = sharding if world.size > 1 and sharding["zero_optimization"]["stage"] else None
+
+    def check(self, batch_size: int) -> None:
+        """Raises ConfigError for a batch that the ranks cannot share, and for what ZeRO-3 cannot spread."""
+        optimizers = self._optimizers()
+        parts = math.lcm(*(self.world.size * optimizer.accumulation for optimizer in optimizers))
+        if batch_size % parts:
+            raise ConfigError(
+                f"batch_size={batch_size} cannot be cut into {parts} equal parts ({self.world.size} ranks times the "
+                f"optimizer's accumulation): say batch_size={math.ceil(batch_size / parts) * parts}"
+            )
+        if self._sharding and self._sharding["zero_optimization"]["stage"] == 3 and len(optimizers) > 1:
+            raise ConfigError("sharding=zero3 is for algorithms that train one network (algo=sft): say sharding=zero2")
 
     # -- what rank 0 says
     def begin(self, state: Mapping[str, Any] | None) -> None:
@@ -104,3 +126,38 @@ class Ranks:
 
     def _optimizers(self) -> list[Optimizer]:
         return [item for item in vars(self.algorithm).values() if isinstance(item, Optimizer)]
+
+
+def launch_ranks(module: Sequence[str], ranks: int, nodes: int, node: int, main: str | None, threads: int) -> int:
+    """Run `python -m MODULE ...` as the ranks of this node by `accelerate launch`, until all have ended or one failed.
+
+    Returns the exit status: that of a rank that refused, 1 when one failed. `main` is address:port of node 0.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    address, _, port = (main if nodes > 1 and main else "127.0.0.1:0").rpartition(":")
+    options = {
+        "num_processes": ranks * nodes, "num_machines": nodes, "machine_rank": node, "main_process_ip": address,
+        "main_process_port": port, "mixed_precision": "no", "dynamo_backend": "no",
+    }  # fmt: skip
+    words = [f"--{name}={value}" for name, value in options.items()]
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it says at length what we say below
+    try:
+        launch_command(launch_command_parser().parse_args(["--multi_gpu", *words, "--module", *module]))
+    except ChildFailedError as error:
+        statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        if REFUSED in statuses.values():
+            return REFUSED
+        first = {rank: status for rank, status in statuses.items() if status != -signal.SIGTERM} or statuses
+        log.error("the run is over: %s", ", ".join(f"rank {rank} {_ended(status)}" for rank, status in first.items()))
+        return 1
+    except SignalException:
+        return 1
+    return 0
+
+
+def _ended(status: int) -> str:
+    return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

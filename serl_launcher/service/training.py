@@ -4,6 +4,7 @@ import contextlib
 import logging
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +19,79 @@ from serl_client.spec import Spec
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.data.sources import Sources
 from serl_launcher.data.store import DATASET
+from serl_launcher.service import memory
 from serl_launcher.service.config import factory
 from serl_launcher.service.inference import InferenceServer, PolicyHost
 from serl_launcher.service.learner import Learner
 from serl_launcher.service.ledger import curve
 from serl_launcher.service.plan import Plan, load_plan
+from serl_launcher.service.ranks import Ranks
 from serl_launcher.utils import report
 from serl_launcher.utils.checkpoint import Checkpoints
+from serl_launcher.utils.distributed import World, join
 from serl_launcher.utils.logging import MetricsLog, mirrored
 
 log = logging.getLogger(__name__)
 
 
 def train(config: DictConfig, run_dir: Path, local: str, console: Console) -> None:
-    """The trainer process: run the plan to its end, then write the report."""
+    """The trainer process, or rank 0 of several: run the plan to its end, then write the report."""
     device = device_of(config)
     plan_of(config, _updates(config))
-    _seed(config)
+    world = join(device)
     link, spec = _connect(local, "trainer")
-    algorithm = build(config, spec).to(device)
-    plan = plan_of(config, set(algorithm.windows))
+    world.broadcast([OmegaConf.to_container(config), spec.to_dict()])
+    ranks = _ranks(config, spec, world)
+    plan = plan_of(config, set(ranks.algorithm.windows))
     for note in plan.notes:
         log.info("%s", note)
     pinned = device != "cpu"
     sources = Sources(run_dir / "store", spec, capacities(link), plan.views, seed=config.seed, pinned=pinned)
     learner = Learner(
-        run_dir=run_dir, link=link, plan=plan, algorithm=algorithm, sources=sources,
+        run_dir=run_dir, link=link, plan=plan, ranks=ranks, sources=sources,
         checkpoints=Checkpoints(run_dir / "checkpoints", spec=spec, config=_identity(config)),
-        metrics=MetricsLog(run_dir / "metrics.jsonl"), console=console, batch_size=config.batch_size, device=device,
+        metrics=MetricsLog(run_dir / "metrics.jsonl"), console=console, batch_size=config.batch_size,
         checkpoint_s=config.checkpoint_s, accept_plan=config.accept_plan,
     )  # fmt: skip
     with mirrored(run_dir / "metrics.jsonl", config.wandb):
         learner.run()
+        ranks.end()
         summarise(learner)
+
+
+def follow(config: DictConfig) -> None:
+    """Any rank but 0: build what rank 0 builds, whose config counts, and do what it says."""
+    world = join(device_of(config))
+    heard, spec = world.broadcast()
+    _ranks(OmegaConf.create(heard), Spec.from_dict(spec), world).follow()
+
+
+def _ranks(config: DictConfig, spec: Spec, world: World) -> Ranks:
+    """The algorithm on this rank; what cannot be built on one rank is refused by all."""
+    sharding: Any = OmegaConf.to_container(config.sharding)
+    with world.together():
+        if world.rank == 0:
+            _check_memory(config, spec, world, sharding["zero_optimization"]["stage"])
+        _seed(config)
+        ranks = Ranks(build(config, spec), world, sharding)
+        ranks.check(config.batch_size)
+    return ranks
+
+
+def _check_memory(config: DictConfig, spec: Spec, world: World, stage: int) -> None:
+    """Say how much training takes; raises ConfigError when it is not there."""
+    memory.check_built(_shaped(config, spec), config.ranks)
+    need = memory.needed(_shaped(config, spec), spec, config.batch_size, world.size, stage)
+    log.info("training takes %s", need)
+    memory.check(need, memory.free(world.device, config.ranks), world.device)
+
+
+def _shaped(config: DictConfig, spec: Spec) -> Callable[[], Algorithm]:
+    """Builds the algorithm of this config, with no weights from a file."""
+    config = OmegaConf.create(OmegaConf.to_container(config))
+    if "weights" in config.algo.policy:
+        config.algo.policy.weights = None
+    return lambda: build(config, spec)
 
 
 def infer(config: DictConfig, run_dir: Path, local: str) -> None:
@@ -60,6 +101,7 @@ def infer(config: DictConfig, run_dir: Path, local: str) -> None:
     """
     _seed(config)
     link, spec = _connect(local, "inference")
+    memory.check_built(_shaped(config, spec), 1)
     server = InferenceServer(
         PolicyHost(build(config, spec), spec, device_of(config)), run_dir / "weights",
         f"tcp://{config.host}:{config.inference_port}", window=config.inference_window_ms / 1000,

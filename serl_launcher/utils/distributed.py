@@ -112,9 +112,25 @@ def join(device: str) -> World:
         os.environ["DS_ACCELERATOR"] = "cpu"
     from accelerate import PartialState
 
-    state = PartialState(cpu=device == "cpu", backend="gloo" if device == "cpu" else "nccl")
-    orders = distributed.new_group(backend="gloo", timeout=PATIENCE)
-    return World(state.process_index, state.num_processes, str(state.device), orders)
+    with quiet():
+        state = PartialState(cpu=device == "cpu", backend="gloo" if device == "cpu" else "nccl")
+        orders = distributed.new_group(backend="gloo", timeout=PATIENCE)
+    own = device if device == "cpu" else str(state.device)
+    return World(state.process_index, state.num_processes, own, orders)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep from the screen what gloo prints about every group that it makes."""
+    sys.stdout.flush()
+    screen, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(screen, 1)
+        os.close(screen)
+        os.close(nowhere)
 
 
 def gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:

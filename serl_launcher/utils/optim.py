@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from serl_launcher.types import Batch
-from serl_launcher.utils.distributed import World
+from serl_launcher.utils.distributed import World, quiet
 from serl_launcher.utils.schedule import rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's state of one weight, beside the number of its steps
@@ -169,11 +169,12 @@ class _Shards:
         counted = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation}
         self._parameters, self._rank, self._whole = parameters, world.rank, utils
         self._stage = sharding["zero_optimization"]["stage"]
-        self.run, self._zero, *_ = deepspeed.initialize(
-            model=module, model_parameters=list(parameters.values()),
-            optimizer=torch.optim.AdamW(parameters.values(), fused=True, **adam),
-            config={**sharding, **counted, "gradient_clipping": clip or 0.0},
-        )  # fmt: skip
+        with quiet():
+            self.run, self._zero, *_ = deepspeed.initialize(
+                model=module, model_parameters=list(parameters.values()),
+                optimizer=torch.optim.AdamW(parameters.values(), fused=True, **adam),
+                config={**sharding, **counted, "gradient_clipping": clip or 0.0},
+            )  # fmt: skip
 
     def differentiate(self, loss: Tensor, *, is_first: bool, is_last: bool) -> None:
         self.run.backward(loss, scale_wrt_gas=False)

@@ -1,7 +1,7 @@
 """What pushing records and asking for actions costs a control loop (3 cameras of 224x224, state of 14).
 
-It is measured while the learner is alive, slow, stopped or dead, and while the outbox is full. Beside each loop runs the
-same loop without the calls, in a process of its own; the column `ratio` is that of the two (contract: at most 1.5).
+It is measured while the learner is alive, slow, stopped or dead, and while the outbox is full. Beside each loop runs
+the same loop without the calls, in a process of its own; the column `ratio` is that of the two (contract: at most 1.5).
 """
 
 import argparse

@@ -36,6 +36,7 @@ class Part(NamedTuple):
     weights: int  # that each token is multiplied by
     tokens: int
     attention: int = 0  # FLOPs of queries with keys, and of weights with values
+    last: int = 0  # those of its weights whose product no gradient reads, being the last of a layer
 
     @property
     def products(self) -> int:
@@ -44,6 +45,11 @@ class Part(NamedTuple):
     @property
     def flops(self) -> int:
         return self.products + self.attention
+
+    @property
+    def again(self) -> int:
+        """FLOPs of computing it again for its gradient, as far as that is read."""
+        return self.flops - 2 * self.last * self.tokens
 
     def backward(self, trained: bool, passes: bool) -> int:
         """FLOPs of the gradients: of the weights if they are `trained`, of the inputs if one `passes` further down."""
@@ -99,14 +105,17 @@ class Work:
         gemma, unread = self.gemma, not self.whole
         weights = gemma.depth * self._layer(gemma.width, gemma.mlp)
         weights -= unread * (2 * gemma.width * gemma.heads * gemma.head_dim + 3 * gemma.width * gemma.mlp)
-        return Part(weights, self.prefix, (gemma.depth - unread) * self._attention(self.prefix, self.prefix))
+        layers = gemma.depth - unread  # those that are whole
+        attention = layers * self._attention(self.prefix, self.prefix)
+        return Part(weights, self.prefix, attention, layers * gemma.width * gemma.mlp)
 
     @property
     def expert(self) -> Part:
         """One step of a sample, or one loss."""
         gemma, suffix = self.gemma, 1 + self.horizon
         weights = gemma.depth * self._layer(gemma.expert_width, gemma.expert_mlp)
-        return Part(weights, suffix, gemma.depth * self._attention(suffix, self.prefix + suffix))
+        attention = gemma.depth * self._attention(suffix, self.prefix + suffix)
+        return Part(weights, suffix, attention, gemma.depth * gemma.expert_width * gemma.expert_mlp)
 
     @property
     def actions(self) -> Part:
@@ -156,40 +165,50 @@ class Work:
     def training(self, freeze: Sequence[str] = (), lora: int | None = None) -> int:
         """FLOPs of one sample's loss and gradient. What is frozen has no gradient of its weights, and none passes
         through it unless something below is trained; the low-rank updates themselves (1 %) are not counted."""
-        sees = self.cameras > 0 and "vision" not in freeze  # the projection of the images is trained
-        vision, language, expert = (part not in freeze and lora is None for part in ("vision", "language", "expert"))
-        vision = vision and sees
+        vision, language, expert, prefix = self._trained(freeze, lora)
         return (
             self.once
             + self.step
             + self.vision.backward(vision, vision)
-            + self.projection.backward(sees, vision)
-            + self.language.backward(language, self._trains_prefix(freeze, lora))
+            + self.projection.backward(vision, vision)
+            + self.language.backward(language, prefix)
             + self.expert.backward(expert, True)
             + self.actions.backward(True, True)
             + self.state.backward(True, False)
         )
 
     def recomputed(self, freeze: Sequence[str] = (), lora: int | None = None) -> int:
-        """FLOPs of computing the layers again for one sample's gradient (`checkpointing`)."""
-        return self.expert.flops + self._trains_prefix(freeze, lora) * self.language.flops
+        """FLOPs of computing again, for one sample's gradient, what `checkpointing` does not keep."""
+        vision, _, _, prefix = self._trained(freeze, lora)
+        return self.expert.again + prefix * self.language.again + vision * self.vision.again
 
-    def _trains_prefix(self, freeze: Sequence[str], lora: int | None) -> bool:
-        return lora is not None or "language" not in freeze or (self.cameras > 0 and "vision" not in freeze)
+    def _trained(self, freeze: Sequence[str], lora: int | None) -> tuple[bool, bool, bool, bool]:
+        """Are the weights of vision, language and expert trained, and does a gradient pass through language?"""
+        vision, language, expert = (part not in freeze and lora is None for part in ("vision", "language", "expert"))
+        vision = vision and self.cameras > 0
+        return vision, language, expert, vision or language or lora is not None
 
 
 def asked(parser: argparse.ArgumentParser, words: Sequence[str], rounds: int) -> argparse.Namespace:
     """The options of a command line, those that all benches of PI0 have among them."""
     parser.add_argument("--policy", default="pi0", help="pi0, pi0_tiny, pi0_expert or pi0_lora (pi0)")
-    parser.add_argument("--cameras", type=int, default=3, help="how many (3)")
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"how often everything is measured ({rounds})")
+    parser.add_argument("--cameras", type=at_least(0), default=3, help="how many (3)")
+    parser.add_argument("--rounds", type=at_least(1), default=rounds, help=f"how often it is measured ({rounds})")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (auto: cuda if there is one)")
     parser.add_argument("--json", action="store_true", help="print one object")
-    parser.add_argument("words", nargs="*", help="for the config, as in policy.horizon=20 or threads=2")
-    options = parser.parse_args(words)
-    if min(options.rounds, *getattr(options, "batch", [1])) < 1 or options.cameras < 0:
-        parser.error("--rounds and --batch are at least 1, --cameras 0")
-    return options
+    parser.add_argument("words", nargs="*", help="after --, for the config: -- policy.horizon=20 threads=2")
+    return parser.parse_args(words)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """What reads a number of an option."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} should be a whole number, at least {least}")
+        return int(text)
+
+    return read
 
 
 def configured(options: argparse.Namespace, *words: str) -> DictConfig:

@@ -4,15 +4,14 @@ Everything that is compared is measured in turn, again and again, and so are the
 big matrix product (FLOP/s) and a big copy (bytes/s). Each answer is made as the inference process makes it, from
 arrays in memory to arrays in memory. The ways are
     eager              the policy as it is
-    compiled           its samples as one CUDA graph (on a GPU, or with --compile)
-    no prefix cache    eager, but each step computes images and words again, as a simple port does
+    compiled           the same as one graph (on a GPU as CUDA graphs; elsewhere with --compile, which takes minutes)
+    no prefix cache    eager, each step computing images and words again, as a simple port does
     one prefix         several samples of one row; beside it are as many rows with a sample each
     lerobot            the PI0 of an installed lerobot, eager, where it runs
 Nothing of it was ever run on a GPU.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,12 +25,13 @@ from serl_client.spec import Spec
 from torch import Tensor
 
 from serl_launcher.policies.pi0 import PI0
+from serl_launcher.service import memory
 from serl_launcher.service.inference import PolicyHost, Question
 from serl_launcher.service.training import build, device_of
 from serl_launcher.types import Observation
 
 from .measured import Ceilings, forget_peak, named, peak, said, scaled, seconds
-from .pi0 import TASK, Work, asked, configured, printed, robot
+from .pi0 import TASK, Work, asked, at_least, configured, printed, robot
 
 LEROBOT = (1152, 2048, 1024)  # the widths of tower, backbone and expert that it has
 WARM = 3  # runs before it counts: with CUDA graphs one warms up, one records, one replays
@@ -67,9 +67,9 @@ class Case:
 
 def main(words: Sequence[str], prog: str) -> None:
     parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="rows of one answer (1 8 32)")
-    parser.add_argument("--samples", type=int, default=8, help="chunks of one prefix (8)")
-    parser.add_argument("--steps", type=int, help="of the sampler (the policy's)")
+    parser.add_argument("--batch", type=at_least(1), nargs="+", default=[1, 8, 32], help="rows of one answer (1 8 32)")
+    parser.add_argument("--samples", type=at_least(1), default=8, help="chunks of one prefix (8)")
+    parser.add_argument("--steps", type=at_least(1), help="of the sampler (the policy's)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="(on a GPU)")
     printed(asked(parser, words, rounds=100), measured, lines)
 
@@ -78,6 +78,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Everything, as plain data. Raises ConfigError."""
     config = configured(options, *([] if options.steps is None else [f"policy.steps={options.steps}"]))
     spec, device = robot(config, options.cameras), torch.device(device_of(config))
+    memory.check_built(lambda: build(config, spec), 1)
     host = PolicyHost(build(config, spec), spec, str(device))
     policy: PI0 = host.acting  # type: ignore[assignment]
     work = Work.of(config.policy, options.cameras)
@@ -175,20 +176,20 @@ def lerobot(work: Work, policy: PI0, ask: m.Ask, device: torch.device) -> Callab
 
         config = PI0Config(
             dtype=str(policy.precision).removeprefix("torch."), chunk_size=work.horizon, n_action_steps=work.horizon,
-            num_inference_steps=work.steps, image_resolution=(work.tower.image,) * 2, device=device.type,
+            num_inference_steps=work.steps, image_resolution=(work.tower.image, work.tower.image), device=device.type,
         )  # fmt: skip
         with torch.device("meta"):
             PI0Pytorch(config)  # what it refuses costs nothing here
         with torch.device(device):
             model = PI0Pytorch(config).eval()
         images = [array for name, array in ask.arrays.items() if name in policy.inputs and array.ndim == 3]
-        state = np.zeros((1, work.state_size), np.float32)
+        state = torch.zeros(1, work.state_size, device=device)
 
         def answer() -> Tensor:
             pixels = [torch.from_numpy(image).to(device).permute(2, 0, 1)[None] / 127.5 - 1 for image in images]
-            there = torch.ones(1, dtype=torch.bool, device=device)
-            words = (part.to(device) for part in policy.prompt([ask.task]))
-            return model.sample_actions(pixels, [there] * len(pixels), *words, torch.from_numpy(state).to(device)).cpu()
+            there = [torch.ones(1, dtype=torch.bool, device=device)] * len(pixels)
+            tokens, words = (part.to(device) for part in policy.prompt([ask.task]))
+            return model.sample_actions(pixels, there, tokens, words, state).cpu()
 
         answer()
     except (ImportError, ValueError, TypeError, AttributeError, RuntimeError) as error:
@@ -196,10 +197,10 @@ def lerobot(work: Work, policy: PI0, ask: m.Ask, device: torch.device) -> Callab
     return answer
 
 
-HEADER = "                 rows  samples   p50 ms   p99 ms   chunks/s      FLOP  floor ms  share  peak GB"
+HEADER = "                 rows samples   p50 ms   p99 ms  chunks/s      FLOP floor ms  share peak GB"
 ROW = (
-    "{way:16} {rows:4} {samples:8} {p50_ms:8.2f} {p99_ms:8.2f} {chunks_per_s:10.1f} {work:>9} {floor_ms:9.3f} {share:6.1%}"
-    " {peak_gb:8.2f}"
+    "{way:16} {rows:4} {samples:7} {p50_ms:8.2f} {p99_ms:8.2f} {chunks_per_s:9.1f} {work:>9} {floor_ms:8.3f} "
+    "{share:6.1%} {peak_gb:7.2f}"
 )
 
 

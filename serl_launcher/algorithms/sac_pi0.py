@@ -1,0 +1,247 @@
+"""Actor-critic through a flow policy, over chunks of actions: what Hi-ORS calls sac_pi0 (arXiv 2510.26406).
+
+An ensemble of critics learns Q(s, a_1..a_h), off policy, of the h actions of a chunk that are run before the next chunk
+is asked for. The policy climbs it by the gradient through all K steps of its own sampler (the deterministic policy
+gradient, Silver et al. 2014, with the noise as a part of the state), and is held near a frozen reference, the policy as
+it was cloned, by how far apart the two end from the same noise:
+    (1) y = sum_{i < h} gamma^i r_i + gamma^h (1 - terminated) min_e Q'_e(s_h, pi(s_h; noise')),
+    (2) L = -mean_e Q_e(s, pi(s; noise)) + distill_weight |pi(s; noise) - pi_ref(s; noise)|^2 / (H A) + alpha log pi.
+What is not run is not judged: nobody would see what it leads to, and the policy would climb what the critics believe.
+The last term is there for a policy with a `deviation`, whose sampler is stochastic (equation 5 of policies/flow.py);
+alpha holds its entropy at a target (Haarnoja et al. 2018b, arXiv 1812.05905, 18). As in HIL-SERL, (1) has none of it.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from serl_client.errors import ConfigError
+from serl_client.spec import Spec
+from torch import Tensor, nn
+
+from serl_launcher.algorithms.base import Algorithm, critic_weight, value_target
+from serl_launcher.algorithms.sac import LogTemperature
+from serl_launcher.networks.augment import Augment, augmentation
+from serl_launcher.networks.critic import Critic
+from serl_launcher.networks.vision import ObservationEncoder
+from serl_launcher.policies.base import Policy
+from serl_launcher.policies.flow import FlowMatching
+from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Window
+from serl_launcher.utils.distributed import gathered
+from serl_launcher.utils.optim import Optimizer
+
+
+class SACPI0(Algorithm):
+    """Clones, learns values, then climbs them.
+
+    `update_clone` imitates, and what it leaves is the reference. `update_critic` leaves the policy as it is: a plan
+    begins with it, or the policy would climb what critics say that have seen nothing. `update` does both. `judged` is
+    h, at most the chunk's H. Windows begin at any row: the h actions that were executed from there on are a chunk,
+    whether they were decided as one or not.
+
+    `encoder` makes the critics' features and is trained with them; None: those of the reference, which are frozen.
+    `optimizer` is the policy's. Where the policy has a `deviation`, its entropy is held at -entropy_per_action for each
+    number of a chunk (of actions scaled to [-1, 1]); without one there is no temperature. `augment` changes the images
+    of a batch. Raises ConfigError for a policy that is no flow, and for `augment` where nobody sees images.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        *,
+        policy: Callable[[Spec], Policy],
+        judged: int,
+        encoder: Callable[[Spec], ObservationEncoder] | None,
+        optimizer: Callable[[nn.Module], Optimizer],
+        critic_optimizer: Callable[[nn.Module], Optimizer],
+        hidden: Sequence[int],
+        layer_norm: bool,
+        members: int,
+        discount: float,
+        tau: float,
+        distill_weight: float,
+        initial_temperature: float,
+        entropy_per_action: float,
+        augment: Callable[[], Augment] | None,
+    ) -> None:
+        super().__init__()
+        self.policy = _flow(policy(spec))
+        self.judged = min(judged, self.policy.horizon)
+        self.reference = copy.deepcopy(self.policy, _frozen(self.policy)).requires_grad_(False)
+        features = encoder(spec) if encoder else ReferenceFeatures(self.reference)
+        self.critic = Critic(
+            spec, encoder=features, horizon=self.judged, members=members, hidden=hidden, layer_norm=layer_norm
+        )
+        self.target_critic = copy.deepcopy(self.critic, {id(self.reference): self.reference}).requires_grad_(False)
+        self.policy_optimizer = optimizer(_Trained(self.policy))
+        self.critic_optimizer = critic_optimizer(self.critic)
+        self.log_temperature = None
+        if self.policy.log_deviation is not None:
+            self.log_temperature = LogTemperature(initial_temperature)
+            self.temperature_optimizer = critic_optimizer(self.log_temperature)
+            self.target_entropy = -entropy_per_action * self.policy.horizon * spec.action.shape[0]
+        self.discount, self.tau, self.distill_weight = discount, tau, distill_weight
+        self.augment = augmentation(augment, {*self.policy.inputs, *features.inputs})
+        now = dict.fromkeys((*self.policy.inputs, *features.inputs), (0,))
+        window = Window({**now, "action": tuple(range(self.judged)), "next_observation": (self.judged,)})
+        self.windows = {"update_clone": Window(self.policy.offsets), "update_critic": window, "update": window}
+
+    @property
+    def acting(self) -> FlowMatching:
+        return self.policy
+
+    @torch.no_grad()
+    def act(
+        self, observation: Observation, previous_action: Tensor, carry: Carry, *, task: Sequence[str], noise: Tensor,
+        explore: bool,
+    ) -> tuple[Decision, Carry]:  # fmt: skip
+        noise = noise if explore else noise[:, :1]  # where the sample starts, which any flow needs to be at its best
+        return Decision(self.policy.sample(observation, task=task, noise=noise.unsqueeze(0))[0]), carry
+
+    def update_clone(self, batch: Batch) -> Metrics:
+        """One step down the policy's own loss of imitation; the reference becomes what it is then."""
+        metrics = _descend(self.policy_optimizer, self._augmented(batch), self.imitation_loss)
+        self._keep_reference()
+        return metrics
+
+    def update_critic(self, batch: Batch) -> Metrics:
+        """One step of the critics and of their targets; the policy stays as it is."""
+        return self._update_critic(self._augmented(batch))
+
+    def update(self, batch: Batch) -> Metrics:
+        """One step of the critics, then one of the policy, and of the temperature if there is one."""
+        batch = self._augmented(batch)
+        return self._update_critic(batch) | self._update_policy(batch)
+
+    def _augmented(self, batch: Batch) -> Batch:
+        return self.augment(batch) if self.augment else batch
+
+    def _update_critic(self, batch: Batch) -> Metrics:
+        metrics = _descend(self.critic_optimizer, batch, self.critic_loss)
+        self._follow()
+        return metrics
+
+    def _update_policy(self, batch: Batch) -> Metrics:
+        metrics = _descend(self.policy_optimizer, batch, self.policy_loss)
+        if self.log_temperature is None:
+            return metrics
+        log_alpha = self.temperature_optimizer()
+        self.temperature_optimizer.step(log_alpha * (metrics["entropy"] - self.target_entropy))
+        return metrics | {"temperature": log_alpha.detach().exp()}
+
+    def imitation_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        loss, _ = self.policy_optimizer(batch, True)  # [B]
+        loss = (batch.weight * loss).mean()
+        return loss, {"loss": loss.detach()}
+
+    def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """The squared error of each critic against (1); a chunk that a truncation cut has no weight."""
+        prediction = self.critic_optimizer(_now(batch.observation), batch.action)  # [E, B]
+        loss = (critic_weight(batch) * self.critic.loss(prediction, self.target(batch))).mean()
+        return loss, {"critic_loss": loss.detach(), "value": prediction.detach().mean()}
+
+    @torch.no_grad()
+    def target(self, batch: Batch) -> Tensor:
+        """(1) -> [B]."""
+        assert batch.next_observation is not None  # the window asks for it
+        following = _now(batch.next_observation)
+        action, _ = self.policy.rsample(following, seed=batch.seed, stream=1, task=batch.task)
+        return value_target(batch, self._value(self.target_critic, following, action).amin(0), self.discount)
+
+    def policy_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """(2). The critics are asked for their slope alone, so that nothing of it reaches them."""
+        observation = _now(batch.observation)
+        action, log_prob = self.policy_optimizer(batch, False)  # [B, H, A], [B]
+        with torch.no_grad():
+            reference, _ = self.reference.rsample(observation, seed=batch.seed, task=batch.task)
+        scale = self.policy.scale
+        distance = (scale.to_unit(action) - scale.to_unit(reference)).square().mean((1, 2))
+        value = self._climbed(observation, action)
+        loss = self.distill_weight * distance - value
+        metrics = {"distill": distance, "value_of_policy": value}
+        if self.log_temperature is not None:
+            loss = loss + self.log_temperature().detach().exp() * log_prob
+            metrics["entropy"] = -log_prob
+        loss = (batch.weight * loss).mean()
+        return loss, {"policy_loss": loss.detach(), **{name: row.detach().mean() for name, row in metrics.items()}}
+
+    def _climbed(self, observation: Observation, action: Tensor) -> Tensor:
+        """mean_e Q_e(s, a) [B], whose gradient is with respect to the action and to nothing else."""
+        tried = action.detach().requires_grad_()
+        value = self._value(self.critic, observation, tried).mean(0)
+        (slope,) = torch.autograd.grad(value.sum(), tried)
+        return value.detach() + (slope * (action - tried.detach())).sum((1, 2))
+
+    def _value(self, critic: Critic, observation: Observation, action: Tensor) -> Tensor:
+        """What the critics say of the chunks action [B, H, A] -> [E, B]."""
+        return critic.value(observation, action[:, : self.judged])
+
+    @torch.no_grad()
+    def value(self, batch: Batch) -> Tensor:
+        return self.critic.value(_now(batch.observation), batch.action).mean(0)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for target, critic in zip(self.target_critic.parameters(), self.critic.parameters(), strict=True):
+            target.lerp_(critic, self.tau)
+
+    @torch.no_grad()
+    def _keep_reference(self) -> None:
+        for reference, current in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
+            if current.requires_grad:
+                with gathered([current]):
+                    reference.copy_(current)
+
+
+class ReferenceFeatures(nn.Module):
+    """What a frozen policy makes of an observation, {[B, ...]} -> [B, size]; the policy is no part of this module."""
+
+    def __init__(self, policy: FlowMatching) -> None:
+        super().__init__()
+        self._policy = (policy,)
+        self.inputs, self.size = policy.inputs, policy.feature_size
+
+    @torch.no_grad()
+    def forward(self, observation: Observation) -> Tensor:
+        return self._policy[0].features(observation)
+
+
+class _Trained(nn.Module):
+    """What the optimiser of a policy runs: its loss of imitation, or chunks with a gradient."""
+
+    def __init__(self, policy: FlowMatching) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, batch: Batch, imitates: bool) -> tuple[Tensor, Tensor | Metrics]:
+        if imitates:
+            return self.policy(batch)
+        return self.policy.rsample(_now(batch.observation), seed=batch.seed, task=batch.task)
+
+
+def _flow(policy: Policy) -> FlowMatching:
+    if not isinstance(policy, FlowMatching):
+        raise ConfigError(
+            f"sac_pi0 goes through the sampler of a flow: say policy=flow or policy=pi0, not {type(policy).__name__}"
+        )
+    return policy
+
+
+def _frozen(policy: nn.Module) -> dict[int, nn.Parameter]:
+    """What a copy shares with the policy: the weights that nobody trains."""
+    return {id(weight): weight for weight in policy.parameters() if not weight.requires_grad}
+
+
+def _now(observation: Observation) -> dict[str, Tensor]:
+    """{name: [B, To, ...]} -> {name: [B, ...]}."""
+    return {name: value[:, 0] for name, value in observation.items()}
+
+
+def _descend(optimizer: Optimizer, batch: Batch, loss: Callable[[Batch], tuple[Tensor, Metrics]]) -> Metrics:
+    """One step down the mean of the loss over the parts of a batch; returns the mean of its metrics."""
+    found = []
+    for part in optimizer.parts(batch):
+        value, metrics = loss(part)
+        optimizer.step(value)
+        found.append(metrics)
+    return {name: torch.stack([metrics[name] for metrics in found]).mean() for name in found[0]}

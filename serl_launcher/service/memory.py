@@ -1,0 +1,181 @@
+"""How much memory a rank will need, found before any of it is taken.
+
+The algorithm is built of tensors that have a shape and no memory (PyTorch's FakeTensorMode) and makes each of its
+updates on one part of a batch, while somebody counts what is alive.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from serl_client.errors import ConfigError
+from serl_client.spec import Spec
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.data.sources import blank
+from serl_launcher.utils.optim import Optimizer
+
+SHARE = 0.95  # of what is free may be taken: an allocator wastes some
+GROUP = Path("/sys/fs/cgroup")
+LIMITS = ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes of one rank: the `weights` that are trained, others (`copies`: averages, targets, frozen parts),
+    `gradients`, what the `optimizer` keeps, and `activations` of one part of a batch at the worst moment."""
+
+    weights: int
+    copies: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {_said(size)}" for name, size in asdict(self).items())
+        return f"{_said(self.total)} of memory for each rank ({parts})"
+
+
+def check_built(make: Callable[[], Algorithm], processes: int) -> None:
+    """Raises ConfigError when that many processes cannot even build the algorithm in this machine's memory."""
+    with _shapes():
+        size = processes * _bytes(make().parameters())
+    if size > SHARE * (there := free("cpu", 1)):
+        raise ConfigError(
+            f"the weights and their copies alone take {_said(size)} of this machine's memory, of which {_said(there)} "
+            "are free: choose a smaller policy, or fewer ranks"
+        )
+
+
+def needed(make: Callable[[], Algorithm], spec: Spec, batch_size: int, ranks: int, stage: int) -> Need:
+    """What training with batches of `batch_size` rows takes; `stage` is ZeRO's, of the largest network."""
+    with _shapes():
+        algorithm = make()
+        optimizers = [item for item in vars(algorithm).values() if isinstance(item, Optimizer)]
+        rows = max(1, batch_size // (ranks * min(optimizer.accumulation for optimizer in optimizers)))
+        activations = _activations(algorithm, optimizers, spec, rows)
+    trained = {id(weight): weight for each in optimizers for weight in each.parameters.values()}
+    largest = max((_bytes(optimizer.parameters.values()) for optimizer in optimizers), default=0)
+    whole = _bytes(trained.values())
+
+    def spread(size: int, beginning: int) -> int:
+        return size - largest * (ranks - 1) // ranks if ranks > 1 and stage >= beginning else size
+
+    masters = largest // ranks if ranks > 1 and stage else 0  # DeepSpeed has its own
+    return Need(
+        weights=spread(whole, 3), copies=_bytes(algorithm.parameters()) - whole, gradients=spread(whole, 2),
+        optimizer=spread(whole, 1) + spread(whole, 1) + masters, activations=activations,
+    )  # fmt: skip
+
+
+def check(need: Need, free: int, device: str) -> None:
+    """Raises ConfigError, with what to change, when a rank cannot have what it needs."""
+    if need.total <= SHARE * free:
+        return
+    changes = ["a smaller batch_size, or a larger accumulation of the optimizer", "policy.checkpointing=true"]
+    if need.activations < need.total - need.activations:
+        less = "a policy that trains less (policy=pi0_expert, policy=pi0_lora)"
+        changes = [less, "sharding=zero3 on several ranks", *changes]
+    raise ConfigError(
+        f"training takes {need}, and {_said(free)} are free on {device}. What helps: {'; '.join(changes)}"
+    )
+
+
+def free(device: str, ranks_here: int) -> int:
+    """Bytes that one of the ranks on this machine may take."""
+    if device != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    return min([available, *_limits()]) // ranks_here
+
+
+def _limits() -> list[int]:
+    """What the control group of this process leaves, where it has a limit."""
+    for most, used in LIMITS:
+        try:
+            return [int((GROUP / most).read_text()) - int((GROUP / used).read_text())]
+        except (OSError, ValueError):  # no such group, or `max`
+            continue
+    return []
+
+
+def _activations(algorithm: Algorithm, optimizers: list[Optimizer], spec: Spec, rows: int) -> int:
+    for optimizer in optimizers:
+        optimizer.accumulation = 1
+        for weight in optimizer.parameters.values():
+            weight.register_post_accumulate_grad_hook(_forget)
+    most = 0
+    for name, window in algorithm.windows.items():
+        with _Alive([*algorithm.parameters(), *algorithm.buffers()]) as alive:
+            getattr(algorithm, name)(blank(spec, window, rows))
+        most = max(most, alive.most)
+    return most
+
+
+def _forget(weight: Tensor) -> None:
+    """Gradients are counted apart; a step without any leaves the optimiser without a state."""
+    weight.grad = None
+
+
+@contextmanager
+def _shapes() -> Iterator[None]:
+    with _Shapes(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by copy.deepcopy
+        yield
+
+
+class _Shapes(FakeTensorMode):
+    """Tensors with a shape and no memory; an algorithm that copies its networks copies not this, too."""
+
+    def __deepcopy__(self, memo: Any) -> "_Shapes":
+        return self
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations made and that are still there; `most` is the largest number.
+    `before` are tensors that do not count."""
+
+    def __init__(self, before: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in before}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known[key] = weakref.ref(storage, lambda _: self._gone(key, size))
+            self.now += size
+            self.most = max(self.most, self.now)
+
+    def _gone(self, key: int, size: int) -> None:
+        del self._known[key]
+        self.now -= size
+
+
+def _bytes(weights: Any) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in {id(weight): weight for weight in weights}.values())
+
+
+def _said(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
