@@ -110,9 +110,9 @@ def test_the_learning_rate_grows_then_falls_to_its_end():
 
 def test_a_step_goes_as_far_as_the_learning_rate_of_its_time():
     """Adam's first step changes each weight by the learning rate, whatever the gradient is."""
-    module, optimizer = net(), Optimizer(before := net(), learning_rate=0.1, warmup=9)
-    steps(optimizer, 1)
-    assert (weights(before.last) - weights(module.last)).abs().mean() == pytest.approx(0.01, rel=1e-3)
+    module, before = net(), net()
+    steps(Optimizer(module, learning_rate=0.1, warmup=9), 1)
+    assert (weights(module.last) - weights(before.last)).abs().mean() == pytest.approx(0.01, rel=1e-3)
 
 
 def test_it_goes_on_bit_for_bit_from_its_state():

@@ -9,9 +9,12 @@ tests/test_algorithms.py.
 import copy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 from serl_client import ConfigError, Feature, Spec
 from torch import nn
 
@@ -415,3 +418,33 @@ def test_parts_of_a_batch_make_the_step_of_the_whole(spec):
         algorithm.update(batch_of(spec))
     for one, other in zip(whole.policy.parameters(), parts.policy.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
+
+
+# -- with PI0
+
+
+@pytest.mark.parametrize("deviation", ["null", 0.3])
+def test_pi0_is_cloned_judged_by_what_its_frozen_tower_sees_and_climbs(spec, deviation):
+    words = ["+policy=pi0_tiny", "policy.steps=3", "policy.freeze=[vision,language]", f"policy.deviation={deviation}"]
+    with initialize_config_dir(str(Path(__file__).parents[1] / "config"), version_base="1.3"):
+        policy = instantiate(compose(overrides=words).policy)
+    algorithm = build(spec, policy=policy, encoder=None)
+    horizon = algorithm.policy.horizon
+    for seed in range(2):
+        algorithm.update_clone(batch_of(spec, seed, 4, horizon))
+    assert_same(weights(algorithm.reference), weights(algorithm.policy))
+    metrics = algorithm.update(batch_of(spec, 3, 4)) | algorithm.update(batch_of(spec, 4, 4))
+    assert all(value.isfinite() for value in metrics.values())
+    assert ("entropy" in metrics) == (deviation != "null")
+    assert metrics["distill"] > 0
+    frozen = {id(weight) for weight in algorithm.policy.parameters() if not weight.requires_grad}
+    assert frozen
+    assert frozen == {id(weight) for weight in algorithm.policy.parameters()} & {
+        id(weight) for weight in algorithm.reference.parameters()
+    }
+    batch = batch_of(spec, 5, 4)
+    features = algorithm.critic.encoder(now(batch.observation))
+    assert features.shape == (4, algorithm.critic.encoder.size)
+    dark = {**now(batch.observation), CAMERA: torch.zeros(4, 16, 16, 3, dtype=torch.uint8)}
+    assert not torch.allclose(algorithm.critic.encoder(dark), features)
+    assert not any("reference" in name or "critic" in name for name in algorithm.acting.published())

@@ -56,7 +56,7 @@ def test_every_phase_has_its_episodes_and_its_own_updates(finished):
     cloned, practised = ([line for line in updates if name in line] for name in ("loss", "policy_loss"))
     assert cloned
     assert all(line["updates"] <= 150 for line in cloned)
-    assert all(250 < line["updates"] for line in practised)
+    assert all(line["updates"] > 250 for line in practised)
     assert {"critic_loss", "value", "distill", "value_of_policy", "value_error", "value_bias"} <= practised[-1].keys()
     assert not {"entropy", "temperature"} & practised[-1].keys()
     assert json.loads((run_dir / "summary.json").read_text())["updates"] == 550

@@ -19,7 +19,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from serl_client import Feature, Spec
+from serl_client import ConfigError, Feature, Spec
 
 from serl_launcher.service.ranks import Ranks
 from serl_launcher.types import Batch
@@ -122,6 +122,7 @@ def each_case(folder, world, life):
             ranks.end()
     if life == "second":
         moved(folder, world)
+        refused(folder, world)
     (folder / life).touch()
     time.sleep(PATIENCE)
 
@@ -135,6 +136,16 @@ def moved(folder, world):
     ranks.begin(Checkpoints(folder / "flow/zero2", spec=SPEC, config={}).load())
     (folder / "moved.json").write_text(json.dumps(train(ranks, KEPT, UPDATES)))
     ranks.end()
+
+
+def refused(folder, world):
+    """Rank 1 refuses; what each rank makes of it goes into a file."""
+    try:
+        with world.together():
+            if world.rank == 1:
+                raise ConfigError("there is no room here")
+    except ConfigError as error:
+        (folder / f"refused{world.rank}").write_text(repr(error))
 
 
 def main(folder, function, *arguments):
@@ -238,6 +249,24 @@ def test_a_checkpoint_goes_from_any_sharding_to_any_other_and_to_one_process(liv
     place = Checkpoints(lives / "flow/zero2", spec=SPEC, config={})
     for metrics in (json.loads((lives / "moved.json").read_text()), alone(CASES["flow"][0], KEPT, place.load())):
         assert [each["loss"] for each in metrics] == pytest.approx([each["loss"] for each in expected], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_what_one_rank_refuses_all_refuse_and_rank_0_alone_says_why(lives):
+    told = [(lives / f"refused{rank}").read_text() for rank in (0, 1)]
+    assert told == ["ConfigError('rank 1: there is no room here')", "ConfigError('')"]
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused():
+    words = [*CASES["flow"][0], "algo.optimizer.accumulation=3"]
+    with pytest.raises(ConfigError, match=r"batch_size=16 cannot be cut into 6 equal parts .* say batch_size=18"):
+        ranks_of(words, World(size=2)).check(16)
+    ranks_of(words, World(size=2)).check(18)
+
+
+def test_zero_3_is_refused_where_several_networks_are_trained():
+    with pytest.raises(ConfigError, match="sharding=zero2"):
+        ranks_of(CASES["rlpd"][0], World(size=2), "zero3").check(16)
 
 
 # -- whole runs

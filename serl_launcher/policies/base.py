@@ -22,7 +22,9 @@ class Policy(nn.Module, ABC):
     horizon: int  # H, the number of actions of one decision
     mode_at_zero = False  # noise of zeros gives the most likely action, which is what acts where nothing is explored
     precision = torch.float32  # of its products; weights that are trained are float32 in any case
-    compiled = "sample"  # the method that a GPU runs as one graph: tensors in, tensors out
+    graph: str | None = (
+        None  # the method (inputs {name: tensor}, noise) that a GPU may run as one graph, if there is one
+    )
 
     @property
     @abstractmethod
@@ -43,6 +45,9 @@ class Policy(nn.Module, ABC):
         self, observation: Observation, *, task: Sequence[str] = (), n: int = 1, noise: Tensor | None = None
     ) -> Tensor:
         """n chunks per observation {[B, ...]} -> [n, B, H, A]; `noise` [n, B, *noise_shape] is drawn unless given."""
+
+    def compile_layers(self) -> None:
+        """Fuse what is done often, before a GPU makes graphs of it."""
 
     def published(self) -> dict[str, Tensor]:
         """What whoever acts has to be sent."""

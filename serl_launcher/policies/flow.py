@@ -43,7 +43,7 @@ class FlowMatching(Policy):
     With a `deviation`, which is learned from there, (5) makes samples of which a density can be told; None: (4).
     """
 
-    compiled = "chunks"
+    graph = "chunks"
     feature_size: int
 
     def __init__(
@@ -113,7 +113,7 @@ class FlowMatching(Policy):
         return self.chunks(self.prepared(observation, task), noise)
 
     def chunks(self, prepared: Observation, noise: Tensor) -> Tensor:
-        """`sample` after its preparation: one graph of tensors, which may be compiled."""
+        """`sample` after its preparation: one graph of tensors."""
         condition = self.repeated(self.condition(prepared), len(noise))
         chunk, _ = self._integrate(noise.flatten(0, 1), condition)
         return self._action(chunk).unflatten(0, noise.shape[:2])  # [n, B, H, A]

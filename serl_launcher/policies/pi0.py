@@ -231,6 +231,9 @@ class PI0(FlowMatching):
         hidden = hidden + attention.o_proj(heard.transpose(1, 2).flatten(2))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden)), (keys, values)
 
+    def compile_layers(self) -> None:
+        self._attend = torch.compile(self._attend, fullgraph=True)
+
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.sizes.head_dim)).transpose(1, 2)  # [B, heads, T, head_dim]
 

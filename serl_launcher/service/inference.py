@@ -30,6 +30,7 @@ from serl_client.spec import Array, Spec
 from torch import Tensor
 
 from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.service.graphs import Graphs
 from serl_launcher.service.weights import path
 from serl_launcher.types import Carry
 
@@ -40,7 +41,6 @@ RECENT_S = 1.0  # who asked within it is expected to ask again
 HEARD = 256  # messages at one turn
 COUNTED = 1000  # answers that the report is about
 TURN = 50  # ms between two looks at what is published
-GRAPHS = 3  # runs until a shape has its CUDA graph: one to warm up, one to record, one that replays
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,8 @@ class PolicyHost:
     """An algorithm's acting part with some published weights, and one carry per actor.
 
     It takes the algorithm over, and drops what only training needs. The weights are held in the policy's precision,
-    its buffers as they are. On a GPU the method that the policy names in `compiled` becomes a CUDA graph for each power
-    of two, to which batches are padded; graphs belong to the thread that made them, so that `warm_up` and `answer` are
-    called by the same one. This was never run on a GPU.
+    its buffers as they are. On a GPU the method that the policy names as its `graph` becomes a CUDA graph per power
+    of two, to which batches are padded. This was never run on a GPU.
     """
 
     def __init__(self, algorithm: Algorithm, spec: Spec, device: str) -> None:
@@ -69,10 +68,10 @@ class PolicyHost:
         self.algorithm = algorithm.to(device).eval()
         self.spec, self.device = spec, torch.device(device)
         self.version = 0  # none yet
-        self.is_static = self.device.type == "cuda"  # only powers of two
+        self.is_static = self.device.type == "cuda" and self.acting.graph is not None  # only powers of two
         if self.is_static:
-            method = torch.compile(getattr(self.acting, self.acting.compiled), mode="reduce-overhead", fullgraph=True)
-            setattr(self.acting, self.acting.compiled, method)
+            self.acting.compile_layers()
+            setattr(self.acting, self.acting.graph, Graphs(getattr(self.acting, self.acting.graph)))
         self._layout = {name: tensor.shape for name, tensor in self.acting.published().items()}
         self._carries: dict[bytes, Carry] = {}
 
@@ -119,8 +118,7 @@ class PolicyHost:
         arrays = {name: np.zeros(feature.shape, feature.dtype) for name, feature in self.spec.observation.items()}
         question = Question(b"", m.Ask(0, 0, True, True, "", arrays))
         for size in (1 << power for power in range(most.bit_length()) if self.is_static):
-            for _ in range(GRAPHS):
-                self.answer([question] * size)
+            self.answer([question] * size)
         self._carries.clear()
 
     def answer(self, questions: Sequence[Question]) -> list[m.Act]:

@@ -74,6 +74,7 @@ def launch(config: DictConfig) -> int:
 
 def _follow(config: DictConfig) -> int:
     """Run the ranks of a node beyond the first, which hear from rank 0 what the run is."""
+    log.info("node %d of %d: what the run is, node 0 says at %s", config.node_rank, config.nodes, config.main)
     with tempfile.TemporaryDirectory(prefix="retake-") as folder:
         OmegaConf.save(config, Path(folder) / "config.yaml", resolve=True)
         return _Family(Path(folder), "", ["trainer"], archives=False).run()
@@ -287,8 +288,7 @@ def _train(config: DictConfig, run_dir: Path, local: str) -> None:
     if config.ranks * config.nodes > 1 and "RANK" not in os.environ:
         from serl_launcher.service.ranks import launch_ranks
 
-        command = [__spec__.name, "trainer", str(run_dir), local]
-        sys.exit(launch_ranks(command, config.ranks, config.nodes, config.node_rank, config.main, config.threads))
+        sys.exit(launch_ranks(config, [__spec__.name, "trainer", str(run_dir), local]))
     if os.environ.get("RANK", "0") != "0":
         from serl_launcher.service.training import follow
 
@@ -333,7 +333,7 @@ def child(name: str, run_dir: str, local: str) -> int:
     try:
         CHILDREN[name](config, Path(run_dir), local)
     except RetakeError as error:
-        sys.stderr.write(f"{name}: {error}\n")
+        sys.stderr.write(f"{name}: {error}\n" if str(error) else "")  # rank 0 says what all refuse
         return REFUSED
     except (OSError, RuntimeError) as error:
         if (reason := _full_disk(error)) is not None:
@@ -356,4 +356,9 @@ def _full_disk(error: BaseException | None) -> OSError | None:
 
 
 if __name__ == "__main__":
-    sys.exit(child(*sys.argv[1:]))
+    status = child(*sys.argv[1:])
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # the threads of gloo and NCCL do not survive an orderly end
+    sys.exit(status)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 from serl_client.errors import ConfigError
 from serl_client.spec import Array
 from torch import Tensor
@@ -128,22 +129,26 @@ class Ranks:
         return [item for item in vars(self.algorithm).values() if isinstance(item, Optimizer)]
 
 
-def launch_ranks(module: Sequence[str], ranks: int, nodes: int, node: int, main: str | None, threads: int) -> int:
+def launch_ranks(config: DictConfig, module: Sequence[str]) -> int:
     """Run `python -m MODULE ...` as the ranks of this node by `accelerate launch`, until all have ended or one failed.
 
-    Returns the exit status: that of a rank that refused, 1 when one failed. `main` is address:port of node 0.
+    Returns the exit status: that of a rank that refused, 1 when one failed. Raises ConfigError for too few GPUs.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    address, _, port = (main if nodes > 1 and main else "127.0.0.1:0").rpartition(":")
+    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
+        there = torch.cuda.device_count()
+        if there < config.ranks:
+            raise ConfigError(f"ranks={config.ranks}, and this machine has {there} GPUs: say fewer, or device=cpu")
+    address, _, port = (config.main if config.nodes > 1 else "127.0.0.1:0").rpartition(":")
     options = {
-        "num_processes": ranks * nodes, "num_machines": nodes, "machine_rank": node, "main_process_ip": address,
-        "main_process_port": port, "mixed_precision": "no", "dynamo_backend": "no",
+        "num_processes": config.ranks * config.nodes, "num_machines": config.nodes, "machine_rank": config.node_rank,
+        "main_process_ip": address, "main_process_port": port, "mixed_precision": "no", "dynamo_backend": "no",
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in options.items()]
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["OMP_NUM_THREADS"] = str(config.threads)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it says at length what we say below
     try:
         launch_command(launch_command_parser().parse_args(["--multi_gpu", *words, "--module", *module]))

@@ -70,7 +70,7 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What one rank refuses in here, all refuse: rank 0 raises ConfigError, the others leave without a word."""
+        """What one rank refuses in here, all refuse: they raise ConfigError, rank 0 alone with a text."""
         text = ""
         try:
             yield
@@ -85,9 +85,8 @@ class World:
         distributed.all_gather(every, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=self.orders)
         for rank, other in enumerate(every):
             if text := bytes(other.tolist()).decode(errors="replace").rstrip():
-                if self.rank != 0:
-                    sys.exit(2)
-                raise ConfigError(text if rank == 0 else f"rank {rank}: {text}")
+                text = text if rank == 0 else f"rank {rank}: {text}"
+                raise ConfigError(text if self.rank == 0 else "")
 
     def _message(self, mine: bytes) -> bytes:
         """Rank 0's message on every rank."""

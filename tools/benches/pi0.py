@@ -90,11 +90,15 @@ class Work:
         return self.cameras * self.patches + self.words
 
     @property
+    def pixels(self) -> Part:
+        """From squares of pixels to tokens."""
+        return Part(3 * self.tower.patch**2 * self.tower.width, self.cameras * self.patches)
+
+    @property
     def vision(self) -> Part:
         width, depth = self.tower.width, self.tower.depth
-        weights = depth * (4 * width**2 + 2 * width * self.tower.mlp) + 3 * self.tower.patch**2 * width
-        attention = 4 * self.patches**2 * width * depth
-        return Part(weights, self.cameras * self.patches, self.cameras * attention)
+        attention = self.cameras * depth * 4 * self.patches**2 * width
+        return Part(depth * (4 * width**2 + 2 * width * self.tower.mlp), self.cameras * self.patches, attention)
 
     @property
     def projection(self) -> Part:
@@ -137,7 +141,12 @@ class Work:
     @property
     def once(self) -> int:
         """FLOPs of what the steps of a sample share."""
-        return self.vision.flops + self.projection.flops + self.language.flops + self.state.flops
+        return self.seen + self.language.flops + self.state.flops
+
+    @property
+    def seen(self) -> int:
+        """FLOPs from the images to their tokens in the backbone."""
+        return self.pixels.flops + self.vision.flops + self.projection.flops
 
     @property
     def step(self) -> int:
@@ -154,7 +163,9 @@ class Work:
         """Seconds that `inference` takes at least at so many FLOP/s and bytes/s: the prefix and then each step has to
         compute, and has to read its weights; a step reads the keys and values of the prefix, too."""
         gemma = self.gemma
-        once = self.element * (self.vision.weights + self.projection.weights + self.language.weights)
+        once = self.element * sum(
+            part.weights for part in (self.pixels, self.vision, self.projection, self.language, self.state)
+        )
         kept = 2 * gemma.depth * gemma.kv_heads * gemma.head_dim * self.prefix  # keys and values of one row
         step = self.element * (self.expert.weights + self.actions.weights + rows * kept)
         return max(rows * self.once / flops, once / bandwidth) + self.steps * max(
@@ -169,6 +180,7 @@ class Work:
         return (
             self.once
             + self.step
+            + self.pixels.backward(vision, False)
             + self.vision.backward(vision, vision)
             + self.projection.backward(vision, vision)
             + self.language.backward(language, prefix)
@@ -180,7 +192,7 @@ class Work:
     def recomputed(self, freeze: Sequence[str] = (), lora: int | None = None) -> int:
         """FLOPs of computing again, for one sample's gradient, what `checkpointing` does not keep."""
         vision, _, _, prefix = self._trained(freeze, lora)
-        return self.expert.again + prefix * self.language.again + vision * self.vision.again
+        return self.expert.again + prefix * self.language.again + vision * (self.pixels.flops + self.vision.flops)
 
     def _trained(self, freeze: Sequence[str], lora: int | None) -> tuple[bool, bool, bool, bool]:
         """Are the weights of vision, language and expert trained, and does a gradient pass through language?"""

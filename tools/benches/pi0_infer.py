@@ -4,7 +4,7 @@ Everything that is compared is measured in turn, again and again, and so are the
 big matrix product (FLOP/s) and a big copy (bytes/s). Each answer is made as the inference process makes it, from
 arrays in memory to arrays in memory. The ways are
     eager              the policy as it is
-    compiled           the same as one graph (on a GPU as CUDA graphs; elsewhere with --compile, which takes minutes)
+    compiled           its layers compiled, and on a GPU the whole as one CUDA graph; elsewhere with --compile
     no prefix cache    eager, each step computing images and words again, as a simple port does
     one prefix         several samples of one row; beside it are as many rows with a sample each
     lerobot            the PI0 of an installed lerobot, eager, where it runs
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from serl_launcher.policies.pi0 import PI0
 from serl_launcher.service import memory
+from serl_launcher.service.graphs import Graphs
 from serl_launcher.service.inference import PolicyHost, Question
 from serl_launcher.service.training import build, device_of
 from serl_launcher.types import Observation
@@ -34,7 +35,7 @@ from .measured import Ceilings, forget_peak, named, peak, said, scaled, seconds
 from .pi0 import TASK, Work, asked, at_least, configured, printed, robot
 
 LEROBOT = (1152, 2048, 1024)  # the widths of tower, backbone and expert that it has
-WARM = 3  # runs before it counts: with CUDA graphs one warms up, one records, one replays
+WARM = 3  # runs before it counts
 Chunks = Callable[[Observation, Tensor], Tensor]  # as FlowMatching.chunks
 
 
@@ -109,13 +110,14 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 def made(options: argparse.Namespace, host: PolicyHost, policy: PI0, work: Work) -> list[Case]:
     """What is compared, but for other people's code."""
     on_gpu = host.device.type == "cuda"
-    eager: Chunks = partial(PI0.chunks, policy)
+    eager: Chunks = torch.compiler.set_stance("force_eager")(partial(PI0.chunks, policy))
     shared: Chunks = partial(several, policy, options.samples)
     ways: dict[str, Chunks] = {"eager": eager}
     if on_gpu if options.compile is None else options.compile:
-        mode = "reduce-overhead" if on_gpu else None
-        ways["compiled"] = policy.chunks if on_gpu else torch.compile(eager, fullgraph=True)
-        shared = torch.compile(shared, fullgraph=True, mode=mode)
+        if not on_gpu:
+            policy.compile_layers()
+        ways["compiled"] = policy.chunks
+        shared = Graphs(shared) if on_gpu else shared
     rows = sorted({1, options.samples, *options.batch})
     cases = [
         Case(way, count, 1, work.inference(count), answering(host, chunks, count))
