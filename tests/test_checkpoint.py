@@ -102,6 +102,13 @@ def test_another_robot_is_refused_and_both_values_are_named(checkpoints):
         Checkpoints(checkpoints.folder, spec=spec, config=CONFIG).load()
 
 
+def test_what_another_version_of_the_program_kept_is_refused(checkpoints):
+    manifest = checkpoints.save(updates=1, state=state(1)) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
+    with pytest.raises(ConfigError, match="another version"):
+        checkpoints.load()
+
+
 def test_metrics_are_continued_and_a_torn_line_costs_only_itself(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     metrics = MetricsLog(path)

@@ -35,10 +35,11 @@ SPEC = Spec(
     {"observation.state": Feature((4,)), IMAGE: Feature((16, 16, 3), "uint8")}, Feature((2,), low=-1, high=1), fps=10.0
 )
 TINY = ["+algo=sft", "+policy=pi0_tiny", "algo.optimizer.learning_rate=1e-3"]
-CASES = {  # words, and how far the loss may be from that of one process
+HALF = ["policy.precision=bfloat16", "policy.checkpointing=true", "policy.vision.image=16", "policy.vision.depth=1"]
+CASES = {  # words, how it is spread, and how far the loss may be from that of one process
     "flow": (["+algo=sft", "+policy=flow", "policy.hidden=[64,64]", "algo.optimizer.accumulation=2"], WAYS, 1e-4),
-    "pi0": (TINY, WAYS, 1e-3),
-    "pi0 bf16": ([*TINY, "policy.precision=bfloat16", "policy.checkpointing=true"], ("replicas", "zero3"), 2e-2),
+    "pi0": (TINY, ("replicas", "zero2", "zero3"), 1e-3),
+    "pi0 bf16": ([*TINY, *HALF], ("replicas", "zero3"), 2e-2),
     "rlpd": (["+algo=rlpd", "+policy=gaussian"], ("replicas", "zero2"), 1e-3),
 }
 

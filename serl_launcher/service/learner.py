@@ -78,6 +78,7 @@ class Learner:
         self._command = saved["command"] if saved else 0
         self._synchronise()
         self._resume(saved)
+        del saved  # it may be as large as all that is trained
         self._publish()
         self._direct()
         while self.state.phase is not None:

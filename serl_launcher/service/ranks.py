@@ -57,6 +57,8 @@ class Ranks:
 
     def update(self, name: str, batch: Batch) -> Metrics:
         """The update of that name on this batch, of which each rank takes an equal part; the mean of the metrics."""
+        if self.world.size == 1:
+            return getattr(self.algorithm, name)(batch.to(self.world.device))
         return self._all("update", [name, {column.name: getattr(batch, column.name) for column in fields(batch)}])
 
     def set_statistics(self, mean: Mapping[str, Array], std: Mapping[str, Array]) -> None:
@@ -97,10 +99,8 @@ class Ranks:
 
     def _update(self, argument: Any) -> Metrics:
         name, columns = argument
-        batch = Batch(**{**columns, "task": tuple(columns["task"])}).to(self.world.device)
+        batch = Batch(**{**columns, "task": tuple(columns["task"])})
         metrics = getattr(self.algorithm, name)(batch.part(self.world.rank, self.world.size))
-        if self.world.size == 1:
-            return metrics
         values = self.world.mean(torch.stack([value.float() for value in metrics.values()]))
         return dict(zip(metrics, values, strict=True))
 
@@ -116,14 +116,14 @@ class Ranks:
 
     def _state(self, _: None) -> dict[str, Any]:
         state = self.algorithm.state_dict()
-        whole: dict[int, Tensor] = {}  # what two modules share is kept once
+        whole: dict[int, Tensor | None] = {}  # what two modules share is kept once
         for name, weight in self.algorithm.named_parameters(remove_duplicate=False):
             if hasattr(weight, "ds_id"):
                 if id(weight) not in whole:
                     with gathered([weight]):
-                        whole[id(weight)] = weight.detach().to("cpu", copy=True)
+                        whole[id(weight)] = weight.detach().to("cpu", copy=True) if self.world.rank == 0 else None
                 state[name] = whole[id(weight)]
-        return state if self.world.rank == 0 else {}
+        return state
 
     def _optimizers(self) -> list[Optimizer]:
         return [item for item in vars(self.algorithm).values() if isinstance(item, Optimizer)]
@@ -134,6 +134,7 @@ def launch_ranks(config: DictConfig, module: Sequence[str]) -> int:
 
     Returns the exit status: that of a rank that refused, 1 when one failed. Raises ConfigError for too few GPUs.
     """
+    os.environ["LOGLEVEL"] = "CRITICAL"  # torch's launcher would say at length what we say below
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -149,7 +150,6 @@ def launch_ranks(config: DictConfig, module: Sequence[str]) -> int:
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in options.items()]
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it says at length what we say below
     try:
         launch_command(launch_command_parser().parse_args(["--multi_gpu", *words, "--module", *module]))
     except ChildFailedError as error:

@@ -33,6 +33,8 @@ from serl_launcher.utils.logging import MetricsLog, mirrored
 
 log = logging.getLogger(__name__)
 
+SPARING = ("accumulation", "checkpointing")
+
 
 def train(config: DictConfig, run_dir: Path, local: str, console: Console) -> None:
     """The trainer process, or rank 0 of several: run the plan to its end, then write the report."""
@@ -187,7 +189,14 @@ def capacities(link: Link) -> dict[str, int]:
 
 def _identity(config: DictConfig) -> dict[str, Any]:
     """What a checkpoint must have in common with the run that resumes it."""
-    return {"algo": OmegaConf.to_container(config.algo, resolve=True)}
+    return {"algo": _learning(OmegaConf.to_container(config.algo, resolve=True))}
+
+
+def _learning(options: Any) -> Any:
+    """Options without those that change the memory that training takes, and nothing of what is learned."""
+    if not isinstance(options, dict):
+        return options
+    return {name: _learning(value) for name, value in options.items() if name not in SPARING}
 
 
 def summarise(learner: Learner) -> None:

@@ -15,6 +15,7 @@ from serl_client.spec import Spec
 
 log = logging.getLogger(__name__)
 
+FORMAT = 2  # of the state; 2: optimisers by the names of the weights
 STATE, MANIFEST = "state.pt", "manifest.json"
 ASIDE = ".aside"  # what is being written; a crash leaves it behind, the next save clears it away
 
@@ -40,7 +41,7 @@ class Checkpoints:
             torch.save(state, file)
             _sync(file)
         manifest = {
-            "updates": updates, "pinned": pinned, "sha256": {STATE: _sha256(aside / STATE)},
+            "format": FORMAT, "updates": updates, "pinned": pinned, "sha256": {STATE: _sha256(aside / STATE)},
             "spec": self.spec.to_dict(), "config": self.config,
         }  # fmt: skip
         with open(aside / MANIFEST, "w") as file:
@@ -53,9 +54,9 @@ class Checkpoints:
         return path
 
     def load(self) -> dict[str, Any] | None:
-        """The state of the newest whole checkpoint, on the CPU; None when there is none.
+        """The state of the newest whole checkpoint, on the CPU, mapped from its file; None when there is none.
 
-        Raises ConfigError when that one was made with another Spec or config.
+        Raises ConfigError when that one was made with another Spec or config, or by another version of this.
         """
         for path in reversed(self._paths()):
             try:
@@ -64,7 +65,7 @@ class Checkpoints:
                 log.warning("skipped the broken checkpoint %s: %s", path, error)
                 continue
             self._check(path, manifest)
-            return torch.load(path / STATE, map_location="cpu", weights_only=True)
+            return torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
         return None
 
     def _paths(self) -> list[Path]:
@@ -75,6 +76,8 @@ class Checkpoints:
             shutil.rmtree(path)
 
     def _check(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        if manifest.get("format") != FORMAT:
+            raise ConfigError(f"{path} was made by another version of this program: begin anew with another run_dir")
         spec = self.spec.difference(Spec.from_dict(manifest["spec"]))
         mine, theirs = _flat(self.config), _flat(manifest["config"])
         names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]

@@ -37,7 +37,7 @@ class Optimizer:
     ) -> None:  # fmt: skip
         self.module, self.learning_rate, self.clip, self.accumulation = module, learning_rate, clip, accumulation
         self.parameters = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-        self._schedule = {"warmup": warmup, "decay": decay, "final": final}
+        self._schedule: dict[str, Any] = {"warmup": warmup, "decay": decay, "final": final}
         self._adam = {"lr": learning_rate, "betas": tuple(betas), "weight_decay": weight_decay}
         self._steps = self._part = 0
         self._loaded: dict[str, State] = {}
@@ -59,21 +59,11 @@ class Optimizer:
     def spread(self, world: World, sharding: Mapping[str, Any] | None) -> None:
         """Train on all ranks from now on, with the state that rank 0 has; every rank calls this, its module being on
         its device and like rank 0's. `sharding` is DeepSpeed's config; None: every rank has all."""
-        if world.size == 1 and sharding is None:
+        if world.size == 1:
             return
         self._steps, names = world.broadcast([self._steps, list(self._loaded)])
-        if sharding is None:
-            self._way = _Replica(self.module, self.parameters, self._adam, world)
-        else:
-            self._way = _Shards(
-                self.module,
-                self.parameters,
-                self._adam,
-                world,
-                sharding,
-                accumulation=self.accumulation,
-                clip=self.clip,
-            )
+        own = (self.module, self.parameters, self._adam, world)
+        self._way = _Shards(*own, sharding, self.accumulation, self.clip) if sharding else _Replica(*own)
         for name in names:
             self._way.load(name, world.broadcast(self._loaded.get(name)))
         self._loaded = {}
@@ -139,8 +129,8 @@ class _Replica:
         for work in self._averaging:
             work.wait()
         self._averaging.clear()
-        weights = [weight for weight in self._parameters.values() if weight.grad is not None]
-        norm = nn.utils.get_total_norm([weight.grad for weight in weights])
+        weights = list(self._parameters.values())
+        norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
         if clip is not None:
             nn.utils.clip_grads_with_norm_(weights, clip, norm)
         self._adam.param_groups[0]["lr"] = learning_rate
@@ -165,16 +155,17 @@ class _Shards:
         import deepspeed
         from deepspeed import utils
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles what gloo does as well
+        vars(deepspeed.ops)["__compatible_ops__"] = {}  # nothing is compiled: all that is used of it is Python
         counted = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation}
         self._parameters, self._rank, self._whole = parameters, world.rank, utils
         self._stage = sharding["zero_optimization"]["stage"]
         with quiet():
-            self.run, self._zero, *_ = deepspeed.initialize(
+            made: Any = deepspeed.initialize(
                 model=module, model_parameters=list(parameters.values()),
                 optimizer=torch.optim.AdamW(parameters.values(), fused=True, **adam),
                 config={**sharding, **counted, "gradient_clipping": clip or 0.0},
             )  # fmt: skip
+        self.run, self._zero, *_ = made
 
     def differentiate(self, loss: Tensor, *, is_first: bool, is_last: bool) -> None:
         self.run.backward(loss, scale_wrt_gas=False)
@@ -193,7 +184,7 @@ class _Shards:
             return {}
         state = {"step": next(iter(states.values()))["step"]}
         for key in MOMENTS:
-            whole = self._whole.safe_get_full_optimizer_state(weight, key)
+            whole: Any = self._whole.safe_get_full_optimizer_state(weight, key)
             state |= {key: whole.cpu()} if self._rank == 0 else {}
         return state
 
