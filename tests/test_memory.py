@@ -53,6 +53,14 @@ def test_what_is_predicted_is_what_training_takes():
     assert need_of(WIDE).total == pytest.approx(int(done.stdout), rel=0.15)
 
 
+@pytest.mark.parametrize("words", [["policy.freeze=[vision,language]"], ["policy.lora=4"]], ids=["expert", "lora"])
+def test_what_is_frozen_is_there_once_and_has_no_gradient(words):
+    tiny = ["algo=sft", "policy=pi0_tiny", "batch_size=4"]
+    whole, part = need_of(tiny), need_of([*tiny, *words])
+    assert 0 < part.gradients == part.weights == part.optimizer / 2 < whole.weights
+    assert part.copies + part.weights < whole.copies + whole.weights
+
+
 def test_what_is_spread_is_divided_by_the_ranks():
     alone, states, gradients, all_of_it = (need_of(WIDE, 4, stage) for stage in range(4))
     weights = alone.weights

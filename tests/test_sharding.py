@@ -206,6 +206,15 @@ def two(tmp_path):
         each.kill()
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two threads on small networks mostly wait for each other, and on a busy machine do little else."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory):
     """Where two processes trained every case in every way, were killed, and went on from their checkpoints."""

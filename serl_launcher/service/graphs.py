@@ -41,6 +41,6 @@ class Graphs:
                 self._function(held, held_noise)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread may load weights meanwhile
             result = self._function(held, held_noise)
         return graph, held, held_noise, result

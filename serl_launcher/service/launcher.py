@@ -106,8 +106,8 @@ def _gpus(device: str) -> int:
     """How many GPUs the trainer may use; 1 where it uses none."""
     if device not in ("auto", "cuda"):
         return 1
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return len(visible.split(","))
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len(visible.split(","))  # of an empty one 1, which is right: it uses none
     try:
         found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):

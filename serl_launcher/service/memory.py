@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -133,9 +133,14 @@ def _forget(weight: Tensor) -> None:
 
 @contextmanager
 def _shapes() -> Iterator[None]:
+    moves = nn.Module.to
     with _Shapes(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by copy.deepcopy
-        yield
+        nn.Module.to = lambda module, *_, **__: module  # peft moves its layers, and PyTorch cannot swap such weights
+        try:
+            yield
+        finally:
+            nn.Module.to = moves
 
 
 class _Shapes(FakeTensorMode):

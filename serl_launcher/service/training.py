@@ -1,6 +1,7 @@
 """What the torch processes of the learner build from the run's config: the trainer, and the inference process."""
 
 import contextlib
+import copy
 import logging
 import signal
 import time
@@ -64,8 +65,8 @@ def train(config: DictConfig, run_dir: Path, local: str, console: Console) -> No
 def follow(config: DictConfig) -> None:
     """Any rank but 0: build what rank 0 builds, whose config counts, and do what it says."""
     world = join(device_of(config))
-    heard, spec = world.broadcast()
-    _ranks(OmegaConf.create(heard), Spec.from_dict(spec), world).follow()
+    told, spec = world.broadcast()
+    _ranks(DictConfig(told), Spec.from_dict(spec), world).follow()
 
 
 def _ranks(config: DictConfig, spec: Spec, world: World) -> Ranks:
@@ -90,7 +91,7 @@ def _check_memory(config: DictConfig, spec: Spec, world: World, stage: int) -> N
 
 def _shaped(config: DictConfig, spec: Spec) -> Callable[[], Algorithm]:
     """Builds the algorithm of this config, with no weights from a file."""
-    config = OmegaConf.create(OmegaConf.to_container(config))
+    config = copy.deepcopy(config)
     if "weights" in config.algo.policy:
         config.algo.policy.weights = None
     return lambda: build(config, spec)

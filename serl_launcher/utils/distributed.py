@@ -40,7 +40,7 @@ class World:
         if self.size == 1:
             return tree
         sent: list[Tensor] = []
-        mine = msgpack.packb(tree, default=lambda value: self._described(value, sent)) if self.rank == 0 else b""
+        mine: Any = msgpack.packb(tree, default=lambda value: self._described(value, sent)) if self.rank == 0 else b""
         given = iter(list(sent))
 
         def taken(_: int, description: bytes) -> Tensor:

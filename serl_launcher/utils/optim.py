@@ -5,6 +5,7 @@ A module is replicated, its gradients averaged while they are made (what PyTorch
 weights. Weights, gradients and states are float32 everywhere, so that all of these take the same steps.
 """
 
+import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -152,20 +153,17 @@ class _Shards:
         self, module: nn.Module, parameters: Parameters, adam: Mapping[str, Any], world: World,
         sharding: Mapping[str, Any], accumulation: int, clip: float | None,
     ) -> None:  # fmt: skip
-        import deepspeed
-        from deepspeed import utils
-
-        vars(deepspeed.ops)["__compatible_ops__"] = {}  # nothing is compiled: all that is used of it is Python
+        deepspeed: Any = importlib.import_module("deepspeed")
+        deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled: all that is used of it is Python
         counted = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation}
-        self._parameters, self._rank, self._whole = parameters, world.rank, utils
+        self._parameters, self._rank, self._whole = parameters, world.rank, deepspeed.utils
         self._stage = sharding["zero_optimization"]["stage"]
         with quiet():
-            made: Any = deepspeed.initialize(
+            self.run, self._zero, *_ = deepspeed.initialize(
                 model=module, model_parameters=list(parameters.values()),
                 optimizer=torch.optim.AdamW(parameters.values(), fused=True, **adam),
                 config={**sharding, **counted, "gradient_clipping": clip or 0.0},
             )  # fmt: skip
-        self.run, self._zero, *_ = made
 
     def differentiate(self, loss: Tensor, *, is_first: bool, is_last: bool) -> None:
         self.run.backward(loss, scale_wrt_gas=False)
@@ -184,11 +182,13 @@ class _Shards:
             return {}
         state = {"step": next(iter(states.values()))["step"]}
         for key in MOMENTS:
-            whole: Any = self._whole.safe_get_full_optimizer_state(weight, key)
+            whole = self._whole.safe_get_full_optimizer_state(weight, key)
             state |= {key: whole.cpu()} if self._rank == 0 else {}
         return state
 
     def load(self, name: str, state: State) -> None:
+        if not state:  # there was no step yet, or none that this weight had a part in
+            return
         self._begin(state["step"])
         for key in MOMENTS:
             self._whole.safe_set_full_optimizer_state(self._parameters[name], state[key], key)
