@@ -6,6 +6,7 @@ This file is also a program: test_memory.py WORD ... trains for two steps, and p
 import resource
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,7 @@ def test_parts_of_a_batch_take_the_memory_of_one():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra `vla`")
 def test_a_full_size_pi0_is_refused_with_what_to_change_before_it_is_built():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     need = need_of(FULL)

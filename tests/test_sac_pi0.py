@@ -345,6 +345,17 @@ def test_augmentation_is_refused_where_nobody_sees(spec):
 # -- entropy
 
 
+def test_what_the_end_of_an_episode_cut_off_lies_within_the_bounds_of_actions(spec):
+    """The batch has zeros there, which an action of absolute positions may never be."""
+    far = Spec(spec.observation, Feature((2,), low=10, high=12), fps=10.0)
+    algorithm, batch = build(far), batch_of(far, length=2, ends="terminated")
+    centred = batch.action.clone()
+    centred[:, 2:] = 11.0
+    loss, _ = algorithm.critic_loss(batch)
+    expected, _ = algorithm.critic_loss(replace(batch, action=centred, valid=torch.ones_like(batch.valid)))
+    assert loss == expected
+
+
 def test_without_a_deviation_there_is_no_temperature(spec):
     """Hi-ORS: log-probabilities of zeros, and a temperature that was tuned to them."""
     algorithm = build(spec)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,12 @@ from serl_launcher.types import Batch
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.distributed import World, join
 
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, ("accelerate", "deepspeed", "transformers"))), reason="needs the extra `vla`"
+)
+
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE = 150.0
+PATIENCE = 240.0
 UPDATES, KEPT = 20, 10  # how many there are, and after how many a checkpoint is kept
 WAYS = ("replicas", "zero1", "zero2", "zero3")
 IMAGE = "observation.images.top"

@@ -78,7 +78,9 @@ class SACPI0(Algorithm):
         self.log_temperature = None
         if self.policy.log_deviation is not None:
             self.log_temperature = LogTemperature(initial_temperature)
-            self.temperature_optimizer = critic_optimizer(self.log_temperature)
+            self.temperature_optimizer = Optimizer(
+                self.log_temperature, learning_rate=self.critic_optimizer.learning_rate
+            )
             self.target_entropy = -entropy_per_action * self.policy.horizon * spec.action.shape[0]
         self.discount, self.tau, self.distill_weight = discount, tau, distill_weight
         self.augment = augmentation(augment, {*self.policy.inputs, *features.inputs})
@@ -135,8 +137,12 @@ class SACPI0(Algorithm):
         return loss, {"loss": loss.detach()}
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """The squared error of each critic against (1); a chunk that a truncation cut has no weight."""
-        prediction = self.critic_optimizer(_now(batch.observation), batch.action)  # [E, B]
+        """The squared error of each critic against (1); a chunk that a truncation cut has no weight.
+
+        What an end cut off is centred: the batch has zeros there, which may lie far outside of an action's bounds.
+        """
+        action = torch.where(batch.valid.unsqueeze(-1), batch.action, self.critic.scale.center)
+        prediction = self.critic_optimizer(_now(batch.observation), action)  # [E, B]
         loss = (critic_weight(batch) * self.critic.loss(prediction, self.target(batch))).mean()
         return loss, {"critic_loss": loss.detach(), "value": prediction.detach().mean()}
 

@@ -69,7 +69,8 @@ class SFT(Algorithm):
             gradient = self.optimizer.step(loss)
             found.append({"loss": loss.detach(), "gradient": gradient, **metrics})
         self._follow()
-        return {name: torch.stack([part[name] for part in found]).mean() for name in found[0]}
+        means = {name: torch.stack([part[name] for part in found]).mean() for name in found[0]}
+        return {**means, "gradient": found[-1]["gradient"]}
 
     @torch.no_grad()
     def _follow(self) -> None:

@@ -69,8 +69,8 @@ def augmentation(made: Callable[[], Augment] | None, inputs: Collection[str]) ->
     """What changes the batches of a policy that reads `inputs`. Raises ConfigError where it sees no images."""
     if made and not any(name.startswith(IMAGES) for name in inputs):
         raise ConfigError(
-            "augment changes images, and this policy sees none: say policy=gaussian_pixels or policy=flow_pixels, or "
-            "algo.augment=null"
+            "augment changes images, and this policy sees none: say algo.augment=null, or a policy that sees "
+            "(flow_pixels, gaussian_pixels, pi0) and a task with cameras"
         )
     return made() if made else None
 

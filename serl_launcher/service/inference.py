@@ -116,9 +116,10 @@ class PolicyHost:
     def warm_up(self, most: int) -> None:
         """Make the graphs of batches of up to `most`, so that no answer waits for them; without graphs, nothing."""
         arrays = {name: np.zeros(feature.shape, feature.dtype) for name, feature in self.spec.observation.items()}
-        question = Question(b"", m.Ask(0, 0, True, True, "", arrays))
+        questions = [Question(b"", m.Ask(0, 0, True, explore, "", arrays)) for explore in (True, False)]
         for size in (1 << power for power in range(most.bit_length()) if self.is_static):
-            self.answer([question] * size)
+            for question in questions:  # the noise may have another shape where nothing is explored
+                self.answer([question] * size)
         self._carries.clear()
 
     def answer(self, questions: Sequence[Question]) -> list[m.Act]:

@@ -41,6 +41,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 NEEDED = ("torch", "safetensors", "matplotlib")  # of the extra `learner`
 NEEDED_BY_RANKS = ("accelerate", "deepspeed")  # of the extra `vla`
 LEARNING = ("trainer", "inference")
+RANKED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # what a rank hears from its launcher; a cluster's own is not meant
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -93,10 +94,8 @@ def _ranks(config: DictConfig) -> int:
         raise ConfigError(f"node_rank={config.node_rank}: the {config.nodes} nodes are 0 to {config.nodes - 1}")
     if config.nodes > 1 and not str(config.main).rpartition(":")[2].isdecimal():
         raise ConfigError(f"main={config.main}: say the address and a free port of node 0, as in main=10.0.0.5:29500")
-    if ranks > 1 and ":" in str(config.device):
-        raise ConfigError(
-            f"device={config.device} is one GPU, and each of the {ranks} ranks has its own: say device=cuda"
-        )
+    if ranks * config.nodes > 1 and ":" in str(config.device):
+        raise ConfigError(f"device={config.device} is one GPU, and each of several ranks has its own: say device=cuda")
     if ranks * config.nodes > 1 and missing:
         raise ConfigError(f"several ranks need {', '.join(missing)}: run `uv sync --inexact --extra vla` here")
     return ranks
@@ -188,7 +187,10 @@ class _Family:
 
     def _start(self, name: str) -> None:
         command = [sys.executable, "-m", __spec__.name, name, str(self._run_dir), self._local]
-        self._children[name] = subprocess.Popen(command, preexec_fn=_die_with_parent, stdin=subprocess.DEVNULL)
+        here = {key: value for key, value in os.environ.items() if key not in RANKED}
+        self._children[name] = subprocess.Popen(
+            command, preexec_fn=_die_with_parent, stdin=subprocess.DEVNULL, env=here
+        )
 
     def _look(self) -> int | None:
         """The exit status if the run is over; restarts what may be restarted."""

@@ -77,7 +77,7 @@ class Optimizer:
     def step(self, loss: Tensor) -> Tensor:
         """Add the gradient of a part's scalar loss; with that of the last part, take one step down.
 
-        Returns the norm of the gradient so far, before it is clipped, without a gradient of its own.
+        Returns the step's gradient's norm, before it is clipped, without a gradient of its own; 0 before the last part.
         """
         self._part += 1
         is_last = self._part == self.accumulation
