@@ -12,6 +12,7 @@ from serl_launcher.data.episodes import View
 from serl_launcher.data.replay import ReplayBuffer, batch_arrays
 from serl_launcher.data.sources import Sources
 from serl_launcher.data.store import Store
+from serl_launcher.service.ledger import value_error
 from serl_launcher.types import Window
 
 STATE = "observation.state"
@@ -291,6 +292,27 @@ def test_the_first_windows_of_episodes_come_with_the_discounted_returns_that_fol
     assert batch.reward.tolist() == [[0, 1, 2, 3, 4]] * 2
     short, returns = found.beginnings([episodes["shown"]], CHUNK_SAC, 1.0)
     assert (short.length.tolist(), returns.tolist(), short.task) == ([4], [6.0], ("reach",))
+
+
+class Expects:
+    """An algorithm that expects the same everywhere, or nothing at all."""
+
+    windows, discount = {"update": CHUNK_SAC}, 0.5
+
+    def __init__(self, value):
+        self._value = value
+
+    def value(self, batch):
+        return None if self._value is None else torch.full((len(batch),), self._value)
+
+
+def test_the_error_of_a_value_is_how_far_it_is_from_the_returns_in_the_mean(push, sources, make_segment):
+    push("A", make_segment("short", 1, 0, 2, ends="terminated"), make_segment("long", 2, 0, 3, ends="truncated"))
+    found = sources()  # their returns are 0.5 and 1
+    episodes = list(found.episodes.values())
+    assert value_error(found, Expects(0.75), episodes, "cpu") == {"value_error": 0.25, "value_bias": 0.0}
+    assert value_error(found, Expects(2.0), episodes, "cpu") == {"value_error": 1.25, "value_bias": 1.25}
+    assert value_error(found, Expects(None), episodes, "cpu") == value_error(found, Expects(2.0), [], "cpu") == {}
 
 
 def test_episodes_that_left_the_store_have_no_beginning(push, sources, make_segment):

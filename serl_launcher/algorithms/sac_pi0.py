@@ -13,6 +13,7 @@ alpha holds its entropy at a target (Haarnoja et al. 2018b, arXiv 1812.05905, 18
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from serl_client.errors import ConfigError
@@ -68,7 +69,7 @@ class SACPI0(Algorithm):
         self.policy = _flow(policy(spec))
         self.judged = min(judged, self.policy.horizon)
         self.reference = copy.deepcopy(self.policy, _frozen(self.policy)).requires_grad_(False)
-        features = encoder(spec) if encoder else ReferenceFeatures(self.reference)
+        features: Any = encoder(spec) if encoder else ReferenceFeatures(self.reference)
         self.critic = Critic(
             spec, encoder=features, horizon=self.judged, members=members, hidden=hidden, layer_norm=layer_norm
         )
@@ -137,12 +138,8 @@ class SACPI0(Algorithm):
         return loss, {"loss": loss.detach()}
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """The squared error of each critic against (1); a chunk that a truncation cut has no weight.
-
-        What an end cut off is centred: the batch has zeros there, which may lie far outside of an action's bounds.
-        """
-        action = torch.where(batch.valid.unsqueeze(-1), batch.action, self.critic.scale.center)
-        prediction = self.critic_optimizer(_now(batch.observation), action)  # [E, B]
+        """The squared error of each critic against (1); a chunk that a truncation cut has no weight."""
+        prediction = self.critic_optimizer(_now(batch.observation), self._executed(batch))  # [E, B]
         loss = (critic_weight(batch) * self.critic.loss(prediction, self.target(batch))).mean()
         return loss, {"critic_loss": loss.detach(), "value": prediction.detach().mean()}
 
@@ -184,7 +181,12 @@ class SACPI0(Algorithm):
 
     @torch.no_grad()
     def value(self, batch: Batch) -> Tensor:
-        return self.critic.value(_now(batch.observation), batch.action).mean(0)
+        return self.critic.value(_now(batch.observation), self._executed(batch)).mean(0)
+
+    def _executed(self, batch: Batch) -> Tensor:
+        """The batch's chunks [B, h, A]. What an end cut off is centred: the batch has zeros there, which may lie far
+        outside of an action's bounds."""
+        return torch.where(batch.valid.unsqueeze(-1), batch.action, self.critic.scale.center)
 
     @torch.no_grad()
     def _follow(self) -> None:

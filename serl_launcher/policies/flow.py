@@ -129,7 +129,8 @@ class FlowMatching(Policy):
         """
         condition = self.condition(self.prepared(observation, task))
         chunk, log_prob = self._integrate(normal(seed, self.noise_shape, stream), condition)
-        return self.scale.from_unit(_Bounded.apply(chunk[..., : self.size])), log_prob
+        bounded: Any = _Bounded.apply(chunk[..., : self.size])
+        return self.scale.from_unit(bounded), log_prob
 
     def _integrate(self, noise: Tensor, condition: Any) -> tuple[Tensor, Tensor]:
         """From noise [B, 1 or 1 + N, H, D] at t = 1 to a chunk at t = 0 -> [B, H, D], log_prob [B]."""
@@ -141,6 +142,7 @@ class FlowMatching(Policy):
             if not stochastic:
                 chunk = chunk - velocity / self.steps  # (4)
                 continue
+            assert self.log_deviation is not None
             sigma = self.log_deviation.exp() * math.sqrt(t / max(1 - t, 1 / self.steps))  # finite at t = 1
             chunk = chunk - (velocity + sigma**2 / (2 * t) * (chunk + (1 - t) * velocity)) / self.steps
             fresh, std = noise[:, 1 + step], sigma / math.sqrt(self.steps)
@@ -208,8 +210,8 @@ class _Bounded(torch.autograd.Function):
         return inputs.clamp(-1, 1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (inputs,) = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (inputs,), (gradient,) = ctx.saved_tensors, gradients
         leads_away = ((inputs > 1) & (gradient < 0)) | ((inputs < -1) & (gradient > 0))
         return gradient.masked_fill(leads_away, 0.0)
 
