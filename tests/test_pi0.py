@@ -34,6 +34,7 @@ VISION = {
     "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 64,
     "patch_size": 8, "vision_use_head": False,
 }  # fmt: skip
+TOWER = {"image": VISION["image_size"], "patch": VISION["patch_size"]}
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,8 @@ def make(configs):
     def made(*cameras, seed=0, **options):
         torch.manual_seed(seed)
         config = configs("pi0_tiny")
-        sizes = {name: {**config[name], **options.pop(name, {})} for name in ("gemma", "vision")}
+        pinned = {"gemma": {}, "vision": TOWER}
+        sizes = {name: {**config[name], **pinned[name], **options.pop(name, {})} for name in pinned}
         policy = instantiate(config)(spec_of(*cameras), **sizes, **options)
         randomise(policy)
         return policy
@@ -578,8 +580,10 @@ def test_checkpoints_of_others_load_whole_and_where_they_belong(make, reference,
 
 def test_a_policy_begins_with_its_checkpoint_whatever_then_trains_of_it(configs, reference, tmp_path):
     safetensors.torch.save_file(checkpoint(reference, "lerobot"), tmp_path / "model.safetensors")
+    config = configs("pi0_tiny")
+    vision = {**config["vision"], **TOWER}
     plain, adapted, blind = (
-        instantiate(configs("pi0_tiny"))(spec_of(*cameras), weights=str(tmp_path), **options)
+        instantiate(config)(spec_of(*cameras), weights=str(tmp_path), vision=vision, **options)
         for cameras, options in (([LEFT], {"deviation": 0.1}), ([LEFT], {"lora": 2, "deviation": 0.1}), ([], {}))
     )
     assert torch.equal(action_of(plain), action_of(adapted))

@@ -515,7 +515,7 @@ def test_another_run_is_refused_and_nothing_is_deleted(server, connect, tmp_path
 def test_another_protocol_is_refused_with_both_versions(server):
     link = Link(server.address, m.Hello((7, 9), "actor", "arm"))
     server.ask(m.Status())
-    with pytest.raises(VersionMismatch, match=r"7-9.*\[1, 1\]"):
+    with pytest.raises(VersionMismatch, match=r"7-9.*\[2, 2\]"):
         link.call(m.Status(), 5.0)
     link.close()
 

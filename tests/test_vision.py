@@ -254,9 +254,9 @@ def test_the_critics_train_the_convolutions_and_the_policy_has_a_copy(spec):
 
 
 def test_augmentation_for_a_policy_that_sees_nothing_is_refused(spec):
-    with pytest.raises(ConfigError, match="policy=gaussian_pixels"):
+    with pytest.raises(ConfigError, match="gaussian_pixels"):
         build(spec, "policy.encoder.cameras=[]")
-    with pytest.raises(ConfigError, match="policy=flow_pixels"):
+    with pytest.raises(ConfigError, match="flow_pixels"):
         augmentation(partial(Augment, 4, 0.0, 0.0), ["observation.state"])
 
 
