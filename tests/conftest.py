@@ -42,6 +42,17 @@ def make_segment():
     return make
 
 
+@pytest.fixture
+def one_thread():
+    """Two threads on small networks mostly wait for each other, and on a busy machine do little else."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Killer:
     """Kills this process at the n-th call of whatever it wraps."""
 

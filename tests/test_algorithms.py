@@ -15,20 +15,13 @@ from serl_client import ConfigError, Feature, Spec
 from serl_launcher.algorithms.base import critic_weight, value_target
 from serl_launcher.types import Batch, Window
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONFIG = Path(__file__).parents[1] / "config"
 ALGORITHMS = sorted(path.stem for path in (CONFIG / "algo").glob("*.yaml"))
 IMAGE = torch.arange(8 * 8 * 3, dtype=torch.uint8).view(8, 8, 3)  # what the toy's camera always sees
 REACH = 2.0  # the toy's actions lie within -REACH..REACH
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Two threads on small networks mostly wait for each other, and on a busy machine do little else."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from serl_launcher.service.training import build
 from serl_launcher.types import Window
 from tools.benches import pi0, pi0_infer, pi0_train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BENCH = Path(__file__).parents[1] / "tools/bench.py"
 ROWS = 2
 ODD = [  # sizes of which no two are the same by accident
@@ -25,14 +27,6 @@ ODD = [  # sizes of which no two are the same by accident
 ]  # fmt: skip
 TERA = 1e12
 H200 = 790e12, 4.3e12  # FLOP/s and bytes/s that were measured on one
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

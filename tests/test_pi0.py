@@ -22,6 +22,8 @@ from serl_launcher.policies.pi0 import FROZEN, TOKENS, WORDS, fitted
 from serl_launcher.policies.pi0_checkpoint import load_pretrained
 from serl_launcher.types import Batch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONFIG = Path(__file__).parents[1] / "config"
 STATE, LEFT, TOP = "observation.state", "observation.images.left", "observation.images.top"
 TASKS = ("push the cube", "go", "")
@@ -35,14 +37,6 @@ VISION = {
     "patch_size": 8, "vision_use_head": False,
 }  # fmt: skip
 TOWER = {"image": VISION["image_size"], "patch": VISION["patch_size"]}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

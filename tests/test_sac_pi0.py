@@ -26,16 +26,10 @@ from serl_launcher.policies.gaussian import GaussianPolicy
 from serl_launcher.types import Batch
 from serl_launcher.utils.optim import Optimizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STATE, CAMERA = "observation.state", "observation.images.top"
 HORIZON, JUDGED, STEPS, REACH = 6, 4, 3, 2.0
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -27,9 +27,12 @@ from serl_launcher.types import Batch
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.distributed import World, join
 
-pytestmark = pytest.mark.skipif(
-    not all(map(find_spec, ("accelerate", "deepspeed", "transformers"))), reason="needs the extra `vla`"
-)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        not all(map(find_spec, ("accelerate", "deepspeed", "transformers"))), reason="needs the extra `vla`"
+    ),
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 240.0
@@ -209,15 +212,6 @@ def two(tmp_path):
     yield lambda *arguments: made.append(Two(tmp_path, *arguments)) or made[-1]
     for each in made:
         each.kill()
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Two threads on small networks mostly wait for each other, and on a busy machine do little else."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
