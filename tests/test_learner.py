@@ -1,6 +1,7 @@
 """The trainer stops anywhere and goes on as if it had not: weights, random numbers, plan, pace and orders."""
 
 import copy
+import errno
 import io
 import json
 import os
@@ -27,6 +28,7 @@ from serl_client.link import Link
 
 from serl_launcher.data.sources import Sources
 from serl_launcher.data.store import Store
+from serl_launcher.service import learner
 from serl_launcher.service.inference import PolicyHost, Question
 from serl_launcher.service.learner import Learner
 from serl_launcher.service.ledger import curve, evaluation
@@ -674,3 +676,23 @@ def test_a_checkpoint_that_is_cut_off_at_any_step_leaves_the_last_good_one(tmp_p
     assert kept == {0, 1}, "either the one that was cut off is whole, or the one before it is there"
     names = sorted(path.name for path in life.learner.checkpoints.folder.iterdir())
     assert len([name for name in names if name.isdecimal()]) == 3
+
+
+def test_a_full_disk_makes_training_wait_and_ends_nothing(tmp_path, spec, make_segment, serve, live, monkeypatch):
+    server = serve(found(tmp_path, spec, make_segment))
+    sync, refused, room = os.fsync, [], threading.Event()
+
+    def full(descriptor):
+        if not room.is_set():
+            refused.append(descriptor)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(learner, "FULL_S", 0.01)
+    monkeypatch.setattr(os, "fsync", full)
+    life = live(server, plan_of(practise=phase(until="updates >= 3"))).begin()
+    until(lambda: len(refused) > 3)
+    assert life.updates == 0  # nothing was published yet
+    room.set()
+    assert life.end().updates == 3
+    assert life.learner.checkpoints.load()["plan"]["updates"] == 3

@@ -8,7 +8,6 @@ beyond the first there is nothing else.
 """
 
 import ctypes
-import errno
 import fcntl
 import importlib.util
 import logging
@@ -26,7 +25,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from serl_client.console import console
-from serl_client.errors import ConfigError, RetakeError
+from serl_client.errors import ConfigError, RetakeError, full_disk
 
 from serl_launcher.service import dataset
 from serl_launcher.service.export import FINISH_S, archived, export, recorded, wanted
@@ -42,7 +41,6 @@ NEEDED = ("torch", "safetensors", "matplotlib")  # of the extra `learner`
 NEEDED_BY_RANKS = ("accelerate", "deepspeed")  # of the extra `vla`
 LEARNING = ("trainer", "inference")
 RANKED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # what a rank hears from its launcher; a cluster's own is not meant
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def launch(config: DictConfig) -> int:
@@ -338,7 +336,7 @@ def child(name: str, run_dir: str, local: str) -> int:
         sys.stderr.write(f"{name}: {error}\n" if str(error) else "")  # rank 0 says what all refuse
         return REFUSED
     except (OSError, RuntimeError) as error:
-        if (reason := _full_disk(error)) is not None:
+        if (reason := full_disk(error)) is not None:
             sys.stderr.write(f"{name}: {reason}: make room for {run_dir}, then give the same command again\n")
             return REFUSED
         if "RANK" in os.environ and any(word in str(error) for word in ("gloo", "NCCL")):
@@ -346,15 +344,6 @@ def child(name: str, run_dir: str, local: str) -> int:
             return 1
         raise
     return 0
-
-
-def _full_disk(error: BaseException | None) -> OSError | None:
-    """The full disk behind an error, if it is that (torch.save says it in its own words)."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in FULL:
-            return error
-        error = error.__cause__ or error.__context__
-    return None
 
 
 if __name__ == "__main__":

@@ -7,15 +7,15 @@ changed. The rows themselves it reads from the mapped files.
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
 from serl_client import messages as m
 from serl_client.console import Console
-from serl_client.errors import Disconnected, RetakeError, ServerFailed, Timeout
+from serl_client.errors import Disconnected, RetakeError, ServerFailed, Timeout, full_disk
 from serl_client.link import Link
 
 from serl_launcher.data.episodes import EpisodeInfo
@@ -30,10 +30,13 @@ from serl_launcher.utils.logging import MetricsLog
 
 log = logging.getLogger(__name__)
 
+Kept = TypeVar("Kept")
+
 SYNC_S = 0.005
 RETRY_S = 0.2  # after the server said that it cannot
 ALLOW_S = 1.0  # the pace is told again this often: a server that was restarted does not know it
 METRICS_S = 1.0
+FULL_S = 1.0  # between two tries on a full disk
 FAREWELL_S = 15.0  # how long the actors may take to deliver the rest
 
 
@@ -150,7 +153,7 @@ class Learner:
         self.evaluations[phase.name] = result
         counted = {key: result[key] for key in ("episodes", "distinct_starts", "successes")}
         counted |= self._value_error(self.ledger.recent(phase.name, result["episodes"]))
-        self.metrics.write("evaluation", {"phase": phase.name, "updates": self.state.updates, **counted})
+        self._note("evaluation", {"phase": phase.name, **counted})
 
     def _value_error(self, episodes: Sequence[EpisodeInfo]) -> dict[str, float]:
         return value_error(self.sources, self.algorithm, episodes, self.device)
@@ -195,11 +198,12 @@ class Learner:
             more = synced.more
 
     def _log_episode(self, episode: EpisodeInfo) -> None:
-        self.metrics.once("episode", episode.id, {
+        values = {
             "phase": episode.phase, "steps": episode.steps, "return": episode.reward,
             "success": None if episode.success is None else succeeded(episode), "intervened": episode.intervened,
             "weights": episode.weights, "updates": self.state.updates, "wall_s": round(self.wall_s, 2),
-        })  # fmt: skip
+        }  # fmt: skip
+        self._written(lambda: self.metrics.once("episode", episode.id, values))
 
     # -- telling
     def _direct(self) -> None:
@@ -234,13 +238,16 @@ class Learner:
         data = self._acting()
         sha256 = hashlib.sha256(data).hexdigest()
         if sha256 != self.version.get("sha256"):
-            _, size = weights.write(self.run_dir / "weights", data)
+            _, size = self._written(lambda: weights.write(self.run_dir / "weights", data))
             version = self._call(m.Publish(sha256, size, self.state.updates)).value
             self.version = {"version": version, "sha256": sha256}
         self.state.did_publish()
 
     def _acting(self) -> bytes:
         return safetensors.torch.save(self.ranks.published())
+
+    def _note(self, kind: str, values: Mapping[str, Any]) -> None:
+        self._written(lambda: self.metrics.write(kind, {"updates": self.state.updates, **values}))
 
     def _call(self, message: m.Message) -> Any:
         """Ask the server until it answers: it may be starting again."""
@@ -252,6 +259,17 @@ class Learner:
                 self.link.close()  # an answer that is still on its way would be taken for that to the next request
                 self._asked = False
                 time.sleep(RETRY_S)
+
+    def _written(self, write: Callable[[], Kept]) -> Kept:
+        """What `write` returns, once the disk has room for it: a run does not end with what can be mended."""
+        while True:
+            try:
+                return write()
+            except (OSError, RuntimeError) as error:
+                if (full := full_disk(error)) is None:
+                    raise
+                log.warning("training waits, make room in %s: %s", self.run_dir, full)
+                time.sleep(FULL_S)
 
     def _farewell(self) -> None:
         """The plan has ended: the directive says stop; wait for the actors to deliver the rest and to leave."""
@@ -267,11 +285,12 @@ class Learner:
     # -- checkpoints
     def checkpoint(self) -> None:
         """Keep everything that a resumed run needs to go on bit by bit."""
-        self.checkpoints.save(self.state.updates, {
+        state = {
             "algorithm": self.ranks.state_dict(), "plan": self.state.state_dict(),
             "sources": self.sources.state_dict(), "torch": torch.get_rng_state(), "command": self._command,
             "wall_s": self.wall_s, "phases": list(self.plan.phases), "evaluations": self.evaluations,
-        })  # fmt: skip
+        }  # fmt: skip
+        self._written(lambda: self.checkpoints.save(self.state.updates, state))
         self._next_checkpoint = time.monotonic() + self.checkpoint_s
 
     def _resume(self, saved: Mapping[str, Any] | None) -> None:
@@ -301,7 +320,7 @@ class Learner:
         if self._latest and rate:
             values = {name: float(value) for name, value in self._latest.items()}
             values |= self._value_error(self.ledger.recent(phase.name, 20)) if phase else {}
-            self.metrics.write("update", {"updates": self.state.updates, "rate": round(rate, 1), **values})
+            self._note("update", {"rate": round(rate, 1), **values})
         name = phase.name if phase else "end"
         recent = self.ledger.recent(name, 20)
         assisted = [episode for episode in recent if episode.intervened]

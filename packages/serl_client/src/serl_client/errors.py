@@ -11,6 +11,9 @@ RetakeError                 anything that one clear sentence explains
 """
 
 
+import errno
+
+
 class RetakeError(Exception):
     """One sentence for the person in front of the screen; programs print it without a traceback and exit with 1."""
 
@@ -48,3 +51,12 @@ class MessageError(RetakeError):
 
 
 KINDS = {kind.__name__: kind for kind in (TrainerError, Timeout, Disconnected, VersionMismatch, Refused, ServerFailed)}
+
+
+def full_disk(error: BaseException | None) -> OSError | None:
+    """The full disk behind an error, if it is that (torch.save says it in words of its own)."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
