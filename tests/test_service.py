@@ -583,3 +583,18 @@ def test_an_operators_command_is_acknowledged_and_reaches_the_learner(server, co
     client = connect()
     client.command("goto", "practise")
     wait_until(lambda: server.ask(m.Sync(0, 0)).commands == [[1, "goto", "practise"]])
+
+
+def test_the_end_of_a_run_leaves_no_episode_open(server, spec, make_segment):
+    with raw_actor(server, spec) as link:
+        welcomed(link)
+        server.direct()
+        push_raw(link, "a" * 32, (0, make_segment("e0")))
+        wait_until(lambda: acks(link, 0.1) == [(1, False)])
+    server.direct(mode="stop")
+    server.process.terminate()
+    server.process.wait(10)
+    server.start()
+    server.admin.close()
+    episode = server.episodes()["e0"]
+    assert (episode["steps"], episode["sealed"], episode["truncated"], episode["final"]) == (4, 1, 1, 0)

@@ -138,6 +138,34 @@ def test_an_actor_that_died_leaves_a_truncated_episode_only_when_its_next_life_h
         made.stage("A", 2, make_segment("e0", start=8))
 
 
+def test_the_end_of_a_run_closes_an_episode_and_its_actor_may_bring_the_rest_of_it_later(tmp_path, spec, make_segment):
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment("e0"))
+    made.close_open()
+    assert (made.index.episode("e0").truncated, made.index.episode("e0").sealed) == (1, 1)
+    made.stage("A", 1, make_segment("e0", start=4, ends="terminated"))
+    made.commit()
+    episode = made.index.episode("e0")
+    assert (episode.steps, episode.terminated, episode.truncated, episode.final) == (8, 1, 0, 1)
+    made.stage("A", 2, make_segment("e1"))
+    made.close_open()
+    made.stage("A", 3, make_segment("e2", ends="terminated"))
+    with pytest.raises(Refused, match="came where the start of an episode"):
+        made.stage("A", 4, make_segment("e1", start=4))  # it is not the newest any more
+
+
+def test_the_operator_closes_an_episode_whose_actor_is_gone(tmp_path, spec, make_segment):
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment("e0"))
+    made.stage("A", 1, Outcome("e0", True, by="operator"))
+    assert not made._find("e0").sealed  # its own actor says so, and goes on
+    made.hello("desk", "another outbox", "B", [])
+    made.stage("B", 0, Outcome("e0", False, by="operator"))
+    made.commit()
+    episode = made.index.episode("e0")
+    assert (episode.sealed, episode.truncated, episode.terminated, episode.success) == (1, 1, 0, 0)
+
+
 def test_an_epoch_of_another_outbox_is_never_closed_by_a_hello(tmp_path, spec, make_segment):
     made = founded(tmp_path, spec)
     made.stage("A", 0, make_segment("e0"))

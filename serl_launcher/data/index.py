@@ -180,6 +180,10 @@ class Index:
     def episode(self, id: str) -> Episode | None:
         return next(iter(self._get(Episode, "episodes", "id = ?", id)), None)
 
+    def newest(self, epoch: str) -> int:
+        """The number of the newest episode of an epoch; 0: it has none."""
+        return self._db.execute("SELECT max(number) FROM episodes WHERE epoch = ?", (epoch,)).fetchone()[0] or 0
+
     def first_from(self, source: str, step: int, row: int) -> tuple[int, int] | None:
         """(first, first_row) of the oldest episode that begins at or after both numbers."""
         return self._db.execute(

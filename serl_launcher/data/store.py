@@ -148,6 +148,13 @@ class Store:
         if episode := self._open.pop(epoch, None):
             self._seal_cut(episode)
 
+    def close_open(self) -> None:
+        """The run is over: what is open is truncated, durably. If its actor brings more of it, it is open again."""
+        for episode in self._open.values():
+            self._seal_cut(episode)
+        self._open.clear()
+        self.commit()
+
     def expected(self, epoch: str) -> int:
         """The seq that this epoch's next record must have."""
         return self.epochs[epoch].expected
@@ -205,7 +212,7 @@ class Store:
             segment.check(self.spec)
         except ValueError as error:
             raise Refused(f"a segment of {segment.episode} does not fit the run's Spec: {error}") from None
-        episode = self._open.get(state.epoch)
+        episode = self._open.get(state.epoch) or self._opened_again(state, segment)
         if segment.start > 0:
             if episode is None or (episode.id, episode.steps) != (segment.episode, segment.start):
                 there = f"{episode.id}[{episode.steps}]" if episode else "the start of an episode"
@@ -247,10 +254,24 @@ class Store:
         if episode := self._find(outcome.episode):
             _judge(episode, outcome)
             self._changed_episodes[episode.id] = episode
+            if outcome.by == "operator" and episode is self._open.get(episode.epoch) and episode.epoch != state.epoch:
+                self._seal_cut(self._open.pop(episode.epoch))  # said from elsewhere, as its actor is gone
 
     def _seal_cut(self, episode: Episode) -> None:
         episode.truncated = episode.sealed = True
         self._changed_episodes[episode.id] = episode
+
+    def _opened_again(self, state: Epoch, segment: Segment) -> Episode | None:
+        """The newest episode of a living epoch, when it was closed from elsewhere and yet goes on."""
+        episode = self._find(segment.episode) if segment.start > 0 and not state.closed else None
+        if episode is None or (episode.epoch, episode.final, episode.steps) != (state.epoch, False, segment.start):
+            return None
+        staged = (other.number for other in self._changed_episodes.values() if other.epoch == state.epoch)
+        if episode.number < max(self.index.newest(state.epoch), *staged, 0):
+            return None
+        episode.truncated = episode.sealed = False
+        self._open[state.epoch] = episode
+        return episode
 
     def _find(self, id: str) -> Episode | None:
         still_open = (episode for episode in self._open.values() if episode.id == id)

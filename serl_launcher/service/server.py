@@ -88,7 +88,7 @@ class Server:
     def close(self) -> None:
         self._context.destroy(linger=2000)  # why the run ends must reach its actors
         if not self.degraded:
-            self._store_closed()
+            self._store_closed(is_over=self._directed and self._shared()[0].get("mode") == "stop")
 
     def _drain(self, socket: zmq.Socket, most: int = 256) -> None:
         """Handle what has come on a socket, at most `most` messages: a group must end."""
@@ -202,9 +202,12 @@ class Server:
         for session in self._sessions.values():
             session.touched.clear()
 
-    def _store_closed(self) -> None:
+    def _store_closed(self, *, is_over: bool = False) -> None:
+        """Close the store; when the run is over, no episode stays open."""
         try:
             if self.store is not None:
+                if is_over:
+                    self.store.close_open()
                 self.store.close()
         except (OSError, sqlite3.Error) as error:
             log.error("closing the store: %s", error)
