@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -326,3 +327,16 @@ def test_a_disk_that_is_full_is_one_sentence_of_the_process_that_met_it(tmp_path
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"No space left on device: make room for {tmp_path}, then give the same command again" in said
+
+
+def test_the_sockets_of_a_killed_learner_are_cleared_away_and_those_of_a_living_one_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders = [tmp_path / "retake-dead", tmp_path / "retake-living"]
+    with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as living:
+        for folder, listener in zip(folders, (dead, living), strict=True):
+            folder.mkdir()
+            listener.bind(str(folder / "server"))
+        living.listen()
+        dead.close()
+        launcher._forget_dead_sockets()
+    assert [folder.exists() for folder in folders] == [False, True]

@@ -307,7 +307,11 @@ class Store:
             return
         if id != segment.episode:
             is_open = any(episode.id == id for episode in self._open.values())
-            why = "is still open: its actor has to go on, or to start again" if is_open else "waits for its export"
+            why = (
+                "is still open: start its actor again, or label it by tools/label.py"
+                if is_open
+                else "waits for its export"
+            )
             raise Full(f"source {source.name} is full, and its episode {id} {why}")
         log.warning("%s is too long for source %s: it leaves the store without an archive", id, source.name)
         self.commit()  # so that the index knows every episode

@@ -12,6 +12,7 @@ import fcntl
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -40,6 +41,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 NEEDED = ("torch", "safetensors", "matplotlib")  # of the extra `learner`
 NEEDED_BY_RANKS = ("accelerate", "deepspeed")  # of the extra `vla`
 LEARNING = ("trainer", "inference")
+SOCKETS = "retake-"  # folders of the ipc sockets, in the system's folder for what is temporary
 RANKED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # what a rank hears from its launcher; a cluster's own is not meant
 
 
@@ -63,12 +65,25 @@ def launch(config: DictConfig) -> int:
             f"{config.inference_port} GPU_BOX, and ip=127.0.0.1 there"
         )
     run_dir = writable(Path(str(config.run_dir)))
-    with _lock(run_dir), tempfile.TemporaryDirectory(prefix="retake-") as sockets:
+    _forget_dead_sockets()
+    with _lock(run_dir), tempfile.TemporaryDirectory(prefix=SOCKETS) as sockets:
         _check_ports(config)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
         log.info("in %s: %s", run_dir, " ".join(config.remembered))
         first = ["server", *children, *([] if "importer" in children else LEARNING)]
         return _Family(run_dir, f"ipc://{sockets}/server", first, archives=bool(archived(plan))).run()
+
+
+def _forget_dead_sockets() -> None:
+    """Remove the folders of learners that were killed: nobody listens at their sockets."""
+    for path in Path(tempfile.gettempdir()).glob(f"{SOCKETS}*/server"):
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                shutil.rmtree(path.parent, ignore_errors=True)
+            except OSError:
+                continue  # somebody else's
 
 
 def _follow(config: DictConfig) -> int:

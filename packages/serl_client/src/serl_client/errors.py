@@ -10,7 +10,6 @@ RetakeError                 anything that one clear sentence explains
     `-- ServerFailed        the learner failed while it answered
 """
 
-
 import errno
 
 
