@@ -1,0 +1,70 @@
+"""The page of a full run: what the benches printed with --json, one file each, as a table with a picture beside it."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from benches.paired import Figure
+
+TITLE = """# What the data path does, beside its peers and its ceilings
+
+Each figure was measured in the same run as what it is compared with, in turn; a ratio is the median of those within the
+rounds. In the picture 1 is the goal, and what lies right of it holds. How to repeat it: `tools/bench.py NAME --help`.
+"""
+
+
+def main(words: Sequence[str], prog: str) -> None:
+    parser = argparse.ArgumentParser(prog, description=__doc__)
+    parser.add_argument("results", type=Path, nargs="+", help="what a bench printed with --json")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks.md"))
+    options = parser.parse_args(words)
+    results = [json.loads(path.read_text().splitlines()[-1]) for path in options.results]
+    picture = options.out.with_suffix(".png")
+    draw(results, picture)
+    options.out.write_text("\n".join([TITLE, f"![ratio to goal]({picture.name})", *map(section, results)]) + "\n")
+
+
+def section(result: Mapping[str, Any]) -> str:
+    """The heading, the machine and the table of one bench."""
+    where = "{processor}, {cores} cores, {system}, Python {python}, {date}, load {load} to {load_after}"
+    rows = [row(figure) for figure in map(figure_of, result["figures"])]
+    head = ["| figure | value | beside | ratio | goal |", "|---|---|---|---|---|"]
+    return "\n".join([f"\n## {result['bench']}\n", where.format(**result["machine"]) + "\n", *head, *rows])
+
+
+def row(figure: Figure) -> str:
+    ratio = "" if figure.ratio is None else f"{figure.ratio:.3g}"
+    goal = "" if figure.holds is None else f"{figure.goal}: {'holds' if figure.holds else '**missed**'}"
+    return f"| {figure.figure} | {figure.value:.4g} {figure.unit} | {figure.against} | {ratio} | {goal} |"
+
+
+def figure_of(plain: Mapping[str, Any]) -> Figure:
+    return Figure(**{name: value for name, value in plain.items() if name != "holds"})
+
+
+def margin(figure: Figure) -> float:
+    """How far a figure is beyond its goal: above 1 it holds."""
+    bound, number = figure.goal.split()
+    value = figure.value if figure.ratio is None else figure.ratio
+    return float(number) / value if bound == "<=" else value / float(number)
+
+
+def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """One bar for each figure that has a goal, on a logarithmic axis."""
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figures = [figure for result in results for figure in map(figure_of, result["figures"]) if figure.goal]
+    canvas, axes = pyplot.subplots(figsize=(9, 1 + 0.25 * len(figures)))
+    names = [f"{figure.figure} ({figure.goal})" for figure in figures]
+    axes.barh(names, [margin(f) for f in figures], color=["tab:green" if f.holds else "tab:red" for f in figures])
+    axes.axvline(1.0, color="black")
+    axes.set_xscale("log")
+    axes.invert_yaxis()
+    axes.set_xlabel("margin to the goal")
+    canvas.tight_layout()
+    canvas.savefig(path, dpi=100)
+    pyplot.close(canvas)

@@ -1,0 +1,100 @@
+"""What the benches of the data path compare with: contenders in turn, round after round, and the medians of the ratios
+within the rounds, because the load of a machine changes from one second to the next.
+
+    measured = rounds({"ours": ours, "raw TCP": raw}, 9)  # each call measures once
+    Figure("ingest, 50 KB", median(measured["ours"]), "GB/s", "raw TCP", ratio(measured, "ours", "raw TCP"), ">= 0.75")
+"""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number beside its ceiling or its peer `against`; `ratio` is value / theirs. `goal` (">= 0.75") speaks of the
+    ratio, or of the value where nothing is beside it; "" where there is none."""
+
+    figure: str
+    value: float
+    unit: str
+    against: str = ""
+    ratio: float | None = None
+    goal: str = ""
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the goal is reached; None without one."""
+        if not self.goal:
+            return None
+        bound, number = self.goal.split()
+        value = self.value if self.ratio is None else self.ratio
+        return value <= float(number) if bound == "<=" else value >= float(number)
+
+    def plain(self) -> dict[str, Any]:
+        """As data for --json."""
+        fields = {name: getattr(self, name) for name in ("figure", "value", "unit", "against", "ratio", "goal")}
+        return {**fields, "holds": self.holds}
+
+
+def rounds(contenders: Mapping[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
+    """What each contender returned in each of `count` rounds; every round begins with another one."""
+    names = list(contenders)
+    measured: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(count):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            measured[name].append(contenders[name]())
+    return measured
+
+
+def ratio(measured: Mapping[str, Sequence[float]], name: str, against: str) -> float:
+    """The median over the rounds of name / against."""
+    return median(a / b for a, b in zip(measured[name], measured[against], strict=True))
+
+
+def quantiles(seconds: Sequence[float]) -> tuple[float, float]:
+    """(median, 99th percentile)."""
+    p50, p99 = np.quantile(seconds, (0.5, 0.99))
+    return float(p50), float(p99)
+
+
+def cpu_seconds(*processes: int) -> float:
+    """CPU time that these processes have used until now, all their threads together (Linux)."""
+    return sum(time.clock_gettime(~process << 3 | 2) for process in processes)  # their CPUCLOCK_SCHED
+
+
+def machine() -> dict[str, Any]:
+    """Where and when this was measured, and what else went on there (`load`: processes that ran or waited to)."""
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = next((line.partition(": ")[2] for line in info if line.startswith("model name")), platform.machine())
+    return {
+        "processor": processor, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load": round(os.getloadavg()[0], 2),
+    }  # fmt: skip
+
+
+def said(bench: str, before: Mapping[str, Any], figures: Iterable[Figure], *, as_json: bool, **more: Any) -> None:
+    """Print a table, or one JSON object. `before`: `machine()` of before the measurements; `more`: other plain data of
+    the bench, in the JSON only."""
+    where = {**before, "load_after": round(os.getloadavg()[0], 2)}
+    figures = list(figures)
+    if as_json:
+        print(json.dumps({"bench": bench, "machine": where, "figures": [f.plain() for f in figures], **more}))
+        return
+    print("{processor}, {cores} cores, {system}, Python {python}, {date}, load {load} to {load_after}".format(**where))
+    width = max((len(figure.figure) for figure in figures), default=0)
+    for each in figures:
+        beside = "" if each.ratio is None else f"{each.ratio:8.3g} x {each.against}"
+        goal = "" if each.holds is None else f"goal {each.goal}: {'holds' if each.holds else 'MISSED'}"
+        print(f"{each.figure:{width}} {each.value:10.4g} {each.unit:6} {beside:40} {goal}".rstrip())
