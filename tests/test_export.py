@@ -475,7 +475,7 @@ def test_an_open_episode_ends_in_a_full_source_and_one_longer_than_the_source_is
     run.store.hello("other", "outbox2", "B", [])
     run.store.stage("B", 0, segment(blind, "long", steps=10, ends=""))
     run.episodes("e0", "e1", "e2", "e3", steps=10)
-    with pytest.raises(Full, match="long is still open: its actor has to go on"):
+    with pytest.raises(Full, match="long is still open: start its actor again"):
         run.episodes("e4", steps=10)
     run.store.stage("B", 1, segment(blind, "long", start=10, steps=40))
     run.store.commit()
