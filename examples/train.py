@@ -18,6 +18,7 @@ from serl_client.client import TrainerClient
 from serl_client.console import Watch, console
 from serl_client.controller import RemotePolicy, Source
 from serl_client.errors import ConfigError, RetakeError
+from serl_client.keys import Key
 from serl_client.runner import run_actor
 from serl_client.status import RECENT, ActorStatus
 
@@ -61,13 +62,14 @@ def run(config: DictConfig) -> int:
 def act(config: DictConfig) -> int:
     """Run an actor until the plan ends."""
     known(config.inference, ("remote", "local"), "place", "inference")
-    name, local = str(config.name), config.inference == "local"
+    key, local = Path(config.key) if config.key else None, config.inference == "local"
+    name = Key.read(key).name if key and config.name == "actor" else str(config.name)
     with factory(config, "task.env")() as env, closing(env.operator or Keyboard()) as keyboard:
         folder = writable(Path(str(config.run_dir)) / "actors" / name)
         with TrainerClient(
             f"tcp://{config.ip}:{config.port}", actor=name, spec=env.spec, outbox=folder / "outbox",
             capacity=int(config.outbox_gb * 1e9), paced=env.clock == "simulated", has_operator=env.has_operator,
-            weights_folder=folder / "weights" if local else None,
+            weights_folder=folder / "weights" if local else None, key=key,
         ) as client:  # fmt: skip
             source = local_source(config, client) if local else client
             controller = RemotePolicy(source, deadline=config.deadline_s, execute=config.execute)

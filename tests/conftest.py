@@ -2,6 +2,9 @@
 
 import os
 import signal
+import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +12,42 @@ from serl_client import Feature, Segment, Spec, Stamp
 
 os.environ["WANDB_MODE"] = "disabled"  # the runs that tests start mirror nothing, unless they ask for it
 
+VIOLATIONS = Path(
+    os.environ.setdefault("RETAKE_VIOLATIONS", f"{tempfile.gettempdir()}/retake-{os.getpid()}.violations")
+)
+WATCH = str(Path(__file__).parent / "watch")
+if WATCH not in sys.path:  # the processes of a parallel run have it from the one that started them
+    os.environ["RETAKE_FOLDERS"] = os.path.realpath(tempfile.gettempdir())
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (WATCH, os.environ.get("PYTHONPATH"))))
+    sys.path.append(WATCH)
+import sitecustomize  # noqa: E402, F401
+
 STATE, ACTION = "observation.state", 2
+
+
+def pytest_sessionfinish(session):
+    if not hasattr(session.config, "workerinput"):
+        VIOLATIONS.unlink(missing_ok=True)
+
+
+def violations():
+    """What watch/sitecustomize.py has written down since the last call, in any process."""
+    found = VIOLATIONS.read_text().splitlines() if VIOLATIONS.exists() else []
+    if found:
+        os.truncate(VIOLATIONS, 0)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_unsafe_was_set_off_by_a_message():
+    yield
+    assert not violations()
+
+
+@pytest.fixture
+def taken_violations():
+    """Those of a test that plants some."""
+    return violations
 
 
 @pytest.fixture

@@ -245,7 +245,7 @@ class Serving:
 
 def bring(serving, dataset, *, waits=False, source="demo"):
     plan = Plan({source: Source(serving.capacities[source], dataset=str(dataset.folder))}, {}, {})
-    import_datasets(plan, serving.run_dir, public=serving.public, local=serving.local, waits=waits)
+    import_datasets(plan, serving.run_dir, local=serving.local, waits=waits)
 
 
 def catalog(run_dir):

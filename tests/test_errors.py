@@ -146,7 +146,10 @@ def fake_spec():
         ("learner=true plan.phases.practise.until=[oparator]", ["practise.until[0]: cannot read 'oparator': write"]),
         ("learner=true max_env_steps=many", ["max_env_steps=many: should be a number, like 20000"]),
         ("learner=true max_env_steps=5", ["plan.sources.online.capacity: should be a whole number >= 100, not 5"]),
-        ("learner=true host=0.0.0.0", ["host=0.0.0.0: the learner listens on loopback only", "ssh -L", "ip=127.0.0.1"]),
+        (
+            "learner=true host=0.0.0.0",
+            ["host=0.0.0.0: without keys the learner listens on loopback only", "tools/keys.py make"],
+        ),
         ("learner=true port=99999", ["cannot listen on 127.0.0.1:99999", "choose port=..."]),
         ("learner=true port=7777 inference_port=7777", ["both 7777: choose another inference_port=..."]),
         ("learner=true run_dir=/proc/nowhere", ["cannot write to /proc/nowhere", "choose another run_dir=..."]),

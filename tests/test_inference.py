@@ -274,13 +274,21 @@ def inference(tmp_path, spec):
         yield make
 
 
+class Asker(Link):
+    """A connection whose Welcome is nothing that is received."""
+
+    def receive(self):
+        message = super().receive()
+        return self.receive() if isinstance(message, m.Welcome) else message
+
+
 @pytest.fixture
 def link():
     """link(address) -> an actor's connection to an inference process."""
     with contextlib.ExitStack() as stack:
 
         def make(address):
-            made = stack.enter_context(Link(address, m.Hello(m.PROTOCOL, "actor", "arm")))
+            made = stack.enter_context(Asker(address, m.Hello(m.PROTOCOL, "actor", "arm")))
             made.receive()  # opens it
             return made
 
@@ -828,7 +836,7 @@ def test_a_wrong_observation_of_one_actor_costs_the_others_nothing(inference, li
         for asker in (one, other):
             answer = receive(asker)
             assert (answer.step, answer.arrays["action"][0, 0]) == (count, count)
-    assert bad.receive() is None
+        until(lambda: isinstance(bad.receive(), m.Failed))
     bad.send(ask(9, reset=True))
     assert receive(bad).step == 9
 
@@ -842,8 +850,11 @@ def test_bytes_that_are_no_question_cost_nobody_anything(inference, link, spec):
         for junk in ([b"hello"], [b""], [b"\x93\x01\x02\x03"] * 3, m.encode(m.Bye()), m.encode(ask())[:1]):
             peer.send_multipart(junk)
         peer.send_multipart(m.encode(ask(3, reset=True)))
-        assert peer.poll(PATIENCE * 1000)
-        assert m.decode(peer.recv_multipart()).step == 3
+        answers = []
+        while not answers or isinstance(answers[-1], m.Failed):
+            assert peer.poll(PATIENCE * 1000)
+            answers.append(m.decode(peer.recv_multipart()))
+        assert (len(answers), answers[-1].step) == (6, 3)
     asker = link(over_there.address)
     asker.send(ask(4, reset=True))
     assert receive(asker).step == 4

@@ -1,6 +1,7 @@
 """The walls of the house: who may import whom, what is unsafe, and what needs no torch."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,24 @@ FORBIDDEN = {  # folder: what it never imports
     "serl_launcher.algorithms": ("serl_launcher.service", "serl_launcher.data", "wandb"),
     "serl_launcher.data": ("serl_launcher.service", "serl_launcher.algorithms", "serl_launcher.policies"),
 }
-UNSAFE = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+UNSAFE = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "joblib", "runpy"}
+CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "numpy.fromfile", "pty.spawn"}
+SAFE_YAML = {"SafeLoader", "yaml.SafeLoader", "CSafeLoader", "yaml.CSafeLoader"}
+IMPORTS = {"import_module", "importlib.import_module", "importlib.util.spec_from_file_location", "pydoc.locate"}
+WIRED = (  # what handles messages of others: it looks up no attribute whose name is no constant
+    "serl_client", "serl_launcher.service.server", "serl_launcher.service.session", "serl_launcher.service.gate",
+    "serl_launcher.service.inference", "serl_launcher.data.store", "serl_launcher.data.index",
+)  # fmt: skip
+NAMED = {  # but for these, whose names are those of our own fields
+    ("serl_client.messages", "getattr(message, name)"), ("serl_client.messages", "getattr(record, name)"),
+    ("serl_client.spec", "getattr(self, bound)"), ("serl_client.spec", "getattr(self, name)"),
+    ("serl_client.episode", "getattr(self, name)"), ("serl_client.episode", "getattr(segment, name)"),
+    ("serl_client.episode", "getattr(s, name)"), ("serl_client.episode", "getattr(first, name)"),
+    ("serl_launcher.data.index", "getattr(thing, name)"),
+    ("serl_launcher.service.inference", "getattr(self.acting, self.acting.graph)"),
+    ("serl_launcher.service.inference",
+     "setattr(self.acting, self.acting.graph, Graphs(getattr(self.acting, self.acting.graph)))"),
+}  # fmt: skip
 
 
 def module(path):
@@ -49,20 +67,110 @@ def test_a_module_imports_only_from_the_rooms_below_it(path):
         assert not above, f"{name} imports {above} from above"
 
 
+def unsafe(name, tree):
+    """What in the module of that name contract.md, section 5, forbids."""
+    yield from (f"imports {found}" for found in imports(tree) if found.split(".")[0] in UNSAFE)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            spelled = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from (f"imports {found}" for found in spelled & (CODE | {"torch.load", "yaml.load", "numpy.load"}))
+        elif isinstance(node, ast.Call) and (reason := _unsafe_call(name, node)):
+            yield f"{node.lineno}: {reason}"
+
+
+def _unsafe_call(name, node):
+    called, text = ast.unparse(node.func).replace("np.", "numpy."), ast.unparse(node)
+    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    given = {*keywords.values(), *(ast.unparse(argument) for argument in node.args)}
+    last = called.rpartition(".")[2]
+    bad = (
+        called in CODE or keywords.get("shell", "False") != "False" or keywords.get("allow_pickle", "False") != "False"
+    )
+    bad |= called == "torch.load" and keywords.get("weights_only") != "True"
+    bad |= called.startswith("yaml.") and (
+        last in ("unsafe_load", "full_load") or (last == "load" and not SAFE_YAML & given)
+    )
+    bad |= called.startswith(("subprocess.getoutput", "subprocess.getstatusoutput", "os.spawn", "os.exec"))
+    if last in ("getattr", "setattr", "attrgetter", "methodcaller") and name.startswith(WIRED):
+        which = node.args[0 if last.endswith(("getter", "caller")) else 1]
+        bad |= not isinstance(which, ast.Constant) and (name, text) not in NAMED
+    if called in IMPORTS:  # f"mujoco.{backend}": what comes before the dot is ours
+        first = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+        bad |= not isinstance(first, ast.Constant) or name.startswith(WIRED)
+    return text if bad else ""
+
+
 @pytest.mark.parametrize("path", FILES, ids=module)
 def test_nothing_unsafe_is_imported_or_called(path):
-    tree = ast.parse(path.read_text())
-    assert not UNSAFE & {name.split(".")[0] for name in imports(tree)}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        called = ast.unparse(node.func)
-        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-        assert called not in ("eval", "exec", "__import__"), f"{module(path)} calls {called}"
-        if called in ("torch.load", "load") and "torch" in called:
-            assert keywords.get("weights_only") == "True"
-        if called.startswith("np.") or called.startswith("numpy."):
-            assert keywords.get("allow_pickle", "False") == "False"
+    assert not list(unsafe(module(path), ast.parse(path.read_text())))
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import pickle", "from pickle import loads", "import dill as d", "import shelve", "import marshal",
+     "from cloudpickle import *", "eval(text)", "exec(text)", "compile(text, '', 'exec')", "__import__(name)",
+     "from os import system", "os.system(text)", "os.popen(text)", "torch.load(path)", "from torch import load",
+     "torch.load(path, weights_only=False)", "np.load(path, allow_pickle=True)", "np.load(path, allow_pickle=flag)",
+     "yaml.load(text)", "yaml.load(text, Loader=yaml.Loader)", "yaml.unsafe_load(text)", "from yaml import load",
+     "subprocess.run(text, shell=True)", "subprocess.Popen(text, shell=flag)", "subprocess.getoutput(text)",
+     "getattr(self, name)(message)", "setattr(self, message.name, 1)", "operator.attrgetter(name)(self)",
+     "importlib.import_module(message.name)", "importlib.import_module('math')", "pydoc.locate(name)"],
+)  # fmt: skip
+def test_each_unsafe_way_is_seen(code):
+    assert list(unsafe("serl_client.messages", ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["torch.load(path, weights_only=True)", "np.load(path)", "yaml.load(text, Loader=yaml.SafeLoader)",
+     "yaml.safe_load(text)", "subprocess.run([a, b])", "getattr(error, 'strerror', None)", "re.compile(text)"],
+)  # fmt: skip
+def test_what_is_safe_is_let_through(code):
+    assert not list(unsafe("serl_client.messages", ast.parse(code)))
+
+
+PLANTED = {
+    "unpickling": "import pickle; pickle.loads(pickle.dumps(zipfile.ZipFile))",
+    "eval": "eval('1 + 1')",
+    "a process": "subprocess.run(['true'])",
+    "a shell": "os.system('true')",
+    "a file elsewhere": "open(sys.argv[1], 'w')",
+    "a folder elsewhere": "os.mkdir(sys.argv[1])",
+    "a database elsewhere": "import sqlite3; sqlite3.connect(sys.argv[1])",
+}
+
+
+@pytest.mark.parametrize("code", PLANTED.values(), ids=PLANTED)
+def test_the_watch_stops_and_records_what_a_message_must_not_set_off(code, taken_violations, tmp_path):
+    program = f"""
+import os, subprocess, sys, zipfile
+from serl_client import messages, wire
+class Frames(list):
+    def __getitem__(self, i):
+        {code}
+wire.unpack(Frames(messages.encode(messages.Bye())))
+"""
+    elsewhere = ROOT / "tests" / f"elsewhere-{os.getpid()}"
+    done = subprocess.run([sys.executable, "-c", program, elsewhere], capture_output=True, text=True)
+    assert not elsewhere.exists()
+    assert len(taken_violations()) == 1, done.stderr
+    assert "Violation" in done.stderr
+
+
+def test_the_watch_lets_a_message_write_where_it_may(taken_violations, tmp_path):
+    program = """
+import sys
+from serl_client import messages, wire
+class Frames(list):
+    def __getitem__(self, i):
+        import colorsys
+        open(sys.argv[1], "w").close()
+        return super().__getitem__(i)
+wire.unpack(Frames(messages.encode(messages.Bye())))
+"""
+    subprocess.run([sys.executable, "-c", program, tmp_path / "here"], check=True)
+    assert (tmp_path / "here").exists()
+    assert not taken_violations()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The outbox: what was taken is there after a kill, and what was acknowledged is gone."""
 
+import errno
 import os
 import resource
 import shutil
@@ -7,10 +8,13 @@ import subprocess
 import sys
 
 import pytest
+from serl_client import Outcome, messages, wire
 from serl_client import outbox as module
-from serl_client import wire
+from serl_client.episode import Lost
 from serl_client.errors import ConfigError
 from serl_client.outbox import Outbox
+
+from tools.faults import shim
 
 MIB = 1 << 20
 EPOCH = "e" * 32
@@ -89,6 +93,26 @@ def test_files_are_rotated_and_unlinked_with_their_last_acknowledged_record(open
     assert content(outbox) == [40, 41, 42]
 
 
+def test_a_file_that_is_written_again_holds_nothing_of_what_it_held(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FILE_BYTES", 1000)
+    outbox = opened()
+    for begin in range(0, 60, 20):  # records of one size: each begins where an old one began
+        fill(outbox, 20, start=begin)
+        outbox.acknowledge(EPOCH, begin + 19)
+    fill(outbox, 1, start=60)
+    spares = sorted(outbox.folder.glob("*.spare"))
+    assert 0 < len(spares) <= module.SPARE_FILES
+    assert content(outbox) == [59, 60]
+    shutil.copytree(outbox.folder, tmp_path / "killed")
+    newest = sorted(outbox.folder.glob("*.records"))[-1]
+    assert newest.stat().st_size > 2 * sum(len(part) for part in record(60))
+    killed = opened(tmp_path / "killed")
+    assert content(killed)[-2:] == [59, 60]
+    assert list(killed.folder.glob("*.spare")) == []
+    fill(outbox, 20, epoch="f" * 32)  # no record of another epoch could be told from an old one
+    assert list(outbox.folder.glob("*.spare")) == []
+
+
 def test_pending_counts_records_and_bytes_that_are_not_acknowledged(opened):
     outbox = opened()
     fill(outbox, 10)
@@ -117,19 +141,118 @@ def test_a_write_that_was_torn_at_any_byte_is_dropped_and_nothing_else(opened, t
         again.close()
 
 
-def test_what_follows_a_damaged_record_is_dropped_with_it(opened, tmp_path, monkeypatch):
+def episode(make_segment, name, ends="terminated"):
+    """Three segments, and the outcome before the last one."""
+    return [
+        make_segment(name, 1, 0, 2), make_segment(name, 1, 2, 2), Outcome(name, True),
+        make_segment(name, 1, 4, 2, ends=ends),
+    ]  # fmt: skip
+
+
+def spool(outbox, records, start=0):
+    for seq, record in enumerate(records, start):
+        assert outbox.append(EPOCH, seq, messages.seal(seq, record))
+
+
+def damage(outbox, seq, byte=-1):
+    """Flip a bit of one record on the disk."""
+    file = next(file for file in outbox._files if file.first <= seq < file.end)
+    at = (file.size_below(seq) if byte >= 0 else file.ends[seq - file.first]) + byte
+    data = bytearray(file.path.read_bytes())
+    data[at] ^= 4
+    file.path.write_bytes(data)
+
+
+def sent(outbox, epoch=EPOCH):
+    """{seq: record} of what is sent of an epoch: "lost" where a record is."""
+    found, (seq, end) = {}, outbox.epochs.get(epoch, (0, 0))
+    while seq < end:
+        seq, data = outbox.read(epoch, seq, MIB)
+        found |= {number: "lost" if isinstance(each, Lost) else each for number, each in messages.unseal(data)}
+    return found
+
+
+def lost(outbox):
+    return [seq for seq, record in sent(outbox).items() if record == "lost"]
+
+
+@pytest.mark.parametrize("byte", [0, 6, 9, 17, 25, 40, -1])
+def test_in_place_of_a_damaged_record_it_is_said_that_it_is_lost_and_the_rest_is_sent(
+    opened, make_segment, monkeypatch, byte
+):
     monkeypatch.setattr(module, "FILE_BYTES", 500)
     outbox = opened()
-    fill(outbox, 20)
+    spool(outbox, [record for name in "abc" for record in episode(make_segment, name)])
+    damage(outbox, 4, byte)  # the first of episode b
     outbox.close()
-    files = sorted(outbox.folder.glob("*.records"))
-    data = bytearray(files[1].read_bytes())
-    data[-1] ^= 1
-    files[1].write_bytes(data)
+    files = {path.name: path.read_bytes() for path in outbox.folder.glob("*.records")}
+    assert len(files) > 3
+    for _ in range(2):
+        again = opened()
+        assert list(sent(again)) == list(range(12))
+        assert lost(again) == [4, 5, 7]  # its outcome goes
+        again.close()
+    assert {path.name: path.read_bytes() for path in outbox.folder.glob("*.records")} == files
     again = opened()
-    seqs = content(again)
-    assert seqs == list(range(int(files[2].stem.split("-")[2]) - 1))
-    assert sorted(again.folder.glob("*.records")) == files[:2]
+    for seq in range(13):  # whenever it is killed: what was lost stays lost
+        again.acknowledge(EPOCH, seq)
+        again.close()
+        again = opened()
+        assert lost(again) == [seq for seq in (4, 5, 7) if seq in sent(again)]
+    again.acknowledge(EPOCH, 12)
+    kept = sorted(outbox.folder.glob("*.damaged"))
+    assert kept
+    assert all(files[f"{path.stem}.records"] == path.read_bytes() for path in kept)
+    assert list(outbox.folder.glob("*.records")) == []
+
+
+def test_a_record_that_is_damaged_after_it_was_written_is_found_when_the_learner_refuses_it(
+    opened, make_segment, monkeypatch
+):
+    monkeypatch.setattr(module, "FILE_BYTES", 1000)
+    outbox = opened()
+    spool(outbox, episode(make_segment, "a") + episode(make_segment, "b")[:2])
+    damage(outbox, 5)
+    with pytest.raises(wire.MessageError, match="damaged"):
+        sent(outbox)
+    outbox.doubt(EPOCH, 6)
+    assert lost(outbox) == [5]
+    spool(outbox, episode(make_segment, "b")[2:] + episode(make_segment, "c"), start=6)  # b was not over
+    assert lost(outbox) == [5, 7]
+    outbox.acknowledge(EPOCH, 8)
+    assert list(sent(outbox)) == [8, 9, 10, 11]
+    outbox.acknowledge(EPOCH, 12)
+    assert outbox.pending == (0, 0)
+    assert list(outbox.folder.glob("*.records")) == []
+    assert list(outbox.folder.glob("*.damaged"))
+
+
+def test_a_file_that_holds_a_lost_record_stays_until_its_episode_is_over(opened, make_segment, monkeypatch):
+    monkeypatch.setattr(module, "FILE_BYTES", 1)
+    outbox = opened()
+    spool(outbox, episode(make_segment, "a")[:2])
+    damage(outbox, 0)
+    outbox.doubt(EPOCH, 2)
+    assert lost(outbox) == [0, 1]
+    outbox.acknowledge(EPOCH, 2)
+    assert outbox.epochs == {EPOCH: (2, 2)}
+    spool(outbox, episode(make_segment, "a")[2:], start=2)
+    outbox.close()
+    again = opened()  # it was killed: only the file on the disk tells that the rest of the episode has no beginning
+    assert lost(again) == [0, 1, 3]
+    again.acknowledge(EPOCH, 2)
+    assert {seq: record == "lost" for seq, record in sent(again).items()} == {2: False, 3: True}
+    again.acknowledge(EPOCH, 4)
+    assert (again.epochs, len(list(outbox.folder.glob("*.damaged")))) == ({}, 3)
+
+
+def test_a_file_that_is_missing_is_lost_and_the_rest_is_sent(opened, make_segment, monkeypatch):
+    monkeypatch.setattr(module, "FILE_BYTES", 1)
+    outbox = opened()
+    spool(outbox, episode(make_segment, "a") + episode(make_segment, "b"))
+    outbox.close()
+    sorted(outbox.folder.glob("*.records"))[1].unlink()
+    assert lost(opened()) == [1, 3]
 
 
 def test_a_number_that_does_not_follow_is_no_record_of_this_epoch(opened):
@@ -192,15 +315,15 @@ def test_a_disk_that_cannot_even_truncate_gets_a_new_file(opened, monkeypatch):
     outbox = opened()
     fill(outbox, 2)
 
-    def half_written(descriptor, parts):
-        os.write(descriptor, b"".join(bytes(part) for part in parts)[:50])
+    def half_written(descriptor, parts, offset):
+        os.pwrite(descriptor, b"".join(bytes(part) for part in parts)[:50], offset)
         raise OSError(5, "Input/output error")
 
     def fail(*_):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as broken:
-        broken.setattr(module.os, "writev", half_written)
+        broken.setattr(module.os, "pwritev", half_written)
         broken.setattr(module.os, "ftruncate", fail)
         assert not outbox.append(EPOCH, 2, record(2))
         assert not outbox.append(EPOCH, 2, record(2))

@@ -1,5 +1,6 @@
 """The actor's loop: what it records, when it ends an episode, and whom it obeys."""
 
+import gc
 import os
 import signal
 import threading
@@ -133,6 +134,15 @@ def run(env, client, controller=None, *, episodes=2, **options):
     controller = controller or RandomPolicy(env.spec, 0)
     run_actor(env, controller, client, seed=options.pop("seed", 0), on_episode=on_episode, **options)
     return reports
+
+
+def test_the_collector_leaves_aside_what_was_there_before_the_loop_and_only_during_it(spec):
+    env, client = TinyEnv(spec), FakeClient(spec)
+    frozen = []
+    client.script[1] = lambda: frozen.append(gc.get_freeze_count())
+    run(env, client)
+    assert frozen[0] > 1000
+    assert gc.get_freeze_count() == 0
 
 
 def test_segments_tile_each_episode_exactly(spec):

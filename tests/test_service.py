@@ -468,11 +468,25 @@ def test_the_first_of_two_clients_does_not_push_the_second_out_when_its_link_com
         welcomed(first)
         first.close()  # its link is cut; the robot PC is replaced
         welcomed(second)
+        second.call(m.Status(), 5.0)
         with pytest.raises(Refused, match="another client named arm has connected"):
             first.hello(5.0)
         push_raw(second, "b" * 32)
         assert second.call(m.Status(), 5.0).report["refused"] == 1
         assert second.connected
+
+
+def test_the_hello_of_a_dead_life_that_comes_late_stops_and_closes_nothing(server, spec, make_segment):
+    living, ghost = raw_actor(server, spec, "b" * 32), raw_actor(server, spec, "a" * 32)
+    with living, ghost:
+        welcomed(living)
+        server.direct()
+        push_raw(living, "b" * 32, (0, make_segment("e0")))
+        wait_until(lambda: acks(living, 0.1) == [(1, False)])
+        welcomed(ghost)  # the network held it up; its process, which was killed before, says nothing more
+        push_raw(living, "b" * 32, (1, make_segment("e0", start=4, ends="terminated")))
+        wait_until(lambda: acks(living, 0.1) == [(2, False)])
+        assert server.episodes()["e0"]["terminated"]
 
 
 def test_numbers_that_no_actor_gives_are_refused_and_the_server_goes_on(server, spec, make_segment):

@@ -2,6 +2,13 @@
 """Measurements that print what they compare with; each has more to say: tools/bench.py control --help
 
 control      what pushing records and asking for actions costs a control loop
+wire         how long one observation and its answer take, beside a plain TCP exchange and the peers
+ingest       how fast records come in over the wire, and until they are durable
+replay       how fast pairs of observations are drawn, beside a copy of the same bytes and lerobot's buffer
+durable      how fast groups become durable, beside plain writes and syncs; how late acknowledgements come
+swarm        many clients at once: their rates, how late acknowledgements come, and what it costs
+restart      how soon a learner that was killed takes new records
+weights      how fast weights reach several receivers
 pi0-infer    how fast PI0 answers, beside what the machine allows and beside other ways to run it
 pi0-train    how fast PI0 is trained, beside what the machine allows
 """
@@ -10,7 +17,18 @@ import argparse
 import importlib
 import sys
 
-BENCHES = {"control": "control", "pi0-infer": "pi0_infer", "pi0-train": "pi0_train"}  # their files in benches/
+BENCHES = {  # their files in benches/
+    "control": "control",
+    "wire": "wire",
+    "ingest": "ingest",
+    "replay": "replay",
+    "durable": "durable",
+    "swarm": "swarm",
+    "restart": "restart",
+    "weights": "weights",
+    "pi0-infer": "pi0_infer",
+    "pi0-train": "pi0_train",
+}
 
 
 def main() -> None:

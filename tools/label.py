@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """Says after the fact how an episode ended: the latest word of an operator counts, and all are kept.
 
-tools/label.py --run-dir RUN EPISODE success|failure|discard [--ip ADDRESS] [--port PORT]
+tools/label.py --run-dir RUN EPISODE success|failure|discard [--ip ADDRESS] [--port PORT] [--key FILE]
 
 The learner must be running. EPISODE is the name that the actor's console shows. The verdict is a record like those of
-an actor: it lies in RUN/actors/operator until the learner has acknowledged it, which is when this program ends.
+an actor: it lies in RUN/actors/operator until the learner has acknowledged it, which is when this program ends. A
+learner with keys takes it with one of the role operator.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 from serl_client.client import TrainerClient
 from serl_client.episode import Outcome
 from serl_client.errors import ConfigError, Refused, RetakeError, Timeout
+from serl_client.keys import Key, known_as
 from serl_client.link import Link
 from serl_client.messages import PROTOCOL, Bye, Hello
 from serl_client.runner import VERDICTS
@@ -33,11 +35,13 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--ip", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=5588)
+    parser.add_argument("--key", type=Path, help="your key file, for a learner with keys")
     options = parser.parse_args()
     outcome = Outcome(options.episode, VERDICTS[options.verdict], options.verdict == "discard", by=NAME)
     try:
         look_up(options.run_dir, options.episode)
-        label(f"tcp://{options.ip}:{options.port}", options.run_dir / "actors" / NAME / "outbox", outcome)
+        outbox = options.run_dir / "actors" / NAME / "outbox"
+        label(f"tcp://{options.ip}:{options.port}", outbox, outcome, key=options.key)
     except (RetakeError, OSError, sqlite3.Error) as error:
         sys.exit(f"error: {error}")
     print(f"{options.episode}: {options.verdict}")
@@ -50,14 +54,16 @@ def look_up(run_dir: Path, episode: str) -> None:
         raise ConfigError(f"there is no episode {episode!r} in {run_dir}; the actor's console shows their names")
 
 
-def label(address: str, outbox: Path, outcome: Outcome) -> None:
+def label(address: str, outbox: Path, outcome: Outcome, key: Path | None = None) -> None:
     """Deliver an outcome; returns when it is durable. Raises TrainerError when that cannot be, or not in time."""
-    with Link(address, Hello(PROTOCOL, "viewer", NAME)) as link:
+    opened = Key.read(key) if key else None
+    name = known_as(opened, NAME)
+    with Link(address, Hello(PROTOCOL, "viewer", name), opened) as link:
         spec = link.hello(PATIENCE).spec
         link.send(Bye())
     if spec is None:
         raise Refused("no actor has come to this run yet: there is no episode")
-    with TrainerClient(address, actor=NAME, spec=Spec.from_dict(spec), outbox=outbox) as client:
+    with TrainerClient(address, actor=name, spec=Spec.from_dict(spec), outbox=outbox, key=key) as client:
         client.push(outcome)
         if not client.drain(PATIENCE):
             raise Timeout(f"the learner did not acknowledge it: it lies in {outbox}, and goes with the next label")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Who is connected to a learner, what lags and what is missing; also when the learner is down.
 
-tools/status.py [--ip ADDRESS] [--port PORT] [--run-dir RUN] [--json]
+tools/status.py [--ip ADDRESS] [--port PORT] [--key FILE] [--run-dir RUN] [--json]
 """
 
 import argparse
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from serl_client import messages as m
-from serl_client.errors import TrainerError
+from serl_client.errors import ConfigError, TrainerError
+from serl_client.keys import Key, known_as
 from serl_client.link import Link
 
 SILENT_S = 5.0
@@ -24,15 +25,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ip", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=5588)
+    parser.add_argument("--key", type=Path, help="your key file, for a learner with keys; any role will do")
     parser.add_argument("--run-dir", type=Path, help="what to say of a learner that does not answer")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     address = f"tcp://{options.ip}:{options.port}"
     try:
-        with Link(address, m.Hello(m.PROTOCOL, "viewer", "status")) as link:
+        key = Key.read(options.key) if options.key else None
+        with Link(address, m.Hello(m.PROTOCOL, "viewer", known_as(key, "status")), key) as link:
             report: Any = link.call(m.Status(), timeout=3.0)
             link.send(m.Bye())
             time.sleep(0.05)
+    except ConfigError as error:
+        sys.exit(str(error))
     except TrainerError as error:
         sys.exit(f"{error}\n{lying(options.run_dir) if options.run_dir else ''}".strip())
     print(json.dumps(report.report, indent=2) if options.json else "\n".join(lines(report.report)))
@@ -46,7 +51,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         f"store      {'DEGRADED: ' + report['degraded'] if report['degraded'] else 'durable'}",
         f"phase      {directive.get('phase', '-')} ({directive.get('mode', '-')})",
         f"weights    version {weights.get('version', 0)} {weights.get('sha256', '')[:12]}",
-        f"refused    {report['refused']} messages",
+        f"refused    {refusals(report)}; {report['connections']} connections",
     ]
     for name, source in report["sources"].items():
         held = source["head"] - source["tail"]
@@ -56,6 +61,12 @@ def lines(report: dict[str, Any]) -> list[str]:
         said.append(f"{client['role']:10} {client['actor']}: seen {client['seen_s']} s ago{rest}")
     said += [f"waits      {text}" for text in report["full"]]
     return said + [f"lags       {text}" for text in lags(report)] + [f"missing    {text}" for text in missing(report)]
+
+
+def refusals(report: dict[str, Any]) -> str:
+    """How often what was refused, the most frequent reason first."""
+    counts = sorted(report["refusals"].items(), key=lambda item: -item[1])
+    return ", ".join(f"{count}x {reason}" for reason, count in counts) or "nothing"
 
 
 def shown(value: Any) -> str:

@@ -37,9 +37,11 @@ def show(folder: Path, index: Index) -> int:
     print(f"run {index.meta('run')}")
     for source in index.sources().values():
         print(f"source {source.name}: steps [{source.tail:,}, {source.head:,}) of {source.capacity:,}")
+    lost = index.lost_counts()
     for epoch in index.epochs().values():
         state = "closed" if epoch.closed else f"next record {epoch.expected}"
-        print(f"actor {epoch.actor}, epoch {epoch.epoch[:8]}: {state}")
+        damage = f", {lost[epoch.epoch]} records lost on its disk" if epoch.epoch in lost else ""
+        print(f"actor {epoch.actor}, epoch {epoch.epoch[:8]}: {state}{damage}")
     return 0
 
 

@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from serl_client.errors import ConfigError
 from serl_client.spec import Array, Spec
 
 from serl_launcher.data import layout
@@ -17,9 +19,18 @@ class SourceFiles:
     """The open files of one source."""
 
     def __init__(self, folder: Path, files: Layout) -> None:
+        """Raises ConfigError when a file is not there, or not of the size that it was made with."""
         self.layout = files
+        for name, size in (("rows", files.rows_bytes), ("steps", files.steps_bytes), ("published", 16)):
+            found = (folder / name).stat().st_size if (folder / name).exists() else None
+            if found != size:
+                raise ConfigError(
+                    f"{folder / name} should have {size} bytes, not {found}: it was damaged; take a copy of the run's "
+                    "folder, or begin another run_dir"
+                )
         self._fds = {name: os.open(folder / name, os.O_RDWR) for name in ("rows", "steps")}
         self._published = layout.published(folder, writable=True)
+        self._syncing, self._syncs = ThreadPoolExecutor(len(self._fds), f"sync {folder.name}"), list[Future[None]]()
 
     def write(self, name: str, offset: int, slots: int, start: int, arrays: list[Array]) -> None:
         """Write [n, ...] arrays one after the other into the ring of `slots` items at `offset`, from number `start`."""
@@ -27,15 +38,30 @@ class SourceFiles:
         for slot, pieces in _runs(start, slots, arrays):
             _write_all(self._fds[name], offset + slot * itemsize, pieces)
 
+    def begin_sync(self, name: str) -> None:
+        """Begin to sync a file beside what goes on here."""
+        self._syncs.append(self._syncing.submit(os.fdatasync, self._fds[name]))
+
     def sync(self) -> None:
-        for fd in self._fds.values():
-            os.fdatasync(fd)
+        """Wait until what has begun is done; without any, sync all. Raises OSError."""
+        if not self._syncs:
+            for name in self._fds:
+                self.begin_sync(name)
+        syncs, self._syncs = self._syncs, []
+        for sync in syncs:
+            sync.result()
+
+    @property
+    def published(self) -> int:
+        """The head that readers see: what was committed once."""
+        return int(self._published[1])
 
     def publish(self, tail: int, head: int) -> None:
         self._published[0] = tail  # first: a reader that sees the new head must not see an older tail
         self._published[1] = head
 
     def close(self) -> None:
+        self._syncing.shutdown()
         for fd in self._fds.values():
             os.close(fd)
 
@@ -80,6 +106,14 @@ def _write_all(fd: int, offset: int, pieces: list[memoryview]) -> None:
             written -= len(pieces.pop(0))
         if written:
             pieces[0] = pieces[0][written:]
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are not there, so that they survive a power cut."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

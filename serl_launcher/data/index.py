@@ -8,7 +8,8 @@ import dataclasses
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,12 @@ CREATE TABLE weights (version INTEGER PRIMARY KEY AUTOINCREMENT, sha256 TEXT, si
 CREATE INDEX weights_by_sha256 ON weights (sha256);
 CREATE TABLE commands (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT, argument TEXT, actor TEXT, at REAL);
 """
-LATER = "CREATE TABLE IF NOT EXISTS archived (number INTEGER PRIMARY KEY)"  # of episodes; older stores lack it
+LATER = """
+CREATE TABLE IF NOT EXISTS archived (number INTEGER PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS lost (epoch TEXT, seq INTEGER, reason TEXT, at REAL, PRIMARY KEY (epoch, seq));
+"""  # older stores lack them
+KINDS = {"INTEGER": (int,), "TEXT": (str,), "REAL": (float, int)}
+DISK = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN}
 
 
 @dataclass
@@ -99,8 +105,22 @@ class Index:
     """The database of one store. Every method that writes is part of a transaction that `commit` ends."""
 
     def __init__(self, path: Path) -> None:
+        """Open the index, or make it. Raises ConfigError for one that is damaged (its structure and the type of every
+        value are looked at; it has no checksums, so a number that became another one is not seen), and sqlite3.Error
+        when the disk fails."""
         new = not path.exists()
+        if not new and path.stat().st_size == 0:
+            raise _damaged(path, "it is empty")
+        self._path = path
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            with _clear(path):
+                self._begin(new)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _begin(self, new: bool) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")
         if new:
@@ -108,8 +128,34 @@ class Index:
             self.set_meta("format", FORMAT)
             self.commit()
         if self.meta("format") != FORMAT:
-            raise ConfigError(f"{path} has the format {self.meta('format')}, this version reads {FORMAT}")
-        self._db.execute(LATER)
+            raise ConfigError(f"{self._path} has the format {self.meta('format')}, this version reads {FORMAT}")
+        self._db.executescript(LATER)
+        if not new:
+            self._check()
+
+    def _check(self) -> None:
+        """Raise ValueError when something here cannot have been written by this class."""
+        (report,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if report != "ok":
+            raise ValueError(report)
+        pattern = sqlite3.connect(":memory:")
+        pattern.executescript(f"{SCHEMA} {LATER};")
+        for (table,) in pattern.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"
+        ):
+            columns = [(name, kind) for _, name, kind, *_ in pattern.execute(f"PRAGMA table_info({table})")]
+            names = ", ".join(name for name, _ in columns)
+            allowed = [(*KINDS[kind], type(None)) if name == "success" else KINDS[kind] for name, kind in columns]
+            for row in self._db.execute(f"SELECT {names} FROM {table}"):
+                if not all(type(value) in kinds for value, kinds in zip(row, allowed, strict=True)):
+                    raise ValueError(f"a row of {table}: {row!r:.200}")
+        pattern.close()
+        for name, source in self.sources().items():
+            steps, rows = source.head - source.tail, source.row_head - source.row_tail
+            if min(source.tail, source.row_tail, steps, rows) < 0 or steps > source.capacity:
+                raise ValueError(f"source {name}: {source}")
+        if not all(isinstance(body, dict) for body in self.directives().values()):
+            raise ValueError("a directive is a mapping")
 
     def commit(self) -> None:
         """Make everything since the last commit durable at once."""
@@ -118,10 +164,11 @@ class Index:
 
     def probe(self) -> None:
         """Write what the log holds into the database anew, and sync it: what a failed sync left behind is either
-        durable then, or this raises sqlite3.Error or OSError."""
-        self.set_meta("probed", self.meta("probed") is None)
-        self.commit()
-        busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        durable then, or this raises sqlite3.Error or OSError; ConfigError when it turns out to be damaged."""
+        with _clear(self._path):
+            self.set_meta("probed", self.meta("probed") is None)
+            self.commit()
+            busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         if busy:
             raise OSError("the index is being read by another program: close it")
 
@@ -226,6 +273,15 @@ class Index:
             row = (epoch, seq, outcome.episode, outcome.success, outcome.discard, outcome.by, time.time())
             self._write("INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?)", row)
 
+    def add_lost(self, records: Iterable[tuple[str, int, str]]) -> None:
+        """Records (epoch, seq, reason) that their actor could not send."""
+        for epoch, seq, reason in records:
+            self._write("INSERT INTO lost VALUES (?, ?, ?, ?)", (epoch, seq, reason, time.time()))
+
+    def lost_counts(self) -> dict[str, int]:
+        """How many records of an epoch are lost, where any is."""
+        return dict(self._db.execute("SELECT epoch, count(*) FROM lost GROUP BY epoch").fetchall())
+
     def outcomes(self, episode: str) -> list[Outcome]:
         """All outcomes of an episode, in the order of their arrival."""
         sql = "SELECT episode, success, discard, judge FROM outcomes WHERE episode = ? ORDER BY rowid"
@@ -266,3 +322,20 @@ class Index:
             "SELECT number, name, argument FROM commands WHERE number > ? ORDER BY number LIMIT 100", (since,)
         )
         return [list(row) for row in rows]
+
+
+@contextmanager
+def _clear(path: Path) -> Iterator[None]:
+    """What damage to the index raises becomes a ConfigError; what a failing disk raises goes on."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in DISK:
+            raise
+        raise _damaged(path, str(error)) from None
+    except (ValueError, TypeError, MemoryError, OverflowError) as error:
+        raise _damaged(path, str(error)) from None
+
+
+def _damaged(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{path} is damaged ({reason}): take a copy of the run's folder, or begin another run_dir")

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serl_client.episode import MAX_NAME, Outcome, Record, Segment
+from serl_client.episode import MAX_NAME, Entry, Lost, Outcome, Segment
 from serl_client.errors import ConfigError, Refused
 from serl_client.spec import Array, Spec
 
 from serl_launcher.data import layout
-from serl_launcher.data.files import SourceFiles, allocate, sync_folder
+from serl_launcher.data.files import SourceFiles, allocate, make_folder, sync_folder
 from serl_launcher.data.index import Episode, Epoch, Index, Source
 from serl_launcher.data.layout import Layout
 
@@ -84,6 +84,13 @@ class Store:
         self._kept = {name: self._first_kept(name) for name in self.archived}
         self.released = False  # since somebody last set it so: whether what was Full may find room now
         self._clear()
+        for name, source in self.sources.items():
+            if (head := self._files[name].published) > source.head:
+                self.close()
+                raise ConfigError(
+                    f"the index of {folder} knows {source.head} steps of {name}, and {head} were published: one of "
+                    "both was damaged; take a copy of the run's folder, or begin another run_dir"
+                )
         self._publish()
 
     @classmethod
@@ -126,8 +133,7 @@ class Store:
 
     # -- connections
     def hello(self, actor: str, outbox: str, epoch: str, earlier: Iterable[tuple[str, int]]) -> None:
-        """Make this epoch and the `earlier` ones (epoch, last seq) known, durably, and close what is over:
-        epochs of this actor's outbox that it holds nothing of any more."""
+        """Make this epoch and the `earlier` ones (epoch, last seq), which its outbox still holds, known, durably."""
         alive = {epoch, *(name for name, _ in earlier)}
         if strangers := [name for name in alive if name in self.epochs and self.epochs[name].outbox != outbox]:
             raise Refused(f"epoch {strangers[0]} belongs to another actor's outbox")
@@ -135,9 +141,18 @@ class Store:
             if name not in self.epochs:
                 self.epochs[name] = Epoch(name, len(self.epochs), actor, outbox)
             self._changed_epochs[name] = self.epochs[name]
+        self.commit()
+
+    def close_before(self, epoch: str, held: Collection[str]) -> None:
+        """Close, durably, what is over: epochs of this one's outbox before it of which that holds nothing any more.
+
+        Only a client that lives may ask this. The Hello of one that was killed can come after that of its next life,
+        which would then be closed, and its records never taken.
+        """
+        now = self.epochs[epoch]
         for state in list(self.epochs.values()):
-            mine = (state.outbox, state.actor) == (outbox, actor) and state.position < self.epochs[epoch].position
-            if mine and state.epoch not in alive and not state.closed:
+            mine = (state.outbox, state.actor) == (now.outbox, now.actor) and state.position < now.position
+            if mine and state.epoch not in held and not state.closed:
                 self.close_epoch(state.epoch)
         self.commit()
 
@@ -160,7 +175,7 @@ class Store:
         return self.epochs[epoch].expected
 
     # -- records
-    def stage(self, epoch: str, seq: int, record: Record) -> bool:
+    def stage(self, epoch: str, seq: int, record: Entry) -> bool:
         """Take a record into the current group; False when it is there already. Not durable before commit().
 
         Raises Gap when an earlier record is missing, Refused (and stages nothing) when the record is wrong, and Full
@@ -173,6 +188,8 @@ class Store:
             raise Gap(state.expected)
         if isinstance(record, Segment):
             self._stage_segment(state, record)
+        elif isinstance(record, Lost):
+            self._stage_lost(state, seq, record)
         else:
             self._stage_outcome(state, seq, record)
         state.expected += 1
@@ -246,6 +263,13 @@ class Store:
             self._kept[source.name] = (episode.first, episode.first_row, episode.id)
         return episode
 
+    def _stage_lost(self, state: Epoch, seq: int, lost: Lost) -> None:
+        """What an actor cannot send any more may have been a part of its open episode."""
+        log.warning("record %d of %s is lost (%s)", seq, state.actor, lost.lost[:MAX_NAME])
+        self._staged_lost.append((state.epoch, seq, lost.lost[:MAX_NAME]))
+        if episode := self._open.pop(state.epoch, None):
+            self._seal_cut(episode)
+
     def _stage_outcome(self, state: Epoch, seq: int, outcome: Outcome) -> None:
         """An outcome may come before its episode's first segment, or long after its last."""
         if len(outcome.episode) > MAX_NAME or len(outcome.by) > MAX_NAME:
@@ -276,6 +300,11 @@ class Store:
     def _find(self, id: str) -> Episode | None:
         still_open = (episode for episode in self._open.values() if episode.id == id)
         return self._changed_episodes.get(id) or next(still_open, None) or self.index.episode(id)
+
+    def actor_of(self, id: str) -> str | None:
+        """Whose episode this is; None: nobody's yet."""
+        episode = self._find(id)
+        return episode.actor if episode else None
 
     # -- the archive
     def archive(self, episodes: Iterable[int]) -> None:
@@ -341,13 +370,14 @@ class Store:
         self.index.put_epochs(self._changed_epochs.values())
         self.index.put_episodes(self._changed_episodes.values())
         self.index.add_outcomes(self._staged_outcomes)
+        self.index.add_lost(self._staged_lost)
         self.index.commit()
         self._clear()
         self._publish()
 
     def _clear(self) -> None:
         self._staged = {name: _Group() for name in self.sources}
-        self._staged_bytes, self._staged_outcomes = 0, []
+        self._staged_bytes, self._staged_outcomes, self._staged_lost = 0, [], []
         self._changed_epochs, self._changed_episodes = {}, {}
 
     def _make_room(self, source: Source, group: _Group) -> None:
@@ -372,18 +402,23 @@ class Store:
         self._publish()
 
     def _write(self, source: Source, group: _Group) -> None:
-        """Write the group's rows and steps behind the head, and move the head (in memory)."""
+        """Write the group's rows and steps behind the head, and move the head (in memory).
+
+        The rows are on their way to the disk while the steps are made of them.
+        """
         files = self._files[source.name]
+        for name, offset in files.layout.blocks.items():
+            arrays = [segment.observation[name] for segment, _ in group.segments]
+            files.write("rows", offset, files.layout.rows, source.row_head, arrays)
+        files.begin_sync("rows")
         records = np.zeros(group.steps, files.layout.step)
         step, row, begin = source.head, source.row_head, 0
         for segment, episode in group.segments:
             part = records[begin : begin + len(segment)]
             _fill(part, segment, episode, step, row, sorted(self.spec.extras))
             step, row, begin = step + len(segment), row + len(segment) + segment.ends, begin + len(segment)
-        for name, offset in files.layout.blocks.items():
-            arrays = [segment.observation[name] for segment, _ in group.segments]
-            files.write("rows", offset, files.layout.rows, source.row_head, arrays)
         files.write("steps", 0, files.layout.capacity, source.head, [records])
+        files.begin_sync("steps")
         source.head, source.row_head = step, row
 
     def _publish(self) -> None:
@@ -435,7 +470,7 @@ class Store:
 
 def _found(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
     """Make a new store; the index comes last, by rename, so that a store is whole or not there."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     allocate(folder, spec, capacities)
     making = folder / "index.making"
     making.unlink(missing_ok=True)
@@ -471,7 +506,4 @@ def _fill(part: Array, segment: Segment, episode: Episode, step: int, row: int, 
     if segment.ends:
         part["final_row"][-1] = row + count
         part["flags"][-1] |= segment.terminated * layout.TERMINATED + segment.truncated * layout.TRUNCATED
-    columns = [array for _, array in sorted(segment.observation.items())]
-    for i in range(count):
-        seen = range(i, i + 2) if segment.ends and i == count - 1 else (i,)
-        part["checksum"][i] = layout.checksum(part[i], (array[j] for j in seen for array in columns))
+    part["checksum"] = layout.checksums(part, [array for _, array in sorted(segment.observation.items())])

@@ -45,7 +45,7 @@ def opened(plan: Plan) -> dict[str, Dataset]:
     return found
 
 
-def import_datasets(plan: Plan, run_dir: Path, *, public: str, local: str, waits: bool) -> None:
+def import_datasets(plan: Plan, run_dir: Path, *, local: str, waits: bool) -> None:
     """Bring every dataset of the plan into the run's store, and return when all of it is durable.
 
     `waits`: a store that is not there yet is made for the first actor's Spec; else for that of the first dataset.
@@ -61,7 +61,7 @@ def import_datasets(plan: Plan, run_dir: Path, *, public: str, local: str, waits
                     "a dataset of this robot, or another task or run_dir"
                 )
         for name, dataset in datasets.items():
-            _Import(link, name, dataset, spec, public, run_dir / "actors" / f"dataset-{name}").run()
+            _Import(link, name, dataset, spec, local, run_dir / "actors" / f"dataset-{name}").run()
 
 
 @dataclass(frozen=True, slots=True)

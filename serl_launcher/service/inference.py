@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,17 @@ import safetensors.torch
 import torch
 import zmq
 from serl_client import messages as m
-from serl_client import wire
 from serl_client.client import TrainerClient
-from serl_client.errors import ConfigError, MessageError
+from serl_client.errors import ConfigError, MessageError, RetakeError
+from serl_client.link import received
 from serl_client.network import Answer
 from serl_client.spec import Array, Spec
 from torch import Tensor
 
 from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.service.gate import Gate
 from serl_launcher.service.graphs import Graphs
+from serl_launcher.service.session import Holder, check_hello, check_role, send
 from serl_launcher.service.weights import path
 from serl_launcher.types import Carry
 
@@ -83,7 +85,10 @@ class PolicyHost:
     def read(self, file: Path) -> dict[str, Tensor]:
         """Published weights, in memory; `answer` may run meanwhile. Raises FileNotFoundError, and ConfigError when they
         are not of this algorithm and policy."""
-        tensors = safetensors.torch.load_file(file)
+        try:
+            tensors = safetensors.torch.load_file(file)
+        except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"the weights {file.name} are damaged ({error}): the next ones will do") from None
         layout = {name: tensor.shape for name, tensor in tensors.items()}
         if layout != self._layout:
             name = min(name for name, _ in layout.items() ^ self._layout.items())
@@ -272,23 +277,17 @@ class InferenceServer:
     within the last second is in it, or when its first question has waited for `window` seconds.
     """
 
-    def __init__(self, host: PolicyHost, weights: Path, address: str, *, window: float) -> None:
+    def __init__(
+        self, host: PolicyHost, weights: Path, address: str, *, window: float, keys: Path | None = None
+    ) -> None:
+        """Raises ConfigError when it may not, or cannot, listen on `address`; `keys` as the server's."""
         self.host, self.weights, self.window = host, weights, window
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_ARRAY)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"cannot listen on {address}: {error.strerror}. Is another learner running? "
-                "Stop it, or choose inference_port=..."
-            ) from None
+        self._gate = Gate(address, keys, option="inference_port")
+        self._socket = self._gate.socket
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._woken, zmq.POLLIN)
+        for polled in (self._woken, *self._gate.polled):
+            self._poller.register(polled, zmq.POLLIN)
         self._policy = ThreadPoolExecutor(1, "policy")
         self._loader = Loader(host, self._wake)
         self._job: Future[list[m.Act] | None] | None = None  # what the policy's thread is doing
@@ -310,6 +309,7 @@ class InferenceServer:
             self._poller.poll(self._patience())
             with suppress(BlockingIOError):
                 os.eventfd_read(self._woken)
+            self._gate.turn()
             self._hear()
             notice = newest()
             if warm.done():
@@ -326,13 +326,13 @@ class InferenceServer:
             p50, p99 = np.quantile(self._seconds, (0.5, 0.99)) * 1e3
             batch = sum(self._sizes) / len(self._sizes)
             report |= {"p50_ms": round(p50, 2), "p99_ms": round(p99, 2), "batch": round(batch, 2)}
-        return {**report, "replaced": self._replaced}
+        return {**report, "replaced": self._replaced, **(self._gate.report if self._gate.refused else {})}
 
     def close(self) -> None:
         """End the threads, after what they are at, and the sockets."""
         self._policy.shutdown(cancel_futures=True)
         self._loader.close()
-        self._context.destroy(linger=0)
+        self._gate.context.destroy(linger=0)
         os.close(self._woken)
 
     def _wake(self) -> None:
@@ -349,15 +349,36 @@ class InferenceServer:
         now = time.monotonic()
         for _ in range(HEARD):
             try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                message = m.decode([frame.buffer for frame in frames])
-                if isinstance(message, m.Ask):
-                    self.host.check(message)
-                    self._put(Question(identity.bytes, message, now))
+                identity, *frames = received(self._socket)
             except zmq.Again:
                 break
-            except MessageError as error:
-                log.warning("refused: %s", error)
+            if (answer := self._heard(identity, frames, now)) is not None:
+                send(self._socket, identity.bytes, answer)
+
+    def _heard(self, identity: zmq.Frame, frames: Sequence[zmq.Frame], now: float) -> m.Message | None:
+        """Take one message; what is wrong with it is counted, and is the answer."""
+        holder, message = None, None
+        try:
+            if (holder := self._gate.admit(identity)) is None:
+                return None
+            message = m.decode([frame.buffer for frame in frames])
+            check_role(message, holder)
+            if isinstance(message, m.Hello):
+                return self._welcome(message, holder)
+            if not isinstance(message, m.Ask):
+                raise MessageError(f"a {type(message).__name__} is not for the inference process")
+            self.host.check(message)
+            self._put(Question(identity.bytes, message, now))
+        except (MessageError, TypeError, ValueError) as error:
+            self._gate.blame(identity, holder, error)
+            return m.Failed("Refused", str(error), final=isinstance(message, m.Hello))
+        except RetakeError as error:
+            return m.Failed(type(error).__name__, str(error), final=True)
+        return None
+
+    def _welcome(self, hello: m.Hello, holder: Holder) -> m.Welcome:
+        check_hello(hello, holder, run=hello.run)
+        return m.Welcome(hello.run, 0, 0, [], self.host.spec.to_dict(), "", asdict(m.Notice({}, {})))
 
     def _put(self, question: Question) -> None:
         self._first = self._first if self._waiting else question.came

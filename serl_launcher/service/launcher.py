@@ -28,8 +28,10 @@ from omegaconf import DictConfig, OmegaConf
 from serl_client.console import console
 from serl_client.errors import ConfigError, RetakeError, full_disk
 
+from serl_launcher.data.files import make_folder
 from serl_launcher.service import dataset
 from serl_launcher.service.export import FINISH_S, archived, export, recorded, wanted
+from serl_launcher.service.gate import AllowList, check_address
 from serl_launcher.service.plan import Plan, load_plan
 from serl_launcher.utils import logging as metrics
 
@@ -37,7 +39,6 @@ log = logging.getLogger(__name__)
 
 RESTARTS, WITHIN_S = 3, 60.0
 REFUSED = 2  # exit status of a child that said in one sentence why it cannot run: starting it again does not help
-LOOPBACK = ("127.0.0.1", "localhost")
 NEEDED = ("torch", "safetensors", "matplotlib")  # of the extra `learner`
 NEEDED_BY_RANKS = ("accelerate", "deepspeed")  # of the extra `vla`
 LEARNING = ("trainer", "inference")
@@ -53,17 +54,14 @@ def launch(config: DictConfig) -> int:
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"the learner needs {', '.join(missing)}: run `uv sync --inexact --extra learner` here")
     metrics.check(config.wandb)
-    config.ranks = _ranks(config)
+    config.ranks = ranks_of(config)
     if config.node_rank:
         return _follow(config)
-    plan = _plan(config)
+    plan = plan_of(config)
     children = ["importer"] * bool(dataset.opened(plan)) + ["export"] * bool(wanted(config, plan) or recorded(config))
-    if config.host not in LOOPBACK:
-        raise ConfigError(
-            f"host={config.host}: the learner listens on loopback only, as there are no keys yet. From a robot PC use "
-            f"a tunnel: ssh -L {config.port}:localhost:{config.port} -L {config.inference_port}:localhost:"
-            f"{config.inference_port} GPU_BOX, and ip=127.0.0.1 there"
-        )
+    if config["keys"]:
+        AllowList(Path(config["keys"]))
+    check_address(f"tcp://{config.host}:{config.port}", config["keys"])
     run_dir = writable(Path(str(config.run_dir)))
     _forget_dead_sockets()
     with _lock(run_dir), tempfile.TemporaryDirectory(prefix=SOCKETS) as sockets:
@@ -94,7 +92,7 @@ def _follow(config: DictConfig) -> int:
         return _Family(Path(folder), "", ["trainer"], archives=False).run()
 
 
-def _ranks(config: DictConfig) -> int:
+def ranks_of(config: DictConfig) -> int:
     """How many processes train on this machine. Raises ConfigError for numbers that do not fit each other."""
     ranks = _gpus(str(config.device)) if config.ranks == "auto" else config.ranks
     missing = [name for name in NEEDED_BY_RANKS if importlib.util.find_spec(name) is None]
@@ -131,7 +129,7 @@ def writable(folder: Path) -> Path:
     """The folder, made if it is not there, as an absolute path. Raises ConfigError when it cannot be written to."""
     folder = folder.resolve()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))
     except OSError as error:
@@ -282,20 +280,21 @@ def _serve(config: DictConfig, run_dir: Path, local: str) -> None:
     logging.basicConfig(level=logging.WARNING, format="[server] %(message)s")
     serve(
         run_dir,
-        _plan(config).capacities,
+        plan_of(config).capacities,
         public=f"tcp://{config.host}:{config.port}",
         local=local,
-        inference=f"tcp://{config.host}:{config.inference_port}",
-        archived=archived(_plan(config)),
+        inference=f"tcp://{'*' if config.host == '0.0.0.0' else config.host}:{config.inference_port}",
+        archived=archived(plan_of(config)),
+        keys=Path(config["keys"]) if config["keys"] else None,
     )
 
 
 def _import(config: DictConfig, run_dir: Path, local: str) -> None:
     logging.basicConfig(level=logging.INFO, format="[importer] %(message)s")
-    plan, public = _plan(config), f"tcp://{config.host}:{config.port}"
+    plan = plan_of(config)
     phases = (plan if config.phase is None else plan.only(config.phase)).phases.values()
     waits = any(phase.actors.act for phase in phases)
-    dataset.import_datasets(plan, run_dir, public=public, local=local, waits=waits)
+    dataset.import_datasets(plan, run_dir, local=local, waits=waits)
 
 
 def _train(config: DictConfig, run_dir: Path, local: str) -> None:
@@ -324,10 +323,10 @@ def _infer(config: DictConfig, run_dir: Path, local: str) -> None:
 
 def _export(config: DictConfig, run_dir: Path, local: str) -> None:
     logging.basicConfig(level=logging.WARNING, format="[export] %(message)s")
-    export(config, run_dir, local, _plan(config))
+    export(config, run_dir, local, plan_of(config))
 
 
-def _plan(config: DictConfig) -> Plan:
+def plan_of(config: DictConfig) -> Plan:
     """The plan, without a look at the algorithm's updates; all of it is there, whatever `phase` is."""
     mapping: Any = OmegaConf.to_container(config.plan, resolve=True)
     plan = load_plan(mapping, methods=None, has_operator=config.task.has_operator)

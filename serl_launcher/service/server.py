@@ -17,12 +17,14 @@ from typing import Any
 import zmq
 from serl_client import messages as m
 from serl_client import wire
-from serl_client.episode import MAX_NAME
+from serl_client.episode import MAX_NAME, Entry, Outcome
 from serl_client.errors import ConfigError, MessageError, Refused, RetakeError, ServerFailed
+from serl_client.link import received
 from serl_client.spec import Spec
 
 from serl_launcher.data.store import Full, Gap, Store
-from serl_launcher.service.session import ROLES, Session, bound, check_hello, send
+from serl_launcher.service.gate import CONNECTIONS, Gate
+from serl_launcher.service.session import ROLES, Forbidden, Holder, Session, bound, check_hello, check_role, send
 from serl_launcher.service.weights import WeightFiles
 
 log = logging.getLogger(__name__)
@@ -30,18 +32,22 @@ log = logging.getLogger(__name__)
 WINDOW = 16 << 20  # bytes of one actor that may be unacknowledged on the wire
 NOTICE_S = 1.0
 MISSING_S = 15.0  # longer than one large record takes over a slow link
-BAD_MESSAGES = 16  # after these a connection is ignored
+MISSING = 64  # actors that are named as missing: the last ones
 CATALOG_ROWS = 200  # with five names of MAX_NAME characters of 4 bytes each they fit into one header
+SECOND = "another client named {} has connected; give each actor its own name"
+
+Peer = tuple[zmq.Socket, bytes]  # a connection
 
 
 class Server:
     """Serves one run folder. `capacities` are the steps of each physical source; `public` and `local` are the
     addresses for actors and for the learner's own processes (nobody else reaches the local one); episodes of the
-    `archived` sources leave the store only after the export has named them."""
+    `archived` sources leave the store only after the export has named them. `keys` is the folder of those who are let
+    in (gate.py); without one `public` has to be a loopback address."""
 
     def __init__(
         self, run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str,
-        archived: Collection[str] = (),
+        archived: Collection[str] = (), keys: Path | None = None,
     ) -> None:  # fmt: skip
         self.run_dir, self.capacities, self.inference, self.archived = run_dir, capacities, inference, archived
         self.weights = WeightFiles(run_dir / "weights")
@@ -51,15 +57,13 @@ class Server:
             self.store = Store.create(run_dir / "store", self.store.spec, capacities, archived)
         self.degraded = ""
         self.fatal: ConfigError | None = None
-        self.refused = 0
         self.allowance: tuple[int, int | None] = (0, 0)  # (directive, steps)
-        self._sessions: dict[tuple[zmq.Socket, bytes], Session] = {}
-        self._bad: dict[tuple[zmq.Socket, bytes], int] = {}
+        self._sessions: dict[Peer, Session] = {}
         self._missing: dict[str, float] = {}  # actor -> when it was last seen
         self._stopping = self._directed = False
         self._started, self._next_notice, self._next_reopen = time.monotonic(), 0.0, 0.0
-        self._context = zmq.Context()
-        self.public, self.local = bound(self._context, public), bound(self._context, local)
+        self.gate = Gate(public, keys)
+        self.public, self.local = self.gate.socket, bound(self.gate.context, local)
         self._handlers: dict[type, Callable[[Session, Any], m.Message | None]] = {
             m.Push: self._push, m.Heartbeat: self._heartbeat, m.WeightsRequest: self._weights, m.Status: self._status,
             m.Direct: self._direct, m.Allow: self._allow, m.Publish: self._publish, m.Sync: self._sync,
@@ -70,10 +74,11 @@ class Server:
     def run(self) -> None:
         """Serve until `stop`. Raises ConfigError when no store can be made for the first actor's Spec."""
         poller = zmq.Poller()
-        for socket in (self.public, self.local):
+        for socket in (self.local, *self.gate.polled):
             poller.register(socket, zmq.POLLIN)
         while not self._stopping and self.fatal is None:
             ready = dict(poller.poll(timeout=100))
+            self.gate.turn()
             for socket in (self.local, self.public):
                 if socket in ready:
                     self._drain(socket)
@@ -86,7 +91,7 @@ class Server:
         self._stopping = True
 
     def close(self) -> None:
-        self._context.destroy(linger=2000)  # why the run ends must reach its actors
+        self.gate.context.destroy(linger=2000)  # why the run ends must reach its actors
         if not self.degraded:
             self._store_closed(is_over=self._directed and self._shared()[0].get("mode") == "stop")
 
@@ -94,48 +99,55 @@ class Server:
         """Handle what has come on a socket, at most `most` messages: a group must end."""
         for _ in range(most):
             try:
-                identity, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity, *frames = received(socket)
             except zmq.Again:
                 return
-            self._handle(socket, identity.bytes, [frame.buffer for frame in frames])
+            answer = self._answer(socket, identity, [frame.buffer for frame in frames])
+            if answer is not None:
+                send(socket, identity.bytes, answer)
 
-    def _handle(self, socket: zmq.Socket, identity: bytes, frames: Sequence[wire.Buffer]) -> None:
-        peer = (socket, identity)
-        if self._bad.get(peer, 0) >= BAD_MESSAGES:
-            return
-        message = None
+    def _answer(self, socket: zmq.Socket, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> m.Message | None:
+        """Handle one message; what goes wrong with it is counted, and is the answer."""
+        peer, holder, message = (socket, identity.bytes), None, None
         try:
+            if socket is self.public and (holder := self.gate.admit(identity)) is None:
+                return None
             message = m.decode(frames)
             if isinstance(message, m.Hello):
-                answer = self._hello(socket, identity, message)
-            else:
-                answer = self._dispatch(peer, message)
+                return self._hello(peer, message, holder)
+            return self._dispatch(peer, message, holder)
         except (OSError, sqlite3.Error) as error:
             self._degrade(error)
-            answer = m.Failed("ServerFailed", f"the learner's store fails: {error}")
+            return m.Failed("ServerFailed", f"the learner's store fails: {error}")
         except (MessageError, KeyError, TypeError, ValueError) as error:
-            self._bad[peer] = self._bad.get(peer, 0) + 1
-            self.refused += 1
-            answer = m.Failed("Refused", str(error))
+            self.gate.blame(identity, holder, error)
+            return m.Failed("Refused", str(error), final=isinstance(message, m.Hello))
         except RetakeError as error:
-            if not self.degraded:
-                self.refused += 1
-                log.warning("refused: %s", error)
-            final = isinstance(message, (m.Hello, m.Push)) and not isinstance(error, ServerFailed)
-            answer = m.Failed(type(error).__name__, str(error), final)
+            return self._refusal(peer, message, error)
         except Exception:
             log.exception("a handler failed")
-            answer = m.Failed("ServerFailed", "the learner failed on this message; its log says why")
-        if answer is not None:
-            send(socket, identity, answer)
+            return m.Failed("ServerFailed", "the learner failed on this message; its log says why")
 
-    def _dispatch(self, peer: tuple[zmq.Socket, bytes], message: m.Message) -> m.Message | None:
+    def _refusal(self, peer: Peer, message: m.Message | None, error: RetakeError) -> m.Failed:
+        """What a peer is told whose message is fine, and yet not taken; without one it is not let in any more."""
+        if message is None:
+            self._sessions.pop(peer, None)
+        elif not self.degraded:
+            self.gate.refuse("refused", str(error))
+        final = isinstance(message, (m.Hello, m.Push, type(None))) and not isinstance(error, ServerFailed)
+        return m.Failed(type(error).__name__, str(error), final)
+
+    def _dispatch(self, peer: Peer, message: m.Message, holder: Holder | None) -> m.Message | None:
         session = self._sessions.get(peer)
-        if session is None:
+        if session is None or session.holder != holder:
             return m.Failed("Disconnected", "say Hello first")
         session.seen = time.monotonic()
         if type(message) not in ROLES[session.hello.role]:
-            raise MessageError(f"a {type(message).__name__} is not for the role {session.hello.role}")
+            raise Forbidden(f"a {type(message).__name__} is not for the role {session.hello.role}")
+        if holder is not None:
+            check_role(message, holder)
+        if not session.speaks and (refusal := self._take_over(session)) is not None:
+            return refusal
         return self._handlers[type(message)](session, message)
 
     def _commit(self) -> None:
@@ -279,15 +291,18 @@ class Server:
                 log.warning("%s %s is silent", session.hello.role, session.hello.actor)
                 self._missing[session.hello.actor] = session.seen
                 del self._sessions[peer]
+        while len(self._missing) > MISSING:
+            del self._missing[next(iter(self._missing))]
 
     # -- handlers
-    def _hello(self, socket: zmq.Socket, identity: bytes, hello: m.Hello) -> m.Message:
-        check_hello(hello, is_local=socket is self.local, run=self.store.run if self.store else "")
+    def _hello(self, peer: Peer, hello: m.Hello, holder: Holder | None) -> m.Message:
+        check_hello(hello, holder, run=self.store.run if self.store else "")
+        if len(self._sessions) >= CONNECTIONS and peer not in self._sessions:
+            raise ServerFailed(f"the learner has {CONNECTIONS} clients already: wait until one has left")
         if hello.role == "actor":
             self._welcome_actor(hello)
-        self._fence(hello)
-        session = Session(socket, identity, hello, time.monotonic())
-        self._sessions[socket, identity] = session
+            self._check_outranked(hello)
+        session = self._sessions[peer] = Session(*peer, hello, holder, time.monotonic())
         self._missing.pop(hello.actor, None)
         expected, ordinal = [], 0
         if hello.role == "actor" and self.store is not None:
@@ -297,7 +312,8 @@ class Server:
             expected, ordinal = [[epoch, seq] for epoch, seq in known.items()], self.store.epochs[hello.epoch].position
         session.noticed = m.Notice(*self._shared(), self._steps_allowed(session), self.degraded)
         run, spec = (self.store.run, self.store.spec.to_dict()) if self.store else ("", None)
-        return m.Welcome(run, ordinal, WINDOW, expected, spec, self.inference, asdict(session.noticed))
+        inference = self.inference if holder is not None else ""  # on the learner's own address nobody asks
+        return m.Welcome(run, ordinal, WINDOW, expected, spec, inference, asdict(session.noticed))
 
     def _welcome_actor(self, hello: m.Hello) -> None:
         """Check the actor's Spec against the run's, or make the store of the first one."""
@@ -320,17 +336,34 @@ class Server:
             )
         self.store.hello(hello.actor, hello.outbox, hello.epoch, [(epoch, last) for epoch, last in hello.earlier])
 
-    def _fence(self, hello: m.Hello) -> None:
-        """Of two living clients with one name, the one whose first Hello came first is told, and is heard no more."""
-        text = f"another client named {hello.actor} has connected; give each actor its own name"
-        for peer, other in list(self._sessions.items()):
-            if (other.hello.role, other.hello.actor) != (hello.role, hello.actor):
-                continue
+    def _namesakes(self, hello: m.Hello) -> list[Session]:
+        """The clients of this role and name that have said something after their Hello."""
+        sessions = (session for session in self._sessions.values() if session.speaks)
+        return [other for other in sessions if (other.hello.role, other.hello.actor) == (hello.role, hello.actor)]
+
+    def _check_outranked(self, hello: m.Hello) -> None:
+        """Of two living clients with one name, the one whose first Hello came first is refused."""
+        if any(self._position(other.hello.epoch) > self._position(hello.epoch) for other in self._namesakes(hello)):
+            raise Refused(SECOND.format(hello.actor))
+
+    def _take_over(self, session: Session) -> m.Message | None:
+        """The first message after a Hello, which is thus no echo of a dead connection: those before it are over."""
+        hello = session.hello
+        if hello.role == "actor":
+            if self.degraded:
+                return None
+            try:
+                self._check_outranked(hello)
+            except Refused as error:
+                del self._sessions[session.socket, session.identity]
+                return self._refusal((session.socket, session.identity), hello, error)
+            self._store.close_before(hello.epoch, [epoch for epoch, _ in hello.earlier])
+        for other in self._namesakes(hello):
             if hello.role == "actor" and other.hello.epoch != hello.epoch:
-                if self._position(other.hello.epoch) > self._position(hello.epoch):
-                    raise Refused(text)
-                send(*peer, m.Failed("Refused", text, final=True))
-            del self._sessions[peer]
+                other.send(m.Failed("Refused", SECOND.format(hello.actor), final=True))
+            del self._sessions[other.socket, other.identity]
+        session.speaks = True
+        return None
 
     def _position(self, epoch: str) -> int:
         return self._store.epochs[epoch].position
@@ -341,7 +374,14 @@ class Server:
             raise Refused(f"epoch {push.epoch} was not named in the Hello of this connection")
         if self.store is None or self.degraded or push.epoch in session.full:
             return
-        for seq, record in m.unseal(push.arrays["records"].data):
+        try:
+            records = m.unseal(push.arrays["records"].data)
+        except MessageError:
+            session.waiting.add(push.epoch)  # its actor looks at what it sent, and sends it again
+            session.touched.add(push.epoch)
+            raise
+        for seq, record in records:
+            self._check_label(session, record)
             try:
                 self.store.stage(push.epoch, seq, record)
             except Gap:
@@ -360,6 +400,13 @@ class Server:
             session.waiting.discard(push.epoch)
             session.told.discard(push.epoch)
             session.touched.add(push.epoch)
+
+    def _check_label(self, session: Session, record: Entry) -> None:
+        """Raise Refused for an outcome of another actor's episode, which only an operator's key may label."""
+        if session.holder is None or session.holder.role != "actor" or not isinstance(record, Outcome):
+            return
+        if (actor := self._store.actor_of(record.episode)) not in (None, session.hello.actor):
+            raise Refused(f"{record.episode} is an episode of {actor}: labelling it needs a key with the role operator")
 
     def _heartbeat(self, session: Session, heartbeat: m.Heartbeat) -> None:
         session.report = heartbeat.report
@@ -418,9 +465,9 @@ class Server:
         ]  # fmt: skip
         directive, weights = self._shared()
         return m.Status({
-            "run": self.store.run if self.store else "", "uptime_s": round(now - self._started, 1),
+            "run": self.store.run if self.store else "", "uptime_s": round(now - self._started, 1), "time": time.time(),
             "degraded": self.degraded, "full": sorted({s.waits_for for s in self._sessions.values()} - {""}),
-            "refused": self.refused, "directive": directive, "weights": weights,
+            **self.gate.report, "directive": directive, "weights": weights,
             "sources": self.store.manifest() if self.store else {}, "clients": clients,
             "missing": {actor: round(now - seen, 1) for actor, seen in self._missing.items()},
         })  # fmt: skip
@@ -436,10 +483,10 @@ class Server:
 
 def serve(
     run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str,
-    archived: Collection[str] = (),
+    archived: Collection[str] = (), keys: Path | None = None,
 ) -> None:  # fmt: skip
     """Run a server until SIGTERM."""
-    server = Server(run_dir, capacities, public=public, local=local, inference=inference, archived=archived)
+    server = Server(run_dir, capacities, public=public, local=local, inference=inference, archived=archived, keys=keys)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     log.info("serving %s on %s, process %d", run_dir, public, os.getpid())

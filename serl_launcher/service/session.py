@@ -1,7 +1,7 @@
-"""One connection of the server, from its Hello on, and its sockets."""
+"""One connection of the server, from its Hello on, what its role may say, and the server's sockets."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from serl_client import messages as m
 from serl_client import wire
 from serl_client.episode import MAX_NAME
 from serl_client.errors import ConfigError, MessageError, Refused, VersionMismatch
+from serl_client.keys import owns
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +22,21 @@ ROLES: dict[str, tuple[type, ...]] = {
     ),
     "viewer": (m.Heartbeat, m.Bye, m.Command, m.Status),
 }  # fmt: skip
+WATCHING = (m.Hello, m.Heartbeat, m.Bye, m.Status)
+ACTING = (*WATCHING, m.Push, m.WeightsRequest, m.Ask)
+GRANTS: dict[str, tuple[type, ...]] = {"viewer": WATCHING, "actor": ACTING, "operator": (*ACTING, m.Command)}  # of keys
+
+
+class Forbidden(MessageError):
+    """A message that the sender's role does not allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Whose key it is that a message came with, and what it may do (GRANTS)."""
+
+    name: str
+    role: str
 
 
 @dataclass
@@ -30,7 +46,9 @@ class Session:
     socket: zmq.Socket
     identity: bytes
     hello: m.Hello
+    holder: Holder | None  # None: on the learner's own address
     seen: float
+    speaks: bool = False  # it has said something after its Hello
     report: Mapping[str, Any] = field(default_factory=dict)
     earlier: dict[str, int] = field(default_factory=dict)  # epoch -> last seq, not drained yet
     touched: set[str] = field(default_factory=set)  # epochs to acknowledge after the commit
@@ -48,16 +66,27 @@ class Session:
         send(self.socket, self.identity, message)
 
 
-def check_hello(hello: m.Hello, *, is_local: bool, run: str) -> None:
-    """Raises MessageError, VersionMismatch or Refused for a Hello that nobody may say here; `run`: the store's id."""
+def check_role(message: m.Message, holder: Holder) -> None:
+    """Raise Forbidden for a message that the holder of this key may not send."""
+    if type(message) not in GRANTS[holder.role]:
+        raise Forbidden(f"a {type(message).__name__} is not for the key {holder.name}, whose role is {holder.role}")
+
+
+def check_hello(hello: m.Hello, holder: Holder | None, *, run: str) -> None:
+    """Raises MessageError, VersionMismatch or Refused for a Hello that nobody may say here; `run`: the store's id;
+    `holder`: None on the learner's own address."""
     pairs = all(isinstance(pair, list) and [type(part) for part in pair] == [str, int] for pair in hello.earlier)
     if not pairs or max(len(hello.actor), len(hello.epoch), len(hello.outbox)) > MAX_NAME:
         raise MessageError(f"a Hello names [epoch, seq] pairs, and has names of at most {MAX_NAME} characters")
+    if not hello.actor.isprintable():
+        raise MessageError("the name in a Hello is printable")
     low, high = hello.protocol
     if high < m.PROTOCOL[0] or low > m.PROTOCOL[1]:
         raise VersionMismatch(f"the actor speaks protocol {low}-{high}, this learner {list(m.PROTOCOL)}: update one")
-    if hello.role not in ROLES or (hello.role == "learner") != is_local:
+    if hello.role not in ROLES or (hello.role == "learner" and holder is not None):
         raise Refused(f"the role {hello.role!r} is not given on this address")
+    if holder is not None and holder.name:
+        _check_claim(hello, holder)
     if hello.run and hello.run != run:
         raise Refused(
             f"this learner serves the run {run[:12] or '(new)'}, your outbox belongs to {hello.run[:12]}. Nothing "
@@ -65,19 +94,31 @@ def check_hello(hello: m.Hello, *, is_local: bool, run: str) -> None:
         )
 
 
-def bound(context: zmq.Context, address: str) -> zmq.Socket:
-    """A ROUTER that listens on `address`. Raises ConfigError when it cannot."""
+def _check_claim(hello: m.Hello, holder: Holder) -> None:
+    """Raise Forbidden for a name or a role that this key does not have: identity is the key."""
+    if not owns(holder.name, hello.actor):
+        raise Forbidden(f"the key {holder.name} is not that of {hello.actor!r}: go by the name {holder.name}")
+    if hello.role == "actor" and holder.role == "viewer":
+        raise Forbidden(f"the key {holder.name} has the role viewer, and appends nothing: make one with --role actor")
+
+
+def bound(
+    context: zmq.Context, address: str, *, prepare: Callable[[zmq.Socket], None] = lambda _: None, option: str = "port"
+) -> zmq.Socket:
+    """A ROUTER that listens on `address`, made ready by `prepare`. Raises ConfigError when it cannot; `option` is the
+    one that chooses another address."""
     socket = context.socket(zmq.ROUTER)
-    for option, value in (
+    for setting, value in (
         (zmq.LINGER, 0), (zmq.MAXMSGSIZE, wire.MAX_ARRAY), (zmq.ROUTER_MANDATORY, 0), (zmq.SNDHWM, 64),
         (zmq.RCVHWM, 64), (zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 5000),
     ):  # fmt: skip
-        socket.setsockopt(option, value)
+        socket.setsockopt(setting, value)
+    prepare(socket)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
         raise ConfigError(
-            f"cannot listen on {address}: {error.strerror}. Is another learner running? Stop it, or choose port=..."
+            f"cannot listen on {address}: {error.strerror}. Is another learner running? Stop it, or choose {option}=..."
         ) from None
     return socket
 

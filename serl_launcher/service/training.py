@@ -74,19 +74,20 @@ def _ranks(config: DictConfig, spec: Spec, world: World) -> Ranks:
     sharding: Any = OmegaConf.to_container(config.sharding)
     with world.together():
         if world.rank == 0:
-            _check_memory(config, spec, world, sharding["zero_optimization"]["stage"])
+            need = check_memory(config, spec, world.device, world.size, sharding["zero_optimization"]["stage"])
+            log.info("training takes %s", need)
         _seed(config)
         ranks = Ranks(build(config, spec), world, sharding)
         ranks.check(config.batch_size)
     return ranks
 
 
-def _check_memory(config: DictConfig, spec: Spec, world: World, stage: int) -> None:
-    """Say how much training takes; raises ConfigError when it is not there."""
+def check_memory(config: DictConfig, spec: Spec, device: str, size: int, stage: int) -> memory.Need:
+    """What training with `size` ranks takes of each; raises ConfigError when it is not there."""
     memory.check_built(_shaped(config, spec), config.ranks)
-    need = memory.needed(_shaped(config, spec), spec, config.batch_size, world.size, stage)
-    log.info("training takes %s", need)
-    memory.check(need, memory.free(world.device, config.ranks), world.device)
+    need = memory.needed(_shaped(config, spec), spec, config.batch_size, size, stage)
+    memory.check(need, memory.free(device, config.ranks), device)
+    return need
 
 
 def _shaped(config: DictConfig, spec: Spec) -> Callable[[], Algorithm]:
@@ -108,6 +109,7 @@ def infer(config: DictConfig, run_dir: Path, local: str) -> None:
     server = InferenceServer(
         PolicyHost(build(config, spec), spec, device_of(config)), run_dir / "weights",
         f"tcp://{config.host}:{config.inference_port}", window=config.inference_window_ms / 1000,
+        keys=Path(config["keys"]) if config["keys"] else None,
     )  # fmt: skip
 
     stopped: list[int] = []

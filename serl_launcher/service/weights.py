@@ -10,7 +10,7 @@ import numpy as np
 from serl_client.errors import Refused
 from serl_client.spec import Array
 
-from serl_launcher.data.files import sync_folder
+from serl_launcher.data.files import make_folder, sync_folder
 
 CHUNK = 4 << 20
 PULL_S = 30.0  # a file that was asked for this recently is not deleted
@@ -18,7 +18,7 @@ PULL_S = 30.0  # a file that was asked for this recently is not deleted
 
 def write(folder: Path, data: bytes) -> tuple[str, int]:
     """Keep `data` (a safetensors file) as <sha256>.safetensors; returns (sha256, size). Durable when it returns."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     sha256 = hashlib.sha256(data).hexdigest()
     aside = folder / f"{sha256}.{os.getpid()}.part"
     with open(aside, "wb") as file:
@@ -56,7 +56,8 @@ class WeightFiles:
         """Delete what is neither one of the `newest` versions nor being pulled (checkpoints hold their own)."""
         needed = {version["sha256"] for version in newest}
         recent = time.monotonic() - PULL_S
-        needed |= {sha256 for sha256, asked in self._asked.items() if asked > recent}
+        self._asked = {sha256: asked for sha256, asked in self._asked.items() if asked > recent}
+        needed |= self._asked.keys()
         for file in self.folder.glob("*.safetensors"):
             if file.stem not in needed:
                 file.unlink()

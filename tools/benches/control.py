@@ -2,6 +2,8 @@
 
 It is measured while the learner is alive, slow, stopped or dead, and while the outbox is full. Beside each loop runs
 the same loop without the calls, in a process of its own; the column `ratio` is that of the two (contract: at most 1.5).
+With --faults it is the whole actor that runs (runner, fake robot, client), beside the same one without a client, while
+its learner is killed, stopped, cut off and out of disk in turn.
 """
 
 import argparse
@@ -40,10 +42,17 @@ STATES = ("alive", "slow", "stopped", "dead", "full")
 
 def main(words: Sequence[str], prog: str) -> None:
     parser = argparse.ArgumentParser(prog, description=__doc__)
-    parser.add_argument("--seconds", type=float, default=20.0, help="per state (20)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="per state, with --faults for all of it (20)")
     parser.add_argument("--hz", type=float, default=30.0, help="of the loop (30)")
-    parser.add_argument("--json", action="store_true", help="print one list of objects")
+    parser.add_argument("--faults", action="store_true", help="the whole actor, while its learner fails in turn")
+    parser.add_argument("--json", action="store_true", help="print one list of objects, or with --faults one object")
     options = parser.parse_args(words)
+    if options.faults:
+        from .control_faults import faults, lines
+
+        result = faults(options.seconds, options.hz)
+        print(json.dumps(result) if options.json else "\n".join(lines(result)))
+        return
     results = [control(state, options.seconds, options.hz) for state in STATES]
     print(json.dumps(results) if options.json else "\n".join([HEADER, *(ROW.format(**r) for r in results)]))
 
@@ -167,39 +176,50 @@ class Calls:
 
 
 class Learner:
-    """A real server and a stand-in for inference that answers at once, as processes."""
+    """A real server and a stand-in for inference that answers at once, as processes.
 
-    def __init__(self, folder: Path) -> None:
-        self._local = f"ipc://{folder}/server"
-        ports = free_port(), free_port()
-        self.address = f"tcp://127.0.0.1:{ports[0]}"
-        inference = f"tcp://127.0.0.1:{ports[1]}"
-        self._server = PROCESSES.Process(target=run_server, args=(folder / "run", self.address, self._local, inference))
-        self._inference = PROCESSES.Process(target=answer, args=(inference,))
+    The inference listens at `inference` (a free port, by default), and actors are told that it does at `told`; its
+    actions have `size` entries.
+    """
+
+    def __init__(self, folder: Path, inference: str = "", told: str = "", *, size: int = 14) -> None:
+        self.local, self.address = f"ipc://{folder}/server", f"tcp://127.0.0.1:{free_port()}"
+        inference = inference or f"tcp://127.0.0.1:{free_port()}"
+        self._arguments = folder / "run", self.address, self.local, told or inference
+        self._inference = PROCESSES.Process(target=answer, args=(inference, size))
         self._ended = threading.Event()
 
     def __enter__(self) -> "Learner":
-        self._server.start()
+        self.start()
         self._inference.start()
         return self
+
+    def start(self) -> None:
+        """Start the server; again, after it was killed."""
+        self._server = PROCESSES.Process(target=run_server, args=self._arguments)
+        self._server.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the server."""
+        return self._server.pid or 0
 
     def direct(self, client: TrainerClient) -> None:
         """Give the directive to collect, and wait until the client has it."""
         while not client.connected:
             client.wait(0.05)
-        with Link(self._local, m.Hello(m.PROTOCOL, "learner", "bench")) as link:
+        with Link(self.local, m.Hello(m.PROTOCOL, "learner", "bench")) as link:
             link.call(m.Direct({"phase": "bench", "mode": "collect", "into": "online"}, None), 10.0)
         while not client.directive["number"]:
             client.wait(0.05)
 
     def enter(self, state: str) -> None:
-        pid = self._server.pid or 0
         if state == "stopped":
-            os.kill(pid, signal.SIGSTOP)
+            os.kill(self.pid, signal.SIGSTOP)
         elif state in ("dead", "full"):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
         elif state == "slow":
-            threading.Thread(target=self._stutter, args=(pid,), daemon=True).start()
+            threading.Thread(target=self._stutter, args=(self.pid,), daemon=True).start()
 
     def _stutter(self, pid: int) -> None:
         """Stop the server for nine tenths of each second."""
@@ -220,11 +240,11 @@ def run_server(run_dir: Path, public: str, local: str, inference: str) -> None:
     serve(run_dir, {"online": 2000}, public=public, local=local, inference=inference)
 
 
-def answer(address: str) -> None:
+def answer(address: str, size: int) -> None:
     """Answers every Ask with a chunk of zeros."""
     router = zmq.Context.instance().socket(zmq.ROUTER)
     router.bind(address)
-    chunk = np.zeros((50, 14), np.float32)
+    chunk = np.zeros((50, size), np.float32)
     while True:
         identity, *parts = router.recv_multipart(copy=False)
         message = m.decode([part.buffer for part in parts])

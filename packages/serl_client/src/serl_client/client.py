@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from serl_client.episode import Record
+from serl_client.errors import ConfigError
+from serl_client.keys import Key
 from serl_client.messages import Ask, Command
 from serl_client.network import Answer, Network
 from serl_client.outbox import Outbox
@@ -25,19 +27,22 @@ class TrainerClient:
     was pushed lies in the folder `outbox` (one for each actor) until it is acknowledged, over this process's end too.
     What cannot be mended (another run, another Spec, a second client of this name, a bug in the network thread) is
     raised by the next call, as a TrainerError. Weights are pulled only into a `weights_folder`, which is this
-    client's own. The control thread gets its turn within SWITCH of this process: Python would let the network thread
-    go on for 5 ms.
+    client's own. `key` is the file that lets this actor in (docs/security.md). The control thread gets its turn within
+    SWITCH of this process: Python would let the network thread go on for 5 ms.
     """
 
     def __init__(
         self, address: str, *, actor: str, spec: Spec, outbox: Path, capacity: int = CAPACITY, paced: bool = False,
-        has_operator: bool = False, weights_folder: Path | None = None,
+        has_operator: bool = False, weights_folder: Path | None = None, key: Path | None = None,
     ) -> None:  # fmt: skip
         self.actor, self.spec = actor, spec
+        opened = Key.read(key) if key else None
+        if opened and not opened.owns(actor):
+            raise ConfigError(f"the key {key} is that of {opened.name}, not of {actor}: go by the name {opened.name}")
         self._outbox = Outbox(outbox, capacity)
         self._network = Network(
             address, actor=actor, spec=spec, outbox=self._outbox, weights_folder=weights_folder, paced=paced,
-            has_operator=has_operator,
+            has_operator=has_operator, key=opened,
         )  # fmt: skip
         self._stream = self._network.stream
         self._news = select.poll()

@@ -100,6 +100,17 @@ class Outcome:
 Record = Segment | Outcome
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Stands for a record that its actor made and cannot send: its disk has damaged it, or an earlier one of the same
+    episode. It is durable and acknowledged as such; the episode that was open ends before it, as truncated."""
+
+    lost: str  # why
+
+
+Entry = Record | Lost  # what lies under one number of an epoch
+
+
 def join(segments: Sequence[Segment]) -> Segment:
     """One segment from consecutive ones of one episode. Raises ValueError when they do not follow on each other."""
     first, last = segments[0], segments[-1]

@@ -12,9 +12,16 @@ RetakeError                 anything that one clear sentence explains
 
 import errno
 
+MOST = 4000
+
 
 class RetakeError(Exception):
-    """One sentence for the person in front of the screen; programs print it without a traceback and exit with 1."""
+    """One sentence for the person in front of the screen; programs print it without a traceback and exit with 1.
+
+    It is cut after MOST characters: it may quote what a peer has sent."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(text if len(text) <= MOST else f"{text[:MOST]} ...")
 
 
 class ConfigError(RetakeError):

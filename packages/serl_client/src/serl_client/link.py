@@ -6,10 +6,12 @@ from collections import deque
 from typing import TypeVar
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from serl_client import messages as m
 from serl_client import wire
-from serl_client.errors import KINDS, Disconnected, MessageError, Timeout, TrainerError
+from serl_client.errors import KINDS, Disconnected, MessageError, Refused, Timeout, TrainerError
+from serl_client.keys import Key
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -49,12 +51,13 @@ ANSWERS: dict[type, type[m.Message]] = {
 class Link:
     """A connection for one thread. Whoever calls `receive` now and then has it connected again when it broke.
 
+    With a `key` it is encrypted, and the other side is the one that the key names; there is no way back to clear.
     `greeting` is the Hello of the next connection; `welcome` its answer on this one, `notice` the latest of any;
     `heard` is the time.monotonic() of the last message; `malformed` counts what was none.
     """
 
-    def __init__(self, address: str, greeting: m.Hello) -> None:
-        self.address, self.greeting = address, greeting
+    def __init__(self, address: str, greeting: m.Hello, key: Key | None = None) -> None:
+        self.address, self.greeting, self.key = address, greeting, key
         self.notice = m.Notice({}, {})
         self.welcome: m.Welcome | None = None
         self.heard = 0.0
@@ -62,6 +65,8 @@ class Link:
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._opened = 0.0
+        self._hint = ""  # why the handshake may have failed
+        self._barred = False  # the other side does not let our key in
         self._backlog: deque[m.Message] = deque()  # what came while `call` waited for something else
 
     def __enter__(self) -> "Link":
@@ -96,7 +101,9 @@ class Link:
         return True
 
     def receive(self) -> m.Message | None:
-        """The next message, or None; never waits."""
+        """The next message, or None; never waits. Raises Refused when the other side does not let our key in."""
+        if self._barred:
+            raise self._refused()
         if self._socket is None and time.monotonic() > self._opened + RETRY:
             self._open()
         return self._backlog.popleft() if self._backlog else self._next()
@@ -119,8 +126,9 @@ class Link:
     def call(self, message: m.Message, timeout: float) -> m.Message:
         """The answer to one request; what else comes meanwhile is kept for `receive`.
 
-        Connects where necessary. Raises what a Failed names, Timeout or Disconnected; after the latter two the
-        connection is a new one at the next call, so that a late answer is not taken for that to another request.
+        Connects where necessary. Raises what a Failed names, Refused for our key, Timeout or Disconnected; after the
+        latter two the connection is a new one at the next call, so that a late answer is not taken for that to another
+        request.
         """
         deadline = time.monotonic() + timeout
         if self.welcome is None:
@@ -141,9 +149,12 @@ class Link:
         socket = zmq.Context.instance().socket(zmq.DEALER)
         for option, value in OPTIONS.items():
             socket.set(option, value)
+        if self.key is not None:
+            socket.curve_publickey, socket.curve_secretkey = self.key.public.encode(), self.key.secret.encode()
+            socket.curve_serverkey = self.key.server.encode()
         socket.copy_threshold = COPY_BELOW
         self._socket, self._monitor = socket, socket.get_monitor_socket(BREAKS)
-        self._opened = time.monotonic()
+        self._opened, self._barred = time.monotonic(), False
         socket.connect(self.address)
         self.send(self.greeting)
 
@@ -161,8 +172,10 @@ class Link:
 
     def _await(self, deadline: float) -> None:
         left = deadline - time.monotonic()
+        if self._barred:
+            raise self._refused()
         if self._socket is None:
-            raise Disconnected(f"nobody answers at {self.address}; is the learner running there?")
+            raise Disconnected(f"nobody answers at {self.address}; is the learner running there?{self._hint}")
         if left <= 0:
             self.close()
             raise Timeout(f"{self.address} did not answer in time; the learner is stopped, or very busy")
@@ -173,10 +186,10 @@ class Link:
             is_mute = self.heard < self._opened < time.monotonic() - SILENCE
             is_over = is_mute or int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN  # asked first: the last words count
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = received(self._socket)
             except zmq.Again:
                 if is_over:
-                    self.close()
+                    self._end()
                 break
             try:
                 return self._kept(m.decode([frame.buffer for frame in frames]))
@@ -184,6 +197,20 @@ class Link:
                 self.malformed += 1
                 log.warning("a message from %s is not understood: %s", self.address, error)
         return None
+
+    def _end(self) -> None:
+        """Close a connection that broke, and remember what its handshake came to."""
+        assert self._monitor is not None
+        event = parse_monitor_message(self._monitor.recv_multipart())["event"] if self._monitor.poll(0) else 0
+        self._hint = ""
+        if event in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+            self._hint = " It may have another server key than ours, or none" if self.key else " It may want a key"
+        self._barred = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        self.close()
+
+    def _refused(self) -> Refused:
+        name = self.key.name if self.key else "none"
+        return Refused(f"{self.address} does not let the key {name} in: tools/keys.py list on the learner says why")
 
     def _kept(self, message: m.Message) -> m.Message:
         if isinstance(message, m.Welcome):
@@ -194,6 +221,18 @@ class Link:
             self.close()  # it does not know us (any more): say Hello again
         self.heard = time.monotonic()
         return message
+
+
+def received(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """The frames of the message that has come, at most wire.MAX_FRAMES + 2: what comes after them is dropped, so that a
+    million frames do not become a million objects. Raises zmq.Again when none has come."""
+    frames = [socket.recv(zmq.NOBLOCK, copy=False)]
+    frame = frames[0]
+    while frame.more:
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        if len(frames) < wire.MAX_FRAMES + 2:
+            frames.append(frame)
+    return frames
 
 
 def failure(message: m.Failed) -> TrainerError:

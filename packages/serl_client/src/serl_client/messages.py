@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serl_client import wire
-from serl_client.episode import COLUMNS, MAX_NAME, Outcome, Record, Segment, Stamp
+from serl_client.episode import COLUMNS, MAX_NAME, Entry, Lost, Outcome, Segment, Stamp
 from serl_client.errors import MessageError
 from serl_client.spec import Array
 
@@ -238,46 +238,53 @@ EPISODE = (
 )  # fmt: skip
 
 
-def encode(message: Message) -> list[wire.Buffer]:
-    """The frames of a message."""
-    kind = type(message)
-    header = {"type": kind.__name__, **{name: getattr(message, name) for name in FIELDS[kind]}}
-    return wire.pack(header, getattr(message, "arrays", {}))
-
-
 _BY_NAME = {kind.__name__: kind for kind in TYPES}
+_HAS_ARRAYS = {kind: "arrays" in kind.__dataclass_fields__ for kind in TYPES}
+
+
+def _plain(annotation: Any) -> tuple[type, ...]:
+    """The types of what msgpack gives for a field's annotation."""
+    parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    origins = [typing.get_origin(part) or part for part in parts]
+    return tuple({Mapping: dict, Sequence: list}.get(origin, origin) for origin in origins)
+
+
+_PLAIN = {kind: {name: _plain(annotation) for name, annotation in FIELDS[kind].items()} for kind in TYPES}
+
+
+def encode(message: Message) -> list[wire.Buffer]:
+    """The frames of a message. Raises MessageError for an array that cannot travel."""
+    kind = type(message)
+    header = {"type": kind.__name__}
+    for name in FIELDS[kind]:
+        header[name] = getattr(message, name)
+    return wire.pack(header, message.arrays if _HAS_ARRAYS[kind] else {})
 
 
 def decode(frames: Sequence[wire.Buffer]) -> Message:
     """The message that some frames hold. Raises MessageError."""
     header, arrays = wire.unpack(frames)
-    kind = _BY_NAME.get(str(header.pop("type", None)))
+    name = header.pop("type", None)
+    kind = _BY_NAME.get(name) if type(name) is str else None
     if kind is None:
         raise MessageError("the message is of no known kind")
-    fields: dict[str, Any] = FIELDS[kind]
-    if set(header) != set(fields):
+    fields = _PLAIN[kind]
+    if header.keys() != fields.keys():
         raise MessageError(f"a {kind.__name__} has the fields {tuple(fields)}, not {tuple(header)}")
-    for name, value in header.items():
-        if not _fits(value, fields[name]):
-            expected = getattr(fields[name], "__name__", fields[name])
+    for name, allowed in fields.items():
+        if type(header[name]) not in allowed:
+            expected = " or ".join(each.__name__ for each in allowed)
             raise MessageError(f"{name} of a {kind.__name__} should be of type {expected}")
-    has_arrays = "arrays" in kind.__dataclass_fields__
-    if arrays and not has_arrays:
+    if _HAS_ARRAYS[kind]:
+        return kind(**header, arrays=arrays)
+    if arrays:
         raise MessageError(f"a {kind.__name__} carries no arrays")
-    return kind(**header, arrays=arrays) if has_arrays else kind(**header)
+    return kind(**header)
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value that msgpack gave is of the type that a field's annotation names."""
-    if isinstance(kind, types.UnionType):
-        return any(_fits(value, part) for part in typing.get_args(kind))
-    origin = typing.get_origin(kind) or kind
-    return type(value) is {Mapping: dict, Sequence: list}.get(origin, origin)
-
-
-def seal(seq: int, record: Record) -> list[wire.Buffer]:
+def seal(seq: int, record: Entry) -> list[wire.Buffer]:
     """A record as the outbox keeps it and a Push carries it."""
-    if isinstance(record, Outcome):
+    if isinstance(record, Outcome | Lost):
         return wire.seal(seq, dataclasses.asdict(record), {})
     header = {
         "episode": record.episode, "start": record.start, "task": record.task,
@@ -288,21 +295,28 @@ def seal(seq: int, record: Record) -> list[wire.Buffer]:
     return wire.seal(seq, header, {**columns, **record.observation, **record.extras})
 
 
-def unseal(data: wire.Buffer) -> list[tuple[int, Record]]:
-    """(seq, record) of each sealed record in `data`. Raises MessageError; shapes are not checked against a Spec yet."""
+def unseal(data: wire.Buffer) -> list[tuple[int, Entry]]:
+    """(seq, record) of each sealed record in `data`, at most MAX_RECORDS. Raises MessageError; shapes are not checked
+    against a Spec yet."""
     try:
         return [(seq, _record(header, arrays)) for seq, header, arrays in wire.unseal(data)]
     except (TypeError, KeyError, ValueError) as error:
         raise MessageError(f"this is no record: {error!r}") from None
 
 
-def _record(header: dict[str, Any], arrays: dict[str, Array]) -> Record:
+def _record(header: dict[str, Any], arrays: dict[str, Array]) -> Entry:
+    if "lost" in header:
+        lost = Lost(**header)
+        _typed(lost.lost, str)
+        return lost
     if "by" in header:
         outcome = Outcome(**header)
         _typed(outcome.episode, str), _typed(outcome.by, str), _typed(outcome.discard, bool)
         if outcome.success is not None:
             _typed(outcome.success, bool)
         return outcome
+    if not all(array.ndim for array in arrays.values()):
+        raise ValueError("each array of a segment is [T, ...]")
     directive, phase, weights = header.pop("stamp")
     extras = {name: arrays.pop(name) for name in header.pop("extras")}
     columns: dict[str, Any] = {name: arrays.pop(name) for name in ("action", *COLUMNS)}

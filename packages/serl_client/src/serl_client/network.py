@@ -17,6 +17,7 @@ import zmq
 
 from serl_client import messages as m
 from serl_client.errors import MessageError, Refused, TrainerError
+from serl_client.keys import Key
 from serl_client.link import Link, failure
 from serl_client.outbox import Outbox
 from serl_client.spec import Array, Spec
@@ -47,7 +48,7 @@ class Network(threading.Thread):
 
     def __init__(
         self, address: str, *, actor: str, spec: Spec, outbox: Outbox, weights_folder: Path | None, paced: bool,
-        has_operator: bool,
+        has_operator: bool, key: Key | None,
     ) -> None:  # fmt: skip
         super().__init__(name=f"network of {actor}", daemon=True)
         self.epoch = os.urandom(16).hex()
@@ -66,11 +67,12 @@ class Network(threading.Thread):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._actor, self._spec, self._outbox = actor, spec, outbox
         self._paced, self._has_operator = paced, has_operator
-        self.server = Link(address, self._greeting())
+        self._key = key
+        self.server = Link(address, self._greeting(), key)
         self._inference: Link | None = None
         self._asked: deque[tuple[int, int]] = deque(maxlen=64)  # (number, step) of the questions that were sent
         self._asked_at = self._beaten_at = 0.0
-        self._commanded = False
+        self._commanded = self._spools = False
         self._complaint = ""
         self._closing = False
         self._handlers = {
@@ -96,7 +98,8 @@ class Network(threading.Thread):
         try:
             while not self._closing:
                 self._turn()
-            self.stream.spool()
+            while self.stream.spool():
+                pass
             self.server.send(m.Bye())
         except Exception as error:
             log.exception("the %s died", self.name)
@@ -112,25 +115,28 @@ class Network(threading.Thread):
         return [self.server, self._inference] if self._inference else [self.server]
 
     def _turn(self) -> None:
-        busy = self.weights is not None and self.weights.busy and self.server.connected
+        pulls = self.weights is not None and self.weights.busy and self.server.connected
         polled = [entry for link in self._links for entry in link.polled]
-        zmq.zmq_poll([(self._wake, zmq.POLLIN), *polled], 0 if busy else TURN)
+        zmq.zmq_poll([(self._wake, zmq.POLLIN), *polled], 0 if pulls or self._spools else TURN)
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         if self.error is None:
             self._ask()
             self._receive()
-        self.stream.spool()
+        self._spools = self.stream.spool()
         if self.error is None:
             self._send()
 
     def _receive(self) -> None:
         if not self.server.is_open:
             self.server.greeting = self._greeting()
-        for link in self._links:
-            while self.error is None and (message := link.receive()) is not None:
-                if link is self.server or isinstance(message, m.Act | m.Failed):
-                    self._handle(link, message)
+        try:
+            for link in self._links:
+                while self.error is None and (message := link.receive()) is not None:
+                    if link is self.server or isinstance(message, m.Act | m.Failed):
+                        self._handle(link, message)
+        except Refused as error:
+            self._fail(error)
 
     def _handle(self, link: Link, message: m.Message) -> None:
         try:
@@ -222,7 +228,7 @@ class Network(threading.Thread):
         if self._inference is None or self._inference.address != address:
             if self._inference:
                 self._inference.close()
-            self._inference = Link(address, self._greeting())
+            self._inference = Link(address, self._greeting(), self._key) if address else None
         self.ordinal = welcome.ordinal
         self._noticed(self.server.notice)
 

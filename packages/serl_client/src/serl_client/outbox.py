@@ -1,28 +1,40 @@
 """The outbox: sealed records that nobody has acknowledged yet, in append-only files; what is in them survives kill -9.
 
-A file holds records of one epoch and is unlinked when its last one is acknowledged, which works on a full disk too.
+A file holds records of one epoch and goes when its last one is acknowledged, which works on a full disk too: it is
+unlinked, or, when much is written, written again, since the pages of a new file cost more than all else that is done
+here with a record. What it held before are records of the same epoch with lower numbers, which no scan takes.
 Nothing is synced. Reading uses pread: a bad sector is then an OSError, and not the SIGBUS of a mapping, which would
 end the process that moves the robot.
+
+A record that the disk has damaged keeps its number, and `Lost` is sent in its place; so it is with those that go on
+with its episode, as they cannot be stored without it. The files stay until all that is acknowledged, so that the next
+start comes to the same result; then they are kept as *.damaged.
 """
 
 import errno
 import fcntl
+import itertools
 import logging
+import math
 import os
 import secrets
+import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from serl_client import wire
+from serl_client import messages, wire
+from serl_client.episode import Lost
 from serl_client.errors import ConfigError, MessageError
 
 log = logging.getLogger(__name__)
 
 FILE_BYTES = 8 << 20
+SPARE_FILES = 4  # that are kept to be written again,
+SPARE_SECONDS = 2.0  # if they are full so soon: pages that stay longer are brought to the disk, for nothing
 SLICE_BYTES = 512 << 10  # one Push: on a slow link a longer frame would hold up the heartbeat behind it
 
 
@@ -32,6 +44,9 @@ class _File:
     epoch: str
     first: int  # seq of its first record
     ends: list[int] = field(default_factory=list)  # where each record ends
+    lost: dict[int, bytes] = field(default_factory=dict)  # seq -> what is sent in place of that record
+    born: float = field(default_factory=time.monotonic)
+    needed: float = 0  # the file stays until all below this seq is acknowledged
 
     @property
     def size(self) -> int:
@@ -61,15 +76,26 @@ class Outbox:
         self._lock = _locked(folder)
         self._files: list[_File] = []  # in the order of writing; replaced, never changed: `pending` reads it
         self._expected: dict[str, int] = {}  # first unacknowledged seq of an epoch
+        self._writing = ""  # the epoch that grows
+        self._doubted: dict[str, float] = {}  # records of an epoch below this seq are looked at before they are sent,
+        self._seen: dict[str, int] = {}  # and those below this one were
+        self._cut: dict[str, _File] = {}  # the epochs whose latest episode lacks a record, which is in that file
         self._bytes = 0
         self._number = 0
         self._tail: tuple[_File, int] | None = None  # the file that is written, and its descriptor
+        self._spares: list[_File] = []  # of that epoch
         self._load()
         if not self._files:
             (folder / "run").unlink(missing_ok=True)
         self.run = _text(folder / "run")
-        self.id = _text(folder / "id") or secrets.token_hex(16)
-        _publish(folder / "id", self.id)
+        self.id = _text(folder / "id")
+        if not self.id:
+            self.id = secrets.token_hex(16)
+            try:
+                _publish(folder / "id", self.id)
+            except OSError as error:
+                self._lock.close()
+                raise ConfigError(f"the outbox {folder} cannot be written: {error}; make room there") from None
 
     def bind(self, run: str) -> None:
         """From now on all that lies here belongs to `run`. Raises OSError."""
@@ -81,9 +107,9 @@ class Outbox:
         """{epoch: (first unacknowledged seq, end)} of the epochs that have some, oldest first."""
         spans: dict[str, tuple[int, int]] = {}
         for file in self._files:
-            first = spans[file.epoch][0] if file.epoch in spans else self._first(file)
+            first = spans[file.epoch][0] if file.epoch in spans else max(file.first, self._expected.get(file.epoch, 0))
             spans[file.epoch] = (first, file.end)
-        return spans
+        return {epoch: (min(first, end), end) for epoch, (first, end) in spans.items()}
 
     @property
     def pending(self) -> tuple[int, int]:
@@ -95,12 +121,14 @@ class Outbox:
     def append(self, epoch: str, seq: int, record: Sequence[wire.Buffer]) -> bool:
         """Write one sealed record. False, with the reason in `fault`, if it is not in the outbox as a whole."""
         size = sum(len(part) for part in record)
+        if self._bytes + size + sum(spare.size for spare in self._spares) > self._capacity:
+            self._drop_spares()
         if self._bytes + size > self._capacity:
             self.fault = f"the outbox {self.folder} is full: {self._capacity >> 20} MiB"
             return False
         try:
             file, descriptor = self._writable(epoch, seq)
-            if os.writev(descriptor, record) != size:
+            if os.pwritev(descriptor, record, file.size) != size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self.fault = f"the outbox {self.folder} cannot be written: {error}"
@@ -108,6 +136,7 @@ class Outbox:
             return False
         if not file.ends:
             self._files = [*self._files, file]
+        self._writing = epoch
         file.ends.append(file.size + size)
         self._bytes += size
         self.fault = ""
@@ -124,12 +153,20 @@ class Outbox:
             data = os.pread(opened.fileno(), file.ends[stop - 1] - begin, begin)
         if len(data) != file.ends[stop - 1] - begin:
             raise OSError(errno.EIO, f"{file.path} is shorter than it was")
+        if file.lost or epoch in self._cut or seq < self._doubted.get(epoch, 0):
+            data = b"".join(self._looked_at(file, *record) for record in _records(file, index, stop, data))
         return file.first + stop, data
 
+    def doubt(self, epoch: str, end: int) -> None:
+        """What was sent of `epoch` below `end` came damaged: before it is sent again, each record is looked at."""
+        self._doubted[epoch] = max(end, self._doubted.get(epoch, 0))
+
     def acknowledge(self, epoch: str, expected: int) -> None:
-        """Records of `epoch` below `expected` are durable elsewhere; files without any other are unlinked."""
-        self._expected[epoch] = max(expected, self._expected.get(epoch, 0))
-        done = [file for file in self._files if file.epoch == epoch and file.end <= expected]
+        """Records of `epoch` below `expected` are durable elsewhere; files without any other go."""
+        expected = self._expected[epoch] = max(expected, self._expected.get(epoch, 0))
+        mine = [file for file in self._files if file.epoch == epoch]
+        is_over = bool(mine) and epoch != self._writing and mine[-1].end <= expected
+        done = list(itertools.takewhile(lambda file: is_over or max(file.end, file.needed) <= expected, mine))
         if not done:
             return
         self._files = [file for file in self._files if file not in done]
@@ -138,11 +175,12 @@ class Outbox:
             if self._tail and self._tail[0] is file:
                 self._close_tail()
             with suppress(OSError):  # it would come back at the next start, and be acknowledged again
-                file.path.unlink()
+                self._spare(file)
 
     def close(self) -> None:
         """May be called twice."""
         self._close_tail()
+        self._drop_spares()
         self._lock.close()
 
     def _first(self, file: _File) -> int:
@@ -151,9 +189,13 @@ class Outbox:
     def _writable(self, epoch: str, seq: int) -> tuple[_File, int]:
         if self._tail and self._tail[0].size >= FILE_BYTES:
             self._close_tail()
+        if epoch != self._writing:
+            self._drop_spares()
         if self._tail is None:
             path = self.folder / f"{self._number + 1:08d}-{epoch}-{seq}.records"
-            self._tail = _File(path, epoch, seq), os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            if self._spares:
+                self._spares.pop().path.rename(path)
+            self._tail = _File(path, epoch, seq), os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
             self._number += 1
         return self._tail
 
@@ -167,39 +209,129 @@ class Outbox:
         except OSError:
             self._close_tail()
 
+    def _spare(self, file: _File) -> None:
+        """Keep a file to be written again, or because it is damaged, or unlink it. Raises OSError."""
+        if file.lost:
+            kept = file.path.replace(file.path.with_suffix(".damaged"))
+            log.warning("%s holds records that could not be sent; it stays until you delete it", kept)
+            return
+        is_quick = file.epoch == self._writing and time.monotonic() < file.born + SPARE_SECONDS
+        if is_quick and len(self._spares) < SPARE_FILES and file.size <= 2 * FILE_BYTES:
+            file.path = file.path.rename(file.path.with_suffix(".spare"))
+            self._spares.append(file)
+        else:
+            file.path.unlink()
+
+    def _drop_spares(self) -> None:
+        for spare in self._spares:
+            with suppress(OSError):
+                spare.path.unlink()
+        self._spares = []
+
     def _close_tail(self) -> None:
         if self._tail:
             os.close(self._tail[1])
             self._tail = None
 
     def _load(self) -> None:
-        ends: dict[str, int] = {}
+        """Take in what an earlier life has left. Raises ConfigError for a file that cannot be read."""
+        for path in self.folder.glob("*.spare"):
+            path.unlink()
+        latest: dict[str, _File] = {}
         for path in sorted(self.folder.glob("*.records")):
             number, epoch, first = path.stem.split("-")
             self._number = int(number)
-            file = _File(path, epoch, int(first), _scan(path.read_bytes(), int(first)))
-            if file.size < path.stat().st_size:
-                log.warning("%s: the last %d bytes are no whole record", path, path.stat().st_size - file.size)
-            if not file.ends or ends.setdefault(epoch, file.first) != file.first:
-                log.warning("%s does not continue what lies before it; dropped", path)
-                path.unlink()
-                continue
-            ends[epoch] = file.end
+            file = _scanned(_File(path, epoch, int(first)))
+            if (before := latest.get(epoch)) is not None:
+                del before.ends[max(0, file.first - before.first) :]  # a write that failed, whole and not taken back
+                _miss(before, file.first, before.size)
+            latest[epoch] = file
             self._files.append(file)
-            self._bytes += file.size
+        for file in [file for file in self._files if not file.ends]:
+            log.warning("%s holds no whole record; dropped", file.path)
+            self._files.remove(file)
+            file.path.unlink()
+        for epoch in {file.epoch for file in self._files if file.lost}:
+            for file in [file for file in self._files if file.epoch == epoch]:
+                for seq, record in _records(file, 0, len(file.ends), file.path.read_bytes()):
+                    self._looked_at(file, seq, record)
+        self._bytes = sum(file.size for file in self._files)
+
+    def _looked_at(self, file: _File, seq: int, record: bytes) -> bytes:
+        """What is sent as the record `seq`: itself, or that it is lost."""
+        if seq < self._seen.get(file.epoch, 0):
+            return file.lost.get(seq, record)
+        self._seen[file.epoch] = seq + 1
+        header = None if seq in file.lost else _header(record, seq)
+        if header is None:
+            self._doubted[file.epoch] = math.inf  # a disk that has damaged one may have damaged more
+            self._cut.setdefault(file.epoch, file).needed = math.inf
+            log.error("%s: record %d is damaged, it and the rest of its episode are lost", file.path, seq)
+            self._lose(file, seq, "the actor's disk has damaged it")
+        elif file.epoch in self._cut and header.get("start"):
+            self._lose(file, seq, "its episode lacks an earlier record")
+        elif file.epoch in self._cut and "start" in header:
+            self._cut.pop(file.epoch).needed = seq
+        return file.lost.get(seq, record)
+
+    @staticmethod
+    def _lose(file: _File, seq: int, why: str) -> None:
+        file.lost[seq] = b"".join(bytes(part) for part in messages.seal(seq, Lost(why)))
 
 
-def _scan(data: bytes, first: int) -> list[int]:
-    """Where each of the whole, undamaged records that begin `data` ends; the first has the number `first`."""
-    view, ends, begin = memoryview(data), [], 0
-    with suppress(MessageError):
-        while begin < len(view):
+def _scanned(file: _File) -> _File:
+    """The file with all that is found in it."""
+    try:
+        data = file.path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{file.path} cannot be read: {error}. Look after that disk; if the file cannot be saved, move it out of "
+            "the outbox: its records are lost then, and the rest is sent"
+        ) from None
+    begin = 0
+    while (found := _next_record(data, begin, file.end)) is not None:
+        seq, begin, end = found
+        _miss(file, seq, begin)
+        file.ends.append(end)
+        begin = end
+    return file
+
+
+def _miss(file: _File, end: int, size: int) -> None:
+    """The records from the end of `file` up to `end` are not there; what lies in their place ends at `size`."""
+    missing = range(file.end, end)
+    file.lost.update(dict.fromkeys(missing, b""))
+    file.ends += [size] * len(missing)
+
+
+def _next_record(data: bytes, begin: int, seq: int) -> tuple[int, int, int] | None:
+    """(number, begin, end) of the first whole, undamaged record from `begin` on, whose number is at least `seq`."""
+    view, start = memoryview(data), begin
+    while (begin := data.find(wire.MAGIC, begin)) >= 0:
+        with suppress(MessageError):
             end = begin + wire.sealed_length(view[begin:])
-            if next(wire.unseal(view[begin:end]))[0] != first + len(ends):
-                break
-            ends.append(end)
-            begin = end
-    return ends
+            number, _, _ = next(wire.unseal(view[begin:end]))
+            if 0 <= (number - seq) * wire.PREFIX.size <= begin - start:  # as many as can lie before it
+                return number, begin, end
+        begin += 1
+    return None
+
+
+def _records(file: _File, begin: int, stop: int, data: bytes) -> Iterator[tuple[int, bytes]]:
+    """(seq, record) of those with the indices [begin, stop); `data` begins with the first of them."""
+    low = offset = file.size_below(file.first + begin)
+    for index in range(begin, stop):
+        yield file.first + index, data[low - offset : file.ends[index] - offset]
+        low = file.ends[index]
+
+
+def _header(record: bytes, seq: int) -> dict[str, Any] | None:
+    """The header of one record; None: it is damaged."""
+    try:
+        (number, header, _), *others = wire.unseal(record)
+    except (MessageError, ValueError):
+        return None
+    return header if number == seq and not others else None
 
 
 def _locked(folder: Path) -> IO[str]:

@@ -14,7 +14,7 @@ from serl_client.controller import Controller
 from serl_client.episode import Outcome, Stamp
 from serl_client.errors import TrainerError
 from serl_client.recorder import Recorder
-from serl_client.signals import interrupted_by_signals
+from serl_client.signals import interrupted_by_signals, without_long_collections
 from serl_client.spec import Array, Spec
 from serl_client.status import ActorStatus, Tally
 
@@ -94,7 +94,7 @@ def run_actor(
     status = status or ActorStatus()
     client.report = vars(status)
     actor = _Actor(env, controller, client, seed, operator, on_episode, status)
-    with interrupted_by_signals():
+    with interrupted_by_signals(), without_long_collections():
         try:
             actor.run()
         finally:

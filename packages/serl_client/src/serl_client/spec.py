@@ -25,6 +25,10 @@ DTYPES = (
     "float32",
     "float64",
 )
+MAX_DIMENSIONS = 8
+MAX_ROW = 64 << 20  # bytes of one feature: it has to travel in one frame
+MAX_BOUNDS = 4096  # numbers in a lower or an upper bound: they travel in the header of a Hello
+MAX_TEXT = 200  # characters of a feature's name, or of one of its entries'
 ROW = {"reward": "float32", "intervened": "bool", "decision": "bool", "time": "float64"}  # columns of every row
 
 
@@ -43,9 +47,20 @@ class Feature:
         object.__setattr__(self, "names", tuple(self.names))
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} cannot be stored; use one of {', '.join(DTYPES)}")
+        if len(self.shape) > MAX_DIMENSIONS or min(self.shape, default=1) < 1 or self.nbytes > MAX_ROW:
+            raise ConfigError(
+                f"the shape {self.shape} cannot be stored: at most {MAX_DIMENSIONS} sizes, each at least 1, and "
+                f"{MAX_ROW >> 20} MiB in all"
+            )
+        if not all(_is_name(name) for name in self.names):
+            raise ConfigError(f"the names of a feature's entries are texts of at most {MAX_TEXT} characters")
+        if math.prod(self.shape) > MAX_BOUNDS and (self.low is not None or self.high is not None):
+            raise ConfigError(f"a feature of the shape {self.shape} has no bounds: at most {MAX_BOUNDS} numbers have")
         for bound in ("low", "high"):
             if (value := getattr(self, bound)) is not None:
-                object.__setattr__(self, bound, np.broadcast_to(np.asarray(value, self.dtype), self.shape).copy())
+                with np.errstate(over="ignore"):  # an infinite bound is refused where it must be finite
+                    value = np.asarray(value, self.dtype)
+                object.__setattr__(self, bound, np.broadcast_to(value, self.shape).copy())
 
     @property
     def nbytes(self) -> int:
@@ -81,6 +96,8 @@ class Spec:
         if not self.observation:
             raise ConfigError("a Spec needs at least one observation")
         names = [*self.observation, *self.extras]
+        if not all(_is_name(name) for name in names):
+            raise ConfigError(f"the names of features are texts of at most {MAX_TEXT} characters")
         if len(set(names)) < len(names) or not all(name.startswith("observation.") for name in self.observation):
             raise ConfigError(f"observations are called observation.<name>, and no name comes twice: {names}")
         if reserved := {"action", *ROW} & set(names):
@@ -91,8 +108,8 @@ class Spec:
             raise ConfigError("the action's bounds must be finite: they scale what the policy puts out")
         if not (self.action.low < self.action.high).all():
             raise ConfigError("each low bound of the action must lie below its high bound")
-        if not self.fps > 0:
-            raise ConfigError(f"fps must be positive, not {self.fps}")
+        if not 0 < self.fps < math.inf:
+            raise ConfigError(f"fps must be positive and finite, not {self.fps}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spec) and self.to_dict() == other.to_dict()
@@ -115,7 +132,7 @@ class Spec:
                 float(data["fps"]),
                 {name: Feature(**feature) for name, feature in data["extras"].items()},
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"this is no Spec: {error!r}") from None
 
     def difference(self, other: "Spec") -> str:
@@ -123,6 +140,10 @@ class Spec:
         mine, theirs = _flat(self.to_dict()), _flat(other.to_dict())
         names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
         return "; ".join(f"{name}: {mine.get(name)}, {theirs.get(name)}" for name in names)
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and len(name) <= MAX_TEXT
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

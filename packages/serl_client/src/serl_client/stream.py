@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 QUEUE_SECONDS = 2.0
 QUEUE_ROWS = 8  # at least
+SPOOL_BYTES = 1 << 20  # after these it is time to send
 STALL = 15.0  # seconds without an Ack, after which all is sent again
 OUTCOME_BYTES = 1024
 COLUMN_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
@@ -81,13 +82,15 @@ class Stream:
         records, size = self._outbox.pending
         return queued[0] + records, queued[1] + size
 
-    def spool(self) -> None:
-        """Bring what is queued to the outbox, as far as that takes it.
+    def spool(self) -> bool:
+        """Bring what is queued to the outbox, as far as that takes it; True: there is more, which can wait until what
+        was brought has been sent.
 
         Raises ValueError for a segment that does not fit the Spec: here, since it costs more than the control thread
         has to give.
         """
-        while self._queue:
+        begin = self._spooled_bytes
+        while self._queue and self._spooled_bytes < begin + SPOOL_BYTES:
             record, size = self._queue[0]
             if self._sealed is None:
                 if not isinstance(record, Outcome):
@@ -97,11 +100,12 @@ class Stream:
             if not self._outbox.append(self._epoch, self._spooled, self._sealed):
                 if self.fault != before:
                     log.warning("%s", self.fault)
-                return
+                return False
             self._sealed = None
             self._queue.popleft()
             self._spooled_bytes += size
             self._spooled += 1
+        return bool(self._queue)
 
     @property
     def earlier(self) -> list[list[Any]]:
@@ -146,6 +150,7 @@ class Stream:
         if ack.epoch != self._sending:
             return
         if ack.resend:
+            self._outbox.doubt(ack.epoch, self._next)
             self._rewind(ack.epoch, ack.expected)
             return
         while self._flying and self._flying[0][0] <= ack.expected:

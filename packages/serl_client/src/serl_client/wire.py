@@ -9,7 +9,6 @@ many of them in one frame, and the server checks it, all in the same form:
     body = msgpack header, then each array, each padded with zeros to 8 bytes
 """
 
-import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 import xxhash
 
 from serl_client.errors import MessageError
-from serl_client.spec import DTYPES, Array
+from serl_client.spec import DTYPES, MAX_DIMENSIONS, Array
 
 Buffer = bytes | memoryview
 
@@ -27,23 +26,36 @@ MAX_FRAMES = 256
 MAX_HEADER = 1 << 20
 MAX_ARRAY = 64 << 20  # also the socket's MAXMSGSIZE
 MAX_MESSAGE = 256 << 20
-MAX_DIMENSIONS = 8
+MAX_RECORDS = 10_000  # in one run of sealed ones
+MAX_PARTS = 10_000  # lists and mappings in a header: each is 1 byte there, and 72 here; else it is below 30 for 1
+MAX_LENGTH = 100_000  # of a list or a mapping in a header
 
+NAMES = {np.dtype(name): name for name in DTYPES}  # dtype.name takes longer than all the rest
+ITEMSIZE = {name: dtype.itemsize for dtype, name in NAMES.items()}
 PREFIX = struct.Struct("<4sIQQQ")
 MAGIC = b"RTK1"
 
 
 def pack(header: Mapping[str, Any], arrays: Mapping[str, Array]) -> list[Buffer]:
-    """Frames of one message: the header (with each array's name, dtype and shape), then each array's own memory."""
-    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    layout = [[name, array.dtype.name, list(array.shape)] for name, array in contiguous.items()]
-    head: bytes = msgpack.packb([header, layout])
-    return [head, *(_memory(array) for array in contiguous.values())]
+    """Frames of one message: the header (with each array's name, dtype and shape), then each array's own memory.
+
+    Raises MessageError for an array of a dtype that does not travel."""
+    layout: list[tuple[str, str, tuple[int, ...]]] = []
+    frames: list[Buffer] = [b""]
+    for name, array in arrays.items():
+        array = np.asarray(array, order="C")
+        dtype = NAMES.get(array.dtype)
+        if dtype is None:
+            raise MessageError(f"array {name!r} has the dtype {array.dtype}; use one of {', '.join(DTYPES)}")
+        layout.append((name, dtype, array.shape))
+        frames.append(array.data.cast("B") if array.size else b"")
+    frames[0] = msgpack.packb((header, layout))
+    return frames
 
 
 def unpack(frames: Sequence[Buffer]) -> tuple[dict[str, Any], dict[str, Array]]:
     """(header, arrays) of one message; the arrays are views of the frames. Raises MessageError."""
-    if not 1 <= len(frames) <= MAX_FRAMES or sum(len(frame) for frame in frames) > MAX_MESSAGE:
+    if not 1 <= len(frames) <= MAX_FRAMES or sum(map(len, frames)) > MAX_MESSAGE:
         raise MessageError(f"a message has 1 to {MAX_FRAMES} frames and at most {MAX_MESSAGE >> 20} MiB")
     header, layout = _header(frames[0])
     if len(layout) != len(frames) - 1:
@@ -52,7 +64,7 @@ def unpack(frames: Sequence[Buffer]) -> tuple[dict[str, Any], dict[str, Array]]:
     for (name, dtype, shape, nbytes), frame in zip(layout, frames[1:], strict=True):
         if len(frame) != nbytes:
             raise MessageError(f"array {name!r} should have {nbytes} bytes, not {len(frame)}")
-        arrays[name] = np.frombuffer(frame, dtype).reshape(shape)
+        arrays[name] = np.ndarray(shape, dtype, frame)
     return header, arrays
 
 
@@ -86,7 +98,9 @@ def sealed_length(data: Buffer) -> int:
 def unseal(data: Buffer) -> Iterator[tuple[int, dict[str, Any], dict[str, Array]]]:
     """(seq, header, arrays) of each sealed record in `data`; the arrays are views. Raises MessageError."""
     view = memoryview(data).cast("B")
-    while len(view):
+    for _ in range(MAX_RECORDS):
+        if not len(view):
+            return
         length = sealed_length(view)
         _, header_length, _, seq, checksum = PREFIX.unpack_from(view)
         body = view[PREFIX.size : length]
@@ -95,6 +109,8 @@ def unseal(data: Buffer) -> Iterator[tuple[int, dict[str, Any], dict[str, Array]
         header, layout = _header(body[:header_length])
         yield seq, header, _slices(body, _padded(header_length), layout)
         view = view[length:]
+    if len(view):
+        raise MessageError(f"at most {MAX_RECORDS} records come together")
 
 
 def _slices(body: memoryview, offset: int, layout: list[tuple[str, str, tuple[int, ...], int]]) -> dict[str, Array]:
@@ -102,7 +118,7 @@ def _slices(body: memoryview, offset: int, layout: list[tuple[str, str, tuple[in
     for name, dtype, shape, nbytes in layout:
         if offset + nbytes > len(body):
             raise MessageError(f"array {name!r} is longer than its record")
-        arrays[name] = np.frombuffer(body[offset : offset + nbytes], dtype).reshape(shape)
+        arrays[name] = np.ndarray(shape, dtype, body, offset)
         offset += _padded(nbytes)
     if offset != len(body):
         raise MessageError("a record is longer than its arrays")
@@ -113,29 +129,54 @@ def _padded(length: int) -> int:
     return length + -length % 8
 
 
-def _memory(array: Array) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
-
-
 def _header(frame: Buffer) -> tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...], int]]]:
     if len(frame) > MAX_HEADER:
         raise MessageError(f"a header has at most {MAX_HEADER} bytes")
     try:
-        header, layout = msgpack.unpackb(frame, max_map_len=100_000, max_array_len=100_000)
+        if len(frame) <= MAX_PARTS:
+            header, layout = msgpack.unpackb(frame, ext_hook=_no_extension)
+        else:
+            one = _Counter().one
+            header, layout = msgpack.unpackb(
+                frame, max_map_len=MAX_LENGTH, max_array_len=MAX_LENGTH, ext_hook=_no_extension,
+                object_hook=one, list_hook=one,
+            )  # fmt: skip
+        if len(layout) >= MAX_FRAMES:
+            raise ValueError(f"{len(layout)} arrays")
         parsed = [_described(name, dtype, shape) for name, dtype, shape in layout]
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise MessageError(f"this is no header: {error}") from None
-    if not isinstance(header, dict) or len({name for name, *_ in parsed}) != len(parsed):
+    if type(header) is not dict or len({described[0] for described in parsed}) != len(parsed):
         raise MessageError("a header is a mapping, and names each array once")
     return header, parsed
 
 
+class _Counter:
+    """Lets as many lists and mappings through as a header may have."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def one(self, part: Any) -> Any:
+        self.count += 1
+        if self.count > MAX_PARTS:
+            raise ValueError(f"more than {MAX_PARTS} lists and mappings")
+        return part
+
+
+def _no_extension(code: int, data: bytes) -> None:
+    raise ValueError("an extension type")
+
+
 def _described(name: str, dtype: str, shape: list[int]) -> tuple[str, str, tuple[int, ...], int]:
-    if not isinstance(name, str) or dtype not in DTYPES or len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"array {name!r} has dtype {dtype!r} and {len(shape)} dimensions")
-    if any(type(size) is not int or not 0 <= size <= MAX_ARRAY for size in shape):
-        raise ValueError(f"array {name!r} has the shape {shape}")
-    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    if math.prod(max(1, size) for size in shape) * np.dtype(dtype).itemsize > MAX_ARRAY:
-        raise ValueError(f"array {name!r} would have {nbytes} bytes; at most {MAX_ARRAY} are allowed")
+    if type(name) is not str or type(shape) is not list or len(shape) > MAX_DIMENSIONS:
+        raise ValueError("an array has a name and a shape")
+    least = nbytes = ITEMSIZE.get(dtype, 0)  # `least`: an empty dimension does not excuse the others
+    for size in shape:
+        if type(size) is not int or not 0 <= size <= MAX_ARRAY:
+            raise ValueError(f"array {name!r} has the shape {shape}")
+        nbytes *= size
+        least *= size or 1
+    if not 0 < least <= MAX_ARRAY:
+        raise ValueError(f"array {name!r} is {dtype!r} {shape}; of {', '.join(DTYPES)} at most {MAX_ARRAY} bytes come")
     return name, dtype, tuple(shape), nbytes

@@ -1,0 +1,86 @@
+"""Keys as files of mode 0600: who a client is, and by which key it knows its learner."""
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zmq.utils import z85
+
+from serl_client.errors import ConfigError
+
+ROLES = ("viewer", "actor", "operator")  # each may do what those before it may
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """All that one client needs: its name and role, its two CURVE keys, and the public one of the learner (Z85)."""
+
+    name: str
+    role: str
+    public: str
+    secret: str = field(repr=False)
+    server: str
+
+    @classmethod
+    def read(cls, file: Path) -> "Key":
+        """Raises ConfigError for a file that is no key, or that others than its owner may read."""
+        try:
+            key = cls(**read_private(file))
+            if not NAME.fullmatch(key.name) or key.role not in ROLES:
+                raise ValueError
+            for text in (key.public, key.secret, key.server):
+                check_curve(text)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{file} is no key: make one on the learner with tools/keys.py make NAME") from None
+        return key
+
+    def write(self, file: Path) -> None:
+        write_private(file, asdict(self))
+
+    def owns(self, name: str) -> bool:
+        """Whether a client with this key may go by `name`."""
+        return owns(self.name, name)
+
+
+def owns(holder: str, name: str) -> bool:
+    """A key's own name, or one below it: left, left/status."""
+    return name == holder or name.startswith(f"{holder}/")
+
+
+def known_as(key: Key | None, name: str) -> str:
+    """The name by which a tool goes: its own, below that of its key if it has one."""
+    return f"{key.name}/{name}" if key else name
+
+
+def check_curve(text: Any) -> None:
+    """Raise ValueError for what is no CURVE key in Z85."""
+    if not isinstance(text, str) or len(text) != 40 or len(z85.decode(text.encode())) != 32:
+        raise ValueError("no CURVE key")
+
+
+def read_private(file: Path) -> Any:
+    """The JSON in a file that only its owner may read. Raises ConfigError."""
+    try:
+        with open(file) as opened:
+            mode = os.fstat(opened.fileno()).st_mode & 0o777
+            if mode & 0o077:
+                raise ConfigError(f"{file} has mode {mode:04o}, so others may use the key: say chmod 600 {file}")
+            return json.load(opened)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file} ({error.strerror}): tools/keys.py on the learner makes keys") from None
+    except ValueError:
+        raise ConfigError(f"{file} is damaged: make it anew with tools/keys.py on the learner") from None
+
+
+def write_private(file: Path, content: Any) -> None:
+    """Replace a file, as a whole, by JSON that only its owner may read."""
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        json.dump(content, opened, indent=1)
+        opened.flush()
+        os.fsync(opened.fileno())
+    aside.rename(file)

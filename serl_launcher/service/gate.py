@@ -1,0 +1,293 @@
+"""Who may speak on a socket that others reach: keys, roles and limits, and the count of all that was refused.
+
+With a folder of keys the socket speaks CURVE: libzmq asks us about each key that knocks (ZAP, RFC 27), and hands that
+key on with every message of its connection, where it is looked up again. A key that was revoked is so refused at its
+next message. Without keys only loopback is served, and whoever reaches it is trusted like an operator.
+"""
+
+import ipaddress
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+from serl_client.errors import ConfigError, Refused
+from serl_client.keys import ROLES, check_curve, read_private, write_private
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from serl_launcher.service.session import Forbidden, Holder, bound
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS = 256  # at once
+MESSAGES = 10_000  # of one connection within a second
+BAD_MESSAGES = 16  # after these a connection is ignored, and its key refused until it is lifted
+HANDSHAKE_MS = 3000
+QUIET_S = 10.0  # between two lines of the log that give the same reason
+TICK_NS = 50_000_000  # within it two changes of a file may have the same time
+ZAP = "inproc://zeromq.zap.01"
+OPEN = Holder("", "operator")
+
+EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address at this host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_address(address: str, keys: Path | None) -> None:
+    """Raise ConfigError for an address that others reach, if there are no keys."""
+    host = address.removeprefix("tcp://").rpartition(":")[0]
+    if keys is None and not address.startswith("ipc://") and not is_loopback(host):
+        raise ConfigError(
+            f"host={host}: without keys the learner listens on loopback only. Make a key for each robot PC with "
+            "tools/keys.py make NAME --role actor, and say keys=keys here (docs/security.md)"
+        )
+
+
+class AllowList:
+    """The folder of keys of a learner: its own pair (server.key), who is let in (allowed.json), and an empty file
+    NAME.banned for each key that is refused until it is lifted. What tools/keys.py changes holds at once."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError for a folder without keys, or with one that others may read."""
+        self.folder, self._file = folder, folder / "allowed.json"
+        try:
+            pair = read_private(folder / "server.key")
+            self.public, self.secret = pair["public"], pair["secret"]
+            check_curve(self.public), check_curve(self.secret)
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{folder / 'server.key'} is no key: take another folder, and make all anew") from None
+        self._unwritten: set[str] = set()  # bans that could not be written down
+        self._stamp: tuple[int, int] | None = None
+        self._holders = self._read()
+
+    def find(self, public: str) -> Holder:
+        """Who has this key; its role is `unknown`, `revoked` or `banned` if nothing may be done with it."""
+        self._refresh()
+        return self._holders.get(public, Holder("", "unknown"))
+
+    def ban(self, name: str) -> None:
+        """Refuse this key until it is lifted; if that cannot be written down, as long as this process lives."""
+        try:
+            os.close(os.open(self.folder / f"{name}.banned", os.O_CREAT | os.O_WRONLY, 0o600))
+        except OSError as error:
+            log.warning("the ban of %s cannot be written down: %s", name, error.strerror)
+            self._unwritten.add(name)
+        self._stamp = None
+
+    def entries(self) -> list[dict[str, str]]:
+        """[{name, role, public}]. Raises ConfigError."""
+        entries = read_private(self._file)
+        try:
+            for entry in entries:
+                check_curve(entry["public"])
+            return [{key: str(entry[key]) for key in ("name", "role", "public")} for entry in entries]
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{self._file} is damaged: make the keys anew, in another folder") from None
+
+    def put(self, entries: Sequence[Mapping[str, str]]) -> None:
+        write_private(self._file, list(entries))
+
+    def _read(self) -> dict[str, Holder]:
+        banned = {file.stem for file in self.folder.glob("*.banned")} | self._unwritten
+        holders = {entry["public"]: Holder(entry["name"], entry["role"]) for entry in self.entries()}
+        return {
+            public: Holder(holder.name, "banned") if holder.name in banned and holder.role in ROLES else holder
+            for public, holder in holders.items()
+        }
+
+    def _refresh(self) -> None:
+        try:
+            stamp = os.stat(self.folder).st_mtime_ns, os.stat(self._file).st_mtime_ns
+            if stamp == self._stamp:
+                return
+            self._stamp = stamp if max(stamp) < time.time_ns() - TICK_NS else None
+            self._holders = self._read()
+        except (ConfigError, OSError) as error:
+            if self._holders:
+                log.error("nobody is let in: %s", error)
+            self._holders, self._stamp = {}, None
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One connection: how many messages it sent since `since`, and how many bad ones."""
+
+    since: float = 0.0
+    count: int = 0
+    bad: int = 0
+    ignored: bool = False
+
+
+class Gate:
+    """Guards one public socket, and is polled by the loop that owns it: `turn` whenever one of `polled` is ready. The
+    `context` is the one to be destroyed in the end."""
+
+    def __init__(self, address: str, keys: Path | None, *, option: str = "port") -> None:
+        """Raises ConfigError when nothing may listen on `address`, or cannot; `option` is what would change it."""
+        check_address(address, keys)
+        self.keys = AllowList(keys) if keys else None
+        self.refused: dict[str, int] = {}  # reason: how often
+        self._told: dict[str, float] = {}
+        self._connected: set[int] = set()
+        self._peers: dict[bytes, _Peer] = {}
+        self._bad: dict[str, int] = {}  # of each key
+        self.context = zmq.Context()
+        self._zap = self.context.socket(zmq.REP)
+        self._zap.bind(ZAP)
+        try:
+            self.socket = bound(self.context, address, prepare=self._prepare, option=option)
+        except ConfigError:
+            self.context.destroy(linger=0)
+            raise
+
+    def _prepare(self, socket: zmq.Socket) -> None:
+        socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        if self.keys is not None:
+            socket.curve_server = True
+            socket.curve_secretkey = self.keys.secret.encode()
+            socket.zap_domain = b"retake"
+            socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody is let in if nobody can be asked
+        self._monitor = socket.get_monitor_socket(EVENTS)
+
+    @property
+    def polled(self) -> tuple[zmq.Socket, ...]:
+        return self.socket, self._zap, self._monitor
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """For status: how many are connected, and what was refused, by reason."""
+        refused = sum(self.refused.values())
+        return {"connections": len(self._connected), "refused": refused, "refusals": dict(self.refused)}
+
+    def turn(self) -> None:
+        """Let in and keep out who has knocked; never waits."""
+        with suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                self._happened(event["event"], event["value"])
+        with suppress(zmq.Again):
+            while True:
+                self._zap.send_multipart(self._asked(*self._zap.recv_multipart(zmq.NOBLOCK)))
+
+    def admit(self, identity: zmq.Frame) -> Holder | None:
+        """Whose message it is that began with this frame; None: it is not looked at.
+
+        Raises Refused, once for each connection, when its key is not allowed any more.
+        """
+        peer, now = self._peer(identity.bytes), time.monotonic()
+        if peer.ignored:
+            return None
+        if now > peer.since + 1.0:
+            peer.since, peer.count = now, 0
+        peer.count += 1
+        if peer.count > MESSAGES:
+            self.refuse("too fast", f"more than {MESSAGES} messages within a second")
+            return None
+        if self.keys is None:
+            return OPEN
+        holder = self._holder(_user(identity))
+        if holder.role in ROLES:
+            return holder
+        peer.ignored = True
+        self.refuse(f"{holder.role} key", holder.name)
+        raise Refused(f"the key {holder.name} is {holder.role}: tools/keys.py on the learner lets it in again".strip())
+
+    def blame(self, identity: zmq.Frame, holder: Holder | None, error: Exception) -> None:
+        """Count a bad message. After BAD_MESSAGES its connection is ignored, and its key refused until it is lifted;
+        but for one of the learner's own, which nobody `admit`s."""
+        whose = holder.name if holder and holder.name else "a client"
+        self.refuse("role" if isinstance(error, Forbidden) else "bad message", f"{whose}: {error}")
+        if holder is None:
+            return
+        peer = self._peer(identity.bytes)
+        peer.bad += 1
+        self._bad[holder.name] = self._bad.get(holder.name, 0) + 1
+        if self.keys is None:
+            peer.ignored = peer.bad >= BAD_MESSAGES
+        elif self._bad[holder.name] >= BAD_MESSAGES:
+            self.keys.ban(holder.name)
+            log.warning("the key %s is refused until `tools/keys.py lift %s`", holder.name, holder.name)
+
+    def refuse(self, reason: str, text: str) -> None:
+        """Count a refusal, and log it unless one for this reason was logged just now."""
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+        now = time.monotonic()
+        if now >= self._told.get(reason, -QUIET_S) + QUIET_S:
+            self._told[reason] = now
+            shown = "".join(letter if letter.isprintable() else "?" for letter in text[:500])
+            log.warning("refused, %s (%d times so far): %s", reason, self.refused[reason], shown)
+
+    def _peer(self, identity: bytes) -> _Peer:
+        if (peer := self._peers.get(identity)) is None:
+            while len(self._peers) >= 4 * CONNECTIONS:
+                del self._peers[next(iter(self._peers))]
+            peer = self._peers[identity] = _Peer()
+        return peer
+
+    def _holder(self, public: str) -> Holder:
+        assert self.keys is not None
+        holder = self.keys.find(public)
+        if holder.role in ROLES and self._bad.get(holder.name, 0) >= BAD_MESSAGES:
+            del self._bad[holder.name]  # it was banned, and is lifted
+        return holder
+
+    def _asked(self, *frames: bytes) -> list[bytes]:
+        """The answer to libzmq: may this key come in?"""
+        version, request, _, address, _, _, *credentials = frames
+        public = z85.encode(credentials[0]).decode() if credentials else ""
+        holder = self._holder(public)
+        if holder.role in ROLES:
+            return [version, request, b"200", b"", public.encode(), b""]
+        self.refuse(f"{holder.role} key", f"{holder.name or 'a client'} at {address.decode(errors='replace')}")
+        return [version, request, b"400", b"", b"", b""]
+
+    def _happened(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_ACCEPTED:
+            self._connected.add(value)
+            if len(self._connected) > CONNECTIONS:
+                self.refuse("too many connections", f"there are {CONNECTIONS} already")
+                _cut(value)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._connected.discard(value)
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            self.refuse("wrong server key", "a client knows the learner by another key")
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            self.refuse("bad handshake", f"a client broke the protocol ({value:#x})")
+        else:  # a client without a key goes as soon as it sees that one is wanted
+            self.refuse("no key" if self.keys else "bad handshake", "a client's handshake was not finished")
+
+
+def _user(identity: zmq.Frame) -> str:
+    """The key of the connection that a message came from."""
+    try:
+        return str(identity.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
+def _cut(descriptor: int) -> None:
+    """Shut a connection down that libzmq has accepted: it knows no limit of its own."""
+    with suppress(OSError):
+        accepted = socket.socket(fileno=descriptor)
+        try:
+            accepted.shutdown(socket.SHUT_RDWR)
+        finally:
+            accepted.detach()

@@ -1,0 +1,120 @@
+"""Drawing 256 pairs of observations (3 cameras of 224x224 and a state) from a warm source into memory that is used
+again, against a copy of the same bytes and against lerobot's ReplayBuffer with the same observations on the CPU.
+
+Also: the bytes that are written per byte of frame, and how the two draw rows of 8 numbers, where there is little to
+copy and what is done around it counts.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from benches.control import SPEC
+from benches.paired import Figure, machine, ratio, rounds, said
+from benches.served import BODY, STATE, Rows
+from serl_client import Feature, Spec
+
+from serl_launcher.data.layout import Layout
+from serl_launcher.data.sources import Sources
+from serl_launcher.data.store import Store
+from serl_launcher.types import Window
+
+BATCH = 256
+EPISODE = 48  # steps; shorter ones would store more final observations
+SMALL = Spec({STATE: Feature((8,))}, Feature((7,), low=-np.ones(7), high=np.ones(7)), fps=300.0)
+
+
+def main(words: Sequence[str], prog: str) -> None:
+    parser = argparse.ArgumentParser(prog, description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9, help="(9)")
+    parser.add_argument("--steps", type=int, default=1500, help="in the source (1500; 0.45 MB each)")
+    parser.add_argument("--theirs", type=int, default=300, help="in lerobot's buffer (300; 3.6 MB each); 0: without")
+    parser.add_argument("--folder", type=Path, help="of the source (the system's for temporary files)")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    options = parser.parse_args(words)
+    torch.set_num_threads(1)
+    before, figures = machine(), []
+    for name, spec, steps, goals in (
+        ("3x224x224x3", SPEC, options.steps, (">= 0.85", ">= 25")), ("8 numbers", SMALL, 20_000, ("", "")),
+    ):  # fmt: skip
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
+            figures += replay(name, Path(folder), spec, steps, options.theirs, options.rounds, goals)
+    said("replay", before, figures, as_json=options.json)
+
+
+def replay(
+    name: str, folder: Path, spec: Spec, steps: int, theirs: int, count: int, goals: tuple[str, str]
+) -> list[Figure]:  # fmt: skip
+    stored = fill(folder, spec, steps)
+    sources = Sources(folder, spec, {"online": steps}, {}, seed=0)
+    sources.update([])
+    window = Window({**dict.fromkeys(spec.observation, (0,)), "action": (0,), "next_observation": (1,)})
+    frame = sum(feature.nbytes for feature in spec.observation.values())
+    here, there = np.ones((2 * BATCH * frame,), np.uint8), np.empty((2 * BATCH * frame,), np.uint8)
+    contenders = {
+        "ours": timed(lambda: sources.sample(BATCH, window, {"online": 1.0})),
+        "a copy": timed(lambda: np.copyto(there, here)),
+    }
+    if theirs:
+        contenders["lerobot"] = timed(lerobot(spec, theirs))
+    rounds(contenders, 3)  # the pages are there
+    measured = rounds(contenders, count)
+    ours = median(measured["ours"])
+    figures = [
+        Figure(f"{BATCH} pairs of {name}", 2 * BATCH * frame / ours / 1e9, "GB/s", "a copy of the same bytes",
+               ratio(measured, "a copy", "ours"), goals[0]),
+        Figure(f"bytes written per byte of {name}", stored, "", goal="<= 1.02" if goals[0] else ""),
+    ]  # fmt: skip
+    if theirs:
+        peer = "lerobot's ReplayBuffer.sample"
+        figures.append(Figure(f"{BATCH} pairs of {name}", BATCH / ours, "/s", peer,
+                              ratio(measured, "lerobot", "ours"), goals[1]))  # fmt: skip
+    return figures
+
+
+def fill(folder: Path, spec: Spec, steps: int) -> float:
+    """Fill a source with episodes; the bytes that this wrote per byte of frame."""
+    store, rows = Store.create(folder, spec, {"online": steps}), Rows(spec)
+    number = store.direct(BODY)
+    store.hello("bench", "outbox", "epoch", [])
+    seq, per = 0, max(1, EPISODE // rows.length)
+    while (seq + per) * rows.length <= steps:
+        for segment in rows.episode(per, number):
+            store.stage("epoch", seq, segment)
+            seq += 1
+        store.commit()
+    store.index.probe()  # the log is brought into the database
+    frames = store.sources["online"].row_head * sum(feature.nbytes for feature in spec.observation.values())
+    records = store.sources["online"].head * Layout(spec, steps).step.itemsize
+    store.close()
+    return (frames + records + (folder / "index.sqlite").stat().st_size) / frames
+
+
+def timed(call: Callable[[], Any]) -> Callable[[], float]:
+    def seconds() -> float:
+        begin = perf_counter()
+        call()
+        return perf_counter() - begin
+
+    return seconds
+
+
+def lerobot(spec: Spec, capacity: int) -> Callable[[], Any]:
+    """lerobot's buffer of that many transitions, without its augmentation; a call that samples."""
+    from lerobot.rl.buffer import ReplayBuffer
+
+    buffer = ReplayBuffer(capacity, device="cpu", state_keys=list(spec.observation), use_drq=False)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(capacity):
+        state = {
+            name: torch.randint(256, (1, *feature.shape), generator=generator, dtype=torch.uint8)
+            for name, feature in spec.observation.items()
+        }
+        buffer.add(state, torch.zeros(1, *spec.action.shape), 0.0, state, False, False)
+    return lambda: buffer.sample(BATCH)

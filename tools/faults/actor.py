@@ -1,0 +1,170 @@
+"""An actor of a chaos round: it pushes episodes whose every row names its origin, and notes each before it does."""
+
+import hashlib
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from .truth import Truth, fingerprint
+from serl_client import Feature, Segment, Spec, Stamp, TrainerClient
+from serl_client.episode import Outcome
+from serl_client.errors import TrainerError
+
+PACE_S = 0.01  # one segment
+STEPS = 6  # of a segment, at most
+SEGMENTS = 6  # of an episode, at most
+DRAIN_S = 20.0
+BACKLOG = 100  # records that may wait for their acknowledgement, so that a round ends soon
+IMAGE = (24, 24, 3)
+SPEC = Spec(
+    {"observation.state": Feature((5,), "int64"), "observation.images.eye": Feature(IMAGE, "uint8")},
+    Feature((2,), low=-1, high=1), fps=STEPS / PACE_S,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an actor is told: `number` and `life` name it in its rows; `truth` is its file of notes, and when the file
+    `stop` exists it ends its episode and drains. `skew`: seconds that its clock is ahead."""
+
+    name: str
+    number: int
+    life: int
+    seed: int
+    address: str
+    outbox: Path
+    truth: Path
+    stop: Path
+    weights: Path | None
+    skew: float
+    paced: bool
+
+
+def play(part: Part) -> None:
+    """Push until it is time to stop, then drain. Exits with 3 when the learner has sent it away for good."""
+    client = TrainerClient(
+        part.address, actor=part.name, spec=SPEC, outbox=part.outbox, paced=part.paced, weights_folder=part.weights
+    )
+    truth = Truth(part.truth)
+    truth.note(actor=part.name, life=part.life, epoch=client.epoch)
+    _note_acknowledged(client, truth)
+    with client:
+        work = _Work(part, client, truth)
+        try:
+            while not part.stop.exists():
+                work.turn()
+            work.end()
+            drained = client.drain(DRAIN_S)
+        except TrainerError as error:
+            truth.note(sent_away=str(error))
+            sys.exit(3)
+        truth.note(drained=drained, pushed=work.pushed, longest_ms=round(work.longest * 1e3, 3))
+
+
+def _note_acknowledged(client: TrainerClient, truth: Truth) -> None:
+    """What the learner acknowledges is noted in the moment in which the outbox hears of it."""
+    outbox = client._outbox
+    acknowledge = outbox.acknowledge
+
+    def noted(epoch: str, expected: int) -> None:
+        truth.note(acked=[epoch, expected])
+        acknowledge(epoch, expected)
+
+    outbox.acknowledge = noted
+
+
+class _Work:
+    def __init__(self, part: Part, client: TrainerClient, truth: Truth) -> None:
+        self.pushed, self.longest = 0, 0.0
+        self._part, self._client, self._truth = part, client, truth
+        self._random = Random(f"{part.seed}/{part.number}/{part.life}")
+        self._episode, self._step, self._left, self._episodes, self._made = "", 0, 0, 0, 0
+        self._directive, self._version, self._next = {}, 0, time.monotonic()
+
+    def turn(self) -> None:
+        """One segment, if one may be made now."""
+        self._next = max(self._next + PACE_S, time.monotonic() - 5 * PACE_S)
+        while (left := self._next - time.monotonic()) > 0:
+            self._client.wait(left)
+        self._take_weights()
+        directive, steps = self._client.directive, self._random.randint(1, STEPS)
+        allowed = self._client.steps_allowed
+        has_room = self._client.room and self._client.pending[0] < BACKLOG
+        may_go_on = has_room and (allowed is None or self._made + steps <= allowed)
+        if self._episode and (directive["number"] != self._directive["number"] or not may_go_on):
+            self.end()
+        if directive["mode"] != "collect" or not may_go_on:
+            return
+        if not self._episode:
+            self._directive = directive
+            self._episode = f"{self._part.seed}-{self._part.outbox.name}-{self._part.life}-{self._episodes}"
+            self._step, self._left = 0, self._random.randint(1, SEGMENTS)
+            self._episodes += 1
+        self._left -= 1
+        self._segment(steps, "" if self._left else self._random.choice(("terminated", "truncated")))
+        if not self._left:
+            self._ended()
+
+    def end(self) -> None:
+        """Truncate the open episode."""
+        if self._episode:
+            self._segment(1, "truncated")
+            self._ended()
+
+    def _ended(self) -> None:
+        episode, self._episode = self._episode, ""
+        if self._random.random() < 0.5:
+            self._outcome(Outcome(episode, self._random.random() < 0.5))
+        if self._random.random() < 0.2:
+            self._outcome(Outcome(episode, None, discard=True, by="operator"))
+
+    def _outcome(self, outcome: Outcome) -> None:
+        said = [outcome.success, outcome.discard, outcome.by]
+        self._truth.note(seq=self.pushed, episode=outcome.episode, outcome=said)
+        self._push(outcome)
+
+    def _segment(self, steps: int, ends: str) -> None:
+        part, rows = self._part, steps + bool(ends)
+        origin = [[part.seed, part.number, part.life, self.pushed, row] for row in range(rows)]
+        state = np.array(origin, np.int64)
+        images = [np.frombuffer(hashlib.shake_128(row.tobytes()).digest(24 * 24 * 3), np.uint8) for row in state]
+        now = time.time() + part.skew
+        segment = Segment(
+            self._episode, self._step, "chaos", Stamp(self._directive["number"], "collect", self._version),
+            {"observation.state": state, "observation.images.eye": np.stack(images).reshape(rows, *IMAGE)},
+            np.array([[self._random.uniform(-1, 1) for _ in range(2)] for _ in range(steps)], np.float32),
+            np.arange(self._step, self._step + steps, dtype=np.float32), np.arange(steps) % 3 == 0,
+            np.arange(steps) % 2 == 0, now + np.arange(steps) / SPEC.fps,
+            terminated=ends == "terminated", truncated=ends == "truncated",
+        )  # fmt: skip
+        hashes = [_fingerprint(segment, i) for i in range(steps)]
+        self._truth.note(seq=self.pushed, episode=self._episode, start=self._step, steps=hashes, ends=ends)
+        self._step += steps
+        self._made += steps
+        self._push(segment)
+
+    def _push(self, record: Segment | Outcome) -> None:
+        began = time.monotonic()
+        self._client.push(record)
+        self.longest = max(self.longest, time.monotonic() - began)
+        self.pushed += 1
+
+    def _take_weights(self) -> None:
+        if newer := self._client.weights(self._version) if self._part.weights else None:
+            self._version, path = newer
+            self._truth.note(weights=[self._version, hashlib.sha256(path.read_bytes()).hexdigest()])
+
+
+def _fingerprint(segment: Segment, i: int) -> str:
+    """That of step `i` of a segment."""
+    last = segment.ends and i == len(segment) - 1
+    seen = [array[j] for j in range(i, i + 1 + last) for _, array in sorted(segment.observation.items())]
+    flags = 4 * bool(segment.intervened[i]) + 8 * bool(segment.decision[i])
+    return fingerprint(
+        seen, segment.action[i], reward=float(segment.reward[i]), time=float(segment.time[i]),
+        weights=segment.stamp.weights, directive=segment.stamp.directive, index=segment.start + i,
+        flags=flags + last * (1 * segment.terminated + 2 * segment.truncated),
+    )  # fmt: skip

@@ -1,0 +1,347 @@
+"""Compares what lies in a store with what its actors noted of their own work; it knows the files, and none of the code.
+
+It imports nothing of the product: layout and checksums are written here a second time, from what the contract and the
+files themselves say. A step that was evicted must have left with its whole episode, and the oldest episodes first.
+"""
+
+import json
+import sqlite3
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from .truth import fingerprint, notes
+
+PAGE = 4096
+RECORD = struct.Struct("<4sIQQQ")  # magic, header length, body length, seq, checksum
+
+
+@dataclass
+class Report:
+    """What was found; `produced` and `acked` are records, the next three steps and outcomes."""
+
+    produced: int = 0
+    acked: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    reordered: int = 0
+    violations: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Life:
+    """One start of one actor, as it noted it."""
+
+    actor: str
+    life: int
+    epoch: str
+    records: dict[int, dict[str, Any]]
+    acked: int = 0  # the highest watermark that was heard
+    spooled: int = 0  # records that lay in the outbox when it was killed, and before
+    drained: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One live step of a source."""
+
+    number: int
+    episode: int
+    index: int
+    origin: tuple[int, ...]  # what the row says of itself: seed, actor, life, seq, row
+    hash: str
+
+
+def check(
+    store: Path, truths: Sequence[Path], outboxes: Iterable[Path] = (), archived: Collection[str] = ()
+) -> Report:  # fmt: skip
+    """Everything that is wrong with a store whose server has ended, and with outboxes whose actors have drained;
+    `archived` are the sources that an episode leaves only when the index says that it is archived."""
+    report, lives = Report(), _lives(truths)
+    report.produced = sum(len(life.records) for life in lives.values())
+    report.acked = sum(life.acked for life in lives.values())
+    if not (store / "index.sqlite").exists():
+        report.violations.append("there is no store")
+        return report
+    index = sqlite3.connect(f"file:{store / 'index.sqlite'}?mode=ro", uri=True)
+    index.row_factory = sqlite3.Row
+    try:
+        found = _Found(store, index, report)
+        _check_watermarks(found, lives, report)
+        _check_records(found, lives, archived, report)
+        _check_outcomes(found, lives, report)
+        _check_numbers(index, truths, report)
+    finally:
+        index.close()
+    for outbox in outboxes:
+        if left := [file.name for file in outbox.glob("*.records")]:
+            report.violations.append(f"{outbox} still holds {left}")
+    return report
+
+
+def spooled(outbox: Path) -> dict[str, int]:
+    """{epoch: end} of the whole records that lie in an outbox whose actor is dead; they have to arrive."""
+    ends: dict[str, int] = {}
+    for file in sorted(outbox.glob("*.records")):
+        _, epoch, first = file.stem.split("-")
+        data, seq, begin = file.read_bytes(), int(first), 0
+        if ends.setdefault(epoch, seq) != seq:
+            continue
+        while len(data) >= begin + RECORD.size:
+            magic, _, length, number, checksum = RECORD.unpack_from(data, begin)
+            body = data[begin + RECORD.size : begin + RECORD.size + length]
+            whole = magic == b"RTK1" and len(body) == length and number == seq
+            if not whole or xxhash.xxh3_64_intdigest(body, seed=seq) != checksum:
+                break
+            begin, seq = begin + RECORD.size + length, seq + 1
+        ends[epoch] = seq
+    return ends
+
+
+def _lives(truths: Iterable[Path]) -> dict[str, Life]:
+    lives: dict[str, Life] = {}
+    heard: dict[str, int] = defaultdict(int)
+    lay: dict[str, int] = defaultdict(int)
+    for path in truths:
+        life = None
+        for note in notes(path):
+            if "epoch" in note:
+                life = lives[note["epoch"]] = Life(note["actor"], note["life"], note["epoch"], {})
+            elif "seq" in note and life:
+                life.records[note["seq"]] = note
+            elif "acked" in note:
+                epoch, expected = note["acked"]
+                heard[epoch] = max(heard[epoch], expected)
+            elif "spooled" in note:
+                for epoch, end in note["spooled"].items():
+                    lay[epoch] = max(lay[epoch], end)
+            elif "drained" in note and life:
+                life.drained = note["drained"]
+    for epoch, life in lives.items():
+        life.acked, life.spooled = heard[epoch], lay[epoch]
+    return lives
+
+
+class _Found:
+    """A store as it lies on disk: its tables, and every live step that fits its checksum."""
+
+    def __init__(self, store: Path, index: sqlite3.Connection, report: Report) -> None:
+        self.spec = json.loads(index.execute("SELECT value FROM meta WHERE key = 'spec'").fetchone()[0])
+        self.sources = {row["name"]: row for row in index.execute("SELECT * FROM sources")}
+        self.epochs = {row["epoch"]: row for row in index.execute("SELECT * FROM epochs")}
+        self.episodes = {row["id"]: row for row in index.execute("SELECT * FROM episodes")}
+        self.outcomes = index.execute("SELECT rowid, * FROM outcomes ORDER BY rowid").fetchall()
+        self.archived = {row[0] for row in index.execute("SELECT number FROM archived")}
+        self.steps: dict[int, list[Step]] = defaultdict(list)  # of each episode, by its number
+        for source in self.sources.values():
+            for step in _steps(store / source["name"], self.spec, source, report):
+                self.steps[step.episode].append(step)
+
+    def tail(self, episode: Mapping[str, Any]) -> int:
+        return self.sources[episode["source"]]["tail"]
+
+    def is_live(self, episode: Mapping[str, Any]) -> bool:
+        return episode["first"] >= self.tail(episode)
+
+
+def _steps(folder: Path, spec: dict[str, Any], source: Mapping[str, Any], report: Report) -> Iterator[Step]:
+    """The steps of a source in [tail, head) whose episode begins there."""
+    capacity, tail, head = source["capacity"], source["tail"], source["head"]
+    slots, kind = capacity + capacity // 8 + 64, _kind(spec)
+    words = np.fromfile(folder / "published", "<u8").tolist()
+    if words != [tail, head] or not max(0, head - capacity) <= tail <= head:
+        report.violations.append(f"{folder.name} holds [{tail}, {head}) of {capacity}, and {words} is published")
+    if tail and head - tail < capacity // 4 and source["row_head"] - source["row_tail"] < slots // 4:
+        report.violations.append(f"{folder.name}: only {head - tail} steps of {capacity} were kept")
+    steps, rows = np.memmap(folder / "steps", kind, "r"), _rows(folder / "rows", spec, slots)
+    for number in range(tail, head):
+        record = steps[number % capacity].copy()
+        if record["number"] == number and record["first"] < tail:
+            continue  # its episode is evicted
+        seen = [int(record["row"]), *([int(record["final_row"])] if record["final_row"] >= 0 else [])]
+        arrays = [rows[name][row % slots] for row in seen for name in sorted(rows)]
+        if record["number"] != number or _checksum(record, arrays) != record["checksum"]:
+            report.violations.append(f"{folder.name}: step {number} is damaged, or not there")
+            continue
+        if not source["row_tail"] <= min(seen) <= max(seen) < source["row_head"]:
+            report.violations.append(f"{folder.name}: step {number} points to a row that is not kept")
+        yield Step(
+            number, int(record["episode"]), int(record["index"]),
+            tuple(rows["observation.state"][seen[0] % slots].tolist()),
+            fingerprint(
+                arrays, record["action"], reward=float(record["reward"]), time=float(record["time"]),
+                weights=int(record["weights"]), directive=int(record["directive"]), index=int(record["index"]),
+                flags=int(record["flags"]),
+            ),
+        )  # fmt: skip
+
+
+def _kind(spec: dict[str, Any]) -> np.dtype:
+    """The record of a step."""
+    action = spec["action"]
+    fields: list[Any] = [(name, "<u8") for name in ("number", "episode", "first", "row")]
+    fields += [("final_row", "<i8"), ("checksum", "<u8"), ("time", "<f8"), ("weights", "<u8")]
+    fields += [("index", "<u4"), ("directive", "<u4"), ("flags", "<u4"), ("reward", "<f4")]
+    fields += [("action", action["dtype"], tuple(action["shape"]))]
+    fields += [(name, extra["dtype"], tuple(extra["shape"])) for name, extra in sorted(spec["extras"].items())]
+    return np.dtype([*fields, ("padding", "u1", (-np.dtype(fields).itemsize % 8,))])
+
+
+def _rows(path: Path, spec: dict[str, Any], slots: int) -> dict[str, np.ndarray]:
+    found, offset = {}, 0
+    for name, feature in sorted(spec["observation"].items()):
+        found[name] = np.memmap(path, feature["dtype"], "r", offset, (slots, *feature["shape"]))
+        offset += -(-found[name].nbytes // PAGE) * PAGE
+    return found
+
+
+def _checksum(record: np.ndarray, arrays: Sequence[np.ndarray]) -> int:
+    blank = record.copy()
+    blank["checksum"] = 0
+    return xxhash.xxh3_64_intdigest(blank.tobytes() + b"".join(array.tobytes() for array in arrays))
+
+
+def _check_watermarks(found: _Found, lives: dict[str, Life], report: Report) -> None:
+    """What was acknowledged, what lay in an outbox and what a drained actor made is there, and nothing beyond."""
+    for life in lives.values():
+        state = found.epochs.get(life.epoch)
+        expected = state["expected"] if state else 0
+        has_to_come = max(life.acked, life.spooled, len(life.records) if life.drained else 0)
+        if expected < has_to_come:
+            report.lost += has_to_come - expected
+            report.violations.append(
+                f"{life.actor} life {life.life}: {life.acked} records were acknowledged, {life.spooled} lay in the "
+                f"outbox, {len(life.records)} were made (drained: {life.drained}); the store has {expected}"
+            )
+        if expected > len(life.records):
+            report.violations.append(
+                f"{life.actor} life {life.life}: {expected} records are there of {len(life.records)}"
+            )
+    if strangers := set(found.epochs) - set(lives):
+        report.violations.append(f"epochs that nobody made: {strangers}")
+
+
+def _check_records(found: _Found, lives: dict[str, Life], archived: Collection[str], report: Report) -> None:
+    """Each delivered segment's steps are there once, in order, in their own episode, unless that was evicted whole."""
+    by_number = {row["number"]: row for row in found.episodes.values()}
+    if strangers := set(found.steps) - set(by_number):
+        report.violations.append(f"steps of episodes {strangers} that are not in the index")
+    for episode in found.episodes.values():
+        if episode["epoch"] not in lives:
+            continue
+        delivered = [
+            note for seq, note in sorted(lives[episode["epoch"]].records.items())
+            if seq < found.epochs[episode["epoch"]]["expected"] and note["episode"] == episode["id"] and "steps" in note
+        ]  # fmt: skip
+        _check_episode(found, episode, delivered, report)
+        is_kept = episode["source"] in archived and episode["number"] not in found.archived
+        if is_kept and not found.is_live(episode):
+            report.lost += episode["steps"]
+            report.violations.append(f"episode {episode['id']} left the store before it was archived")
+    _check_order(found, lives, report)
+
+
+def _check_episode(
+    found: _Found, episode: Mapping[str, Any], delivered: list[dict[str, Any]], report: Report
+) -> None:  # fmt: skip
+    id, wanted = episode["id"], [hash for note in delivered for hash in note["steps"]]
+    ends = delivered[-1]["ends"] if delivered else ""
+    is_closed = bool(found.epochs[episode["epoch"]]["closed"])
+    flags = {name: bool(episode[name]) for name in ("terminated", "truncated", "final", "sealed")}
+    cut = not ends and flags["sealed"]
+    due = {
+        "terminated": ends == "terminated", "truncated": ends == "truncated" or cut, "final": bool(ends),
+        "sealed": bool(ends) or cut,
+    }  # fmt: skip
+    if episode["steps"] != len(wanted) or flags != due or (is_closed and not flags["sealed"]):
+        report.violations.append(
+            f"episode {id}: {episode['steps']} steps, {flags}; its actor sent {len(wanted)}, ending by {ends or 'none'}"
+        )
+    steps = found.steps.get(episode["number"], [])
+    if not found.is_live(episode):
+        return
+    seen = Counter(step.index for step in steps)
+    missing, twice = set(range(len(wanted))) - set(seen), sum(count - 1 for count in seen.values())
+    report.lost += len(missing)
+    report.duplicated += twice
+    if missing or twice or [step.index for step in steps] != sorted(seen):
+        report.violations.append(f"episode {id}: steps {sorted(missing)} are missing, {twice} are there twice")
+    if [step.index for step in steps] != sorted(step.index for step in steps):
+        report.reordered += 1
+        report.violations.append(f"episode {id}: its steps lie in the order {[step.index for step in steps]}")
+    for step in steps:
+        if step.index < len(wanted) and step.hash != wanted[step.index]:
+            report.violations.append(
+                f"episode {id}, step {step.index} is not what was sent: its row comes from (seed, actor, life, seq, "
+                f"row) {step.origin}"
+            )
+
+
+def _check_order(found: _Found, lives: dict[str, Life], report: Report) -> None:
+    """The episodes that went through one outbox lie in the order in which they were made, and none is missing."""
+    made: dict[str, list[str]] = defaultdict(list)
+    for life in sorted(lives.values(), key=lambda life: life.life):
+        if life.epoch not in found.epochs:
+            continue
+        state = found.epochs[life.epoch]
+        sent = [note for seq, note in sorted(life.records.items()) if seq < state["expected"] and "steps" in note]
+        for id in dict.fromkeys(note["episode"] for note in sent):
+            if id in found.episodes:
+                made[state["outbox"]].append(id)
+                continue
+            count = sum(len(note["steps"]) for note in sent if note["episode"] == id)
+            report.lost += count
+            report.violations.append(f"episode {id} of {count} steps is not in the index")
+    for ids in made.values():
+        firsts = [found.episodes[id]["first"] for id in ids]
+        for before, after, id in zip(firsts, firsts[1:], ids[1:], strict=False):
+            if after <= before:
+                report.reordered += 1
+                report.violations.append(f"episode {id} begins at step {after}, and the one before it at {before}")
+
+
+def _check_outcomes(found: _Found, lives: dict[str, Life], report: Report) -> None:
+    """Every delivered outcome is kept once, and the operator's latest is valid; without one, the judge's."""
+    kept = Counter((row["epoch"], row["seq"]) for row in found.outcomes)
+    valid: dict[str, list[Any]] = {}
+    for life in lives.values():
+        expected = found.epochs[life.epoch]["expected"] if life.epoch in found.epochs else 0
+        for seq, note in sorted(life.records.items()):
+            if "outcome" not in note or seq >= expected:
+                continue
+            if (count := kept.pop((life.epoch, seq), 0)) != 1:
+                report.lost += count == 0
+                report.duplicated += max(0, count - 1)
+                report.violations.append(f"outcome {seq} of {life.actor} life {life.life} is there {count} times")
+            if note["outcome"][2] == "operator" or valid.get(note["episode"], [0, 0, ""])[2] != "operator":
+                valid[note["episode"]] = note["outcome"]
+    if kept:
+        report.violations.append(f"outcomes that nobody sent: {list(kept)}")
+    for id, (success, discard, by) in valid.items():
+        row = found.episodes.get(id)
+        there = row and [None if row["success"] is None else bool(row["success"]), bool(row["discard"]), row["judge"]]
+        if row and there != [success, discard, by]:
+            report.violations.append(f"the outcome of {id} is {there}, and was said to be {[success, discard, by]}")
+
+
+def _check_numbers(index: sqlite3.Connection, truths: Sequence[Path], report: Report) -> None:
+    """Numbers that were given for directives and weights are there, name what they named, and never went back."""
+    directives = {number: json.loads(body) for number, body in index.execute("SELECT number, body FROM directives")}
+    weights = dict(index.execute("SELECT version, sha256 FROM weights").fetchall())
+    archived = {row[0] for row in index.execute("SELECT number FROM archived")}
+    for path in truths:
+        newest = 0
+        for note in notes(path):
+            if "directive" in note and directives.get(note["directive"]) != note["body"]:
+                report.violations.append(f"directive {note['directive']} is not what was answered to")
+            if "archived" in note and not set(note["archived"]) <= archived:
+                report.violations.append("episodes whose archiving was answered are not archived")
+            version, sha256 = note.get("published") or note.get("weights") or (0, "")
+            if version and (weights.get(version) != sha256 or version <= newest):
+                report.violations.append(f"{path.name}: weights {version} are {sha256[:8]}, after version {newest}")
+            newest = max(newest, version)

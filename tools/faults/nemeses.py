@@ -1,0 +1,146 @@
+"""What may befall a chaos round: each nemesis is a generator that does something, and says how long to wait before it
+goes on; its last word undoes what it did."""
+
+import errno
+import os
+import signal
+from collections.abc import Callable, Iterator
+from random import Random
+
+from .shim import RENAME, SYNC, UNLINK, WRITE
+from .stage import Player, Stage
+
+Nemesis = Callable[[Stage, Random], Iterator[float]]
+NETWORK: dict[str, tuple[str, dict[str, object]]] = {  # nemesis: the proxy's mode and its options
+    "cut": ("cut", {}), "reset": ("reset", {}), "half-open": ("half_open", {}),
+    "up-only": ("one_way", {"direction": "up"}), "down-only": ("one_way", {"direction": "down"}),
+    "delay": ("delay", {"seconds": 0.1}), "trickle": ("trickle", {"rate": 40_000}),
+}  # fmt: skip
+ENDLESS = 10**6  # a call that never comes
+
+
+def _length(random: Random) -> float:
+    return random.uniform(0.1, 0.9)
+
+
+def _network(mode: str, options: dict[str, object]) -> Nemesis:
+    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
+        stage.proxy.set(mode, **options)
+        lasts_over_timeout = mode in ("half_open", "one_way") and random.random() < 0.1
+        yield 3.6 if lasts_over_timeout else _length(random)
+        stage.proxy.set("pass")
+
+    return nemesis
+
+
+def _some(stage: Stage, random: Random, who: str) -> list[Player]:
+    actor = random.choice(stage.actors)
+    return {"server": [stage.server], "trainer": [stage.trainer], "actor": [actor], "all": stage.players}[who]
+
+
+def _kill(who: str) -> Nemesis:
+    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
+        for player in _some(stage, random, who):
+            stage.kill(player, random.uniform(0.0, 0.3))
+        yield 0.3
+
+    return nemesis
+
+
+def _stop(who: str) -> Nemesis:
+    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
+        stopped = _some(stage, random, who)
+        for player in stopped:
+            player.signal(signal.SIGSTOP)
+        yield _length(random)
+        for player in stopped:
+            player.signal(signal.SIGCONT)
+
+    return nemesis
+
+
+def _fail_point(side: str) -> Nemesis:
+    """Dies at a call, before it or in the middle of it."""
+
+    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
+        calls, path = {
+            "server": random.choice([
+                (WRITE, "main/rows"), (WRITE, "main/steps"), (SYNC, "main/rows"), (SYNC, "main/steps"),
+                (WRITE, "index.sqlite"), (SYNC, "index.sqlite"), (WRITE | SYNC, "run/store"),
+            ]),
+            "trainer": random.choice([(WRITE, "run/weights"), (SYNC, "run/weights"), (RENAME, "run/weights")]),
+            "actor": random.choice([(WRITE, ".records"), (UNLINK, ".records")]),
+        }[side]  # fmt: skip
+        assert stage.control
+        stage.control.kill(calls, after=random.randint(0, 30), path=path, short=random.random() < 0.3)
+        for _ in range(random.randint(5, 40)):
+            yield 0.02
+            if stage.control.struck:
+                break  # its next life is not to die of it
+        stage.control.clear()
+
+    return nemesis
+
+
+def _fail(side: str, what: str) -> Nemesis:
+    """A call of one side fails, once or for a while."""
+
+    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
+        calls, error = {"full": (WRITE, errno.ENOSPC), "io": (WRITE | SYNC, errno.EIO), "sync": (SYNC, errno.EIO)}[what]
+        path = ".records" if side == "actor" else random.choice(["run/store", "main/", "index.sqlite"])
+        lasts = _length(random)
+        stage.sicken(lasts)
+        assert stage.control
+        stage.control.fail(
+            calls, error, after=random.randint(0, 20), sticky=random.random() < 0.6, path=path,
+            short=what == "full" and random.random() < 0.5,
+        )  # fmt: skip
+        yield lasts
+        stage.control.clear()
+
+    return nemesis
+
+
+def _full_disk(stage: Stage, random: Random) -> Iterator[float]:
+    """The disk under everybody's files is full to the last block."""
+    lasts, ballast = _length(random), stage.disk / "ballast"
+    stage.sicken(lasts)
+    file = os.open(ballast, os.O_WRONLY | os.O_CREAT)
+    try:
+        for block in (1 << 20, 4096):
+            while True:
+                try:
+                    os.posix_fallocate(file, os.fstat(file).st_size, block)
+                except OSError:
+                    break
+    finally:
+        os.close(file)
+    yield lasts
+    ballast.unlink()
+
+
+def _twin(stage: Stage, random: Random) -> Iterator[float]:
+    """Somebody starts a second client of the same name, with an outbox of its own."""
+    name = random.choice(stage.actors).name
+    twin = stage.join(name, outbox=f"{name}-twin{len(stage.actors)}", start=True)
+    yield _length(random)
+    twin.stop_file.touch()
+
+
+def _late(stage: Stage, random: Random) -> Iterator[float]:
+    stage.join(f"late{len(stage.actors)}", start=True)
+    yield 0.1
+
+
+NEMESES: dict[str, Nemesis] = {
+    **{name: _network(*words) for name, words in NETWORK.items()},
+    **{f"kill-{who}": _kill(who) for who in ("server", "actor", "trainer", "all")},
+    **{f"stop-{who}": _stop(who) for who in ("server", "actor", "trainer")},
+    "twin": _twin, "late": _late,
+}  # fmt: skip
+WITH_SHIM: dict[str, Nemesis] = {  # where there is a C compiler
+    **{f"die-{side}": _fail_point(side) for side in ("server", "trainer", "actor")},
+    **{f"{what}-server": _fail("server", what) for what in ("full", "io", "sync")},
+    "full-actor": _fail("actor", "full"), "io-actor": _fail("actor", "io"),
+}  # fmt: skip
+WITH_MOUNT: dict[str, Nemesis] = {"full-disk": _full_disk}  # where a tmpfs may be mounted

@@ -1,0 +1,301 @@
+"""The processes of one chaos round and the proxy between them; what is killed is started again, what fails is noted."""
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+from . import actor, checker, trainer
+from .proxy import Proxy
+from .shim import Control
+from .truth import Truth, notes
+
+from serl_launcher.service.server import serve
+
+SENT_AWAY = 3  # an actor's exit status
+PR_SET_PDEATHSIG = 1
+STARTS = 30  # of one process, at most
+PAUSE = 0.2  # seconds between an end by an error and the next start
+AFTER_SICKNESS = 1.0  # seconds after a disk fault in which a process may still end with an error
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a round is about: `capacity` in steps; `weights_bytes` 0: none are published; `skew` in seconds."""
+
+    actors: int
+    capacity: int
+    archives: bool
+    weights_bytes: int
+    skew: float
+    paced: bool
+
+
+@dataclass(frozen=True)
+class _ServerPart:
+    run_dir: Path
+    capacity: int
+    public: str
+    local: str
+    archives: bool
+
+
+def _serve(part: _ServerPart) -> None:
+    sources = {trainer.SOURCE: part.capacity}
+    serve(
+        part.run_dir, sources, public=part.public, local=part.local, inference="tcp://127.0.0.1:9",
+        archived=[trainer.SOURCE] if part.archives else [],
+    )  # fmt: skip
+
+
+def _begin(play: Callable[[Any], None], part: Any, log: Path) -> None:
+    """The first thing in a new process: it writes to `log`, and ends with the process that it comes from."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1), os.dup2(file, 2)
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(levelname)s %(name)s %(message)s", force=True)
+    play(part)
+
+
+class Player:
+    """A process that is started again when somebody kills it; `part` says what it is told in a life."""
+
+    def __init__(
+        self, context: BaseContext, name: str, play: Callable[[Any], None], part: Callable[[int], Any], log: Path
+    ) -> None:  # fmt: skip
+        self.name, self.life, self.wanted, self.back_at = name, -1, True, 0.0
+        self._context, self._play, self._part, self._log = context, play, part, log
+        self._process: Any = None
+
+    def start(self) -> None:
+        self.life += 1
+        words = (self._play, self._part(self.life), self._log)
+        self._process = self._context.Process(target=_begin, args=words, name=self.name)
+        self._process.start()
+
+    def signal(self, number: int) -> None:
+        if self.alive:
+            os.kill(self._process.pid, number)
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+    @property
+    def status(self) -> int | None:
+        """Of a process that has ended; a negative one names the signal."""
+        return self._process.exitcode if self._process else None
+
+    @property
+    def last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        return lines[-1] if lines else "it said nothing"
+
+
+class Actor(Player):
+    """An actor, its outbox and its notes."""
+
+    def __init__(self, stage: "Stage", name: str, number: int, outbox: str) -> None:
+        self.outbox, self.stop_file = stage.disk / outbox, stage.folder / f"{outbox}-stop"
+        self._stage, self._number, self._read = stage, number, 0
+        self._made: dict[int, float] = {}  # seq of this life -> when it was noted
+        self._acked = 0
+        log = stage.folder / f"{outbox}.log"
+        super().__init__(stage.context, name, actor.play, self._told, log)
+
+    def _told(self, life: int) -> actor.Part:
+        stage, setting, key = self._stage, self._stage.setting, self.outbox.name
+        self._read, self._made, self._acked, self._epoch = 0, {}, 0, ""
+        return actor.Part(
+            self.name, self._number, life, stage.seed, f"tcp://127.0.0.1:{stage.proxy.port}", self.outbox,
+            self.truth, self.stop_file, stage.disk / f"{key}-weights" if setting.weights_bytes else None,
+            setting.skew if self._number % 2 else 0.0, setting.paced,
+        )  # fmt: skip
+
+    @property
+    def truth(self) -> Path:
+        return self._stage.truths / f"{self.outbox.name}-{self.life}.jsonl"
+
+    @property
+    def drained(self) -> bool:
+        return any(note.get("drained") for note in notes(self.truth))
+
+    @property
+    def longest_ms(self) -> float:
+        return max((note.get("longest_ms", 0.0) for note in notes(self.truth)), default=0.0)
+
+    def acknowledged_since(self, moment: float) -> bool:
+        """Whether a record that was made after `moment` has been acknowledged."""
+        for note in self._news():
+            self._epoch = note.get("epoch", self._epoch)
+            if "seq" in note and note["t"] > moment:
+                self._made.setdefault(note["seq"], note["t"])
+            elif "acked" in note and note["acked"][0] == self._epoch:
+                self._acked = note["acked"][1]
+        return any(seq < self._acked and t > moment for seq, t in self._made.items())
+
+    def _news(self) -> Iterator[dict[str, Any]]:
+        """What it has noted since the last look."""
+        if self.truth.exists():
+            with open(self.truth) as file:
+                file.seek(self._read)
+                for line in iter(file.readline, ""):
+                    yield json.loads(line)
+                self._read = file.tell()
+
+
+class Stage:
+    """One round's processes; a context manager. `blows` fall on it, `watch` keeps it going."""
+
+    def __init__(
+        self, context: BaseContext, folder: Path, seed: int, setting: Setting, control: Control | None
+    ) -> None:
+        self.context, self.folder, self.seed, self.setting, self.control = context, folder, seed, setting, control
+        self.disk, self.truths = folder / "disk", folder / "truth"
+        for made in (self.disk / "run", self.truths):
+            made.mkdir(parents=True, exist_ok=True)
+        self.violations: list[str] = []
+        self._began, self._sick_until, self._notes = time.monotonic(), 0.0, Truth(self.truths / "stage.jsonl")
+        self._stop, self.asleep = folder / "stop", folder / "asleep"
+        port, local = _free_port(), f"ipc://{folder / 'learner'}"
+        served = _ServerPart(self.disk / "run", setting.capacity, f"tcp://127.0.0.1:{port}", local, setting.archives)
+        self.server = Player(context, "server", _serve, lambda _: served, folder / "server.log")
+        self.trainer = Player(
+            context, "trainer", trainer.play, lambda life: self._trainer_part(local, life), folder / "trainer.log"
+        )
+        self.proxy = Proxy("127.0.0.1", port)
+        self.actors: list[Actor] = []
+        for number in range(setting.actors):
+            self.join(f"a{number}")
+
+    def _trainer_part(self, local: str, life: int) -> trainer.Part:
+        setting = self.setting
+        return trainer.Part(
+            local, self.disk / "run", self.truths / f"trainer-{life}.jsonl", self._stop, self.asleep, life,
+            setting.weights_bytes, setting.archives, setting.paced, self._began,
+        )  # fmt: skip
+
+    def __enter__(self) -> "Stage":
+        self.proxy.__enter__()
+        for player in self.players:
+            player.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for player in self.players:
+            player.signal(signal.SIGKILL)
+        self.proxy.__exit__(*exception)
+
+    @property
+    def players(self) -> list[Player]:
+        return [self.server, self.trainer, *self.actors]
+
+    def join(self, name: str, outbox: str = "", start: bool = False) -> Actor:
+        """One more actor; of a name that is there already, if `outbox` gives it a folder of its own."""
+        new = Actor(self, name, len(self.actors), outbox or name)
+        self.actors.append(new)
+        if start:
+            new.start()
+        return new
+
+    # -- what falls on it
+    def kill(self, player: Player, away: float) -> None:
+        """SIGKILL, and a new life after `away` seconds."""
+        player.back_at = time.monotonic() + away
+        player.signal(signal.SIGCONT), player.signal(signal.SIGKILL)
+
+    def sicken(self, seconds: float) -> None:
+        """A disk fails for so long: a process may end with an error of its own."""
+        self._sick_until = max(self._sick_until, time.monotonic() + seconds + AFTER_SICKNESS)
+
+    def heal(self) -> None:
+        self.proxy.set("pass")
+        if self.control:
+            self.control.clear()
+        self.asleep.unlink(missing_ok=True)
+        for player in self.players:
+            player.signal(signal.SIGCONT)
+            player.back_at = 0.0
+
+    # -- what keeps it going
+    def watch(self) -> None:
+        """Start again what has been killed; note what ended by itself."""
+        now = time.monotonic()
+        for player in self.players:
+            if player.wanted and not player.alive and now >= player.back_at:
+                player.back_at = now + PAUSE
+                self._replace(player)
+
+    def _replace(self, player: Player) -> None:
+        if player.status == SENT_AWAY and isinstance(player, Actor):
+            twins = [other for other in self.actors if other.name == player.name and other is not player]
+            if any(twin.wanted and twin.status != SENT_AWAY for twin in twins):
+                return
+            if not twins:
+                self._fails(player)
+        elif player.status != -signal.SIGKILL:
+            if player.stop_file.exists() if isinstance(player, Actor) else self._stop.exists():
+                player.wanted = False
+            if player.status != 0 and time.monotonic() > self._sick_until:
+                self._fails(player)
+            if not player.wanted and player.status == 0:
+                return
+        if isinstance(player, Actor):
+            self._notes.note(spooled=checker.spooled(player.outbox))
+        if player.life < STARTS:
+            player.wanted = True
+            player.start()
+            return
+        player.wanted = False
+        self.violations.append(f"{player.name} has ended {STARTS} times")
+
+    def _fails(self, player: Player) -> None:
+        self.violations.append(f"{player.name} ended with {player.status}: {player.last_words}")
+
+    def until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Go on until it holds; False: it does not after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            self.watch()
+            time.sleep(0.02)
+        return True
+
+    # -- the end
+    def resumed(self, moment: float, seconds: float) -> float:
+        """Seconds from `moment` until every actor had a new record acknowledged."""
+        live = [one for one in self.actors if not one.stop_file.exists()]
+        if not self.until(lambda: all(one.acknowledged_since(moment) for one in live), seconds):
+            late = [one.name for one in live if not one.acknowledged_since(moment)]
+            self.violations.append(f"{late} had nothing new acknowledged {seconds} s after all was healed")
+        return time.monotonic() - moment
+
+    def end(self, seconds: float) -> None:
+        """Let the actors drain, then stop the others."""
+        for one in self.actors:
+            one.stop_file.touch()
+        if not self.until(lambda: not any(one.wanted for one in self.actors), seconds):
+            self.violations.append(f"{[one.name for one in self.actors if one.wanted]} did not end in {seconds} s")
+        for one in self.actors:
+            if not one.drained:
+                self.violations.append(f"{one.name} did not drain")
+        self._stop.touch()
+        self.until(lambda: not self.trainer.alive, seconds)
+        self.server.wanted = self.trainer.wanted = False
+        self.server.signal(signal.SIGTERM)
+        if not self.until(lambda: not self.server.alive, seconds) or self.server.status != 0:
+            self.violations.append(f"the server did not end in order: {self.server.last_words}")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]

@@ -1,0 +1,236 @@
+"""A peer that speaks ZMTP 3 by hand over a plain TCP socket, so that it can speak it wrongly; its attacks on a server,
+and how a server process looks from outside (memory, threads, descriptors, files).
+
+ZMTP: https://rfc.zeromq.org/spec/23. A greeting is 64 bytes, a frame is flags, length, body.
+"""
+
+import hashlib
+import os
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgpack
+
+MORE, LONG, COMMAND = 1, 2, 4
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
+READY = b"\x05READY" + b"\x0bSocket-Type\x00\x00\x00\x06DEALER" + b"\x08Identity\x00\x00\x00\x00"
+
+
+def frame(body: bytes, flags: int = 0, length: int | None = None) -> bytes:
+    """One frame on the wire; `length`: what it says its length is."""
+    size = len(body) if length is None else length
+    if size > 255 or flags & LONG:
+        return struct.pack(">BQ", flags | LONG, size & (1 << 64) - 1) + body
+    return struct.pack(">BB", flags, size) + body
+
+
+def message(*parts: bytes) -> bytes:
+    """The frames of one message on the wire; a ROUTER takes the first one as it is."""
+    return b"".join(frame(part, MORE if i < len(parts) - 1 else 0) for i, part in enumerate(parts))
+
+
+class Peer:
+    """A TCP connection to `port`; what the other side closed raises nothing, and is seen by `is_open`."""
+
+    def __init__(self, port: int, *, greeted: bool = True) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=5)
+        self.socket.settimeout(2)
+        if greeted:
+            self.send(GREETING + frame(READY, COMMAND))
+            self.read(64 + 2 + len(READY) - 10)
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> bool:
+        """False when the other side has closed, or takes nothing for two seconds."""
+        try:
+            self.socket.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def read(self, least: int = 1) -> bytes:
+        """What comes, until there are `least` bytes, the end, or two seconds without any."""
+        data = b""
+        with suppress(OSError):
+            while len(data) < least and (part := self.socket.recv(1 << 16)):
+                data += part
+        return data
+
+    def is_open(self, seconds: float = 0.3) -> bool:
+        """Whether the other side keeps this connection for so long."""
+        self.socket.settimeout(seconds)
+        try:
+            while self.socket.recv(1 << 16):
+                pass
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+        finally:
+            self.socket.settimeout(2)
+        return False
+
+    def reset(self) -> None:
+        """End the connection with a RST."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+
+HELLO = {
+    "type": "Hello", "protocol": [2, 2], "role": "viewer", "actor": "hostile", "epoch": "", "outbox": "", "run": "",
+    "spec": None, "earlier": [], "paced": False, "has_operator": False,
+}  # fmt: skip
+
+
+def header(layout: list[object] | None = None, **fields: object) -> bytes:
+    """The first frame of a message."""
+    return msgpack.packb([fields, layout or []])
+
+
+VALID = message(header(None, **HELLO)) + message(header(None, type="Heartbeat", report={"a": 1}))
+
+
+# -- attacks: each takes a port and how much of it there is to be
+def half_a_greeting(port: int, amount: int) -> None:
+    for length in (0, 1, 10, 11, 12, 32, 63):
+        with Peer(port, greeted=False) as peer:
+            peer.send(GREETING[:length])
+
+
+def a_wrong_greeting(port: int, amount: int) -> None:
+    curve, old = GREETING.replace(b"NULL".ljust(20, b"\0"), b"CURVE".ljust(20, b"\0")), b"\x01\x00"
+    for data in (b"GET / HTTP/1.1\r\n\r\n" + bytes(64), b"\0" * 64, b"\xff" * 200, curve, old, GREETING[:10] + b"\x7f"):
+        with Peer(port, greeted=False) as peer:
+            peer.send(data + frame(READY, COMMAND))
+
+
+def handshakes_out_of_order(port: int, amount: int) -> None:
+    bad = READY[:-9] + b"\xff\xff\xff\xff\xff"
+    for data in (
+        VALID, frame(b"\x05READY", COMMAND), frame(READY), frame(bad, COMMAND), frame(b"\x05ERROR\xffx", COMMAND),
+        frame(READY, COMMAND) * 2, frame(b"\xc8nothing", COMMAND), frame(b"", COMMAND), frame(READY, COMMAND | 0xF8),
+        frame(READY.replace(b"DEALER", b"SUBSCR"), COMMAND), frame(b"\x09SUBSCRIBEx", COMMAND),
+    ):  # fmt: skip
+        with Peer(port, greeted=False) as peer:
+            peer.send(GREETING + data)
+            peer.send(VALID)
+
+
+def commands_between_messages(port: int, amount: int) -> None:
+    with Peer(port) as peer:
+        peer.send(message(header(None, **HELLO)))
+        for command in (b"\x04PING\x00\x0ax", b"\x04PONG", b"\x04PING" + bytes(200), b"\x06CANCELx", b"\x03FOO"):
+            peer.send(frame(command, COMMAND))
+        peer.send(frame(b"\x04PING\x00\x0a", COMMAND | MORE) + frame(b"x", 0xF0))
+
+
+def a_length_that_lies(port: int, amount: int) -> None:
+    for length in (1 << 63, (1 << 64) - 1, 1 << 40, (64 << 20) + 1):
+        with Peer(port) as peer:
+            peer.send(frame(b"x" * 10, LONG, length))
+
+
+def a_frame_that_never_ends(port: int, amount: int) -> None:
+    with Peer(port) as peer:
+        peer.send(frame(b"", LONG, 64 << 20))
+        for _ in range(max(1, amount // 1000)):
+            peer.send(bytes(1000))
+
+
+def more_and_no_end(port: int, amount: int) -> None:
+    with Peer(port) as peer:
+        for _ in range(max(1, amount // 1000)):
+            peer.send(frame(b"x", MORE) * 1000)
+
+
+def a_message_of_tiny_frames(port: int, amount: int) -> None:
+    with Peer(port) as peer:
+        for _ in range(max(1, amount // 1000)):
+            peer.send(frame(b"x", MORE) * 1000)
+        peer.send(frame(b"x"))
+        peer.is_open(0.1)
+
+
+def many_tiny_messages(port: int, amount: int) -> None:
+    with Peer(port) as peer:
+        for _ in range(max(1, amount // 1000)):
+            peer.send(frame(b"x") * 1000)
+        peer.is_open(0.1)
+
+
+def a_header_that_unpacks_large(port: int, amount: int) -> None:
+    """1 MiB of empty mappings: 72 MiB, if somebody made them."""
+    row = b"\xdd" + struct.pack(">I", 99_999)
+    with Peer(port) as peer:
+        peer.send(message(b"\xdd\0\0\0\x0a" + (row + b"\x80" * 99_999) * 10) * 3)
+        peer.is_open(0.2)
+
+
+def slowly(port: int, amount: int) -> None:
+    with Peer(port, greeted=False) as peer:
+        for byte in (GREETING + frame(READY, COMMAND) + VALID)[:200]:
+            peer.send(bytes([byte]))
+            time.sleep(0.002)
+
+
+def gone_in_every_phase(port: int, amount: int) -> None:
+    """Hang up, by turns with and without a reset, after every few bytes of a good beginning."""
+    data = GREETING + frame(READY, COMMAND) + VALID
+    for i, length in enumerate(range(0, len(data), 7)):
+        peer = Peer(port, greeted=False)
+        peer.send(data[:length])
+        (peer.reset if i % 2 else peer.socket.close)()
+
+
+def noise(port: int, amount: int) -> None:
+    chance = random.Random(amount)
+    for _ in range(10):
+        with Peer(port, greeted=False) as peer:
+            peer.send(chance.randbytes(4000))
+        with Peer(port) as peer:
+            peer.send(chance.randbytes(4000))
+
+
+ATTACKS: tuple[Callable[[int, int], None], ...] = (
+    half_a_greeting, a_wrong_greeting, handshakes_out_of_order, commands_between_messages, a_length_that_lies,
+    a_frame_that_never_ends, more_and_no_end, a_message_of_tiny_frames, many_tiny_messages,
+    a_header_that_unpacks_large, slowly, gone_in_every_phase, noise,
+)  # fmt: skip
+
+
+# -- what a process looks like from outside
+def memory(pid: int) -> int:
+    """Resident bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """{path: hash of the content} of every file below a folder."""
+    return {str(path): _hash(path) for path in _files(folder)}
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,124 @@
+#!/usr/bin/env python
+"""The keys of a learner that listens on an address which others reach; run it where the learner runs.
+
+tools/keys.py make NAME --role actor|operator|viewer   a key for one robot PC or one person, in KEYS/NAME.key
+tools/keys.py list                                     who has one, and who is refused
+tools/keys.py revoke NAME                              it is refused from its next message on, for good
+tools/keys.py lift NAME                                it was refused for its bad messages: let it in again
+
+--keys KEYS is the folder (default: keys). An actor appends records and asks for actions; an operator may steer the
+plan and label any episode besides; a viewer sees the status. See docs/security.md.
+"""
+
+import argparse
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import zmq
+from serl_client.errors import ConfigError, RetakeError
+from serl_client.keys import NAME, ROLES, Key, write_private
+
+from serl_launcher.service.gate import AllowList
+
+RESERVED = "server"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("make", "list", "revoke", "lift"))
+    parser.add_argument("name", nargs="?")
+    parser.add_argument("--role", choices=ROLES)
+    parser.add_argument("--keys", type=Path, default=Path("keys"))
+    options = parser.parse_args()
+    if (options.what == "list") != (options.name is None) or (options.what == "make") != (options.role is not None):
+        parser.error("make NAME --role ROLE, list, revoke NAME or lift NAME")
+    try:
+        with locked(options.keys, options.what == "make"):
+            print(act(options.what, options.keys, options.name, options.role))
+    except (RetakeError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def act(what: str, folder: Path, name: str, role: str) -> str:
+    """Do it; returns what to say."""
+    if what == "make":
+        return make(folder, name, role)
+    if what == "list":
+        return listed(AllowList(folder))
+    return revoke(folder, name) if what == "revoke" else lift(folder, name)
+
+
+@contextmanager
+def locked(folder: Path, is_new: bool) -> Iterator[None]:
+    """One of these programs at a time; makes the folder and the learner's own key where there are none and `is_new`."""
+    if is_new:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not folder.is_dir():
+        raise ConfigError(f"there are no keys in {folder}: begin with tools/keys.py make NAME --role ROLE")
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if is_new and not (folder / "server.key").exists():
+            public, secret = pair()
+            write_private(folder / "allowed.json", [])
+            write_private(folder / "server.key", {"public": public, "secret": secret})
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def make(folder: Path, name: str, role: str) -> str:
+    """A new key, known to the learner at once."""
+    if not NAME.fullmatch(name) or name == RESERVED:
+        raise ConfigError(f"a name has letters, digits, dots, dashes and underscores, and is not {RESERVED}: {name!r}")
+    allowed = AllowList(folder)
+    entries = allowed.entries()
+    if any(entry["name"] == name and entry["role"] in ROLES for entry in entries):
+        raise ConfigError(f"there is a key {name} already: revoke it first, or take another name")
+    public, secret = pair()
+    file = folder / f"{name}.key"
+    Key(name, role, public, secret, allowed.public).write(file)
+    allowed.put([*entries, {"name": name, "role": role, "public": public}])
+    (folder / f"{name}.banned").unlink(missing_ok=True)  # which was of an earlier key
+    return f"{file} is the key of {name}, {role}: move it to that machine (scp -p), and keep no copy"
+
+
+def pair() -> tuple[str, str]:
+    """(public, secret) in Z85."""
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def listed(allowed: AllowList) -> str:
+    lines = [
+        f"{entry['name']:20} {allowed.find(entry['public']).role:10} {entry['public']}" for entry in allowed.entries()
+    ]
+    return "\n".join(lines) or "nobody has a key"
+
+
+def revoke(folder: Path, name: str) -> str:
+    """Its entry stays, so that the log can say whose key it was."""
+    allowed = AllowList(folder)
+    entries = allowed.entries()
+    mine = [entry for entry in entries if entry["name"] == name and entry["role"] in ROLES]
+    if not mine:
+        raise ConfigError(f"nobody is let in as {name}: tools/keys.py list says who is")
+    mine[0]["role"] = "revoked"
+    allowed.put(entries)
+    return f"{name} is refused from its next message on"
+
+
+def lift(folder: Path, name: str) -> str:
+    try:
+        (folder / f"{name}.banned").unlink()
+    except FileNotFoundError:
+        raise ConfigError(f"{name} is not refused for bad messages: tools/keys.py list says who is") from None
+    return f"{name} is let in again"
+
+
+if __name__ == "__main__":
+    main()
