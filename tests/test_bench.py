@@ -33,3 +33,17 @@ def test_a_control_loop_is_measured_in_each_state_of_the_learner_beside_one_with
         assert line["ratio"] == pytest.approx(line["late_ms"] / line["plain_late_ms"])
         assert line["push_cpu"] > 0
         assert line["ask_cpu"] > 0
+
+
+@pytest.mark.slow
+def test_the_whole_actor_is_measured_under_each_fault_beside_one_without_a_client():
+    found = json.loads(run("control", "--faults", "--seconds", "6", "--json").stdout)
+    assert list(found["states"]) == ["all", "well", "killed", "stopped", "cut off", "no disk"]
+    for state, both in found["states"].items():
+        assert min(loop["ticks"] for loop in both.values()) > 0, state
+    late = {loop: found["states"]["all"][loop]["late"] for loop in ("with", "without")}
+    assert found["ratio"] == late["with"] / max(1, late["without"])
+    assert found["holds"] == (found["ratio"] <= found["goal"])
+    assert found["calls"]["push"]["count"] > 0
+    assert found["calls"]["ask"]["own_max"] <= found["calls"]["ask"]["wall_max"]
+    assert found["undelivered"] == 0  # all that was pushed under the faults came

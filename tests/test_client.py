@@ -856,7 +856,7 @@ def test_the_last_words_of_a_learner_that_ends_are_read(spec):
         socket = link._socket
 
         class EmptyOnce:
-            def recv_multipart(self, *flags, **options):
+            def recv(self, *flags, **options):
                 link._socket = socket
                 router.send_multipart([identity, *m.encode(m.Failed("Refused", "no room", True))])
                 context.destroy(linger=2000)

@@ -1,5 +1,6 @@
 """tools/doctor.py: each failure that needs no hardware is provoked, and each says what to do."""
 
+import fcntl
 import json
 import shutil
 import socket
@@ -8,11 +9,13 @@ import sys
 import threading
 import time
 from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from unittest.mock import ANY
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from serl_client import Feature, Outcome, Spec, messages
 from serl_client.client import TrainerClient
 from serl_client.errors import ConfigError
@@ -21,6 +24,7 @@ from serl_client.outbox import Outbox
 from robot_infra.env import RobotEnv
 from robot_infra.interfaces import Frame, Verdict
 from robot_infra.robots.fake import FakeRobot
+from serl_launcher.data.store import Store
 from serl_launcher.service.config import composed
 from serl_launcher.service.server import Server
 from tools.checks import machine, network, robot
@@ -39,9 +43,14 @@ serve(Path(sys.argv[1]), {"online": 100}, public=sys.argv[2], local=sys.argv[3],
 """
 
 
+@cache
+def base(side):
+    return composed(CONFIG, [f"{side}=true", "task=fake"])
+
+
 def planned(side, run_dir, *words, **options):
     """The run that these words make of the fake robot."""
-    return Run(side, composed(CONFIG, [f"{side}=true", "task=fake", f"run_dir={run_dir}", *words]), **options)
+    return Run(side, OmegaConf.merge(base(side), OmegaConf.from_dotlist([f"run_dir={run_dir}", *words])), **options)
 
 
 def found(check, run):
@@ -298,6 +307,28 @@ def test_a_full_disk_and_a_plan_that_is_too_large(tmp_path):
     assert found(machine.disk, planned("actor", tmp_path, "outbox_gb=1000000"))[0] == "WARN"
 
 
+def test_a_store_that_is_there_tells_its_robot_and_keeps_its_capacities(tmp_path):
+    with FakeEnv() as env:
+        store = Store.create(tmp_path / "store", env.spec, {"online": 100, "demo": 50})
+    with closing(store):
+        run = planned("learner", tmp_path, "plan.sources.online.capacity=100", "plan.sources.demo.capacity=60")
+        assert found(robot.described_robot, run)[0] == "ok"
+        assert run.spec.fps == env.spec.fps
+        state, said = found(machine.disk, run)
+    assert (state, "{'demo': 50} steps, the plan says {'demo': 60}" in said) == ("FAIL", True), said
+
+
+def test_a_folder_that_a_learner_has_is_left_alone(tmp_path):
+    with open(tmp_path / "lock", "w") as lock:
+        lock.write("4711")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found, said = all_of("learner", f"run_dir={tmp_path}", "node_rank=1")  # the plan's failure spares time
+    assert found["folder"] == "FAIL"
+    assert "in use by the learner with process 4711" in said
+    assert not {"described_robot", "disk"} & set(found)
+
+
 def test_a_disk_without_room_is_a_failure(tmp_path):
     mount = f'mount -t tmpfs -o size=64k none {tmp_path} && exec "$@"'
     before = ["unshare", "-rm", "sh", "-c", mount, "sh"]
@@ -309,17 +340,17 @@ def test_a_disk_without_room_is_a_failure(tmp_path):
 
 
 class Camera:
-    """Gives a new image `rate` times a second, each `age` seconds old."""
+    """Gives a new image `rate` times a second, each `age` seconds old, after `waits` seconds."""
 
     feature = Feature((4, 6, 3), "uint8")
 
-    def __init__(self, rate=30.0, age=0.0, shape=(4, 6, 3), pixels=(0, 255)):
-        self.rate, self.age = rate, age
+    def __init__(self, rate=1000.0, age=0.0, shape=(4, 6, 3), pixels=(0, 255), waits=0.0):
+        self.rate, self.age, self.waits = rate, age, waits
         self.image = np.resize(np.array(pixels, np.uint8), shape)
 
     def latest(self):
-        now = time.monotonic()
-        return Frame(self.image, (now - self.age if not self.rate else int(now * self.rate) / self.rate - self.age))
+        time.sleep(self.waits)
+        return Frame(self.image, int(time.monotonic() * self.rate) / self.rate - self.age)
 
     def close(self):
         pass
@@ -340,9 +371,10 @@ class FakeEnv(RobotEnv):
 @pytest.mark.parametrize(
     ("camera", "state", "words"),
     [
-        (Camera(), "ok", "6x4"),
+        (Camera(), "ok", "4x6x3"),
         (Camera(rate=3.0), "FAIL", "rows come at 20 Hz"),
-        (Camera(rate=15.0), "WARN", "some show one twice"),
+        (Camera(rate=12.0), "WARN", "some show one twice"),
+        (Camera(waits=0.05), "WARN", "it should not wait for the next image"),
         (Camera(age=5.0), "FAIL", "it stands still"),
         (Camera(shape=(8, 6, 3)), "FAIL", "declared are uint8 [4, 6, 3]"),
         (Camera(pixels=(0,)), "WARN", "lens is covered"),

@@ -4,6 +4,7 @@ import json
 import sqlite3
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serl_client import Feature, Spec, messages, wire
+from serl_client import Feature, Outcome, Spec, messages, wire
 from serl_client.errors import ConfigError, MessageError
 
+from serl_launcher.data import store
 from serl_launcher.data.index import Index
 from serl_launcher.data.store import Store
+from serl_launcher.service.inference import PolicyHost
 from tools import fuzz
 from tools.fuzzing import damage, hostile, live, mutations
 from tools.fuzzing.targets import TARGETS
@@ -67,12 +70,32 @@ def test_a_header_of_a_full_catalog_is_not_refused():
 
 @pytest.mark.parametrize("count", [wire.MAX_PARTS - 1000, wire.MAX_PARTS + 1])
 def test_a_header_has_at_most_so_many_lists_and_mappings(count):
-    frames = messages.encode(messages.Heartbeat({"rows": [[1]] * count}))
+    frames = messages.encode(messages.Status({"rows": [[1]] * count}))
     if count < wire.MAX_PARTS:
         assert len(messages.decode(frames).report["rows"]) == count
     else:
         with pytest.raises(MessageError, match="lists and mappings"):
             messages.decode(frames)
+
+
+def test_a_report_that_the_server_would_keep_is_short():
+    heartbeat = messages.Heartbeat({"text": "x" * messages.MAX_REPORT})
+    with pytest.raises(MessageError, match="at most 8192 bytes"):
+        messages.encode(heartbeat)
+    with pytest.raises(MessageError, match="at most 8192 bytes"):
+        messages.decode(wire.pack({"type": "Heartbeat", "report": heartbeat.report}, {}))
+
+
+@pytest.mark.parametrize(("name", "reason"), [("observation.state", ""), ("observation.else", "not in the Spec")])
+def test_an_observation_brings_nothing_that_would_only_be_kept(name, reason):
+    spec = Spec({"observation.state": Feature((4,))}, Feature((2,), low=-1, high=1), 10.0)
+    host = PolicyHost.__new__(PolicyHost)
+    host.spec = spec
+    ask = messages.Ask(
+        0, 1, True, True, "", {"observation.state": np.zeros(4, np.float32), name: np.zeros(4, np.float32)}
+    )
+    with pytest.raises(MessageError, match=reason) if reason else nullcontext():
+        host.check(ask)
 
 
 @pytest.mark.parametrize("dtype", [">f4", "complex64", "U3", "M8[s]", object])
@@ -176,6 +199,19 @@ def test_a_file_of_another_size_is_refused_and_stays_as_it_is(tmp_path, name, ch
     assert path.exists() == (change != "gone")
 
 
+def test_a_flood_of_outcomes_is_committed_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "GROUP_OUTCOMES", 10)
+    made = Store.create(tmp_path / "store", mutations.SPEC, {"online": 100})
+    made.hello("arm", "o", "e", [])
+    for seq in range(35):
+        made.stage("e", seq, Outcome(f"e{seq}", True))
+        assert len(made._staged_outcomes) <= 10
+    made.commit()
+    assert made.expected("e") == 35
+    assert sum(len(made.index.outcomes(f"e{seq}")) for seq in range(35)) == 35
+    made.close()
+
+
 def test_an_index_that_lost_what_was_published_is_refused(tmp_path):
     folder = damage.template(tmp_path)
     (folder / "index.sqlite-wal").unlink()  # of the last commits
@@ -185,6 +221,13 @@ def test_an_index_that_lost_what_was_published_is_refused(tmp_path):
 
 
 # -- a hostile peer
+def until(condition):
+    end = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory):
     with live.Attacked(tmp_path_factory.mktemp("attacked")) as server:
@@ -228,6 +271,19 @@ def test_spoiled_messages_after_a_good_hello_leave_the_server_as_it_was(attacked
     index = Index(attacked.run_dir / "store" / "index.sqlite")
     assert damage.verify(attacked.run_dir / "store", index) == 0
     index.close()
+
+
+def test_an_actor_whose_report_is_too_long_lives_without_one(attacked):
+    def report():
+        clients = attacked.learner.call(messages.Status(), 10).report["clients"]
+        return next(client for client in clients if client["actor"] == "honest")
+
+    attacked.honest.report = {"late": 3}
+    until(lambda: report().get("late") == 3)
+    attacked.honest.report = {"late": 4, "warning": "x" * 100_000}
+    until(lambda: "late" not in report())
+    assert attacked.serves()
+    attacked.honest.report = {}
 
 
 # -- the tool

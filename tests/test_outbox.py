@@ -1,11 +1,11 @@
 """The outbox: what was taken is there after a kill, and what was acknowledged is gone."""
 
-import errno
 import os
 import resource
 import shutil
 import subprocess
 import sys
+from random import Random
 
 import pytest
 from serl_client import Outcome, messages, wire
@@ -13,8 +13,6 @@ from serl_client import outbox as module
 from serl_client.episode import Lost
 from serl_client.errors import ConfigError
 from serl_client.outbox import Outbox
-
-from tools.faults import shim
 
 MIB = 1 << 20
 EPOCH = "e" * 32
@@ -227,6 +225,24 @@ def test_a_record_that_is_damaged_after_it_was_written_is_found_when_the_learner
     assert list(outbox.folder.glob("*.damaged"))
 
 
+def test_each_time_the_learner_refuses_what_came_it_is_looked_at_again(opened, make_segment):
+    outbox = opened()
+    spool(outbox, [record for name in "abcd" for record in episode(make_segment, name)])
+    damage(outbox, 5)
+    outbox.doubt(EPOCH, 16)
+    assert lost(outbox) == [5, 7]
+    damage(outbox, 12)
+    outbox.doubt(EPOCH, 16)
+    assert lost(outbox) == [5, 7, 12, 13, 15]
+    outbox.acknowledge(EPOCH, 6)
+    outbox.doubt(EPOCH, 16)
+    assert lost(outbox) == [7, 12, 13, 15]
+    outbox.acknowledge(EPOCH, 14)
+    outbox.doubt(EPOCH, 16)
+    spool(outbox, episode(make_segment, "e"), start=16)
+    assert lost(outbox) == [15]
+
+
 def test_a_file_that_holds_a_lost_record_stays_until_its_episode_is_over(opened, make_segment, monkeypatch):
     monkeypatch.setattr(module, "FILE_BYTES", 1)
     outbox = opened()
@@ -389,3 +405,88 @@ while True:
     assert len(seqs) >= 200
     again.close()
     shutil.rmtree(folder)
+
+
+def test_an_outbox_with_records_is_opened_and_sent_on_a_full_disk(opened):
+    outbox = opened()
+    outbox.bind("run")
+    fill(outbox, 3)
+    outbox.close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        again = opened()
+        assert (again.run, again.id) == ("run", outbox.id)
+        assert content(again) == [0, 1, 2]
+        assert not again.append("f" * 32, 0, record(0))
+        again.acknowledge(EPOCH, 3)
+        assert list(again.folder.glob(f"*{EPOCH}*")) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Learner:
+    """Takes records as a store does: in order, each once, and a segment only where it continues what is there."""
+
+    def __init__(self):
+        self.expected, self.open, self.lost, self.whole = 0, None, set(), []
+
+    def take(self, data):
+        """False: something came damaged, and nothing of it was taken."""
+        try:
+            records = messages.unseal(data)
+        except wire.MessageError:
+            return False
+        for seq, record in records:
+            if seq < self.expected:
+                continue
+            assert seq == self.expected
+            self.expected += 1
+            if isinstance(record, Lost):
+                self.lost.add(seq)
+                self.open = None
+            elif not isinstance(record, Outcome):
+                if record.start:
+                    assert self.open == (record.episode, record.start), "a store would refuse it for good"
+                self.open = (record.episode, record.start + len(record))
+                if record.ends:
+                    self.whole.append(record.episode)
+        return True
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_is_damaged_when_ever_each_episode_arrives_whole_or_is_said_to_be_lost(
+    tmp_path, make_segment, monkeypatch, seed
+):
+    monkeypatch.setattr(module, "FILE_BYTES", 700)
+    monkeypatch.setattr(module, "SLICE_BYTES", 900)
+    chance, learner, written, broken, read = Random(seed), Learner(), 0, set(), 0
+    names = [f"e{number}" for number in range(12)]
+    records = [record for name in names for record in episode(make_segment, name)]
+    outbox = Outbox(tmp_path / "outbox", MIB)
+    while learner.expected < len(records):
+        deed = chance.choice(("write", "send", "send", "acknowledge", "damage", "restart"))
+        first, end = outbox.epochs.get(EPOCH, (0, 0))
+        if deed == "write" and written < len(records):
+            count = chance.randint(1, 5)
+            spool(outbox, records[written : written + count], start=written)
+            written += len(records[written : written + count])
+        elif deed == "send" and max(read, learner.expected, first) < end:
+            read, data = outbox.read(EPOCH, max(read, learner.expected, first), MIB)
+            if not learner.take(data):
+                outbox.doubt(EPOCH, read)
+                read = learner.expected
+        elif deed == "acknowledge":
+            outbox.acknowledge(EPOCH, learner.expected)
+        elif deed == "damage" and chance.random() < 0.15 and first < end:
+            broken.add(seq := chance.randrange(first, end))
+            damage(outbox, seq, chance.choice((0, 9, 17, 40, -1)))
+        elif deed == "restart" and chance.random() < 0.2 and (written == 0 or chance.random() < 0.5):
+            outbox.close()
+            outbox, read = Outbox(tmp_path / "outbox", MIB), 0
+            outbox._writing = EPOCH  # this test goes on with the same epoch
+            written = max(outbox.epochs.get(EPOCH, (0, 0))[1], learner.expected)
+    outbox.close()
+    hit = {seq // 4 for seq in learner.lost}
+    assert learner.whole == [name for number, name in enumerate(names) if number not in hit]
+    assert hit <= {seq // 4 for seq in broken}

@@ -308,6 +308,7 @@ def test_e9_a_receiver_that_was_away_gets_the_newest_weights_alone(server, conne
 
 def test_e9b_a_late_joiner_is_told_of_the_weights_with_its_welcome(server, connect, tmp_path):
     """There: what was published before it came never reached it."""
+    connect("e9b-early")
     content = os.urandom(300_000)
     version = publish(server, content)
     client = connect("e9b", weights_folder=tmp_path / "weights")
@@ -346,8 +347,8 @@ def test_e11_weights_travel_as_they_are_and_a_cut_repeats_nothing_of_them(server
     """There: 1 GB cost 7 s to encode and 4.6 s to decode, every time, in one message without a second try."""
     content = os.urandom(12 << 20)
     with Relay(server.port, cut_after=6 << 20) as relay:
-        version = publish(server, content)
         client = connect("e11", port=relay.port, weights_folder=tmp_path / "weights")
+        version = publish(server, content)
         wait_until(lambda: client.weights(version - 1), 30)
         assert client.weights(0)[1].read_bytes() == content
         assert relay.cuts == 1

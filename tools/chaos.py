@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Breaks a learner and its actors in every way there is, and lets a checker that knows nothing of them say what was
-lost: chaos.py --rounds 60 --seed 1; each round is drawn from (seed, its number) and is replayed by --round K --seed S.
+lost: chaos.py --rounds 60 --seed 1. A round is drawn from the seed and its number: --round 12 --seed 1 plays it anew.
 
 The last line is JSON; the exit status is 1 when anything was lost, doubled, reordered or else wrong.
 """
@@ -15,20 +15,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from random import Random
 
 from faults import checker, shim, trainer
-from faults.nemeses import NEMESES, WITH_MOUNT, WITH_SHIM, Nemesis
+from faults.nemeses import NEMESES, ON_DISK, WITH_MOUNT, WITH_SHIM
 from faults.stage import Setting, Stage
 from serl_client.errors import ConfigError
 
 BLOWS_S = 0.8  # in which they begin
-BOUND_S = 20.0  # to begin, to go on after all is healed, to drain; more is taken for never
+BOUND_S = 20.0  # to begin, to go on after all is healed, to drain; what takes longer is taken for hanging
 DISK = "160m"  # of the small tmpfs
 MODULES = ["faults.actor", "faults.trainer", "faults.stage"]  # what the processes need; each is a fork of one
 
@@ -36,52 +35,101 @@ MODULES = ["faults.actor", "faults.trainer", "faults.stage"]  # what the process
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--round", type=int, help="only this one")
+    parser.add_argument("--round", type=int, metavar="K", help="this one alone")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", metavar="NAME", help="a nemesis, or the beginning of the names of some")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="what a round with a violation left, or that of --round")
+    parser.add_argument("--only", metavar="NAME", default="", help="the nemeses whose names begin so")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="gets what a bad round left, and that of --round")
     options = parser.parse_args()
+    total, rounds = checker.Report(), range(options.rounds) if options.round is None else [options.round]
     with tempfile.TemporaryDirectory(prefix="chaos") as folder:
-        control, nemeses = _faults(Path(folder), options.only)
-        if not nemeses:
-            sys.exit(f"no nemesis that works here is called {options.only}")
-        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # else the fork server of Python 3.11 finds no module
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(MODULES)
-        total, rounds = checker.Report(), range(options.rounds) if options.round is None else [options.round]
+        chaos = Chaos(Path(folder), options.seed, options.only)
         for number in rounds:
-            report = play(context, Path(folder) / f"{number}", number, options.seed, control, nemeses)
-            if options.keep and (report.violations or options.round is not None):
-                shutil.copytree(Path(folder) / f"{number}", options.keep / f"{options.seed}-{number}", ignore=SOCKETS)
-            shutil.rmtree(Path(folder) / f"{number}")
+            report = chaos.play(number, options.keep, always=options.round is not None)
             for name, value in asdict(report).items():
                 setattr(total, name, getattr(total, name) + value)
     print(json.dumps({"rounds": len(rounds), "seed": options.seed, **asdict(total)}))
     sys.exit(1 if total.violations else 0)
 
 
-def _faults(folder: Path, only: str | None) -> tuple[shim.Control | None, dict[str, Nemesis]]:
-    """What this machine allows; from now on processes begin with the shim."""
-    control, nemeses = None, dict(NEMESES)
-    try:
-        library = shim.build(folder)
-        control = shim.Control(folder / "control")
-        os.environ.update(shim.environment(library, control))
-        nemeses |= WITH_SHIM
-    except ConfigError as error:
-        print(f"without the shim: {error}")
-    try:
-        (folder / "probe").mkdir()
-        with _mounted(folder / "probe"):
-            nemeses |= WITH_MOUNT
-    except OSError as error:
-        print(f"without a small disk: {error}")
-    return control, {name: nemesis for name, nemesis in nemeses.items() if name.startswith(only or "")}
+class Chaos:
+    """Plays rounds in a folder, with what this machine allows."""
+
+    def __init__(self, folder: Path, seed: int, only: str) -> None:
+        self._folder, self._seed, self._control = folder, seed, None
+        nemeses = dict(NEMESES)
+        try:
+            library = shim.build(folder)
+            self._control = shim.Control(folder / "control")
+            os.environ.update(shim.environment(library, self._control))
+            nemeses |= WITH_SHIM
+        except ConfigError as error:
+            print(f"without fail-points: {error}")
+        try:
+            with _small_disk(folder / "probe"):
+                nemeses |= WITH_MOUNT
+        except OSError as error:
+            print(f"without a full disk: {error}")
+        self._nemeses = {name: nemesis for name, nemesis in sorted(nemeses.items()) if name.startswith(only)}
+        if not self._nemeses:
+            sys.exit(f"no nemesis begins with {only}; there are {', '.join(sorted(nemeses))}")
+        # Else the fork server of Python 3.11 finds no module, or one of the folder where it was started.
+        os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(MODULES)
+
+    def play(self, number: int, keep: Path | None, always: bool) -> checker.Report:
+        """One round: begin, strike, heal, go on, drain, check."""
+        random, folder, began = Random(f"{self._seed}/{number}"), self._folder / str(number), time.monotonic()
+        names = random.choices(list(self._nemeses), k=random.choice([1, 1, 2, 3]))
+        setting = _setting(random, names)
+        with _small_disk(folder / "disk") if WITH_MOUNT.keys() & set(names) else nullcontext():
+            report, line = self._played(folder, setting, names)
+            took = time.monotonic() - began
+            print(f"round {number}: {_words(setting)}; {', '.join(names)}; {line}, {took:.1f} s")
+            print(*(f"    {violation}\n" for violation in report.violations), sep="", end="", flush=True)
+            if keep and (report.violations or always):
+                ignored = shutil.ignore_patterns("learner", "ballast")
+                shutil.copytree(folder, keep / f"{self._seed}-{number}", ignore=ignored, dirs_exist_ok=True)
+        shutil.rmtree(folder)
+        return report
+
+    def _played(self, folder: Path, setting: Setting, names: list[str]) -> tuple[checker.Report, str]:
+        with Stage(self._context, folder, self._seed, setting, self._control) as stage:
+            if not setting.early:
+                stage.resumed(0.0, BOUND_S)
+            if setting.archives:
+                stage.asleep.touch()
+            self._strike(stage, names, f"{self._seed}/{folder.name}")
+            stage.heal()
+            resumed = stage.resumed(time.monotonic(), BOUND_S)
+            stage.end(BOUND_S)
+        archived = [trainer.SOURCE] if setting.archives else []
+        outboxes = [actor.outbox for actor in stage.actors]
+        report = checker.check(stage.disk / "run/store", sorted(stage.truths.iterdir()), outboxes, archived)
+        report.violations[:0] = stage.violations
+        return report, (
+            f"{report.produced} produced, {report.acked} acked, resumed in {resumed:.1f} s, "
+            f"longest push {max(actor.end.get('longest_ms', 0.0) for actor in stage.actors):.1f} ms"
+        )
+
+    def _strike(self, stage: Stage, names: list[str], seed: str) -> None:
+        """Each of the nemeses begins at a moment of its own, and they may overlap."""
+        due = []
+        for turn, name in enumerate(names):
+            random = Random(f"{seed}/{turn}")
+            begins = time.monotonic() + random.uniform(0.0, BLOWS_S)
+            heapq.heappush(due, (begins, turn, self._nemeses[name](stage, random)))
+        while due:
+            at, turn, nemesis = heapq.heappop(due)
+            stage.until(lambda at=at: time.monotonic() >= at, BOUND_S)
+            if (pause := next(nemesis, None)) is not None:
+                heapq.heappush(due, (time.monotonic() + pause, turn, nemesis))
 
 
 @contextmanager
-def _mounted(folder: Path) -> Iterator[None]:
-    """A small disk of its own in `folder`. Raises OSError where that is not allowed."""
+def _small_disk(folder: Path) -> Iterator[None]:
+    """A tmpfs in `folder`. Raises OSError where that is not allowed."""
+    folder.mkdir(parents=True)
     words = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", folder]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
@@ -92,86 +140,20 @@ def _mounted(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def play(
-    context: BaseContext, folder: Path, number: int, seed: int, control: shim.Control | None,
-    nemeses: dict[str, Nemesis], keep: Path | None,
-) -> checker.Report:  # fmt: skip
-    """One round: begin, strike, heal, go on, drain, check."""
-    random, began = Random(f"{seed}/{number}"), time.monotonic()
-    names = random.choices(sorted(nemeses), k=random.choice([1, 1, 2, 3]))
-    setting = _setting(random, "twin" not in names)
-    (folder / "disk").mkdir(parents=True)
-    with _mounted(folder / "disk") if "full-disk" in names else nullcontext():
-        report, line = _played(
-            context, folder, seed, setting, control, [(name, nemeses[name]) for name in names], random
-        )
-        print(
-            f"round {number}: {_words(setting)}; {', '.join(names)}; {line}, {time.monotonic() - began:.1f} s",
-            flush=True,
-        )
-        for violation in report.violations:
-            print(f"    {violation}", flush=True)
-        if report.violations and keep:
-            shutil.copytree(
-                folder, keep / f"{seed}-{number}", dirs_exist_ok=True, ignore=shutil.ignore_patterns("learner")
-            )
-    shutil.rmtree(folder)
-    return report
-
-
-def _played(
-    context: BaseContext, folder: Path, seed: int, setting: Setting, control: shim.Control | None,
-    blows: Sequence[tuple[str, Nemesis]], random: Random,
-) -> tuple[checker.Report, str]:  # fmt: skip
-    with Stage(context, folder, seed, setting, control) as stage:
-        if setting.archives:
-            stage.asleep.touch()
-        stage.resumed(0.0, BOUND_S)
-        _strike(stage, blows, random)
-        stage.heal()
-        resumed = stage.resumed(time.monotonic(), BOUND_S)
-        stage.end(BOUND_S)
-        longest = max(actor.longest_ms for actor in stage.actors)
-    archived = [trainer.SOURCE] if setting.archives else []
-    report = checker.check(
-        stage.disk / "run/store", sorted(stage.truths.iterdir()), [actor.outbox for actor in stage.actors], archived
-    )
-    report.violations[:0] = stage.violations
-    line = (
-        f"{report.produced} produced, {report.acked} acked, resumed in {resumed:.1f} s, longest push {longest:.1f} ms"
-    )
-    return report, line
-
-
-def _strike(stage: Stage, blows: Sequence[tuple[str, Nemesis]], random: Random) -> None:
-    """Each of the nemeses begins at a moment of its own, and they may overlap."""
-    begun = time.monotonic()
-    due = [
-        (begun + random.uniform(0.0, BLOWS_S), turn, nemesis(stage, random)) for turn, (_, nemesis) in enumerate(blows)
-    ]
-    heapq.heapify(due)
-    while due:
-        at, turn, nemesis = heapq.heappop(due)
-        stage.until(lambda at=at: time.monotonic() >= at, BOUND_S)
-        if (pause := next(nemesis, None)) is not None:
-            heapq.heappush(due, (time.monotonic() + pause, turn, nemesis))
-
-
-def _setting(random: Random, may_archive: bool) -> Setting:
-    """Not with a twin: whom it sends away leaves an episode open, and that holds up a full source that is archived."""
+def _setting(random: Random, names: list[str]) -> Setting:
+    """Some do not go together: whom a twin sends away leaves an episode open, which holds up a full source that is
+    archived; and a store that cannot be made at all is the end of a run."""
     return Setting(
         actors=random.choice([1, 2, 3]), capacity=random.choice([200, 4000]),
-        archives=random.random() < 0.3 and may_archive,
-        weights_bytes=random.choice([0, 0, 200_000, 5_000_000]), skew=random.choice([0.0, 3600.0]),
-        paced=random.random() < 0.3,
+        archives=random.random() < 0.3 and "twin" not in names, weights_bytes=random.choice([0, 0, 200_000, 5_000_000]),
+        skew=random.choice([0.0, 3600.0]), paced=random.random() < 0.3,
+        early=random.random() < 0.2 and not ON_DISK & set(names),
     )  # fmt: skip
 
 
 def _words(setting: Setting) -> str:
-    said = [f"{setting.actors} actors", f"{setting.capacity} steps"]
-    said += [word for word, holds in (("archive", setting.archives), ("weights", setting.weights_bytes),
-                                      ("skew", setting.skew), ("paced", setting.paced)) if holds]  # fmt: skip
-    return ", ".join(said)
+    marks = [name for name in ("archives", "weights_bytes", "skew", "paced", "early") if getattr(setting, name)]
+    return ", ".join([f"{setting.actors} actors", f"{setting.capacity} steps", *marks])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from benches.served import BODY, PROCESSES, check, free_port
 from serl_client import messages as m
-from serl_client.errors import TrainerError
+from serl_client.errors import Disconnected
 from serl_client.link import Link
 from serl_client.messages import EPISODE
 from soaking.drift import Drift, broken, drift
@@ -34,6 +34,7 @@ from soaking.processes import run_actors, run_server
 from serl_launcher.service.weights import write
 
 LIFE = 8.0  # seconds that an actor lives, on average
+RECORDS = 128.0  # a second, of all actors together
 KILL = 15.0  # seconds from one kill -9 to the next
 PUBLISH = 10.0  # seconds
 SAMPLES = 120  # at most four in a second
@@ -69,7 +70,7 @@ class Soak:
         self._address, inference = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
         local = f"ipc://{folder}/server"
         self.link = Link(local, m.Hello(m.PROTOCOL, "learner", "trainer"))
-        self._revision = 0
+        self._revision, self._period = 0, actors / RECORDS
         self._pipe, theirs = PROCESSES.Pipe()
         words = (theirs, folder / "run", STEPS * actors, self._address, local, inference)
         self._server = PROCESSES.Process(target=run_server, args=words)
@@ -83,7 +84,8 @@ class Soak:
         self._gone = 0  # lives in processes that were killed
 
     def run(self) -> None:
-        self._server.start(), self._inference.start()
+        self._server.start()
+        self._inference.start()
         self._groups = [self._start(part) for part in self._parts]
         self._direct()
         begin = time.monotonic()
@@ -97,31 +99,35 @@ class Soak:
                     action()
                     next_time[action] += period
             time.sleep(0.2)
-        self.status = self.link.call(m.Status(), 20.0).report
+        self.status = self._status()
 
     def close(self) -> None:
         for process, _ in self._groups:
             process.kill()
-        self._server.terminate(), self._inference.kill()
+        self._server.terminate()
+        self._inference.kill()
         for process in (self._server, self._inference, *(process for process, _ in self._groups)):
             process.join()
         self.link.close()
 
     def _start(self, names: list[str]) -> tuple[Any, Any]:
         ours, theirs = PROCESSES.Pipe()
-        words = (theirs, self._address, self.folder / "actors", names, min(LIFE, self._seconds / 4))
+        words = (theirs, self._address, self.folder / "actors", names, min(LIFE, self._seconds / 4), self._period)
         process = PROCESSES.Process(target=run_actors, args=words)
         process.start()
         return process, ours
 
     def _direct(self) -> None:
         """As soon as the first actor has made the store."""
-        while True:
-            try:
-                self.link.call(m.Direct(BODY, None), 20.0)
-                return
-            except TrainerError:
-                time.sleep(0.1)
+        while not self._status()["run"]:
+            time.sleep(0.1)
+        self.link.call(m.Direct(BODY, None), 20.0)
+
+    def _status(self) -> dict[str, Any]:
+        with suppress(Disconnected):  # it is starting
+            status: Any = self.link.call(m.Status(), 20.0)
+            return status.report
+        return {"run": ""}
 
     def _archive(self) -> None:
         """What the export says: every sealed episode may leave the store."""

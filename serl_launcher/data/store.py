@@ -14,7 +14,7 @@ If a write or a sync fails, nothing unacknowledged is trusted: close the store, 
 import logging
 import uuid
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 DATASET = "dataset"  # the mode of a directive that no actor hears of: an importer's
 GROUP_BYTES = 64 << 20  # a group this large is committed before more is staged
+GROUP_OUTCOMES = 10_000  # and so is one with so many outcomes
 
 
 class Gap(Exception):
@@ -207,7 +208,7 @@ class Store:
             self.commit()
         episode = self._open[state.epoch] if segment.start else self._begin(state, source, segment)
         group = self._staged[source.name]
-        group.segments.append((segment, replace(episode)))
+        group.segments.append((segment, episode))
         group.steps += len(segment)
         group.rows += len(segment) + segment.ends
         self._staged_bytes += nbytes
@@ -274,6 +275,8 @@ class Store:
         """An outcome may come before its episode's first segment, or long after its last."""
         if len(outcome.episode) > MAX_NAME or len(outcome.by) > MAX_NAME:
             raise Refused(f"the names in an outcome have at most {MAX_NAME} characters")
+        if len(self._staged_outcomes) >= GROUP_OUTCOMES:
+            self.commit()
         self._staged_outcomes.append((state.epoch, seq, outcome))
         if episode := self._find(outcome.episode):
             _judge(episode, outcome)

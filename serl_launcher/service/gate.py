@@ -19,6 +19,7 @@ from typing import Any
 import zmq
 from serl_client.errors import ConfigError, Refused
 from serl_client.keys import ROLES, check_curve, read_private, write_private
+from serl_client.link import has_come
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
@@ -179,13 +180,11 @@ class Gate:
 
     def turn(self) -> None:
         """Let in and keep out who has knocked; never waits."""
-        with suppress(zmq.Again):
-            while True:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-                self._happened(event["event"], event["value"])
-        with suppress(zmq.Again):
-            while True:
-                self._zap.send_multipart(self._asked(*self._zap.recv_multipart(zmq.NOBLOCK)))
+        while has_come(self._monitor):
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            self._happened(event["event"], event["value"])
+        while has_come(self._zap):
+            self._zap.send_multipart(self._asked(*self._zap.recv_multipart()))
 
     def admit(self, identity: zmq.Frame) -> Holder | None:
         """Whose message it is that began with this frame; None: it is not looked at.

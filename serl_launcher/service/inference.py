@@ -39,6 +39,7 @@ from serl_launcher.types import Carry
 log = logging.getLogger(__name__)
 
 MOST = 64  # questions in one batch
+REMEMBERED = 1024  # connections whose carry is kept: the last ones that asked
 RECENT_S = 1.0  # who asked within it is expected to ask again
 HEARD = 256  # messages at one turn
 COUNTED = 1000  # answers that the report is about
@@ -106,10 +107,12 @@ class PolicyHost:
 
     # -- answers
     def check(self, ask: m.Ask) -> None:
-        """Raises MessageError when an observation does not fit the Spec."""
+        """Raises MessageError when an observation does not fit the Spec, or something else comes with it."""
         features = dict(self.spec.observation)
         if "previous_action" in ask.arrays:
             features["previous_action"] = self.spec.action
+        if strange := ask.arrays.keys() - features.keys():
+            raise MessageError(f"the observation has {min(strange)!r}, which is not in the Spec")
         for name, feature in features.items():
             if name not in ask.arrays:
                 raise MessageError(f"the observation lacks {name}")
@@ -153,7 +156,11 @@ class PolicyHost:
             observation, previous_action, carry, task=tuple(ask.task for ask in asks), noise=noise, explore=explore
         )
         if carry is not None:
-            self._carries.update({q.actor: _at(carry, i) for i, q in enumerate(questions)})
+            for i, question in enumerate(questions):
+                self._carries.pop(question.actor, None)  # so that whoever has not asked for longest comes first
+                self._carries[question.actor] = _at(carry, i)
+            while len(self._carries) > REMEMBERED:
+                del self._carries[next(iter(self._carries))]
         arrays = {name: value.cpu().numpy() for name, value in {"action": decision.action, **decision.extras}.items()}
         return [
             m.Act(question.ask.step, self.version, {name: array[i] for name, array in arrays.items()})
@@ -271,10 +278,10 @@ class LocalSource:
 class InferenceServer:
     """Answers Ask on `address`, with the weights in the folder `weights`.
 
-    The thread that calls `run` owns the sockets and all that is said here; what takes time, a batch or a swap of
-    weights, is done by one other thread, a job after the other, and the reading of a file by the loader's. So while a
-    batch is computed questions are heard, and of one actor's the latest waits. A batch begins when everybody who asked
-    within the last second is in it, or when its first question has waited for `window` seconds.
+    The thread that calls `run` does all but warming up, swapping weights in (another thread, one job after the other)
+    and reading a file (the loader's). What comes while it computes a batch lies in the socket and is heard after it,
+    when of one actor's questions the latest counts. A batch begins when everybody who asked within the last second is
+    in it, or when its first question has waited for `window` seconds.
     """
 
     def __init__(
@@ -290,32 +297,29 @@ class InferenceServer:
             self._poller.register(polled, zmq.POLLIN)
         self._policy = ThreadPoolExecutor(1, "policy")
         self._loader = Loader(host, self._wake)
-        self._job: Future[list[m.Act] | None] | None = None  # what the policy's thread is doing
-        self._batch: list[Question] = []  # that the job answers
+        self._job: Future[None] | None = None  # what the policy's thread is doing: meanwhile nothing is answered
+        self._deaf = 0.0  # since when nothing was heard, because a batch was computed
         self._loaded: tuple[int, dict[str, Tensor]] | None = None  # to be swapped in
         self._waiting: dict[bytes, Question] = {}  # the latest of each actor; who has waited longest comes first
         self._first = 0.0  # when the first of them came
         self._asked: dict[bytes, float] = {}  # when each actor asked last
         self._replaced = 0  # questions whose asker asked again before they were begun
-        self._seconds: deque[float] = deque(maxlen=COUNTED)  # from a question's coming to its answer's going
+        self._seconds: deque[float] = deque(maxlen=COUNTED)  # from a question's coming, at worst, to its answer's going
         self._sizes: deque[int] = deque(maxlen=COUNTED)  # of batches
 
     def run(self, newest: Callable[[], dict[str, Any]], stopping: Callable[[], bool]) -> None:
         """Answer until `stopping()`; `newest`, called at every turn, tells which weights are valid ({version, sha256}
         or empty). Raises what ended the work of another thread."""
-        warm = self._policy.submit(self.host.warm_up, MOST)
-        warm.add_done_callback(lambda _: self._wake())
+        self._work(self.host.warm_up, MOST)
         while not stopping():
             self._poller.poll(self._patience())
             with suppress(BlockingIOError):
                 os.eventfd_read(self._woken)
             self._gate.turn()
             self._hear()
-            notice = newest()
-            if warm.done():
-                warm.result()
-                self._finish()
-                self._load(notice)
+            self._finish()
+            self._load(newest())
+            if self._job is None:
                 self._begin()
 
     def report(self) -> dict[str, Any]:
@@ -345,13 +349,13 @@ class InferenceServer:
         return min(TURN, max(0, math.ceil((self._first + self.window - time.monotonic()) * 1000)))
 
     def _hear(self) -> None:
-        """Take the questions that have come and can be answered."""
-        now = time.monotonic()
+        """Take the questions that have come and can be answered; what came during a batch may have come at its
+        begin."""
+        now, self._deaf = self._deaf or time.monotonic(), 0.0
         for _ in range(HEARD):
-            try:
-                identity, *frames = received(self._socket)
-            except zmq.Again:
+            if not (came := received(self._socket)):
                 break
+            identity, *frames = came
             if (answer := self._heard(identity, frames, now)) is not None:
                 send(self._socket, identity.bytes, answer)
 
@@ -395,34 +399,33 @@ class InferenceServer:
             self._loader.begin(notice["version"], path(self.weights, notice["sha256"]))
 
     def _begin(self) -> None:
-        """Give the policy's thread its next job, if it is free and there is one: newer weights before a batch."""
-        if self._job is not None:
-            return
+        """Do what is next, if anything is: newer weights before a batch."""
         if self._loaded is not None:
-            self._job, self._loaded = self._policy.submit(self.host.swap, *self._loaded), None
+            loaded, self._loaded = self._loaded, None
+            self._work(self.host.swap, *loaded)
         elif self._waiting and self.host.version and self._is_gathered(time.monotonic()):
-            self._batch = [self._waiting.pop(actor) for actor in list(self._waiting)[:MOST]]
-            self._job = self._policy.submit(self.host.answer, self._batch)
-        else:
-            return
+            self._answer([self._waiting.pop(actor) for actor in list(self._waiting)[:MOST]])
+
+    def _work(self, job: Callable[..., None], *arguments: Any) -> None:
+        self._job = self._policy.submit(job, *arguments)
         self._job.add_done_callback(lambda _: self._wake())
+
+    def _answer(self, batch: Sequence[Question]) -> None:
+        self._deaf = time.monotonic()
+        for question, answer in zip(batch, self.host.answer(batch), strict=True):
+            self._socket.send_multipart([question.actor, *m.encode(answer)], zmq.NOBLOCK)
+            self._seconds.append(time.monotonic() - question.came)
+        self._sizes.append(len(batch))
 
     def _is_gathered(self, now: float) -> bool:
         self._asked = {actor: last for actor, last in self._asked.items() if last > now - RECENT_S}
         return self._waiting.keys() >= self._asked.keys() or now >= self._first + self.window
 
     def _finish(self) -> None:
-        """Send what the policy's thread has answered."""
-        if self._job is None or not self._job.done():
-            return
-        job, batch, self._job, self._batch = self._job, self._batch, None, []
-        try:
-            answers = job.result() or []
-        except ConfigError as error:  # of a swap
-            log.info("%s", error)
-            return
-        for question, answer in zip(batch, answers, strict=True):
-            self._socket.send_multipart([question.actor, *m.encode(answer)], zmq.NOBLOCK)
-            self._seconds.append(time.monotonic() - question.came)
-        if batch:
-            self._sizes.append(len(batch))
+        """Raises what ended the work of the policy's thread, but for weights that do not fit."""
+        if self._job is not None and self._job.done():
+            job, self._job = self._job, None
+            try:
+                job.result()
+            except ConfigError as error:
+                log.info("%s", error)

@@ -98,10 +98,9 @@ class Server:
     def _drain(self, socket: zmq.Socket, most: int = 256) -> None:
         """Handle what has come on a socket, at most `most` messages: a group must end."""
         for _ in range(most):
-            try:
-                identity, *frames = received(socket)
-            except zmq.Again:
+            if not (came := received(socket)):
                 return
+            identity, *frames = came
             answer = self._answer(socket, identity, [frame.buffer for frame in frames])
             if answer is not None:
                 send(socket, identity.bytes, answer)

@@ -49,7 +49,8 @@ class Checkpoints:
             _sync(file)
         _sync_folder(aside)
         aside.rename(path)
-        _sync_folder(self.folder)
+        for folder in (self.folder, self.folder.parent):  # which may not have known the folder
+            _sync_folder(folder)
         self._forget()
         return path
 

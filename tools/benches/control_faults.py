@@ -14,6 +14,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,8 @@ class Nobody:
 
 def with_client(queue: Any, address: str, folder: Path, hz: float) -> None:
     """The actor, until it is told to stop."""
-    with Ticked(hz) as env, Timed(address, actor="bench", spec=env.spec, outbox=folder / "outbox") as client:
+    with Ticked(hz) as env, closing(Timed(address, actor="bench", spec=env.spec, outbox=folder / "outbox")) as client:
+        client.__enter__()
         while not client.connected:
             client.wait(0.05)
         queue.put("connected")

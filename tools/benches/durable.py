@@ -24,7 +24,6 @@ from serl_launcher.data.store import Store
 
 CAPACITY = 512  # steps
 GROUPS = (64, 8)  # records in each
-MB = 1 << 20
 
 
 def main(words: Sequence[str], prog: str) -> None:
@@ -102,10 +101,11 @@ def acknowledgements(folder: Path, seconds: float) -> list[Figure]:
             while client.pending[0]:
                 client.wait(0.001)
             syncs.append(plain(1))
-    (p50, p99), (sync_p50, sync_p99) = quantiles(late.seconds[30:]), quantiles(syncs[30:])
-    goal = max(0.020, 3 * sync_p99)
+    (p50, p99), (disk_p50, disk_p99) = quantiles(late.seconds[30:]), quantiles(syncs[30:])
+    goal = max(0.020, 3 * disk_p99)
+    disk = f"pwrite + fdatasync p50 ({disk_p50 * 1e3:.2f})"
+    most = f"max (20 ms, 3 x its p99 of {disk_p99 * 1e3:.2f})"
     return [
-        Figure("acknowledgement p50", p50 * 1e3, "ms", f"pwrite + fdatasync p50 ({sync_p50 * 1e3:.2f})", p50 / sync_p50),
-        Figure("acknowledgement p99", p99 * 1e3, "ms", f"max(20 ms, 3 x its p99 of {sync_p99 * 1e3:.2f})", p99 / goal,
-               "<= 1"),
-    ]  # fmt: skip
+        Figure("acknowledgement p50", p50 * 1e3, "ms", disk, p50 / disk_p50),
+        Figure("acknowledgement p99", p99 * 1e3, "ms", most, p99 / goal, "<= 1"),
+    ]

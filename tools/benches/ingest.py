@@ -1,5 +1,5 @@
-"""How fast records come in, against a plain TCP connection of the same bytes, and how fast they are durable, against the
-smaller of wire and disk.
+"""How fast records come in, against a plain TCP connection of the same bytes, and how fast they are durable, against
+the smaller of wire and disk.
 
 A record here is one row of an episode; the recorder puts some into a segment, and the client several of these into a
 message. `over the wire`: the client's messages, from memory, to a process that decodes and checks them as the server
@@ -9,18 +9,20 @@ writes the same bytes in as many groups as the server did, each with one fdatasy
 """
 
 import argparse
+import itertools
 import os
 import socket
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
-from benches.paired import Figure, machine, ratio, rounds, said
+from benches.paired import Figure, cpu_seconds, machine, ratio, rounds, said
 from benches.served import PROCESSES, Checked, Rows, Served, deliver, spec_of
 from serl_client import Segment
 from serl_client import messages as m
@@ -38,67 +40,83 @@ def main(words: Sequence[str], prog: str) -> None:
     parser = argparse.ArgumentParser(prog, description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="(7)")
     parser.add_argument("--mb", type=int, default=256, help="that each measurement sends (256; of 1 KB a quarter)")
+    parser.add_argument("--sizes", choices=SIZES, nargs="+", default=list(SIZES), help="of a row (all)")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured (the system's for temporary files)")
     parser.add_argument("--json", action="store_true", help="print one object")
     options = parser.parse_args(words)
     before = machine()
     figures = []
-    for name, size in SIZES.items():
-        figures += ingest(name, size, options.mb * 10**6 // (4 if size < 10_000 else 1), options.rounds, options.folder)
+    for name in options.sizes:
+        total = options.mb * 10**6 // (4 if SIZES[name] < 10_000 else 1)
+        figures += ingest(name, SIZES[name], total, options.rounds, options.folder)
     said("ingest", before, figures, as_json=options.json)
 
 
 def ingest(name: str, size: int, total: int, count: int, folder: Path | None) -> list[Figure]:
+    """`count` rounds of about `total` bytes in rows of `size`."""
     rows = Rows(spec_of(size))
     segments = max(1, total // rows.bytes)
-    total, capacity = segments * rows.bytes, 2 * segments * rows.length
+    total, groups, costs = segments * rows.bytes, [max(1, total >> 23)], defaultdict[str, list[float]](list)
     with ExitStack() as stack:
         there = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=folder)))
-        served, checked = stack.enter_context(Served(there / "run", capacity)), stack.enter_context(Checked())
-        clients = {
-            where.address: stack.enter_context(
-                TrainerClient(where.address, actor="bench", spec=rows.spec, outbox=there / where.address[-5:])
-            )
-            for where in (served, checked)
-        }
-        served.direct(clients[served.address])
-        send = stack.enter_context(raw_tcp())
-        disk = stack.enter_context(plain_disk(there / "disk", total, rows.records))
-        groups = [max(1, total >> 23)]
+        served = stack.enter_context(Served(there / "run", 2 * segments * rows.length))
+        checked = stack.enter_context(Checked())
+        client, other = (
+            stack.enter_context(TrainerClient(where.address, actor="bench", spec=rows.spec, outbox=there / str(i)))
+            for i, where in enumerate((served, checked))
+        )
+        served.direct(client)
+        link = stack.enter_context(Link(checked.address, m.Hello(m.PROTOCOL, "actor", "bench", "memory")))
+        link.hello(20.0)
+        messages = sealed(rows.episode(rows.pool, 1))
+        raw, disk = stack.enter_context(RawTcp()), stack.enter_context(plain_disk(there / "disk", total, rows.records))
+        bulk = pieces(rows.records, BULK)
 
         def end_to_end() -> float:
             commits = served.commits
-            client = clients[served.address]
-            rate = total / deliver(client, rows.episode(segments, client.directive["number"])) / 1e9
+            seconds = deliver(client, rows.episode(segments, client.directive["number"]))
             groups[0] = max(1, served.commits - commits)
+            return seconds
+
+        def gigabytes(key: str, call: Callable[[], float], *others: int) -> Callable[[], float]:
+            """The rate of a call that takes so many seconds; what it costs in CPU time is kept."""
+
+            def rate() -> float:
+                before = cpu_seconds(os.getpid(), *others)
+                seconds = call()
+                costs[key].append((cpu_seconds(os.getpid(), *others) - before) / total * 1e9)
+                return total / seconds / 1e9
+
             return rate
 
-        def pushed() -> float:
-            return total / deliver(clients[checked.address], rows.episode(segments, 1)) / 1e9
-
-        messages = sealed(rows.episode(segments, 1))
-        link = stack.enter_context(Link(checked.address, m.Hello(m.PROTOCOL, "actor", "bench", "memory")))
-        link.hello(10.0)
-
         contenders = {
-            "raw TCP": lambda: total / send(rows.records, total) / 1e9,
-            "bulk": lambda: total / send(pieces(rows.records, BULK), total) / 1e9,
-            "wire": lambda: total / send_all(link, messages) / 1e9, "pushed": pushed, "end to end": end_to_end, "disk": lambda: total / disk(groups[0]) / 1e9,
-        }  # fmt: skip
+            "raw": gigabytes("raw", lambda: raw.send(rows.records, total), raw.pid),
+            "bulk": gigabytes("bulk", lambda: raw.send(bulk, total), raw.pid),
+            "wire": gigabytes("wire", lambda: send_all(link, messages, total), checked.pid),
+            "pushed": gigabytes("pushed", lambda: deliver(other, rows.episode(segments, 1)), checked.pid),
+            "end to end": gigabytes("end to end", end_to_end, served.pid),
+            "disk": gigabytes("disk", lambda: disk(groups[0])),
+        }
         rounds(contenders, 2)  # every block of the files is written, each buffer grown
+        costs.clear()
         measured = rounds(contenders, count)
-    measured["the smaller"] = [min(pair) for pair in zip(measured["wire"], measured["disk"], strict=True)]
-    middle = {key: median(values) for key, values in measured.items()}
+    for key, part in (("least", "wire"), ("least pushed", "pushed")):
+        measured[key] = [min(pair) for pair in zip(measured[part], measured["disk"], strict=True)]
+    middle, cost = ({key: median(values) for key, values in all.items()} for all in (measured, costs))
+
+    def figure(key: str, against: str, words: str, goal: str = "") -> Figure:
+        title = {"wire": f"{name} over the wire", "end to end": f"{name} end to end, {groups[0]} groups"}
+        beside = f"{words} ({middle[against]:.2f})"
+        return Figure(title.get(key, f"{name} {key}"), middle[key], "GB/s", beside, ratio(measured, key, against), goal)
+
     return [
-        Figure(f"{name} over the wire", middle["wire"], "GB/s", f"raw TCP ({middle['raw TCP']:.2f})",
-               ratio(measured, "wire", "raw TCP"), ">= 0.75"),
-        Figure(f"{name} over the wire", middle["wire"], "GB/s", f"raw TCP in bulk ({middle['bulk']:.2f})",
-               ratio(measured, "wire", "bulk")),
-        Figure(f"{name} pushed", middle["pushed"], "GB/s", f"raw TCP ({middle['raw TCP']:.2f})",
-               ratio(measured, "pushed", "raw TCP")),
-        Figure(f"{name} end to end, {groups[0]} groups", middle["end to end"], "GB/s",
-               f"the smaller of wire and disk ({middle['disk']:.2f})",
-               ratio(measured, "end to end", "the smaller"), ">= 0.7"),
+        figure("wire", "raw", "raw TCP, row by row", ">= 0.75"),
+        figure("wire", "bulk", "raw TCP in bulk"),
+        figure("pushed", "raw", "raw TCP, row by row"),
+        figure("end to end", "least pushed", "the smaller of pushed and disk", ">= 0.7"),
+        figure("end to end", "least", "the smaller of wire and disk"),
+        *(Figure(f"{name} {key}, CPU of both sides", cost[key], "s/GB", f"raw TCP ({cost['raw']:.2f})",
+                 cost[key] / cost["raw"]) for key in ("wire", "pushed", "end to end")),
     ]  # fmt: skip
 
 
@@ -114,19 +132,22 @@ def sealed(segments: Sequence[Segment]) -> list[m.Push]:
     return [*pushes, m.Push("memory", {"records": np.frombuffer(batch, np.uint8)})]
 
 
-def send_all(link: Link, pushes: Sequence[m.Push]) -> float:
-    """Seconds until the last message is acknowledged; at most WINDOW bytes are on their way."""
-    begin, sizes = time.perf_counter(), deque[int]()
-    for push in [*pushes, None]:
-        while sizes and (push is None or sum(sizes) + push.arrays["records"].nbytes > WINDOW):
+def send_all(link: Link, pushes: Sequence[m.Push], total: int) -> float:
+    """Send these again and again, `total` bytes; seconds until all are acknowledged. WINDOW bytes are on their way."""
+    begin, left, sizes = time.perf_counter(), total, deque[int]()
+    for push in itertools.cycle(pushes):
+        size = push.arrays["records"].nbytes
+        while sizes and (left <= 0 or sum(sizes) + size > WINDOW):
             link.wait(1.0)
             while (message := link.receive()) is not None:
                 if isinstance(message, m.Ack):
                     sizes.popleft()
-        if push is not None:
-            link.send(push)
-            sizes.append(push.arrays["records"].nbytes)
-    return time.perf_counter() - begin
+        if left <= 0:
+            return time.perf_counter() - begin
+        link.send(push)
+        sizes.append(size)
+        left -= size
+    raise AssertionError("a cycle has no end")
 
 
 def pieces(records: Sequence[memoryview], size: int) -> list[memoryview]:
@@ -135,33 +156,41 @@ def pieces(records: Sequence[memoryview], size: int) -> list[memoryview]:
     return [data[begin : begin + size] for begin in range(0, len(data), size)]
 
 
-@contextmanager
-def raw_tcp() -> Iterator:
-    """A call (records, total) that sends these again and again, `total` bytes; seconds until all have come."""
-    ours, theirs = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=receive, args=(theirs,))
-    process.start()
-    with socket.create_connection(("127.0.0.1", ours.recv())) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+class RawTcp:
+    """A plain connection to a process that only receives; a context manager."""
 
-        def send(records: Sequence[memoryview], total: int) -> float:
-            ours.send((len(records[0]), total))
-            ours.recv()
-            begin, left = time.perf_counter(), total
-            while left:
-                for record in records:
-                    piece = record[:left]
-                    connection.sendall(piece)
-                    left -= len(piece)
-            ours.recv()
-            return time.perf_counter() - begin
+    def __enter__(self) -> "RawTcp":
+        self._pipe, theirs = PROCESSES.Pipe()
+        self._process = PROCESSES.Process(target=receive, args=(theirs,))
+        self._process.start()
+        self._connection = socket.create_connection(("127.0.0.1", self._pipe.recv()))
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self
 
-        yield send
-    process.kill()
-    process.join()
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
+    def send(self, records: Sequence[memoryview], total: int) -> float:
+        """Send these again and again, `total` bytes; seconds until all have come."""
+        self._pipe.send((len(records[0]), total))
+        self._pipe.recv()
+        begin, left = time.perf_counter(), total
+        for record in itertools.cycle(records):
+            self._connection.sendall(record[:left])
+            left -= len(record)
+            if left <= 0:
+                break
+        self._pipe.recv()
+        return time.perf_counter() - begin
+
+    def __exit__(self, *exception: object) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.join()
 
 
-def receive(pipe) -> None:
+def receive(pipe: Any) -> None:
     """The other end: into one buffer, record by record."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         pipe.send(listening.getsockname()[1])
@@ -179,7 +208,7 @@ def receive(pipe) -> None:
 
 
 @contextmanager
-def plain_disk(path: Path, total: int, records: Sequence[memoryview]) -> Iterator:
+def plain_disk(path: Path, total: int, records: Sequence[memoryview]) -> Iterator[Callable[[int], float]]:
     """A call (groups) that writes `total` bytes of these records into a file that is there, each group with a sync."""
     data = memoryview(b"".join(records))
     file = os.open(path, os.O_RDWR | os.O_CREAT)

@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 from benches.paired import Figure, machine, said
-from benches.served import Rows, deliver, free_port, spec_of
+from benches.served import STATE, Rows, deliver, free_port
+from serl_client import Feature, Spec
 from serl_client.client import TrainerClient
 
 from serl_launcher.data.layout import Layout
 from serl_launcher.data.replay import ReplayBuffer
 
 TRAIN = Path(__file__).parents[2] / "examples/train.py"
-ROW = 1000
+SPEC = Spec({STATE: Feature((250,))}, Feature((7,), low=-np.ones(7), high=np.ones(7)), fps=300.0)
 
 
 def main(words: Sequence[str], prog: str) -> None:
@@ -36,11 +38,11 @@ def main(words: Sequence[str], prog: str) -> None:
 
 
 def restart(folder: Path, steps: int, count: int) -> list[Figure]:
-    rows, ports, capacity = Rows(spec_of(ROW)), (free_port(), free_port()), steps + 20_000
+    rows, ports, capacity = Rows(SPEC), (free_port(), free_port()), steps + 20_000
     words = [
         sys.executable, TRAIN, "learner=true", "task=fake", "plan=collect", "wandb=false", f"run_dir={folder / 'run'}",
         f"port={ports[0]}", f"inference_port={ports[1]}", f"plan.sources.demo.capacity={capacity}",
-        'plan.phases.demonstrate.until=["demo.episodes >= 1000000"]',
+        'plan.phases.demonstrate.until=["demo.episodes >= 1000000", operator]',
     ]  # fmt: skip
     address, took = f"tcp://127.0.0.1:{ports[0]}", []
     with (
@@ -51,6 +53,8 @@ def restart(folder: Path, steps: int, count: int) -> list[Figure]:
         try:
             while not client.directive["number"]:
                 client.wait(0.1)
+                if learner.poll() is not None:
+                    raise RuntimeError(f"the learner has ended: {(folder / 'log').read_text()}")
             number = client.directive["number"]
             deliver(client, rows.episode(steps // rows.length + 1, number))
             for segment in rows.episode(count, number):

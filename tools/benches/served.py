@@ -5,6 +5,7 @@ import multiprocessing
 import socket
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,20 @@ class Checked:
     """`check` as a process; a context manager."""
 
     def __init__(self) -> None:
-        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self._port = free_port()
+        self.address = f"tcp://127.0.0.1:{self._port}"
         self._process = PROCESSES.Process(target=check, args=(self.address,))
 
     def __enter__(self) -> "Checked":
         self._process.start()
-        return self
+        while True:
+            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", self._port)):
+                return self
+            time.sleep(0.05)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
 
     def __exit__(self, *exception: object) -> None:
         self._process.kill()
@@ -129,6 +138,7 @@ class Rows:
             {name: _values(generator, feature, self.length) for name, feature in spec.observation.items()}
             for _ in range(max(1, pool // self.bytes))
         ]
+        self.pool = len(self._pool)  # segments
         self._episodes = 0
 
     def episode(self, count: int, number: int, *, prefix: str = "bench") -> list[Segment]:

@@ -284,12 +284,11 @@ def absorb(address: str, keys: Path | None, started: Any) -> None:
     while True:
         poller.poll()
         gate.turn()
-        with suppress(zmq.Again):
-            while True:
-                identity, *frames = received(gate.socket)
-                gate.admit(identity)
-                if isinstance(m.decode([frame.buffer for frame in frames]), m.Status):
-                    send(gate.socket, identity.bytes, m.Status({}))
+        while came := received(gate.socket):
+            identity, *frames = came
+            gate.admit(identity)
+            if isinstance(m.decode([frame.buffer for frame in frames]), m.Status):
+                send(gate.socket, identity.bytes, m.Status({}))
 
 
 def absorb_raw(port: int, size: int, started: Any) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 from serl_client.errors import ConfigError
 
 from serl_launcher.data import layout
+from serl_launcher.data.index import Index
 from serl_launcher.data.layout import Layout
 from serl_launcher.service import dataset
 from serl_launcher.service.export import recorded, wanted
@@ -138,10 +139,10 @@ def disk(run: Run) -> Iterator[Finding]:
 
 
 def _store_room(run: Run, folder: Path) -> Finding:
-    if (folder / "store" / "index.sqlite").exists():
-        return Finding("ok", f"the store in {folder} is there, with all its room")
     sources: Any = OmegaConf.to_container(run.config.plan.sources)
     capacities = {name: int(source["capacity"]) for name, source in sources.items()}
+    if (folder / "store" / "index.sqlite").exists():
+        return _same_room(folder, capacities)
     if run.spec is None:
         steps = ", ".join(f"{name} {capacity:,}" for name, capacity in capacities.items())
         advice = "the store is made when the first actor comes; it refuses then what does not fit"
@@ -152,6 +153,16 @@ def _store_room(run: Run, folder: Path) -> Finding:
     except ConfigError as error:
         return Finding("FAIL", *str(error).split(". ", 1))
     return Finding("ok", text)
+
+
+def _same_room(folder: Path, capacities: Mapping[str, int]) -> Finding:
+    index = Index(folder / "store" / "index.sqlite")
+    there = {name: source.capacity for name, source in index.sources().items()}
+    index.close()
+    if differ := {name: there[name] for name in capacities if there.get(name, capacities[name]) != capacities[name]}:
+        text = f"the store has sources of {differ} steps, the plan says { {name: capacities[name] for name in differ} }"
+        return Finding("FAIL", text, "a capacity is for the life of a run: say the old one, or another run_dir=...")
+    return Finding("ok", f"the store in {folder} is there, with all its room")
 
 
 def _outbox_room(run: Run, folder: Path) -> Finding:

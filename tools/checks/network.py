@@ -174,7 +174,7 @@ def protocol(run: Run) -> Iterator[Finding]:
         return
     except Timeout:
         advice = "another program that speaks ZeroMQ, or a learner that is stopped: compare port=, look at its screen"
-        yield Finding("FAIL", f"{link.address} does not answer to Hello", advice)
+        yield Finding("FAIL", f"{run.config.ip}:{run.config.port} does not answer to Hello", advice)
         return
     state = run.welcome.notice.get("degraded")
     if state:

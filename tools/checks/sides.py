@@ -26,6 +26,7 @@ CHECKS: dict[str, Sequence[Check]] = {  # in this order: some look at what earli
 NEEDS: dict[Check, Check] = {  # a check whose need has failed says nothing
     machine.memory: machine.plan, machine.gpu: machine.plan, network.reachable: network.key,
     network.protocol: network.reachable, robot.cameras: robot.robot, robot.control: robot.robot,
+    robot.described_robot: network.folder, machine.disk: network.folder,
 }  # fmt: skip
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from .truth import Truth, fingerprint
 from serl_client import Feature, Segment, Spec, Stamp, TrainerClient
 from serl_client.episode import Outcome
 from serl_client.errors import TrainerError
+
+from .truth import Truth, fingerprint
 
 PACE_S = 0.01  # one segment
 STEPS = 6  # of a segment, at most

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+
 from .truth import fingerprint, notes
 
 PAGE = 4096

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from random import Random
 
-from .shim import RENAME, SYNC, UNLINK, WRITE
+from .shim import ALLOCATE, CREATE, READ, RENAME, SYNC, UNLINK, WRITE
 from .stage import Player, Stage
 
 Nemesis = Callable[[Stage, Random], Iterator[float]]
@@ -16,7 +16,6 @@ NETWORK: dict[str, tuple[str, dict[str, object]]] = {  # nemesis: the proxy's mo
     "up-only": ("one_way", {"direction": "up"}), "down-only": ("one_way", {"direction": "down"}),
     "delay": ("delay", {"seconds": 0.1}), "trickle": ("trickle", {"rate": 40_000}),
 }  # fmt: skip
-ENDLESS = 10**6  # a call that never comes
 
 
 def _length(random: Random) -> float:
@@ -67,9 +66,10 @@ def _fail_point(side: str) -> Nemesis:
             "server": random.choice([
                 (WRITE, "main/rows"), (WRITE, "main/steps"), (SYNC, "main/rows"), (SYNC, "main/steps"),
                 (WRITE, "index.sqlite"), (SYNC, "index.sqlite"), (WRITE | SYNC, "run/store"),
+                (CREATE | ALLOCATE | RENAME | SYNC, "run/store"),
             ]),
             "trainer": random.choice([(WRITE, "run/weights"), (SYNC, "run/weights"), (RENAME, "run/weights")]),
-            "actor": random.choice([(WRITE, ".records"), (UNLINK, ".records")]),
+            "actor": random.choice([(WRITE, ".records"), (UNLINK | CREATE, ".records")]),
         }[side]  # fmt: skip
         assert stage.control
         stage.control.kill(calls, after=random.randint(0, 30), path=path, short=random.random() < 0.3)
@@ -86,7 +86,11 @@ def _fail(side: str, what: str) -> Nemesis:
     """A call of one side fails, once or for a while."""
 
     def nemesis(stage: Stage, random: Random) -> Iterator[float]:
-        calls, error = {"full": (WRITE, errno.ENOSPC), "io": (WRITE | SYNC, errno.EIO), "sync": (SYNC, errno.EIO)}[what]
+        calls, error = {
+            "full": (WRITE, errno.ENOSPC),
+            "io": (WRITE | SYNC | READ, errno.EIO),
+            "sync": (SYNC, errno.EIO),
+        }[what]
         path = ".records" if side == "actor" else random.choice(["run/store", "main/", "index.sqlite"])
         lasts = _length(random)
         stage.sicken(lasts)
@@ -143,4 +147,5 @@ WITH_SHIM: dict[str, Nemesis] = {  # where there is a C compiler
     **{f"{what}-server": _fail("server", what) for what in ("full", "io", "sync")},
     "full-actor": _fail("actor", "full"), "io-actor": _fail("actor", "io"),
 }  # fmt: skip
+ON_DISK = {"full-server", "io-server", "sync-server", "full-disk"}  # they fail the learner's disk
 WITH_MOUNT: dict[str, Nemesis] = {"full-disk": _full_disk}  # where a tmpfs may be mounted

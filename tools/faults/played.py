@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from serl_client import Feature, Outcome, Segment, Spec, Stamp
 from serl_client import messages as m
-from serl_client.episode import Record
+from serl_client.episode import Entry, Lost
 from serl_client.link import Link, failure
 
 CAPACITIES = {"demo": 48, "online": 64}
@@ -44,10 +44,12 @@ STEP = np.dtype([
 
 
 @cache
-def record(epoch: str, seq: int) -> Record:
+def record(epoch: str, seq: int) -> Entry:
     """What an actor pushes: an episode is a segment, an outcome and the segment that ends it; the first goes into
-    `demo`."""
+    `demo`, and the disk of `a1` has damaged its third."""
     number, part = divmod(seq, 3)
+    if (epoch, number) == ("a1", 2) and part != 1:
+        return Lost("its disk")
     episode = f"{epoch}-{number}"
     if part == 1:
         return Outcome(episode, number % 2 == 0, by="operator" if number % 3 == 0 else "judge")
@@ -91,7 +93,7 @@ def _mark_answers() -> None:
     m.encode, SourceFiles.publish = marked, published
 
 
-class _Actor:
+class Actor:
     """One life of an actor: it pushes the next records, and may wait for their acknowledgement."""
 
     def __init__(self, address: str, name: str, epoch: str, earlier: Sequence[Sequence[Any]]) -> None:
@@ -166,8 +168,8 @@ class _Played:
             thread.join()
             server.close()
 
-    def _actor(self, name: str, epoch: str, earlier: Sequence[Sequence[Any]] = ()) -> _Actor:
-        actor = _Actor(self._public, name, epoch, earlier)
+    def _actor(self, name: str, epoch: str, earlier: Sequence[Sequence[Any]] = ()) -> Actor:
+        actor = Actor(self._public, name, epoch, earlier)
         actor.link.hello(10.0)
         return actor
 
@@ -175,7 +177,7 @@ class _Played:
         mark(asked=[what, value])
         self._trainer.call(request, 10.0)
 
-    def _rounds(self, one: _Actor, other: _Actor, count: int) -> None:
+    def _rounds(self, one: Actor, other: Actor, count: int) -> None:
         """Groups of records of both, some acknowledged before the next ones come; weights every fourth time."""
         for number in range(count):
             one.push(self._chance.randint(1, 3))
@@ -205,6 +207,7 @@ class Promises:
     weights: dict[int, Any] = field(default_factory=dict)
     commands: dict[int, Any] = field(default_factory=dict)
     archived: dict[int, Any] = field(default_factory=dict)
+    damaged: set[tuple[str, int]] = field(default_factory=set)  # (epoch, seq) of records that could not be sent
     _asked: tuple[str, Any] = ("", None)
 
     def add(self, said: dict[str, Any]) -> None:
@@ -307,9 +310,14 @@ class _Reader:
         outcomes = {row[0]: row[1:] for row in self._index.execute(
             "SELECT seq, episode, success, discard, judge FROM outcomes WHERE epoch = ?", (epoch,)
         )}  # fmt: skip
+        lost = {seq for name, seq in self._table("lost", "epoch, seq") if name == epoch}
         mine, order = 0, []
         for seq in range(expected):
             made = record(epoch, seq)
+            if isinstance(made, Lost) or (epoch, seq) in self._promises.damaged:
+                if seq not in lost:
+                    yield f"record {seq} of epoch {epoch} is not known as lost"
+                continue
             if isinstance(made, Outcome):
                 if outcomes.pop(seq, None) != (made.episode, made.success, made.discard, made.by):
                     yield f"outcome {seq} of epoch {epoch} is not there"

@@ -12,6 +12,7 @@ a journal keeps them. `published` is mapped and never synced; SQLite's -shm is m
 import argparse
 import copy
 import json
+import logging
 import os
 import random
 import re
@@ -265,7 +266,9 @@ def sites(trace: Sequence[Call], root: Path) -> dict[str, list[int]]:
 
 def without(trace: Sequence[Call], root: Path, syncs: Collection[int]) -> tuple[int, str] | None:
     """The first (number, complaint) of a cut when these syncs, by their numbers, had not been made."""
-    return next(strict(trace, root, syncs), None)
+    last = max(syncs)
+    later = (n for n, call in enumerate(trace) if n > last and (call.kind, call.path) == (SYNC, trace[last].path))
+    return next(strict(trace[: next(later, len(trace))], root, syncs), None)  # from there on all is as it was
 
 
 def main() -> None:
@@ -273,6 +276,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every call, and every sync by itself: minutes")
     parser.add_argument("--seed", type=int, default=0, help="of what is left of un-synced changes")
     options = parser.parse_args()
+    logging.getLogger("serl_launcher").setLevel(logging.ERROR)  # each cut loses a record again, as it has to
     with recorded() as (trace, root):
         found, count = list(strict(trace, root)), sum(call.kind == SYNC for call in trace)
         print(f"{len(trace)} calls; {count + 1} cuts that keep only what was synced: {len(found)} broken")

@@ -31,7 +31,10 @@ static int trace = -1;
 static char root[PATH_MAX];
 static pthread_mutex_t order = PTHREAD_MUTEX_INITIALIZER; /* that of the trace is that of the calls */
 
-static int sys_open(int folder, const char *path, int flags, int mode) { return syscall(SYS_openat, folder, path, flags, mode); }
+static int sys_open(int folder, const char *path, int flags, int mode)
+{
+    return syscall(SYS_openat, folder, path, flags, mode);
+}
 
 __attribute__((constructor)) static void begin(void)
 {
@@ -143,8 +146,8 @@ ssize_t pwrite64(int fd, const void *data, size_t size, off64_t at) { return put
 ssize_t pwrite(int fd, const void *data, size_t size, off_t at) { return put(fd, ONE(data, size), at, 0); }
 ssize_t pwritev64(int fd, const struct iovec *parts, int count, off64_t at) { return put(fd, parts, count, at, 0); }
 ssize_t pwritev(int fd, const struct iovec *parts, int count, off_t at) { return put(fd, parts, count, at, 0); }
-ssize_t pwritev64v2(int fd, const struct iovec *parts, int count, off64_t at, int f) { return put(fd, parts, count, at, f); }
-ssize_t pwritev2(int fd, const struct iovec *parts, int count, off_t at, int f) { return put(fd, parts, count, at, f); }
+ssize_t pwritev64v2(int fd, const struct iovec *parts, int n, off64_t at, int f) { return put(fd, parts, n, at, f); }
+ssize_t pwritev2(int fd, const struct iovec *parts, int n, off_t at, int f) { return put(fd, parts, n, at, f); }
 
 /* A call on a descriptor that moves no data: `size` is the new one, where there is one. */
 static int change(unsigned kind, int fd, int64_t size, long number, long a, long b, long c)
@@ -173,7 +176,7 @@ int posix_fallocate64(int fd, off64_t at, off64_t size)
 int posix_fallocate(int fd, off_t at, off_t size) { return posix_fallocate64(fd, at, size); }
 
 /* A call on names; `to` is the second one or NULL. */
-static int rename_or_remove(unsigned kind, int folder, const char *name, int other, const char *to, int flags)
+static int move(unsigned kind, int folder, const char *name, int other, const char *to, int flags)
 {
     char path[PATH_MAX], target[PATH_MAX] = "";
     if (watched(kind)) {
@@ -182,18 +185,20 @@ static int rename_or_remove(unsigned kind, int folder, const char *name, int oth
         if (verdict(kind, path, target) == FAIL) return -1;
     }
     pthread_mutex_lock(&order);
-    int result = to ? syscall(SYS_renameat2, folder, name, other, to, flags) : syscall(SYS_unlinkat, folder, name, flags);
-    if (result == 0 && trace >= 0) record(kind, path, flags, &(struct iovec){ target, strlen(target) }, 1, strlen(target));
+    int result = to ? syscall(SYS_renameat2, folder, name, other, to, flags)
+                    : syscall(SYS_unlinkat, folder, name, flags);
+    size_t size = strlen(target);
+    if (result == 0 && trace >= 0) record(kind, path, flags, &(struct iovec){ target, size }, 1, size);
     pthread_mutex_unlock(&order);
     return result;
 }
 
-int rename(const char *from, const char *to) { return rename_or_remove(RENAME, AT_FDCWD, from, AT_FDCWD, to, 0); }
-int renameat(int a, const char *from, int b, const char *to) { return rename_or_remove(RENAME, a, from, b, to, 0); }
-int renameat2(int a, const char *from, int b, const char *to, unsigned flags) { return rename_or_remove(RENAME, a, from, b, to, flags); }
-int unlink(const char *name) { return rename_or_remove(UNLINK, AT_FDCWD, name, 0, NULL, 0); }
-int unlinkat(int folder, const char *name, int flags) { return rename_or_remove(UNLINK, folder, name, 0, NULL, flags); }
-int rmdir(const char *name) { return rename_or_remove(UNLINK, AT_FDCWD, name, 0, NULL, AT_REMOVEDIR); }
+int rename(const char *from, const char *to) { return move(RENAME, AT_FDCWD, from, AT_FDCWD, to, 0); }
+int renameat(int a, const char *from, int b, const char *to) { return move(RENAME, a, from, b, to, 0); }
+int renameat2(int a, const char *from, int b, const char *to, unsigned f) { return move(RENAME, a, from, b, to, f); }
+int unlink(const char *name) { return move(UNLINK, AT_FDCWD, name, 0, NULL, 0); }
+int unlinkat(int folder, const char *name, int flags) { return move(UNLINK, folder, name, 0, NULL, flags); }
+int rmdir(const char *name) { return move(UNLINK, AT_FDCWD, name, 0, NULL, AT_REMOVEDIR); }
 
 /* open with O_CREAT and mkdir; only what did not exist before is recorded as made. */
 static int make(unsigned kind, int folder, const char *name, int flags, int mode)
@@ -215,7 +220,8 @@ static int make(unsigned kind, int folder, const char *name, int flags, int mode
 int mkdir(const char *name, mode_t mode) { return make(FOLDER, AT_FDCWD, name, O_CREAT, mode); }
 int mkdirat(int folder, const char *name, mode_t mode) { return make(FOLDER, folder, name, O_CREAT, mode); }
 
-#define MODE(last) ({ va_list rest; va_start(rest, last); int m = flags & (O_CREAT | __O_TMPFILE) ? va_arg(rest, int) : 0; va_end(rest); m; })
+#define MODE(flags) ({ va_list rest; va_start(rest, flags); int mode = va_arg(rest, int); va_end(rest); \
+                       flags & (O_CREAT | __O_TMPFILE) ? mode : 0; })
 int open(const char *name, int flags, ...) { return make(CREATE, AT_FDCWD, name, flags, MODE(flags)); }
 int open64(const char *name, int flags, ...) { return make(CREATE, AT_FDCWD, name, flags, MODE(flags)); }
 int openat(int folder, const char *name, int flags, ...) { return make(CREATE, folder, name, flags, MODE(flags)); }
@@ -230,5 +236,8 @@ static int unreadable(int fd)
 }
 
 ssize_t read(int fd, void *data, size_t size) { return unreadable(fd) ? -1 : syscall(SYS_read, fd, data, size); }
-ssize_t pread64(int fd, void *data, size_t size, off64_t at) { return unreadable(fd) ? -1 : syscall(SYS_pread64, fd, data, size, at); }
-ssize_t pread(int fd, void *data, size_t size, off_t at) { return unreadable(fd) ? -1 : syscall(SYS_pread64, fd, data, size, at); }
+ssize_t pread64(int fd, void *data, size_t size, off64_t at)
+{
+    return unreadable(fd) ? -1 : syscall(SYS_pread64, fd, data, size, at);
+}
+ssize_t pread(int fd, void *data, size_t size, off_t at) { return pread64(fd, data, size, at); }

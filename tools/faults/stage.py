@@ -13,12 +13,12 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
+from serl_launcher.service.server import serve
+
 from . import actor, checker, trainer
 from .proxy import Proxy
 from .shim import Control
 from .truth import Truth, notes
-
-from serl_launcher.service.server import serve
 
 SENT_AWAY = 3  # an actor's exit status
 PR_SET_PDEATHSIG = 1
@@ -29,7 +29,8 @@ AFTER_SICKNESS = 1.0  # seconds after a disk fault in which a process may still 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a round is about: `capacity` in steps; `weights_bytes` 0: none are published; `skew` in seconds."""
+    """What a round is about: `capacity` in steps; `weights_bytes` 0: none are published; `skew` in seconds; `early`:
+    it is struck while it begins."""
 
     actors: int
     capacity: int
@@ -37,6 +38,7 @@ class Setting:
     weights_bytes: int
     skew: float
     paced: bool
+    early: bool
 
 
 @dataclass(frozen=True)
@@ -125,19 +127,20 @@ class Actor(Player):
         return self._stage.truths / f"{self.outbox.name}-{self.life}.jsonl"
 
     @property
-    def drained(self) -> bool:
-        return any(note.get("drained") for note in notes(self.truth))
+    def end(self) -> dict[str, Any]:
+        """Its last note: {drained, pushed, longest_ms} where it ended in order, {sent_away} where it was."""
+        return list(notes(self.truth))[-1] if self.truth.exists() else {}
 
     @property
-    def longest_ms(self) -> float:
-        return max((note.get("longest_ms", 0.0) for note in notes(self.truth)), default=0.0)
+    def last_words(self) -> str:
+        return self.end.get("sent_away") or super().last_words
 
     def acknowledged_since(self, moment: float) -> bool:
         """Whether a record that was made after `moment` has been acknowledged."""
         for note in self._news():
             self._epoch = note.get("epoch", self._epoch)
-            if "seq" in note and note["t"] > moment:
-                self._made.setdefault(note["seq"], note["t"])
+            if "seq" in note:
+                self._made[note["seq"]] = note["t"]
             elif "acked" in note and note["acked"][0] == self._epoch:
                 self._acked = note["acked"][1]
         return any(seq < self._acked and t > moment for seq, t in self._made.items())
@@ -286,7 +289,7 @@ class Stage:
         if not self.until(lambda: not any(one.wanted for one in self.actors), seconds):
             self.violations.append(f"{[one.name for one in self.actors if one.wanted]} did not end in {seconds} s")
         for one in self.actors:
-            if not one.drained:
+            if not one.end.get("drained"):
                 self.violations.append(f"{one.name} did not drain")
         self._stop.touch()
         self.until(lambda: not self.trainer.alive, seconds)

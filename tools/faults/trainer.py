@@ -5,12 +5,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from .truth import Truth
 from serl_client import messages as m
 from serl_client.errors import TrainerError
 from serl_client.link import Link
 
 from serl_launcher.service import weights
+
+from .truth import Truth
 
 TURN_S = 0.05
 SOURCE = "main"

@@ -94,7 +94,7 @@ HELLO = {
 
 def header(layout: list[object] | None = None, **fields: object) -> bytes:
     """The first frame of a message."""
-    return msgpack.packb([fields, layout or []])
+    return msgpack.packb([fields, layout or []]) or b""
 
 
 VALID = message(header(None, **HELLO)) + message(header(None, type="Heartbeat", report={"a": 1}))
@@ -124,6 +124,17 @@ def handshakes_out_of_order(port: int, amount: int) -> None:
         with Peer(port, greeted=False) as peer:
             peer.send(GREETING + data)
             peer.send(VALID)
+
+
+def a_name_that_is_taken(port: int, amount: int) -> None:
+    """Several connections that all say they are the same one, with a name like those that libzmq gives."""
+    for name in (b"twin", b"\0\0\0\0\1", b"x" * 255, b"x" * 300):
+        ready = frame(READY[:-4] + struct.pack(">I", len(name)) + name, COMMAND)
+        peers = [Peer(port, greeted=False) for _ in range(3)]
+        for peer in peers:
+            peer.send(GREETING + ready + VALID)
+        for peer in peers:
+            peer.socket.close()
 
 
 def commands_between_messages(port: int, amount: int) -> None:
@@ -202,7 +213,8 @@ def noise(port: int, amount: int) -> None:
 
 
 ATTACKS: tuple[Callable[[int, int], None], ...] = (
-    half_a_greeting, a_wrong_greeting, handshakes_out_of_order, commands_between_messages, a_length_that_lies,
+    half_a_greeting, a_wrong_greeting, handshakes_out_of_order, a_name_that_is_taken,
+    commands_between_messages, a_length_that_lies,
     a_frame_that_never_ends, more_and_no_end, a_message_of_tiny_frames, many_tiny_messages,
     a_header_that_unpacks_large, slowly, gone_in_every_phase, noise,
 )  # fmt: skip

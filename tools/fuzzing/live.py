@@ -1,9 +1,7 @@
 """A real server in a process of its own, attacked over plain TCP: what it took, and what became of it."""
 
-import logging
-import multiprocessing
-import os
 import socket
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -18,7 +16,6 @@ from serl_client.client import TrainerClient
 from serl_client.link import Link
 
 from serl_launcher.data.index import Index
-from serl_launcher.service.server import serve
 from tools.fuzzing import hostile
 from tools.fuzzing.damage import verify
 from tools.fuzzing.mutations import CORPUS, EPOCH, SPEC, resealed, sealed, segment, spoiled_frames
@@ -27,17 +24,15 @@ TURN = 12  # messages on one connection: after 16 bad ones it would be ignored
 HELD = 256 << 20  # bytes that the server may take while it is attacked: some of the largest frames, not yet handled
 
 
-def _serve(run_dir: Path, port: int, log: Path) -> None:
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), sys.stderr.fileno())
-    logging.basicConfig(level=logging.INFO)
-    capacities = {"online": 5000, "demo": 100}
-    serve(
-        run_dir,
-        capacities,
-        public=f"tcp://127.0.0.1:{port}",
-        local=f"ipc://{run_dir}/server",
-        inference="tcp://127.0.0.1:1",
-    )
+SERVE = """
+import logging, sys
+from pathlib import Path
+from serl_launcher.service.server import serve
+logging.basicConfig(level=logging.INFO)
+run_dir, public = Path(sys.argv[1]), "tcp://127.0.0.1:" + sys.argv[2]
+sources = {"online": 5000, "demo": 100}
+serve(run_dir, sources, public=public, local=f"ipc://{run_dir}/server", inference="tcp://127.0.0.1:1")
+"""
 
 
 class Attacked:
@@ -49,12 +44,11 @@ class Attacked:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        spawn = multiprocessing.get_context("spawn")
-        self.process = spawn.Process(target=_serve, args=(self.run_dir, self.port, self.log), daemon=True)
-        self.process.start()
-        assert self.process.pid is not None
+        command = [sys.executable, "-c", SERVE, str(self.run_dir), str(self.port)]
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(command, stderr=log)
         self.pid = self.process.pid
-        self.learner = Link(f"ipc://{self.run_dir}/server", m.Hello(m.PROTOCOL, "learner", "trainer"))
+        self.learner: Any = Link(f"ipc://{self.run_dir}/server", m.Hello(m.PROTOCOL, "learner", "trainer"))
         self.honest = TrainerClient(
             f"tcp://127.0.0.1:{self.port}", actor="honest", spec=SPEC, outbox=scratch / "outbox"
         )
@@ -73,7 +67,7 @@ class Attacked:
         self.honest.close()
         self.learner.close()
         self.process.terminate()
-        self.process.join(20)
+        self.process.wait(20)
 
     def serves(self) -> bool:
         """Whether an honest actor's episode is acknowledged, and the learner is answered."""
@@ -125,7 +119,7 @@ def attack(count: int, seed: int, scratch: Path) -> dict[str, Any]:
         resident, threads = hostile.memory(server.pid), hostile.threads(server.pid)
         server.messages(count - count // 4, Random(f"{seed}/live"))
         outcomes["messages"] = count
-        if not server.process.is_alive() or not server.serves():
+        if server.process.poll() is not None or not server.serves():
             failures.append("the server does not serve any more")
         time.sleep(3.5)  # half-open handshakes end after 3 s
         growth = hostile.memory(server.pid) - resident

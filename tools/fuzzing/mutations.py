@@ -14,7 +14,7 @@ from serl_client import messages as m
 STATE, IMAGE = "observation.state", "observation.images.top"
 SPEC = Spec(
     {STATE: Feature((4,), names=("a", "b", "c", "d")), IMAGE: Feature((6, 8, 3), "uint8")},
-    Feature((2,), low=-1, high=1), fps=10.0, extras={"policy_action": Feature((2,))},
+    Feature((2,), low=-np.ones(2), high=np.ones(2)), fps=10.0, extras={"policy_action": Feature((2,))},
 )  # fmt: skip
 EPOCH = "e" * 32
 
@@ -145,7 +145,8 @@ def spoiled_header(chance: Random, head: bytes) -> bytes:
     else:
         for _ in range(chance.choice((1, 1, 1, 2, 4))):
             header = spoiled_tree(chance, header)
-    return msgpack.packb([header, layout])
+    packed: Any = msgpack.packb([header, layout])
+    return packed
 
 
 def spoiled_frames(chance: Random, frames: Sequence[bytes]) -> list[bytes]:

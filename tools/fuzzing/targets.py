@@ -13,8 +13,8 @@ from typing import Any
 import msgpack
 import numpy as np
 import safetensors.numpy
+from serl_client import Segment, wire
 from serl_client import messages as m
-from serl_client import wire
 from serl_client.errors import ConfigError, MessageError, Refused, VersionMismatch
 from serl_client.spec import Spec
 from serl_client.weights import WeightsFolder
@@ -83,7 +83,7 @@ def _record(chance: Random, number: int) -> bytes:
 
 def _unseal(data: bytes, scratch: Path) -> str:
     for _, record in m.unseal(data):
-        if hasattr(record, "check"):
+        if isinstance(record, Segment):
             try:
                 record.check(SPEC)
             except ValueError:
@@ -106,7 +106,7 @@ def _from_dict(tree: Any, scratch: Path) -> str:
     return "taken"
 
 
-def _hello(chance: Random, number: int) -> bytes:
+def _hello(chance: Random, number: int) -> Any:
     header = {"type": "Hello", **{name: getattr(_HELLO, name) for name in m.FIELDS[m.Hello]}}
     for _ in range(chance.choice((1, 1, 2))):
         header = spoiled_tree(chance, header)
@@ -186,7 +186,7 @@ TARGETS: dict[str, Target] = {
     "messages": Target(0.28, _frames, _decode),
     "wire": Target(0.12, _frames, _unpack),
     "records": Target(0.27, _record, _unseal),
-    "bombs": Target(0.004, _bomb, _unpack),
+    "bombs": Target(0.002, _bomb, _unpack),
     "spec": Target(0.07, _spec, _from_dict, (ConfigError,)),
     "hello": Target(0.05, _hello, _greet, HELLO_ERRORS),
     "weights": Target(0.01, _weights, _pull, (MessageError, KeyError, TypeError, OSError), writes=True),

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from benches.served import STATE, Latencies, Rows
 from serl_client import Feature, Segment, Spec
 from serl_client.client import TrainerClient
@@ -21,9 +22,8 @@ from serl_launcher.service.server import Server
 
 OURS = ("serl_client.", "serl_launcher.")
 DEPTH, LOOKED_INTO = 6, 200  # how far `tables` follows our own objects, and how many of one table
-SPEC = Spec({STATE: Feature((256,), "uint8")}, Feature((2,), low=-1, high=1), fps=10.0)
+SPEC = Spec({STATE: Feature((256,), "uint8")}, Feature((2,), low=-np.ones(2), high=np.ones(2)), fps=10.0)
 ROWS, RECORDS = 5, 8  # of a record, and of an episode
-PERIOD = 0.5  # seconds between two records of an actor
 PAUSE = 1.0  # seconds between two lives, at most
 MISERY = 0.2  # seconds until an actor that was refused tries again
 
@@ -76,12 +76,18 @@ def run_server(pipe: Any, run_dir: Path, capacity: int, public: str, local: str,
 
 
 class Actor:
-    """One name, and its lives one after the other, each of about `life` seconds; its outbox is the same in all."""
+    """One name, and its lives one after the other, each of about `life` seconds; its outbox is the same in all.
 
-    def __init__(self, address: str, folder: Path, name: str, life: float, *, pulls: bool) -> None:
+    It pushes a record every `period` seconds, and with `pulls` follows the weights.
+    """
+
+    def __init__(
+        self, address: str, folder: Path, name: str, life: float, period: float, *, pulls: bool
+    ) -> None:  # fmt: skip
         self.name, self.lives, self.errors = name, 0, []
         self.client: TrainerClient | None = None
-        self._address, self._folder, self._life, self._pulls = address, folder / name, life, pulls
+        self._address, self._folder, self._pulls = address, folder / name, pulls
+        self._life, self._period = life, period
         self._random = random.Random(f"{name} {os.getpid()}")
         self._rows = Rows(SPEC, length=ROWS, pool=1 << 16)
         self._segments: list[Segment] = []
@@ -98,7 +104,7 @@ class Actor:
         elif now > self._ends:
             self.leave(now)
         else:
-            self._next += PERIOD
+            self._next += self._period
             try:
                 self._push()
             except TrainerError as error:
@@ -149,9 +155,9 @@ def _ended(segment: Segment) -> Segment:
     return replace(segment, **columns, truncated=True)
 
 
-def run_actors(pipe: Any, address: str, folder: Path, names: Sequence[str], life: float) -> None:
+def run_actors(pipe: Any, address: str, folder: Path, names: Sequence[str], life: float, period: float) -> None:
     """Some actors, until the pipe says so by False; True is answered with what they found."""
-    actors = [Actor(address, folder, name, life, pulls=name == names[0]) for name in names]
+    actors = [Actor(address, folder, name, life, period, pulls=name == names[0]) for name in names]
     said = True
     while said:
         now = time.monotonic()
@@ -161,7 +167,7 @@ def run_actors(pipe: Any, address: str, folder: Path, names: Sequence[str], life
         if pipe.poll() and (said := pipe.recv()):
             pipe.send(_told(actors))
     for actor in actors:
-        actor.leave(now)
+        actor.leave(time.monotonic())
 
 
 def _told(actors: Sequence[Actor]) -> dict[str, Any]:

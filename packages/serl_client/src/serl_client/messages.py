@@ -17,6 +17,7 @@ from serl_client.errors import MessageError
 from serl_client.spec import Array
 
 PROTOCOL = (2, 2)  # the oldest and the newest version spoken here
+MAX_REPORT = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,8 @@ class Act:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A client lives; `report` holds its numbers for the console and for status."""
+    """A client lives; `report` holds its numbers for the console and for status: at most MAX_REPORT bytes, because the
+    server keeps those of all, and sends them on."""
 
     report: Mapping[str, Any]
 
@@ -238,6 +240,11 @@ EPISODE = (
 )  # fmt: skip
 
 
+def _check_size(kind: type, frames: Sequence[wire.Buffer]) -> None:
+    if kind is Heartbeat and len(frames[0]) > MAX_REPORT:
+        raise MessageError(f"a Heartbeat with its report has at most {MAX_REPORT} bytes, not {len(frames[0])}")
+
+
 _BY_NAME = {kind.__name__: kind for kind in TYPES}
 _HAS_ARRAYS = {kind: "arrays" in kind.__dataclass_fields__ for kind in TYPES}
 
@@ -253,12 +260,14 @@ _PLAIN = {kind: {name: _plain(annotation) for name, annotation in FIELDS[kind].i
 
 
 def encode(message: Message) -> list[wire.Buffer]:
-    """The frames of a message. Raises MessageError for an array that cannot travel."""
+    """The frames of a message. Raises MessageError for an array that cannot travel, or a report that is too long."""
     kind = type(message)
-    header = {"type": kind.__name__}
+    header: dict[str, Any] = {"type": kind.__name__}
     for name in FIELDS[kind]:
         header[name] = getattr(message, name)
-    return wire.pack(header, message.arrays if _HAS_ARRAYS[kind] else {})
+    frames = wire.pack(header, getattr(message, "arrays", {}))
+    _check_size(kind, frames)
+    return frames
 
 
 def decode(frames: Sequence[wire.Buffer]) -> Message:
@@ -268,6 +277,7 @@ def decode(frames: Sequence[wire.Buffer]) -> Message:
     kind = _BY_NAME.get(name) if type(name) is str else None
     if kind is None:
         raise MessageError("the message is of no known kind")
+    _check_size(kind, frames)
     fields = _PLAIN[kind]
     if header.keys() != fields.keys():
         raise MessageError(f"a {kind.__name__} has the fields {tuple(fields)}, not {tuple(header)}")

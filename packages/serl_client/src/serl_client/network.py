@@ -133,7 +133,9 @@ class Network(threading.Thread):
         try:
             for link in self._links:
                 while self.error is None and (message := link.receive()) is not None:
-                    if link is self.server or isinstance(message, m.Act | m.Failed):
+                    if link is not self.server and isinstance(message, m.Failed) and not message.final:
+                        self._unanswered(message)
+                    elif link is self.server or isinstance(message, m.Act | m.Failed):
                         self._handle(link, message)
         except Refused as error:
             self._fail(error)
@@ -193,8 +195,15 @@ class Network(threading.Thread):
         if self.server.connected and self.commands and not self._commanded:
             self._commanded = self.server.send(self.commands[0])
         if self.server.connected and time.monotonic() > self._beaten_at + BEAT:
+            self._beat()
+
+    def _beat(self) -> None:
+        self._beaten_at = time.monotonic()
+        try:
             self.server.send(m.Heartbeat(dict(self.report)))
-            self._beaten_at = time.monotonic()
+        except MessageError as error:  # the report is too long: we live all the same
+            self._complain(str(error))
+            self.server.send(m.Heartbeat({}))
 
     def _send_all(self, messages: Iterable[m.Message]) -> None:
         for message in messages:
@@ -263,6 +272,11 @@ class Network(threading.Thread):
                 self.answers.append((number, Answer(step, act.version, action, extras)))
                 self._tell()
                 return
+
+    def _unanswered(self, failed: m.Failed) -> None:
+        """The inference process does not take a question."""
+        self._complain(f"the inference process: {failed.text}")
+        self._asked.clear()
 
     def _weights_came(self, chunk: m.WeightsChunk) -> None:
         if self.weights:

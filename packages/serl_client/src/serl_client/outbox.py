@@ -65,7 +65,7 @@ class Outbox:
 
     `id` names the folder and `run` the run that its records belong to ("" as long as it is bound to none; an outbox
     that is empty when it is opened belongs to no run). All but `pending` is used by one thread. Raises ConfigError
-    when another process has the folder open.
+    when another process has the folder open, or its disk fails.
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
@@ -84,18 +84,17 @@ class Outbox:
         self._number = 0
         self._tail: tuple[_File, int] | None = None  # the file that is written, and its descriptor
         self._spares: list[_File] = []  # of that epoch
-        self._load()
-        if not self._files:
-            (folder / "run").unlink(missing_ok=True)
-        self.run = _text(folder / "run")
-        self.id = _text(folder / "id")
-        if not self.id:
-            self.id = secrets.token_hex(16)
-            try:
-                _publish(folder / "id", self.id)
-            except OSError as error:
-                self._lock.close()
-                raise ConfigError(f"the outbox {folder} cannot be written: {error}; make room there") from None
+        try:
+            self._load()
+            self.run, self.id = self._names()
+        except OSError as error:
+            self._lock.close()
+            raise ConfigError(
+                f"the outbox {folder} cannot be used: {error}; make room there, or mend its disk"
+            ) from None
+        except ConfigError:
+            self._lock.close()
+            raise
 
     def bind(self, run: str) -> None:
         """From now on all that lies here belongs to `run`. Raises OSError."""
@@ -159,7 +158,11 @@ class Outbox:
 
     def doubt(self, epoch: str, end: int) -> None:
         """What was sent of `epoch` below `end` came damaged: before it is sent again, each record is looked at."""
+        expected = self._expected.get(epoch, 0)
         self._doubted[epoch] = max(end, self._doubted.get(epoch, 0))
+        self._seen[epoch] = min(expected, self._seen.get(epoch, 0))
+        if any(max(file.lost, default=-1) >= expected for file in self._files if file.epoch == epoch):
+            self._cut.pop(epoch, None)  # it will be met again
 
     def acknowledge(self, epoch: str, expected: int) -> None:
         """Records of `epoch` below `expected` are durable elsewhere; files without any other go."""
@@ -232,6 +235,16 @@ class Outbox:
         if self._tail:
             os.close(self._tail[1])
             self._tail = None
+
+    def _names(self) -> tuple[str, str]:
+        """What the folder says of the run and of itself. It is written only once: the disk may be full now."""
+        if not self._files:
+            (self.folder / "run").unlink(missing_ok=True)
+        run, id = _text(self.folder / "run"), _text(self.folder / "id")
+        if not id:
+            id = secrets.token_hex(16)
+            _publish(self.folder / "id", id)
+        return run, id
 
     def _load(self) -> None:
         """Take in what an earlier life has left. Raises ConfigError for a file that cannot be read."""

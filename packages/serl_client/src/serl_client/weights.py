@@ -5,7 +5,9 @@ import logging
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ PAUSE = 5.0  # seconds after the disk refused a part
 
 
 class _Pull:
-    """The file being pulled: `position` bytes of it lie in the folder and went through the checksum."""
+    """The file being pulled: `position` bytes of it lie in the folder and were given to the thread `hashing`, because
+    their checksum takes longer than all else."""
 
-    def __init__(self, folder: Path, version: int, sha256: str, size: int) -> None:
+    def __init__(self, folder: Path, hashing: ThreadPoolExecutor, version: int, sha256: str, size: int) -> None:
         self.version, self.sha256, self.size = version, sha256, size
         self.final, self.part = folder / f"{sha256}.safetensors", folder / f"{sha256}.part"
         if self.final.exists():  # made by an earlier process: nobody knows whether it was written out in full
@@ -32,7 +35,8 @@ class _Pull:
         self.found = min(size, os.fstat(self.descriptor).st_size)  # bytes that an earlier process pulled
         self.position = 0
         self.requested = self.found
-        self._checksum = hashlib.sha256()
+        self._checksum, self._hashing = hashlib.sha256(), hashing
+        self._hashed: deque[Future[None]] = deque()
 
     def read_again(self) -> None:
         self._count(os.pread(self.descriptor, min(PART_BYTES, self.found - self.position), self.position))
@@ -45,6 +49,7 @@ class _Pull:
     def close(self) -> bool:
         """Whether the file is whole and undamaged; only then it has its final name."""
         os.close(self.descriptor)
+        self._await(0)
         whole = self.position == self.size and self._checksum.hexdigest() == self.sha256
         if whole:
             self.part.replace(self.final)
@@ -54,8 +59,14 @@ class _Pull:
         return whole
 
     def _count(self, data: bytes | memoryview) -> None:
-        self._checksum.update(data)
+        self._await(OPEN_REQUESTS)
+        self._hashed.append(self._hashing.submit(self._checksum.update, data))
         self.position += len(data)
+
+    def _await(self, most: int) -> None:
+        """Until at most so many parts wait for the checksum."""
+        while len(self._hashed) > most:
+            self._hashed.popleft().result()
 
 
 class WeightsFolder:
@@ -67,7 +78,7 @@ class WeightsFolder:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.newest: tuple[int, Path] | None = None
-        self._folder = folder
+        self._folder, self._hashing = folder, ThreadPoolExecutor(1, "checksum of weights")
         self._offer: tuple[int, str, int] | None = None
         self._pull: _Pull | None = None
         self._resume = 0.0
@@ -94,7 +105,7 @@ class WeightsFolder:
     def requests(self) -> Iterator[WeightsRequest]:
         """What is to be sent now. Raises OSError."""
         if self._pull is None and self._offer and (self.newest is None or self._offer[0] > self.newest[0]):
-            self._pull = _Pull(self._folder, *self._offer)
+            self._pull = _Pull(self._folder, self._hashing, *self._offer)
         pull = self._pull
         if pull is None or time.monotonic() < self._resume:
             return
@@ -120,9 +131,14 @@ class WeightsFolder:
     def pause(self) -> None:
         """The disk failed, or the server has this file no more: begin again a little later."""
         self._resume = time.monotonic() + PAUSE
-        self.close()
+        self._drop()
 
     def close(self) -> None:
+        """End the thread; what was pulled stays, and is gone on with."""
+        self._drop()
+        self._hashing.shutdown()
+
+    def _drop(self) -> None:
         if self._pull:
             os.close(self._pull.descriptor)
             self._pull = None

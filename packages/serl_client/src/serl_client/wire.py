@@ -11,6 +11,7 @@ many of them in one frame, and the server checks it, all in the same form:
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgpack
@@ -18,7 +19,7 @@ import numpy as np
 import xxhash
 
 from serl_client.errors import MessageError
-from serl_client.spec import DTYPES, MAX_DIMENSIONS, Array
+from serl_client.spec import DTYPES, MAX_DIMENSIONS, MAX_TEXT, Array
 
 Buffer = bytes | memoryview
 
@@ -65,6 +66,8 @@ def unpack(frames: Sequence[Buffer]) -> tuple[dict[str, Any], dict[str, Array]]:
         if len(frame) != nbytes:
             raise MessageError(f"array {name!r} should have {nbytes} bytes, not {len(frame)}")
         arrays[name] = np.ndarray(shape, dtype, frame)
+    if len(arrays) < len(layout):
+        raise MessageError("a header names each array once")
     return header, arrays
 
 
@@ -122,6 +125,8 @@ def _slices(body: memoryview, offset: int, layout: list[tuple[str, str, tuple[in
         offset += _padded(nbytes)
     if offset != len(body):
         raise MessageError("a record is longer than its arrays")
+    if len(arrays) < len(layout):
+        raise MessageError("a header names each array once")
     return arrays
 
 
@@ -143,11 +148,11 @@ def _header(frame: Buffer) -> tuple[dict[str, Any], list[tuple[str, str, tuple[i
             )  # fmt: skip
         if len(layout) >= MAX_FRAMES:
             raise ValueError(f"{len(layout)} arrays")
-        parsed = [_described(name, dtype, shape) for name, dtype, shape in layout]
+        parsed = [_described(name, dtype, *_listed(shape)) for name, dtype, shape in layout]
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise MessageError(f"this is no header: {error}") from None
-    if type(header) is not dict or len({described[0] for described in parsed}) != len(parsed):
-        raise MessageError("a header is a mapping, and names each array once")
+    if type(header) is not dict:
+        raise MessageError("a header is a mapping")
     return header, parsed
 
 
@@ -168,9 +173,18 @@ def _no_extension(code: int, data: bytes) -> None:
     raise ValueError("an extension type")
 
 
-def _described(name: str, dtype: str, shape: list[int]) -> tuple[str, str, tuple[int, ...], int]:
-    if type(name) is not str or type(shape) is not list or len(shape) > MAX_DIMENSIONS:
-        raise ValueError("an array has a name and a shape")
+def _listed(shape: Any) -> list[Any]:
+    if type(shape) is not list:
+        raise ValueError("a shape is a list")
+    return shape
+
+
+@lru_cache(256, typed=True)  # one actor's arrays are the same in each message; True and 1.0 are not 1
+def _described(name: str, dtype: str, *shape: int) -> tuple[str, str, tuple[int, ...], int]:
+    if type(name) is not str or len(name) > MAX_TEXT or len(shape) > MAX_DIMENSIONS:
+        raise ValueError(
+            f"an array has a name of at most {MAX_TEXT} characters and at most {MAX_DIMENSIONS} dimensions"
+        )
     least = nbytes = ITEMSIZE.get(dtype, 0)  # `least`: an empty dimension does not excuse the others
     for size in shape:
         if type(size) is not int or not 0 <= size <= MAX_ARRAY:
@@ -179,4 +193,4 @@ def _described(name: str, dtype: str, shape: list[int]) -> tuple[str, str, tuple
         least *= size or 1
     if not 0 < least <= MAX_ARRAY:
         raise ValueError(f"array {name!r} is {dtype!r} {shape}; of {', '.join(DTYPES)} at most {MAX_ARRAY} bytes come")
-    return name, dtype, tuple(shape), nbytes
+    return name, dtype, shape, nbytes

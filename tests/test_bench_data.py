@@ -1,0 +1,63 @@
+"""The benches of the data path, tiny: each measures what it says, beside what it says, and prints it as data."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[1] / "tools/bench.py"
+
+
+def figures(*words):
+    """{(figure, what it stands beside): the figure} of one bench."""
+    done = subprocess.run([sys.executable, BENCH, *words, "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["bench"] == words[0]
+    return {(each["figure"], each["against"].partition(" (")[0]): each for each in found["figures"]}
+
+
+def test_records_come_in_over_the_wire_and_become_durable_beside_raw_tcp_and_the_disk():
+    found = figures("ingest", "--rounds", "1", "--mb", "4", "--sizes", "1 KB", "50 KB")
+    for size in ("1 KB", "50 KB"):
+        wire = found[f"{size} over the wire", "raw TCP, row by row"]
+        assert wire["goal"] == ">= 0.75"
+        assert wire["value"] > 0
+        assert wire["holds"] == (wire["ratio"] >= 0.75)
+        assert found[f"{size} pushed, CPU of both sides", "raw TCP"]["value"] > 0
+    (durable,) = (each for (name, beside), each in found.items()
+                  if name.startswith("50 KB end to end") and beside == "the smaller of pushed and disk")  # fmt: skip
+    assert durable["goal"] == ">= 0.7"
+
+
+def test_pairs_are_drawn_beside_a_copy_and_hardly_more_is_written_than_the_frames():
+    found = figures("replay", "--rounds", "1", "--steps", "100", "--theirs", "0")
+    assert found["256 pairs of 3x224x224x3", "a copy of the same bytes"]["goal"] == ">= 0.85"
+    stored = found["bytes written per byte of 3x224x224x3", ""]
+    assert 1 < stored["value"] <= 1.02
+
+
+def test_groups_become_durable_beside_plain_writes_and_acknowledgements_beside_syncs():
+    found = figures("durable", "--rounds", "1", "--seconds", "1")
+    for records in (64, 8):
+        assert found[f"commits of {records} records", "plain pwrite + fdatasync"]["ratio"] > 0
+    p50, p99 = (found[f"acknowledgement {name}", beside] for name, beside in
+                (("p50", "pwrite + fdatasync p50"), ("p99", "max")))  # fmt: skip
+    assert 0 < p50["value"] <= p99["value"]
+
+
+def test_every_client_of_a_swarm_is_served_and_counted():
+    found = figures("swarm", "--clients", "4", "--processes", "2", "--seconds", "1")
+    slowest = found["rate of a client, the slowest", "what was asked"]
+    assert 0 < slowest["value"] <= 30
+    assert found["CPU of the server", ""]["value"] > 0
+    assert found["acknowledgement p99", ""]["goal"] == "<= 50"
+
+
+@pytest.mark.slow
+def test_a_learner_that_was_killed_takes_records_again_with_its_steps_still_there():
+    found = figures("restart", "--steps", "500", "--rounds", "1")
+    ((first, _),) = [key for key in found if key[0].startswith("start to first")]
+    assert int(first.rpartition(", ")[2].split()[0]) >= 500

@@ -1,0 +1,301 @@
+"""tools/chaos.py: a few rounds of it, and its checker, which has to see each kind of damage."""
+
+import json
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+from contextlib import nullcontext, suppress
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from serl_client.spec import Spec
+
+from serl_launcher.data import layout
+from tools.faults import checker
+from tools.faults.proxy import Proxy
+
+CHAOS = Path(__file__).parents[1] / "tools/chaos.py"
+
+
+def chaos(*words):
+    done = subprocess.run([sys.executable, CHAOS, *words], capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    return done, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_rounds_of_faults_lose_double_and_reorder_nothing():
+    done, said = chaos("--rounds", "4", "--seed", "2698")
+    assert said["violations"] == [], done.stdout
+    assert done.returncode == 0
+    assert (said["rounds"], said["seed"]) == (4, 2698)
+    assert said["lost"] == said["duplicated"] == said["reordered"] == 0
+    assert 0 < said["acked"] <= said["produced"]
+
+
+def test_a_nemesis_that_there_is_not_is_refused_by_a_sentence_that_names_those_that_there_are():
+    done = subprocess.run([sys.executable, CHAOS, "--only", "flood"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "no nemesis begins with flood; there are cut, " in done.stderr
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """What one round left: its folder."""
+    keep = tmp_path_factory.mktemp("keep")
+    done, said = chaos("--round", "1", "--seed", "1", "--only", "kill-actor", "--keep", str(keep))
+    assert said["violations"] == [], done.stdout
+    return keep / "1-1"
+
+
+class Kept:
+    """A copy of what a round left, to damage and to check."""
+
+    def __init__(self, folder):
+        self.folder, self.store = folder, folder / "disk/run/store"
+        self.index = sqlite3.connect(self.store / "index.sqlite", isolation_level=None)
+        ((spec,),) = self.index.execute("SELECT value FROM meta WHERE key = 'spec'")
+        ((capacity, self.tail, self.head),) = self.index.execute("SELECT capacity, tail, head FROM sources")
+        self.layout = layout.Layout(Spec.from_dict(json.loads(spec)), capacity)
+        self.steps = np.memmap(self.store / "main/steps", self.layout.step, "r+")
+        self.rows = {
+            name: np.memmap(self.store / "main/rows", feature.dtype, "r+", self.layout.blocks[name],
+                            (self.layout.rows, *feature.shape))
+            for name, feature in self.layout.spec.observation.items()
+        }  # fmt: skip
+
+    def check(self, archived=()):
+        self.index.close()
+        outboxes = [path for path in (self.folder / "disk").glob("a*") if not path.name.endswith("-weights")]
+        return checker.check(self.store, sorted((self.folder / "truth").iterdir()), outboxes, archived)
+
+    def pair(self):
+        """Slots of two consecutive live steps, neither the last one, of one episode."""
+        live = [number % self.layout.capacity for number in range(self.tail, self.head)]
+        return next(
+            (one, two) for one, two in pairwise(live)
+            if self.steps[one]["episode"] == self.steps[two]["episode"] and self.steps[one]["first"] >= self.tail
+            and self.steps[two]["final_row"] < 0
+        )  # fmt: skip
+
+    def stranger(self, slot):
+        """A live step of another episode, without a final row."""
+        live = [number % self.layout.capacity for number in range(self.tail, self.head)]
+        return next(
+            other for other in reversed(live)
+            if self.steps[other]["episode"] != self.steps[slot]["episode"] and self.steps[other]["final_row"] < 0
+        )  # fmt: skip
+
+    def seal(self, slot):
+        """Make the checksum of a step right again."""
+        record = self.steps[slot]
+        seen = [row for row in (int(record["row"]), int(record["final_row"])) if row >= 0]
+        columns = (self.rows[name][row % self.layout.rows] for row in seen for name in sorted(self.rows))
+        self.steps[slot]["checksum"] = layout.checksum(record, columns)
+
+
+@pytest.fixture
+def kept(played, tmp_path):
+    return Kept(Path(shutil.copytree(played, tmp_path / "round")))
+
+
+def lose_a_step(kept):
+    kept.steps[kept.pair()[0]] = np.zeros((), kept.layout.step)
+
+
+def lose_the_last_record(kept):
+    kept.index.execute("UPDATE epochs SET expected = expected - 1")
+
+
+def lose_an_episode(kept):
+    kept.index.execute("DELETE FROM episodes WHERE number = (SELECT max(number) FROM episodes)")
+
+
+def lose_an_outcome(kept):
+    kept.index.execute("DELETE FROM outcomes WHERE rowid = 1")
+
+
+def store_a_step_twice(kept):
+    one, two = kept.pair()
+    kept.steps[two]["index"], kept.steps[two]["row"] = kept.steps[one]["index"], kept.steps[one]["row"]
+    kept.seal(two)
+
+
+def swap_two_steps(kept):
+    one, two = kept.pair()
+    kept.steps[[one, two]] = kept.steps[[two, one]]
+    kept.steps["number"][[one, two]] = kept.steps["number"][[two, one]]
+    kept.seal(one), kept.seal(two)
+
+
+def swap_two_episodes(kept):
+    (one, a), (two, b) = kept.index.execute(
+        "SELECT number, first FROM episodes WHERE epoch = (SELECT epoch FROM episodes GROUP BY epoch "
+        "ORDER BY count(*) DESC LIMIT 1) ORDER BY number LIMIT 2"
+    ).fetchall()  # fmt: skip
+    kept.index.execute("UPDATE episodes SET first = ? WHERE number = ?", (b, one))
+    kept.index.execute("UPDATE episodes SET first = ? WHERE number = ?", (a, two))
+
+
+def put_a_row_into_another_episode(kept):
+    one, _ = kept.pair()
+    kept.steps[one]["row"] = kept.steps[kept.stranger(one)]["row"]
+    kept.seal(one)
+
+
+def flip_a_bit_of_an_image(kept):
+    one, _ = kept.pair()
+    kept.rows["observation.images.eye"][kept.steps[one]["row"] % kept.layout.rows, 3, 4, 1] ^= 16
+
+
+def flip_a_bit_and_seal_it(kept):
+    one, _ = kept.pair()
+    kept.steps[one]["action"][1] = np.nextafter(kept.steps[one]["action"][1], np.float32(2))
+    kept.seal(one)
+
+
+def terminate_a_truncated_episode(kept):
+    kept.index.execute("UPDATE episodes SET terminated = 1 - terminated WHERE number = 1")
+
+
+def evict_nearly_all(kept):
+    (tail,) = kept.index.execute("SELECT max(first) FROM episodes").fetchone()
+    kept.index.execute("UPDATE sources SET tail = ?, row_tail = (SELECT max(first_row) FROM episodes)", (tail,))
+    np.memmap(kept.store / "main/published", "<u8", "r+")[0] = tail
+
+
+def publish_too_much(kept):
+    np.memmap(kept.store / "main/published", "<u8", "r+")[1] += 1
+
+
+def forget_a_directive(kept):
+    kept.index.execute("UPDATE directives SET body = '{}'")
+
+
+def leave_a_file_in_an_outbox(kept):
+    (kept.folder / "disk/a0/00000009-aa-0.records").touch()
+
+
+@pytest.mark.parametrize(
+    ("damage", "count", "sentence"),
+    [
+        (lose_a_step, "lost", "is damaged, or not there"),
+        (lose_the_last_record, "lost", "records were acknowledged"),
+        (lose_an_episode, "lost", "is not in the index"),
+        (lose_an_outcome, "lost", "is there 0 times"),
+        (store_a_step_twice, "lost duplicated", "1 are there twice"),
+        (swap_two_steps, "reordered", "its steps lie in the order"),
+        (swap_two_episodes, "reordered", "and the one before it at"),
+        (put_a_row_into_another_episode, "", "its row comes from"),
+        (flip_a_bit_of_an_image, "lost", "is damaged, or not there"),
+        (flip_a_bit_and_seal_it, "", "is not what was sent"),
+        (terminate_a_truncated_episode, "", "its actor sent"),
+        (evict_nearly_all, "", "were kept"),
+        (publish_too_much, "", "is published"),
+        (forget_a_directive, "", "is not what was answered to"),
+        (leave_a_file_in_an_outbox, "", "still holds"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_the_checker_sees(kept, damage, count, sentence):
+    damage(kept)
+    report = kept.check()
+    assert any(sentence in violation for violation in report.violations), report.violations
+    for name in ("lost", "duplicated", "reordered"):
+        assert (getattr(report, name) > 0) == (name in count), (name, report)
+
+
+def test_the_checker_finds_nothing_in_what_is_whole(kept):
+    report = kept.check()
+    assert report.violations == []
+    assert report.acked <= report.produced
+
+
+def test_the_checker_sees_an_episode_that_left_before_it_was_archived(kept):
+    assert kept.tail > 0  # the round has evicted some
+    report = kept.check(archived=["main"])
+    assert report.lost > 0
+    assert any("left the store before it was archived" in violation for violation in report.violations)
+
+
+@pytest.fixture
+def echo():
+    """The port of a server that says everything back."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer(end):
+        with end, suppress(OSError):
+            while data := end.recv(65536):
+                end.sendall(data)
+
+    def accept():
+        while True:
+            try:
+                end, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(end,), daemon=True).start()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    yield listener.getsockname()[1]
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+def heard(end, seconds=0.2):
+    end.settimeout(seconds)
+    try:
+        return end.recv(100)
+    except TimeoutError:
+        return None
+
+
+def test_the_proxy_holds_up_either_direction_and_goes_on_where_it_was(echo):
+    with Proxy("127.0.0.1", echo) as proxy, socket.create_connection(("127.0.0.1", proxy.port)) as end:
+        for mode, options in (("half_open", {}), ("one_way", {"direction": "up"}), ("one_way", {"direction": "down"})):
+            end.sendall(b"before")
+            assert heard(end, 5.0) == b"before"
+            proxy.set(mode, **options)
+            end.sendall(b"while")
+            assert heard(end) is None
+            proxy.set("pass")
+            assert heard(end, 5.0) == b"while"
+
+
+def test_the_proxy_cuts_living_and_new_connections(echo):
+    with Proxy("127.0.0.1", echo) as proxy:
+        for mode in ("cut", "reset"):
+            proxy.set("pass")
+            with socket.create_connection(("127.0.0.1", proxy.port)) as living:
+                living.sendall(b"alive")
+                assert heard(living, 5.0) == b"alive"
+                proxy.set(mode)
+                with socket.create_connection(("127.0.0.1", proxy.port)) as new:
+                    for end in (living, new):
+                        with pytest.raises(ConnectionResetError) if mode == "reset" else nullcontext():
+                            assert heard(end, 5.0) == b""
+
+
+def test_the_proxy_is_slow_and_loses_nothing(echo):
+    sent = bytes(range(256)) * 40
+    with Proxy("127.0.0.1", echo) as proxy:
+        for mode, options in (("delay", {"seconds": 0.05}), ("trickle", {"rate": 100_000})):
+            proxy.set(mode, **options)
+            with socket.create_connection(("127.0.0.1", proxy.port)) as end:
+                end.sendall(sent)
+                end.settimeout(10.0)
+                came = b""
+                while len(came) < len(sent):
+                    came += end.recv(65536)
+                assert came == sent
+
+
+def test_the_proxy_refuses_a_mode_that_there_is_not(echo):
+    with Proxy("127.0.0.1", echo) as proxy, pytest.raises(ValueError, match="the modes and their options are"):
+        proxy.set("one_way")
