@@ -168,6 +168,11 @@ def evict_nearly_all(kept):
     np.memmap(kept.store / "main/published", "<u8", "r+")[0] = tail
 
 
+def evict_half_of_an_episode(kept):
+    kept.index.execute("UPDATE sources SET tail = tail + 1")
+    np.memmap(kept.store / "main/published", "<u8", "r+")[0] += 1
+
+
 def publish_too_much(kept):
     np.memmap(kept.store / "main/published", "<u8", "r+")[1] += 1
 
@@ -195,6 +200,7 @@ def leave_a_file_in_an_outbox(kept):
         (flip_a_bit_and_seal_it, "", "is not what was sent"),
         (terminate_a_truncated_episode, "", "its actor sent"),
         (evict_nearly_all, "", "were kept"),
+        (evict_half_of_an_episode, "", "lies within an episode"),
         (publish_too_much, "", "is published"),
         (forget_a_directive, "", "is not what was answered to"),
         (leave_a_file_in_an_outbox, "", "still holds"),

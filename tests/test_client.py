@@ -844,7 +844,7 @@ def test_a_paced_actor_neither_runs_ahead_nor_waits_for_ever(learner, connect, s
     assert all(len(segment) <= 3 for segment in segments)
 
 
-def test_the_last_words_of_a_learner_that_ends_are_read(spec):
+def test_the_last_words_of_a_learner_that_ends_are_read(spec, monkeypatch):
     """It says why it ends and closes, all between our look at the socket and our look at the connection."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
@@ -853,17 +853,15 @@ def test_the_last_words_of_a_learner_that_ends_are_read(spec):
     with Link(f"tcp://127.0.0.1:{port}", greeting) as link:
         assert link.receive() is None
         identity, *_ = router.recv_multipart()
-        socket = link._socket
 
-        class EmptyOnce:
-            def recv(self, *flags, **options):
-                link._socket = socket
-                router.send_multipart([identity, *m.encode(m.Failed("Refused", "no room", True))])
-                context.destroy(linger=2000)
-                assert link._monitor.poll(5000)
-                raise zmq.Again
+        def nothing_yet(_):
+            monkeypatch.undo()
+            router.send_multipart([identity, *m.encode(m.Failed("Refused", "no room", True))])
+            context.destroy(linger=2000)
+            assert link._monitor.poll(5000)
+            return []
 
-        link._socket = EmptyOnce()
+        monkeypatch.setattr("serl_client.link.received", nothing_yet)
         link.receive()
         until(lambda: (message := link.receive()) is None or message.text == "no room", 1)
         assert link.heard

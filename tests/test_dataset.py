@@ -365,9 +365,9 @@ from pathlib import Path
 from serl_launcher.service.dataset import import_datasets
 from serl_launcher.service.plan import Plan, Source
 
-folder, run_dir, public, local = sys.argv[1:]
+folder, run_dir, local = sys.argv[1:]
 plan = Plan({"demo": Source(20_000, dataset=folder)}, {}, {})
-import_datasets(plan, Path(run_dir), public=public, local=local, waits=False)
+import_datasets(plan, Path(run_dir), local=local, waits=False)
 """
 
 
@@ -375,7 +375,7 @@ import_datasets(plan, Path(run_dir), public=public, local=local, waits=False)
 def test_after_kill_9_of_the_importer_nothing_is_doubled(tmp_path, made):
     dataset, half = made["long"], False
     with Serving(tmp_path / "run", {"demo": 20_000}) as serving:
-        command = [sys.executable, "-c", IMPORT, dataset.folder, serving.run_dir, serving.public, serving.local]
+        command = [sys.executable, "-c", IMPORT, dataset.folder, serving.run_dir, serving.local]
         for share in (0.2, 0.5, 0.8):
             process = subprocess.Popen(command)
             while process.poll() is None and steps(serving.run_dir) < share * 97 * 60:

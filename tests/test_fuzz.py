@@ -167,6 +167,7 @@ def test_a_damaged_store_is_opened_as_it_was_or_refused(tmp_path, seed):
      "UPDATE sources SET tail = -5", "UPDATE episodes SET steps = x'00ff'", "UPDATE epochs SET actor = x'07'",
      "UPDATE directives SET body = '[1]'", "UPDATE directives SET body = '{'", "DROP TABLE epochs",
      "ALTER TABLE episodes RENAME COLUMN steps TO step", "UPDATE meta SET value = '{' WHERE key = 'format'",
+     "UPDATE meta SET value = '{' WHERE key = 'spec'",
      "UPDATE outcomes SET episode = NULL", "UPDATE sources SET head = head + 100000"],
 )  # fmt: skip
 def test_an_index_that_we_cannot_have_written_is_refused_with_its_name(tmp_path, sql):

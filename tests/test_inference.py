@@ -167,14 +167,13 @@ class Inference:
     """An InferenceServer in a thread: it has its socket at once and answers from `start` on."""
 
     def __init__(self, folder, algorithm, spec, *, port=None, window=0.005, host=PolicyHost):
-        self.folder, self.notice, self.turns = folder, {}, 0
+        self.folder, self.notice = folder, {}
         self.address = f"tcp://127.0.0.1:{port or free_port()}"
         self.server = InferenceServer(host(algorithm, spec, "cpu"), folder, self.address, window=window)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self.server.run, args=(self._newest, self._ended.is_set))
 
     def _newest(self):
-        self.turns += 1
         return self.notice
 
     def start(self):

@@ -86,5 +86,4 @@ def test_actors_come_and_go_at_a_store_that_evicts_and_the_last_line_tells_it(tm
     assert {"server MB", "server files", "server threads", "ack p99 ms", "index KB", "rows of epochs"} <= set(
         result["drift"]
     )
-    assert not [text for text in result["broken"] if "threads" in text or "files" in text]
     assert "server.store.epochs" in {*result["grows_with_history"], *result["grows"]}

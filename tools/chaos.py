@@ -144,7 +144,7 @@ def _setting(random: Random, names: list[str]) -> Setting:
     """Some do not go together: whom a twin sends away leaves an episode open, which holds up a full source that is
     archived; and a store that cannot be made at all is the end of a run."""
     return Setting(
-        actors=random.choice([1, 2, 3]), capacity=random.choice([200, 4000]),
+        actors=random.choice([1, 2, 3]), capacity=random.choice([300, 4000]),
         archives=random.random() < 0.3 and "twin" not in names, weights_bytes=random.choice([0, 0, 200_000, 5_000_000]),
         skew=random.choice([0.0, 3600.0]), paced=random.random() < 0.3,
         early=random.random() < 0.2 and not ON_DISK & set(names),

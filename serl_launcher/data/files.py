@@ -30,7 +30,8 @@ class SourceFiles:
                 )
         self._fds = {name: os.open(folder / name, os.O_RDWR) for name in ("rows", "steps")}
         self._published = layout.published(folder, writable=True)
-        self._syncing, self._syncs = ThreadPoolExecutor(len(self._fds), f"sync {folder.name}"), list[Future[None]]()
+        self._beside = ThreadPoolExecutor(len(self._fds), f"sync {folder.name}")
+        self._begun: dict[str, Future[None]] = {}
 
     def write(self, name: str, offset: int, slots: int, start: int, arrays: list[Array]) -> None:
         """Write [n, ...] arrays one after the other into the ring of `slots` items at `offset`, from number `start`."""
@@ -39,17 +40,16 @@ class SourceFiles:
             _write_all(self._fds[name], offset + slot * itemsize, pieces)
 
     def begin_sync(self, name: str) -> None:
-        """Begin to sync a file beside what goes on here."""
-        self._syncs.append(self._syncing.submit(os.fdatasync, self._fds[name]))
+        """Begin to sync a file, beside what goes on here: the two at once take hardly longer than one."""
+        self._begun[name] = self._beside.submit(os.fdatasync, self._fds[name])
 
     def sync(self) -> None:
-        """Wait until what has begun is done; without any, sync all. Raises OSError."""
-        if not self._syncs:
-            for name in self._fds:
-                self.begin_sync(name)
-        syncs, self._syncs = self._syncs, []
-        for sync in syncs:
-            sync.result()
+        """Sync what has not begun to be, and wait for both. Raises OSError."""
+        for name in self._fds.keys() - self._begun.keys():
+            self.begin_sync(name)
+        begun, self._begun = self._begun, {}
+        for each in begun.values():
+            each.result()
 
     @property
     def published(self) -> int:
@@ -61,7 +61,7 @@ class SourceFiles:
         self._published[1] = head
 
     def close(self) -> None:
-        self._syncing.shutdown()
+        self._beside.shutdown()
         for fd in self._fds.values():
             os.close(fd)
 

@@ -154,6 +154,8 @@ class Index:
             steps, rows = source.head - source.tail, source.row_head - source.row_tail
             if min(source.tail, source.row_tail, steps, rows) < 0 or steps > source.capacity:
                 raise ValueError(f"source {name}: {source}")
+        for (key,) in self._db.execute("SELECT key FROM meta").fetchall():
+            self.meta(key)
         if not all(isinstance(body, dict) for body in self.directives().values()):
             raise ValueError("a directive is a mapping")
 

@@ -174,7 +174,10 @@ class Sources:
     def _array(self, key: Any, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         memory = self._memory.get((key, shape))
         if memory is None:
-            memory = torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=self._pinned)
+            if self._pinned:
+                memory = torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True)
+            else:
+                memory = torch.from_numpy(np.empty(shape, dtype))  # in large pages, which are filled faster
             self._memory[key, shape] = memory
         return memory
 

@@ -421,7 +421,6 @@ class Store:
             _fill(part, segment, episode, step, row, sorted(self.spec.extras))
             step, row, begin = step + len(segment), row + len(segment) + segment.ends, begin + len(segment)
         files.write("steps", 0, files.layout.capacity, source.head, [records])
-        files.begin_sync("steps")
         source.head, source.row_head = step, row
 
     def _publish(self) -> None:

@@ -85,13 +85,14 @@ class _Import:
         if not self._missing():
             return
         with self._client() as client:
-            _settle(client)  # what an earlier life left here is delivered, and that life is closed
+            _settle(client)  # what an earlier life left here is delivered,
+            self._await_closed(client)  # and that life is closed
             missing = self._missing()
             self._check_room(missing)
             self._push_all(client, missing)
             _settle(client)
-        with self._client() as client:  # its Hello closes the last episode
-            _settle(client)
+        with self._client() as client:  # a new life, which closes the last episode
+            self._await_closed(client)
         episodes, steps = len(self._dataset.lengths), sum(self._dataset.lengths)
         log.info("%s: %d episodes, %d steps of %s", self._source, episodes, steps, self._dataset.folder)
         if self._outside > OUTSIDE * self._actions:
@@ -143,6 +144,11 @@ class _Import:
                     break
                 cut += [id] * (not episode.discard)
         return missing
+
+    def _await_closed(self, client: TrainerClient) -> None:
+        """Wait until no episode of this dataset is open any more: the server closes those of earlier lives."""
+        while any(not e.sealed for _, e in self._catalog() if e.actor == self._folder.name):
+            _nap(client)
 
     def _names(self, index: int) -> Iterator[str]:
         name = f"dataset-{self._source}-{self._dataset.name[:100]}-{index:06d}"

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -298,7 +297,6 @@ class InferenceServer:
         self._policy = ThreadPoolExecutor(1, "policy")
         self._loader = Loader(host, self._wake)
         self._job: Future[None] | None = None  # what the policy's thread is doing: meanwhile nothing is answered
-        self._deaf = 0.0  # since when nothing was heard, because a batch was computed
         self._loaded: tuple[int, dict[str, Tensor]] | None = None  # to be swapped in
         self._waiting: dict[bytes, Question] = {}  # the latest of each actor; who has waited longest comes first
         self._first = 0.0  # when the first of them came
@@ -312,11 +310,10 @@ class InferenceServer:
         or empty). Raises what ended the work of another thread."""
         self._work(self.host.warm_up, MOST)
         while not stopping():
-            self._poller.poll(self._patience())
-            with suppress(BlockingIOError):
+            if (self._woken, zmq.POLLIN) in self._poller.poll(self._patience()):
                 os.eventfd_read(self._woken)
             self._gate.turn()
-            self._hear()
+            self._hear(time.monotonic())
             self._finish()
             self._load(newest())
             if self._job is None:
@@ -348,15 +345,13 @@ class InferenceServer:
             return TURN
         return min(TURN, max(0, math.ceil((self._first + self.window - time.monotonic()) * 1000)))
 
-    def _hear(self) -> None:
-        """Take the questions that have come and can be answered; what came during a batch may have come at its
-        begin."""
-        now, self._deaf = self._deaf or time.monotonic(), 0.0
+    def _hear(self, since: float) -> None:
+        """Take the questions that have come and can be answered; the first of them may have come at `since`."""
         for _ in range(HEARD):
             if not (came := received(self._socket)):
                 break
             identity, *frames = came
-            if (answer := self._heard(identity, frames, now)) is not None:
+            if (answer := self._heard(identity, frames, since)) is not None:
                 send(self._socket, identity.bytes, answer)
 
     def _heard(self, identity: zmq.Frame, frames: Sequence[zmq.Frame], now: float) -> m.Message | None:
@@ -411,11 +406,12 @@ class InferenceServer:
         self._job.add_done_callback(lambda _: self._wake())
 
     def _answer(self, batch: Sequence[Question]) -> None:
-        self._deaf = time.monotonic()
+        begin = time.monotonic()
         for question, answer in zip(batch, self.host.answer(batch), strict=True):
             self._socket.send_multipart([question.actor, *m.encode(answer)], zmq.NOBLOCK)
             self._seconds.append(time.monotonic() - question.came)
         self._sizes.append(len(batch))
+        self._hear(begin)
 
     def _is_gathered(self, now: float) -> bool:
         self._asked = {actor: last for actor, last in self._asked.items() if last > now - RECENT_S}

@@ -2,10 +2,11 @@
 clock and asks another process for every action, while the learner is killed, stopped, cut off and out of disk in turn.
 
 Beside it, in a process of its own, the same runner drives the same robot, and its client is one that does nothing. A
-tick is late when it lasted more than 1.1 of its time. Of a call, `own` is its wall time without that in which its
-thread could run and no processor was free (Linux counts it, schedstat): that belongs to the machine, and both loops
-have it. A late tick stands in our calls if their own time is half of what was too much. Out of disk: whatever the
-server writes to a file fails (RLIMIT_FSIZE).
+tick is late when it lasted more than 1.1 of its time; the ratio is that of the shares of late ticks, because an actor
+that hears of no action for some seconds ends its episode and waits. Of a call, `own` is its wall time without that in
+which its thread could run and no processor was free (Linux counts it, schedstat): that belongs to the machine, and both
+loops have it. A late tick stands in our calls if their own time is half of what was too much. Out of disk: whatever
+the server writes to a file fails (RLIMIT_FSIZE).
 """
 
 import os
@@ -266,8 +267,8 @@ def compared(ticks: list[Tick], plain: list[Tick], times: list[tuple[str, float,
         state: {"with": tick_figures(ticks, within, hz), "without": tick_figures(plain, within, hz)}
         for state, within in spans.items()
     }
-    whole = states["all"]
-    ratio = whole["with"]["late"] / max(1, whole["without"]["late"])
+    ours, plain_loop = states["all"]["with"], states["all"]["without"]
+    ratio = ours["late"] / ours["ticks"] * plain_loop["ticks"] / max(1, plain_loop["late"])
     return {"states": states, "ratio": ratio, "goal": GOAL, "holds": ratio <= GOAL}
 
 
@@ -315,7 +316,7 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
         cells = ("ticks", "late", "very_late", "p999_ms", "max_ms")
         yield f"{state:9}" + "".join(f"{both['with'][c]:6.0f}  {both['without'][c]:6.0f} " for c in cells)
     verdict = "holds" if result["holds"] else "does not hold"
-    yield f"late ticks with / without the client: {result['ratio']:.2f} (goal <= {result['goal']}: {verdict})"
+    yield f"share of late ticks with / without the client: {result['ratio']:.2f} (goal <= {result['goal']}: {verdict})"
     yield f"late ticks that stand in push, ask or answer: {len(result['in_a_call'])}"
     yield "us per call       count    CPU: p50  p99.9    max    own: p50  p99.9    max   wall: p50  p99.9    max"
     for name, call in result["calls"].items():

@@ -6,6 +6,7 @@ acknowledgements are those of segments of one row, 30 a second. Every file lies 
 """
 
 import argparse
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,75 +23,72 @@ from serl_client.client import TrainerClient
 from serl_launcher.data.layout import Layout
 from serl_launcher.data.store import Store
 
-CAPACITY = 512  # steps
 GROUPS = (64, 8)  # records in each
 
 
 def main(words: Sequence[str], prog: str) -> None:
     parser = argparse.ArgumentParser(prog, description=__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="(9)")
+    parser.add_argument("--steps", type=int, default=1024, help="that the store holds (1024; 0.45 MB each)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of acknowledgements (20)")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured (the system's for temporary files)")
     parser.add_argument("--json", action="store_true", help="print one object")
     options = parser.parse_args(words)
     before = machine()
     with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
-        figures = commits(Path(folder), options.rounds)
+        figures = [commits(Path(folder), records, options.steps, options.rounds) for records in GROUPS]
     with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
-        figures += acknowledgements(Path(folder), options.seconds)
+        figures += acknowledgements(Path(folder), options.steps, options.seconds)
     said("durable", before, figures, as_json=options.json)
 
 
-def commits(folder: Path, count: int) -> list[Figure]:
-    """Each measurement writes 128 records, with a length of the segments that divides the group."""
-    figures = []
-    for records in GROUPS:
-        rows = Rows(SPEC, length=min(8, records))
-        groups, total = 128 // records, 128 * sum(f.nbytes for f in SPEC.observation.values())
-        total += 128 * Layout(SPEC, CAPACITY).step.itemsize
-        with stored(folder / f"store-{records}", rows, records) as ours, plain_disk(
-            folder / f"plain-{records}", total, rows.records
-        ) as plain:  # fmt: skip
-            contenders = {"ours": lambda: ours(groups), "plain": lambda: plain(groups)}  # noqa: B023
-            rounds(contenders, 6)  # every block is written
-            measured = rounds(contenders, count)
-        rates = {name: total / median(seconds) / 1e9 for name, seconds in measured.items()}
-        figures.append(Figure(
-            f"commits of {records} records", rates["ours"], "GB/s", f"plain pwrite + fdatasync ({rates['plain']:.2f})",
-            ratio(measured, "plain", "ours"), ">= 0.85",
-        ))  # fmt: skip
-    return figures
+def commits(folder: Path, records: int, steps: int, count: int) -> Figure:
+    """Groups of so many records; each measurement writes 128, in segments of 8 rows."""
+    rows, layout, groups = Rows(SPEC, length=8), Layout(SPEC, steps), 128 // records
+    total = 128 * (sum(feature.nbytes for feature in SPEC.observation.values()) + layout.step.itemsize)
+    with (
+        stored(folder / f"store-{records}", rows, steps, records) as ours,
+        plain_disk(folder / f"plain-{records}", total, rows.records) as plain,
+    ):
+        contenders = {"ours": lambda: ours(groups), "plain": lambda: plain(groups)}
+        rounds(contenders, 2 + layout.rows // 128)  # every block is written
+        measured = rounds(contenders, count)
+    rates = {name: total / median(seconds) / 1e9 for name, seconds in measured.items()}
+    beside = f"plain pwrite + fdatasync ({rates['plain']:.2f})"
+    title = f"commits of {records} records"
+    return Figure(title, rates["ours"], "GB/s", beside, ratio(measured, "plain", "ours"), ">= 0.85")
 
 
 @contextmanager
-def stored(folder: Path, rows: Rows, records: int) -> Iterator[Callable[[int], float]]:
+def stored(folder: Path, rows: Rows, steps: int, records: int) -> Iterator[Callable[[int], float]]:
     """A call that stages and commits so many groups, in seconds."""
-    store = Store.create(folder, SPEC, {"online": CAPACITY})
+    store = Store.create(folder, SPEC, {"online": steps})
     number = store.direct(BODY)
     store.hello("bench", "outbox", "epoch", [])
-    seq = 0
+    segments = enumerate(
+        segment for _ in itertools.count() for segment in rows.episode(steps // 2 // rows.length, number)
+    )
 
     def write(groups: int) -> float:
-        nonlocal seq
-        segments = rows.episode(groups * records // rows.length, number)
         begin = time.perf_counter()
-        for at, segment in enumerate(segments, 1):
-            store.stage("epoch", seq, segment)
-            seq += 1
-            if at * rows.length % records == 0:
-                store.commit()
+        for _ in range(groups):
+            for seq, segment in itertools.islice(segments, records // rows.length):
+                store.stage("epoch", seq, segment)
+            store.commit()
         return time.perf_counter() - begin
 
     yield write
     store.close()
 
 
-def acknowledgements(folder: Path, seconds: float) -> list[Figure]:
+def acknowledgements(folder: Path, steps: int, seconds: float) -> list[Figure]:
     """In turn: a segment of one row until its acknowledgement, then as many bytes into a plain file and fdatasync."""
     rows = Rows(SPEC, length=1)
-    with Served(folder / "run", CAPACITY) as served, TrainerClient(
-        served.address, actor="bench", spec=SPEC, outbox=folder / "outbox"
-    ) as client, plain_disk(folder / "plain", rows.bytes, rows.records) as plain:  # fmt: skip
+    with (
+        Served(folder / "run", steps) as served,
+        TrainerClient(served.address, actor="bench", spec=SPEC, outbox=folder / "outbox") as client,
+        plain_disk(folder / "plain", rows.bytes, rows.records) as plain,
+    ):
         served.direct(client)
         late, syncs = Latencies(client), []
         segments = rows.episode(round(seconds * SPEC.fps) + 30, client.directive["number"])

@@ -136,7 +136,7 @@ class Rows:
         self.bytes = self.length * sum(feature.nbytes for feature in spec.observation.values())
         self._pool = [
             {name: _values(generator, feature, self.length) for name, feature in spec.observation.items()}
-            for _ in range(max(1, pool // self.bytes))
+            for _ in range(max(1, min(256, pool // self.bytes)))
         ]
         self.pool = len(self._pool)  # segments
         self._episodes = 0

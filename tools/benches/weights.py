@@ -33,7 +33,6 @@ from .paired import Figure, cpu_seconds, machine, ratio, rounds, said
 from .peers import connected, receive
 from .served import PROCESSES, Served, free_port, spec_of
 
-RECEIVERS = (1, 2, 4)
 OURS, RAW, KEPT, BROADCAST = "ours", "raw TCP", "raw TCP, hashed and written", "lz4(pickle) over PUB"
 LOOK_S = 0.001  # between two looks whether the file is there
 PATIENCE_S = 120.0
@@ -45,12 +44,13 @@ def main(words: Sequence[str], prog: str) -> None:
     parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="of all contenders in turn (7)")
     parser.add_argument("--megabytes", type=int, default=100, help="of the file (100)")
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4], help="at the same time (1 2 4)")
     parser.add_argument("--peers", action="store_true", help="measure the broadcast, too")
     parser.add_argument("--json", action="store_true", help="print one object")
     options = parser.parse_args(words)
     before, figures = machine(), []
     data = np.random.default_rng(0).integers(0, 256, options.megabytes * 10**6, np.uint8)
-    for count in RECEIVERS:
+    for count in options.receivers:
         figures += pulls(data, count, options.rounds, peers=options.peers)
     said("weights", before, [*figures, *beside_slow(data, options.rounds), *parts(data)], as_json=options.json)
 
@@ -261,7 +261,7 @@ def beside_slow(data: np.ndarray, times: int) -> Iterator[Figure]:
 
         def measure(mode: str, **options: Any) -> float:
             proxy.set(mode, **options)
-            time.sleep(1.0)  # it is connected, or gone
+            time.sleep(0.5)  # it is connected again, or gone
             return -published.next() + fast.last()
 
         calls = {"beside": partial(measure, "trickle", rate=SLOW), "alone": partial(measure, "cut")}

@@ -33,7 +33,7 @@ from serl_launcher.service.session import send
 
 from .control import PROCESSES, SPEC, free_port
 from .paired import Figure, cpu_seconds, machine, quantiles, ratio, rounds, said
-from .peers import CHUNK, RAW, Call, Peer, accepted, connected, observation, peers, process, receive, wait
+from .peers import CHUNK, RAW, START_S, Call, Peer, accepted, connected, observation, peers, process, receive, wait
 
 OURS, LINK, CURVE = "ours", "ours, one thread", "ours, CURVE"
 GOALS = {"lerobot, two calls": 1 / 5, "agentlace": 1 / 5, "gRPC protobuf": 1 / 3, "websocket (openpi)": 1.0}
@@ -42,7 +42,7 @@ ANSWER_S = 10.0
 STAGES = (
     "ask() puts the question and wakes the network thread", "the network thread has it",
     "it is encoded and given to ZeroMQ", "the inference server has it and has decoded it",
-    "the policy's thread has it", "the policy has answered", "the network thread has the answer",
+    "the policy has it", "the policy has answered", "the network thread has the answer",
     "the control thread has it",
 )  # fmt: skip
 
@@ -59,12 +59,12 @@ def main(words: Sequence[str], prog: str) -> None:
     options = parser.parse_args(words)
     before, absent = machine(), {}
     others = peers(options.agentlace) if options.peers else []
-    figures = [
-        *round_trips(others, options.rounds, options.calls, absent),
-        *coding(),
-        *streams(options.megabytes, options.rounds),
-    ]
-    stages = profile(options.calls) if options.profile else {}
+    with Client() as ours, Client(secure=True) as secure:
+        for each in (ours, secure):
+            each.begin()
+        figures = [*round_trips(ours, secure, others, options.rounds, options.calls, absent)]
+        stages = profile(ours, options.calls) if options.profile else {}
+    figures += [*coding(), *streams(options.megabytes, options.rounds)]
     said("wire", before, figures, as_json=options.json, absent=absent, profile_us=stages)
     if not options.json:
         for name, reason in absent.items():
@@ -131,11 +131,14 @@ class Client:
             TrainerClient(learner, actor="bench", spec=SPEC, outbox=folder / "outbox", key=key)
         )
         self._observation = observation()
-        deadline = time.monotonic() + 120.0
+        return self
+
+    def begin(self) -> None:
+        """Until there is an answer. Raises ConfigError when there is none for long."""
+        deadline = time.monotonic() + START_S
         while self._answer(1.0) is None:
             if time.monotonic() > deadline:
                 raise ConfigError("our own inference server does not answer; its words are above")
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._exits.close()
@@ -177,14 +180,13 @@ def link_to(address: str) -> Iterator[Call]:
 
 
 # -- round trips
-def round_trips(others: Sequence[Peer], count: int, calls: int, absent: dict[str, str]) -> Iterator[Figure]:
+def round_trips(
+    ours: Client, secure: Client, others: Sequence[Peer], count: int, calls: int, absent: dict[str, str]
+) -> Iterator[Figure]:
     """p50, p99 and CPU of each, and ours beside each other; who cannot be measured is put into `absent`."""
     with ExitStack() as exits:
-        ours = exits.enter_context(Client())
-        found: dict[str, tuple[Call, int]] = {OURS: (ours, ours.pid)}
+        found: dict[str, tuple[Call, int]] = {OURS: (ours, ours.pid), CURVE: (secure, secure.pid)}
         found[LINK] = exits.enter_context(link_to(ours.address)), ours.pid
-        secure = exits.enter_context(Client(secure=True))
-        found[CURVE] = secure, secure.pid
         for peer in (RAW, *others):
             try:
                 found[peer.name] = exits.enter_context(peer.running())
@@ -222,37 +224,36 @@ def round_trips(others: Sequence[Peer], count: int, calls: int, absent: dict[str
         yield Figure("round trip, ours: p50", median(p50[OURS]) * 1e6, "us", name, ratio(p50, OURS, name), goal)
 
 
-def profile(calls: int) -> dict[str, tuple[float, float]]:
+def profile(call: Client, calls: int) -> dict[str, tuple[float, float]]:
     """{stage: (p50, p99)} in us: how long after the one before it each stage of a round trip was reached."""
     stamps: list[tuple[float, ...]] = []
-    with Client() as call:
-        network: Any = call.client._network
-        link, answered = network._inference, network._handlers[m.Act]
-        sent, handled = [0.0, 0.0], [0.0]
+    network: Any = call.client._network
+    link, answered = network._inference, network._handlers[m.Act]
+    sent, handled = [0.0, 0.0], [0.0]
 
-        def send(message: m.Message) -> bool:
-            sent[0] = time.monotonic()
-            done = type(link).send(link, message)
-            sent[1] = time.monotonic()
-            return done
+    def send(message: m.Message) -> bool:
+        sent[0] = time.monotonic()
+        done = type(link).send(link, message)
+        sent[1] = time.monotonic()
+        return done
 
-        def handle(act: m.Act) -> None:
-            handled[0] = time.monotonic()
-            answered(act)
+    def handle(act: m.Act) -> None:
+        handled[0] = time.monotonic()
+        answered(act)
 
-        link.send, network._handlers[m.Act] = send, handle
-        ask = call.client.ask
+    link.send, network._handlers[m.Act] = send, handle
+    ask = call.client.ask
 
-        def asking(*words: Any, **more: Any) -> None:
-            ask(*words, **more)
-            asked[0] = time.monotonic()
+    def asking(*words: Any, **more: Any) -> None:
+        ask(*words, **more)
+        asked[0] = time.monotonic()
 
-        asked = [0.0]
-        call.client.ask = asking  # type: ignore[method-assign]
-        for _ in range(calls + 30):
-            begin = time.monotonic()
-            answer = call()
-            stamps.append((begin, asked[0], *sent, *answer.extras["times"], handled[0], time.monotonic()))
+    asked = [0.0]
+    call.client.ask = asking  # type: ignore[method-assign]
+    for _ in range(calls + 30):
+        begin = time.monotonic()
+        answer = call()
+        stamps.append((begin, asked[0], *sent, *answer.extras["times"], handled[0], time.monotonic()))
     steps = np.diff(np.array(stamps[30:]), axis=1).T
     return {stage: tuple(1e6 * x for x in quantiles(each)) for stage, each in zip(STAGES, steps, strict=True)}
 

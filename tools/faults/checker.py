@@ -140,7 +140,8 @@ class _Found:
         self.archived = {row[0] for row in index.execute("SELECT number FROM archived")}
         self.steps: dict[int, list[Step]] = defaultdict(list)  # of each episode, by its number
         for source in self.sources.values():
-            for step in _steps(store / source["name"], self.spec, source, report):
+            firsts = {row["first"] for row in self.episodes.values() if row["source"] == source["name"]}
+            for step in _steps(store / source["name"], self.spec, source, firsts, report):
                 self.steps[step.episode].append(step)
 
     def tail(self, episode: Mapping[str, Any]) -> int:
@@ -150,13 +151,17 @@ class _Found:
         return episode["first"] >= self.tail(episode)
 
 
-def _steps(folder: Path, spec: dict[str, Any], source: Mapping[str, Any], report: Report) -> Iterator[Step]:
-    """The steps of a source in [tail, head) whose episode begins there."""
+def _steps(
+    folder: Path, spec: dict[str, Any], source: Mapping[str, Any], firsts: set[int], report: Report
+) -> Iterator[Step]:  # fmt: skip
+    """The steps of a source in [tail, head) whose episode begins there; episodes begin at the numbers `firsts`."""
     capacity, tail, head = source["capacity"], source["tail"], source["head"]
     slots, kind = capacity + capacity // 8 + 64, _kind(spec)
     words = np.fromfile(folder / "published", "<u8").tolist()
     if words != [tail, head] or not max(0, head - capacity) <= tail <= head:
         report.violations.append(f"{folder.name} holds [{tail}, {head}) of {capacity}, and {words} is published")
+    if tail not in (0, head, *firsts):
+        report.violations.append(f"{folder.name}: its tail {tail} lies within an episode")
     if tail and head - tail < capacity // 4 and source["row_head"] - source["row_tail"] < slots // 4:
         report.violations.append(f"{folder.name}: only {head - tail} steps of {capacity} were kept")
     steps, rows = np.memmap(folder / "steps", kind, "r"), _rows(folder / "rows", spec, slots)

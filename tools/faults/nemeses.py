@@ -64,7 +64,7 @@ def _fail_point(side: str) -> Nemesis:
     def nemesis(stage: Stage, random: Random) -> Iterator[float]:
         calls, path = {
             "server": random.choice([
-                (WRITE, "main/rows"), (WRITE, "main/steps"), (SYNC, "main/rows"), (SYNC, "main/steps"),
+                (WRITE, "store/main/rows"), (WRITE, "store/main/steps"), (SYNC, "store/main/rows"), (SYNC, "store/main/steps"),
                 (WRITE, "index.sqlite"), (SYNC, "index.sqlite"), (WRITE | SYNC, "run/store"),
                 (CREATE | ALLOCATE | RENAME | SYNC, "run/store"),
             ]),
@@ -91,7 +91,7 @@ def _fail(side: str, what: str) -> Nemesis:
             "io": (WRITE | SYNC | READ, errno.EIO),
             "sync": (SYNC, errno.EIO),
         }[what]
-        path = ".records" if side == "actor" else random.choice(["run/store", "main/", "index.sqlite"])
+        path = ".records" if side == "actor" else random.choice(["run/store", "store/main", "index.sqlite"])
         lasts = _length(random)
         stage.sicken(lasts)
         assert stage.control

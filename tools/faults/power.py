@@ -162,46 +162,48 @@ def _write_out(folder: Path, entries: "dict[str, _File | _Folder]", chance: rand
 
 # -- one cut
 def after(disk: Disk, promises: played.Promises, folder: Path, chance: random.Random | None = None) -> list[str]:
-    """What is wrong when the power is cut now: the store is opened, goes on, and is read back."""
+    """What is wrong when the power is cut now: the store is opened and read, it goes on, and is read again."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     disk.cut(folder, chance)
     run_dir = folder / "run"
     try:
         run_dir.mkdir(exist_ok=True)
-        return played.broken(run_dir, _go_on(run_dir, promises))
+        store = Store.create(run_dir / "store", played.SPEC, played.CAPACITIES, played.ARCHIVED)
+        try:
+            if found := played.broken(run_dir, promises):
+                return found
+            grown = _go_on(run_dir, store, promises)
+        finally:
+            store.close()
+        return played.broken(run_dir, grown)
     except Exception as error:  # whatever it is: the store did not open, or does not take what comes
         return [f"the store does not go on: {error!r}"]
 
 
-def _go_on(run_dir: Path, promises: played.Promises) -> played.Promises:
-    """Open the store as a server does, give new numbers and take the next records of every actor, and of a new one.
-    Returns what is promised then."""
-    store = Store.create(run_dir / "store", played.SPEC, played.CAPACITIES, played.ARCHIVED)
+def _go_on(run_dir: Path, store: Store, promises: played.Promises) -> played.Promises:
+    """Give new numbers and take the next records of every actor, and of a new one. Returns what is promised then."""
     grown = copy.deepcopy(promises)
     grown.run = grown.run or store.run
-    try:
-        sha256, size = weights.write(run_dir / "weights", b"newer")
-        body = {"phase": "next", "mode": "collect", "into": "online"}
-        for given, number, value in (
-            (grown.directives, store.direct(body), body),
-            (grown.weights, store.publish_weights(sha256, size, 0), sha256),
-        ):
-            if number <= max(given, default=0):
-                raise ValueError(f"the number {number} is given again")
-            given[number] = value
-        store.hello("c", "outbox-c", "c0", [])
-        for epoch in [epoch for epoch, state in store.epochs.items() if not state.closed]:
-            begin = store.expected(epoch)
-            for seq in range(begin, begin + 6):
-                record = played.record(epoch, seq)
-                if isinstance(record, Segment) and record.stamp.directive not in store.directives:
-                    break  # nobody can have made it yet
-                store.stage(epoch, seq, record)
-            store.commit()
-            grown.expected[epoch] = store.expected(epoch)
-    finally:
-        store.close()
+    sha256, size = weights.write(run_dir / "weights", b"newer")
+    body = {"phase": "next", "mode": "collect", "into": "online"}
+    for given, number, value in (
+        (grown.directives, store.direct(body), body),
+        (grown.weights, store.publish_weights(sha256, size, 0), sha256),
+    ):
+        if number <= max(given, default=0):
+            raise ValueError(f"the number {number} is given again")
+        given[number] = value
+    store.hello("c", "outbox-c", "c0", [])
+    for epoch in [epoch for epoch, state in store.epochs.items() if not state.closed]:
+        begin = max(store.expected(epoch), grown.expected.get(epoch, 0))  # what was acknowledged comes no more
+        for seq in range(begin, begin + 6):
+            record = played.record(epoch, seq)
+            if isinstance(record, Segment) and record.stamp.directive not in store.directives:
+                break  # nobody can have made it yet
+            store.stage(epoch, seq, record)
+        store.commit()
+        grown.expected[epoch] = store.expected(epoch)
     return grown
 
 

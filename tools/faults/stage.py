@@ -238,27 +238,24 @@ class Stage:
                 self._replace(player)
 
     def _replace(self, player: Player) -> None:
-        if player.status == SENT_AWAY and isinstance(player, Actor):
-            twins = [other for other in self.actors if other.name == player.name and other is not player]
+        """Start it again, unless it has done its work, or has to wait until its twin is gone."""
+        stop = player.stop_file if isinstance(player, Actor) else self._stop
+        if player.status == 0 and stop.exists():
+            player.wanted = False
+            return
+        twins = [one for one in self.actors if one.name == player.name and one is not player]
+        if player.status == SENT_AWAY and twins:
             if any(twin.wanted and twin.status != SENT_AWAY for twin in twins):
                 return
-            if not twins:
-                self._fails(player)
-        elif player.status != -signal.SIGKILL:
-            if player.stop_file.exists() if isinstance(player, Actor) else self._stop.exists():
-                player.wanted = False
-            if player.status != 0 and time.monotonic() > self._sick_until:
-                self._fails(player)
-            if not player.wanted and player.status == 0:
-                return
+        elif player.status != -signal.SIGKILL and time.monotonic() > self._sick_until:
+            self._fails(player)
         if isinstance(player, Actor):
             self._notes.note(spooled=checker.spooled(player.outbox))
-        if player.life < STARTS:
-            player.wanted = True
+        if player.life == STARTS:
+            player.wanted = False
+            self.violations.append(f"{player.name} has ended {STARTS} times")
+        else:
             player.start()
-            return
-        player.wanted = False
-        self.violations.append(f"{player.name} has ended {STARTS} times")
 
     def _fails(self, player: Player) -> None:
         self.violations.append(f"{player.name} ended with {player.status}: {player.last_words}")

@@ -9,7 +9,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import msgpack
 from serl_client import Outcome
 from serl_client import messages as m
 from serl_client.client import TrainerClient
@@ -95,8 +94,8 @@ class Attacked:
         records = b"".join(
             resealed(chance, sealed(seq, segment(episode=f"{epoch}-{seq}", directive=self.number))) for seq in range(2)
         )
-        layout = [["records", "uint8", [len(records)]]]
-        return [msgpack.packb([{"type": "Push", "epoch": chance.choice((epoch, epoch, EPOCH))}, layout]), records]
+        named = chance.choice((epoch, epoch, EPOCH))
+        return [hostile.header([["records", "uint8", [len(records)]]], type="Push", epoch=named), records]
 
 
 def attack(count: int, seed: int, scratch: Path) -> dict[str, Any]:

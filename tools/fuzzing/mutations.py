@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 from serl_client import Feature, Outcome, Segment, Spec, Stamp, wire
 from serl_client import messages as m
+from serl_client.episode import Entry, Lost
 
 STATE, IMAGE = "observation.state", "observation.images.top"
 SPEC = Spec(
@@ -55,13 +56,14 @@ def segment(start: int = 0, steps: int = 2, *, episode: str = "e0", directive: i
     )  # fmt: skip
 
 
-def sealed(seq: int, record: Segment | Outcome) -> bytes:
+def sealed(seq: int, record: Entry) -> bytes:
     return b"".join(bytes(part) for part in m.seal(seq, record))
 
 
 RECORDS = (
     sealed(0, segment()), sealed(1, segment(2, 1, ends=True)), sealed(2, Outcome("e0", True, by="operator")),
     sealed(0, Outcome("e1", None)),
+    sealed(3, Lost("the disk has damaged it")),
 )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,13 +111,13 @@ class Network(threading.Thread):
 
     @property
     def _links(self) -> list[Link]:
-        return [self.server, self._inference] if self._inference else [self.server]
+        return [self._inference, self.server] if self._inference else [self.server]  # an answer is waited for
 
     def _turn(self) -> None:
         pulls = self.weights is not None and self.weights.busy and self.server.connected
         polled = [entry for link in self._links for entry in link.polled]
-        zmq.zmq_poll([(self._wake, zmq.POLLIN), *polled], 0 if pulls or self._spools else TURN)
-        with suppress(BlockingIOError):
+        ready = zmq.zmq_poll([(self._wake, zmq.POLLIN), *polled], 0 if pulls or self._spools else TURN)
+        if (self._wake, zmq.POLLIN) in ready:
             os.eventfd_read(self._wake)
         if self.error is None:
             self._ask()

@@ -148,9 +148,13 @@ class Outbox:
         if file.ends[index] - begin > limit:
             return seq, b""
         stop = max(index + 1, bisect_right(file.ends, begin + min(limit, SLICE_BYTES)))
-        with open(file.path, "rb", buffering=0) as opened:
-            data = os.pread(opened.fileno(), file.ends[stop - 1] - begin, begin)
-        if len(data) != file.ends[stop - 1] - begin:
+        size = file.ends[stop - 1] - begin
+        if self._tail and self._tail[0] is file:
+            data = os.pread(self._tail[1], size, begin)
+        else:
+            with open(file.path, "rb", buffering=0) as opened:
+                data = os.pread(opened.fileno(), size, begin)
+        if len(data) != size:
             raise OSError(errno.EIO, f"{file.path} is shorter than it was")
         if file.lost or epoch in self._cut or seq < self._doubted.get(epoch, 0):
             data = b"".join(self._looked_at(file, *record) for record in _records(file, index, stop, data))
@@ -197,8 +201,9 @@ class Outbox:
         if self._tail is None:
             path = self.folder / f"{self._number + 1:08d}-{epoch}-{seq}.records"
             if self._spares:
-                self._spares.pop().path.rename(path)
-            self._tail = _File(path, epoch, seq), os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+                with suppress(OSError):
+                    self._spares.pop().path.rename(path)
+            self._tail = _File(path, epoch, seq), os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             self._number += 1
         return self._tail
 

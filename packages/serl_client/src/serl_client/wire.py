@@ -50,7 +50,8 @@ def pack(header: Mapping[str, Any], arrays: Mapping[str, Array]) -> list[Buffer]
             raise MessageError(f"array {name!r} has the dtype {array.dtype}; use one of {', '.join(DTYPES)}")
         layout.append((name, dtype, array.shape))
         frames.append(array.data.cast("B") if array.size else b"")
-    frames[0] = msgpack.packb((header, layout))
+    head: Any = msgpack.packb((header, layout))
+    frames[0] = head
     return frames
 
 
