@@ -43,6 +43,12 @@ def test_a_nemesis_that_there_is_not_is_refused_by_a_sentence_that_names_those_t
     assert "no nemesis begins with flood; there are cut, " in done.stderr
 
 
+def test_the_checker_knows_nothing_of_the_product():
+    code = "import sys, tools.faults.checker; sys.exit([m for m in sys.modules if m.startswith('serl_')] or 0)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=CHAOS.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
     """What one round left: its folder."""

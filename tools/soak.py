@@ -86,6 +86,9 @@ class Soak:
     def run(self) -> None:
         self._server.start()
         self._inference.start()
+        os.environ["MALLOC_ARENA_MAX"] = (
+            "1"  # a process of many lives has hundreds of threads, which scatter over arenas
+        )
         self._groups = [self._start(part) for part in self._parts]
         self._direct()
         begin = time.monotonic()

@@ -22,7 +22,7 @@ BACKLOG = 100  # records that may wait for their acknowledgement, so that a roun
 IMAGE = (24, 24, 3)
 SPEC = Spec(
     {"observation.state": Feature((5,), "int64"), "observation.images.eye": Feature(IMAGE, "uint8")},
-    Feature((2,), low=-1, high=1), fps=STEPS / PACE_S,
+    Feature((2,), low=-np.ones(2), high=np.ones(2)), fps=STEPS / PACE_S,
 )  # fmt: skip
 
 

@@ -6,12 +6,13 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from random import Random
+from typing import Any
 
 from .shim import ALLOCATE, CREATE, READ, RENAME, SYNC, UNLINK, WRITE
 from .stage import Player, Stage
 
 Nemesis = Callable[[Stage, Random], Iterator[float]]
-NETWORK: dict[str, tuple[str, dict[str, object]]] = {  # nemesis: the proxy's mode and its options
+NETWORK: dict[str, tuple[str, dict[str, Any]]] = {  # nemesis: the proxy's mode and its options
     "cut": ("cut", {}), "reset": ("reset", {}), "half-open": ("half_open", {}),
     "up-only": ("one_way", {"direction": "up"}), "down-only": ("one_way", {"direction": "down"}),
     "delay": ("delay", {"seconds": 0.1}), "trickle": ("trickle", {"rate": 40_000}),
@@ -22,7 +23,7 @@ def _length(random: Random) -> float:
     return random.uniform(0.1, 0.9)
 
 
-def _network(mode: str, options: dict[str, object]) -> Nemesis:
+def _network(mode: str, options: dict[str, Any]) -> Nemesis:
     def nemesis(stage: Stage, random: Random) -> Iterator[float]:
         stage.proxy.set(mode, **options)
         lasts_over_timeout = mode in ("half_open", "one_way") and random.random() < 0.1
@@ -64,7 +65,8 @@ def _fail_point(side: str) -> Nemesis:
     def nemesis(stage: Stage, random: Random) -> Iterator[float]:
         calls, path = {
             "server": random.choice([
-                (WRITE, "store/main/rows"), (WRITE, "store/main/steps"), (SYNC, "store/main/rows"), (SYNC, "store/main/steps"),
+                (WRITE, "store/main/rows"), (WRITE, "store/main/steps"),
+                (SYNC, "store/main/rows"), (SYNC, "store/main/steps"),
                 (WRITE, "index.sqlite"), (SYNC, "index.sqlite"), (WRITE | SYNC, "run/store"),
                 (CREATE | ALLOCATE | RENAME | SYNC, "run/store"),
             ]),

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 MODES: dict[str, tuple[str, ...]] = {  # and their options
     "pass": (), "cut": (), "half_open": (), "one_way": ("direction",), "delay": ("seconds",), "trickle": ("rate",),
@@ -52,7 +53,7 @@ class Proxy:
         for opened in (self._listener, self._wake, self._waker):
             opened.close()
 
-    def set(self, mode: str, **options: object) -> None:
+    def set(self, mode: str, **options: Any) -> None:
         """Returns when it holds. Raises ValueError for a mode or an option that there is not."""
         if mode not in MODES or tuple(options) != MODES[mode]:
             raise ValueError(f"the modes and their options are {MODES}, not {mode} {options}")
@@ -102,7 +103,7 @@ class _Pair:
         self._target: socket.socket | None = None
         self.is_open = True
 
-    def step(self, mode: str, options: Mapping[str, object]) -> None:
+    def step(self, mode: str, options: Mapping[str, Any]) -> None:
         if mode in ("half_open", "cut", "reset") or not self.is_open:
             return
         try:
@@ -115,7 +116,7 @@ class _Pair:
             for flow in self._flows:
                 flow.stands = mode == "one_way" and options["direction"] != flow.direction
                 if not flow.stands:
-                    flow.step(float(options.get("seconds", 0.0)), options.get("rate"))
+                    flow.step(options.get("seconds", 0.0), options.get("rate"))
         except OSError:  # one side is gone, and the other learns it
             self.close()
 
@@ -144,7 +145,7 @@ class _Flow:
         self._size, self._ended, self._full = 0, False, False
         self._free = 0.0  # when a trickle may send again
 
-    def step(self, delay: float, rate: object) -> None:
+    def step(self, delay: float, rate: float | None) -> None:
         """Raises OSError when the connection is over."""
         now = time.monotonic()
         with suppress(BlockingIOError):
@@ -157,7 +158,7 @@ class _Flow:
         try:
             while self._waiting and max(self._waiting[0][0], self._free if rate else 0.0) <= now:
                 due, data = self._waiting.popleft()
-                part = data[: max(1, int(float(rate) * TICK))] if rate else data
+                part = data[: max(1, int(rate * TICK))] if rate else data
                 sent = 0
                 try:
                     sent = self._target.send(part) if part else 0
@@ -166,7 +167,7 @@ class _Flow:
                     if sent < len(data):
                         self._waiting.appendleft((due, data[sent:]))
                 if rate:
-                    self._free = now + sent / float(rate)
+                    self._free = now + sent / rate
         except BlockingIOError:
             self._full = True
         if self._ended and not self._waiting:

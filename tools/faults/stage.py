@@ -6,10 +6,11 @@ import logging
 import os
 import signal
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def _begin(play: Callable[[Any], None], part: Any, log: Path) -> None:
     """The first thing in a new process: it writes to `log`, and ends with the process that it comes from."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(file, 1), os.dup2(file, 2)
+    for stream in (1, 2):
+        os.dup2(file, stream)
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(levelname)s %(name)s %(message)s", force=True)
     play(part)
 
@@ -71,7 +73,7 @@ class Player:
     """A process that is started again when somebody kills it; `part` says what it is told in a life."""
 
     def __init__(
-        self, context: BaseContext, name: str, play: Callable[[Any], None], part: Callable[[int], Any], log: Path
+        self, context: ForkServerContext, name: str, play: Callable[[Any], None], part: Callable[[int], Any], log: Path
     ) -> None:  # fmt: skip
         self.name, self.life, self.wanted, self.back_at = name, -1, True, 0.0
         self._context, self._play, self._part, self._log = context, play, part, log
@@ -159,7 +161,7 @@ class Stage:
     """One round's processes; a context manager. `blows` fall on it, `watch` keeps it going."""
 
     def __init__(
-        self, context: BaseContext, folder: Path, seed: int, setting: Setting, control: Control | None
+        self, context: ForkServerContext, folder: Path, seed: int, setting: Setting, control: Control | None
     ) -> None:
         self.context, self.folder, self.seed, self.setting, self.control = context, folder, seed, setting, control
         self.disk, self.truths = folder / "disk", folder / "truth"
@@ -167,6 +169,7 @@ class Stage:
             made.mkdir(parents=True, exist_ok=True)
         self.violations: list[str] = []
         self._began, self._sick_until, self._notes = time.monotonic(), 0.0, Truth(self.truths / "stage.jsonl")
+        self._published = 0, 0
         self._stop, self.asleep = folder / "stop", folder / "asleep"
         port, local = _free_port(), f"ipc://{folder / 'learner'}"
         served = _ServerPart(self.disk / "run", setting.capacity, f"tcp://127.0.0.1:{port}", local, setting.archives)
@@ -213,7 +216,7 @@ class Stage:
     def kill(self, player: Player, away: float) -> None:
         """SIGKILL, and a new life after `away` seconds."""
         player.back_at = time.monotonic() + away
-        player.signal(signal.SIGCONT), player.signal(signal.SIGKILL)
+        player.signal(signal.SIGKILL)
 
     def sicken(self, seconds: float) -> None:
         """A disk fails for so long: a process may end with an error of its own."""
@@ -230,12 +233,24 @@ class Stage:
 
     # -- what keeps it going
     def watch(self) -> None:
-        """Start again what has been killed; note what ended by itself."""
+        """Start again what has been killed; note what ended by itself, and what readers may not see."""
+        self._look()
         now = time.monotonic()
         for player in self.players:
             if player.wanted and not player.alive and now >= player.back_at:
                 player.back_at = now + PAUSE
                 self._replace(player)
+
+    def _look(self) -> None:
+        """What is published never goes back, and is never more than there is room for."""
+        path = self.disk / "run/store" / trainer.SOURCE / "published"
+        words = path.read_bytes() if path.exists() else b""
+        if len(words) < 16:
+            return  # it is being made
+        tail, head = struct.unpack("<QQ", words)
+        if tail < self._published[0] or head < self._published[1] or head - tail > self.setting.capacity:
+            self.violations.append(f"[{tail}, {head}) of {self.setting.capacity} was published after {self._published}")
+        self._published = tail, head
 
     def _replace(self, player: Player) -> None:
         """Start it again, unless it has done its work, or has to wait until its twin is gone."""

@@ -14,6 +14,7 @@ from serl_launcher.service import weights
 from .truth import Truth
 
 TURN_S = 0.05
+PATIENCE_S = 2.0
 SOURCE = "main"
 PACE = 1000  # steps/s that paced actors are allowed in all
 COLUMNS = {name: m.EPISODE.index(name) for name in ("number", "sealed")}
@@ -74,23 +75,30 @@ class _Work:
         body = {
             "mode": "collect", "phase": "collect", "into": SOURCE, "paced": self._part.paced, "life": self._part.life,
         }  # fmt: skip
-        self._directive = self._link.call(m.Direct(body, None), 2.0).value
+        self._directive = self._done(m.Direct(body, None))
         self._truth.note(directive=self._directive, body=body)
 
     def _publish(self) -> None:
         sha256, size = weights.write(self._part.run_dir / "weights", os.urandom(self._part.weights_bytes))
-        version = self._link.call(m.Publish(sha256, size, self._versions), 2.0).value
+        version = self._done(m.Publish(sha256, size, self._versions))
         self._versions += 1
         self._truth.note(published=[version, sha256])
 
+    def _done(self, message: m.Message) -> int:
+        """Has it done, and returns the number that it was given."""
+        done = self._link.call(message, PATIENCE_S)
+        assert isinstance(done, m.Done)
+        return done.value
+
     def _archive(self) -> None:
         """All that is sealed; what was said and not answered is said again."""
-        synced = self._link.call(m.Sync(self._revision, 0), 2.0)
+        synced = self._link.call(m.Sync(self._revision, 0), PATIENCE_S)
+        assert isinstance(synced, m.Synced)
         self._revision = synced.revision
         self._sealed |= {row[COLUMNS["number"]] for row in synced.episodes if row[COLUMNS["sealed"]]}
         if self._sealed and not self._part.asleep.exists():
             numbers = sorted(self._sealed)
             self._truth.note(archiving=numbers)
-            self._link.call(m.Archived(numbers), 2.0)
+            self._done(m.Archived(numbers))
             self._truth.note(archived=numbers)
             self._sealed.clear()

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgpack
+from serl_client.messages import PROTOCOL
 
 MORE, LONG, COMMAND = 1, 2, 4
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
@@ -87,7 +88,7 @@ class Peer:
 
 
 HELLO = {
-    "type": "Hello", "protocol": [2, 2], "role": "viewer", "actor": "hostile", "epoch": "", "outbox": "", "run": "",
+    "type": "Hello", "protocol": list(PROTOCOL), "role": "viewer", "actor": "hostile", "epoch": "", "outbox": "", "run": "",
     "spec": None, "earlier": [], "paced": False, "has_operator": False,
 }  # fmt: skip
 

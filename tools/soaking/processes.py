@@ -54,7 +54,9 @@ def _parts(path: str, thing: object, found: dict[str, int]) -> Iterator[tuple[st
 
 
 def _is_ours(thing: object) -> bool:
-    return type(thing).__module__.startswith(OURS)
+    """A message is none: its tables are what it says."""
+    module = type(thing).__module__
+    return module.startswith(OURS) and module != "serl_client.messages"
 
 
 def run_server(pipe: Any, run_dir: Path, capacity: int, public: str, local: str, inference: str) -> None:

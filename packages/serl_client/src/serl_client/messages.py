@@ -16,7 +16,7 @@ from serl_client.episode import COLUMNS, MAX_NAME, Entry, Lost, Outcome, Segment
 from serl_client.errors import MessageError
 from serl_client.spec import Array
 
-PROTOCOL = (2, 2)  # the oldest and the newest version spoken here
+PROTOCOL = (3, 3)  # the oldest and the newest version spoken here
 MAX_REPORT = 8192
 
 
