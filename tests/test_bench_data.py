@@ -52,3 +52,17 @@ def test_every_client_of_a_swarm_is_served_and_counted():
     assert 0 < slowest["value"] <= 30
     assert found["CPU of the server", ""]["value"] > 0
     assert found["acknowledgement p99", ""]["goal"] == "<= 50"
+
+
+def test_what_an_actor_kept_arrives_beside_a_living_one_and_results_become_a_page(tmp_path):
+    found = figures("drain", "--minutes", "0.2")
+    assert found["  that is, times real time", ""]["goal"] == ">= 5"
+    assert found["rate of the living actor", "what was asked"]["value"] > 0
+    result = tmp_path / "drain.json"
+    where = {name: 0 for name in ("processor", "cores", "system", "python", "date", "load", "load_after")}
+    result.write_text(json.dumps({"bench": "drain", "machine": where, "figures": list(found.values())}))
+    subprocess.run([sys.executable, BENCH, "page", result, "--out", tmp_path / "page.md"], check=True)
+    page = (tmp_path / "page.md").read_text()
+    assert "## drain" in page
+    assert "| goal |" in page
+    assert (tmp_path / "page.png").stat().st_size > 1000

@@ -16,6 +16,7 @@ import pytest
 from serl_client.spec import Spec
 
 from serl_launcher.data import layout
+from serl_launcher.service import weights
 from tools.faults import checker
 from tools.faults.proxy import Proxy
 
@@ -47,6 +48,12 @@ def test_the_checker_knows_nothing_of_the_product():
     code = "import sys, tools.faults.checker; sys.exit([m for m in sys.modules if m.startswith('serl_')] or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=CHAOS.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_a_killed_trainer_has_left_of_its_weights_goes_with_the_next_version(tmp_path):
+    (tmp_path / "abc.123.part").write_bytes(b"half")
+    sha256, _ = weights.write(tmp_path, b"whole")
+    assert [file.name for file in tmp_path.iterdir()] == [f"{sha256}.safetensors"]
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +194,10 @@ def forget_a_directive(kept):
     kept.index.execute("UPDATE directives SET body = '{}'")
 
 
+def lose_the_newest_weights(kept):
+    kept.index.execute("INSERT INTO weights (sha256, size, update_, at) VALUES ('abc', 5, 1, 0.0)")
+
+
 def leave_a_file_in_an_outbox(kept):
     (kept.folder / "disk/a0/00000009-aa-0.records").touch()
 
@@ -209,6 +220,7 @@ def leave_a_file_in_an_outbox(kept):
         (evict_half_of_an_episode, "", "lies within an episode"),
         (publish_too_much, "", "is published"),
         (forget_a_directive, "", "is not what was answered to"),
+        (lose_the_newest_weights, "", "the weights abc are damaged, or not there"),
         (leave_a_file_in_an_outbox, "", "still holds"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,

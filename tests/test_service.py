@@ -3,6 +3,7 @@
 E1, E2, ... are the experiments that show what the known actor-learner transports lose; each would be caught here.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from serl_client.client import TrainerClient
 from serl_client.errors import Disconnected, Refused, TrainerError, VersionMismatch
 from serl_client.link import Link
 
+from serl_launcher.data.layout import Layout
 from serl_launcher.data.store import Store
 from serl_launcher.service import weights
 
@@ -612,3 +614,20 @@ def test_the_end_of_a_run_leaves_no_episode_open(server, spec, make_segment):
     server.admin.close()
     episode = server.episodes()["e0"]
     assert (episode["steps"], episode["sealed"], episode["truncated"], episode["final"]) == (4, 1, 1, 0)
+
+
+def test_a_clock_that_is_an_hour_off_changes_nothing(server, connect, make_segment, tmp_path):
+    early, late = connect("early"), connect("late")
+    number = early.directive["number"]
+    for i in range(3):
+        for client, hours in ((early, -1 + 2 * (i % 2)), (late, 1)):  # one clock jumps, the other is ahead
+            segment = make_segment(client.actor, start=4 * i, ends="terminated" * (i == 2), directive=number)
+            client.push(dataclasses.replace(segment, time=segment.time + 3600.0 * hours))
+    assert early.drain(15)
+    assert late.drain(15)
+    for episode in server.episodes().values():
+        assert (episode["steps"], episode["terminated"]) == (12, 1)
+    store = server.run_dir / "store/online"
+    steps = Layout(early.spec, 20_000).steps(store)[:24]
+    for number in set(steps["episode"]):
+        assert steps["index"][steps["episode"] == number].tolist() == list(range(12))

@@ -7,10 +7,12 @@ ingest       how fast records come in over the wire, and until they are durable
 replay       how fast pairs of observations are drawn, beside a copy of the same bytes and lerobot's buffer
 durable      how fast groups become durable, beside plain writes and syncs; how late acknowledgements come
 swarm        many clients at once: their rates, how late acknowledgements come, and what it costs
+drain        how fast an actor that was cut off delivers what it kept, beside one that goes on
 restart      how soon a learner that was killed takes new records
 weights      how fast weights reach several receivers
 pi0-infer    how fast PI0 answers, beside what the machine allows and beside other ways to run it
 pi0-train    how fast PI0 is trained, beside what the machine allows
+page         the page of a full run, docs/benchmarks.md, from what the others printed with --json
 """
 
 import argparse
@@ -24,10 +26,12 @@ BENCHES = {  # their files in benches/
     "replay": "replay",
     "durable": "durable",
     "swarm": "swarm",
+    "drain": "drain",
     "restart": "restart",
     "weights": "weights",
     "pi0-infer": "pi0_infer",
     "pi0-train": "pi0_train",
+    "page": "page",
 }
 
 

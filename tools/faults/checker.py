@@ -4,6 +4,7 @@ It imports nothing of the product: layout and checksums are written here a secon
 files themselves say. A step that was evicted must have left with its whole episode, and the oldest episodes first.
 """
 
+import hashlib
 import json
 import sqlite3
 import struct
@@ -77,6 +78,7 @@ def check(
         _check_records(found, lives, archived, report)
         _check_outcomes(found, lives, report)
         _check_numbers(index, truths, report)
+        _check_weights(store.parent / "weights", index, report)
     finally:
         index.close()
     for outbox in outboxes:
@@ -333,6 +335,15 @@ def _check_outcomes(found: _Found, lives: dict[str, Life], report: Report) -> No
         there = row and [None if row["success"] is None else bool(row["success"]), bool(row["discard"]), row["judge"]]
         if row and there != [success, discard, by]:
             report.violations.append(f"the outcome of {id} is {there}, and was said to be {[success, discard, by]}")
+
+
+def _check_weights(folder: Path, index: sqlite3.Connection, report: Report) -> None:
+    """The newest version's file is there, and each file is what its name says."""
+    newest = index.execute("SELECT sha256 FROM weights ORDER BY version DESC LIMIT 1").fetchone()
+    for sha256 in {path.stem for path in folder.glob("*.safetensors")} | set(newest or ()):
+        path = folder / f"{sha256}.safetensors"
+        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+            report.violations.append(f"the weights {sha256[:8]} are damaged, or not there")
 
 
 def _check_numbers(index: sqlite3.Connection, truths: Sequence[Path], report: Report) -> None:

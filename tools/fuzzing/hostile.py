@@ -88,8 +88,8 @@ class Peer:
 
 
 HELLO = {
-    "type": "Hello", "protocol": list(PROTOCOL), "role": "viewer", "actor": "hostile", "epoch": "", "outbox": "", "run": "",
-    "spec": None, "earlier": [], "paced": False, "has_operator": False,
+    "type": "Hello", "protocol": list(PROTOCOL), "role": "viewer", "actor": "hostile", "epoch": "", "outbox": "",
+    "run": "", "spec": None, "earlier": [], "paced": False, "has_operator": False,
 }  # fmt: skip
 
 

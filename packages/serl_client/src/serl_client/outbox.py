@@ -254,7 +254,8 @@ class Outbox:
     def _load(self) -> None:
         """Take in what an earlier life has left. Raises ConfigError for a file that cannot be read."""
         for path in self.folder.glob("*.spare"):
-            path.unlink()
+            with suppress(OSError):  # nothing reads it
+                path.unlink()
         latest: dict[str, _File] = {}
         for path in sorted(self.folder.glob("*.records")):
             number, epoch, first = path.stem.split("-")
