@@ -1,13 +1,14 @@
 """How fast a weights file reaches several receivers at once, beside the same bytes over plain TCP.
 
 Ours is the real server and the pull of real clients: each part is hashed and written down, and what counts is when
-every receiver has the verified file. Beside it stand plain TCP into memory, plain TCP whose receivers hash and write
-as ours must, and with --peers one broadcast of lz4(pickle) over ZeroMQ PUB, as agentlace does it. Then a receiver
-behind a slow link pulls beside two fast ones.
+every receiver has the verified file. Its wire alone is the same pull into memory. Beside them stand plain TCP into
+memory, plain TCP whose receivers hash and write as ours must, and with --peers one broadcast of lz4(pickle) over
+ZeroMQ PUB, as agentlace does it. Then a receiver behind a slow link pulls beside two fast ones.
 """
 
 import argparse
 import hashlib
+import os
 import pickle
 import socket
 import tempfile
@@ -26,6 +27,8 @@ from faults.proxy import Proxy
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.errors import ConfigError
+from serl_client.link import Link
+from serl_client.weights import OPEN_REQUESTS, PART_BYTES
 
 from serl_launcher.service import weights
 
@@ -33,11 +36,16 @@ from .paired import Figure, cpu_seconds, machine, ratio, rounds, said
 from .peers import connected, receive
 from .served import PROCESSES, Served, free_port, spec_of
 
-OURS, RAW, KEPT, BROADCAST = "ours", "raw TCP", "raw TCP, hashed and written", "lz4(pickle) over PUB"
+OURS, WIRE, RAW, KEPT, BROADCAST = (
+    "ours",
+    "ours, the wire alone",
+    "raw TCP",
+    "raw TCP, hashed and written",
+    "lz4(pickle) over PUB",
+)
 LOOK_S = 0.001  # between two looks whether the file is there
 PATIENCE_S = 120.0
 SLOW = 1_000_000  # bytes/s of the slow link
-PART = 1 << 20
 
 
 def main(words: Sequence[str], prog: str) -> None:
@@ -132,6 +140,30 @@ def follow(pipe: Any, address: str, folder: Path, number: int) -> None:
             time.sleep(LOOK_S)
 
 
+def pull(pipe: Any, address: str, number: int) -> None:
+    """A client that pulls as the real one does, without checksum and file."""
+    name, spec = f"puller-{number}", spec_of(1000).to_dict()
+    with Link(address, m.Hello(m.PROTOCOL, "actor", name, os.urandom(16).hex(), name, "", spec)) as link:
+        link.hello(PATIENCE_S)
+        pipe.send(time.monotonic())
+        version = size = taken = asked = 0
+        while True:
+            message = link.receive()
+            if message is None:
+                link.send(m.Heartbeat({}))
+                link.wait(1.0)
+            elif isinstance(message, m.WeightsChunk):
+                taken += len(message.arrays["data"])
+                if taken == size:
+                    pipe.send(time.monotonic())
+            offer = link.notice.weights
+            if taken == size and offer and offer["version"] > version:
+                version, size, taken, asked = offer["version"], offer["size"], 0, 0
+            while asked < min(size, taken + OPEN_REQUESTS * PART_BYTES):
+                link.send(m.WeightsRequest(offer["sha256"], asked, min(PART_BYTES, size - asked)))
+                asked += PART_BYTES
+
+
 # -- beside it
 def take(pipe: Any, port: int, size: int, file: Path | None) -> None:
     """Receives over plain TCP, again and again; with a `file` it hashes and writes each part, as ours does."""
@@ -149,8 +181,8 @@ def take(pipe: Any, port: int, size: int, file: Path | None) -> None:
 def keep(connection: socket.socket, memory: memoryview, file: Path) -> None:
     checksum = hashlib.sha256()
     with open(file, "wb", buffering=0) as kept:
-        for begin in range(0, len(memory), PART):
-            part = memory[begin : begin + PART]
+        for begin in range(0, len(memory), PART_BYTES):
+            part = memory[begin : begin + PART_BYTES]
             receive(connection, part)
             kept.write(part)
             checksum.update(part)
@@ -217,6 +249,9 @@ def pulls(data: np.ndarray, count: int, times: int, *, peers: bool) -> Iterator[
         address = published.served.address
         group = exits.enter_context(Group(follow, [(address, folder, number) for number in range(count)]))
         group.last()
+        beside = exits.enter_context(Published(folder / "beside", data))
+        pullers = exits.enter_context(Group(pull, [(beside.served.address, number) for number in range(count)]))
+        pullers.last()
         pids, spent = [published.served.pid, *group.pids], [0.0]
 
         def ours() -> float:
@@ -227,8 +262,14 @@ def pulls(data: np.ndarray, count: int, times: int, *, peers: bool) -> Iterator[
             return rate
 
         files = [folder / f"kept-{number}" for number in range(count)]
+
+        def wire() -> float:
+            begin = beside.next()
+            return data.nbytes * count / (pullers.last() - begin)
+
         calls = {
             OURS: ours,
+            WIRE: wire,
             RAW: exits.enter_context(over_tcp(data, [None] * count)),
             KEPT: exits.enter_context(over_tcp(data, files)),
         }
@@ -241,9 +282,13 @@ def pulls(data: np.ndarray, count: int, times: int, *, peers: bool) -> Iterator[
     value, to = median(rates[OURS]) / 1e9, f"weights to {count}"
     yield Figure(f"{to}, ours", value, "GB/s", RAW, ratio(rates, OURS, RAW), ">= 0.9")
     yield Figure(f"{to}, ours", value, "GB/s", KEPT, ratio(rates, OURS, KEPT))
+    yield Figure(f"{to}, {WIRE}", median(rates[WIRE]) / 1e9, "GB/s", RAW, ratio(rates, WIRE, RAW), ">= 0.9")
     if peers:
+        yield Figure(
+            f"{to}, {WIRE}", median(rates[WIRE]) / 1e9, "GB/s", BROADCAST, ratio(rates, WIRE, BROADCAST), ">= 15"
+        )
         yield Figure(f"{to}, ours", value, "GB/s", BROADCAST, ratio(rates, OURS, BROADCAST), ">= 15")
-    for name in list(calls)[1:]:
+    for name in list(calls)[2:]:
         yield Figure(f"{to}, {name}", median(rates[name]) / 1e9, "GB/s")
     yield Figure(f"{to}, ours: CPU of all sides", spent[0] / (times * count * data.nbytes / 1e9), "s/GB")
 
