@@ -37,6 +37,28 @@ def test_what_is_packed_comes_out_as_it_was(header, named):
     assert all(same(copies[name], named[name]) for name in named)
 
 
+@given(st.dictionaries(names, arrays, max_size=5))
+def test_what_is_joined_is_the_same_in_two_frames(named):
+    joined = wire.joined(wire.pack({"a": 1}, named))
+    assert len(joined) == 1 + bool(named)
+    header, copies = wire.unpack(joined)
+    assert header == {"a": 1}
+    assert list(copies) == list(named)
+    assert all(same(copies[name], named[name]) for name in named)
+
+
+def test_large_arrays_are_not_copied_to_be_joined():
+    frames = wire.pack({}, {name: np.zeros(wire.JOIN_BELOW, np.uint8) for name in "ab"})
+    assert wire.joined(frames) is frames
+
+
+@pytest.mark.parametrize("change", [-8, 8])
+def test_a_frame_of_joined_arrays_of_another_length_is_refused(change):
+    header, body = wire.joined(wire.pack({}, {"a": np.zeros(3), "b": np.zeros(5, np.uint8)}))
+    with pytest.raises(MessageError, match="longer than its"):
+        wire.unpack([header, body[:change] if change < 0 else body + bytes(change)])
+
+
 @given(st.dictionaries(names, arrays, max_size=4), st.integers(0, 2**64 - 1), st.integers(1, 3))
 def test_sealed_records_follow_each_other_in_one_run_of_bytes(named, seq, count):
     data = b"".join(bytes(part) for _ in range(count) for part in wire.seal(seq, {"a": 1}, named))

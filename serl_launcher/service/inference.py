@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 import zmq
 from serl_client import messages as m
+from serl_client import wire
 from serl_client.client import TrainerClient
 from serl_client.errors import ConfigError, MessageError, RetakeError
 from serl_client.link import received
@@ -408,7 +409,7 @@ class InferenceServer:
     def _answer(self, batch: Sequence[Question]) -> None:
         begin = time.monotonic()
         for question, answer in zip(batch, self.host.answer(batch), strict=True):
-            self._socket.send_multipart([question.actor, *m.encode(answer)], zmq.NOBLOCK)
+            self._socket.send_multipart([question.actor, *wire.joined(m.encode(answer))], zmq.NOBLOCK)
             self._seconds.append(time.monotonic() - question.came)
         self._sizes.append(len(batch))
         self._hear(begin)

@@ -125,7 +125,7 @@ def bound(
 
 def send(socket: zmq.Socket, identity: bytes, message: m.Message) -> None:
     """Never blocks: a peer whose queue is full misses this message (acks and notices come again)."""
-    frames = m.encode(message)
+    frames = wire.joined(m.encode(message))
     copy = sum(len(frame) for frame in frames) < ZERO_COPY
     try:
         socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=copy)

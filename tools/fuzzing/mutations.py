@@ -86,7 +86,9 @@ def _messages() -> list[m.Message]:
     ]  # fmt: skip
 
 
-CORPUS: list[list[bytes]] = [[bytes(frame) for frame in m.encode(message)] for message in _messages()]
+_ENCODED = [m.encode(message) for message in _messages()]
+_JOINED = [wire.joined(frames) for frames in _ENCODED if len(frames) > 2]
+CORPUS: list[list[bytes]] = [[bytes(frame) for frame in frames] for frames in _ENCODED + _JOINED]
 
 
 def spoiled_bytes(chance: Random, data: bytes) -> bytes:

@@ -95,7 +95,7 @@ class Link:
         if self._socket is None:
             return False
         try:
-            self._socket.send_multipart(m.encode(message), zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart(wire.joined(m.encode(message)), zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
         return True
