@@ -144,7 +144,9 @@ def pull(pipe: Any, address: str, number: int) -> None:
     """A client that pulls as the real one does, without checksum and file."""
     name, spec = f"puller-{number}", spec_of(1000).to_dict()
     with Link(address, m.Hello(m.PROTOCOL, "actor", name, os.urandom(16).hex(), name, "", spec)) as link:
-        link.hello(PATIENCE_S)
+        while not link.connected:
+            link.receive()
+            link.wait(0.05)
         pipe.send(time.monotonic())
         version = size = taken = asked = 0
         while True:
