@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.bench import BENCHES
 from tools.benches.paired import Figure, cpu_seconds, ratio, rounds
 
 BENCH = Path(__file__).parents[1] / "tools/bench.py"
@@ -18,7 +19,7 @@ def run(*words):
 
 def test_the_entry_names_every_measurement_and_each_says_what_it_takes():
     said = run("--help").stdout
-    for name in ("control", "pi0-infer", "pi0-train"):
+    for name in BENCHES:
         assert f"\n{name} " in said
     assert "usage: bench.py control [-h] [--seconds SECONDS]" in run("control", "--help").stdout
     wrong = run("pi0-infr")
@@ -73,6 +74,7 @@ def test_a_goal_speaks_of_the_ratio_or_of_the_value_where_there_is_none():
     assert not Figure("ingest", 100.0, "GB/s", "raw TCP", 0.7, ">= 0.75").holds
     assert Figure("p99", 20.0, "ms", goal="<= 20").holds
     assert Figure("p99", 20.0, "ms", "raw TCP", 3.0).holds is None
+    assert [Figure("copied", value, "B", goal="<= 0").holds for value in (0, 1)] == [True, False]
 
 
 def test_cpu_time_is_that_of_all_threads_of_other_processes():
@@ -84,18 +86,19 @@ def test_cpu_time_is_that_of_all_threads_of_other_processes():
 
 
 def figures(*words):
-    """{(figure, against): the figure} of one bench."""
+    """{(figure, what it stands beside): the figure} of one bench, and all that it printed."""
     done = run(*words, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    return {(each["figure"], each["against"]): each for each in found["figures"]}, found
+    assert found["bench"] == words[0]
+    return {(each["figure"], each["against"].partition(" (")[0]): each for each in found["figures"]}, found
 
 
 @pytest.mark.slow
 def test_a_round_trip_is_measured_beside_plain_tcp_and_its_stages_are_told():
     found, whole = figures("wire", "--rounds", "1", "--calls", "5", "--megabytes", "3", "--profile")
-    trip = found["round trip, ours: p50", "raw TCP"]
-    assert trip["value"] > found["round trip, raw TCP: p50", "raw TCP"]["value"] > 0
+    for name in ("ours", "ours, one thread", "ours, CURVE", "raw TCP"):
+        assert found[f"round trip, {name}: p50", "raw TCP"]["value"] > 0
     assert len(whole["profile_us"]) == 8
     assert found["bytes of it that encoding copies", ""]["holds"]
     for size in ("500 KB", "3 MB"):

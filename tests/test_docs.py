@@ -21,6 +21,6 @@ def test_every_test_that_the_table_of_faults_names_exists():
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_tool_and_page_that_a_document_names_exists(document):
     text = document.read_text()
-    files = {ROOT / name for name in re.findall(r"\btools/\w+\.py\b", text)}
+    files = {ROOT / name for name in re.findall(r"\b(?:tools|tests|examples)/[\w/]+\.(?:py|sh)\b", text)}
     files |= {document.parent / name for name in re.findall(r"\]\(((?!http)[^)#]+)\)", text)}
     assert not [path for path in files if not path.exists()]

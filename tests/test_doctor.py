@@ -27,6 +27,7 @@ from robot_infra.robots.fake import FakeRobot
 from serl_launcher.data.store import Store
 from serl_launcher.service.config import composed
 from serl_launcher.service.server import Server
+from tests.test_service import free_port, wait_until
 from tools.checks import machine, network, robot
 from tools.checks.common import CONFIG, Run
 from tools.checks.sides import examined, looked
@@ -82,12 +83,6 @@ def all_of(side, *words):
     """({check: the worst state}, all that was said) of all checks of a side."""
     findings = list(examined(side, ["task=fake", *words], move=False, seconds=0.2))
     return states((name, finding.state) for name, finding in findings), "\n".join(f.text for _, f in findings)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager
@@ -218,10 +213,7 @@ def test_a_learner_of_another_protocol_is_told_with_both_numbers(tmp_path):
     address = f"tcp://127.0.0.1:{port}"
     server = subprocess.Popen([sys.executable, "-c", OTHER_PROTOCOL, tmp_path, address, f"ipc://{tmp_path}/local"])
     try:
-        deadline = time.monotonic() + 20
-        while found(network.reachable, run)[0] != "ok":
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: found(network.reachable, run)[0] == "ok")
         state, said = found(network.protocol, run)
     finally:
         server.kill()
@@ -237,10 +229,7 @@ def test_another_robot_and_another_run_are_refused(learner, tmp_path):
     with TrainerClient(
         f"tcp://127.0.0.1:{learner}", actor="actor", spec=here, outbox=tmp_path / "actors/actor/outbox"
     ) as client:
-        deadline = time.monotonic() + 20
-        while not client.connected:
-            client.wait(0.05)
-            assert time.monotonic() < deadline
+        wait_until(lambda: client.connected)
         assert found(network.protocol, run)[0] == "ok"
         with FakeEnv() as run.env:
             run.spec = run.env.spec

@@ -334,12 +334,14 @@ def test_a_disk_that_is_full_is_one_sentence_of_the_process_that_met_it(tmp_path
 
 def test_the_sockets_of_a_killed_learner_are_cleared_away_and_those_of_a_living_one_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folders = [tmp_path / "retake-dead", tmp_path / "retake-living"]
+    folders = [tmp_path / f"retake-{name}" for name in ("dead", "living", "restarting")]
     with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as living:
-        for folder, listener in zip(folders, (dead, living), strict=True):
+        for folder, listener in zip(folders[:2], (dead, living), strict=True):
             folder.mkdir()
             listener.bind(str(folder / "server"))
         living.listen()
         dead.close()
-        launcher._forget_dead_sockets()
-    assert [folder.exists() for folder in folders] == [False, True]
+        shutil.copytree(folders[0], folders[2], copy_function=os.link)  # its server was killed, and comes again
+        with launcher._lock(folders[2]):
+            launcher._forget_dead_sockets()
+    assert [folder.exists() for folder in folders] == [False, True, True]

@@ -20,6 +20,7 @@ from serl_launcher.data import store
 from serl_launcher.data.index import Index
 from serl_launcher.data.store import Store
 from serl_launcher.service.inference import PolicyHost
+from tests.test_service import wait_until as until
 from tools import fuzz
 from tools.fuzzing import damage, hostile, live, mutations
 from tools.fuzzing.targets import TARGETS
@@ -222,13 +223,6 @@ def test_an_index_that_lost_what_was_published_is_refused(tmp_path):
 
 
 # -- a hostile peer
-def until(condition):
-    end = time.monotonic() + 15
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory):
     with live.Attacked(tmp_path_factory.mktemp("attacked")) as server:

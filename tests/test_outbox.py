@@ -5,6 +5,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -269,6 +270,49 @@ def test_a_file_that_is_missing_is_lost_and_the_rest_is_sent(opened, make_segmen
     outbox.close()
     sorted(outbox.folder.glob("*.records"))[1].unlink()
     assert lost(opened()) == [1, 3]
+
+
+@pytest.mark.parametrize("stays", ["rename", "unlink"])
+def test_a_file_that_cannot_be_removed_keeps_those_after_it_so_that_no_hole_is_taken_for_a_loss(
+    opened, make_segment, monkeypatch, stays
+):
+    monkeypatch.setattr(module, "FILE_BYTES", 1)
+    outbox = opened()
+    spool(outbox, episode(make_segment, "a"))
+    first, *_ = files = sorted(outbox.folder.glob("*.records"))
+
+    def fails(change):
+        def changed(path, *arguments):
+            if path == first and (stays == "unlink" or change is Path.rename):
+                raise OSError(28, "No space left on device")
+            return change(path, *arguments)
+
+        return changed
+
+    with monkeypatch.context() as full:
+        for change in (Path.rename, Path.unlink):
+            full.setattr(Path, change.__name__, fails(change))
+        outbox.acknowledge(EPOCH, 1)
+        outbox.acknowledge(EPOCH, 2)
+    left = files if stays == "unlink" else files[2:]
+    assert sorted(outbox.folder.glob("*.records")) == left
+    assert outbox.pending[0] == 2
+    outbox.close()
+    again = opened()
+    again.acknowledge(EPOCH, 2)
+    assert (lost(again), sorted(outbox.folder.glob("*.records"))) == ([], files[2:])
+
+
+def test_an_empty_file_in_place_of_one_that_cannot_be_read_is_lost_and_the_rest_is_sent(
+    opened, make_segment, monkeypatch
+):
+    monkeypatch.setattr(module, "FILE_BYTES", 1)
+    outbox = opened()
+    spool(outbox, episode(make_segment, "a") + episode(make_segment, "b"))
+    outbox.close()
+    first = sorted(outbox.folder.glob("*.records"))[0]
+    first.write_bytes(b"")
+    assert lost(opened()) == [0, 1, 3]
 
 
 def test_a_number_that_does_not_follow_is_no_record_of_this_epoch(opened):

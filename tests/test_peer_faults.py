@@ -5,14 +5,11 @@ around it.
 """
 
 import hashlib
-import json
 import os
 import pickle
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import suppress
 
@@ -24,21 +21,13 @@ from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.errors import Refused, TrainerError
 
-from tests.test_service import SERVE, ServerProcess, episode, publish, push_all, stored, wait_until
+from tests.test_service import ServerProcess, episode, publish, push_all, stored, wait_until
 from tools.faults.proxy import Proxy
 
 CAMERAS = Spec(
     {f"observation.images.cam_{i}": Feature((224, 298, 3), "uint8") for i in range(3)},
     Feature((14,), low=-1, high=1), fps=10.0,
 )  # fmt: skip
-
-
-class CameraServer(ServerProcess):
-    """With room for a few large rows."""
-
-    def start(self):
-        arguments = [str(self.run_dir), json.dumps({"online": 128}), self.address, self.local]
-        self.process = subprocess.Popen([sys.executable, "-c", SERVE, *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +40,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def camera_server(tmp_path_factory):
-    made = CameraServer(tmp_path_factory.mktemp("cameras") / "run")
+    made = ServerProcess(tmp_path_factory.mktemp("cameras") / "run", online=128)  # a few large rows
     made.ask(m.Status())
     yield made
     made.close()
@@ -76,11 +65,12 @@ def connect(server, spec, tmp_path):
         client.close()
 
 
-def arrived(server, client):
-    """The numbers of the episodes of this client's life in the store, each of them whole and in order."""
-    found = {name: indices for name, indices in stored(server).items() if f"-{client.epoch[:8]}-" in name}
+def arrived(server, client, since=0):
+    """The numbers, from `since` on, of the episodes of this client's life in the store, each whole and in order."""
+    mine = {name: indices for name, indices in stored(server).items() if f"-{client.epoch[:8]}-" in name}
+    found = {number: mine[name] for name in mine if (number := int(name.rsplit("-", 1)[1])) >= since}
     assert all(indices == list(range(8)) for indices in found.values())
-    return sorted(int(name.rsplit("-", 1)[1]) for name in found)
+    return sorted(found)
 
 
 def push_episodes(client, make_segment, numbers):
@@ -283,13 +273,8 @@ def test_e8_a_little_outbox_says_that_it_is_full_and_loses_nothing(server, conne
     for number in range(1000, 1125):  # 1000 steps
         push_all(client, episode(make_segment, number, client=client))
     assert client.drain(30)
-    assert [number for number in numbers_of(server, client) if number >= 1000] == list(range(1000, 1125))
+    assert arrived(server, client, since=1000) == list(range(1000, 1125))
     assert client.pending == (0, 0)
-
-
-def numbers_of(server, client):
-    names = [name for name in stored(server) if f"-{client.epoch[:8]}-" in name]
-    return sorted(int(name.rsplit("-", 1)[1]) for name in names)
 
 
 def test_e9_a_receiver_that_was_away_gets_the_newest_weights_alone(server, connect, tmp_path):

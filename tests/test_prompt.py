@@ -7,6 +7,7 @@ import torch
 from serl_client import ConfigError
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
+from serl_launcher.networks import prompt as module
 from serl_launcher.networks.prompt import BOS, BYTES, PAD, Prompt
 
 WORDS = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "push": 3, "the": 4, "cube": 5, "\n": 6, "<unk>": 7}
@@ -76,11 +77,20 @@ def test_what_is_too_long_is_cut_and_said_once(caplog):
     assert [record.getMessage() for record in caplog.records] == ["the task 'push' has 6 tokens; the policy reads 4"]
 
 
-def test_a_special_token_more_than_the_policy_has_is_refused_where_a_task_contains_it(make_tokenizer):
+def test_a_special_token_more_than_the_policy_has_is_left_out_and_said(make_tokenizer, caplog):
     prompt = Prompt(make_tokenizer(images=True), length=6, vocabulary=8)
-    assert prompt(["push"])[0].tolist() == [[2, 3, 6, 0, 0, 0]]
-    with pytest.raises(ConfigError, match=r"'push <image>' has the token 8; the policy has 8"):
-        prompt(["push <image>"])
+    assert prompt(["push <image>"])[0].tolist() == prompt(["push"])[0].tolist() == [[2, 3, 6, 0, 0, 0]]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the task 'push <image>' has the token 8; the policy has 8"
+    ]
+
+
+def test_of_the_tasks_that_actors_make_up_some_are_remembered(monkeypatch):
+    monkeypatch.setattr(module, "KNOWN", 10)
+    prompt = Prompt(None, length=8, vocabulary=258)
+    for number in range(25):
+        prompt([str(number)])
+    assert len(prompt._known) <= 10
 
 
 def test_a_tokenizer_that_is_not_there_or_too_large_is_refused(make_tokenizer, tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,26 +30,14 @@ from serl_launcher.service import weights
 from serl_launcher.service.gate import BAD_MESSAGES, AllowList
 from serl_launcher.service.inference import InferenceServer, PolicyHost
 from serl_launcher.service.server import MISSING, Server
+from tests.test_service import free_port
+from tests.test_service import wait_until as until
 from tools import keys as tool
 
 ROOT = Path(__file__).resolve().parent.parent
 STATE = "observation.state"
 PATIENCE = 15.0
 PEOPLE = {"left": "actor", "right": "actor", "boss": "operator", "eye": "viewer"}
-
-
-def until(condition):
-    deadline = time.monotonic() + PATIENCE
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "this never happened"
-        time.sleep(0.005)
-    return value
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -260,7 +249,7 @@ def test_an_unknown_key_no_key_and_the_key_of_another_learner_are_kept_out_told_
     hello = m.Hello(m.PROTOCOL, "viewer", "left")
     with Link(served.address, hello, stranger) as link, pytest.raises(Refused, match="does not let the key left in"):
         link.call(m.Status(), PATIENCE)
-    with Link(served.address, hello) as link, pytest.raises(Disconnected, match="It may want a key"):
+    with Link(served.address, hello) as link, pytest.raises(Disconnected, match="or wants a key"):
         link.call(m.Status(), PATIENCE)
     with Link(served.address, hello, misled) as link, pytest.raises(Disconnected, match="another server key than ours"):
         link.call(m.Status(), PATIENCE)
@@ -352,6 +341,25 @@ def test_an_actor_may_neither_steer_nor_label_the_episodes_of_others(keys, serve
     assert [row[16] for row in served.trainer.call(m.Sync(0, 0), PATIENCE).episodes] == [1]
 
 
+def test_an_actor_neither_labels_nor_takes_the_name_of_an_episode_that_another_will_begin(
+    keys, serve, actor, make_segment
+):
+    served = serve(keys)
+    right = actor(served, "right")
+    until(lambda: right.check() or right.connected)
+    name = f"right-{right.epoch[:8]}-000000"  # as the runner names them, and everybody's status shows them
+    for record, what in ((Outcome(name, None, discard=True, by="operator"), "label"), (make_segment(name), "record")):
+        left = actor(served, "left")
+        until(lambda link=left: link.connected)
+        with pytest.raises(Refused, match=f"{name} is an episode of right: {what}l?ing it needs a key"):
+            until(lambda link=left, what=record: link.push(what))  # the first one, or the next call says so
+        left.close()
+        shutil.rmtree(left._outbox.folder)
+    right.push(Outcome(name, True))
+    collect(served, right, make_segment, episode=name)
+    assert [row[16:18] for row in served.trainer.call(m.Sync(0, 0), PATIENCE).episodes] == [[1, 0]]
+
+
 def test_identity_is_the_key_and_not_the_name_that_is_claimed(keys, serve, actor, spec, tmp_path, make_segment):
     served = serve(keys)
     right = actor(served, "right")
@@ -397,6 +405,26 @@ def test_after_some_bad_messages_a_key_is_refused_until_it_is_lifted(keys, serve
         assert served.refusals() == {"role": BAD_MESSAGES + 1, "banned key": 2}
 
 
+def test_a_person_at_the_keyboard_of_an_actor_is_refused_to_steer_and_gets_no_key_banned(keys, serve):
+    served = serve(keys)
+    with served.link("viewer", "left/console", key="left") as link:
+        for _ in range(2 * BAD_MESSAGES):
+            with pytest.raises(Refused, match="a Command is not for the key left"):
+                link.call(m.Command("next"), PATIENCE)
+        link.call(m.Status(), PATIENCE)
+    assert served.refusals() == {"role": 2 * BAD_MESSAGES}
+
+
+def test_what_a_client_reports_does_not_change_who_it_is(serve):
+    served = serve()
+    with served.link("viewer", "eve") as link:
+        link.hello(PATIENCE)
+        link.send(m.Heartbeat({"role": "learner", "actor": "trainer", "seen_s": "now", "rate": 1}))
+        until(lambda: any("rate" in client for client in served.report()["clients"]))
+        (client,) = served.report()["clients"]
+    assert (client["role"], client["actor"], type(client["seen_s"])) == ("viewer", "eve", float)
+
+
 def test_a_ban_outlives_the_server_and_an_allow_list_that_is_gone_lets_nobody_in(keys):
     allowed = AllowList(keys)
     public = Key.read(keys / "left.key").public
@@ -412,6 +440,22 @@ def test_a_ban_outlives_the_server_and_an_allow_list_that_is_gone_lets_nobody_in
     assert allowed.find(public).role == "actor"
     (keys / "allowed.json").unlink()
     assert allowed.find(public).role == "unknown"
+
+
+def test_while_the_allow_list_cannot_be_read_all_wait_and_afterwards_go_on(keys, serve, actor, make_segment):
+    served = serve(keys)
+    left = actor(served, "left")
+    collect(served, left, make_segment)
+    (keys / "allowed.json").chmod(0o644)
+    (keys / "allowed.json").touch()
+    left.push(make_segment("e1", directive=left.directive["number"], ends="terminated"))
+    right = actor(served, "right")
+    until(lambda: served.refusals().get("unknown key", 0) >= 3)
+    assert (left.pending[0], right.connected) == (1, False)
+    (keys / "allowed.json").chmod(0o600)
+    (keys / "allowed.json").touch()
+    collect(served, left, make_segment, episode="e2")
+    collect(served, right, make_segment, episode="e3")
 
 
 # -- limits

@@ -9,17 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tools.soaking import drift, processes
+
 TOOLS = Path(__file__).parents[1] / "tools"
 TIMES = np.arange(100) * 5.0  # seconds
-
-
-@pytest.fixture
-def soaking(monkeypatch):
-    """Its modules (drift, processes), which are found from the folder of the program."""
-    monkeypatch.syspath_prepend(str(TOOLS))
-    from soaking import drift, processes
-
-    return drift, processes
 
 
 @pytest.fixture
@@ -27,8 +20,7 @@ def noise():
     return np.random.default_rng(0).normal(0, 3, len(TIMES))
 
 
-def test_a_slow_leak_under_noise_is_drift_and_noise_alone_is_none(soaking, noise):
-    drift, _ = soaking
+def test_a_slow_leak_under_noise_is_drift_and_noise_alone_is_none(noise):
     still, leak = drift.drift(TIMES, 100 + noise), drift.drift(TIMES, 100 + noise + TIMES / 60)
     assert not still.grows
     assert leak.grows
@@ -36,23 +28,19 @@ def test_a_slow_leak_under_noise_is_drift_and_noise_alone_is_none(soaking, noise
     assert leak.last - leak.first == pytest.approx(6.25 * 0.8, abs=1.5)
 
 
-def test_what_fills_up_once_and_a_random_walk_that_comes_back_are_no_drift(soaking, noise):
-    drift, _ = soaking
+def test_what_fills_up_once_and_a_random_walk_that_comes_back_are_no_drift(noise):
     assert not drift.drift(TIMES, np.minimum(TIMES, 80) + noise).grows
     assert not drift.drift(TIMES, np.sin(TIMES / 60) * 50).grows
 
 
-def test_a_series_beyond_its_bound_is_named_with_both_ends(soaking):
-    drift, _ = soaking
+def test_a_series_beyond_its_bound_is_named_with_both_ends():
     fine = dict.fromkeys(drift.BOUNDS, drift.Drift(100.0, 100.0, 0.0, 0.0))
     assert drift.broken(fine) == []
     leaking = fine | {"server files": drift.Drift(100.0, 120.0, 300.0, 1.0)}
     assert drift.broken(leaking) == ["server files went from 100.0 to 120.0, beyond 109.0"]
 
 
-def test_every_table_of_our_own_objects_is_counted_and_nothing_twice(soaking):
-    _, processes = soaking
-
+def test_every_table_of_our_own_objects_is_counted_and_nothing_twice():
     class Slotted:
         __slots__ = ("inner", "queue")
 

@@ -349,6 +349,20 @@ def check_prefix(folder, acknowledged, produced):
     assert [(int(key), i) for _, i, key in contents(folder)] == steps[tail:]
 
 
+def test_whatever_ends_a_commit_counts_as_a_failure_of_the_disk(tmp_path, spec, make_segment, monkeypatch):
+    """A caller that went on would write what was staged a second time."""
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment("e0"))
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(OSError, match="could not be written: MemoryError"):
+        made.hello("arm", "box", "C", [])
+    made.close()
+
+
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 def test_after_a_failed_write_or_sync_nothing_unacknowledged_is_there(

@@ -19,27 +19,17 @@ import argparse
 import importlib
 import sys
 
-BENCHES = {  # their files in benches/
-    "control": "control",
-    "wire": "wire",
-    "ingest": "ingest",
-    "replay": "replay",
-    "durable": "durable",
-    "swarm": "swarm",
-    "drain": "drain",
-    "restart": "restart",
-    "weights": "weights",
-    "pi0-infer": "pi0_infer",
-    "pi0-train": "pi0_train",
-    "page": "page",
-}
+BENCHES = (  # each is a file of its name in benches/
+    "control", "wire", "ingest", "replay", "durable", "swarm", "drain", "restart", "weights", "pi0-infer", "pi0-train",
+    "page",
+)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=BENCHES)
     what = parser.parse_args(sys.argv[1:2]).what
-    importlib.import_module(f"benches.{BENCHES[what]}").main(sys.argv[2:], f"{parser.prog} {what}")
+    importlib.import_module(f"tools.benches.{what.replace('-', '_')}").main(sys.argv[2:], f"{parser.prog} {what}")
 
 
 if __name__ == "__main__":

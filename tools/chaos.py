@@ -21,15 +21,16 @@ from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
-from faults import checker, shim, trainer
-from faults.nemeses import NEMESES, ON_DISK, WITH_MOUNT, WITH_SHIM
-from faults.stage import Setting, Stage
 from serl_client.errors import ConfigError
+
+from tools.faults import checker, shim, trainer
+from tools.faults.nemeses import NEMESES, ON_DISK, WITH_MOUNT, WITH_SHIM
+from tools.faults.stage import Setting, Stage
 
 BLOWS_S = 0.8  # in which they begin
 BOUND_S = 20.0  # to begin, to go on after all is healed, to drain; what takes longer is taken for hanging
 DISK = "160m"  # of the small tmpfs
-MODULES = ["faults.actor", "faults.trainer", "faults.stage"]  # what the processes need; each is a fork of one
+MODULES = [f"tools.faults.{name}" for name in ("actor", "trainer", "stage")]  # each process is a fork of one with these
 
 
 def main() -> None:
@@ -72,8 +73,7 @@ class Chaos:
         self._nemeses = {name: nemesis for name, nemesis in sorted(nemeses.items()) if name.startswith(only)}
         if not self._nemeses:
             sys.exit(f"no nemesis begins with {only}; there are {', '.join(sorted(nemeses))}")
-        # Else the fork server of Python 3.11 finds no module, or one of the folder where it was started.
-        os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")
+        os.environ["PYTHONSAFEPATH"] = "1"  # else the fork server takes modules from where this was started
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(MODULES)
 

@@ -13,10 +13,11 @@ import logging
 import sys
 
 try:
-    from checks.sides import CHECKS, examined
+    from tools.checks.sides import CHECKS, examined
 except ModuleNotFoundError as missing:
     sys.exit(
-        f"FAIL packages: {missing.name} is not installed\n     run `uv sync --inexact` here, then .venv/bin/python"
+        f"FAIL packages: {missing.name} is not installed for this Python\n"
+        "     run `uv sync --inexact` here, then .venv/bin/python tools/doctor.py ..."
     )
 
 

@@ -24,11 +24,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.fuzzing import damage, hostile, live  # noqa: E402
-from tools.fuzzing.targets import TARGETS, Target  # noqa: E402
+from tools.fuzzing import damage, hostile, live
+from tools.fuzzing.targets import TARGETS, Target
 
 KINDS = {**TARGETS, "store": Target(0.0003, damage.make, damage.run, damage.DECLARED, writes=True)}
 LIVE = 0.02  # share of the messages to the real server

@@ -11,6 +11,7 @@ actor was refused. Of the actors' processes the second half is killed now and th
 
 import argparse
 import json
+import multiprocessing
 import os
 import sqlite3
 import sys
@@ -23,16 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benches.served import BODY, PROCESSES, check, free_port
 from serl_client import messages as m
 from serl_client.errors import Disconnected
 from serl_client.link import Link
 from serl_client.messages import EPISODE
-from soaking.drift import Drift, broken, drift
-from soaking.processes import run_actors, run_server
 
 from serl_launcher.service.weights import write
+from tools.benches.served import BODY, check
+from tools.faults.proxy import free_port
+from tools.soaking.drift import Drift, broken, drift
+from tools.soaking.processes import run_actors, run_server
 
+PROCESSES = multiprocessing.get_context("spawn")  # each reads the environment of its own start
 LIFE = 8.0  # seconds that an actor lives, on average
 RECORDS = 128.0  # a second, of all actors together
 KILL = 15.0  # seconds from one kill -9 to the next
@@ -49,6 +52,8 @@ def main() -> None:
     parser.add_argument("--actors", type=int, default=64, help="(64)")
     parser.add_argument("--processes", type=int, default=4, help="that the actors are in (4)")
     options = parser.parse_args()
+    if options.minutes < 0.05 or options.processes < 2:
+        parser.error("at least 0.05 minutes, and 2 processes: one is measured, one is killed")
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         soak = Soak(Path(folder), options.actors, options.processes, 60 * options.minutes)
         try:
@@ -86,9 +91,7 @@ class Soak:
     def run(self) -> None:
         self._server.start()
         self._inference.start()
-        os.environ["MALLOC_ARENA_MAX"] = (
-            "1"  # a process of many lives has hundreds of threads, which scatter over arenas
-        )
+        os.environ["MALLOC_ARENA_MAX"] = "1"  # hundreds of threads of short lives would scatter over many arenas
         self._groups = [self._start(part) for part in self._parts]
         self._direct()
         begin = time.monotonic()

@@ -7,13 +7,14 @@ The learner may be running: what is evicted meanwhile is passed over.
 import argparse
 import sqlite3
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
 from serl_launcher.data import layout
-from serl_launcher.data.index import Index
+from serl_launcher.data.index import Index, Source
 
 
 def main() -> None:
@@ -47,22 +48,27 @@ def show(folder: Path, index: Index) -> int:
 
 def verify(folder: Path, index: Index) -> int:
     """The number of steps whose content is not what was acknowledged."""
-    spec, bad = Spec.from_dict(index.meta("spec")), 0
+    bad = 0
     for source in index.sources().values():
-        files = layout.Layout(spec, source.capacity)
-        steps, rows = files.steps(folder / source.name), files.observations(folder / source.name)
-        words = layout.published(folder / source.name)
-        for number in range(source.tail, source.head):
-            record = steps[number % files.capacity].copy()
-            seen = [record["row"], *([record["final_row"]] if record["final_row"] >= 0 else [])]
-            columns = (rows[name][row % files.rows] for row in seen for name in sorted(rows))
-            if record["number"] != number or record["checksum"] != layout.checksum(record, columns):
-                if number < int(words[0]):
-                    continue  # evicted while we read
-                print(f"source {source.name}, step {number}: damaged")
-                bad += 1
+        for number in damaged(folder, index, source):
+            print(f"source {source.name}, step {number}: damaged")
+            bad += 1
         print(f"source {source.name}: {source.head - source.tail:,} steps checked")
     return bad
+
+
+def damaged(folder: Path, index: Index, source: Source) -> Iterator[int]:
+    """The numbers of a source's steps whose content is not what was acknowledged."""
+    files = layout.Layout(Spec.from_dict(index.meta("spec")), source.capacity)
+    steps, rows = files.steps(folder / source.name), files.observations(folder / source.name)
+    words = layout.published(folder / source.name)
+    for number in range(source.tail, source.head):
+        record = steps[number % files.capacity].copy()
+        seen = [record["row"], *([record["final_row"]] if record["final_row"] >= 0 else [])]
+        columns = (rows[name][row % files.rows] for row in seen for name in sorted(rows))
+        is_whole = record["number"] == number and record["checksum"] == layout.checksum(record, columns)
+        if not is_whole and number >= int(words[0]):  # else it was evicted while we read
+            yield number
 
 
 if __name__ == "__main__":

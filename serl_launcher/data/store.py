@@ -12,6 +12,7 @@ If a write or a sync fails, nothing unacknowledged is trusted: close the store, 
 """
 
 import logging
+import sqlite3
 import uuid
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 DATASET = "dataset"  # the mode of a directive that no actor hears of: an importer's
 GROUP_BYTES = 64 << 20  # a group this large is committed before more is staged
-GROUP_OUTCOMES = 10_000  # and so is one with so many outcomes
+GROUP_OUTCOMES = 10_000  # and so is one with so many outcomes, or records that are lost
 
 
 class Gap(Exception):
@@ -266,7 +267,9 @@ class Store:
 
     def _stage_lost(self, state: Epoch, seq: int, lost: Lost) -> None:
         """What an actor cannot send any more may have been a part of its open episode."""
-        log.warning("record %d of %s is lost (%s)", seq, state.actor, lost.lost[:MAX_NAME])
+        log.warning("record %d of %s is lost (%r)", seq, state.actor, lost.lost[:MAX_NAME])
+        if len(self._staged_lost) >= GROUP_OUTCOMES:
+            self.commit()
         self._staged_lost.append((state.epoch, seq, lost.lost[:MAX_NAME]))
         if episode := self._open.pop(state.epoch, None):
             self._seal_cut(episode)
@@ -304,10 +307,11 @@ class Store:
         still_open = (episode for episode in self._open.values() if episode.id == id)
         return self._changed_episodes.get(id) or next(still_open, None) or self.index.episode(id)
 
-    def actor_of(self, id: str) -> str | None:
-        """Whose episode this is; None: nobody's yet."""
-        episode = self._find(id)
-        return episode.actor if episode else None
+    def actors_of(self, id: str) -> set[str]:
+        """Whose episode this is; before it begins, who names episodes so (actor-epoch-number); empty: anybody may."""
+        if episode := self._find(id):
+            return {episode.actor}
+        return {state.actor for state in self.epochs.values() if id.startswith(f"{state.actor}-{state.epoch[:8]}-")}
 
     # -- the archive
     def archive(self, episodes: Iterable[int]) -> None:
@@ -358,7 +362,16 @@ class Store:
         return bool(self._changed_epochs or self._changed_episodes)
 
     def commit(self) -> None:
-        """Make all that was staged durable, then visible to readers."""
+        """Make all that was staged durable, then visible to readers. Raises OSError or sqlite3.Error, after which this
+        object is of no use: a part of the group may count as written."""
+        try:
+            self._commit()
+        except (OSError, sqlite3.Error):
+            raise
+        except Exception as error:  # no memory, no thread
+            raise OSError(f"a group could not be written: {error!r}") from error
+
+    def _commit(self) -> None:
         busy = [name for name, group in self._staged.items() if group.segments]
         for name in busy:
             self._make_room(self.sources[name], self._staged[name])

@@ -12,14 +12,16 @@ from torch.nn import functional
 log = logging.getLogger(__name__)
 
 PAD, BOS, BYTES = 0, 1, 2  # of the byte tokenizer: byte b is the token BYTES + b
+KNOWN = 1000  # tasks whose tokens are kept
 
 
 class Prompt:
     """Tokens [B, length] of B tasks, as pi0 was trained on them: <bos>, the words, a line feed; then padding.
 
     `tokenizer` is a tokenizer.json (PaliGemma's for pi0_base), or the folder that holds it; None stands for bytes. What
-    is longer than `length` is cut, with a warning. Raises ConfigError when there is no such file, and for a token that
-    is not among the first `vocabulary`: PaliGemma's has one more than pi0, <image>, which no task contains.
+    is longer than `length` is cut, and a token that is not among the first `vocabulary` is left out (PaliGemma's has
+    one more than pi0, <image>), both with a warning: actors choose their tasks, and none may end the run. Raises
+    ConfigError when there is no such file.
     """
 
     def __init__(self, tokenizer: str | None, *, length: int, vocabulary: int) -> None:
@@ -37,14 +39,17 @@ class Prompt:
 
     def _row(self, text: str) -> tuple[Tensor, Tensor]:
         if text not in self._known:
-            tokens = self._tokens(text.strip().replace("_", " ").replace("\n", " ") + "\n")
+            if len(self._known) >= KNOWN:
+                self._known.clear()
+            found = self._tokens(text.strip().replace("_", " ").replace("\n", " ") + "\n")
+            tokens = [token for token in found if token < self.vocabulary]
+            if len(tokens) < len(found):
+                log.warning("the task %r has the token %d; the policy has %d", text, max(found), self.vocabulary)
             if len(tokens) > self.length:
                 log.warning("the task %r has %d tokens; the policy reads %d", text, len(tokens), self.length)
-            if max(tokens) >= self.vocabulary:
-                raise ConfigError(f"the task {text!r} has the token {max(tokens)}; the policy has {self.vocabulary}")
-            tokens = torch.tensor(tokens[: self.length])
-            row = functional.pad(tokens, (0, self.length - len(tokens)), value=PAD)
-            self._known[text] = row, torch.arange(self.length) < len(tokens)
+            kept = torch.tensor(tokens[: self.length], dtype=torch.int64)
+            row = functional.pad(kept, (0, self.length - len(kept)), value=PAD)
+            self._known[text] = row, torch.arange(self.length) < len(kept)
         return self._known[text]
 
     def _tokens(self, words: str) -> list[int]:

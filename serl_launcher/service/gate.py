@@ -77,6 +77,7 @@ class AllowList:
             raise ConfigError(f"{folder / 'server.key'} is no key: take another folder, and make all anew") from None
         self._unwritten: set[str] = set()  # bans that could not be written down
         self._stamp: tuple[int, int] | None = None
+        self.fails = False  # it cannot be read now, so nobody is let in
         self._holders = self._read()
 
     def find(self, public: str) -> Holder:
@@ -120,11 +121,11 @@ class AllowList:
             if stamp == self._stamp:
                 return
             self._stamp = stamp if max(stamp) < time.time_ns() - TICK_NS else None
-            self._holders = self._read()
+            self._holders, self.fails = self._read(), False
         except (ConfigError, OSError) as error:
-            if self._holders:
+            if not self.fails:
                 log.error("nobody is let in: %s", error)
-            self._holders, self._stamp = {}, None
+            self._holders, self._stamp, self.fails = {}, None, True
 
 
 @dataclass(slots=True)
@@ -205,8 +206,10 @@ class Gate:
         holder = self._holder(_user(identity))
         if holder.role in ROLES:
             return holder
-        peer.ignored = True
         self.refuse(f"{holder.role} key", holder.name)
+        if self.keys.fails:
+            return None  # it is not told so, as its key may be good: it tries again
+        peer.ignored = True
         raise Refused(f"the key {holder.name} is {holder.role}: tools/keys.py on the learner lets it in again".strip())
 
     def blame(self, identity: zmq.Frame, holder: Holder | None, error: Exception) -> None:
@@ -250,13 +253,14 @@ class Gate:
 
     def _asked(self, *frames: bytes) -> list[bytes]:
         """The answer to libzmq: may this key come in?"""
+        assert self.keys is not None
         version, request, _, address, _, _, *credentials = frames
         public = z85.encode(credentials[0]).decode() if credentials else ""
         holder = self._holder(public)
         if holder.role in ROLES:
             return [version, request, b"200", b"", public.encode(), b""]
         self.refuse(f"{holder.role} key", f"{holder.name or 'a client'} at {address.decode(errors='replace')}")
-        return [version, request, b"400", b"", b"", b""]
+        return [version, request, b"300" if self.keys.fails else b"400", b"", b"", b""]  # 300: not now
 
     def _happened(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:

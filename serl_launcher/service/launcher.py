@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def launch(config: DictConfig) -> int:
     check_address(f"tcp://{config.host}:{config.port}", config["keys"])
     run_dir = writable(Path(str(config.run_dir)))
     _forget_dead_sockets()
-    with _lock(run_dir), tempfile.TemporaryDirectory(prefix=SOCKETS) as sockets:
+    with _lock(run_dir), tempfile.TemporaryDirectory(prefix=SOCKETS) as sockets, _lock(Path(sockets)):
         _check_ports(config)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
         log.info("in %s: %s", run_dir, " ".join(config.remembered))
@@ -73,13 +74,15 @@ def launch(config: DictConfig) -> int:
 
 
 def _forget_dead_sockets() -> None:
-    """Remove the folders of learners that were killed: nobody listens at their sockets."""
+    """Remove the folders of learners that were killed: nobody listens at their sockets, and nobody holds them (where a
+    launcher does, its server is starting again)."""
     for path in Path(tempfile.gettempdir()).glob(f"{SOCKETS}*/server"):
         with socket.socket(socket.AF_UNIX) as probe:
             try:
                 probe.connect(str(path))
             except ConnectionRefusedError:
-                shutil.rmtree(path.parent, ignore_errors=True)
+                with suppress(ConfigError), _lock(path.parent):
+                    shutil.rmtree(path.parent, ignore_errors=True)
             except OSError:
                 continue  # somebody else's
 
@@ -155,7 +158,7 @@ def _check_ports(config: DictConfig) -> None:
 
 
 def _lock(run_dir: Path) -> Any:
-    """The open lock file of a run folder; it names who holds it. Raises ConfigError when somebody else does."""
+    """The open lock file of a folder; it names who holds it. Raises ConfigError when somebody else does."""
     file = open(run_dir / "lock", "a+")  # noqa: SIM115 - the caller closes it
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

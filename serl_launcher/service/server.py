@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 from serl_client import messages as m
 from serl_client import wire
-from serl_client.episode import MAX_NAME, Entry, Outcome
+from serl_client.episode import MAX_NAME, Entry, Lost, Outcome, Segment
 from serl_client.errors import ConfigError, MessageError, Refused, RetakeError, ServerFailed
 from serl_client.link import received
 from serl_client.spec import Spec
@@ -119,7 +119,8 @@ class Server:
             self._degrade(error)
             return m.Failed("ServerFailed", f"the learner's store fails: {error}")
         except (MessageError, KeyError, TypeError, ValueError) as error:
-            self.gate.blame(identity, holder, error)
+            at_keyboard = isinstance(message, m.Command)  # a person who may not steer is told so, however often
+            self.gate.blame(identity, None if at_keyboard else holder, error)
             return m.Failed("Refused", str(error), final=isinstance(message, m.Hello))
         except RetakeError as error:
             return self._refusal(peer, message, error)
@@ -145,7 +146,8 @@ class Server:
             raise Forbidden(f"a {type(message).__name__} is not for the role {session.hello.role}")
         if holder is not None:
             check_role(message, holder)
-        if not session.speaks and (refusal := self._take_over(session)) is not None:
+        is_over = isinstance(message, m.Bye)  # of a life that never spoke: it stops nobody
+        if not (session.speaks or is_over) and (refusal := self._take_over(session)) is not None:
             return refusal
         return self._handlers[type(message)](session, message)
 
@@ -380,7 +382,7 @@ class Server:
             session.touched.add(push.epoch)
             raise
         for seq, record in records:
-            self._check_label(session, record)
+            self._check_owner(session, push.epoch, record)
             try:
                 self.store.stage(push.epoch, seq, record)
             except Gap:
@@ -400,12 +402,18 @@ class Server:
             session.told.discard(push.epoch)
             session.touched.add(push.epoch)
 
-    def _check_label(self, session: Session, record: Entry) -> None:
-        """Raise Refused for an outcome of another actor's episode, which only an operator's key may label."""
-        if session.holder is None or session.holder.role != "actor" or not isinstance(record, Outcome):
+    def _check_owner(self, session: Session, epoch: str, record: Entry) -> None:
+        """Raise Refused for another actor's episode, which only an operator's key may label, or begin."""
+        if session.holder is None or session.holder.role != "actor" or isinstance(record, Lost):
             return
-        if (actor := self._store.actor_of(record.episode)) not in (None, session.hello.actor):
-            raise Refused(f"{record.episode} is an episode of {actor}: labelling it needs a key with the role operator")
+        if isinstance(record, Segment) and record.start:
+            return  # it goes on with one of its own epoch, or is refused
+        actors = self._store.actors_of(record.episode)
+        if actors and actors.isdisjoint((session.hello.actor, self._store.epochs[epoch].actor)):
+            what = "labelling" if isinstance(record, Outcome) else "recording"
+            raise Refused(
+                f"{record.episode} is an episode of {min(actors)}: {what} it needs a key with the role operator"
+            )
 
     def _heartbeat(self, session: Session, heartbeat: m.Heartbeat) -> None:
         session.report = heartbeat.report
@@ -459,7 +467,7 @@ class Server:
     def _status(self, session: Session, _: m.Status) -> m.Message:
         now = time.monotonic()
         clients = [
-            {"role": s.hello.role, "actor": s.hello.actor, "seen_s": round(now - s.seen, 1), **s.report}
+            {**s.report, "role": s.hello.role, "actor": s.hello.actor, "seen_s": round(now - s.seen, 1)}
             for s in self._sessions.values() if s is not session
         ]  # fmt: skip
         directive, weights = self._shared()

@@ -8,15 +8,14 @@ its learner is killed, stopped, cut off and out of disk in turn.
 
 import argparse
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,9 @@ import zmq
 from serl_client import Feature, Segment, Spec, Stamp
 from serl_client import messages as m
 from serl_client.client import TrainerClient
-from serl_client.link import Link
 
-from serl_launcher.service.server import serve
+from .served import PROCESSES, Served
 
-PROCESSES = multiprocessing.get_context("spawn")
 CAMERAS = [f"observation.images.cam_{i}" for i in range(3)]
 SPEC = Spec(
     {**{name: Feature((224, 224, 3), "uint8") for name in CAMERAS}, "observation.state": Feature((14,))},
@@ -175,43 +172,12 @@ class Calls:
         return figures
 
 
-class Learner:
-    """A real server and a stand-in for inference that answers at once, as processes.
-
-    The inference listens at `inference` (a free port, by default), and actors are told that it does at `told`; its
-    actions have `size` entries.
-    """
+class Learner(Served):
+    """A real server and a stand-in for inference that answers at once with actions of `size` entries."""
 
     def __init__(self, folder: Path, inference: str = "", told: str = "", *, size: int = 14) -> None:
-        self.local, self.address = f"ipc://{folder}/server", f"tcp://127.0.0.1:{free_port()}"
-        inference = inference or f"tcp://127.0.0.1:{free_port()}"
-        self._arguments = folder / "run", self.address, self.local, told or inference
-        self._inference = PROCESSES.Process(target=answer, args=(inference, size))
+        super().__init__(folder / "run", 2000, partial(answer, size=size), inference, told)
         self._ended = threading.Event()
-
-    def __enter__(self) -> "Learner":
-        self.start()
-        self._inference.start()
-        return self
-
-    def start(self) -> None:
-        """Start the server; again, after it was killed."""
-        self._server = PROCESSES.Process(target=run_server, args=self._arguments)
-        self._server.start()
-
-    @property
-    def pid(self) -> int:
-        """Of the server."""
-        return self._server.pid or 0
-
-    def direct(self, client: TrainerClient) -> None:
-        """Give the directive to collect, and wait until the client has it."""
-        while not client.connected:
-            client.wait(0.05)
-        with Link(self.local, m.Hello(m.PROTOCOL, "learner", "bench")) as link:
-            link.call(m.Direct({"phase": "bench", "mode": "collect", "into": "online"}, None), 10.0)
-        while not client.directive["number"]:
-            client.wait(0.05)
 
     def enter(self, state: str) -> None:
         if state == "stopped":
@@ -231,13 +197,7 @@ class Learner:
 
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
-        for process in (self._server, self._inference):
-            process.kill()
-            process.join()
-
-
-def run_server(run_dir: Path, public: str, local: str, inference: str) -> None:
-    serve(run_dir, {"online": 2000}, public=public, local=local, inference=inference)
+        super().__exit__(*exception)
 
 
 def answer(address: str, size: int) -> None:
@@ -250,9 +210,3 @@ def answer(address: str, size: int) -> None:
         message = m.decode([part.buffer for part in parts])
         if isinstance(message, m.Ask):
             router.send_multipart([identity.bytes, *m.encode(m.Act(message.step, 1, {"action": chunk}))])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from faults.proxy import Proxy
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.controller import RemotePolicy
@@ -36,8 +35,10 @@ from robot_infra.interfaces import Frame
 from robot_infra.judges import Predicate, near
 from robot_infra.robots.fake import FakeRobot
 from robot_infra.safety import SafeRobot
+from tools.faults.proxy import Proxy, free_port
 
-from .control import PROCESSES, Learner, free_port
+from .control import Learner
+from .served import PROCESSES
 
 FAULTS = ("killed", "stopped", "cut off", "no disk")
 START = 5.0  # seconds before the first fault

@@ -10,10 +10,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benches.paired import Figure, machine, quantiles, said
-from benches.served import PROCESSES, Rows, Served, spec_of
-from benches.swarm import HZ, ROW, run_clients
 from serl_client.client import TrainerClient
+
+from .paired import Figure, machine, quantiles, said
+from .served import PROCESSES, Rows, Served, spec_of
+from .swarm import HZ, ROW, run_clients
 
 LENGTH = 15  # rows of a record: half a second
 

@@ -14,14 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-from benches.control import SPEC
-from benches.ingest import plain_disk
-from benches.paired import Figure, machine, quantiles, ratio, rounds, said
-from benches.served import BODY, Latencies, Rows, Served
 from serl_client.client import TrainerClient
 
 from serl_launcher.data.layout import Layout
 from serl_launcher.data.store import Store
+
+from .control import SPEC
+from .ingest import plain_disk
+from .paired import Figure, machine, quantiles, ratio, rounds, said
+from .served import BODY, Latencies, Rows, Served
 
 GROUPS = (64, 8)  # records in each
 

@@ -22,8 +22,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from benches.paired import Figure, cpu_seconds, machine, ratio, rounds, said
-from benches.served import PROCESSES, Checked, Rows, Served, deliver, spec_of
 from serl_client import Segment
 from serl_client import messages as m
 from serl_client.client import TrainerClient
@@ -31,6 +29,9 @@ from serl_client.link import Link
 from serl_client.outbox import SLICE_BYTES
 
 from serl_launcher.service.server import WINDOW
+
+from .paired import Figure, cpu_seconds, machine, ratio, rounds, said
+from .served import PROCESSES, Checked, Rows, Served, deliver, spec_of
 
 SIZES = {"1 KB": 1000, "50 KB": 50_000, "500 KB": 500_000, "3 MB": 3_000_000}
 BULK = 4 << 20

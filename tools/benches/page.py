@@ -2,29 +2,41 @@
 
 import argparse
 import json
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from benches.paired import Figure
+
+from .paired import Figure
 
 TITLE = """# What the data path does, beside its peers and its ceilings
 
 Each figure was measured in the same run as what it is compared with, in turn; a ratio is the median of those within the
-rounds. In the picture 1 is the goal, and what lies right of it holds. How to repeat it: `tools/bench.py NAME --help`.
+rounds. In the picture 1 is the goal, and what lies right of it holds; what has to be 0 is in the tables alone. How to
+repeat it: `.venv/bin/python tools/bench.py NAME --help`.
 """
 
 
 def main(words: Sequence[str], prog: str) -> None:
     parser = argparse.ArgumentParser(prog, description=__doc__)
-    parser.add_argument("results", type=Path, nargs="+", help="what a bench printed with --json")
+    parser.add_argument("results", type=Path, nargs="+", help="what one printed with --json; control and pi0 have none")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks.md"))
     options = parser.parse_args(words)
-    results = [json.loads(path.read_text().splitlines()[-1]) for path in options.results]
+    results = [printed(path) for path in options.results]
     picture = options.out.with_suffix(".png")
     draw(results, picture)
     options.out.write_text("\n".join([TITLE, f"![ratio to goal]({picture.name})", *map(section, results)]) + "\n")
+
+
+def printed(path: Path) -> Mapping[str, Any]:
+    try:
+        result = json.loads(path.read_text().splitlines()[-1])
+        return {name: result[name] for name in ("bench", "machine", "figures")}
+    except (OSError, IndexError, ValueError, KeyError, TypeError):
+        sys.exit(f"{path} is not what a bench with figures has printed with --json")
 
 
 def section(result: Mapping[str, Any]) -> str:
@@ -45,22 +57,16 @@ def figure_of(plain: Mapping[str, Any]) -> Figure:
     return Figure(**{name: value for name, value in plain.items() if name != "holds"})
 
 
-def margin(figure: Figure) -> float:
-    """How far a figure is beyond its goal: above 1 it holds."""
-    bound, number = figure.goal.split()
-    value = figure.value if figure.ratio is None else figure.ratio
-    return float(number) / value if bound == "<=" else value / float(number)
-
-
 def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     """One bar for each figure that has a goal, on a logarithmic axis."""
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figures = [figure for result in results for figure in map(figure_of, result["figures"]) if figure.goal]
+    goals = [figure for result in results for figure in map(figure_of, result["figures"]) if figure.goal]
+    figures = [figure for figure in goals if 0 < figure.margin < math.inf]
     canvas, axes = pyplot.subplots(figsize=(9, 1 + 0.25 * len(figures)))
     names = [f"{figure.figure} ({figure.goal})" for figure in figures]
-    axes.barh(names, [margin(f) for f in figures], color=["tab:green" if f.holds else "tab:red" for f in figures])
+    axes.barh(names, [f.margin for f in figures], color=["tab:green" if f.holds else "tab:red" for f in figures])
     axes.axvline(1.0, color="black")
     axes.set_xscale("log")
     axes.invert_yaxis()

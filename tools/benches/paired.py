@@ -6,6 +6,7 @@ within the rounds, because the load of a machine changes from one second to the 
 """
 
 import json
+import math
 import os
 import platform
 import time
@@ -32,13 +33,18 @@ class Figure:
     goal: str = ""
 
     @property
-    def holds(self) -> bool | None:
-        """Whether the goal is reached; None without one."""
-        if not self.goal:
-            return None
+    def margin(self) -> float:
+        """How far it is beyond its goal, which it has: from 1 on it holds. 0 or infinity where the goal is 0."""
         bound, number = self.goal.split()
         value = self.value if self.ratio is None else self.ratio
-        return value <= float(number) if bound == "<=" else value >= float(number)
+        if bound == ">=":
+            return value / float(number)
+        return float(number) / value if value else math.inf
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the goal is reached; None without one."""
+        return self.margin >= 1 if self.goal else None
 
     def plain(self) -> dict[str, Any]:
         """As data for --json."""

@@ -27,7 +27,10 @@ import zmq
 from serl_client.errors import ConfigError
 from serl_client.spec import Array
 
-from .control import PROCESSES, SPEC, free_port
+from tools.faults.proxy import free_port
+
+from .control import SPEC
+from .served import PROCESSES
 
 CHUNK = np.zeros((50, 14), np.float32)
 ROOM = 64 << 20  # bytes of the largest message of gRPC

@@ -15,15 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from benches.control import SPEC
-from benches.paired import Figure, machine, ratio, rounds, said
-from benches.served import BODY, STATE, Rows
 from serl_client import Feature, Spec
 
 from serl_launcher.data.layout import Layout
 from serl_launcher.data.sources import Sources
 from serl_launcher.data.store import Store
 from serl_launcher.types import Window
+
+from .control import SPEC
+from .paired import Figure, machine, ratio, rounds, said
+from .served import BODY, STATE, Rows
 
 BATCH = 256
 EPISODE = 48  # steps; shorter ones would store more final observations
@@ -41,7 +42,8 @@ def main(words: Sequence[str], prog: str) -> None:
     torch.set_num_threads(1)
     before, figures = machine(), []
     for name, spec, steps, goals in (
-        ("3x224x224x3", SPEC, options.steps, (">= 0.85", ">= 25")), ("8 numbers", SMALL, 20_000, ("", "")),
+        ("3x224x224x3", SPEC, options.steps, (">= 0.85", ">= 25")),
+        ("8 numbers", SMALL, options.steps * 40 // 3, ("", "")),
     ):  # fmt: skip
         with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
             figures += replay(name, Path(folder), spec, steps, options.theirs, options.rounds, goals)

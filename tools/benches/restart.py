@@ -12,13 +12,15 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from benches.paired import Figure, machine, said
-from benches.served import STATE, Rows, deliver, free_port
 from serl_client import Feature, Spec
 from serl_client.client import TrainerClient
 
 from serl_launcher.data.layout import Layout
 from serl_launcher.data.replay import ReplayBuffer
+from tools.faults.proxy import free_port
+
+from .paired import Figure, machine, said
+from .served import STATE, Rows, deliver
 
 TRAIN = Path(__file__).parents[2] / "examples/train.py"
 SPEC = Spec({STATE: Feature((250,))}, Feature((7,), low=-np.ones(7), high=np.ones(7)), fps=300.0)

@@ -5,10 +5,11 @@ import multiprocessing
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import zmq
@@ -20,8 +21,10 @@ from serl_client.recorder import segment_rows
 
 from serl_launcher.service.server import WINDOW, serve
 from serl_launcher.service.session import bound, send
+from tools.faults.proxy import free_port
 
-PROCESSES = multiprocessing.get_context("spawn")
+PROCESSES = multiprocessing.get_context("forkserver")  # each process has this module as soon as it starts
+PROCESSES.set_forkserver_preload([__name__])
 BODY = {"phase": "bench", "mode": "collect", "into": "online"}
 STATE = "observation.state"
 AHEAD = 2 * WINDOW  # bytes
@@ -30,25 +33,33 @@ AHEAD = 2 * WINDOW  # bytes
 class Served:
     """The real server of a run in `folder`, with one source of `capacity` steps; a context manager.
 
-    Beside it runs `check`, which welcomes those who look for inference. It may be killed and started again.
+    `beside(address)` is a process that serves those who look for inference, at `inference` (a free port, by default);
+    actors are told that it is at `told`. The server may be killed and started again.
     """
 
-    def __init__(self, folder: Path, capacity: int) -> None:
-        self.folder, self._capacity = folder, capacity
-        self.address, self._inference = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-        self._local = f"ipc://{folder}/server"
-        self._beside = PROCESSES.Process(target=check, args=(self._inference,))
-        self.learner = Link(self._local, m.Hello(m.PROTOCOL, "learner", "bench"))
+    def __init__(
+        self,
+        folder: Path,
+        capacity: int,
+        beside: Callable[[str], None] | None = None,
+        inference: str = "",
+        told: str = "",
+    ) -> None:
+        self.folder = folder
+        self.address, free = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        self.local, inference = f"ipc://{folder}/server", inference or free
+        self._words = (folder, capacity, self.address, self.local, told or inference)
+        self._beside = PROCESSES.Process(target=beside or check, args=(inference,))
+        self.learner = Link(self.local, m.Hello(m.PROTOCOL, "learner", "bench"))
 
-    def __enter__(self) -> "Served":
+    def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._beside.start()
         self.start()
         return self
 
     def start(self) -> None:
-        words = (self.folder, self._capacity, self.address, self._local, self._inference)
-        self._process = PROCESSES.Process(target=run_server, args=words)
+        self._process = PROCESSES.Process(target=run_server, args=self._words)
         self._process.start()
 
     @property
@@ -72,7 +83,8 @@ class Served:
     @property
     def commits(self) -> int:
         """How many groups with a part of the newest episode were made durable until now."""
-        revision, page = 0, self.learner.call(m.Sync(0, 0), 20.0)
+        revision = 0
+        page: Any = self.learner.call(m.Sync(0, 0), 20.0)
         while page.episodes:
             revision = page.revision
             page = self.learner.call(m.Sync(revision, 0), 20.0)
@@ -203,9 +215,3 @@ def deliver(client: TrainerClient, segments: list[Segment]) -> float:
         time.sleep(0.0005)
         client.check()
     return time.perf_counter() - begin
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benches.paired import Figure, cpu_seconds, machine, quantiles, said
-from benches.served import PROCESSES, Latencies, Rows, Served, spec_of
 from serl_client.client import TrainerClient
+
+from .paired import Figure, cpu_seconds, machine, quantiles, said
+from .served import PROCESSES, Latencies, Rows, Served, spec_of
 
 ROW, HZ = 50_000, 30.0
 EPISODE = 300  # rows

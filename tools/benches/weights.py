@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import zmq
-from faults.proxy import Proxy
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.errors import ConfigError
@@ -31,10 +30,11 @@ from serl_client.link import Link
 from serl_client.weights import OPEN_REQUESTS, PART_BYTES
 
 from serl_launcher.service import weights
+from tools.faults.proxy import Proxy, free_port
 
 from .paired import Figure, cpu_seconds, machine, ratio, rounds, said
 from .peers import connected, receive
-from .served import PROCESSES, Served, free_port, spec_of
+from .served import PROCESSES, Served, spec_of
 
 OURS, WIRE, RAW, KEPT, BROADCAST = (
     "ours",

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import zmq
-from keys import locked, make
 from serl_client import messages as m
 from serl_client import wire
 from serl_client.client import TrainerClient
@@ -32,10 +31,13 @@ from serl_client.wire import Buffer
 from serl_launcher.service.gate import Gate
 from serl_launcher.service.server import serve
 from serl_launcher.service.session import send
+from tools.faults.proxy import free_port
+from tools.keys import locked, make
 
-from .control import PROCESSES, SPEC, free_port
+from .control import SPEC
 from .paired import Figure, cpu_seconds, machine, quantiles, ratio, rounds, said
 from .peers import CHUNK, RAW, START_S, Call, Peer, accepted, connected, observation, peers, process, receive, wait
+from .served import PROCESSES
 
 OURS, LINK, CURVE = "ours", "ours, one thread", "ours, CURVE"
 GOALS = {"lerobot, two calls": 1 / 5, "agentlace": 1 / 5, "gRPC protobuf": 1 / 3, "websocket (openpi)": 1.0}

@@ -122,7 +122,7 @@ def _full_disk(stage: Stage, random: Random) -> Iterator[float]:
     finally:
         os.close(file)
     yield lasts
-    ballast.unlink()
+    ballast.unlink(missing_ok=True)  # it may have been drawn twice
 
 
 def _twin(stage: Stage, random: Random) -> Iterator[float]:

@@ -20,6 +20,13 @@ TICK = 0.01  # seconds between two drops of a trickle
 ABORT = struct.pack("ii", 1, 0)  # for SO_LINGER: closing sends RST and not FIN
 
 
+def free_port() -> int:
+    """A port on loopback that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 class Proxy:
     """Forwards connections to `port` on loopback to (`target_host`, `target_port`); a context manager with a thread.
 

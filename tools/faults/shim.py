@@ -17,10 +17,6 @@ from serl_client.errors import ConfigError
 
 WRITE, SYNC, RENAME, TRUNCATE, UNLINK, CREATE, ALLOCATE, READ, FOLDER, MARK = (1 << bit for bit in range(10))
 SHORT = 1 << 30
-NAMES = {
-    WRITE: "write", SYNC: "sync", RENAME: "rename", TRUNCATE: "truncate", UNLINK: "unlink", CREATE: "create",
-    ALLOCATE: "allocate", FOLDER: "folder", MARK: "mark",
-}  # fmt: skip
 CONTROL = struct.Struct("<IIiIq40s")
 CALL = struct.Struct("<IIqQ")
 

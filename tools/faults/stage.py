@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 from serl_launcher.service.server import serve
 
 from . import actor, checker, trainer
-from .proxy import Proxy
+from .proxy import Proxy, free_port
 from .shim import Control
 from .truth import Truth, notes
 
@@ -158,7 +157,7 @@ class Actor(Player):
 
 
 class Stage:
-    """One round's processes; a context manager. `blows` fall on it, `watch` keeps it going."""
+    """One round's processes; a context manager. Nemeses strike it, `watch` keeps it going."""
 
     def __init__(
         self, context: ForkServerContext, folder: Path, seed: int, setting: Setting, control: Control | None
@@ -171,7 +170,7 @@ class Stage:
         self._began, self._sick_until, self._notes = time.monotonic(), 0.0, Truth(self.truths / "stage.jsonl")
         self._published = 0, 0
         self._stop, self.asleep = folder / "stop", folder / "asleep"
-        port, local = _free_port(), f"ipc://{folder / 'learner'}"
+        port, local = free_port(), f"ipc://{folder / 'learner'}"
         served = _ServerPart(self.disk / "run", setting.capacity, f"tcp://127.0.0.1:{port}", local, setting.archives)
         self.server = Player(context, "server", _serve, lambda _: served, folder / "server.log")
         self.trainer = Player(
@@ -309,8 +308,3 @@ class Stage:
         self.server.signal(signal.SIGTERM)
         if not self.until(lambda: not self.server.alive, seconds) or self.server.status != 0:
             self.violations.append(f"the server did not end in order: {self.server.last_words}")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]

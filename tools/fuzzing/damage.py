@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 from serl_client import Outcome
 from serl_client.errors import ConfigError, Refused
-from serl_client.spec import Spec
 
 from serl_launcher.data import layout
 from serl_launcher.data.index import Index
 from serl_launcher.data.replay import ReplayBuffer
 from serl_launcher.data.store import Store
 from serl_launcher.types import Window
-from tools.fuzzing.mutations import EPOCH, SPEC, segment, spoiled_bytes
+from tools.store import damaged
+
+from .mutations import EPOCH, SPEC, segment, spoiled_bytes
 
 WINDOW = Window({"observation.state": (0,), "action": (0, 1), "next_observation": (2,)})
 FILES = ("index.sqlite", "index.sqlite", "index.sqlite", "index.sqlite-wal", "online/rows", "online/steps",
@@ -104,17 +105,8 @@ def run(case: Any, scratch: Path) -> str:
 
 
 def verify(folder: Path, index: Index) -> int:
-    """How many steps are not as they were acknowledged, as tools/store.py counts them."""
-    spec, bad = Spec.from_dict(index.meta("spec")), 0
-    for source in index.sources().values():
-        files = layout.Layout(spec, source.capacity)
-        steps, rows = files.steps(folder / source.name), files.observations(folder / source.name)
-        for number in range(source.tail, source.head):
-            record = steps[number % files.capacity].copy()
-            seen = [record["row"], *([record["final_row"]] if record["final_row"] >= 0 else [])]
-            columns = (rows[name][row % files.rows] for row in seen for name in sorted(rows))
-            bad += record["number"] != number or record["checksum"] != layout.checksum(record, columns)
-    return bad
+    """How many steps are not as they were acknowledged."""
+    return sum(1 for source in index.sources().values() for _ in damaged(folder, index, source))
 
 
 DECLARED = (ConfigError,)

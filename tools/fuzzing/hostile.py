@@ -1,5 +1,5 @@
 """A peer that speaks ZMTP 3 by hand over a plain TCP socket, so that it can speak it wrongly; its attacks on a server,
-and how a server process looks from outside (memory, threads, descriptors, files).
+and how a server process looks from outside (memory, threads, files).
 
 ZMTP: https://rfc.zeromq.org/spec/23. A greeting is 64 bytes, a frame is flags, length, body.
 """
@@ -229,10 +229,6 @@ def memory(pid: int) -> int:
 
 def threads(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/task"))
-
-
-def descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def contents(folder: Path) -> dict[str, str]:

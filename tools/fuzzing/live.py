@@ -1,6 +1,5 @@
 """A real server in a process of its own, attacked over plain TCP: what it took, and what became of it."""
 
-import socket
 import subprocess
 import sys
 import time
@@ -15,9 +14,11 @@ from serl_client.client import TrainerClient
 from serl_client.link import Link
 
 from serl_launcher.data.index import Index
-from tools.fuzzing import hostile
-from tools.fuzzing.damage import verify
-from tools.fuzzing.mutations import CORPUS, EPOCH, SPEC, resealed, sealed, segment, spoiled_frames
+from tools.faults.proxy import free_port
+
+from . import hostile
+from .damage import verify
+from .mutations import CORPUS, EPOCH, SPEC, resealed, sealed, segment, spoiled_frames
 
 TURN = 12  # messages on one connection: after 16 bad ones it would be ignored
 HELD = 256 << 20  # bytes that the server may take while it is attacked: some of the largest frames, not yet handled
@@ -40,9 +41,7 @@ class Attacked:
     def __init__(self, scratch: Path) -> None:
         self.run_dir, self.log = scratch / "run", scratch / "server.log"
         self.run_dir.mkdir(parents=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         command = [sys.executable, "-c", SERVE, str(self.run_dir), str(self.port)]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(command, stderr=log)

@@ -21,7 +21,8 @@ from serl_client.weights import WeightsFolder
 
 from serl_launcher.service.gate import OPEN
 from serl_launcher.service.session import check_hello
-from tools.fuzzing.mutations import BOMBS, CORPUS, RECORDS, SPEC, resealed, spoiled_bytes, spoiled_frames, spoiled_tree
+
+from .mutations import BOMBS, CORPUS, RECORDS, SPEC, resealed, spoiled_bytes, spoiled_frames, spoiled_tree
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benches.served import STATE, Latencies, Rows
 from serl_client import Feature, Segment, Spec
 from serl_client.client import TrainerClient
 from serl_client.errors import TrainerError
 
 from serl_launcher.service.server import Server
+from tools.benches.served import STATE, Latencies, Rows
 
 OURS = ("serl_client.", "serl_launcher.")
 DEPTH, LOOKED_INTO = 6, 200  # how far `tables` follows our own objects, and how many of one table

@@ -202,7 +202,8 @@ class Link:
         event = parse_monitor_message(self._monitor.recv_multipart())["event"] if self._monitor.poll(0) else 0
         before, self._hint = self._hint, ""
         if event in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-            self._hint = " It may have another server key than ours, or none" if self.key else " It may want a key"
+            reason = "has another server key than ours, or none" if self.key else "wants a key"
+            self._hint = f" It broke off the handshake: it is being stopped, or {reason}"
         if self._hint not in ("", before):
             log.warning("no connection to %s.%s", self.address, self._hint)
         self._barred = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH

@@ -174,15 +174,16 @@ class Outbox:
         mine = [file for file in self._files if file.epoch == epoch]
         is_over = bool(mine) and epoch != self._writing and mine[-1].end <= expected
         done = list(itertools.takewhile(lambda file: is_over or max(file.end, file.needed) <= expected, mine))
-        if not done:
-            return
-        self._files = [file for file in self._files if file not in done]
         for file in done:
-            self._bytes -= file.size
             if self._tail and self._tail[0] is file:
                 self._close_tail()
-            with suppress(OSError):  # it would come back at the next start, and be acknowledged again
-                self._spare(file)
+            try:
+                with suppress(FileNotFoundError):
+                    self._spare(file)
+            except OSError:  # none goes before it: a hole between two files is taken for a loss
+                return
+            self._files = [other for other in self._files if other is not file]
+            self._bytes -= file.size
 
     def close(self) -> None:
         """May be called twice."""
@@ -225,10 +226,11 @@ class Outbox:
             return
         is_quick = file.epoch == self._writing and time.monotonic() < file.born + SPARE_SECONDS
         if is_quick and len(self._spares) < SPARE_FILES and file.size <= 2 * FILE_BYTES:
-            file.path = file.path.rename(file.path.with_suffix(".spare"))
-            self._spares.append(file)
-        else:
-            file.path.unlink()
+            with suppress(OSError):  # a new name may need room, which a full disk has not
+                file.path = file.path.rename(file.path.with_suffix(".spare"))
+                self._spares.append(file)
+                return
+        file.path.unlink()
 
     def _drop_spares(self) -> None:
         for spare in self._spares:
@@ -304,8 +306,8 @@ def _scanned(file: _File) -> _File:
         data = file.path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"{file.path} cannot be read: {error}. Look after that disk; if the file cannot be saved, move it out of "
-            "the outbox: its records are lost then, and the rest is sent"
+            f"{file.path} cannot be read: {error}. If the file cannot be saved, put an empty one of the "
+            "same name in its place: its records are lost then, and the rest is sent"
         ) from None
     begin = 0
     while (found := _next_record(data, begin, file.end)) is not None:

@@ -131,6 +131,8 @@ class Stream:
         An epoch follows when the one before it is acknowledged.
         """
         for epoch, (first, end) in self._outbox.epochs.items():
+            if first == end:
+                continue
             if epoch != self._sending or (self._flying and time.monotonic() > self._heard + STALL):
                 self._rewind(epoch, first)
             while self._next < end:
