@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from serl_launcher.data.store import Store
 from serl_launcher.service.inference import PolicyHost
 from tests.test_service import wait_until as until
 from tools import fuzz
+from tools.faults.proxy import free_port
 from tools.fuzzing import damage, hostile, live, mutations
 from tools.fuzzing.targets import TARGETS
 
@@ -309,3 +311,31 @@ def test_a_case_that_crashes_or_writes_is_found_and_kept(tmp_path, monkeypatch):
     assert (result["crashes"], kept["number"], "planted" in kept["why"]) == (1, 5, True)
     assert result["files"] == [str(tmp_path / "elsewhere")]
     assert result["outcomes"] == {"taken": 9, "FAILED": 1}
+
+
+BUSY = """
+import sys, time, zmq
+from serl_launcher.service.session import bound
+socket = bound(zmq.Context(), sys.argv[1])
+print("bound", flush=True)
+time.sleep(1.5)
+count = 0
+while socket.poll(200):
+    socket.recv_multipart()
+    count += 1
+print(count, flush=True)
+"""
+
+
+@pytest.mark.parametrize("ping", [b"", hostile.frame(b"\x04PING\x00\x1e", hostile.COMMAND)], ids=["plain", "pings"])
+def test_a_client_that_floods_a_busy_server_and_is_cut_off_does_not_end_it(ping):
+    port = free_port()
+    words = [sys.executable, "-c", BUSY, f"tcp://127.0.0.1:{port}"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout.readline() == "bound\n"
+        peer = hostile.Peer(port)
+        peer.socket.sendall((hostile.message(b"x" * 50) + ping) * 4000)
+        time.sleep(0.2)
+        peer.reset()
+        assert int(server.stdout.readline()) > 0
+    assert server.returncode == 0

@@ -15,6 +15,7 @@ from serl_client.keys import owns
 log = logging.getLogger(__name__)
 
 ZERO_COPY = 32 << 10
+QUEUE = 100_000  # messages of one client that wait to be looked at
 ROLES: dict[str, tuple[type, ...]] = {
     "actor": (m.Push, m.Heartbeat, m.Bye, m.WeightsRequest, m.Command, m.Status),
     "learner": (
@@ -106,11 +107,17 @@ def bound(
     context: zmq.Context, address: str, *, prepare: Callable[[zmq.Socket], None] = lambda _: None, option: str = "port"
 ) -> zmq.Socket:
     """A ROUTER that listens on `address`, made ready by `prepare`. Raises ConfigError when it cannot; `option` is the
-    one that chooses another address."""
+    one that chooses another address.
+
+    Clients send the heartbeats (link.py), and what they say of their lifetime ends a dead connection. A ROUTER sends
+    none: libzmq 4.3.5 aborts the process when one falls due, or is to be answered, on a connection that broke while its
+    queue was full. So the queue is long, too; what an honest client has on its way is bounded by its window.
+    """
     socket = context.socket(zmq.ROUTER)
     for setting, value in (
         (zmq.LINGER, 0), (zmq.MAXMSGSIZE, wire.MAX_ARRAY), (zmq.ROUTER_MANDATORY, 0), (zmq.SNDHWM, 64),
-        (zmq.RCVHWM, 64), (zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 5000),
+        (zmq.RCVHWM, QUEUE), (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 10), (zmq.TCP_KEEPALIVE_INTVL, 5),
+        (zmq.TCP_KEEPALIVE_CNT, 3),
     ):  # fmt: skip
         socket.setsockopt(setting, value)
     prepare(socket)

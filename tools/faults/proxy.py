@@ -1,5 +1,6 @@
 """A TCP proxy with faults, to stand between an actor and its learner: cut, half open, one way, slow, reset."""
 
+import random
 import select
 import socket
 import struct
@@ -21,10 +22,11 @@ ABORT = struct.pack("ii", 1, 0)  # for SO_LINGER: closing sends RST and not FIN
 
 
 def free_port() -> int:
-    """A port on loopback that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port on loopback that nobody has now, and that no outgoing connection takes: those begin at 32768."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_000)))
+            return probe.getsockname()[1]
 
 
 class Proxy:
