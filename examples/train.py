@@ -6,7 +6,7 @@ examples/train.py learner=true|actor=true [task=... algo=... policy=... plan=...
 Only wiring: Hydra composes, this file hands the parts to each other.
 """
 
-import logging
+import signal
 import sys
 from collections.abc import Mapping
 from contextlib import closing
@@ -15,10 +15,11 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from serl_client.client import TrainerClient
-from serl_client.console import Watch, console
+from serl_client.console import Watch, console, log_as
 from serl_client.controller import RemotePolicy, Source
 from serl_client.errors import ConfigError, RetakeError
-from serl_client.keys import Key
+from serl_client.keys import Key, named
+from serl_client.reach import Lookout
 from serl_client.runner import run_actor
 from serl_client.status import RECENT, ActorStatus
 
@@ -31,6 +32,7 @@ CONFIG = Path(__file__).resolve().parent.parent / "config"
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script that starts us with & has it ignored
     words = [word for word in sys.argv[1:] if word not in ("--cfg", "job")]
     if {"--help", "-h"} & set(words):
         choices = "\n".join(f"{name}: {', '.join(names)}" for name, names in groups(CONFIG).items())
@@ -54,7 +56,7 @@ def run(config: DictConfig) -> int:
     if config.learner == config.actor:
         raise ConfigError("say which side this is: learner=true or actor=true")
     if config.learner:
-        logging.basicConfig(level=logging.INFO, format="[launcher] %(message)s")
+        log_as("launcher")
         return launch(config)
     return act(config)
 
@@ -63,7 +65,7 @@ def act(config: DictConfig) -> int:
     """Run an actor until the plan ends."""
     known(config.inference, ("remote", "local"), "place", "inference")
     key, local = Path(config.key) if config.key else None, config.inference == "local"
-    name = Key.read(key).name if key and config.name == "actor" else str(config.name)
+    name = named(str(config.name), Key.read(key) if key else None)
     with factory(config, "task.env")() as env, closing(env.operator or Keyboard()) as keyboard:
         folder = writable(Path(str(config.run_dir)) / "actors" / name)
         with TrainerClient(
@@ -75,22 +77,25 @@ def act(config: DictConfig) -> int:
             controller = RemotePolicy(source, deadline=config.deadline_s, execute=config.execute)
             status = ActorStatus()
             keys = {"keys": LEGEND} | ({"motion keys": MOTION_LEGEND} if env.operator else {})
-            with Watch(console(name), lambda: rows(status, client, keys), lambda: status.driver):
+            keys = keys if getattr(keyboard, "has_terminal", True) else {}
+            shown = console(name)
+            lookout = Lookout(lambda: client.connected, str(config.ip), int(config.port), has_key=key is not None)
+            with lookout, Watch(shown, lambda: rows(status, client, keys, lookout), lambda: status.driver):
                 run_actor(env, controller, client, seed=config.seed, operator=keyboard, status=status)
     return 0
 
 
-def rows(status: ActorStatus, client: TrainerClient, keys: Mapping[str, str]) -> dict[str, str]:
+def rows(status: ActorStatus, client: TrainerClient, keys: Mapping[str, str], lookout: Lookout) -> dict[str, str]:
     """What the actor's console shows."""
     records, size = client.pending
     return {
         **keys,
         "phase": f"{status.phase or '-'} ({status.mode})",
+        "learner": str(lookout),
         "episodes": f"{status.episodes}, {status.steps} steps, now {status.episode or '-'}",
         f"of last {RECENT}": f"success {status.unassisted} unassisted, {status.assisted} assisted",
         "takeovers": f"{status.takeovers}",
         "control": f"{status.rate:.1f} Hz, {status.late} late ticks",
-        "learner": "connected" if client.connected else f"AWAY, last heard {client.last_seen:.0f} s ago",
         "outbox": f"{records} records, {size / 1e6:.1f} MB not acknowledged",
     }
 
@@ -98,13 +103,11 @@ def rows(status: ActorStatus, client: TrainerClient, keys: Mapping[str, str]) ->
 def local_source(config: DictConfig, client: TrainerClient) -> Source:
     """A policy in this process, with weights from the learner."""
     try:
-        import torch
-
         from serl_launcher.service.inference import LocalSource, PolicyHost
-        from serl_launcher.service.training import build, device_of
+        from serl_launcher.service.training import build, device_of, seed
     except ModuleNotFoundError as error:
         raise ConfigError(f"inference=local needs {error.name}: uv sync --inexact --extra learner") from None
-    torch.set_num_threads(config.threads)
+    seed(config)
     return LocalSource(client, PolicyHost(build(config, client.spec), client.spec, device_of(config)))
 
 

@@ -13,6 +13,21 @@ Carry = Any  # an actor's memory between decisions: a tree of tensors, None for 
 
 
 @dataclass(frozen=True, slots=True)
+class Stillness:
+    """When a window shows a robot that waits, so that a policy which imitates it would wait for ever.
+
+    It does when no entry of `column` has a standard deviation above `threshold`, in the column's unit, from the
+    window's first step to its end. `column`: `action`, or a float observation; `entries`: indices of its flattened
+    values, None: all. An action that is a velocity or a step is constant in straight motion too, so for such a robot
+    name an observation with measured positions.
+    """
+
+    threshold: float
+    column: str = "action"
+    entries: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Window:
     """Which columns an update wants, at which steps relative to the step t that was drawn.
 
@@ -24,16 +39,15 @@ class Window:
     - `next_observation`: (H,) if it is wanted at all. Every observation of this window at its own offsets plus the
       number of valid steps, so that a window that the end cut short sees the episode's final observation;
     - any other name: one of Spec.extras, or a derived column, at the action's offsets, in `Batch.extras`, [B, H, ...].
-    `starts` says which steps may be drawn: `any`, or `decision`, those where a new chunk began. With `stillness` > 0 a
-    step is not drawn when every entry of the states observed from it to the window's end varies by at most that
-    standard deviation: the robot waits there, and a policy that imitates it waits for ever. No row is left out.
+    `starts` says which steps may be drawn: `any`, or `decision`, those where a new chunk began. With
+    `stillness` no window starts where the robot waits; rows in which it waits still occur inside other windows.
 
     Raises ValueError for offsets that break these rules.
     """
 
     offsets: Mapping[str, tuple[int, ...]]
     starts: Literal["any", "decision"] = "any"
-    stillness: float = 0.0
+    stillness: Stillness | None = None
 
     def __post_init__(self) -> None:
         actions = self.offsets.get("action", ())

@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 from serl_client import Feature, Segment, Spec, Stamp
 
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # else each program that a test starts compiles all of torch again
+    sys.dont_write_bytecode = False
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background inherits that it is ignored
+
 os.environ["WANDB_MODE"] = "disabled"  # the runs that tests start mirror nothing, unless they ask for it
 
 VIOLATIONS = Path(

@@ -293,6 +293,8 @@ class Protocol:
     def hello(self, state: State, key: tuple[int, int], name: str, earlier: tuple[tuple[str, int], ...]) -> State:
         if state.server.degraded:
             return _tell(state, key, ("failed", "ServerFailed", False))
+        if (mine := state.epoch(name)) is not None and mine.closed:
+            return _tell(state, key, ("failed", "Refused", True))
         there = {epoch.name for epoch in state.server.epochs}
         names = (*(epoch for epoch, _ in earlier), name)
         new = tuple(Epoch(epoch, key[0]) for epoch in names if epoch not in there)
@@ -302,6 +304,8 @@ class Protocol:
         state = state._replace(server=committed)
         if self.outranked(state, name):
             return _tell(state, key, ("failed", "Refused", True))
+        for echo in [each for each in state.server.sessions if each.epoch == name and not each.speaks]:
+            state = _hang_up(state, echo.key)
         session = Session(key, name, earlier, earlier)
         state = _resession(state, session)
         expected = tuple((epoch, state.epoch(epoch).expected) for epoch in names)
@@ -312,7 +316,8 @@ class Protocol:
         Hello came first is told."""
         if self.outranked(state, session.epoch):
             return _tell(_hang_up(state, session.key), session.key, ("failed", "Refused", True))
-        committed = self.committed(self.without_earlier(state.server, session))
+        closed = self.without_earlier(state.server, session)
+        committed = closed if closed == state.server else self.committed(closed)
         if committed is None:
             return _tell(self.degrade(state), session.key, ("failed", "ServerFailed", False))
         state = _resession(state._replace(server=committed), session._replace(speaks=True))
@@ -329,7 +334,7 @@ class Protocol:
         for i, epoch in enumerate(epochs):
             if epoch.name == session.epoch:
                 break
-            if epoch.client == session.key[0] and epoch.name not in held:
+            if epoch.client == session.key[0] and epoch.name not in held and not epoch.closed:
                 epochs[i] = epoch._replace(closed=True)
         return server._replace(epochs=tuple(epochs))
 
@@ -345,6 +350,8 @@ class Protocol:
         if seq > epoch.expected:
             session = session._replace(waiting=session.waiting | {name})
         else:
+            if seq == epoch.expected and epoch.closed:
+                return _tell(state, session.key, ("failed", "Refused", True))
             if seq == epoch.expected:
                 state = _repoch(state, epoch._replace(expected=seq + 1, log=(*epoch.log, seq)))
             session = session._replace(waiting=session.waiting - {name}, told=session.told - {name})

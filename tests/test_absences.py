@@ -6,7 +6,6 @@ The real programs; a module is taken from them by a sitecustomize, which their c
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from robot_infra.cameras import gl
 from serl_launcher.data import shards
+from tools.faults.proxy import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, str(ROOT / "examples" / "train.py")]
@@ -48,9 +48,7 @@ def run(tmp_path):
     processes = {}
 
     def run(environment, *words, sides=("learner", "actor")):
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0)), other.bind(("127.0.0.1", 0))
-            ports = [f"port={one.getsockname()[1]}", f"inference_port={other.getsockname()[1]}"]
+        ports = [f"port={free_port()}", f"inference_port={free_port()}"]
         for side in sides:
             command = [*COMMAND, f"{side}=true", f"run_dir={tmp_path}/run", *ports, *words]
             with open(tmp_path / side, "w") as log:

@@ -12,7 +12,8 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from serl_client import ConfigError, Feature, Spec
 
-from serl_launcher.algorithms.base import critic_weight, value_target
+from serl_launcher.algorithms.base import Algorithm, critic_weight, value_target
+from serl_launcher.service.ledger import value_error
 from serl_launcher.types import Batch, Window
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -203,10 +204,14 @@ def test_acting_needs_only_the_published_weights_and_the_noise(name, spec):
 @every_algorithm
 def test_states_are_normalised_alike_in_every_network_and_it_is_published(name, spec):
     algorithm, _ = build(name, spec)
-    mean, std = {"observation.state": np.array([1.0, -2.0])}, {"observation.state": np.array([0.5, 0.0])}
+    fitted = {
+        "mean": {"observation.state": np.array([1.0, -2.0]), "action": np.zeros(2)},
+        "std": {"observation.state": np.array([0.5, 0.0]), "action": np.full(2, REACH)},
+        "low": {"action": np.full(2, -REACH)}, "high": {"action": np.full(2, REACH)},
+    }  # fmt: skip
     state = torch.randn(3, 2)
     plain = act(algorithm, {"observation.state": state})
-    algorithm.set_statistics(mean, std)
+    algorithm.set_statistics(fitted)
     shifted = state * torch.tensor([0.5, 1.0]) + torch.tensor([1.0, -2.0])  # a constant is centred, not scaled
     torch.testing.assert_close(act(algorithm, {"observation.state": shifted}), plain)
     for buffers in (algorithm.state_dict(), algorithm.acting.state_dict()):
@@ -282,6 +287,14 @@ def test_soft_actor_critic_refuses_a_policy_without_a_density(spec):
               "~policy.hidden", "~policy.layer_norm", "~policy.log_std_low", "~policy.log_std_high")  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["sac", "rlpd"])
+def test_soft_actor_critic_refuses_a_policy_without_an_encoder_and_names_what_to_say(name, spec):
+    with initialize_config_dir(str(CONFIG), version_base="1.3"):
+        config = compose(overrides=[f"+algo={name}", "+policy=pi0_tiny", "+execute=4"])
+    with pytest.raises(ConfigError, match="policy=gaussian, or algo=sac_pi0 with"):
+        instantiate(config.algo)(spec)
+
+
 def test_a_window_names_the_steps_of_one_episode():
     assert Window({"observation.state": (-1, 0), "action": (0, 1, 2), "next_observation": (3,)}).horizon == 3
     for offsets in ({"observation.state": (0,)}, {"action": (1, 2)}, {"action": (0, 1), "next_observation": (1,)}):
@@ -292,3 +305,33 @@ def test_a_window_names_the_steps_of_one_episode():
 def test_a_batch_moves_with_all_its_columns():
     batch = rows(3, False, False).to("meta")
     assert batch.action.device.type == batch.observation["observation.state"].device.type == "meta"
+
+
+class Valued(Algorithm):
+    """Learns values in an update of another name than `update`, and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.windows = {"update_critic": Window({"action": (0,)}), "update_policy": Window({"action": (0, 1)})}
+
+    @property
+    def acting(self):
+        raise NotImplementedError
+
+    def act(self, *_, **__):
+        raise NotImplementedError
+
+    def value(self, batch):
+        return torch.full((len(batch),), 2.0)
+
+
+def test_an_algorithm_without_an_update_of_that_name_reports_how_far_its_values_are(spec):
+    algorithm, asked = Valued(), []
+
+    class Stored:
+        def beginnings(self, episodes, window, discount):
+            asked.append(window)
+            return toy_batch(window, spec, torch.Generator(), size=len(episodes)), torch.tensor([1.0, 5.0])
+
+    assert value_error(Stored(), algorithm, ["a", "b"], "cpu") == {"value_error": 2.0, "value_bias": -1.0}
+    assert asked == [algorithm.windows["update_critic"]]

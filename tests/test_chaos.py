@@ -1,6 +1,7 @@
 """tools/chaos.py: a few rounds of it, and its checker, which has to see each kind of damage."""
 
 import json
+import random
 import shutil
 import socket
 import sqlite3
@@ -13,12 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from serl_client.episode import Outcome
 from serl_client.spec import Spec
 
 from serl_launcher.data import layout
+from serl_launcher.data.store import Store
 from serl_launcher.service import weights
-from tools.faults import checker
+from tools.faults import checker, counted
 from tools.faults.proxy import Proxy
+from tools.faults.rot import Rot
 
 CHAOS = Path(__file__).parents[1] / "tools/chaos.py"
 
@@ -38,10 +42,17 @@ def test_rounds_of_faults_lose_double_and_reorder_nothing():
     assert 0 < said["acked"] <= said["produced"]
 
 
+@pytest.mark.parametrize("nemesis", ["insider", "missing-index", "bit-rot"])
+def test_a_round_with_keys_of(nemesis):
+    done, said = chaos("--round", "0", "--seed", "5", "--only", nemesis)
+    assert said["violations"] == [], done.stdout
+    assert f"keys; {nemesis}" in done.stdout
+
+
 def test_a_nemesis_that_there_is_not_is_refused_by_a_sentence_that_names_those_that_there_are():
     done = subprocess.run([sys.executable, CHAOS, "--only", "flood"], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "no nemesis begins with flood; there are cut, " in done.stderr
+    assert "no nemesis begins with flood; there are bit-rot, cut, " in done.stderr
 
 
 def test_the_checker_knows_nothing_of_the_product():
@@ -244,6 +255,138 @@ def test_the_checker_sees_an_episode_that_left_before_it_was_archived(kept):
     report = kept.check(archived=["main"])
     assert report.lost > 0
     assert any("left the store before it was archived" in violation for violation in report.violations)
+
+
+def test_bits_that_turn_over_are_found_by_verify_and_no_others_are_named(kept):
+    rot = Rot(kept.store.parent, "main", random.Random(1))
+    assert len(rot.numbers) == 3
+    assert rot.unseen() == []
+    rot.numbers.pop()
+    assert "verify says" in rot.unseen()[0]
+    rot.mend()
+    assert kept.check().violations == []
+
+
+# -- a whole run, as an independent reader counts it
+PHASES = ("demonstrate", "teleop", "demo", 2), ("baseline", "evaluate", "eval", 2), ("practise", "collect", "online", 3)
+
+
+class Run:
+    """A run that is over: its store, its weights and its summary."""
+
+    def __init__(self, folder, spec, make_segment):
+        self.folder, self._make, self._seq, self._seed = folder, make_segment, 0, 0
+        self.store = Store.create(folder / "store", spec, {"demo": 200, "online": 200, "eval": 200})
+        self.store.hello("arm", "outbox", "A", [])
+        for phase, mode, into, count in (*PHASES, ("evaluate", "evaluate", "eval", 3)):
+            self.weights, size = weights.write(folder / "weights", phase.encode())
+            self.version = self.store.publish_weights(self.weights, size, 0)
+            directive = self.store.direct({"phase": phase, "mode": mode, "into": into})
+            for _ in range(count):
+                self.episode(directive, phase)
+        self.store.commit()
+        self.summary = {
+            "env_steps": 35, "episodes": 5, "assisted": 0,
+            "before": {"episodes": 2, "distinct_starts": 2, "success": 1.0, "return_mean": 21.0},
+            "eval": {"episodes": 3, "distinct_starts": 3, "success": 1.0, "return_mean": 21.0,
+                     "weights_sha256": self.weights},
+        }  # fmt: skip
+
+    def episode(self, directive, phase):
+        """Seven steps, a success."""
+        self._seed += 1
+        name = f"{phase}-{self._seed}"
+        stamp = dict(directive=directive, phase=phase, weights=self.version)
+        for record in (
+            self._make(name, self._seed, 0, 4, **stamp), self._make(name, self._seed, 4, 3, ends="terminated", **stamp),
+            Outcome(name, True),
+        ):  # fmt: skip
+            self.store.stage("A", self._seq, record)
+            self._seq += 1
+
+    def durable(self, source):
+        found = counted.published(self.folder / "store" / source, counted.layout(self.folder / "store"))
+        return {source: dict(zip(found["number"].tolist(), found["checksum"].tolist(), strict=True))}
+
+    def violations(self, durable=None, spooled=None):
+        (self.folder / "summary.json").write_text(json.dumps(self.summary))
+        violations = []
+        counted.Counted(self.folder, violations).check(durable or {}, spooled or {})
+        return violations
+
+
+@pytest.fixture
+def run(tmp_path, spec, make_segment):
+    made = Run(tmp_path, spec, make_segment)
+    yield made
+    made.store.close()
+
+
+def test_what_an_independent_reader_counts_is_what_the_summary_of_a_whole_run_says(run):
+    assert run.violations(run.durable("online"), {"A": 30}) == []
+
+
+def a_lie(part, **values):
+    def tell(run):
+        (run.summary[part] if part else run.summary).update(values)
+
+    return tell
+
+
+def a_step_is_lost(run):
+    np.memmap(run.folder / "store/online/steps", counted.layout(run.folder / "store"), "r+")[3] = 0
+
+
+def another_policy_acted(run):
+    run.summary["eval"]["weights_sha256"], _ = weights.write(run.folder / "weights", b"another")
+
+
+def the_published_file_is_damaged(run):
+    (run.folder / f"weights/{run.weights}.safetensors").write_bytes(b"else")
+
+
+def an_episode_is_worth_more_than_its_rows(run):
+    change(run, "UPDATE episodes SET reward = 22 WHERE number = 1")
+
+
+def a_takeover_is_kept_quiet(run):
+    change(run, "UPDATE episodes SET intervened = 1 WHERE number = 6")
+
+
+def change(run, words):
+    with sqlite3.connect(run.folder / "store/index.sqlite") as index:
+        index.execute(words)
+    index.close()
+
+
+@pytest.mark.parametrize(
+    ("plant", "sentence"),
+    [
+        (a_lie("", env_steps=36), "env_steps: 36, and an independent reader counts 35"),
+        (a_lie("", episodes=4), "episodes: 4"),
+        (a_lie("", assisted=1), "assisted: 1"),
+        (a_lie("eval", success=2 / 3), "eval: successes of 3"),
+        (a_lie("eval", episodes=4), "eval: successes of 4"),
+        (a_lie("eval", distinct_starts=2), "eval: successes of 3, starts"),
+        (a_lie("before", return_mean=20.0), "before: successes of 2"),
+        (another_policy_acted, "eval: successes of 3"),
+        (the_published_file_is_damaged, "are damaged, or not there"),
+        (a_step_is_lost, "is damaged, or not there"),
+        (an_episode_is_worth_more_than_its_rows, "reward of demonstrate-1"),
+        (a_takeover_is_kept_quiet, "takeovers in practise-6"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) and value.__name__ != "tell" else None,
+)
+def test_the_independent_reader_sees(run, plant, sentence):
+    plant(run)
+    assert any(sentence in violation for violation in run.violations()), run.violations()
+
+
+def test_the_independent_reader_sees_that_something_durable_went_and_that_an_outbox_was_forgotten(run):
+    durable = run.durable("online")
+    durable["online"][5] ^= 1
+    assert "steps of online that were durable and are not there: 1" in run.violations(durable)[0]
+    assert "records of epoch A that lay on the actor's disk: 30" in run.violations(spooled={"A": 31})[0]
 
 
 @pytest.fixture

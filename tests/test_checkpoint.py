@@ -8,7 +8,7 @@ import pytest
 import torch
 from serl_client import ConfigError, Feature, Spec
 
-from serl_launcher.utils.checkpoint import Checkpoints
+from serl_launcher.utils.checkpoint import SHARE, Checkpoints, Schedule
 from serl_launcher.utils.logging import MetricsLog, read
 
 CONFIG = {"algo": {"discount": 0.97, "hidden": (128, 128)}}
@@ -126,3 +126,51 @@ def test_metrics_are_continued_and_a_torn_line_costs_only_itself(tmp_path):
     assert records[0]["loss"] == 0.5
     assert records[0]["bad"] is None
     assert records[0]["time"] > 1.6e9
+
+
+def due_at(schedule, cost, until):
+    """When checkpoints are made that take `cost` seconds each, by a clock of tenths."""
+    times = []
+    for tenth in range(10 * until):
+        if schedule.due(tenth / 10):
+            schedule.saved(tenth / 10 + cost, cost)
+            times.append(tenth / 10)
+    return times
+
+
+def test_checkpoints_come_soon_after_a_start_and_then_ever_more_seldom():
+    assert due_at(Schedule(30.0, 0.0), 0.0, 130) == [1.0, 3.0, 7.0, 15.0, 31.0, 61.0, 91.0, 121.0]
+    assert due_at(Schedule(0.0, 0.0), 0.0, 1) == [tenth / 10 for tenth in range(10)]
+
+
+def test_checkpoints_take_a_share_of_the_time_however_large_they_are():
+    times = due_at(Schedule(30.0, 0.0), 20.0, 2000)
+    assert times[0] == 1.0
+    assert len(times) * 20.0 <= 2000 * SHARE + 20.0
+    assert due_at(Schedule(30.0, 0.0, cost=20.0), 20.0, 250) == [200.0]  # known from the start before
+
+
+def test_the_last_whole_checkpoint_stays_until_there_is_another(checkpoints):
+    """Those that were found broken are not counted among the newest few."""
+    paths = [checkpoints.save(updates=value, state=state(value)) for value in range(3)]
+    for path in paths[1:]:
+        (path / "state.pt").write_bytes(b"")
+    again = Checkpoints(checkpoints.folder, spec=checkpoints.spec, config=CONFIG, keep=2)
+    assert again.load()["weights"]["w"][0] == 0
+    newest = again.save(updates=9, state=state(9))
+    assert sorted(path.name for path in again.folder.iterdir()) == [paths[0].name, newest.name]
+    (newest / "state.pt").write_bytes(b"")
+    assert again.load()["weights"]["w"][0] == 0
+
+
+def test_a_run_whose_checkpoints_are_all_broken_does_not_begin_anew(checkpoints):
+    for value in range(2):
+        (checkpoints.save(updates=value, state=state(value)) / "state.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"no checkpoint in .*checkpoints is whole .*: bring one back .* or delete"):
+        checkpoints.load()
+
+
+def test_a_kill_during_a_first_save_leaves_a_run_that_begins(checkpoints):
+    (checkpoints.folder / ".aside").mkdir(parents=True)
+    (checkpoints.folder / ".aside" / "state.pt").write_bytes(b"half")
+    assert checkpoints.load() is None

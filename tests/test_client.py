@@ -13,6 +13,7 @@ import pytest
 import zmq
 from serl_client import messages as m
 from serl_client import weights as weights_module
+from serl_client import wire
 from serl_client.client import TrainerClient
 from serl_client.controller import RemotePolicy
 from serl_client.episode import Outcome
@@ -162,7 +163,7 @@ class FakeLearner:
         return m.Act(step, version, {"action": np.full((length, 2), step / 1000, np.float32)})
 
     def _command(self, identity, command):
-        return m.Done(7)
+        return m.Done(7, command.request)
 
     def _status(self, identity, status):
         return m.Status({"fine": True})
@@ -268,7 +269,7 @@ def test_an_acknowledgement_that_overtakes_a_second_sending_is_taken(tmp_path, s
     for number in range(3):
         stream.put(Outcome(f"e{number}", True))
     stream.spool()
-    stream.resume([], 1 << 20)
+    stream.resume([["epoch", 0]], 1 << 20)
     assert len(list(stream.pushes())) == 1
     stream.acknowledge(m.Ack("epoch", 1, resend=True))
     stream.acknowledge(m.Ack("epoch", 2))  # to the first sending
@@ -493,7 +494,8 @@ def test_messages_that_are_none_are_counted_and_dropped(learner, connect, make_s
     learner.say(m.Notice({"number": "five"}, {}))
     learner.say(m.Ack("e", "7"))
     learner.say(m.Status({}))
-    until(lambda: client._network.server.malformed >= 5)
+    learner.say(wire.pack({"type": "Hello", "protocol": [9, 9]}, {}))
+    until(lambda: client._network.server.malformed >= 6)
     client.push(make_segment())
     assert client.drain(PATIENCE)
 
@@ -530,9 +532,55 @@ def test_heartbeats_carry_the_report_and_commands_are_acknowledged(learner, conn
     until(lambda: learner.hear(m.Heartbeat))
     assert learner.hear(m.Heartbeat)[-1].report == {"mode": "collect"}
     until(lambda: "goto as number 7" in caplog.text)
-    assert learner.hear(m.Command) == [m.Command("goto", "evaluate")]
+    assert [(command.name, command.argument) for command in learner.hear(m.Command)] == [("goto", "evaluate")]
     client.close()
     until(lambda: learner.hear(m.Bye))
+
+
+def test_a_failure_of_another_message_leaves_the_operators_command_and_the_weights_alone(
+    learner, connect, tmp_path, caplog
+):
+    caplog.set_level("INFO")
+    given = []
+    learner._command = lambda identity, command: given.append(command)
+    learner._weightsrequest = lambda identity, request: None
+    client = connect(weights_folder=tmp_path / "weights")
+    until(lambda: client.connected)
+    learner.tell(weights={"version": 1, "sha256": "a" * 64, "size": 10})
+    client.command("next")
+    until(lambda: given and learner.hear(m.WeightsRequest))
+    learner.say(m.Failed("ServerFailed", "something else", request=77))
+    learner.say(m.Failed("ServerFailed", "a message that nobody could read"))
+    learner.say(m.Done(5, request=78))
+    until(lambda: "nobody could read" in caplog.text)
+    assert (client._network.commands[0].name, client._network.weights._pull is None) == ("next", False)
+    learner.say(m.Done(7, given[0].request))
+    until(lambda: "next as number 7" in caplog.text)
+    assert not client._network.commands
+
+
+def test_weights_wait_a_little_when_their_request_failed(learner, connect, tmp_path):
+    learner._weightsrequest = lambda identity, request: m.Failed("Refused", "they are gone", request=request.request)
+    client = connect(weights_folder=tmp_path / "weights")
+    until(lambda: client.connected)
+    learner.tell(weights={"version": 1, "sha256": "a" * 64, "size": 10})
+    until(lambda: client._network.weights._resume > 0)
+    assert len(learner.hear(m.WeightsRequest)) == 1
+
+
+def test_a_command_whose_answer_a_cut_has_taken_is_not_given_twice(learner, connect, caplog):
+    given = []
+    learner._command = lambda identity, command: given.append(command.name)
+    client = connect()
+    until(lambda: client.connected)
+    client.command("next")
+    until(lambda: given)
+    learner.stop()
+    learner.start()
+    until(lambda: "the link broke before the learner answered to next" in caplog.text)
+    client.command("hold")
+    until(lambda: "hold" in given)
+    assert given == ["next", "hold"]
 
 
 # ---- questions
@@ -764,6 +812,18 @@ def test_a_call_returns_its_answer_and_keeps_what_else_came(learner):
         assert link.call(m.Status(), PATIENCE).report == {"fine": True}
         assert until(link.receive) == m.Done(7)
         until(lambda: link.receive() is None and link.notice.steps_allowed == 9)
+
+
+def test_a_call_takes_no_answer_to_another_message(learner):
+    def answer(identity, command):
+        learner.say(m.Failed("Refused", "of an Allow", request=99))
+        learner.say(m.Done(1, request=98))
+        learner.say(m.Done(7, request=command.request))
+
+    learner._command = answer
+    with learner_link(learner) as link:
+        assert link.call(m.Command("next"), PATIENCE).value == 7
+        assert until(link.receive).text == "of an Allow"
 
 
 def test_a_call_raises_what_failed_and_goes_on_after_a_restart(learner):

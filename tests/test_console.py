@@ -3,10 +3,15 @@
 import io
 import logging
 import re
+import subprocess
+import sys
 import threading
 import time
 
+from serl_client import console
 from serl_client.console import COLOURS, Console, Watch
+
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 
 class Terminal(io.StringIO):
@@ -44,7 +49,28 @@ def test_without_a_terminal_the_banner_is_the_first_word_of_the_line():
     shown = Console("arm", stream)
     shown.show({"phase": "practise"}, "HELD")
     shown.show({"phase": "practise"}, "POLICY")  # soon after: no line for each tick
-    assert stream.getvalue() == "[arm] HELD | phase: practise\n"
+    assert re.fullmatch(rf"\[arm\] {STAMP} HELD \| phase: practise\n", stream.getvalue())
+
+
+def test_without_a_terminal_a_line_is_short_and_says_only_what_has_changed(monkeypatch):
+    monkeypatch.setattr(console, "PLAIN_S", 0.0)
+    stream, rows = io.StringIO(), {"phase": "practise", "long": "x" * 300, "episodes": "1", "of last 20": "y" * 100}
+    shown = Console("arm", stream)
+    for episodes in ("1", "1", "2", "2", "2"):
+        shown.show({**rows, "episodes": episodes, "long": "x" * 300 + episodes})
+    lines = [line.split(" | ")[1:] for line in stream.getvalue().splitlines()]
+    assert lines[0] == ["phase: practise", "episodes: 1", f"of last 20: {'y' * 100}"]
+    assert lines[1:] == [["episodes: 2"]]
+    assert max(map(len, stream.getvalue().splitlines())) <= console.PLAIN_WIDTH
+
+
+def test_every_line_of_a_log_begins_with_who_and_when(capsys):
+    code = (
+        "import logging, sys; from serl_client import console; {}; logging.getLogger('x').warning('trouble')"
+    )  # fmt: skip
+    for made in ("console.console('arm')", "console.log_as('arm', logging.WARNING)"):
+        done = subprocess.run([sys.executable, "-c", code.format(made)], capture_output=True, text=True, check=True)
+        assert re.fullmatch(rf"\[arm\] {STAMP} trouble\n", done.stderr)
 
 
 def test_a_console_without_a_banner_begins_with_its_title():

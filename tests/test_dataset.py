@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from serl_launcher.data.store import DATASET, Store
 from serl_launcher.service.dataset import import_datasets
 from serl_launcher.service.plan import Plan, Source
 from serl_launcher.service.server import Server
+from tools.faults.proxy import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 STATE, CAMERA = "observation.state", "observation.images.front"
@@ -356,6 +356,16 @@ def test_a_source_that_is_too_small_is_refused_with_the_figures(tmp_path, low):
     assert not (tmp_path / "run/store").exists()
 
 
+def test_a_long_episode_that_the_store_keeps_in_parts_is_there_once(tmp_path, low):
+    with Serving(tmp_path / "run", {"demo": 80}) as serving:
+        for _ in range(2):
+            bring(serving, low)
+            there = catalog(serving.run_dir)
+            assert sum(episode.steps for episode in there) == sum(low.lengths)
+            assert not any(episode.discard for episode in there)
+    assert any(episode.id.endswith(".part2") for episode in there)
+
+
 # -- killed
 
 
@@ -420,10 +430,7 @@ def test_a_relabelled_episode_is_not_brought_again(tmp_path, flagged):
 
 def started(run_dir, dataset, *words):
     """The learner's program on a dataset alone: one phase of imitation, which no actor takes part in."""
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        ports = one.getsockname()[1], other.getsockname()[1]
+    ports = free_port(), free_port()
     words = [
         "learner=true", "task=fake", "algo=sft", "plan=sft", "phase=clone", f"run_dir={run_dir}", f"port={ports[0]}",
         f"inference_port={ports[1]}", f"plan.sources.demo.dataset={dataset.folder}", "batch_size=16",

@@ -1,9 +1,12 @@
 """Flow matching: its loss and its samplers are the equations of its file, and imitation uses it."""
 
+import copy
 import math
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from serl_client import ConfigError, Feature, Spec
@@ -12,11 +15,15 @@ from serl_launcher.algorithms.sft import SFT
 from serl_launcher.networks.chance import normal, uniform
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.flow import TIME, FlowMatching, FlowPolicy
-from serl_launcher.types import Batch
+from serl_launcher.service.config import composed
+from serl_launcher.service.training import build
+from serl_launcher.types import Batch, Stillness
 from serl_launcher.utils.optim import Optimizer
 
+CONFIG = Path(__file__).resolve().parents[1] / "config"
 STATE = "observation.state"
 HORIZON = 4
+STILL = {"threshold": 0.0, "column": None, "entries": None}
 
 
 @pytest.fixture
@@ -49,8 +56,8 @@ def seeds(count, seed=0):
 
 def sft(spec, **options):
     optimizer = partial(Optimizer, learning_rate=3e-3)
-    known = {"optimizer": optimizer, "average": 0.95, "stillness": 0.0, "augment": None}
-    return SFT(spec, policy=partial(policy_of), **{**known, **options})
+    known = {"optimizer": optimizer, "average": 0.95, "stillness": STILL, "augment": None}
+    return SFT(spec, **{**known, "policy": policy_of, **options})
 
 
 def test_the_loss_is_the_squared_error_of_the_velocity_over_valid_steps(spec):
@@ -142,12 +149,49 @@ def test_rows_without_weight_are_not_imitated(spec):
     assert all(torch.equal(old, new) for old, new in zip(before, algorithm.policy.parameters(), strict=True))
 
 
-def test_what_acts_is_the_moving_average(spec):
-    algorithm = sft(spec, average=0.75)
-    before = [parameter.clone() for parameter in algorithm.acting.parameters()]
-    algorithm.update(batch_of(torch.ones(8, HORIZON, 2)))
-    for old, averaged, new in zip(before, algorithm.acting.parameters(), algorithm.policy.parameters(), strict=True):
-        torch.testing.assert_close(averaged, 0.75 * old + 0.25 * new)
+@pytest.mark.parametrize(("average", "shares"), [(0.75, [0.1, 2 / 11, 3 / 12, 4 / 13]), (0.2, [0.1, 2 / 11, 0.2, 0.2])])
+def test_what_acts_is_the_moving_average_which_warms_up(spec, average, shares):
+    algorithm = sft(spec, average=average)
+    for share in shares:
+        before = [parameter.clone() for parameter in algorithm.acting.parameters()]
+        algorithm.update(batch_of(torch.ones(8, HORIZON, 2)))
+        now = algorithm.acting.parameters()
+        for old, averaged, new in zip(before, now, algorithm.policy.parameters(), strict=True):
+            torch.testing.assert_close(averaged, share * old + (1 - share) * new)
+
+
+def test_the_moving_average_goes_on_where_a_checkpoint_left_it(spec):
+    algorithm, resumed = sft(spec), sft(spec)
+    for _ in range(3):
+        algorithm.update(batch_of(torch.ones(8, HORIZON, 2)))
+    resumed.load_state_dict(copy.deepcopy(algorithm.state_dict()))
+    for each in (algorithm, resumed):
+        each.update(batch_of(torch.ones(8, HORIZON, 2)))
+    for one, other in zip(algorithm.acting.parameters(), resumed.acting.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("imitates", "column", "entries", "expected"),
+    [
+        ("action", None, None, Stillness(1e-3)),
+        (STATE, None, None, Stillness(1e-3, STATE, (2, 1))),
+        ("action", STATE, [1], Stillness(1e-3, STATE, (1,))),
+        ("action", STATE, None, Stillness(1e-3, STATE)),
+    ],
+)
+def test_windows_in_which_the_robot_waits_are_not_asked_for(spec, imitates, column, entries, expected):
+    still = {"threshold": 1e-3, "column": column, "entries": entries}
+    algorithm = sft(spec, stillness=still, policy=partial(policy_of, imitates=imitates))
+    assert algorithm.windows["update"].stillness == expected
+    assert sft(spec).windows["update"].stillness is None
+
+
+def test_rejection_sampling_drops_still_windows_and_plain_imitation_keeps_them(spec):
+    for algo, threshold in (("rejection", 1e-3), ("rejection_pixels", 1e-3), ("rejection_pi0", 1e-3), ("sft", None)):
+        options = composed(CONFIG, [f"algo={algo}", "policy=flow", "algo.augment=null"])
+        still = build(options, spec).windows["update"].stillness
+        assert (still and still.threshold) == threshold
 
 
 # -- a linear-Gaussian case, in which all of it is known
@@ -288,3 +332,42 @@ def test_a_sample_has_a_gradient_through_every_step(spec):
     assert len(seen) == 3
     assert all(seen)
     assert all(parameter.grad.abs().sum() > 0 for parameter in policy.network.parameters())
+
+
+# -- robots whose bounds are far wider than what they do
+
+
+def reaching(scale, bound, updates=200):
+    """The mean error of the actions of a clone that was to learn a = -state, in -1..1, of a robot with +-bound."""
+    wide = Spec({STATE: Feature((2,))}, Feature((2,), low=-bound, high=bound), fps=10.0)
+    algorithm = sft(wide, policy=partial(policy_of, scale=scale, hidden=[64, 64]), average=0.9)
+    generator = torch.Generator().manual_seed(0)
+    column = {"mean": np.zeros(2), "std": np.full(2, 0.58), "low": np.full(2, -1.0), "high": np.ones(2)}
+    algorithm.set_statistics({kind: {"action": value, STATE: value} for kind, value in column.items()})
+    for number in range(updates):
+        state = torch.rand(64, 1, 2, generator=generator) * 2 - 1
+        algorithm.update(batch_of(-state.expand(-1, HORIZON, -1), state, seed=number))
+    state = torch.rand(400, 2, generator=generator) * 2 - 1
+    noise = torch.randn(1, 400, *algorithm.acting.noise_shape, generator=generator)
+    action = algorithm.acting.sample({STATE: state}, noise=noise)[0]
+    assert action.abs().max() <= bound
+    return float((action + state.unsqueeze(1)).abs().mean())
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("scale", ["range", "std"])
+def test_bounds_that_are_far_wider_than_the_data_cost_nothing(scale):
+    narrow, wide = reaching(scale, 1.5), reaching(scale, 31.4)
+    assert wide == pytest.approx(narrow, rel=0.2)
+    assert wide < reaching("bounds", 31.4) / 3
+
+
+@pytest.mark.parametrize("scale", ["bounds", "range", "std"])
+def test_samples_keep_within_the_bounds(spec, scale, monkeypatch):
+    monkeypatch.setattr(FlowPolicy, "velocity", lambda self, chunk, time, _: -99 * torch.ones_like(chunk))
+    policy = policy_of(spec, scale=scale, deviation=0.1)
+    values = {"mean": np.zeros(2), "std": np.full(2, 0.1), "low": np.full(2, -0.5), "high": np.full(2, 0.5)}
+    policy.scale.set_statistics({kind: {"action": value} for kind, value in values.items()})
+    states = {STATE: torch.zeros(3, 3)}
+    torch.testing.assert_close(policy.sample(states)[0], torch.full((3, HORIZON, 2), 2.0))
+    torch.testing.assert_close(policy.rsample(states, seed=seeds(3))[0], torch.full((3, HORIZON, 2), 2.0))

@@ -171,16 +171,25 @@ def test_a_damaged_store_is_opened_as_it_was_or_refused(tmp_path, seed):
      "UPDATE directives SET body = '[1]'", "UPDATE directives SET body = '{'", "DROP TABLE epochs",
      "ALTER TABLE episodes RENAME COLUMN steps TO step", "UPDATE meta SET value = '{' WHERE key = 'format'",
      "UPDATE meta SET value = '{' WHERE key = 'spec'",
-     "UPDATE outcomes SET episode = NULL", "UPDATE sources SET head = head + 100000"],
+     "UPDATE outcomes SET episode = NULL", "UPDATE sources SET head = head + 100000",
+     "UPDATE sources SET tail = tail + 1", "UPDATE epochs SET expected = expected + 1", "DROP INDEX episodes_by_first"],
 )  # fmt: skip
 def test_an_index_that_we_cannot_have_written_is_refused_with_its_name(tmp_path, sql):
     folder = damage.template(tmp_path)
     database = sqlite3.connect(folder / "index.sqlite")
+    tables = database.execute("SELECT sql, name FROM sqlite_master WHERE sql LIKE '% STRICT'").fetchall()
+    database.execute("PRAGMA writable_schema = ON")
+    database.execute("UPDATE sqlite_master SET sql = replace(replace(sql, ' NOT NULL', ''), ' STRICT', '')")
+    database.execute("PRAGMA writable_schema = RESET")  # SQLite itself writes no such thing, a disk does
     with database:
         database.execute(sql)
+    if sql.startswith("UPDATE"):
+        database.execute("PRAGMA writable_schema = ON")
+        database.executemany("UPDATE sqlite_master SET sql = ? WHERE name = ?", tables)
+        database.commit()
     database.close()
     with pytest.raises(ConfigError, match=r"index\.sqlite is damaged"):
-        Index(folder / "index.sqlite")
+        Store(folder)
 
 
 def test_an_empty_index_is_refused_and_stays_empty(tmp_path):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from serl_client.errors import ConfigError
+from serl_client.errors import ConfigError, RetakeError
 
+from robot_infra.interfaces import RobotFault
 from robot_infra.robots.gym import GymEnv
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -127,13 +128,99 @@ def test_an_episode_is_terminated_or_truncated_never_both(end, expected):
 
 @pytest.mark.parametrize(
     ("info", "expected"),
-    [({"success": 1.0}, True), ({"is_success": False}, False), ({"success": np.bool_(False)}, False), ({}, None)],
+    [
+        ({"success": 1.0}, True),
+        ({"is_success": False}, False),
+        ({"success": np.bool_(False)}, False),
+        ({"succeed": True}, True),  # gym_hil's word
+        ({"succeed": np.bool_(False)}, False),
+        ({"success": None, "is_success": True}, True),
+        ({"succeed": False, "next.success": True}, True),  # gym_hil's person says so, its task did not see it
+        ({}, None),
+    ],
 )
 def test_success_is_what_the_task_says_in_its_last_row(info, expected):
     env = env_of(info=info)
     env.reset(0)
     steps = [env.step(None) for _ in range(3)]
     assert [step.success for step in steps] == [None, None, expected]
+
+
+def test_the_keys_of_success_are_words_of_the_task():
+    config = OmegaConf.create({"task": OmegaConf.load(TASKS / "gym.yaml")})
+    config.task.env_id, config.task.env.success = "Task-v0", ["goal_reached"]
+    with instantiate(config.task.env)(options={"info": {"goal_reached": True, "success": False}}) as env:
+        env.reset(0)
+        assert [env.step(None).success for _ in range(3)][-1] is True
+
+
+def test_a_row_that_a_person_drove_with_a_device_of_the_task_is_theirs_with_their_action():
+    info = {"is_intervention": True, "action_intervention": np.array([9.0, 1.5])}
+    env = env_of(info=info)
+    env.reset(0)
+    step = env.step(np.array([-1, 3], np.float32))
+    assert step.intervened
+    np.testing.assert_array_equal(step.executed, np.array([2, 1.5], np.float32))
+    info["is_intervention"] = np.bool_(False)
+    step = env.step(np.array([-1, 3], np.float32))
+    assert not step.intervened
+    np.testing.assert_array_equal(step.executed, [-1, 3])
+    info |= {"is_intervention": True, "action_intervention": np.zeros(7)}
+    with pytest.raises(RobotFault, match=r"failed in step\(\): ValueError: action_intervention"):
+        env.step(None)
+
+
+class FatalError(Exception):
+    """Of no kind that anybody could know beforehand, as mujoco's of this name."""
+
+
+class Breaks(Task):
+    def __init__(self, where, error):
+        super().__init__()
+        self.where, self.error = where, error
+        self.breaks("make")
+
+    def breaks(self, call):
+        if call == self.where:
+            raise self.error
+
+    def reset(self, **options):
+        self.breaks("reset")
+        return super().reset(**options)
+
+    def step(self, action):
+        self.breaks("step")
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    "error", [FatalError("an OpenGL platform\nlibrary"), OSError(19, "No such device"), RuntimeError()]
+)
+@pytest.mark.parametrize("call", ["make", "reset", "step"])
+def test_whatever_a_task_raises_is_one_sentence_with_its_traceback_in_the_log(call, error, caplog):
+    gymnasium.register("Breaks-v0", Breaks)
+    try:
+        with (  # noqa: PT012 - which of the three raises is the parameter
+            pytest.raises(RetakeError) as failure,
+            GymEnv("Breaks-v0", options={"where": call, "error": error}) as env,
+        ):
+            env.reset(0)
+            env.step(None)
+    finally:
+        del gymnasium.registry["Breaks-v0"]
+    sentence = str(failure.value)
+    assert f"Breaks-v0 failed in {call}(): {type(error).__name__}" in sentence
+    assert "\n" not in sentence
+    assert ("MUJOCO_GL=egl" in sentence) is ("OpenGL" in str(error))
+    assert any(record.exc_info and call in record.getMessage() for record in caplog.records)
+    assert isinstance(failure.value, ConfigError if call == "make" else RobotFault)
+
+
+def test_a_task_that_fails_when_it_is_closed_hides_nothing(caplog):
+    env = env_of()
+    env._env.close = lambda: 1 / 0
+    env.close()
+    assert "close" in caplog.text
 
 
 def test_a_seed_names_a_start():

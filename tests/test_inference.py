@@ -1,9 +1,9 @@
 """Acting with published weights, over a socket and in the actor's own process: the same, for each actor by itself."""
 
 import contextlib
+import copy
 import itertools
 import logging
-import socket
 import subprocess
 import sys
 import threading
@@ -33,6 +33,7 @@ from serl_launcher.service.config import composed
 from serl_launcher.service.inference import InferenceServer, LocalSource, PolicyHost, Question
 from serl_launcher.service.server import Server
 from serl_launcher.types import Decision
+from tools.faults.proxy import free_port
 
 CONFIG = Path(__file__).parents[1] / "config"
 STATE = "observation.state"
@@ -155,12 +156,6 @@ def gathering(inference, helper):
     time.sleep(0.1)
     algorithm.gate.set()
     receive(helper)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Inference:
@@ -652,6 +647,16 @@ def test_weights_of_another_policy_are_refused_in_one_sentence(tmp_path, spec):
     other = weights.write(tmp_path, safetensors.torch.save(Counting().acting.published()))[0]
     with pytest.raises(ConfigError, match=r"not of this algorithm and policy .*start the actor with the learner's"):
         PolicyHost(rlpd(spec), spec, "cpu").load(1, weights.path(tmp_path, other))
+
+
+def test_weights_that_are_not_finite_are_left_aside_in_one_sentence(tmp_path, spec):
+    learner = rlpd(spec)
+    host = PolicyHost(copy.deepcopy(learner), spec, "cpu")
+    next(learner.acting.parameters()).data[0] = float("inf")
+    bad = weights.write(tmp_path, safetensors.torch.save(learner.acting.published()))[0]
+    with pytest.raises(ConfigError, match=r"are not finite in .*weight: the next ones will do"):
+        host.load(1, weights.path(tmp_path, bad))
+    assert host.version == 0
 
 
 def test_weights_of_another_policy_leave_what_acts_as_it_is(inference, link, spec, caplog):

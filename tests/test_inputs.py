@@ -18,6 +18,7 @@ from serl_launcher.data.store import Store
 from serl_launcher.service import weights
 from serl_launcher.service.config import composed
 from serl_launcher.service.training import build
+from tools import inputs as tool
 
 ROOT = Path(__file__).resolve().parent.parent
 STATE, FRONT, SIDE = "observation.state", "observation.images.front", "observation.images.side"
@@ -28,7 +29,7 @@ SPEC = Spec(
 )  # fmt: skip
 SMALL = [
     "policy.horizon=1", "policy.hidden=[64]", "policy.encoder.channels=[8,8]", "policy.encoder.latent=16",
-    "algo.optimizer.learning_rate=3e-3", "algo.average=0.9", "algo.stillness=0", "batch_size=32",
+    "algo.optimizer.learning_rate=3e-3", "algo.average=0.9", "algo.stillness.threshold=0", "batch_size=32",
 ]  # fmt: skip
 SEES = ["algo=rejection_pixels", "policy=flow_pixels", "algo.augment=null", *SMALL]
 BLIND = [*SEES, "policy.encoder.cameras=[]"]
@@ -99,7 +100,7 @@ def inputs(monkeypatch, capsys):
 
 def changes(said):
     """{what was shuffled: by which share the loss rose}."""
-    found = re.findall(r"^(.+) shuffled +[\d.-]+ +([+-][\d.]+)%$", said, re.MULTILINE)
+    found = re.findall(r"^(.+) shuffled +[\d.-]+ +[+-][\d.]+ +([+-][\d.]+)%$", said, re.MULTILINE)
     return {what: float(percent) / 100 for what, percent in found}
 
 
@@ -118,6 +119,14 @@ def test_shuffling_what_the_policy_looks_at_raises_its_loss_and_nothing_else_doe
     assert changed["all cameras"] > 0.3
     assert abs(changed[STATE]) < 0.1
     assert abs(changed[SIDE]) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [(0.5, 0.75, "+0.2500    +50.0%"), (-0.1, 0.57, "+0.6700"), (0.0, 0.1, "+0.1000"), (-1.0, -2.0, "-1.0000")],
+)
+def test_percent_are_said_only_of_a_loss_above_zero(before, after, said):
+    assert tool.change(before, after).strip() == said
 
 
 def test_the_same_question_has_the_same_answer(seeing, inputs):

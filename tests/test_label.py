@@ -119,8 +119,22 @@ def test_a_name_that_no_episode_has_is_refused_where_the_store_can_be_seen(run, 
     status, said = label(run.port, run.folder, "e7", "success")
     assert (status, said.count("\n")) == (1, 0)
     assert "there is no episode 'e7'" in said
+    assert "did you mean 'e" in said
+    assert "the newest are e1, e0; tools/label.py --run-dir" in label(run.port, run.folder, "nothing", "success")[1]
     assert label(run.port, tmp_path / "robot", "e0", "failure")[0] == 0  # on another machine: the store is not here
     assert run.verdicts()["e0"] == (False, False, "operator")
+
+
+@pytest.mark.usefixtures("actor")
+def test_without_a_name_it_lists_the_episodes_with_what_is_said_of_them(run, tmp_path):
+    label(run.port, run.folder, "e1", "discard")
+    status, said = label(run.port, run.folder)
+    lines = [line.split() for line in said.splitlines()]
+    assert (status, [line[0] for line in lines]) == (0, ["e1", "e0"])
+    assert lines[0][-2:] == ["discarded", "(operator)"]
+    assert lines[1][1:] == ["practise", "4", "steps", "success", "(judge)"]
+    assert "there is no episode in" in label(run.port, tmp_path / "robot")[1]
+    assert "say what e0 was: success, failure, discard" in label(run.port, run.folder, "e0")[1]
 
 
 def test_without_an_actor_or_without_a_learner_it_says_so(run):
@@ -129,7 +143,7 @@ def test_without_an_actor_or_without_a_learner_it_says_so(run):
     run.stop()
     status, said = label(run.port, run.folder, "e0", "success")
     assert status == 1
-    assert "is the learner running there?" in said
+    assert f"nobody listens at 127.0.0.1:{run.port}: start the learner" in said
 
 
 def test_an_outcome_of_another_kind_of_bool_is_refused_where_it_is_pushed(actor):

@@ -6,16 +6,17 @@ import io
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
@@ -23,10 +24,10 @@ from serl_client import ConfigError, Feature, Outcome, Spec
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.console import Console
-from serl_client.errors import TrainerError
+from serl_client.errors import RetakeError, TrainerError
 from serl_client.link import Link
 
-from serl_launcher.data.sources import Sources
+from serl_launcher.data.sources import Sources, statistics
 from serl_launcher.data.store import Store
 from serl_launcher.service import learner
 from serl_launcher.service.inference import PolicyHost, Question
@@ -39,11 +40,13 @@ from serl_launcher.utils import checkpoint
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.distributed import World
 from serl_launcher.utils.logging import MetricsLog
+from tools.faults.proxy import free_port
 
 CONFIG = Path(__file__).parents[1] / "config"
 STATE = "observation.state"
 STEPS = 8  # of every episode
 PATIENCE = 30.0
+CAPACITIES = {"online": 2000, "demo": 500, "eval": 20_000}
 
 SERVE = """
 import errno, json, os, sys
@@ -72,12 +75,6 @@ def until(condition, seconds=PATIENCE):
     return value
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 # -- a run
 
 
@@ -96,7 +93,7 @@ def plan_of(**phases):
 
 def found(run_dir, spec, make_segment, *, practise=12, demo=4):
     """A run's store as a server would have left it: episodes of practice and demonstrations, each with its outcome."""
-    store = Store.create(run_dir / "store", spec, plan_of(practise=phase(until="updates >= 1")).capacities)
+    store = Store.create(run_dir / "store", spec, CAPACITIES)
     phases = {"demo": "teach", "online": "practise"}
     directives = {source: store.direct({"into": source, "phase": phases[source]}) for source in phases}
     store.hello("arm", "outbox", "A", [])
@@ -129,8 +126,7 @@ class ServerProcess:
         self.start()
 
     def start(self):
-        capacities = plan_of(practise=phase(until="updates >= 1")).capacities
-        arguments = [str(self.run_dir), json.dumps(capacities), self.address, self.local]
+        arguments = [str(self.run_dir), json.dumps(CAPACITIES), self.address, self.local]
         self.process = subprocess.Popen([sys.executable, "-c", SERVE, *arguments])
 
     def kill(self):
@@ -216,7 +212,7 @@ class Life:
         self.learner = Learner(
             run_dir=run_dir, link=Link(server.local if server else "", m.Hello(m.PROTOCOL, "learner", "trainer")),
             plan=plan, ranks=Ranks(self.algorithm, World(), {}), metrics=MetricsLog(run_dir / "metrics.jsonl"),
-            sources=Sources(run_dir / "store", spec, plan.capacities, plan.views, seed=seed),
+            sources=Sources(run_dir / "store", spec, CAPACITIES, plan.views, seed=seed),
             checkpoints=Checkpoints(run_dir / "checkpoints", spec=spec, config=config or {"algo": "rlpd"}),
             console=Console("learner", io.StringIO()), **{**arguments, **options},
         )  # fmt: skip
@@ -370,6 +366,18 @@ def test_a_trainer_that_was_stopped_acts_and_goes_on_bit_by_bit(tmp_path, spec, 
     assert third.learner.wall_s > first.learner.checkpoints.load()["wall_s"] - 60
 
 
+def test_a_trainer_that_dies_soon_after_each_change_of_phase_goes_on_from_there(
+    tmp_path, spec, make_segment, serve, live
+):
+    """Its checkpoints are an hour apart, and it dies in the first update of each phase."""
+    server = serve(found(tmp_path / "run", spec, make_segment))
+    plan = plan_of(**LEARNING, last=phase(until="updates >= 3"))
+    begun = [live(server, plan, checkpoint_s=3600.0, dies_after=made).run() for made in (6, 24)]
+    assert [(life.phase, life.updates) for life in begun] == [("practise", 6), ("last", 30)]
+    last = live(server, plan, checkpoint_s=3600.0).run()
+    assert [len(life.made) for life in (*begun, last)] == [6, 24, 3]
+
+
 def test_a_checkpoint_of_another_algorithm_or_robot_is_refused_with_both_values(
     tmp_path, spec, make_segment, serve, live
 ):
@@ -517,13 +525,13 @@ def test_the_windows_of_the_metrics_are_the_same_after_a_restart(tmp_path, spec,
     assert left.drain(PATIENCE)
     expected = 4 + 5 + 3 + 1
     until(lambda: windows(first.learner)["practise"][1] == expected)
-    until(lambda: first.learner.sources.episodes[7].discard)
+    until(lambda: first.learner.sources.held["online"][7].discard)
     first.die()
     second = live(server, plan, seed=1, dies_after=0).run()
     assert windows(second.learner) == windows(first.learner)
     newest = [[e.id for e in life.learner.ledger.recent("practise", 5)] for life in (first, second)]
     assert newest[0] == newest[1]
-    curves = [curve(life.learner.sources, ["practise"]) for life in (first, second)]
+    curves = [curve(life.learner.ledger, ["practise"]) for life in (first, second)]
     assert curves[0] == curves[1]
 
 
@@ -537,7 +545,7 @@ def test_an_evaluation_counts_the_same_episodes_after_a_restart(tmp_path, spec, 
     assert client.drain(PATIENCE)
     leave(client, first)
     second = live(server, plan, seed=1).run()
-    results = [evaluation(life.learner.sources, "look", 0, 3) for life in (first, second)]
+    results = [evaluation(life.learner.ledger, "look", 0, 3) for life in (first, second)]
     assert results[0] == results[1]
     assert (results[0]["episodes"], results[0]["successes"]) == (3, 0)
 
@@ -696,3 +704,118 @@ def test_a_full_disk_makes_training_wait_and_ends_nothing(tmp_path, spec, make_s
     room.set()
     assert life.end().updates == 3
     assert life.learner.checkpoints.load()["plan"]["updates"] == 3
+
+
+# -- what is not finite
+
+
+def poisoned(life, name, spoil):
+    """`spoil(batch, updates)` is called before each update of that name."""
+    update = getattr(life.algorithm, name)
+
+    def spoiled(batch):
+        spoil(batch, life.updates)
+        return update(batch)
+
+    setattr(life.algorithm, name, spoiled)
+    return life
+
+
+def finite(tree):
+    return all(leaf.isfinite().all() for leaf in leaves(tree).values() if isinstance(leaf, torch.Tensor))
+
+
+def test_batches_that_are_not_finite_cost_their_updates_and_nothing_else(
+    tmp_path, spec, make_segment, serve, live, caplog
+):
+    server = serve(found(tmp_path / "run", spec, make_segment))
+
+    def spoil(batch, updates):
+        if updates in (7, 8, 9, 15):
+            batch.observation[STATE][3, 0, 1] = float("nan")
+        if updates == 16:
+            batch.reward[0, 0] = float("inf")
+
+    life = poisoned(live(server, plan_of(**LEARNING)), "update_critic", spoil)
+    poisoned(life, "update", spoil).run()
+    assert life.updates == 30
+    assert life.learner.ranks.steps()["critic_optimizer"] == (30, 5)
+    saved = life.learner.checkpoints.load()
+    assert finite(saved["algorithm"])
+    assert saved["plan"]["updates"] == 30
+    assert finite(life.learner.ranks.published())
+    assert "had no finite gradient: skipped" in caplog.text
+
+
+def test_a_run_whose_gradients_are_never_finite_ends_with_one_sentence_and_its_good_weights(
+    tmp_path, spec, make_segment, serve, live, monkeypatch
+):
+    monkeypatch.setattr(learner, "METRICS_S", 0.0)
+    monkeypatch.setattr("serl_launcher.service.finite.MOST_IN_A_ROW", 5)
+    server = serve(found(tmp_path / "run", spec, make_segment))
+
+    def spoil(batch, updates):
+        if updates >= 12:
+            batch.reward[0, 0] = float("nan")
+
+    life = poisoned(live(server, plan_of(**LEARNING)), "update_critic", spoil)
+    with pytest.raises(RetakeError, match=r"critic_optimizer: the gradients of the last 5 steps up to update \d+ were"):
+        poisoned(life, "update", spoil).run()
+    assert finite(life.learner.checkpoints.load()["algorithm"])
+    assert finite(life.algorithm.state_dict())
+
+
+@pytest.mark.parametrize("where", ["policy", "target_critic"])
+def test_weights_that_are_not_finite_are_neither_published_nor_kept(tmp_path, spec, make_segment, serve, live, where):
+    """What is published is checked, and what only a checkpoint holds. The same command again goes on."""
+    server = serve(found(tmp_path / "run", spec, make_segment))
+
+    def spoil(batch, updates):
+        if updates == 13:
+            next(getattr(life.algorithm, where).parameters()).data[0] = float("nan")
+
+    life = poisoned(live(server, plan_of(**LEARNING)), "update_critic", spoil)
+    with pytest.raises(RetakeError, match=rf"{where}\..* not finite, so the learner stopped before .* of update 1\d"):
+        poisoned(life, "update", spoil).run()
+    saved = life.learner.checkpoints.load()
+    assert finite(saved["algorithm"])
+    assert saved["plan"]["updates"] == 13
+    newest = server.run_dir / "weights" / f"{life.learner.version['sha256']}.safetensors"
+    assert finite(safetensors.torch.load_file(newest))
+    assert live(server, plan_of(**LEARNING), seed=1).run().updates == 30
+
+
+def test_the_statistics_leave_out_what_is_not_finite():
+    class Buffer:
+        def observed(self, name, among):
+            return np.array([[1.0, 2.0], [3.0, 4.0], [np.nan, 6.0], [5.0, np.inf]], np.float32)
+
+    class Stored:
+        spec = Spec({STATE: Feature((2,))}, Feature((2,), low=-9, high=9), fps=10.0)
+        views, buffers = {"demo": SimpleNamespace(of=["demo"])}, {"demo": Buffer()}
+
+        def chosen(self, name, part):
+            return None
+
+    found = statistics(Stored(), "demo")
+    for name in (STATE, "action"):
+        values = {kind: found[kind][name].tolist() for kind in found}
+        assert values == {"mean": [2.0, 3.0], "std": [1.0, 1.0], "low": [1.0, 2.0], "high": [3.0, 4.0]}
+
+
+def test_the_scale_of_actions_and_states_is_fitted_to_the_source_that_the_plan_names(
+    tmp_path, spec, make_segment, serve, live
+):
+    server = serve(found(tmp_path / "run", spec, make_segment))
+    plan = plan_of(clone=phase(data={"demo": 1.0}, until="updates >= 2", on_begin=[{"fit_normalizer": "demo"}]))
+    life = live(server, plan).run()
+    fitted = statistics(life.learner.sources, "demo")
+    rows = life.learner.sources.buffers["demo"]
+    actions = rows.observed("action", None)
+    assert len(actions) == 4 * STEPS
+    np.testing.assert_allclose(fitted["high"]["action"], actions.max(0))
+    np.testing.assert_allclose(fitted["mean"][STATE], rows.observed(STATE, None).mean(0), rtol=1e-5)
+    means = [value for key, value in life.algorithm.state_dict().items() if key.endswith("state.mean")]
+    assert means
+    for mean in means:
+        np.testing.assert_allclose(mean, fitted["mean"][STATE], rtol=1e-5)

@@ -3,9 +3,11 @@
 This file is also a program: test_memory.py WORD ... trains for two steps, and prints the bytes that this took.
 """
 
+import logging
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,11 +15,16 @@ import numpy as np
 import pytest
 import torch
 from serl_client import ConfigError, Feature, Spec
+from torch._subclasses import fake_tensor
 
 from serl_launcher.data.sources import blank
 from serl_launcher.service import memory
 from serl_launcher.service.config import composed
-from serl_launcher.service.training import build
+from serl_launcher.service.training import build, check_memory
+from serl_launcher.types import Window
+from serl_launcher.utils.optim import Optimizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONFIG = Path(__file__).resolve().parents[1] / "config"
 GB = 1e9
@@ -27,6 +34,41 @@ IMAGES = {f"observation.images.{name}": Feature((224, 224, 3), "uint8") for name
 SPEC = Spec(
     {**IMAGES, "observation.state": Feature((7,))}, Feature((7,), low=-np.ones(7), high=np.ones(7)), fps=30.0
 )  # fmt: skip
+ONE_ACTION = Spec({"observation.state": Feature((3,))}, Feature((1,), low=[-2.0], high=[2.0]), fps=20.0)
+ONE_NUMBER = Spec({"observation.state": Feature((1,))}, Feature((1,), low=[-2.0], high=[2.0]), fps=20.0)
+SMALL = Spec(
+    {"observation.images.high": Feature((32, 32, 3), "uint8"), "observation.state": Feature((3,))},
+    Feature((3,), low=-np.ones(3), high=np.ones(3)), fps=30.0,
+)  # fmt: skip
+FLOW, TINY = ["algo=sft", "policy=flow"], ["algo=rejection_pi0", "policy=pi0_tiny"]
+OPTIONS = [  # that config/policy documents
+    [*FLOW, "policy.deviation=0.1"], [*FLOW, "policy.layer_norm=false"], [*FLOW, "policy.imitates=observation.state"],
+    ["algo=sac_pi0", "policy=flow", "policy.deviation=0.1"], ["algo=sac_pi0", "policy=flow"],
+    ["algo=sac_pi0_pixels", "policy=flow_pixels", "policy.deviation=0.1"],
+    ["algo=rejection_pixels", "policy=flow_pixels", "policy.encoder.cameras=[high]"],
+    ["algo=rlpd_pixels", "policy=gaussian_pixels", "batch_size=8"], ["algo=sac", "policy.layer_norm=false"],
+    [*TINY, "policy.deviation=0.1"], [*TINY, "policy.checkpointing=true"], [*TINY, "policy.precision=bfloat16"],
+    [*TINY, "policy.lora=4"], [*TINY, "policy.freeze=[vision,language]"], [*TINY, "policy.cameras=[high]"],
+    ["algo=sac_pi0_pixels", "policy=pi0_tiny", "policy.deviation=0.1", "batch_size=8"],
+]  # fmt: skip
+
+
+class Looks(torch.nn.Module):
+    """Asks for the value of a tensor in one of its two updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = torch.nn.Linear(4, 4_000_000)
+        self.optimizer = Optimizer(self.network, learning_rate=1e-3)
+        self.windows = {"update": Window({"action": (0,)}), "update_other": Window({"action": (0,)})}
+
+    def update(self, batch):
+        loss = self.optimizer(torch.ones(10, 4)).square().mean()
+        if loss.item() > 0:
+            self.optimizer.step(loss)
+
+    def update_other(self, batch):
+        self.optimizer.step(self.optimizer(torch.ones(100, 4)).square().mean())
 
 
 def need_of(words, ranks=1, stage=0):
@@ -78,6 +120,67 @@ def test_parts_of_a_batch_take_the_memory_of_one():
     whole, parts = need_of(WIDE), need_of([*WIDE, "algo.optimizer.accumulation=8"])
     assert parts.activations < whole.activations / 3
     assert parts.weights == whole.weights
+
+
+@pytest.mark.parametrize("spec", [ONE_ACTION, ONE_NUMBER], ids=["one_action", "one_number_of_each"])
+@pytest.mark.parametrize(
+    "words", [["algo=sac"], FLOW, ["algo=rejection", "policy=gaussian"], ["algo=sac_pi0", "policy=flow"]]
+)
+@pytest.mark.parametrize("small", [memory.SMALL, 0], ids=["small", "large"])
+def test_a_robot_with_one_action_is_counted(words, spec, small, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "SMALL", small)
+    need = check_memory(composed(CONFIG, [*words, "ranks=1"]), spec, "cpu", 1, 0)
+    assert min(need.weights, need.copies, need.gradients, need.optimizer, need.activations) > 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("small", [memory.SMALL, pytest.param(0, marks=pytest.mark.slow)], ids=["small", "large"])
+@pytest.mark.parametrize("words", OPTIONS, ids=" ".join)
+def test_every_documented_option_of_a_policy_is_counted(words, small, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "SMALL", small)
+    spec = SMALL
+    if "policy.imitates=observation.state" in words:
+        names = ("x", "y", "z")
+        positions = Feature((3,), names=names, low=-np.ones(3), high=np.ones(3))
+        spec = Spec({"observation.state": Feature((3,), names=names)}, positions, fps=30.0)
+    need = check_memory(composed(CONFIG, [*words, "ranks=1"]), spec, "cpu", 1, 0)
+    assert min(need.weights, need.gradients, need.optimizer, need.activations) > 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("words", [["algo=rlpd"], ["algo=rejection_pixels", "policy=flow_pixels"], TINY], ids=" ".join)
+def test_both_ways_to_count_agree(words, monkeypatch):
+    config = composed(CONFIG, words)
+    small = memory.needed(lambda: build(config, SMALL), SMALL, 32, 1, 0)
+    monkeypatch.setattr(memory, "SMALL", 0)
+    large = memory.needed(lambda: build(config, SMALL), SMALL, 32, 1, 0)
+    assert small.activations == pytest.approx(large.activations, rel=0.15)
+    assert replace(small, activations=0) == replace(large, activations=0)
+
+
+def test_counting_for_a_small_policy_imports_no_compiler():
+    code = (
+        "import sys; from test_memory import *; sys.modules.pop('torch._dynamo', None)\n"
+        "config = composed(CONFIG, ['algo=rlpd', 'ranks=1']); check_memory(config, SPEC, 'cpu', 1, 0)\n"
+        "learned = build(config, SPEC); learned.update(blank(SPEC, learned.windows['update'], 8))\n"
+        "sys.exit('torch._dynamo' in sys.modules or 'sympy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_an_update_that_looks_at_values_is_left_out_and_named(caplog):
+    caplog.set_level(logging.WARNING)
+    need = memory.needed(Looks, ONE_ACTION, 32, 1, 0)
+    assert need.activations >= 100 * 4_000_000 * 4  # of the other update
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the memory that update takes is not counted")
+
+
+def test_nothing_stays_changed_after_counting(monkeypatch):
+    monkeypatch.setattr(memory, "SMALL", 0)
+    to, limit = torch.nn.Module.to, fake_tensor.CONSTANT_NUMEL_LIMIT
+    need_of([*TINY, "policy.precision=bfloat16"])
+    assert (torch.nn.Module.to, fake_tensor.CONSTANT_NUMEL_LIMIT) == (to, limit)
 
 
 @pytest.mark.slow

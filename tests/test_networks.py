@@ -1,12 +1,13 @@
 """The vectorised ensemble computes what single networks would, and the Gaussian's density is the true one."""
 
+import numpy as np
 import pytest
 import torch
 from serl_client import ConfigError, Feature, Spec
 from torch import distributions, nn
 
 from serl_launcher.networks.critic import Critic
-from serl_launcher.networks.mlp import ActionScale, StateEncoder
+from serl_launcher.networks.mlp import SCALES, ActionScale, StateEncoder
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.gaussian import GaussianPolicy
 from serl_launcher.types import Batch
@@ -91,6 +92,39 @@ def test_the_action_scale_maps_the_bounds_to_one_and_back(spec):
     bounds = torch.tensor([[-0.02, 0.0], [0.02, 5.0]])
     torch.testing.assert_close(scale.to_unit(bounds), torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
     torch.testing.assert_close(scale.from_unit(scale.to_unit(bounds)), bounds)
+
+
+def test_the_action_scale_maps_what_the_data_hold_to_one_and_back():
+    wide = Feature((3,), low=[-31.4, -1, -1], high=[31.4, 1, 1])
+    column = {"mean": [0.5, 0.5, 0.2], "std": [0.25, 0.0, 0.5], "low": [0, 0.5, -4], "high": [2, 0.5, 0.6]}
+    fitted = {kind: {"action": np.array(values)} for kind, values in column.items()}
+    scales = {kind: ActionScale(wide, kind) for kind in SCALES}
+    before = scales["range"].to_unit(torch.ones(3))
+    for scale in scales.values():
+        scale.set_statistics(fitted)
+    assert torch.equal(scales["bounds"].to_unit(torch.ones(3)), before)
+    # the last entry's data reach beyond its bounds; the second one's never vary
+    unit = scales["range"].to_unit(torch.tensor([[0.0, 0.5, -1.0], [2.0, 0.51, 0.6]]))
+    torch.testing.assert_close(unit, torch.tensor([[-1.0, 0.0, -1.0], [1.0, 1.0, 1.0]]))
+    unit = scales["std"].to_unit(torch.tensor([[0.5, 0.5, 0.2], [0.75, 0.51, 0.7]]))
+    torch.testing.assert_close(unit, torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]))
+    for kind, scale in scales.items():
+        low, high = scale.limits()
+        torch.testing.assert_close(scale.from_unit(low), torch.tensor([-31.4, -1.0, -1.0]))
+        torch.testing.assert_close(scale.from_unit(high), torch.tensor([31.4, 1.0, 1.0]))
+        other = ActionScale(wide, kind)
+        other.load_state_dict(scale.state_dict())
+        assert torch.equal(other.to_unit(torch.ones(3)), scale.to_unit(torch.ones(3)))
+    with pytest.raises(ConfigError, match=r"policy\.scale=log: say one of bounds, range, std"):
+        ActionScale(wide, "log")
+
+
+def test_the_action_scale_is_that_of_the_column_that_is_imitated():
+    scale = ActionScale(Feature((2,), low=-9, high=9), "range", "observation.state", [2, 0])
+    column = {"action": np.full(2, 7.0), "observation.state": np.array([1.0, 7.0, 3.0])}
+    zero = {name: 0 * value for name, value in column.items()}
+    scale.set_statistics({"mean": column, "std": column, "low": zero, "high": column})
+    torch.testing.assert_close(scale.to_unit(torch.tensor([3.0, 1.0])), torch.ones(2))
 
 
 def test_the_density_is_that_of_a_squashed_gaussian_over_scaled_actions(policy):

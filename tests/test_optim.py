@@ -134,3 +134,22 @@ def test_its_state_has_the_names_of_the_weights():
     states = {name: state for name, state in optimizer.state_dict()["states"].items() if state}
     assert set(states) == {"first.weight", "first.bias", "last.weight", "last.bias"}
     assert states["first.weight"]["exp_avg"].shape == (8, 3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(value, accumulation):
+    module, twin = net(), net()
+    optimizer, straight = (Optimizer(each, learning_rate=0.1, accumulation=accumulation) for each in (module, twin))
+    bad = batch_of(seed=7)
+    bad.observation["x"][3, 1] = value
+    assert optimizer.refused == 0
+    for seed in (0, None, None, 1):
+        for part in optimizer.parts(bad if seed is None else batch_of(seed=seed)):
+            optimizer.step(optimizer(part).mean())
+    steps(straight, 2, seed=0)
+    assert torch.equal(weights(module), weights(twin))
+    assert (optimizer.steps, optimizer.refused) == (4, 2)
+    mine, other = (each.state_dict()["states"] for each in (optimizer, straight))
+    for name in mine:
+        assert all(torch.equal(mine[name][key], other[name][key]) for key in mine[name])

@@ -68,6 +68,27 @@ def test_a_base_install_lists_nothing_heavy():
     assert not {*HEAVY} & {*names(PROJECT["dependencies"]), *names(CLIENT["dependencies"])}
 
 
+@pytest.mark.parametrize("package", ["", "packages/serl_client"])
+def test_each_package_names_its_licence_and_brings_the_text(package):
+    """Nobody may use a package without a licence."""
+    metadata = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]
+    assert metadata["license"] == "Apache-2.0"
+    (name,) = metadata["license-files"]
+    text = (ROOT / package / name).read_text()
+    assert "Apache License" in text
+    assert "Copyright 2026 the Retake authors" in text
+
+
+def test_the_repository_holds_no_empty_file_and_nothing_that_runs_leave_behind():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("no git here")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    empty = {file.name for file in files if file.exists() and not file.stat().st_size}
+    assert empty <= {"__init__.py"}
+    assert not [file for file in files if file.suffix in (".log", ".rrd", ".mp4", ".sqlite")]
+
+
 def test_what_the_learner_looks_for_is_in_its_extra():
     assert set(NEEDED) <= set(names(PROJECT["optional-dependencies"]["learner"]))
 

@@ -11,6 +11,7 @@ import queue
 import signal
 import socket
 import threading
+import time
 from contextlib import suppress
 
 import numpy as np
@@ -159,6 +160,16 @@ def test_e2_the_first_of_two_actors_of_one_name_is_told_and_its_records_come_lat
     assert arrived(server, second) == list(range(5))
 
 
+def test_e2_two_actors_of_different_names_that_take_turns_both_arrive_whole(server, connect, make_segment):
+    one, other = connect("e2-one"), connect("e2-other")
+    for number in range(20):
+        push_episodes(one, make_segment, [number])
+        push_episodes(other, make_segment, [number])
+    assert one.drain(30)
+    assert other.drain(30)
+    assert arrived(server, one) == arrived(server, other) == list(range(20))
+
+
 def test_e3_a_handler_that_raises_is_answered_and_all_arrives(server, connect, make_segment):
     """There: the thread that served died in silence, and the learner trained on with a frozen buffer."""
     client, other = connect("e3"), connect("e3-other")
@@ -245,7 +256,9 @@ def test_e7_without_a_learner_pushing_goes_on_and_its_return_gets_everything_onc
     push_episodes(client, make_segment, range(10))
     assert client.drain(20)
     server.kill()
+    began = time.thread_time()
     push_episodes(client, make_segment, range(10, 40))
+    assert time.thread_time() - began < 30 * 3 * 0.05, "a push costs less than 50 ms, whoever listens"
     assert client.pending[0] == 30 * 3, "nobody was there, and yet each push came back"
     server.start()
     assert client.drain(30)

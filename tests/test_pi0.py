@@ -463,12 +463,13 @@ def test_saved_and_loaded_weights_give_the_same_action_bit_by_bit(make):
 def test_what_is_published_is_what_trains_and_it_is_enough(make, configs, options, precision):
     learner = make(LEFT, precision=precision, **options)
     actor = make(LEFT, precision=precision, **options)
-    learner.state.set_statistics({STATE: np.arange(5.0)}, {STATE: np.full(5, 2.0)})
+    learner.state.set_statistics({"mean": {STATE: np.arange(5.0)}, "std": {STATE: np.full(5, 2.0)}})
     trained = {name for name, weight in learner.named_parameters() if weight.requires_grad}
     for name, weight in learner.named_parameters():
         weight.data += 0.01 * (name in trained)
     sent = safetensors.torch.load(safetensors.torch.save(learner.published()))
-    assert sent.keys() == trained | {"state.mean", "state.std", FROZEN}
+    scale = {"scale.center", "scale.half_range"}
+    assert sent.keys() == trained | {"state.mean", "state.std", *scale, FROZEN}
     assert all(sent[name].dtype == learner.precision for name in trained)
     assert sent["state.mean"].dtype == torch.float32
     actor.load_published(sent)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+import math
 import shutil
 import sys
 from copy import deepcopy
@@ -545,6 +546,9 @@ defaults: [algo: any, policy: any, plan: quickstart, _self_]
 utd: 2
 updates: [update_critic, update]
 max_env_steps: 20000
+baseline_episodes: 30
+eval_episodes: 50
+eval_steps: 10000
 phase: null
 learner: false
 run_dir: runs/test
@@ -593,6 +597,31 @@ def test_the_quickstart_measures_before_and_after_and_needs_lasting_success(conf
         assert state.phase is not None
     state.advance(practise(6000, episodes=101, recent=lasting))
     assert state.phase is None
+
+
+@pytest.mark.parametrize("name", [path.stem for path in (ROOT / "config" / "plan").glob("*.yaml")])
+def test_evaluations_are_as_long_as_the_words_of_the_config_say(config, name) -> None:
+    words = [f"plan={name}", "baseline_episodes=3", "eval_episodes=7", "eval_steps=2000"]
+    with initialize_config_dir(str(config), version_base=None):
+        mapping = OmegaConf.to_container(compose("base", words).plan, resolve=True)
+    plan = load_plan(mapping, methods=None, has_operator=True)
+    for phase in (phase for phase in plan.phases.values() if phase.actors.mode == "evaluate"):
+        episodes = 3 if phase.name == "baseline" else 7
+        assert phase.until == (f"episodes >= {episodes}", "env_steps >= 2000")
+        assert phase.episodes == episodes
+
+
+def test_a_budget_of_evaluation_ends_it_with_an_episode_and_never_within_one() -> None:
+    state = at("evaluate", mapping=edited("phases.evaluate.until", ["episodes >= 50", "env_steps >= 2000"]))
+
+    def seen(steps: int, finished: int) -> str | None:
+        counts = PhaseCounts(env_steps=steps, episodes=finished // 1000, finished_steps=finished)
+        state.advance(Progress({"evaluate": counts}))
+        return state.at.phase
+
+    assert seen(1999, 1000) == "evaluate"
+    assert seen(2500, 1000) == "evaluate", "the second episode is still under way"
+    assert seen(3000, 2000) is None
 
 
 def test_the_command_line_edits_a_phase_and_hydra_refuses_a_misspelt_one(config) -> None:
@@ -655,3 +684,38 @@ def test_the_tool_says_what_is_wrong_in_one_sentence(tool, arguments, sentence) 
     assert (status, output) == (1, "")
     assert sentence in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"), [({}, {}), ({"on_silence": "keep"}, {"online": math.inf}),
+                           ({"on_silence": {"truncate": 5}}, {"online": 5.0})],
+)  # fmt: skip
+def test_what_silence_does_to_an_open_episode_is_a_word_of_its_source(words, seconds):
+    practise = {"actors": {"mode": "collect", "into": "online"}, "until": "operator"}
+    plan = {"sources": {"online": {"capacity": 500, **words}}, "phases": {"practise": practise}}
+    assert load_plan(plan, methods=None, has_operator=True).on_silence == seconds
+
+
+@pytest.mark.parametrize("word", ["truncate", 60, {"truncate": -1}, {"cut": 5}])
+def test_another_word_for_silence_is_refused_with_its_place(word):
+    practise = {"actors": {"mode": "collect", "into": "online"}, "until": "operator"}
+    plan = {"sources": {"online": {"capacity": 500, "on_silence": word}}, "phases": {"practise": practise}}
+    with pytest.raises(ConfigError, match=r"plan\.sources\.online\.on_silence"):
+        load_plan(plan, methods=None, has_operator=True)
+
+
+def test_only_sources_that_a_phase_fills_or_looks_at_are_made():
+    sources = {
+        "demo": {"capacity": 500}, "online": {"capacity": 600}, "spare": {"capacity": 700},
+        "bought": {"capacity": 800, "dataset": "folder"}, "good": {"of": "online", "keep": "successful"},
+    }  # fmt: skip
+    clone = {"actors": {"mode": "idle"}, "updates": ["update"], "data": {"good": 1.0}, "until": "updates >= 1"}
+    teach = {"actors": {"mode": "teleop", "into": "demo"}, "until": "operator"}
+    look = {"actors": {"mode": "evaluate"}, "until": "episodes >= 3"}
+
+    def made(**phases):
+        return load_plan({"sources": sources, "phases": phases}, methods=None, has_operator=True).capacities
+
+    assert made(teach=teach) == {"demo": 500, "bought": 800}
+    assert made(clone=clone) == {"online": 600, "bought": 800}
+    assert made(teach=teach, look=look) == {"demo": 500, "bought": 800, "eval": 20_000}

@@ -249,6 +249,9 @@ class Real:
         answer = self.server._answer(self.server.public, zmq.Frame(identity), frames)
         if answer is not None:
             self.send(None, identity, answer)
+        self.server._welcome()  # as the turn goes on
+        while self.server._has_work():
+            self.server._work()
 
     def _lose_up(self, key, _):
         self.up[key].pop(0)

@@ -1,7 +1,6 @@
 """What people look at is whole: rerun accepts every recording, every row is in it, and the live one stays at home."""
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from serl_client import Feature, Spec
 from serl_client.errors import ConfigError
 
 from serl_launcher.utils import recording
+from tools.faults.proxy import free_port
 
 HIGH, WRIST = "observation.images.cam_high", "observation.images.cam_wrist"
 INFO = {"id": "actor-1-7", "success": True, "discard": False, "phase": "practise", "weights": 5, "intervened": 3}
@@ -90,12 +90,6 @@ def test_every_row_of_an_episode_is_in_the_recording(tmp_path, spec):
     assert said == [["POLICY"], ["HUMAN"], ["POLICY"]]
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def wait(until, seconds=20.0):
     deadline = time.monotonic() + seconds
     while not until():
@@ -161,9 +155,12 @@ def test_a_live_viewer_that_died_is_a_word_and_no_error(spec, caplog):
     assert "has ended" in caplog.text
 
 
-def test_a_live_viewer_that_hangs_is_given_up(spec, caplog, monkeypatch):
-    pytest.importorskip("rerun", reason="rerun-sdk is not installed (extra data)")
+@pytest.mark.parametrize("flushes", [True, False])
+def test_a_live_viewer_that_hangs_is_given_up(flushes, spec, caplog, monkeypatch):
+    rerun = pytest.importorskip("rerun", reason="rerun-sdk is not installed (extra data)")
     monkeypatch.setattr(recording, "FLUSH_S", 0.5)
+    if not flushes:  # what is on its way to a server that hangs counts as flushed at times
+        monkeypatch.setattr(rerun.RecordingStream, "flush", lambda *_, **__: None)
     with recording.LiveViewer(spec, free_port()) as live:
         live._server.send_signal(signal.SIGSTOP)
         assert not live.show(episode(spec), INFO)

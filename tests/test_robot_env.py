@@ -245,6 +245,38 @@ def test_a_box_narrows_the_entry_it_names_and_no_other():
         SafeRobot(FakeRobot(), box={"wrist": (0, 1)})
 
 
+def test_a_box_never_widens_the_bounds():
+    safe = SafeRobot(FakeRobot(), box={"x": (-5.0, 5.0), "y": (-0.2, 5.0)})
+    np.testing.assert_allclose(safe.command(np.array([3, 3])), [1, 1], rtol=1e-6)
+    np.testing.assert_allclose(safe.command(np.array([-3, -3])), [-1, -0.2], rtol=1e-6)
+
+
+class OutsideRobot(FakeRobot):
+    """Was pushed by hand: it stands at 2, outside of its bounds of +-1."""
+
+    def hold_action(self):
+        return np.array([2.0, 0.0], np.float32)
+
+
+def test_a_robot_outside_of_its_bounds_comes_back_no_faster_than_the_jump_limit():
+    safe = SafeRobot(OutsideRobot(), jump=0.25)
+    sent = [safe.command(np.zeros(2, np.float32))[0] for _ in range(9)]
+    np.testing.assert_allclose(sent, [1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.25, 0, 0], atol=1e-6)
+
+
+class SlowRobot(FakeRobot):
+    """Takes half of what it is asked for, as a robot does that limits its own speed."""
+
+    def command(self, action):
+        return super().command(np.asarray(action) / 2)
+
+
+def test_the_jump_limit_counts_from_what_the_robot_really_took():
+    safe = SafeRobot(SlowRobot(), jump=0.4)
+    taken = [safe.command(RIGHT)[0] for _ in range(3)]
+    np.testing.assert_allclose(taken, [0.2, 0.3, 0.35], rtol=1e-6)  # half of 0.4, of 0.2 + 0.4, of 0.3 + 0.4
+
+
 def test_an_action_of_another_shape_is_an_error_not_a_broadcast():
     with pytest.raises(ValueError, match="action"):
         SafeRobot(FakeRobot()).command(np.ones(1))

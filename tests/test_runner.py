@@ -1,5 +1,6 @@
 """The actor's loop: what it records, when it ends an episode, and whom it obeys."""
 
+import dataclasses
 import gc
 import os
 import signal
@@ -12,9 +13,10 @@ import pytest
 from serl_client import Outcome
 from serl_client import runner as module
 from serl_client.controller import RandomPolicy, RemotePolicy, decision_seed
-from serl_client.episode import join
+from serl_client.episode import Stamp, join
 from serl_client.errors import Refused
 from serl_client.network import Answer
+from serl_client.recorder import Recorder
 from serl_client.runner import ActorStatus, Step, evaluation_seed, run_actor, training_seed
 
 STATE = "observation.state"
@@ -164,6 +166,15 @@ def test_segments_tile_each_episode_exactly(spec):
     assert [report["reward"] for report in reports] == [91.0, 91.0]
     assert client.outcomes == [Outcome(episode.episode, True) for episode in client.episodes]
     assert client.episodes[1].episode == "robot-01234567-000001"
+
+
+def test_a_simulated_robot_is_recorded_at_its_own_pace_over_all_episodes(spec):
+    env, client = TinyEnv(spec), FakeClient(spec)
+    run(env, client, episodes=3)
+    times = np.concatenate([np.append(episode.time, np.nan) for episode in client.episodes])[:-1]
+    inside = np.diff(times)[~np.isnan(np.diff(times))]
+    np.testing.assert_allclose(inside, 1 / spec.fps, rtol=1e-6)
+    assert (np.diff(times[~np.isnan(times)]) > 0).all(), "the next episode is later"
 
 
 def test_an_episode_of_exactly_some_segments_ends_with_its_last_one(spec):
@@ -637,3 +648,65 @@ def test_chance_is_the_same_for_the_same_seed_and_episode(spec):
     assert not np.array_equal(actions(0, "a"), actions(1, "a"))
     assert np.abs(actions(0, "a")).max() <= 1
     assert actions(0, "a")[0].dtype == np.float32
+
+
+class FailingSensor(TinyEnv):
+    """Its state is not finite at the rows `bad` of each episode but the last one."""
+
+    def __init__(self, spec, bad, episodes, value):
+        super().__init__(spec)
+        self.bad, self.left, self.value = bad, episodes, value
+
+    def reset(self, seed, **options):
+        self.left -= 1
+        return super().reset(seed, **options)
+
+    def _observe(self):
+        observation = super()._observe()
+        if self.row in self.bad and self.left > 0:
+            observation[STATE][3] = self.value
+        return observation
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_row_that_is_not_finite_cuts_the_episode_off_before_it(spec, value):
+    env, client, status = FailingSensor(spec, {7}, 2, value), FakeClient(spec), ActorStatus()
+    reports = run(env, client, episodes=2, status=status)
+    cut, whole = client.episodes
+    assert (len(cut), cut.truncated, cut.terminated, len(whole), whole.terminated) == (6, True, False, 13, True)
+    assert cut.observation[STATE][:, 0].tolist() == list(range(7)), "the last good observation is the final one"
+    assert [report["steps"] for report in reports] == [6, 13]
+    assert status.warning == f"observation.state is not finite; {cut.episode} is cut off before row 6"
+
+
+def test_an_episode_whose_first_observation_is_not_finite_never_begins(spec):
+    env, client, status = FailingSensor(spec, {0}, 3, np.nan), FakeClient(spec), ActorStatus()
+    run(env, client, episodes=1, status=status)
+    (whole,) = client.episodes
+    assert (len(whole), len(env.seeds)) == (13, 3)
+    assert "is not finite after the reset" in status.warning
+
+
+@pytest.mark.parametrize("column", ["reward", "executed"])
+def test_a_reward_or_an_action_that_is_not_finite_cuts_the_episode_off_before_it(spec, column):
+    class Env(TinyEnv):
+        def step(self, action):
+            step = super().step(action)
+            bad = {"reward": np.nan, "executed": np.full(2, np.inf, np.float32)}[column]
+            return dataclasses.replace(step, **{column: bad}) if self.row == 3 and len(self.seeds) == 1 else step
+
+    env, client = Env(spec), FakeClient(spec)
+    run(env, client, episodes=2)
+    assert [(len(each), each.truncated) for each in client.episodes] == [(2, True), (13, False)]
+
+
+def test_extras_that_the_spec_lacks_are_told_once_for_each_episode(spec, caplog):
+    env = TinyEnv(spec)
+    observation, recorder = env.reset(0), Recorder(FakeClient(spec), "e", "test")
+    for _ in range(3):
+        step = env.step(np.zeros(2, np.float32))
+        recorder.add(Stamp(1, "collect", 0), observation, 0.0, step, True, {"behaviour_mean": np.zeros(2)})
+        observation = step.observation
+    assert [record.getMessage() for record in caplog.records] == [
+        "e: extras behaviour_mean are not stored: the Spec lacks them"
+    ]

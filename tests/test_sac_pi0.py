@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -41,10 +42,10 @@ def spec():
 SEES = partial(ObservationEncoder, cameras="all", channels=[8], latent=6)
 
 
-def policy_of(spec, encoder=ObservationEncoder, deviation=None, frozen=False):
+def policy_of(spec, encoder=ObservationEncoder, deviation=None, frozen=False, scale="bounds"):
     policy = FlowPolicy(
         spec, encoder=encoder, horizon=HORIZON, steps=STEPS, hidden=[32, 32], layer_norm=True, imitates="action",
-        deviation=deviation,
+        deviation=deviation, scale=scale,
     )  # fmt: skip
     if frozen:
         policy.network[0].requires_grad_(False)
@@ -134,11 +135,29 @@ def test_the_critics_learn_the_squared_error_and_nothing_of_what_a_time_limit_cu
     assert_same(weights(algorithm.critic), before)
 
 
+def test_critics_see_the_actions_that_the_policy_sees(spec):
+    """By data, once they are fitted: else the wide bounds of an arm would leave a critic nothing to tell apart."""
+    algorithm = build(spec, policy=partial(policy_of, scale="range"))
+    size = spec.action.shape[0]
+    low, high = np.full(size, -0.2), np.linspace(0.1, 0.4, size)
+    column = {"mean": (low + high) / 2, "std": high - low, "low": low, "high": high}
+    state = {"mean": np.zeros(3), "std": np.ones(3), "low": np.zeros(3), "high": np.zeros(3)}
+    algorithm.set_statistics({kind: {"action": column[kind], STATE: state[kind]} for kind in column})
+    modules = (algorithm.policy, algorithm.reference, algorithm.critic, algorithm.target_critic)
+    for scale in (module.scale for module in modules):
+        torch.testing.assert_close(scale.to_unit(torch.as_tensor(high, dtype=torch.float32)), torch.ones(size))
+    resumed = build(spec, seed=1, policy=partial(policy_of, scale="range"))
+    resumed.load_state_dict(copy.deepcopy(algorithm.state_dict()))
+    action = torch.rand(4, JUDGED, size) - 0.5
+    for one, other in zip((algorithm.critic, algorithm.policy), (resumed.critic, resumed.policy), strict=True):
+        assert torch.equal(one.scale.to_unit(action), other.scale.to_unit(action))
+
+
 @pytest.mark.parametrize("encoder", [SEES, None])
 def test_target_and_critic_that_have_met_say_the_same_of_the_same(spec, encoder):
     """Hi-ORS: the target's BatchNorm buffers never followed, and only one of the two was in training mode."""
     algorithm = build(spec, tau=1.0, encoder=encoder, policy=partial(policy_of, encoder=SEES))
-    algorithm.set_statistics({STATE: torch.randn(3).numpy()}, {STATE: torch.rand(3).numpy() + 1})
+    algorithm.set_statistics({"mean": {STATE: torch.randn(3).numpy()}, "std": {STATE: torch.rand(3).numpy() + 1}})
     algorithm.update_critic(batch_of(spec))
     batch = batch_of(spec, seed=1)
     said = algorithm.critic(now(batch.observation), batch.action)

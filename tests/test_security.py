@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import re
 import shutil
 import socket
@@ -21,13 +22,14 @@ from hydra.utils import instantiate
 from serl_client import ConfigError, Outcome
 from serl_client import messages as m
 from serl_client.client import TrainerClient
-from serl_client.errors import Disconnected, Refused, TrainerError
-from serl_client.keys import Key, known_as
+from serl_client.errors import Disconnected, Refused, TrainerError, VersionMismatch
+from serl_client.keys import Key, known_as, named
 from serl_client.link import Link
 
+from serl_launcher.data.store import Store
 from serl_launcher.service import gate as module
 from serl_launcher.service import weights
-from serl_launcher.service.gate import BAD_MESSAGES, AllowList
+from serl_launcher.service.gate import BAD_MESSAGES, BAN_S, CAUSES, AllowList
 from serl_launcher.service.inference import InferenceServer, PolicyHost
 from serl_launcher.service.server import MISSING, Server
 from tests.test_service import free_port
@@ -177,6 +179,27 @@ def test_a_damaged_key_is_told_in_one_sentence(keys):
             Key.read(keys / "left.key")
 
 
+def test_actors_of_several_machines_and_jobs_have_names_of_their_own_without_being_told(keys, monkeypatch, tmp_path):
+    for name in ("SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("socket.gethostname", lambda: "robot-7.lab.example")
+    key = Key.read(keys / "left.key")
+    assert [named(*words) for words in (("auto", None), ("auto", key), ("arm", key), ("arm", None))] == [
+        "robot-7", "left", "arm", "arm"
+    ]  # fmt: skip
+    assert named("auto", None) == named("auto", None), "a restart finds its outbox"
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert named("auto", None) == "robot-7", "one process a machine"
+    names = set()
+    for task, process in (("1", "0"), ("1", "1"), ("2", "0")):
+        for variable, value in zip(("ARRAY_TASK_ID", "PROCID", "NTASKS"), (task, process, "2"), strict=True):
+            monkeypatch.setenv(f"SLURM_{variable}", value)
+        names.add(named("auto", None))
+    assert names == {"robot-7-1-0", "robot-7-1-1", "robot-7-2-0"}
+    monkeypatch.setattr("socket.gethostname", lambda: "a/b c")
+    assert "/" not in named("auto", None)
+
+
 def test_no_secret_is_shown_by_a_key(keys):
     key = Key.read(keys / "left.key")
     assert key.secret not in repr(key)
@@ -281,7 +304,7 @@ def test_a_revoked_key_is_refused_at_its_next_message_and_at_its_next_connection
     with served.link("viewer", "left/watch", key="left") as watch, served.link("viewer", "left", key="left") as again:
         watch.call(m.Status(), PATIENCE)
         do("revoke", keys, "left")
-        with pytest.raises(Refused, match="the key left is revoked"):
+        with pytest.raises(Refused, match="the key left is revoked: for good"):
             watch.call(m.Status(), PATIENCE)
         with pytest.raises(Refused, match="does not let the key left in"):
             again.call(m.Status(), PATIENCE)
@@ -379,30 +402,146 @@ def test_identity_is_the_key_and_not_the_name_that_is_claimed(keys, serve, actor
     assert known_as(Key.read(keys / "left.key"), "status") == "left/status"
 
 
-def test_after_some_bad_messages_a_key_is_refused_until_it_is_lifted(keys, serve, caplog):
-    served = serve(keys)
-    for connection in range(2):  # a new connection does not help
+KINDS = (
+    m.Publish("0" * 64, 1, 1), m.Direct({}, None), m.Sync(0, 0), m.Archived([]), m.Allow(1, None),
+)  # fmt: skip
+
+
+def test_bad_messages_of_several_kinds_ban_a_key_until_it_is_lifted(keys, serve, caplog):
+    served, sent = serve(keys), 0
+    for kinds in (KINDS[:2], KINDS[2:CAUSES]):  # a new connection does not help
         with served.link("viewer", "eye", key="eye") as link:
             link.hello(PATIENCE)
-            for _ in range(BAD_MESSAGES // 2):
-                link.send(m.Publish("0" * 64, 1, 1))
-            until(lambda done=connection: served.refusals()["role"] == BAD_MESSAGES // 2 * (done + 1))
-            if connection:
-                with pytest.raises(Refused):
-                    link.call(m.Status(), PATIENCE)
+            for message in kinds:
+                link.send(message)
+            sent += len(kinds)
+            until(lambda sent=sent: served.refusals()["role"] == sent)
+            if sent == CAUSES:
+                link.send(m.Status())
+                until(lambda link=link: "eye is banned: it sent bad" in getattr(link.receive(), "text", ""))
     with served.link("viewer", "eye", key="eye") as link, pytest.raises(Refused, match="does not let the key eye in"):
         link.call(m.Status(), PATIENCE)
     assert served.refusals()["banned key"] == 2
-    assert "the key eye is refused until `tools/keys.py lift eye`" in caplog.text
+    assert "until `tools/keys.py lift eye`" in caplog.text
     assert "eye                  banned" in do("list", keys)
     assert do("lift", keys, "eye") == "eye is let in again"
     with served.link("viewer", "eye", key="eye") as link:
         link.hello(PATIENCE)
-        link.send(m.Publish("0" * 64, 1, 1))
+        link.send(KINDS[0])
         with pytest.raises(Refused, match="a Publish is not for the role viewer"):
             link.call(m.Status(), PATIENCE)
         link.call(m.Status(), PATIENCE)
-        assert served.refusals() == {"role": BAD_MESSAGES + 1, "banned key": 2}
+        assert served.refusals() == {"role": CAUSES + 1, "banned key": 2}
+
+
+def test_one_mistake_made_again_and_again_silences_the_connection_and_bans_no_key(keys, serve):
+    served = serve(keys)
+    for connection in range(3):
+        with served.link("viewer", "eye", key="eye") as link:
+            link.hello(PATIENCE)
+            for _ in range(BAD_MESSAGES):
+                link.send(m.Publish("0" * 64, 1, 1))
+            until(lambda done=connection: served.refusals()["role"] == BAD_MESSAGES * (done + 1))
+    with served.link("viewer", "eye", key="eye") as link:
+        link.call(m.Status(), PATIENCE)
+    assert served.refusals() == {"role": 3 * BAD_MESSAGES}
+
+
+def test_another_version_is_told_so_for_ever_and_bans_no_key(keys, serve):
+    served = serve(keys)
+    for version in range(20):
+        hello = m.Hello((version + 10, version + 10), "viewer", "eye")
+        with Link(served.address, hello, Key.read(keys / "eye.key")) as link, pytest.raises(VersionMismatch):
+            link.hello(PATIENCE)
+    with served.link("viewer", "eye", key="eye") as link:
+        link.call(m.Status(), PATIENCE)
+    assert served.refusals() == {"other version": 20}
+
+
+def test_a_ban_ends_after_ten_minutes_and_a_clock_that_was_put_back_ends_it_too(keys, monkeypatch):
+    allowed, public = AllowList(keys), Key.read(keys / "left.key").public
+    for later in (BAN_S + 2, -3600.0):
+        allowed.ban("left")
+        assert allowed.find(public).role == "banned"
+        began = time.time()
+        monkeypatch.setattr(module.time, "time", lambda began=began, later=later: began + later)
+        allowed._stamp = (
+            None if later < 0 else allowed._stamp
+        )  # it looks again when a ban ends, and when a file changed
+        assert allowed.find(public).role == "actor"
+        assert AllowList(keys).find(public).role == "actor"
+        monkeypatch.undo()
+
+
+def test_a_ban_that_cannot_be_written_down_holds_in_this_process(keys, monkeypatch):
+    allowed, public = AllowList(keys), Key.read(keys / "left.key").public
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.os, "open", full)
+    allowed.ban("left")
+    assert allowed.find(public).role == "banned"
+    assert not list(keys.glob("*.banned"))
+    began = time.time()
+    monkeypatch.setattr(module.time, "time", lambda: began + BAN_S + 2)
+    assert allowed.find(public).role == "actor"
+
+
+def test_two_changes_within_one_tick_of_the_clock_are_both_seen(keys):
+    allowed, public = AllowList(keys), Key.read(keys / "left.key").public
+    tick = time.time_ns()
+
+    def changed(role):
+        for path in (keys / "allowed.json", keys):
+            os.utime(path, ns=(tick, tick))
+        return allowed.find(public).role == role
+
+    allowed.ban("left")
+    assert changed("banned")
+    (keys / "left.banned").unlink()
+    assert changed("actor")
+
+
+def test_nobody_writes_in_the_name_of_another_though_he_knows_its_numbers(keys, serve, spec, make_segment):
+    """The numbers lie in the files of the other's outbox."""
+    served = serve(keys)
+
+    def link(name, epoch, earlier=()):
+        hello = m.Hello(m.PROTOCOL, "actor", name, epoch, "box of left", "", spec.to_dict(), earlier)
+        return Link(served.address, hello, Key.read(keys / f"{name}.key"))
+
+    def push(opened, epoch, seq, record):
+        data = b"".join(bytes(part) for part in m.seal(seq, record))
+        opened.send(m.Push(epoch, {"records": np.frombuffer(data, np.uint8)}))
+
+    mine, his = "a" * 32, "b" * 32
+    with link("left", mine) as left:
+        left.hello(PATIENCE)
+        served.direct()
+        push(left, mine, 0, make_segment("e0"))
+        until(lambda: isinstance(left.receive(), m.Ack))
+        for epoch, earlier in ((his, [[mine, 5]]), (mine, [])):
+            with link("right", epoch, earlier) as right, pytest.raises(Refused, match="or to another key"):
+                right.hello(PATIENCE)
+        push(left, mine, 1, make_segment("e0", start=4, ends="terminated"))
+        assert until(lambda: (got := left.receive()) and isinstance(got, m.Ack) and got).expected == 2
+    (row,) = served.trainer.call(m.Sync(0, 0), PATIENCE).episodes
+    assert (row[1], row[3], row[8]) == ("e0", "left", 8)
+
+
+def test_the_owner_of_a_life_outlives_the_server(keys, tmp_path, spec):
+    store = Store.create(tmp_path / "store", spec, {"online": 100})
+    store.hello("left", "box", "a" * 32, [], owner="left")
+    store.commit()
+    store.close()
+    store = Store(tmp_path / "store")
+    for owner in ("right", "lef"):
+        with pytest.raises(Refused, match="or to another key"):
+            store.hello("left", "box", "b" * 32, [("a" * 32, 0)], owner=owner)
+    for owner in ("left", ""):  # "": a learner without keys trusts whoever is there
+        store.hello("left", "box", "b" * 32, [("a" * 32, 0)], owner=owner)
+    store.close()
 
 
 def test_a_person_at_the_keyboard_of_an_actor_is_refused_to_steer_and_gets_no_key_banned(keys, serve):
@@ -620,5 +759,5 @@ def test_the_inference_process_answers_a_hello_so_that_nobody_takes_it_for_mute(
     with Link(address, m.Hello(m.PROTOCOL, "actor", "arm", spec=spec.to_dict())) as link:
         welcome = link.hello(PATIENCE)
         assert (welcome.spec, welcome.inference, link.heard > 0) == (spec.to_dict(), "", True)
-    with Link(address, m.Hello((1, 1), "actor", "arm")) as link, pytest.raises(TrainerError, match="protocol 1-1"):
+    with Link(address, m.Hello((1, 1), "actor", "arm")) as link, pytest.raises(TrainerError, match="this client 1-1"):
         link.hello(PATIENCE)

@@ -5,24 +5,25 @@ What is known to lose data in other systems (E1, E2, ...) is in test_peer_faults
 
 import dataclasses
 import json
-import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
-from serl_client import Feature, Outcome, Spec
+import zmq
+from serl_client import Feature, Outcome, Spec, wire
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.errors import Disconnected, Refused, TrainerError, VersionMismatch
 from serl_client.link import Link
+from serl_client.outbox import Outbox
 
 from serl_launcher.data.layout import Layout
 from serl_launcher.data.store import Store
 from serl_launcher.service import weights
+from tools.faults.proxy import free_port
 
 SERVE = """
 import json, os, sys, errno
@@ -45,12 +46,6 @@ def buggy(*arguments):
 server.Store._stage_segment = buggy
 serve(run_dir, capacities, public=public, local=local, inference="tcp://127.0.0.1:1")
 """
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class ServerProcess:
@@ -337,6 +332,69 @@ def acks(link, seconds):
     return found
 
 
+def refused(link):
+    """The Failed that comes."""
+    while True:
+        link.wait(0.05)
+        if isinstance(message := link.receive(), m.Failed):
+            return message
+
+
+def spoiled(segment, column, value):
+    """The segment with `value` in one place of a column."""
+    array = np.array(segment.observation[column] if column.startswith("observation") else getattr(segment, column))
+    array[len(array) // 2] = value
+    if column.startswith("observation"):
+        return dataclasses.replace(segment, observation={**segment.observation, column: array})
+    return dataclasses.replace(segment, **{column: array})
+
+
+def test_a_value_that_is_not_finite_is_refused_by_its_column(server, spec, make_segment):
+    for column in ("observation.state", "time", "reward", "action"):
+        for value in (np.nan, np.inf, -np.inf):
+            with raw_actor(server, spec) as link:
+                welcomed(link)
+                server.direct()
+                push_raw(link, "a" * 32, (0, spoiled(make_segment("e0"), column, value)))
+                assert f"{column} must be finite" in refused(link).text
+    assert server.episodes() == {}
+
+
+def test_an_action_far_outside_of_its_bounds_is_refused_and_one_near_them_is_not(server, spec, make_segment):
+    with raw_actor(server, spec) as link:
+        welcomed(link)
+        server.direct()
+        push_raw(link, "a" * 32, (0, spoiled(make_segment("e0"), "action", 1.5)))  # of a robot that stood there
+        wait_until(lambda: acks(link, 0.1) == [(1, False)])
+        push_raw(link, "a" * 32, (1, spoiled(make_segment("e0", start=4), "action", 1e30)))
+        assert "outside of them" in refused(link).text
+
+
+def test_a_sensor_that_fails_ends_the_episode_before_it_and_its_actor_goes_on(server, connect, make_segment, caplog):
+    client = connect()
+    name = f"arm-{client.epoch[:8]}-000000"
+    push_all(client, [
+        make_segment(name, 0), spoiled(make_segment(name, 0, 4), "observation.state", np.nan), make_segment(name, 0, 8),
+        make_segment(name, 0, 12, ends="terminated"), *episode(make_segment, 1, client=client),
+    ])  # fmt: skip
+    assert client.drain(20)
+    found, known = stored(server), server.episodes()
+    assert found == {name: list(range(4)), name[:-1] + "1": list(range(8))}
+    assert (known[name]["sealed"], known[name]["truncated"], known[name]["final"]) == (1, 1, 0)
+    assert f"{name} ends before row 4: observation.state must be finite" in caplog.text
+
+
+def test_a_segment_of_another_shape_is_one_sentence_and_what_was_good_before_it_arrives(server, connect, make_segment):
+    client = connect()
+    push_all(client, episode(make_segment, 0, client=client))
+    wrong = make_segment("x", 1)
+    client.push(dataclasses.replace(wrong, observation={"observation.state": np.zeros((4, 9), np.float32)}))
+    with pytest.raises(TrainerError, match=r"observation\.state should be float32 \[4, 8\], not float32 \[4, 9\]"):
+        wait_until(lambda: client.check())
+    client.close()
+    wait_until(lambda: [known["steps"] for known in server.episodes().values()] == [8])
+
+
 def test_a_gap_is_answered_once_and_only_with_what_is_durable(server, spec, make_segment):
     epoch = "a" * 32
     with raw_actor(server, spec) as link:
@@ -373,6 +431,92 @@ def test_a_life_that_died_before_it_saw_its_last_ack_is_closed_all_the_same(serv
         push_raw(link, first, (1, make_segment("e0", start=4)))  # once more: acknowledged, not stored again
         wait_until(lambda: acks(link, 0.1) == [(2, False)])
         assert server.episodes()["e0"]["steps"] == 8
+
+
+def test_a_life_that_is_over_takes_no_new_record_and_no_new_hello(server, spec, make_segment):
+    first, second = "a" * 32, "b" * 32
+    with raw_actor(server, spec) as link:
+        welcomed(link)
+        server.direct()
+        push_raw(link, first, (0, make_segment("e0")))
+        wait_until(lambda: acks(link, 0.1) == [(1, False)])
+    with raw_actor(server, spec, second, [[first, 0]]) as link:
+        assert dict(welcomed(link).expected) == {first: 1, second: 0}
+        push_raw(link, first, (1, make_segment("z1", ends="terminated")))
+        assert f"epoch {first} is over" in refused(link).text
+    with raw_actor(server, spec, first) as link, pytest.raises(Refused, match="is over: another client named arm"):
+        welcomed(link)
+    assert server.episodes().keys() == {"e0"}
+
+
+def test_an_outbox_of_more_lives_than_a_hello_names_is_delivered_in_order(server, spec, tmp_path, make_segment):
+    """Each of them had said Hello, so that a server which took the rest for lost could have closed it."""
+    lives = [f"{i:032x}" for i in range(m.MAX_EARLIER + 6)]
+    with raw_actor(server, spec) as link:
+        welcomed(link)
+        server.direct()
+    for i, life in enumerate(lives):
+        box = Outbox(tmp_path / "outbox-arm", 1 << 30)
+        box.append(life, 0, [b"".join(bytes(part) for part in m.seal(0, make_segment(f"e{i:02}", ends="terminated")))])
+        earlier = [[epoch, 0] for epoch in lives[:i]][: m.MAX_EARLIER]
+        with Link(
+            server.address, m.Hello(m.PROTOCOL, "actor", "arm", life, box.id, "", spec.to_dict(), earlier)
+        ) as link:
+            welcomed(link)
+            link.call(m.Status(), 5.0)
+        box.close()
+    with TrainerClient(server.address, actor="arm", spec=spec, outbox=tmp_path / "outbox-arm") as client:
+        client.push(make_segment("last", ends="terminated"))
+        assert client.drain(60)
+    known = sorted(server.episodes().values(), key=lambda episode: episode["number"])
+    assert [episode["id"] for episode in known] == [*(f"e{i:02}" for i in range(len(lives))), "last"]
+
+
+def test_a_hello_that_names_too_many_lives_is_refused(server, spec):
+    many = [[f"{i:032x}", 0] for i in range(m.MAX_EARLIER + 1)]
+    for earlier in (many, [["b" * 32, 0]] * 2, [["a" * 32, 0]], [["b" * 32, -1]]):
+        with (
+            raw_actor(server, spec, earlier=earlier) as link,
+            pytest.raises(Refused, match=r"earlier epoch|besides its"),
+        ):
+            welcomed(link)
+
+
+def test_connections_of_one_life_that_broke_before_a_word_leave_no_session(server, spec):
+    server.ask(m.Status())
+    for _ in range(8):
+        with raw_actor(server, spec) as link:
+            welcomed(link)
+    clients = server.ask(m.Status()).report["clients"]
+    assert [client["actor"] for client in clients] == ["arm"]
+
+
+def test_a_second_gap_of_one_life_is_told_too(server, spec, make_segment):
+    epoch = "a" * 32
+    with raw_actor(server, spec) as link:
+        welcomed(link)
+        server.direct()
+        for seq in (0, 1):
+            push_raw(link, epoch, (seq + 1, make_segment("e0", start=4 * seq + 4)))
+            wait_until(lambda seq=seq: (seq, True) in acks(link, 0.1))
+            push_raw(link, epoch, (seq, make_segment("e0", start=4 * seq)))
+            wait_until(lambda seq=seq: (seq + 1, False) in acks(link, 0.1))
+
+
+def test_a_gap_before_the_disk_failed_is_told_again_after_it(server, spec, make_segment):
+    epoch = "a" * 32
+    with raw_actor(server, spec) as link:
+        welcomed(link)
+        server.direct()
+        push_raw(link, epoch, (1, make_segment("e0", start=4)))
+        wait_until(lambda: (0, True) in acks(link, 0.1))
+        (server.run_dir / "fail").touch()
+        push_raw(link, epoch, (0, make_segment("e0")))
+        wait_until(lambda: server.ask(m.Status()).report["degraded"])
+        (server.run_dir / "fail").unlink()
+        wait_until(lambda: (0, True) in acks(link, 0.1))
+        push_raw(link, epoch, (1, make_segment("e0", start=4)))
+        wait_until(lambda: (0, True) in acks(link, 0.1))
 
 
 def test_a_second_client_of_one_name_stops_the_first_and_its_records_wait(server, connect, make_segment):
@@ -470,9 +614,27 @@ def test_another_run_is_refused_and_nothing_is_deleted(server, connect, tmp_path
 def test_another_protocol_is_refused_with_both_versions(server):
     link = Link(server.address, m.Hello((7, 9), "actor", "arm"))
     server.ask(m.Status())
-    with pytest.raises(VersionMismatch, match=re.escape(f"7-9, this learner {list(m.PROTOCOL)}")):
+    with pytest.raises(VersionMismatch, match="this client 7-9, this learner {}-{}".format(*m.PROTOCOL)):
         link.call(m.Status(), 5.0)
     link.close()
+
+
+def test_a_hello_of_another_version_is_told_so_whatever_else_it_holds(server, spec):
+    """And in the words that a client of protocol 3 understands: type, kind, text and final, and nothing else."""
+    server.ask(m.Status())
+    strange = {"type": "Hello", "protocol": [3, 4], "role": "actor", "actor": "arm", "new": 1}
+    for hello, versions in ((strange | {"protocol": [3, 3]}, "3-3"), (strange | {"protocol": [9, 9]}, "9-9"),
+                            (strange, "3-4")):  # fmt: skip
+        with zmq.Context.instance().socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.connect(server.address)
+            socket.send_multipart(wire.pack(hello, {}))
+            assert socket.poll(15_000)
+            header, _ = wire.unpack(socket.recv_multipart())
+        assert header.keys() == {"type", "kind", "text", "final"}
+        assert (header["type"], header["kind"], header["final"]) == ("Failed", "VersionMismatch", True)
+        assert f"this client {versions}, this learner {m.PROTOCOL[0]}-{m.PROTOCOL[1]}" in header["text"]
+    assert server.ask(m.Status()).report["refusals"] == {"other version": 3}
 
 
 def test_the_learners_messages_are_refused_from_the_actors_address(server, connect):

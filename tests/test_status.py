@@ -2,7 +2,7 @@
 
 import fcntl
 import json
-import socket
+import os
 import subprocess
 import sys
 import time
@@ -14,6 +14,8 @@ from serl_client.client import TrainerClient
 from serl_client.errors import TrainerError
 from serl_client.link import Link
 
+from tools.faults.proxy import free_port
+
 STATUS = Path(__file__).resolve().parent.parent / "tools" / "status.py"
 SERVE = """
 import sys
@@ -21,12 +23,6 @@ from pathlib import Path
 from serl_launcher.service.server import serve
 serve(Path(sys.argv[1]), {"online": 1000}, public=sys.argv[2], local=sys.argv[3], inference="tcp://127.0.0.1:1")
 """
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def status(port, *arguments):
@@ -123,14 +119,21 @@ def test_a_learner_that_is_down_is_told_by_its_run_folder(tmp_path):
     port, run = free_port(), tmp_path / "run"
     code, said = status(port)
     assert code == 1
-    assert said == f"nobody answers at tcp://127.0.0.1:{port}; is the learner running there?\n"
+    assert said.startswith(f"nobody listens at 127.0.0.1:{port}: start the learner; if it runs, compare port= there")
+    assert "no-such-host.invalid is no known name" in status(port, "--ip", "no-such-host.invalid")[1]
+    assert "tcp://not a host:1 is no address: say ip=" in status(1, "--ip", "not a host")[1]
     assert "There is no run in" in status(port, "--run-dir", run)[1]
     run.mkdir()
     assert "No learner has ever run in" in status(port, "--run-dir", run)[1]
     (run / "lock").write_text("4711")
     assert "start it again with the same command" in status(port, "--run-dir", run)[1]
     (run / "summary.json").touch()
-    assert "has ended" in status(port, "--run-dir", run)[1]
+    assert "has ended: see its summary.json" in status(port, "--run-dir", run)[1]
+    (run / "config.yaml").touch()  # a later start, which has not ended
+    os.utime(run / "summary.json", (1, 1))
+    assert "start it again with the same command" in status(port, "--run-dir", run)[1]
+    (run / "evaluation.json").touch()
+    assert "has ended: see its evaluation.json" in status(port, "--run-dir", run)[1]
     with open(run / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, said = status(port, "--run-dir", run)

@@ -5,17 +5,19 @@ import os
 import signal
 import sqlite3
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serl_client import ConfigError, Outcome, Spec
+from serl_client import messages as m
 from serl_client.errors import Refused
 
-from serl_launcher.data import files, index, layout
+from serl_launcher.data import files, index, layout, store
 from serl_launcher.data.replay import ReplayBuffer
-from serl_launcher.data.store import Gap, Store
+from serl_launcher.data.store import Full, Gap, Store
 from serl_launcher.types import Window
 
 STATE = "observation.state"
@@ -90,6 +92,37 @@ def test_a_wrong_segment_is_refused_and_nothing_of_it_is_kept(tmp_path, spec, ma
     assert contents(tmp_path) == [(1, i, 0.0) for i in range(4)]
 
 
+@pytest.mark.parametrize("directive", [9, 2**31, 2**40, 2**53 - 1])
+def test_a_segment_that_goes_on_under_a_directive_that_nobody_gave_is_refused_and_the_others_are_kept(
+    tmp_path, spec, make_segment, directive
+):
+    made = founded(tmp_path, spec)
+    made.hello("other", "box", "B", [])
+    made.stage("A", 0, make_segment("e0"))
+    made.stage("B", 0, make_segment("f0", ends="terminated"))
+    with pytest.raises(Refused, match=f"no directive {directive}"):
+        made.stage("A", 1, make_segment("e0", start=4, directive=directive))
+    made.stage("A", 1, make_segment("e0", start=4, ends="terminated"))
+    made.commit()
+    assert len(contents(tmp_path)) == 12
+
+
+def test_whatever_a_record_sets_off_while_it_is_looked_at_is_its_own_fault(tmp_path, spec, make_segment, monkeypatch):
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment("e0"))
+
+    def fail(*_):
+        raise OverflowError("a number that no column holds")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_records", fail)
+        with pytest.raises(Refused, match="a number that no column holds"):
+            made.stage("A", 1, make_segment("e0", start=4))
+    made.stage("A", 1, make_segment("e0", start=4))
+    made.commit()
+    assert len(contents(tmp_path)) == 8
+
+
 def test_an_array_of_another_shape_is_refused_by_name(tmp_path, spec, make_segment):
     made = founded(tmp_path, spec)
     segment = make_segment()
@@ -134,24 +167,81 @@ def test_an_actor_that_died_leaves_a_truncated_episode_only_when_its_next_life_h
     made.commit()
     episode = made.index.episode("e0")
     assert (episode.steps, episode.truncated, episode.terminated, episode.sealed, episode.final) == (8, 1, 0, 1, 0)
-    with pytest.raises(Refused, match="came where the start of an episode"):
+    with pytest.raises(Refused, match="is over"):
         made.stage("A", 2, make_segment("e0", start=8))
 
 
-def test_the_end_of_a_run_closes_an_episode_and_its_actor_may_bring_the_rest_of_it_later(tmp_path, spec, make_segment):
+def rows_of(folder, source="online"):
+    """{episode number: [index, ...]} of all that a reader may draw; the row of each step says its actor's own index."""
+    opened = Store(folder / "store")
+    layout_ = layout.Layout(opened.spec, opened.sources[source].capacity)
+    steps, rows = layout_.steps(folder / "store" / source), layout_.observations(folder / "store" / source)[STATE]
+    found = {}
+    for number in range(opened.sources[source].tail, opened.sources[source].head):
+        record = steps[number % layout_.capacity]
+        said = (int(record["index"]), float(rows[record["row"] % layout_.rows][1]))
+        found.setdefault(int(record["episode"]), []).append(said)
+    opened.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["the end of the run", "an operator", "silence"])
+def test_what_comes_after_a_cut_from_elsewhere_is_a_part_of_its_own_and_nothing_is_joined_or_lost(
+    tmp_path, spec, make_segment, how
+):
     made = founded(tmp_path, spec)
     made.stage("A", 0, make_segment("e0"))
-    made.close_open()
-    assert (made.index.episode("e0").truncated, made.index.episode("e0").sealed) == (1, 1)
+    if how == "an operator":
+        made.hello("desk", "another outbox", "B", [])
+        made.stage("B", 0, Outcome("e0", None, by="operator"))
+    elif how == "silence":
+        made.cut("A")
+    else:
+        made.close_open()
+    made.commit()
+    before = made.index.episode("e0")
     made.stage("A", 1, make_segment("e0", start=4, ends="terminated"))
     made.commit()
-    episode = made.index.episode("e0")
-    assert (episode.steps, episode.terminated, episode.truncated, episode.final) == (8, 1, 0, 1)
+    after, part = made.index.episode("e0"), made.index.episode("e0.part2")
+    assert (after.steps, after.truncated, after.final, after.revision) == (4, 1, 0, before.revision)
+    assert (part.part_of, part.part_start, part.steps, part.terminated, part.final) == ("e0", 4, 4, 1, 1)
+    assert rows_of(tmp_path) == {1: [(i, i) for i in range(4)], 2: [(i, i + 4) for i in range(4)]}
     made.stage("A", 2, make_segment("e1"))
     made.close_open()
     made.stage("A", 3, make_segment("e2", ends="terminated"))
     with pytest.raises(Refused, match="came where the start of an episode"):
         made.stage("A", 4, make_segment("e1", start=4))  # it is not the newest any more
+
+
+def test_an_outcome_of_an_episode_holds_for_all_its_parts_whenever_they_come(tmp_path, spec, make_segment):
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment("e0"))
+    made.cut("A")
+    made.stage("A", 1, make_segment("e0", start=4))
+    made.stage("A", 2, Outcome("e0", True))
+    made.cut("A")
+    made.stage("A", 3, make_segment("e0", start=8))
+    made.commit()
+    assert [(each.id, each.success) for each in made.index.parts("e0")] == [
+        ("e0", 1), ("e0.part2", 1), ("e0.part3", 1)
+    ]  # fmt: skip
+    made.hello("desk", "another outbox", "B", [])
+    made.stage("B", 0, Outcome("e0.part2", False, by="operator"))
+    made.commit()
+    assert [each.success for each in made.index.parts("e0")] == [1, 0, 1]
+    made.stage("B", 1, Outcome("e0", None, discard=True, by="operator"))
+    made.commit()
+    assert [(each.discard, each.sealed) for each in made.index.parts("e0")] == [(1, 1)] * 3
+
+
+def test_a_part_does_not_take_the_name_of_another_episode(tmp_path, spec, make_segment):
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment("e0.part2", ends="terminated"))
+    made.stage("A", 1, make_segment("e0"))
+    made.cut("A")
+    made.stage("A", 2, make_segment("e0", start=4, ends="terminated"))
+    made.commit()
+    assert [each.id for each in made.index.parts("e0")] == ["e0", "e0.part3"]
 
 
 def test_the_operator_closes_an_episode_whose_actor_is_gone(tmp_path, spec, make_segment):
@@ -222,9 +312,50 @@ def test_a_source_may_be_added_to_a_store(tmp_path, spec, make_segment):
 
 
 def test_a_store_that_does_not_fit_is_refused_before_anything_is_written(tmp_path, spec):
-    with pytest.raises(ConfigError, match=r"does not fit: online .* free on the disk"):
+    with pytest.raises(ConfigError, match=r"online .*, and 67.1 MB have to stay free .* free on the disk"):
         Store.create(tmp_path / "store", spec, {"online": 10**12})
     assert not (tmp_path / "store" / "index.sqlite").exists()
+
+
+@pytest.mark.parametrize("left", [("index.sqlite-wal",), ("online/rows",), ("online/steps", "online/published")])
+def test_a_store_without_its_index_is_refused_and_nothing_of_it_is_overwritten(tmp_path, spec, make_segment, left):
+    made = founded(tmp_path, spec)
+    made.stage("A", 0, make_segment(ends="terminated"))
+    made.commit()
+    made.close()
+    folder = tmp_path / "store"
+    (folder / "index.sqlite-wal").touch()
+    files_ = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for path in files_:
+        if str(path.relative_to(folder)) not in left:
+            path.unlink()
+    for opening in (lambda: Store(folder), lambda: Store.create(folder, spec, {"online": 400})):
+        with pytest.raises(ConfigError, match=r"holds .*, but no index\.sqlite, .*Nothing was changed"):
+            opening()
+    assert {name: (folder / name).read_bytes() for name in left} == {name: files_[folder / name] for name in left}
+
+
+@pytest.mark.parametrize("missing", ["rows", "steps", "published"])
+def test_a_store_without_one_of_its_files_is_refused_in_one_sentence(tmp_path, spec, missing):
+    founded(tmp_path, spec).close()
+    (tmp_path / "store/online" / missing).unlink()
+    for opening in (Store, lambda folder: Store.create(folder, spec, {"online": 400})):
+        with pytest.raises(ConfigError, match=rf"online/{missing} should have .* bytes, not None: it was damaged"):
+            opening(tmp_path / "store")
+    assert not (tmp_path / "store/online" / missing).exists()
+
+
+def test_a_store_whose_making_was_interrupted_is_made_anew(tmp_path, spec, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail)
+        with pytest.raises(OSError, match="No space"):
+            Store.create(tmp_path / "store", spec, {"online": 400})
+    assert (tmp_path / "store/online/rows").exists()
+    founded(tmp_path, spec).close()
+    assert Store(tmp_path / "store").sources["online"].capacity == 400
 
 
 # -- eviction
@@ -246,6 +377,42 @@ def test_eviction_takes_whole_episodes_the_oldest_first(tmp_path, spec, make_seg
     episodes = [episode for episode, _, _ in found]
     assert 50 <= len(found) <= 100
     assert found == [(episode, i, 2.0 * (episode - 1)) for episode in range(min(episodes), 31) for i in range(10)]
+
+
+def test_what_is_not_archived_stays_however_much_room_an_eviction_would_make(tmp_path, spec, make_segment):
+    """29 archived episodes may go, 35 must stay, and three open ones fill the rest: the tail stops between them."""
+    made = Store.create(tmp_path / "store", spec, {"online": 1280}, ["online"])
+    made.direct({"into": "online", "phase": "practise"})
+    epochs = "ABC"
+    for epoch in epochs:
+        made.hello(f"arm{epoch}", f"outbox{epoch}", epoch, [])
+    fill(made, make_segment, 29)
+    made.archive(range(1, 30))
+    fill(made, make_segment, 35, seq=58)
+    for start in range(0, 310, 10):
+        for epoch in epochs:
+            seq = made.expected(epoch)
+            made.stage(epoch, seq, make_segment(f"open{epoch}", start=start, steps=10))
+        made.commit()
+    assert (made.sources["online"].tail, made.sources["online"].head) == (290, 1570)
+    with pytest.raises(Full, match="waits for its export"):
+        made.stage("A", made.expected("A"), make_segment("openA", start=310))
+
+
+def test_readers_know_the_new_tail_before_anything_is_overwritten(tmp_path, spec, make_segment, monkeypatch):
+    made = founded(tmp_path, spec, online=100)
+    write, overwritten = files.SourceFiles.write, []
+
+    def watched(self, name, offset, slots, start, arrays):
+        if name == "steps":
+            last = start + sum(map(len, arrays))
+            overwritten.append(last - slots)
+            assert int(layout.published(tmp_path / "store/online")[0]) >= last - slots
+        write(self, name, offset, slots, start, arrays)
+
+    monkeypatch.setattr(files.SourceFiles, "write", watched)
+    fill(made, make_segment, 30)
+    assert max(overwritten) == 200
 
 
 def test_no_row_is_torn_in_a_million_draws_while_old_episodes_are_evicted(tmp_path, spec, make_segment):
@@ -282,6 +449,37 @@ def test_no_row_is_torn_in_a_million_draws_while_old_episodes_are_evicted(tmp_pa
         os.waitpid(child, 0)
     assert drawn >= 1_000_000
     assert reader.head >= 5000, "the writer must have gone round many times"
+
+
+def test_nothing_that_a_start_or_a_record_asks_of_the_index_reads_all_past_episodes(
+    tmp_path, spec, make_segment, monkeypatch
+):
+    asked, connect = set(), sqlite3.connect
+
+    def traced(*arguments, **options):
+        database = connect(*arguments, **options)
+        database.set_trace_callback(asked.add)
+        return database
+
+    founded(tmp_path, spec, online=100).close()
+    monkeypatch.setattr(sqlite3, "connect", traced)
+    made = Store.resume(tmp_path / "store", {"online": 100}, ["online"])
+    made.hello("arm", "outbox", "A", [])
+    fill(made, make_segment, 5)
+    made.stage("A", 10, make_segment("open"))
+    made.cut("A")
+    made.stage("A", 11, make_segment("open", start=4, ends="terminated"))
+    made.stage("A", 12, Outcome("open", True))
+    made.archive([1, 2, 3, 4, 5])
+    fill(made, make_segment, 4, seq=13)
+    made.index.catalog(0, 10)
+    made.close()
+    questions = [sql for sql in asked if sql.startswith("SELECT") and "FROM episodes" in sql]
+    assert len(questions) > 10
+    with closing(connect(tmp_path / "store/index.sqlite")) as database:
+        for sql in questions:
+            for *_, step in database.execute(f"EXPLAIN QUERY PLAN {sql}"):
+                assert not step.startswith("SCAN episodes") or "episodes_open" in step, (sql, step)
 
 
 # -- crashes
@@ -401,12 +599,66 @@ def test_probing_writes_the_log_into_the_database_anew(tmp_path, spec, make_segm
     assert len(contents(tmp_path)) == 4
 
 
-def test_an_episode_longer_than_its_source_is_told(tmp_path, spec, make_segment, caplog):
-    made = founded(tmp_path, spec, online=100)
-    for seq in range(8):
-        made.stage("A", seq, make_segment("long", 0, 20 * seq, 20))
+def test_a_page_of_the_index_that_is_damaged_is_found_before_anything_relies_on_it(tmp_path, spec, make_segment):
+    made = founded(tmp_path, spec)
+    fill(made, make_segment, 3)
+    made.close()
+    path = tmp_path / "store/index.sqlite"
+    with closing(sqlite3.connect(path)) as database:
+        (page,) = database.execute("SELECT rootpage FROM sqlite_master WHERE name = 'episodes_by_first'").fetchone()
+        (size,) = database.execute("PRAGMA page_size").fetchone()
+    with path.open("r+b") as file:
+        file.seek((page - 1) * size + 8)  # where its cells are said to begin
+        file.write(b"\xff" * 8)
+    with pytest.raises(ConfigError, match=r"index\.sqlite is damaged"):
+        Store(tmp_path / "store")
+
+
+def test_an_episode_that_nobody_ends_is_cut_and_pushes_out_no_more_than_its_own_steps(
+    tmp_path, spec, make_segment, caplog
+):
+    made = founded(tmp_path, spec, online=400)
+    made.hello("other", "box", "B", [])
+    fill(made, make_segment, 30, epoch="B")
+    for seq in range(20):
+        made.stage("A", seq, make_segment("long", 0, 10 * seq, 10))
         made.commit()
-    assert "long is longer than source online" in caplog.text
+    assert "long goes on as another episode from step 100 on: one takes at most 100 steps" in caplog.text
+    held = rows_of(tmp_path)
+    parts = made.index.parts("long")
+    assert [(each.id, each.part_start, each.steps) for each in parts] == [("long", 0, 100), ("long.part2", 100, 100)]
+    assert [held[each.number] for each in parts] == [[(i, k + i) for i in range(100)] for k in (0, 100)]
+    assert sum(map(len, held.values())) >= 390
+    assert len(held) >= 20, "18 episodes of another actor stay beside it"
+
+
+def test_an_open_episode_that_is_archived_later_is_cut_rather_than_waited_for_or_lost(tmp_path, spec, make_segment):
+    made = Store.create(tmp_path / "store", spec, {"online": 400}, ["online"])
+    made.direct({"into": "online", "phase": "practise"})
+    made.hello("dead", "outbox", "A", [])
+    made.hello("alive", "box", "B", [])
+    made.stage("A", 0, make_segment("open"))
+    seq, waited = 0, 0
+    for number in range(100):
+        for half, ends in ((0, ""), (5, "terminated")):
+            segment = make_segment(f"b{number}", number, half, 5, ends=ends)
+            while True:
+                try:
+                    made.stage("B", seq, segment)
+                    break
+                except Full:
+                    made.commit()
+                    waited += 1
+                    rows = made.index.catalog(0, 1000)[1]
+                    made.archive(row[0] for row in rows if row[m.EPISODE.index("sealed")])
+            seq += 1
+    assert waited > 1
+    made.stage("A", 1, make_segment("open", start=4, ends="terminated"))
+    made.commit()
+    assert [(each.id, each.steps, each.sealed) for each in made.index.parts("open")] == [
+        ("open", 4, 1), ("open.part2", 4, 1)
+    ]  # fmt: skip
+    assert made.sources["online"].tail > 4
 
 
 def test_a_commit_of_the_index_that_fails_undoes_the_whole_group(tmp_path, spec, make_segment, monkeypatch):

@@ -94,6 +94,8 @@ def test_every_message_travels(kind):
     values = {str: "x", int: 3, bool: True, int | None: None}
     wanted = messages.FIELDS[kind].items()
     fields = {name: values.get(of, [1, 2] if "Sequence" in str(of) else {"k": 1}) for name, of in wanted}
+    if "protocol" in fields:
+        fields["protocol"] = list(messages.PROTOCOL)
     if "arrays" in kind.__dataclass_fields__:
         fields["arrays"] = {"a": np.arange(3)}
     message = messages.decode([bytes(frame) for frame in messages.encode(kind(**fields))])
@@ -101,6 +103,13 @@ def test_every_message_travels(kind):
     for name, value in fields.items():
         got = getattr(message, name)
         assert same(got["a"], value["a"]) if name == "arrays" else got == value
+
+
+@pytest.mark.parametrize("protocol", [None, [], [4], [4, 4, 4], ["4", "4"], [True, True], {"4": 4}, 4])
+def test_a_protocol_that_is_none_is_a_bad_message(protocol):
+    header = {"type": "Hello", **dataclasses.asdict(Hello(messages.PROTOCOL, "viewer", "x")), "protocol": protocol}
+    with pytest.raises(MessageError):
+        messages.decode(wire.pack(header, {}))
 
 
 def test_records_travel(make_segment):
@@ -255,5 +264,5 @@ def test_arrays_are_not_copied_on_their_way():
 
 
 def test_a_hello_without_a_spec_travels():
-    hello = Hello((1, 1), "learner", "trainer")
-    assert messages.decode(messages.encode(hello)) == dataclasses.replace(hello, protocol=[1, 1], earlier=[])
+    hello, spoken = Hello(messages.PROTOCOL, "learner", "trainer"), list(messages.PROTOCOL)
+    assert messages.decode(messages.encode(hello)) == dataclasses.replace(hello, protocol=spoken, earlier=[])

@@ -9,6 +9,7 @@ durable      how fast groups become durable, beside plain writes and syncs; how 
 swarm        many clients at once: their rates, how late acknowledgements come, and what it costs
 drain        how fast an actor that was cut off delivers what it kept, beside one that goes on
 restart      how soon a learner that was killed takes new records
+hostile      what one client can do to the others' acknowledgements: floods, Hellos, NaN
 weights      how fast weights reach several receivers
 pi0-infer    how fast PI0 answers, beside what the machine allows and beside other ways to run it
 pi0-train    how fast PI0 is trained, beside what the machine allows
@@ -20,8 +21,8 @@ import importlib
 import sys
 
 BENCHES = (  # each is a file of its name in benches/
-    "control", "wire", "ingest", "replay", "durable", "swarm", "drain", "restart", "weights", "pi0-infer", "pi0-train",
-    "page",
+    "control", "wire", "ingest", "replay", "durable", "swarm", "drain", "restart", "hostile", "weights", "pi0-infer",
+    "pi0-train", "page",
 )  # fmt: skip
 
 

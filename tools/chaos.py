@@ -1,6 +1,8 @@
 #!/usr/bin/env python
 """Breaks a learner and its actors in every way there is, and lets a checker that knows nothing of them say what was
 lost: chaos.py --rounds 60 --seed 1. A round is drawn from the seed and its number: --round 12 --seed 1 plays it anew.
+With --quickstart it is the whole quickstart that is played, in the processes and with the settings that a user has, of
+which one at random, or all, are killed -9 after each recovery; its summary is compared with a count of our own.
 
 The last line is JSON; the exit status is 1 when anything was lost, doubled, reordered or else wrong.
 """
@@ -8,9 +10,11 @@ The last line is JSON; the exit status is 1 when anything was lost, doubled, reo
 import argparse
 import heapq
 import json
+import logging
 import multiprocessing
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,8 +28,9 @@ from random import Random
 from serl_client.errors import ConfigError
 
 from tools.faults import checker, shim, trainer
-from tools.faults.nemeses import NEMESES, ON_DISK, WITH_MOUNT, WITH_SHIM
+from tools.faults.nemeses import NEMESES, ON_DISK, ON_FILES, WITH_MOUNT, WITH_SHIM
 from tools.faults.stage import Setting, Stage
+from tools.faults.whole import Whole
 
 BLOWS_S = 0.8  # in which they begin
 BOUND_S = 20.0  # to begin, to go on after all is healed, to drain; what takes longer is taken for hanging
@@ -40,7 +45,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", metavar="NAME", default="", help="the nemeses whose names begin so")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="gets what a bad round left, and that of --round")
+    parser.add_argument("--quickstart", action="store_true", help="a whole run, whose processes are killed")
+    parser.add_argument("--gap", type=float, nargs=2, default=(5.0, 15.0), metavar="S",
+                        help="from a recovery of the quickstart to the next kill (5 15)")  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=30.0, help="that the quickstart may take (30)")
+    parser.add_argument("words", nargs="*", metavar="name=value", help="settings of the quickstart, for both sides")
     options = parser.parse_args()
+    logging.getLogger("serl_client").setLevel(logging.ERROR)  # of the peers in this process, which are kept out
+    if options.quickstart:
+        with tempfile.TemporaryDirectory(prefix="chaos") as folder:
+            sys.exit(_quickstart(Path(folder), options))
     total, rounds = checker.Report(), range(options.rounds) if options.round is None else [options.round]
     with tempfile.TemporaryDirectory(prefix="chaos") as folder:
         chaos = Chaos(Path(folder), options.seed, options.only)
@@ -50,6 +64,20 @@ def main() -> None:
                 setattr(total, name, getattr(total, name) + value)
     print(json.dumps({"rounds": len(rounds), "seed": options.seed, **asdict(total)}))
     sys.exit(1 if total.violations else 0)
+
+
+def _quickstart(folder: Path, options: argparse.Namespace) -> int:
+    run = Whole(folder, options.seed, options.gap, options.words)
+    found = run.play(options.minutes * 60)
+    took = [round(seconds, 1) for seconds in sorted(run.took_s)]
+    print(*(f"    {violation}\n" for violation in run.violations), sep="", end="")
+    if options.keep and run.violations:
+        shutil.copytree(folder, options.keep / f"quickstart-{options.seed}", dirs_exist_ok=True)
+    print(json.dumps({
+        "seed": options.seed, "kills": run.kills, "start_s": round(run.start_s, 1), "took_s": took,
+        "median_s": took and statistics.median(took), "summary": found and found.summary, "violations": run.violations,
+    }))  # fmt: skip
+    return bool(run.violations)
 
 
 class Chaos:
@@ -81,6 +109,8 @@ class Chaos:
         """One round: begin, strike, heal, go on, drain, check."""
         random, folder, began = Random(f"{self._seed}/{number}"), self._folder / str(number), time.monotonic()
         names = random.choices(list(self._nemeses), k=random.choice([1, 1, 2, 3]))
+        if ON_FILES & set(names):
+            names = [name for name in names if name in NEMESES]
         setting = _setting(random, names)
         with _small_disk(folder / "disk") if WITH_MOUNT.keys() & set(names) else nullcontext():
             report, line = self._played(folder, setting, names)
@@ -88,7 +118,7 @@ class Chaos:
             print(f"round {number}: {_words(setting)}; {', '.join(names)}; {line}, {took:.1f} s")
             print(*(f"    {violation}\n" for violation in report.violations), sep="", end="", flush=True)
             if keep and (report.violations or always):
-                ignored = shutil.ignore_patterns("learner", "ballast")
+                ignored = shutil.ignore_patterns("learner", "ballast", "keys")
                 shutil.copytree(folder, keep / f"{self._seed}-{number}", ignore=ignored, dirs_exist_ok=True)
         shutil.rmtree(folder)
         return report
@@ -141,18 +171,20 @@ def _small_disk(folder: Path) -> Iterator[None]:
 
 
 def _setting(random: Random, names: list[str]) -> Setting:
-    """Some do not go together: whom a twin sends away leaves an episode open, which holds up a full source that is
-    archived; and a store that cannot be made at all is the end of a run."""
+    """Some do not go together: whom a twin sends away leaves an episode open, as an insider does, which holds up a full
+    source that is archived; and a store that cannot be made at all is the end of a run."""
     return Setting(
         actors=random.choice([1, 2, 3]), capacity=random.choice([300, 4000]),
-        archives=random.random() < 0.3 and "twin" not in names, weights_bytes=random.choice([0, 0, 200_000, 5_000_000]),
+        archives=random.random() < 0.3 and not {"twin", "insider"} & set(names),
+        weights_bytes=random.choice([0, 0, 200_000, 5_000_000]),
         skew=random.choice([0.0, 3600.0]), paced=random.random() < 0.3,
-        early=random.random() < 0.2 and not ON_DISK & set(names),
+        early=random.random() < 0.2 and not (ON_DISK | ON_FILES | {"insider"}) & set(names),
+        keys=random.random() < 0.25,
     )  # fmt: skip
 
 
 def _words(setting: Setting) -> str:
-    marks = [name for name in ("archives", "weights_bytes", "skew", "paced", "early") if getattr(setting, name)]
+    marks = [name for name in ("archives", "weights_bytes", "skew", "paced", "early", "keys") if getattr(setting, name)]
     return ", ".join([f"{setting.actors} actors", f"{setting.capacity} steps", *marks])
 
 

@@ -2,7 +2,8 @@
 """Looks datasets over, merges them, and makes those of a run.
 
 check PATH           a LeRobot dataset, a shard of ours, or a run's folder: black, saturated and frozen images, ends,
-                     outcomes, actions, times; the exit status is 1 when something is wrong
+                     outcomes, actions, times; `wrong` is what a policy would learn and what never happened, and then
+                     the exit status is 1; a `note` is worth knowing, and normal
 merge OUT SHARD...   one LeRobot dataset of several, in that order, in the new folder OUT
 export RUN           whatever the run's store holds and no dataset yet, as LeRobot datasets under RUN/datasets/<source>
 """
@@ -13,6 +14,7 @@ import logging
 import os
 import sqlite3
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from serl_launcher.data.inspection import Findings, inspect
 from serl_launcher.data.lerobot import Dataset
 from serl_launcher.service.export import export_run
 
+TELL_S = 2.0  # between two words on how far a merge is
 SHOWN = 3  # places that are named of each finding
 
 
@@ -42,6 +45,8 @@ def main() -> None:
     exporting.add_argument("--source", action="append", help="this source alone; may be said several times")
     exporting.add_argument("--episodes", type=int, default=10, help="episodes in one dataset (10)")
     options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("serl_launcher.service.export").setLevel(logging.INFO)  # how far it is
     try:
         if options.command == "export":
             print(*export_run(options.run, max(1, options.episodes), options.source), sep="\n")
@@ -93,6 +98,7 @@ def merge(out: Path, folders: Sequence[Path]) -> tuple[int, int]:
     part = out.with_name(out.name + shards.PART)
     shards.remove(part)
     try:
+        print(f"merging {len(lengths):,} episodes, {sum(lengths):,} frames of {len(folders)} datasets", flush=True)
         with quiet():
             aggregate(part, folders)
         verify(part, lengths)
@@ -129,7 +135,11 @@ def verify(part: Path, lengths: Sequence[int]) -> None:
     merged = Dataset(part)
     if merged.lengths != lengths:
         raise ConfigError(f"LeRobot merged {sum(merged.lengths):,} frames of {sum(lengths):,}: nothing was written")
-    for episode in merged:
+    told = time.monotonic()
+    for done, episode in enumerate(merged, 1):
+        if time.monotonic() > told + TELL_S or done == len(lengths):
+            told = time.monotonic()
+            print(f"reading back: episode {done} of {len(lengths)}", flush=True)
         for name in merged.cameras:
             for _ in episode.images(name):
                 pass

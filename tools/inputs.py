@@ -87,7 +87,12 @@ def lines(run_dir: Path, source: str, fold: str | None, count: int) -> Iterator[
             yield f"{what:40} is no input of this policy"
             continue
         mixed = loss(policy, shuffled(batch, names))
-        yield f"{what + ' shuffled':40} {mixed:8.4f}  {(mixed - whole) / abs(whole):+8.1%}"
+        yield f"{what + ' shuffled':40} {mixed:8.4f}  {change(whole, mixed)}"
+
+
+def change(before: float, after: float) -> str:
+    """By how much a loss rose; in percent, too, where it is above zero (a likelihood may be below)."""
+    return f"{after - before:+8.4f}" + (f"  {(after - before) / before:+8.1%}" if before > 0 else "")
 
 
 def published(run_dir: Path, spec: Spec, versions: list[dict[str, Any]]) -> tuple[Policy, dict[str, Any]]:

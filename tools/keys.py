@@ -4,7 +4,7 @@
 tools/keys.py make NAME --role actor|operator|viewer   a key for one robot PC or one person, in KEYS/NAME.key
 tools/keys.py list                                     who has one, and who is refused
 tools/keys.py revoke NAME                              it is refused from its next message on, for good
-tools/keys.py lift NAME                                it was refused for its bad messages: let it in again
+tools/keys.py lift NAME                                it is banned for its bad messages: let it in at once
 
 --keys KEYS is the folder (default: keys). An actor appends records and asks for actions; an operator may steer the
 plan and label any episode besides; a viewer sees the status. See docs/security.md.

@@ -1,24 +1,28 @@
 #!/usr/bin/env python
 """Says after the fact how an episode ended: the latest word of an operator counts, and all are kept.
 
+tools/label.py --run-dir RUN                                    which episodes there are: the newest 20
 tools/label.py --run-dir RUN EPISODE success|failure|discard [--ip ADDRESS] [--port PORT] [--key FILE]
 
-The learner must be running. EPISODE is the name that the actor's console shows. The verdict is a record like those of
-an actor: it lies in RUN/actors/operator until the learner has acknowledged it, which is when this program ends. A
-learner with keys takes it with one of the role operator.
+The learner must be running. EPISODE is a name from that list, or from the actor's console. The verdict is a record like
+those of an actor: it lies in RUN/actors/operator until the learner has acknowledged it, which is when this program
+ends. A learner with keys takes it with one of the role operator.
 """
 
 import argparse
+import difflib
 import sqlite3
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from serl_client.client import TrainerClient
 from serl_client.episode import Outcome
-from serl_client.errors import ConfigError, Refused, RetakeError, Timeout
+from serl_client.errors import ConfigError, Refused, RetakeError, Timeout, TrainerError
 from serl_client.keys import Key, known_as
 from serl_client.link import Link
 from serl_client.messages import PROTOCOL, Bye, Hello
+from serl_client.reach import explained
 from serl_client.runner import VERDICTS
 from serl_client.spec import Spec
 
@@ -26,32 +30,61 @@ from serl_launcher.data.index import Index
 
 NAME = "operator"
 PATIENCE = 15.0  # seconds
+NEWEST = 20  # episodes that are listed
+MANY = 1000  # among which a misspelt name is looked for
+ENDS = {True: "success", False: "failure", None: "not judged"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("episode")
-    parser.add_argument("verdict", choices=tuple(VERDICTS))
+    parser.add_argument("episode", nargs="?")
+    parser.add_argument("verdict", nargs="?", choices=tuple(VERDICTS))
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--ip", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=5588)
     parser.add_argument("--key", type=Path, help="your key file, for a learner with keys")
     options = parser.parse_args()
-    outcome = Outcome(options.episode, VERDICTS[options.verdict], options.verdict == "discard", by=NAME)
+    if options.episode and not options.verdict:
+        parser.error(f"say what {options.episode} was: {', '.join(VERDICTS)}")
     try:
+        if not options.episode:
+            print("\n".join(listed(options.run_dir)))
+            return
+        outcome = Outcome(options.episode, VERDICTS[options.verdict], options.verdict == "discard", by=NAME)
         look_up(options.run_dir, options.episode)
         outbox = options.run_dir / "actors" / NAME / "outbox"
         label(f"tcp://{options.ip}:{options.port}", outbox, outcome, key=options.key)
+    except TrainerError as error:
+        sys.exit(f"error: {explained(error, options.ip, options.port, has_key=options.key is not None)}")
     except (RetakeError, OSError, sqlite3.Error) as error:
         sys.exit(f"error: {error}")
     print(f"{options.episode}: {options.verdict}")
 
 
+def listed(run_dir: Path) -> Iterator[str]:
+    """A line for each of the newest episodes of a run, the newest first. Raises ConfigError where there is none."""
+    store = run_dir / "store" / "index.sqlite"
+    episodes = Index(store).latest(NEWEST) if store.exists() else []
+    if not episodes:
+        raise ConfigError(f"there is no episode in {run_dir} on this machine yet; the actor's console shows its names")
+    for episode in episodes:
+        verdict = "discarded" if episode.discard else ENDS[None if episode.success is None else bool(episode.success)]
+        said = f" ({episode.judge})" if episode.judge else ""
+        goes_on = "" if episode.sealed else ", goes on"
+        yield f"{episode.id:32} {episode.phase:12} {episode.steps:5} steps  {verdict}{said}{goes_on}"
+
+
 def look_up(run_dir: Path, episode: str) -> None:
     """Raise ConfigError when the run's store lies here and knows no such episode; elsewhere a typing error stays."""
     store = run_dir / "store" / "index.sqlite"
-    if store.exists() and Index(store).episode(episode) is None:
-        raise ConfigError(f"there is no episode {episode!r} in {run_dir}; the actor's console shows their names")
+    if not store.exists() or (index := Index(store)).episode(episode) is not None:
+        return
+    names = [there.id for there in index.latest(MANY)]
+    near = difflib.get_close_matches(episode, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"the newest are {', '.join(names[:3]) or 'none'};"
+    raise ConfigError(
+        f"there is no episode {episode!r} in {run_dir}; {hint} tools/label.py --run-dir {run_dir} lists them"
+    )
 
 
 def label(address: str, outbox: Path, outcome: Outcome, key: Path | None = None) -> None:

@@ -43,7 +43,7 @@ PUBLISH = 10.0  # seconds
 SAMPLES = 120  # at most four in a second
 STEPS = 160  # that the store holds for each actor: four episodes
 WEIGHTS = 1 << 20  # bytes
-ONE_EACH = ("rows of ", "index KB", "server.store.epochs", "server.store.epoch_steps")  # grow with the run's history
+ONE_EACH = ("rows of ", "index KB", "server.store.epochs")  # grow with the run's history
 
 
 def main() -> None:

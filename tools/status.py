@@ -16,6 +16,7 @@ from serl_client import messages as m
 from serl_client.errors import ConfigError, TrainerError
 from serl_client.keys import Key, known_as
 from serl_client.link import Link
+from serl_client.reach import explained
 
 SILENT_S = 5.0
 KNOWN = ("role", "actor", "seen_s")
@@ -39,7 +40,8 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(str(error))
     except TrainerError as error:
-        sys.exit(f"{error}\n{lying(options.run_dir) if options.run_dir else ''}".strip())
+        why = explained(error, options.ip, options.port, has_key=options.key is not None)
+        sys.exit(f"{why}\n{lying(options.run_dir) if options.run_dir else ''}".strip())
     print(json.dumps(report.report, indent=2) if options.json else "\n".join(lines(report.report)))
 
 
@@ -113,8 +115,10 @@ def lying(run_dir: Path) -> str:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return f"Process {file.read()} holds {run_dir}, but does not answer at this address: compare port= there."
-    if (run_dir / "summary.json").exists():
-        return f"The run in {run_dir} has ended: see its summary.json."
+    begun = (run_dir / "config.yaml").stat().st_mtime if (run_dir / "config.yaml").exists() else 0.0
+    for name in ("evaluation.json", "summary.json"):
+        if (run_dir / name).exists() and (run_dir / name).stat().st_mtime >= begun:  # else of an earlier start
+            return f"The run in {run_dir} has ended: see its {name}."
     return f"No learner runs in {run_dir}: start it again with the same command, it goes on where it was."
 
 

@@ -14,7 +14,9 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
 from serl_launcher.data import layout
+from serl_launcher.data.files import SourceFiles
 from serl_launcher.data.index import Index, Source
+from serl_launcher.data.store import is_there
 
 
 def main() -> None:
@@ -23,12 +25,12 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="the run's folder")
     options = parser.parse_args()
     folder = options.run / "store"
-    if not (folder / "index.sqlite").exists():
-        sys.exit(f"there is no store in {options.run}")
     try:
+        if not is_there(folder):
+            sys.exit(f"there is no store in {options.run}")
         index = Index(folder / "index.sqlite")
         bad = {"show": show, "verify": verify}[options.command](folder, index)
-    except (ConfigError, sqlite3.Error) as error:
+    except (ConfigError, sqlite3.Error, OSError) as error:
         sys.exit(str(error))
     sys.exit(1 if bad else 0)
 
@@ -47,14 +49,34 @@ def show(folder: Path, index: Index) -> int:
 
 
 def verify(folder: Path, index: Index) -> int:
-    """The number of steps whose content is not what was acknowledged."""
+    """How many things are not as they were acknowledged; each is said in one sentence."""
     bad = 0
+    for sentence in index.damaged_rows():
+        print(f"{folder / 'index.sqlite'}: {sentence} is damaged")
+        bad += 1
     for source in index.sources().values():
+        if sentences := list(unreadable(folder, index, source)):
+            print(*sentences, sep="\n")
+            bad += len(sentences)
+            continue
         for number in damaged(folder, index, source):
             print(f"source {source.name}, step {number}: damaged")
             bad += 1
         print(f"source {source.name}: {source.head - source.tail:,} steps checked")
     return bad
+
+
+def unreadable(folder: Path, index: Index, source: Source) -> Iterator[str]:
+    """Why the steps of a source cannot be looked at."""
+    try:
+        files = SourceFiles(folder / source.name, layout.Layout(Spec.from_dict(index.meta("spec")), source.capacity))
+    except ConfigError as error:
+        yield f"source {source.name}: {error}"
+        return
+    published = files.published
+    files.close()
+    if published > (known := index.sources()[source.name].head):  # it may have gone on
+        yield f"source {source.name}: {published:,} steps were published, and its index knows {known:,}: one is damaged"
 
 
 def damaged(folder: Path, index: Index, source: Source) -> Iterator[int]:

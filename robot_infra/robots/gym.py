@@ -1,13 +1,24 @@
 """Any gymnasium task with a continuous action, as an Env."""
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 import numpy as np
-from serl_client.errors import ConfigError
+from serl_client.errors import ConfigError, RetakeError
 from serl_client.runner import Observation, Step
 from serl_client.spec import Array, Feature, Spec
+
+from robot_infra.interfaces import RobotFault
+
+SUCCESS = ("success", "is_success", "succeed", "next.success")  # in `info`; the last two are gym_hil's words
+HUMAN = {"is_intervention": "action_intervention"}  # gym_hil's: whether a person drove this row, and with what action
+
+MOST = 300  # characters of what a task says when it fails
+
+log = logging.getLogger(__name__)
 
 
 class GymEnv:
@@ -15,17 +26,24 @@ class GymEnv:
 
     A Box observation becomes `observation.state`, flattened to float32; each Box of a Dict `observation.<key>`; an
     image, uint8 [height, width, channel], `observation.images.<key>` (`camera` where it has no key). The action is
-    clipped to its bounds; to hold is the action nearest to zero. An episode's success is the last row's
-    info["success"] or info["is_success"], None where the task gives neither. fps is the task's own
-    metadata["render_fps"] unless it is given. Raises ConfigError for a task that does not exist or does not fit.
+    clipped to its bounds; to hold is the action nearest to zero. An episode has success where its last row's info says
+    so under any of the keys `success`; None where it has none of them. `human` names the keys of info for a task with
+    a device of its own, {whether a person drove this row: their action}: it is their row then, and their action is the
+    one that was executed. fps is the task's own metadata["render_fps"] unless it is given.
+
+    Raises ConfigError for a task that does not exist, does not fit or cannot be made, and RobotFault where the task
+    raises anything in reset or step: one sentence that names task and call, with the traceback in the log.
     """
 
     clock = "simulated"
     has_operator = False
     operator = None
 
-    def __init__(self, env_id: str, *, fps: float | None = None, options: Mapping[str, Any] | None = None) -> None:
-        self.task = env_id
+    def __init__(
+        self, env_id: str, *, fps: float | None = None, success: Sequence[str] = SUCCESS,
+        human: Mapping[str, str] = HUMAN, options: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.task, self._success, self._human = env_id, tuple(success), dict(human)
         self._env = _make(env_id, options or {})
         fps = fps or self._env.metadata.get("render_fps")
         if fps is None:
@@ -49,7 +67,8 @@ class GymEnv:
         """
         if teleop:
             raise ConfigError(f"{self.task} has no teleop: nobody can demonstrate")
-        return self._observation(self._env.reset(seed=seed)[0])
+        with self._explained("reset"):
+            return self._observation(self._env.reset(seed=seed)[0])
 
     def step(self, action: Array | None) -> Step:
         """One tick with an action [A]; None holds. Raises ValueError for an action that is not finite."""
@@ -60,17 +79,46 @@ class GymEnv:
             raise ValueError(f"the action must be finite, not {executed}")
         executed = np.clip(executed, feature.low, feature.high)
         taken = executed.astype(self._box.dtype).reshape(self._box.shape)
-        raw, reward, terminated, truncated, info = self._env.step(taken)
-        terminated, truncated = bool(terminated), bool(truncated and not terminated)
-        success = info.get("success", info.get("is_success")) if terminated or truncated else None
-        success = None if success is None else bool(success)
-        return Step(self._observation(raw), float(reward), executed, False, terminated, truncated, success)
+        with self._explained("step"):
+            raw, reward, terminated, truncated, info = self._env.step(taken)
+            terminated, truncated = bool(terminated), bool(truncated and not terminated)
+            success = self._succeeded(info) if terminated or truncated else None
+            theirs = self._theirs(info)
+            executed = executed if theirs is None else theirs
+            is_theirs = theirs is not None
+            return Step(self._observation(raw), float(reward), executed, is_theirs, terminated, truncated, success)
 
     def stop(self) -> None:
         """Nothing to do: time stands still between two steps."""
 
     def close(self) -> None:
-        self._env.close()
+        with suppress(RobotFault), self._explained("close"):  # the log has it; what ended the run matters more
+            self._env.close()
+
+    def _succeeded(self, info: Mapping[str, Any]) -> bool | None:
+        told = [bool(info[key]) for key in self._success if info.get(key) is not None]
+        return any(told) if told else None
+
+    def _theirs(self, info: Mapping[str, Any]) -> Array | None:
+        """The action [A] of the person who drove this row with a device of the task; None: nobody did."""
+        keys = [key for flag, key in self._human.items() if info.get(flag)]
+        if not keys:
+            return None
+        feature = self.spec.action
+        action = np.asarray(info[keys[0]], feature.dtype).reshape(-1)
+        feature.check(keys[0], action)
+        return np.clip(action, feature.low, feature.high)
+
+    @contextmanager
+    def _explained(self, call: str) -> Iterator[None]:
+        """Whatever the task raises becomes a RobotFault of one sentence."""
+        try:
+            yield
+        except RetakeError:
+            raise
+        except Exception as error:
+            log.exception("the environment %s raised in %s", self.task, call)
+            raise RobotFault(f"the environment {self.task} failed in {call}(): {said(error)}") from error
 
     def _observation(self, raw: Any) -> Observation:
         features = self.spec.observation
@@ -88,7 +136,18 @@ def _make(env_id: str, options: Mapping[str, Any]) -> Any:
     try:
         return gymnasium.make(env_id, disable_env_checker=True, **options)
     except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
-        raise ConfigError(f"gymnasium cannot make {env_id}: {error}") from None
+        raise ConfigError(f"gymnasium cannot make {env_id}: {' '.join(str(error).split())}") from None
+    except Exception as error:
+        log.exception("the environment %s raised in make", env_id)
+        raise ConfigError(f"the environment {env_id} failed in make(): {said(error)}") from error
+
+
+def said(error: Exception) -> str:
+    """An exception in one line: its kind, its first words, and what helps where nothing can be drawn."""
+    words = " ".join(str(error).split())
+    draws = any(word in words for word in ("OpenGL", "GLFW", "gladLoad", "EGL"))
+    hint = ". No screen? Set MUJOCO_GL=egl (apt-get install libegl1)" if draws else ""
+    return type(error).__name__ + f": {words[:MOST]}" * bool(words) + hint
 
 
 def _boxes(env: Any) -> dict[str, Any]:

@@ -86,6 +86,11 @@ class SimArm:
         """Whether the closing fingers have met something, or each other."""
         return self._opening < 0.003 and self._data.qpos[5] < 0.026
 
+    @property
+    def pose(self) -> Array:
+        """[14] float64: joint angles, fingers, then the block's place and orientation, for those who draw the scene."""
+        return self._data.qpos.copy()
+
     def home(self, seed: int) -> None:
         random, data = np.random.default_rng(seed), self._data
         self._mujoco.mj_resetData(self._model, data)

@@ -1,16 +1,15 @@
 """What every algorithm offers to the learner that trains it and to whoever acts with it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from serl_client.spec import Array
 from torch import Tensor, nn
 
-from serl_launcher.networks.mlp import StateEncoder
+from serl_launcher.networks.mlp import ActionScale, StateEncoder, Statistics
 from serl_launcher.policies.base import Policy
-from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Window
+from serl_launcher.types import Batch, Carry, Decision, Observation, Window
 from serl_launcher.utils.optim import Optimizer
 
 
@@ -18,7 +17,8 @@ class Algorithm(nn.Module, ABC):
     """Networks, optimisers and random numbers of one method; its state_dict holds all three, so that a resumed run
     continues bit by bit.
 
-    An update is any method `(batch) -> metrics`; `windows` says for each, by name, what its batch must hold. Chance in
+    An update is any method `(batch) -> metrics` whose name begins with `update`: one step of training, whose metrics
+    are scalars without a gradient on the module's device. `windows` names what the batch of each holds. Chance in
     a row comes from its seed (networks/chance.py), any other from `generator`, which lives on the CPU and is seeded
     from torch's global one, as the weights are.
     """
@@ -36,10 +36,6 @@ class Algorithm(nn.Module, ABC):
         """All that `act` needs; what it publishes is sent to actors."""
 
     @abstractmethod
-    def update(self, batch: Batch) -> Metrics:
-        """One step of training; the metrics are scalars without a gradient, on the module's device."""
-
-    @abstractmethod
     def act(
         self, observation: Observation, previous_action: Tensor, carry: Carry, *, task: Sequence[str], noise: Tensor,
         explore: bool,
@@ -53,7 +49,7 @@ class Algorithm(nn.Module, ABC):
 
     def value(self, batch: Batch) -> Tensor | None:
         """What it expects as the return of these rows, discounted by `discount` each row, [B]; None: it learns no
-        values."""
+        values. The batch has the window of `update`, or of the first update where none has that name."""
         return None
 
     def only_acting(self) -> None:
@@ -66,11 +62,11 @@ class Algorithm(nn.Module, ABC):
             delattr(self, name)
         self.requires_grad_(False)
 
-    def set_statistics(self, mean: Mapping[str, Array], std: Mapping[str, Array]) -> None:
-        """Freeze the normalisation of states in every network: {observation's name: [...]}."""
+    def set_statistics(self, statistics: Statistics) -> None:
+        """Freeze in every network how states are normalised and how actions are scaled."""
         for module in self.modules():
-            if isinstance(module, StateEncoder):
-                module.set_statistics(mean, std)
+            if isinstance(module, StateEncoder | ActionScale):
+                module.set_statistics(statistics)
 
     def get_extra_state(self) -> dict[str, Any]:
         optimizers = {name: item.state_dict() for name, item in vars(self).items() if isinstance(item, Optimizer)}

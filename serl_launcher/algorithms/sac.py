@@ -65,8 +65,11 @@ class SAC(Algorithm):
     ) -> None:
         super().__init__()
         self.policy: Any = policy(spec)  # and a density, which not every Policy has
-        if not hasattr(self.policy, "rsample"):
-            raise ConfigError(f"SAC needs a policy with a density, such as gaussian, not {type(self.policy).__name__}")
+        if not (hasattr(self.policy, "rsample") and hasattr(self.policy, "encoder")):
+            raise ConfigError(
+                "algo=sac and algo=rlpd need a policy with a density and an encoder: say policy=gaussian, or "
+                f"algo=sac_pi0 with {type(self.policy).__name__}"
+            )
         horizon, encoder = self.policy.horizon, copy.deepcopy(self.policy.encoder)
         self.critic = Critic(
             spec, encoder=encoder, horizon=horizon, members=members, hidden=hidden, layer_norm=layer_norm

@@ -71,8 +71,9 @@ class SACPI0(Algorithm):
         self.reference = copy.deepcopy(self.policy, _frozen(self.policy)).requires_grad_(False)
         features: Any = encoder(spec) if encoder else ReferenceFeatures(self.reference)
         self.critic = Critic(
-            spec, encoder=features, horizon=self.judged, members=members, hidden=hidden, layer_norm=layer_norm
-        )
+            spec, encoder=features, horizon=self.judged, members=members, hidden=hidden, layer_norm=layer_norm,
+            scale=self.policy.scale,
+        )  # fmt: skip
         self.target_critic = copy.deepcopy(self.critic, {id(self.reference): self.reference}).requires_grad_(False)
         self.policy_optimizer = optimizer(_Trained(self.policy))
         self.critic_optimizer = critic_optimizer(self.critic)

@@ -6,7 +6,8 @@ that keeps the successful ones); no value is learned.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from serl_client.spec import Spec
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.policies.base import Policy
-from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Window
+from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Stillness, Window
 from serl_launcher.utils.distributed import gathered
 from serl_launcher.utils.optim import Optimizer
 
@@ -23,9 +24,12 @@ from serl_launcher.utils.optim import Optimizer
 class SFT(Algorithm):
     """Minimises the policy's loss of imitation; acts with the moving average of its weights.
 
-    `average` is the share of the old average kept at each update; what is frozen exists once. `stillness`: no window
-    starts where the robot stays still (see Window.stillness). `augment` changes the images of each batch; None: they
-    stay as they are. Raises ConfigError for `augment` where the policy sees no images.
+    `average`: the share of the old average that each update keeps, at most. The k-th update keeps (1 + k) / (10 + k),
+    so that the random weights of the beginning are soon forgotten. What is frozen exists once.
+    `stillness`: {threshold, column, entries} as in types.Stillness; no window starts where the robot waits. Column
+    None: what the policy imitates; threshold 0: windows start anywhere.
+    `augment` changes the images of each batch; None: they stay as they are.
+    Raises ConfigError for `augment` where the policy sees no images.
     """
 
     def __init__(
@@ -35,7 +39,7 @@ class SFT(Algorithm):
         policy: Callable[[Spec], Policy],
         optimizer: Callable[[nn.Module], Optimizer],
         average: float,
-        stillness: float,
+        stillness: Mapping[str, Any],
         augment: Callable[[], Augment] | None,
     ) -> None:
         super().__init__()
@@ -45,7 +49,7 @@ class SFT(Algorithm):
         self.optimizer = optimizer(self.policy)
         self.average = average
         self.augment = augmentation(augment, self.policy.inputs)
-        self.windows = {"update": Window(self.policy.offsets, stillness=stillness)}
+        self.windows = {"update": Window(self.policy.offsets, stillness=_stillness(self.policy, **stillness))}
 
     @property
     def acting(self) -> Policy:
@@ -74,7 +78,19 @@ class SFT(Algorithm):
 
     @torch.no_grad()
     def _follow(self) -> None:
+        before = self.optimizer.steps - 1
+        average = min(self.average, (1 + before) / (10 + before))
         for averaged, current in zip(self.averaged.parameters(), self.policy.parameters(), strict=True):
             if current.requires_grad:
                 with gathered([current]):
-                    averaged.lerp_(current, 1 - self.average)
+                    averaged.lerp_(current, 1 - average)
+
+
+def _stillness(
+    policy: Policy, *, threshold: float, column: str | None, entries: Sequence[int] | None
+) -> Stillness | None:
+    if not threshold:
+        return None
+    if column is None:
+        column, entries = policy.imitates, policy.entries if entries is None else entries
+    return Stillness(threshold, column, None if entries is None else tuple(entries))

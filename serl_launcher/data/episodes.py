@@ -1,6 +1,7 @@
 """What the server tells of an episode, and which episodes a view holds. No torch."""
 
 import hashlib
+import heapq
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +38,29 @@ class EpisodeInfo(NamedTuple):
 
 
 assert EpisodeInfo._fields == EPISODE
+
+
+class Held(dict[int, EpisodeInfo]):
+    """The episodes of one source that the store still holds, by number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._oldest: list[tuple[int, int]] = []  # a heap of (first, number)
+
+    def put(self, episode: EpisodeInfo) -> EpisodeInfo | None:
+        """Take in an episode that is new or has changed; returns what it was before."""
+        before = self.get(episode.number)
+        if before is None:
+            heapq.heappush(self._oldest, (episode.first, episode.number))
+        self[episode.number] = episode
+        return before
+
+    def evict(self, tail: int) -> list[EpisodeInfo]:
+        """Drop, and return, the episodes that begin below step `tail`."""
+        gone = []
+        while self._oldest and self._oldest[0][0] < tail:
+            gone.append(self.pop(heapq.heappop(self._oldest)[1]))
+        return gone
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The open files of one source, written by the server alone: into rings, with every byte or an error."""
 
 import ctypes
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,8 @@ from serl_client.spec import Array, Spec
 
 from serl_launcher.data import layout
 from serl_launcher.data.layout import Layout
+
+log = logging.getLogger(__name__)
 
 IOV_MAX = 1024
 BEGIN_WRITING = ctypes.CDLL(None).sync_file_range  # Linux; it waits for nothing, and a failure shows at the sync
@@ -76,9 +79,9 @@ class SourceFiles:
 
 
 def allocate(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
-    """Make the files of new sources, in full."""
+    """Make the files of new sources, in full, and say first how large they will be."""
     layouts = {name: Layout(spec, capacity) for name, capacity in capacities.items()}
-    layout.check_space(folder, layouts)
+    log.info("the files of the replay buffer are made in %s: %s", folder, layout.check_space(folder, layouts))
     for name, files in layouts.items():
         (folder / name).mkdir(exist_ok=True)
         for file, size in (("rows", files.rows_bytes), ("steps", files.steps_bytes), ("published", 16)):

@@ -8,44 +8,50 @@ import dataclasses
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from serl_client.episode import Outcome
 from serl_client.errors import ConfigError
 from serl_client.messages import EPISODE
 
-FORMAT = 1
+FORMAT = 2
 SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE sources (name TEXT PRIMARY KEY, capacity INTEGER, tail INTEGER, head INTEGER,
-    row_tail INTEGER, row_head INTEGER);
-CREATE TABLE epochs (epoch TEXT PRIMARY KEY, position INTEGER, actor TEXT, outbox TEXT, expected INTEGER,
-    closed INTEGER);
-CREATE TABLE episodes (number INTEGER PRIMARY KEY, id TEXT UNIQUE, source TEXT, epoch TEXT, actor TEXT, task TEXT,
-    directive INTEGER, phase TEXT, first INTEGER, first_row INTEGER, steps INTEGER, reward REAL, intervened INTEGER,
-    weights INTEGER, terminated INTEGER, truncated INTEGER, final INTEGER, sealed INTEGER, success INTEGER,
-    discard INTEGER, judge TEXT, revision INTEGER);
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+CREATE TABLE sources (name TEXT PRIMARY KEY, capacity INTEGER NOT NULL, tail INTEGER NOT NULL, head INTEGER NOT NULL,
+    row_tail INTEGER NOT NULL, row_head INTEGER NOT NULL, checksum INTEGER NOT NULL) STRICT;
+CREATE TABLE epochs (epoch TEXT PRIMARY KEY, position INTEGER NOT NULL, actor TEXT NOT NULL, outbox TEXT NOT NULL,
+    expected INTEGER NOT NULL, closed INTEGER NOT NULL, simulated INTEGER NOT NULL, steps INTEGER NOT NULL,
+    owner TEXT NOT NULL, checksum INTEGER NOT NULL) STRICT;
+CREATE TABLE episodes (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, source TEXT NOT NULL, epoch TEXT NOT NULL,
+    actor TEXT NOT NULL, task TEXT NOT NULL, directive INTEGER NOT NULL, phase TEXT NOT NULL, first INTEGER NOT NULL,
+    first_row INTEGER NOT NULL, part_of TEXT NOT NULL, part_start INTEGER NOT NULL, steps INTEGER NOT NULL,
+    reward REAL NOT NULL, intervened INTEGER NOT NULL, weights INTEGER NOT NULL, terminated INTEGER NOT NULL,
+    truncated INTEGER NOT NULL, final INTEGER NOT NULL, sealed INTEGER NOT NULL, success INTEGER,
+    discard INTEGER NOT NULL, judge TEXT NOT NULL, revision INTEGER NOT NULL, checksum INTEGER NOT NULL) STRICT;
 CREATE INDEX episodes_by_revision ON episodes (revision);
 CREATE INDEX episodes_by_first ON episodes (source, first);
-CREATE INDEX episodes_open ON episodes (epoch) WHERE sealed = 0;
-CREATE TABLE outcomes (epoch TEXT, seq INTEGER, episode TEXT, success INTEGER, discard INTEGER, judge TEXT, at REAL,
-    PRIMARY KEY (epoch, seq));
+CREATE INDEX episodes_by_epoch ON episodes (epoch);
+CREATE INDEX episodes_open ON episodes (sealed) WHERE sealed = 0;
+CREATE INDEX episodes_parts ON episodes (part_of) WHERE part_start > 0;
+CREATE TABLE phases (phase TEXT PRIMARY KEY, steps INTEGER NOT NULL) STRICT;
+CREATE TABLE archived (number INTEGER PRIMARY KEY) STRICT;
+CREATE TABLE outcomes (epoch TEXT, seq INTEGER, episode TEXT NOT NULL, success INTEGER, discard INTEGER NOT NULL,
+    judge TEXT NOT NULL, at REAL NOT NULL, PRIMARY KEY (epoch, seq)) STRICT;
 CREATE INDEX outcomes_by_episode ON outcomes (episode);
-CREATE TABLE directives (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT, at REAL);
-CREATE TABLE weights (version INTEGER PRIMARY KEY AUTOINCREMENT, sha256 TEXT, size INTEGER, update_ INTEGER,
-    at REAL);
+CREATE TABLE lost (epoch TEXT, seq INTEGER, reason TEXT NOT NULL, at REAL NOT NULL, PRIMARY KEY (epoch, seq)) STRICT;
+CREATE TABLE directives (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT NOT NULL, at REAL NOT NULL) STRICT;
+CREATE TABLE weights (version INTEGER PRIMARY KEY AUTOINCREMENT, sha256 TEXT NOT NULL, size INTEGER NOT NULL,
+    update_ INTEGER NOT NULL, at REAL NOT NULL) STRICT;
 CREATE INDEX weights_by_sha256 ON weights (sha256);
-CREATE TABLE commands (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT, argument TEXT, actor TEXT, at REAL);
+CREATE TABLE commands (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, argument TEXT NOT NULL,
+    actor TEXT NOT NULL, at REAL NOT NULL) STRICT;
 """
-LATER = """
-CREATE TABLE IF NOT EXISTS archived (number INTEGER PRIMARY KEY);
-CREATE TABLE IF NOT EXISTS lost (epoch TEXT, seq INTEGER, reason TEXT, at REAL, PRIMARY KEY (epoch, seq));
-"""  # older stores lack them
-KINDS = {"INTEGER": (int,), "TEXT": (str,), "REAL": (float, int)}
+OURS = "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
 DISK = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN}
 
 
@@ -63,7 +69,8 @@ class Source:
 
 @dataclass
 class Epoch:
-    """One life of one actor: `expected` is the next seq, `position` the order of the first Hello."""
+    """One life of one actor: `expected` is the next seq, `position` the order of the first Hello, `simulated` whether
+    its clock is, `steps` how many it brought."""
 
     epoch: str
     position: int
@@ -71,11 +78,18 @@ class Epoch:
     outbox: str
     expected: int = 0
     closed: bool = False
+    simulated: bool = False
+    steps: int = 0
+    owner: str = ""  # the key that named it first; "" where there were no keys
 
 
 @dataclass
 class Episode:
-    """An episode as far as it has come; `steps` is also the index of the next step. EPISODE lists what readers see."""
+    """An episode as far as it has come; `steps` is also the index of the next step. EPISODE lists what readers see.
+
+    What comes of an episode after it was closed from elsewhere is an episode of its own: a part of what its actor
+    calls `part_of`, whose step `part_start` is its first one.
+    """
 
     number: int
     id: str
@@ -87,6 +101,8 @@ class Episode:
     phase: str
     first: int
     first_row: int
+    part_of: str
+    part_start: int = 0
     steps: int = 0
     reward: float = 0.0
     intervened: int = 0
@@ -105,9 +121,9 @@ class Index:
     """The database of one store. Every method that writes is part of a transaction that `commit` ends."""
 
     def __init__(self, path: Path) -> None:
-        """Open the index, or make it. Raises ConfigError for one that is damaged (its structure and the type of every
-        value are looked at; it has no checksums, so a number that became another one is not seen), and sqlite3.Error
-        when the disk fails."""
+        """Open the index, or make it. Raises ConfigError for one that is damaged, and sqlite3.Error when the disk
+        fails. SQLite looks at every page and the type of every value; what the store goes on from has checksums, too,
+        and those of all past episodes are for `damaged_rows`."""
         new = not path.exists()
         if not new and path.stat().st_size == 0:
             raise _damaged(path, "it is empty")
@@ -127,29 +143,23 @@ class Index:
             self._db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
             self.set_meta("format", FORMAT)
             self.commit()
-        if self.meta("format") != FORMAT:
-            raise ConfigError(f"{self._path} has the format {self.meta('format')}, this version reads {FORMAT}")
-        self._db.executescript(LATER)
+        if (found := self.meta("format")) != FORMAT:
+            raise ConfigError(
+                f"{self._path} has the format {found}, this version reads {FORMAT}: go on with the version that made "
+                "it, or begin another run_dir"
+            )
         if not new:
             self._check()
 
     def _check(self) -> None:
         """Raise ValueError when something here cannot have been written by this class."""
+        with closing(sqlite3.connect(":memory:")) as pattern:
+            pattern.executescript(SCHEMA)
+            if self._db.execute(OURS).fetchall() != pattern.execute(OURS).fetchall():
+                raise ValueError("its tables are not those that this version makes")
         (report,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if report != "ok":
             raise ValueError(report)
-        pattern = sqlite3.connect(":memory:")
-        pattern.executescript(f"{SCHEMA} {LATER};")
-        for (table,) in pattern.execute(
-            "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"
-        ):
-            columns = [(name, kind) for _, name, kind, *_ in pattern.execute(f"PRAGMA table_info({table})")]
-            names = ", ".join(name for name, _ in columns)
-            allowed = [(*KINDS[kind], type(None)) if name == "success" else KINDS[kind] for name, kind in columns]
-            for row in self._db.execute(f"SELECT {names} FROM {table}"):
-                if not all(type(value) in kinds for value, kinds in zip(row, allowed, strict=True)):
-                    raise ValueError(f"a row of {table}: {row!r:.200}")
-        pattern.close()
         for name, source in self.sources().items():
             steps, rows = source.head - source.tail, source.row_head - source.row_tail
             if min(source.tail, source.row_tail, steps, rows) < 0 or steps > source.capacity:
@@ -158,6 +168,17 @@ class Index:
             self.meta(key)
         if not all(isinstance(body, dict) for body in self.directives().values()):
             raise ValueError("a directive is a mapping")
+
+    def damaged_rows(self) -> Iterator[str]:
+        """What is said of a source, a life or an episode, and is not what was written: read all, and name it."""
+        for kind, table in ((Source, "sources"), (Epoch, "epochs"), (Episode, "episodes")):
+            names = ", ".join(f.name for f in dataclasses.fields(kind))
+            try:
+                for *row, checksum in self._db.execute(f"SELECT {names}, checksum FROM {table}"):
+                    if _checksum(row) != checksum:
+                        yield f"a row of {table}, which begins with {row[0]!r:.100}"
+            except sqlite3.Error as error:
+                yield f"{table} cannot be read ({error})"
 
     def commit(self) -> None:
         """Make everything since the last commit durable at once."""
@@ -186,16 +207,22 @@ class Index:
         return 0
 
     def _put(self, table: str, *things: Any) -> None:
+        """Write dataclasses as rows, each with a checksum."""
         if things:
             names = [f.name for f in dataclasses.fields(things[0])]
-            marks = ", ".join("?" * len(names))
+            marks = ", ".join("?" * (len(names) + 1))
             rows = [[getattr(thing, name) for name in names] for thing in things]
-            self._write(f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({marks})", *rows)
+            sql = f"INSERT OR REPLACE INTO {table} ({', '.join(names)}, checksum) VALUES ({marks})"
+            self._write(sql, *([*row, _checksum(row)] for row in rows))
 
     def _get(self, kind: type, table: str, where: str = "1", *values: Any) -> list[Any]:
-        names = [f.name for f in dataclasses.fields(kind)]
-        rows = self._db.execute(f"SELECT {', '.join(names)} FROM {table} WHERE {where}", values)
-        return [kind(*row) for row in rows]
+        names = ", ".join(f.name for f in dataclasses.fields(kind))
+        found = []
+        for *row, checksum in self._db.execute(f"SELECT {names}, checksum FROM {table} WHERE {where}", values):
+            if _checksum(row) != checksum:
+                raise _damaged(self._path, f"a row of {table}, which begins with {row[0]!r:.100}")
+            found.append(kind(*row))
+        return found
 
     # -- what the store is
     def meta(self, key: str) -> Any:
@@ -215,9 +242,16 @@ class Index:
     def put_epochs(self, epochs: Iterable[Epoch]) -> None:
         self._put("epochs", *epochs)
 
+    def drop_epochs(self, epochs: Iterable[str]) -> None:
+        """Forget these: none of their records ever came."""
+        for epoch in epochs:
+            self._write("DELETE FROM epochs WHERE epoch = ?", (epoch,))
+
     def epochs(self) -> dict[str, Epoch]:
         found = self._get(Epoch, "epochs", "1 ORDER BY position")
-        return {epoch.epoch: dataclasses.replace(epoch, closed=bool(epoch.closed)) for epoch in found}
+        for epoch in found:
+            epoch.closed, epoch.simulated = bool(epoch.closed), bool(epoch.simulated)
+        return {epoch.epoch: epoch for epoch in found}
 
     def put_episodes(self, episodes: Iterable[Episode]) -> None:
         self._put("episodes", *episodes)
@@ -229,9 +263,18 @@ class Index:
     def episode(self, id: str) -> Episode | None:
         return next(iter(self._get(Episode, "episodes", "id = ?", id)), None)
 
-    def newest(self, epoch: str) -> int:
-        """The number of the newest episode of an epoch; 0: it has none."""
-        return self._db.execute("SELECT max(number) FROM episodes WHERE epoch = ?", (epoch,)).fetchone()[0] or 0
+    def latest(self, count: int) -> list[Episode]:
+        """The episodes that began last, the newest first."""
+        return self._get(Episode, "episodes", "1 ORDER BY number DESC LIMIT ?", count)
+
+    def parts(self, id: str) -> list[Episode]:
+        """The episode of that id, and what came of it after it was closed from elsewhere."""
+        whole = self._get(Episode, "episodes", "id = ?", id)
+        return whole + self._get(Episode, "episodes", "part_of = ? AND part_start > 0 ORDER BY number", id)
+
+    def newest(self, epoch: str) -> list[Episode]:
+        """The newest episode of an epoch, if it has one."""
+        return self._get(Episode, "episodes", "epoch = ? ORDER BY number DESC LIMIT 1", epoch)
 
     def first_from(self, source: str, step: int, row: int) -> tuple[int, int] | None:
         """(first, first_row) of the oldest episode that begins at or after both numbers."""
@@ -254,7 +297,8 @@ class Index:
 
     def last_numbers(self) -> tuple[int, int]:
         """The highest episode number and revision so far."""
-        number, revision = self._db.execute("SELECT max(number), max(revision) FROM episodes").fetchone()
+        (number,) = self._db.execute("SELECT max(number) FROM episodes").fetchone()
+        (revision,) = self._db.execute("SELECT max(revision) FROM episodes").fetchone()  # each by its own index
         return number or 0, revision or 0
 
     def catalog(self, since: int, limit: int) -> tuple[int, list[list[Any]]]:
@@ -263,11 +307,14 @@ class Index:
         rows = self._db.execute(sql, (since, limit)).fetchall()
         return (rows[-1][0] if rows else since), [list(row[1:]) for row in rows]
 
-    def step_counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Steps per epoch, and steps per phase."""
-        by_epoch = self._db.execute("SELECT epoch, sum(steps) FROM episodes GROUP BY epoch")
-        by_phase = self._db.execute("SELECT phase, sum(steps) FROM episodes GROUP BY phase")
-        return dict(by_epoch.fetchall()), dict(by_phase.fetchall())
+    def put_phases(self, steps: Mapping[str, int]) -> None:
+        """How many steps a phase has in all."""
+        if steps:
+            self._write("INSERT OR REPLACE INTO phases VALUES (?, ?)", *steps.items())
+
+    def phases(self) -> dict[str, int]:
+        """{phase: steps}."""
+        return dict(self._db.execute("SELECT phase, steps FROM phases").fetchall())
 
     def add_outcomes(self, outcomes: Iterable[tuple[str, int, Outcome]]) -> None:
         """Keep every (epoch, seq, outcome), whichever of them is valid."""
@@ -337,6 +384,12 @@ def _clear(path: Path) -> Iterator[None]:
         raise _damaged(path, str(error)) from None
     except (ValueError, TypeError, MemoryError, OverflowError) as error:
         raise _damaged(path, str(error)) from None
+
+
+def _checksum(row: Sequence[Any]) -> int:
+    """Of the values of a row, as SQLite gives them back."""
+    values = [value if value is None or isinstance(value, str) else value + 0 for value in row]  # no True, no -0.0
+    return xxhash.xxh3_64_intdigest(repr(values).encode()) >> 1  # SQLite has no unsigned numbers
 
 
 def _damaged(path: Path, reason: str) -> ConfigError:

@@ -17,16 +17,17 @@ from serl_launcher.data.episodes import EpisodeInfo
 from serl_launcher.data.index import Index
 from serl_launcher.data.layout import Layout
 from serl_launcher.data.lerobot import Dataset
-from serl_launcher.data.shards import EpisodeReader, Gone
+from serl_launcher.data.shards import EpisodeReader, Gone, is_image
 
 BLACK, WHITE = 8, 247  # values of a pixel that saw nothing, and of one that saw too much
 SATURATED = 0.5  # the share of an image's values that are WHITE, from which on it shows nothing
 SAME = 2  # values by which a video may change an image that stayed the same
-STILL = 1e-6  # what a state may vary by while the robot stands still
+STILL = 1e-3  # what a state may change by in a row while the robot stands still, or moves less than a camera sees
 LATE = 2.0  # periods between two rows from which on there is a gap
 SLACK = 0.1  # the share by which the rate of the rows may differ from the Spec's
 OLD = 3.0  # periods: an image that is older shows another moment
 AT_BOUND = 0.5  # the share of rows in which an action that is at its bound deserves a look
+CUT_OFF = "was cut off before it was judged: normal where an actor was stopped"
 AGE = re.compile(r"(^|[._])age[._]")
 
 
@@ -34,14 +35,15 @@ AGE = re.compile(r"(^|[._])age[._]")
 class Recorded:
     """One episode: numbers [T, ...] by name, `images` {camera: its T images}, and what is known of its end.
 
-    `ended`: None where nothing says how; `last` are the steps that are called an end. `judged`: whether there should
-    be an outcome.
+    `ended`: None where nothing says how; `terminated`: whether the task ended it; `last` are the steps that are called
+    an end. `judged`: whether there should be an outcome, because others have one.
     """
 
     id: str
     numbers: Mapping[str, Array]
     images: Mapping[str, Callable[[], Iterator[Array]]]
     ended: bool | None
+    terminated: bool
     last: Array
     success: bool | None
     judged: bool
@@ -109,13 +111,13 @@ def _stored(reader: EpisodeReader, spec: Spec, infos: list[EpisodeInfo]) -> Iter
         except Gone:
             continue
         numbers = {name: array[: info.steps] for name, array in rows.items()}
-        images = {name: numbers.pop(name) for name, feature in spec.observation.items() if _is_image(feature)}
+        images = {name: numbers.pop(name) for name, feature in spec.observation.items() if is_image(feature)}
         ends = numbers["terminated"] | numbers["truncated"]
         notes = () if info.final else ("without a final observation",)
         success = None if info.success is None else bool(info.success)
         yield Recorded(
             info.id, numbers, {name: lambda array=array: iter(array) for name, array in images.items()},
-            bool(ends[-1]), ends, success, bool(judged and info.final), notes,
+            bool(ends[-1]), bool(info.terminated), ends, success, judged, notes,
         )  # fmt: skip
 
 
@@ -130,7 +132,7 @@ def _of_dataset(episode: lerobot.Episode) -> Recorded:
     notes = () if said else ("nothing says how it ended",)
     has_outcome = episode.has(lerobot.SUCCESS) or episode.has(lerobot.OUTCOME)
     where = f"episode {episode.entry['episode_index']}"
-    return Recorded(where, numbers, images, ended, ends, episode.success, has_outcome, notes)
+    return Recorded(where, numbers, images, ended, episode.terminated, ends, episode.success, has_outcome, notes)
 
 
 def _look(
@@ -138,13 +140,16 @@ def _look(
 ) -> None:
     actions: list[Array] = []
     for episode in episodes:
-        where = prefix + episode.id
+        where, taken = prefix + episode.id, episode.numbers["action"].astype(np.float64)
+        problems = [*_ends(episode), *_numbers(episode), *_times(episode, fps), *_bounds(taken, action)]
+        try:
+            problems += [entry for name in episode.images for entry in _images(episode, name, frozen)]
+        except Gone:
+            continue
         findings.episodes += 1
         findings.steps += len(episode)
         findings.outcomes[episode.success] += 1
-        actions.append(episode.numbers["action"].astype(np.float64))
-        problems = [*_ends(episode), *_numbers(episode), *_times(episode, fps), *_bounds(actions[-1], action)]
-        problems += [entry for name in episode.images for entry in _images(episode, name, frozen)]
+        actions.append(taken)
         for wrong, what in problems:
             findings.add(wrong, what, where)
     if actions:
@@ -160,7 +165,8 @@ def _ends(episode: Recorded) -> Iterator[tuple[bool, str]]:
     if episode.last[:-1].any():
         yield True, "goes on after its end"
     if episode.success is None:
-        yield episode.judged, "has no outcome"
+        is_cut = episode.judged and not episode.terminated
+        yield episode.judged and not is_cut, CUT_OFF if is_cut else "has no outcome"
     for note in episode.notes:
         yield False, note
 
@@ -231,7 +237,3 @@ def _moves(episode: Recorded) -> Array:
         return np.ones(len(episode), bool)
     changed = [np.abs(np.diff(state, axis=0, prepend=state[:1])).max(1) > STILL for state in states]
     return np.any(changed, axis=0)
-
-
-def _is_image(feature: Feature) -> bool:
-    return feature.dtype == "uint8" and len(feature.shape) == 3

@@ -125,7 +125,8 @@ def check_space(folder: Path, layouts: dict[str, Layout]) -> str:
     )
     if needed + SPARE > free:
         raise ConfigError(
-            f"the replay buffer does not fit: {shares}; free on the disk of {folder}: {_size(free)}. "
+            f"the replay buffer does not fit: {shares}, and {_size(SPARE)} have to stay free for index, weights and "
+            f"log, {_size(needed + SPARE)} in all; free on the disk of {folder}: {_size(free)}. "
             "Lower plan.sources.<name>.capacity or choose a run_dir on a larger disk"
         )
     return f"{shares}; free before: {_size(free)}"

@@ -5,6 +5,7 @@ what fell below it in the meantime is drawn anew, so a row that is being overwri
 the steps of an episode are derived here, because the steps of several actors lie between each other.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from serl_client.spec import Array
+from serl_client.errors import ConfigError
+from serl_client.spec import Array, Spec
 
+from serl_launcher.data.choice import Choice, Numbers
 from serl_launcher.data.layout import DECISION, INTERVENED, TERMINATED, TRUNCATED, Layout, published
-from serl_launcher.types import Window
+from serl_launcher.types import Stillness, Window
 
-Numbers = NDArray[np.int64]
 NONE = -1
 CHUNK = 65536
 
@@ -102,29 +104,51 @@ class ReplayBuffer:
             if last is not None and last >= self.tail:
                 self._ends[last % self.layout.capacity] = True
 
-    def candidates(self, episodes: Collection[int], rows: str = "all") -> Numbers:
-        """The numbers of all steps of these episodes, in order; `rows` as in View."""
-        numbers = np.arange(self.tail, self.head)
+    def may_start(self, numbers: Numbers, rows: str, starts: str) -> NDArray[np.bool_]:
+        """[n]: whether windows may start at these steps, `rows` as in View and `starts` as in Window."""
         slots = numbers % self.layout.capacity
-        held = np.isin(self._episode[slots], np.fromiter(episodes, np.int64))
-        if rows != "all":
-            held &= self._intervened[slots] == (rows == "intervened")
-        return numbers[held]
+        allowed = np.ones(len(numbers), bool) if rows == "all" else self._intervened[slots] == (rows == "intervened")
+        return allowed & self._decision[slots] if starts == "decision" else allowed
+
+    def episodes(self, numbers: Numbers) -> Numbers:
+        """[n]: the episodes of these steps."""
+        return self._episode[numbers % self.layout.capacity]
+
+    def steps_of(self, episode: int, first: int, count: int, end: int) -> Numbers:
+        """The steps below `end` of an episode that begins at step `first` and has `count` steps; others' steps may lie
+        between them. None of an episode whose beginning was evicted."""
+        found, begin = [np.empty(0, np.int64)], first
+        while begin < end and count > 0 and first >= self.tail:
+            numbers = np.arange(begin, min(begin + max(count, 1024), end))
+            numbers, begin = numbers[self.episodes(numbers) == episode], begin + len(numbers)
+            found, count = [*found, numbers], count - len(numbers)
+        return np.concatenate(found)
 
     def observed(self, name: str, among: Numbers | None) -> Array:
-        """[n, *shape]: the observations of these steps (or of all), without final ones."""
+        """[n, *shape]: the observations, without final ones, or with the name `action` the actions, of these steps (or
+        of all) that are still there after they were copied."""
         numbers = np.arange(self.tail, self.head) if among is None else among
-        numbers = numbers[self._first[numbers % self.layout.capacity] >= self.tail]
-        return self._observations[name][self._row[numbers % self.layout.capacity] % self.layout.rows]
+        first = self._first[numbers % self.layout.capacity]
+        numbers, first = numbers[first >= self.tail], first[first >= self.tail]
+        slots = numbers % self.layout.capacity
+        if name == "action":
+            found = self._steps["action"][slots]
+        else:
+            found = self._observations[name][self._row[slots] % self.layout.rows]
+        tail = int(self._published[0])
+        return found if tail <= self.tail else found[first >= tail]
 
-    def returns(self, numbers: Numbers, discount: float) -> Array:
-        """The rewards from these steps to the ends of their episodes, each step discounted, [n]."""
+    def returns(self, numbers: Numbers, discount: float) -> Array | None:
+        """The rewards from these steps to the ends of their episodes, each step discounted, [n]; None when the writer
+        overwrote some of them meanwhile."""
+        first = self._first[numbers % self.layout.capacity]
         total, factor = np.zeros(len(numbers)), 1.0
         while (there := numbers != NONE).any():
             slots = numbers % self.layout.capacity
             total += factor * np.where(there, self._steps["reward"][slots], 0.0)
             numbers, factor = np.where(there, self._next[slots], NONE), factor * discount
-        return total
+        tail = int(self._published[0])
+        return total if tail <= self.tail or bool((first >= tail).all()) else None
 
     def windows(self, numbers: Numbers, window: Window) -> Drawn:
         """The windows that begin at these steps."""
@@ -135,22 +159,19 @@ class ReplayBuffer:
         return self._episode[drawn.steps[:, 0] % self.layout.capacity].tolist()
 
     # -- drawing
-    def draw(self, count: int, window: Window, generator: np.random.Generator, among: Numbers | None) -> Drawn | None:
-        """`count` windows whose first step is uniform over the usable ones (`among` these numbers, or all).
+    def draw(self, count: int, window: Window, generator: np.random.Generator, among: Choice | None) -> Drawn | None:
+        """`count` windows whose first step is uniform over the usable ones (`among` these, or all).
 
         A step is usable when all that the window asks of it is durable: its rows, or its episode's end. None when
         none was found.
         """
-        if window.starts == "decision":
-            among = np.arange(self.tail, self.head) if among is None else among
-            among = among[self._decision[among % self.layout.capacity]]
         size = self.head - self.tail if among is None else len(among)
         if size <= 0:
             return None
         found, missing = [], count
         for _ in range(64):
             picks = generator.integers(size, size=missing)
-            numbers = self.tail + picks if among is None else among[picks]
+            numbers = self.tail + picks if among is None else among.nth(picks)
             found.append(self._usable(numbers, window))
             missing -= len(found[-1])
             if not missing:
@@ -167,19 +188,22 @@ class ReplayBuffer:
             usable &= whole | (ends & (self._final[last % self.layout.capacity] != NONE))
         else:
             usable &= whole | ends
-        if window.stillness:
+        if window.stillness is not None:
             usable &= self._moves(chain, last, window.stillness)
         return numbers[usable]
 
-    def _moves(self, chain: Numbers, last: Numbers, stillness: float) -> NDArray[np.bool_]:
-        """Whether some entry of a state varies by more than that over the steps [B, K + 1] of each window."""
-        steps = np.where(chain == NONE, last[:, None], chain)
-        rows = self._row[steps % self.layout.capacity] % self.layout.rows
-        moves = chain[:, 0] == last  # of one step nobody can tell
-        for name, feature in self.layout.spec.observation.items():
-            if feature.dtype.startswith("float"):
-                moves |= (self._observations[name][rows].std(1) > stillness).reshape(len(chain), -1).any(-1)
-        return moves
+    def _moves(self, chain: Numbers, last: Numbers, stillness: Stillness) -> NDArray[np.bool_]:
+        """[B]: whether some entry of the column varies by more than the threshold over the steps [B, K + 1]."""
+        slots = np.where(chain == NONE, last[:, None], chain) % self.layout.capacity
+        if stillness.column == "action":
+            values = self._steps["action"][slots]
+        else:
+            values = self._observations[stillness.column][self._row[slots] % self.layout.rows]
+        values = values.reshape(*slots.shape, -1)
+        if stillness.entries is not None:
+            values = values[..., list(stillness.entries)]
+        moves = (values.std(1) > stillness.threshold).any(-1)
+        return moves | (chain[:, 0] == last)  # one step alone cannot show whether the robot moves
 
     def _chain(self, numbers: Numbers, reach: int) -> tuple[Numbers, Numbers]:
         """([B, reach + 1] steps from each number on, NONE after its episode's newest, [B] the last that is there)."""
@@ -260,7 +284,21 @@ def batch_arrays(layout: Layout, count: int, window: Window) -> dict[str, tuple[
             arrays[name] = ((*steps, *spec.extras[name].shape), spec.extras[name].dtype)
         elif name not in ("action", "next_observation"):
             raise ValueError(f"a window asks for {name!r}, which no row has; there are {sorted(spec.observation)}")
+    if window.stillness is not None:
+        _check_stillness(window.stillness, spec)
     return arrays
+
+
+def _check_stillness(stillness: Stillness, spec: Spec) -> None:
+    feature = {"action": spec.action, **spec.observation}.get(stillness.column)
+    if feature is None or not feature.dtype.startswith("float"):
+        floats = [name for name, feature in spec.observation.items() if feature.dtype.startswith("float")]
+        raise ConfigError(f"stillness.column={stillness.column!r}: name one of {['action', *sorted(floats)]}")
+    size = math.prod(feature.shape)
+    if stillness.entries is not None and not (stillness.entries and set(stillness.entries) <= {*range(size)}):
+        raise ConfigError(
+            f"stillness.entries={list(stillness.entries)}: {stillness.column} has the entries 0 to {size - 1}"
+        )
 
 
 def _observed(window: Window) -> list[int]:

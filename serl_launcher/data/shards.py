@@ -34,7 +34,7 @@ from serl_launcher.data.layout import DECISION, INTERVENED, TERMINATED, TRUNCATE
 
 log = logging.getLogger(__name__)
 
-Rows = dict[str, Array]
+Rows = dict[str, Any]  # {name: [T, ...]}, each an Array or StoredImages
 NEEDED = ("lerobot", "av", "torchcodec")
 MANIFEST = "retake.json"
 FORMAT = 1
@@ -50,7 +50,8 @@ COLUMNS = {
     "directive": NUMBER, "phase": NUMBER, "outcome": NUMBER,
 }  # fmt: skip
 RESERVED = {*COLUMNS, "timestamp", "frame_index", "episode_index", "index", "task_index", "task"}
-JUDGED = ("success", "discard", "judge")  # what may change after an episode was sealed
+VERDICT = ("success", "discard", "judge")
+MARK = (*VERDICT, "steps", "terminated", "truncated", "final")  # a shard that differs from the store here is remade
 
 
 class Gone(Exception):
@@ -64,6 +65,31 @@ class Mismatch(RetakeError):
 def missing() -> list[str]:
     """The packages that are needed to write shards and are not installed."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
+class StoredImages:
+    """The images of one camera in an episode, [T, H, W, C]: each is read from the store when it is asked for.
+
+    Raises Gone when the episode was evicted, before or meanwhile.
+    """
+
+    def __init__(self, reader: "EpisodeReader", info: EpisodeInfo, images: Array, rows: Array) -> None:
+        self._reader, self._info, self._images, self._rows = reader, info, images, rows
+        self.dtype, self.shape = images.dtype, (len(rows), *images.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return StoredImages(self._reader, self._info, self._images, self._rows[index])
+        image = self._images[self._rows[index] % self._reader.layout.rows].copy()
+        if self._reader.tail > self._info.first:  # asked after copying
+            raise Gone(self._info.id)
+        return image
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
+        return np.stack([self[index] for index in range(len(self))]).astype(dtype or self.dtype, copy=False)
 
 
 class EpisodeReader:
@@ -88,6 +114,7 @@ class EpisodeReader:
     def rows(self, info: EpisodeInfo) -> Rows:
         """{name: [T, ...]} of all that the store holds of a sealed episode: observations (T + 1 of them when it has a
         final one), action, reward, terminated, truncated, intervened, decision, time, weights, directive and extras.
+        Images are StoredImages, so that a long episode takes no more memory than a short one.
 
         Raises Gone when it was evicted, before or meanwhile.
         """
@@ -95,7 +122,10 @@ class EpisodeReader:
         rows = records["row"].astype(np.int64)
         if info.final:
             rows = np.append(rows, records["final_row"][-1])
-        found = {name: array[rows % self.layout.rows] for name, array in self._observations.items()}
+        found: Rows = {
+            name: StoredImages(self, info, array, rows) if is_image(self.layout.spec.observation[name])
+            else array[rows % self.layout.rows] for name, array in self._observations.items()
+        }  # fmt: skip
         flags = records["flags"]
         terminated, truncated = flags & TERMINATED > 0, flags & TRUNCATED > 0
         truncated[-1] |= bool(info.truncated)  # an episode that was cut has no flag of its own
@@ -125,6 +155,11 @@ class EpisodeReader:
 
 
 # -- one shard
+def is_image(feature: Feature) -> bool:
+    """Whether an observation is a picture, so that an episode of them may not fit into memory."""
+    return feature.dtype == "uint8" and len(feature.shape) == 3
+
+
 def cameras(spec: Spec) -> list[str]:
     """The observations that LeRobot takes for images."""
     return [
@@ -157,8 +192,10 @@ def table(info: EpisodeInfo, rows: Rows, spec: Spec, phases: Sequence[str]) -> R
     made = {name: array.reshape(length, 1).astype(COLUMNS[name].dtype) for name, array in made.items()}
     for name in [*spec.observation, "action", *spec.extras]:
         array = rows[name][:length]
-        array = array.astype(WIDER.get(array.dtype.name, array.dtype), copy=False)
-        made[column(name, spec)] = array.reshape(length, 1) if array.ndim == 1 else array
+        if name not in cameras(spec):
+            array = np.asarray(array).astype(WIDER.get(array.dtype.name, array.dtype), copy=False)
+            array = array.reshape(length, 1) if array.ndim == 1 else array
+        made[column(name, spec)] = array
     return made
 
 
@@ -177,7 +214,10 @@ def features(spec: Spec, kind: str) -> dict[str, dict[str, Any]]:
 def write(
     part: Path, spec: Spec, codec: str | None, episodes: Iterable[tuple[EpisodeInfo, Rows]]
 ) -> list[tuple[EpisodeInfo, Rows]]:
-    """Write a LeRobot dataset of these (info, table); returns them again, without images. Nothing is synced yet."""
+    """Write a LeRobot dataset of these (info, table); returns them again, without images. Nothing is synced yet.
+
+    Images are taken one after the other, step by step. Raises Gone when an episode leaves the store meanwhile.
+    """
     remove(part)
     part.parent.mkdir(parents=True, exist_ok=True)
     dataset = _lerobot().create(
@@ -381,14 +421,20 @@ def _entry(info: EpisodeInfo) -> dict[str, Any]:
     return entry | {"success": None if info.success is None else bool(info.success)}
 
 
-def judged(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """How an episode was judged, from the manifest's entry of it."""
-    return tuple(entry[name] for name in JUDGED)
+def mark(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a shard holds of an episode, from the manifest's entry of it: verdict, length and end."""
+    return tuple(entry[name] for name in MARK)
 
 
-def mark(info: EpisodeInfo) -> tuple[Any, ...]:
-    """How an episode is judged now, to be compared with `judged`."""
-    return judged(_entry(info))
+def mark_now(info: EpisodeInfo) -> tuple[Any, ...]:
+    """What a shard would hold of an episode that is made of the store now, to be compared with `mark`."""
+    return mark(_entry(info))
+
+
+def info_of(entry: Mapping[str, Any], source: str) -> EpisodeInfo:
+    """An episode that has left the store, from the manifest's entry of it."""
+    known = {name: value for name, value in entry.items() if name in EpisodeInfo._fields}
+    return EpisodeInfo(**known, source=source, first=-1, sealed=True)
 
 
 def read_manifest(shard: Path) -> dict[str, Any]:
@@ -402,6 +448,20 @@ def read_manifest(shard: Path) -> dict[str, Any]:
     return found
 
 
+class _InOrder:
+    """Images that come one after the other, as `write` asks for them."""
+
+    def __init__(self, images: Iterator[Array]) -> None:
+        self._images, self._next = images, 0
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self
+        assert index == self._next, "a video is decoded from its beginning"
+        self._next += 1
+        return next(self._images)
+
+
 def rows_of(shard: Path, entry: int, info: EpisodeInfo, spec: Spec) -> Rows:
     """The rows of the shard's episode number `entry`, as `EpisodeReader.rows` gives them, but without a final
     observation: for an episode that the store holds no more."""
@@ -409,7 +469,7 @@ def rows_of(shard: Path, entry: int, info: EpisodeInfo, spec: Spec) -> Rows:
 
     episode = Dataset(shard).episode(entry)
     images = set(cameras(spec))
-    rows = {name: np.stack(list(episode.images(column(name, spec)))) for name in images}
+    rows: Rows = {name: _InOrder(episode.images(column(name, spec))) for name in images}
     for name, feature in {**spec.observation, "action": spec.action, **spec.extras}.items():
         if name not in images:
             stored = episode.column(column(name, spec)).astype(feature.dtype)

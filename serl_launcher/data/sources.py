@@ -9,12 +9,14 @@ import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Spec
 
-from serl_launcher.data.episodes import EpisodeInfo, View
+from serl_launcher.data.choice import Choice, Numbers
+from serl_launcher.data.episodes import EpisodeInfo, Held, View
 from serl_launcher.data.layout import Layout
-from serl_launcher.data.replay import Drawn, Numbers, ReplayBuffer, batch_arrays
+from serl_launcher.data.replay import CHUNK, Drawn, ReplayBuffer, batch_arrays
 from serl_launcher.types import Batch, Window
 
 STRIDE = 1 << 48  # step ids of different sources are this far apart
+TRIES = 8  # to read beginnings of episodes before the writer is past one of them
 
 
 class Sources:
@@ -32,52 +34,56 @@ class Sources:
             name: ReplayBuffer(folder / name, Layout(spec, capacity)) for name, capacity in capacities.items()
         }
         self.views = {**{name: View((name,)) for name in capacities}, **views}
-        self.episodes: dict[int, EpisodeInfo] = {}  # by number, in that order
+        self.held = {name: Held() for name in capacities}  # what has left the store is not known here any more
         self.generator = np.random.default_rng(seed)
         self._pinned = pinned
         self._memory: dict[Any, torch.Tensor] = {}
-        self._candidates: dict[tuple[str, str], Numbers] = {}
-        self._sizes: dict[str, tuple[int, int]] = {}
+        self._choices: dict[tuple[str, str, str], Choice] = {}  # of (view, source, where windows start)
+        self._sizes = {name: [0, 0] for name in self.views}
         self._discarded: set[str] = set()  # sources with a discarded episode: their plain view is a filter, too
 
-    def update(self, rows: Sequence[Sequence[Any]]) -> list[tuple[EpisodeInfo | None, EpisodeInfo]]:
-        """Take in what the server said of episodes, then every new step; returns (before, now) of each changed one."""
-        changed, newest = [], next(reversed(self.episodes), 0)
-        if rows:
-            self._sizes.clear()
-        for row in rows:
-            episode = EpisodeInfo(*row)
-            before = self.episodes.get(episode.number)
-            changed.append((before, episode))
-            self.episodes[episode.number] = episode
-            self._forget(before, episode)
+    def update(self, rows: Sequence[Sequence[Any]]) -> list[EpisodeInfo]:
+        """Take in every new step, then what the server said of episodes; returns those that have changed."""
+        for name, buffer in self.buffers.items():
+            self._refresh(name, buffer)
+        changed = [EpisodeInfo(*row) for row in rows]
+        for episode in changed:
+            if (buffer := self.buffers.get(episode.source)) is None:
+                continue
+            if episode.first >= buffer.tail:
+                self._take(episode, self.held[episode.source].put(episode))
             if episode.discard:
                 self._discarded.add(episode.source)
-        new = [now.number for before, now in changed if before is None]
-        if new != sorted(new) or (new and new[0] < newest):  # a restart hears of them in the order of their last change
-            self.episodes = dict(sorted(self.episodes.items()))
-        for buffer in self.buffers.values():
-            buffer.refresh()
-        for _, episode in changed:
             if episode.sealed and not episode.final:
-                self.buffers[episode.source].cut([episode.number])
+                buffer.cut([episode.number])
         return changed
 
-    def _forget(self, before: EpisodeInfo | None, now: EpisodeInfo) -> None:
-        """Drop the candidates of the views whose steps this change of an episode adds to or takes from."""
-        for key in list(self._candidates):
-            view = self.views[key[0]]
-            if key[1] == now.source and (view.holds(now) or (before is not None and view.holds(before))):
-                del self._candidates[key]
+    def _refresh(self, name: str, buffer: ReplayBuffer) -> None:
+        buffer.refresh()
+        for episode in self.held[name].evict(buffer.tail):
+            self._count(episode, -1)
+
+    def _take(self, now: EpisodeInfo, before: EpisodeInfo | None) -> None:
+        """Count an episode that has changed, and choose its steps anew where a view sees it otherwise than before."""
+        if before is not None:
+            self._count(before, -1)
+        self._count(now, 1)
+        for (name, part, starts), choice in self._choices.items():
+            view, buffer = self.views[name], self.buffers[now.source]
+            if part == now.source and (holds := view.holds(now)) != (before is not None and view.holds(before)):
+                numbers = buffer.steps_of(now.number, now.first, now.steps, choice.head)
+                choice.put(numbers, buffer.may_start(numbers, view.rows, starts) & holds)
+
+    def _count(self, episode: EpisodeInfo, sign: int) -> None:
+        for name, view in self.views.items():
+            if view.holds(episode):
+                self._sizes[name][0] += sign * view.count(episode)
+                self._sizes[name][1] += sign * bool(episode.sealed)
 
     def size(self, name: str) -> tuple[int, int]:
         """(steps, episodes) that a source or view holds now; evicted episodes do not count."""
-        if name not in self._sizes:
-            view = self.views[name]
-            held = (episode for episode in self.episodes.values() if view.holds(episode))
-            alive = [episode for episode in held if episode.first >= self.buffers[episode.source].tail]
-            self._sizes[name] = sum(view.count(episode) for episode in alive), sum(episode.sealed for episode in alive)
-        return self._sizes[name]
+        steps, episodes = self._sizes[name]
+        return steps, episodes
 
     def sample(self, count: int, window: Window, shares: Mapping[str, float]) -> Batch | None:
         """A batch of `count` windows, each source giving its share (rounded, in the order of `shares`).
@@ -110,66 +116,92 @@ class Sources:
 
         Episodes that have left the store are left out; None when nothing is left.
         """
-        there = [episode for episode in episodes if episode.first >= self.buffers[episode.source].tail]
-        if not there:
-            return None
-        buffer, numbers = self.buffers[there[0].source], np.array([episode.first for episode in there])
+        for _ in range(TRIES):
+            there = [episode for episode in episodes if episode.first >= self.buffers[episode.source].tail]
+            if not there:
+                return None
+            if found := self._beginnings(there, window, discount):
+                return found
+            self._refresh(there[0].source, self.buffers[there[0].source])  # the writer went past some of them
+        return None
+
+    def _beginnings(
+        self, episodes: Sequence[EpisodeInfo], window: Window, discount: float
+    ) -> tuple[Batch, torch.Tensor] | None:
+        buffer, numbers = self.buffers[episodes[0].source], np.array([episode.first for episode in episodes])
         arrays = {
             name: torch.empty(shape, dtype=getattr(torch, dtype))
-            for name, (shape, dtype) in batch_arrays(buffer.layout, len(there), window).items()
+            for name, (shape, dtype) in batch_arrays(buffer.layout, len(episodes), window).items()
         }
-        returns = torch.from_numpy(buffer.returns(numbers, discount)).float()
-        drawn = buffer.windows(numbers, window)
-        if not buffer.gather(drawn, window, {name: array.numpy() for name, array in arrays.items()}):
+        returns = buffer.returns(numbers, discount)
+        whole = buffer.gather(buffer.windows(numbers, window), window, {n: a.numpy() for n, a in arrays.items()})
+        if returns is None or not whole:
             return None
-        seed = torch.zeros(len(there), dtype=torch.int64)
-        return _batch(arrays, self.spec, window, seed, tuple(episode.task for episode in there)), returns
+        seed = torch.zeros(len(episodes), dtype=torch.int64)
+        tasks = tuple(episode.task for episode in episodes)
+        return _batch(arrays, self.spec, window, seed, tasks), torch.from_numpy(returns).float()
 
     def _fill(self, name: str, count: int, window: Window, into: Mapping[str, Array]) -> list[str] | None:
         """Draw `count` windows of one source or view into arrays; a view's parts get what they hold of it."""
         parts = list(self.views[name].of)
-        candidates = [self._among(name, part) for part in parts]
-        sizes = [self._held(part, among) for part, among in zip(parts, candidates, strict=True)]
+        sizes = [self._startable(name, part, window.starts) for part in parts]
         if count and not sum(sizes):
             return None
         counts = self.generator.multinomial(count, np.array(sizes) / sum(sizes)) if len(parts) > 1 else [count]
         begin, tasks = 0, []
-        for part, among, share in zip(parts, candidates, counts, strict=True):
+        for part, share in zip(parts, counts, strict=True):
             if not share:
                 continue
             target = {key: array[begin : begin + share] for key, array in into.items()}
-            drawn = self._draw(self.buffers[part], int(share), window, among, target)
+            drawn = self._draw(name, part, int(share), window, target)
             if drawn is None:
                 return None
             target["step_id"] += STRIDE * list(self.buffers).index(part)
-            tasks += self._tasks(self.buffers[part], drawn)
+            tasks += self._tasks(part, drawn)
             begin += share
         return tasks
 
+    def _startable(self, name: str, part: str, starts: str) -> int:
+        choice = self._choice(name, part, starts)
+        return self.buffers[part].head - self.buffers[part].tail if choice is None else len(choice)
+
     def _draw(
-        self, buffer: ReplayBuffer, count: int, window: Window, among: Numbers | None, into: Mapping[str, Array]
-    ) -> Drawn | None:
+        self, name: str, part: str, count: int, window: Window, into: Mapping[str, Array]
+    ) -> Drawn | None:  # fmt: skip
+        buffer = self.buffers[part]
         while True:
-            drawn = buffer.draw(count, window, self.generator, among)
+            drawn = buffer.draw(count, window, self.generator, self._choice(name, part, window.starts))
             if drawn is None or buffer.gather(drawn, window, into):
                 return drawn
-            buffer.refresh()  # the writer went past what was drawn
+            self._refresh(part, buffer)  # the writer went past what was drawn
 
-    def _among(self, name: str, part: str) -> Numbers | None:
-        """The steps of `part` that are in the view; None when all of them are."""
-        view = self.views[name]
-        if view == View(view.of) and part not in self._discarded:
+    def _choice(self, name: str, part: str, starts: str = "any") -> Choice | None:
+        """The steps of `part` that windows of the view may start at; None when all of them are."""
+        view, buffer = self.views[name], self.buffers[part]
+        if view == View(view.of) and part not in self._discarded and starts == "any":
             return None
-        if (name, part) not in self._candidates:
-            held = [e.number for e in self.episodes.values() if e.source == part and view.holds(e)]
-            self._candidates[name, part] = self.buffers[part].candidates(held, view.rows)
-        return self._candidates[name, part]
+        key = name, part, starts
+        if key not in self._choices:
+            self._choices[key] = Choice(buffer.layout.capacity)
+        choice = self._choices[key]
+        choice.evict(buffer.tail)
+        while choice.head < buffer.head:
+            numbers = np.arange(choice.head, min(choice.head + CHUNK, buffer.head))
+            episodes, where = np.unique(buffer.episodes(numbers), return_inverse=True)
+            known = (self.held[part].get(number) for number in episodes.tolist())
+            holds = np.array([info is not None and view.holds(info) for info in known], bool)
+            choice.put(numbers, holds[where] & buffer.may_start(numbers, view.rows, starts))
+            choice.head += len(numbers)
+        return choice
 
-    def _held(self, part: str, among: Numbers | None) -> int:
-        return len(among) if among is not None else self.buffers[part].head - self.buffers[part].tail
+    def _tasks(self, part: str, drawn: Drawn) -> list[str]:
+        found = [self.held[part].get(number) for number in self.buffers[part].episode_of(drawn)]
+        return ["" if episode is None else episode.task for episode in found]
 
-    def _tasks(self, buffer: ReplayBuffer, drawn: Drawn) -> list[str]:
-        return [self.episodes[number].task if number in self.episodes else "" for number in buffer.episode_of(drawn)]
+    def chosen(self, name: str, part: str) -> Numbers | None:
+        """The steps of `part` that are in the view; None: all of them."""
+        choice = self._choice(name, part)
+        return None if choice is None else choice.nth(np.arange(len(choice)))
 
     def _array(self, key: Any, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         memory = self._memory.get((key, shape))
@@ -216,14 +248,17 @@ def blank(spec: Spec, window: Window, count: int) -> Batch:
     return _batch(arrays, spec, window, torch.zeros(count, dtype=torch.int64), ("",) * count)
 
 
-def statistics(sources: Sources, name: str) -> tuple[dict[str, Array], dict[str, Array]]:
-    """(mean, std) of each float observation over all steps of a source or view, for a frozen normaliser."""
-    means, stds = {}, {}
+def statistics(sources: Sources, name: str) -> dict[str, dict[str, Array]]:
+    """{mean, std, low, high: {column: [...]}} of the actions and of each float observation, over all steps of a source
+    or view whose values are finite."""
+    found: dict[str, dict[str, Array]] = {"mean": {}, "std": {}, "low": {}, "high": {}}
     parts: Collection[str] = sources.views[name].of
-    for key, feature in sources.spec.observation.items():
-        if feature.dtype.startswith("float"):
-            rows = np.concatenate([sources.buffers[part].observed(key, sources._among(name, part)) for part in parts])
-            if not len(rows):
-                raise ConfigError(f"the statistics of {key} are to come from {name}, which holds nothing yet")
-            means[key], stds[key] = rows.mean(0, dtype=np.float64), rows.std(0, dtype=np.float64)
-    return means, stds
+    features = {"action": sources.spec.action, **sources.spec.observation}
+    for key in [key for key, feature in features.items() if feature.dtype.startswith("float")]:
+        rows = np.concatenate([sources.buffers[part].observed(key, sources.chosen(name, part)) for part in parts])
+        rows = rows[np.isfinite(rows.reshape(len(rows), -1)).all(1)]
+        if not len(rows):
+            raise ConfigError(f"the statistics of {key} are to come from {name}, which holds nothing yet")
+        found["mean"][key], found["std"][key] = rows.mean(0, dtype=np.float64), rows.std(0, dtype=np.float64)
+        found["low"][key], found["high"][key] = rows.min(0), rows.max(0)
+    return found

@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 from serl_client.episode import MAX_NAME, Entry, Lost, Outcome, Segment
-from serl_client.errors import ConfigError, Refused
+from serl_client.errors import ConfigError, Refused, RetakeError
 from serl_client.spec import Array, Spec
 
 from serl_launcher.data import layout
+from serl_launcher.data.epochs import Epochs
 from serl_launcher.data.files import SourceFiles, allocate, make_folder, sync_folder
 from serl_launcher.data.index import Episode, Epoch, Index, Source
 from serl_launcher.data.layout import Layout
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 DATASET = "dataset"  # the mode of a directive that no actor hears of: an importer's
 GROUP_BYTES = 64 << 20  # a group this large is committed before more is staged
+MAKING = "index.making"  # the index of a store that is being made
 GROUP_OUTCOMES = 10_000  # and so is one with so many outcomes, or records that are lost
 
 
@@ -48,11 +50,15 @@ class Full(Exception):
     """A source has no room before the export has brought its oldest episodes into shards; the text says so."""
 
 
+class GroupFailed(Exception):
+    """A group could not be written, and not because of the disk: one of its records has set off a bug."""
+
+
 @dataclass
 class _Group:
     """What is staged for one source, and how many steps and rows that is."""
 
-    segments: list[tuple[Segment, Episode]] = field(default_factory=list)
+    segments: list[tuple[Segment, Array]] = field(default_factory=list)
     steps: int = 0
     rows: int = 0
 
@@ -65,35 +71,41 @@ class Store:
 
     def __init__(self, folder: Path, archived: Collection[str] = ()) -> None:
         """Open the store that `create` made. Raises ConfigError when there is none, or none of this format."""
-        if not (folder / "index.sqlite").exists():
+        if not is_there(folder):
             raise ConfigError(f"there is no store in {folder}")
         self.folder = folder
-        self.index = Index(folder / "index.sqlite")
+        self.index, self._files = Index(folder / "index.sqlite"), {}
+        try:
+            self._load(archived)
+        except BaseException:
+            self.close()
+            raise
+        self._clear()
+        self._publish()
+
+    def _load(self, archived: Collection[str]) -> None:
+        """Read what is there."""
         self.index.probe()  # an earlier life may have died after a sync that failed
         self.run: str = self.index.meta("run")
         self.spec = Spec.from_dict(self.index.meta("spec"))
         self.sources = self.index.sources()
-        self.epochs = self.index.epochs()
+        self.lives = Epochs(self.index.epochs())
+        self.epochs = self.lives.all
         self.directives = self.index.directives()
         self.newest_weights = next(iter(self.index.weights(1)), None)
-        self.epoch_steps, self.phase_steps = self.index.step_counts()
+        self.phase_steps = self.index.phases()
         self._open = self.index.open_episodes()
         self._episode_number, self._revision = self.index.last_numbers()
-        self._files = {
-            name: SourceFiles(folder / name, Layout(self.spec, s.capacity)) for name, s in self.sources.items()
-        }
+        for name, source in self.sources.items():
+            files = self._files[name] = SourceFiles(self.folder / name, Layout(self.spec, source.capacity))
+            if files.published > source.head:
+                raise ConfigError(
+                    f"the index of {self.folder} knows {source.head} steps of {name}, and {files.published} were "
+                    "published: one of both was damaged; take a copy of the run's folder, or begin another run_dir"
+                )
         self.archived = frozenset(archived) & frozenset(self.sources)
         self._kept = {name: self._first_kept(name) for name in self.archived}
         self.released = False  # since somebody last set it so: whether what was Full may find room now
-        self._clear()
-        for name, source in self.sources.items():
-            if (head := self._files[name].published) > source.head:
-                self.close()
-                raise ConfigError(
-                    f"the index of {folder} knows {source.head} steps of {name}, and {head} were published: one of "
-                    "both was damaged; take a copy of the run's folder, or begin another run_dir"
-                )
-        self._publish()
 
     @classmethod
     def create(
@@ -104,15 +116,21 @@ class Store:
         Files are allocated in full. Raises ConfigError, naming both, when the Spec or a capacity differs from what
         is there, or when the disk cannot hold it.
         """
-        if not (folder / "index.sqlite").exists():
+        if not is_there(folder):
             _found(folder, spec, capacities)
-        store = cls(folder, archived)
+        store = cls.resume(folder, capacities, archived)
         if difference := store.spec.difference(spec):
             store.close()
             raise ConfigError(
                 f"the run in {folder.parent} is of another robot or task (there, here): {difference}. "
                 "Use another run_dir, or the task it was made with"
             )
+        return store
+
+    @classmethod
+    def resume(cls, folder: Path, capacities: Mapping[str, int], archived: Collection[str] = ()) -> "Store":
+        """The store that is there, with sources added that it lacks. Raises ConfigError as `create` does."""
+        store = cls(folder, archived)
         there = {name: store.sources[name].capacity for name in capacities if name in store.sources}
         if there != {name: capacities[name] for name in there}:
             store.close()
@@ -121,7 +139,7 @@ class Store:
                 f"{dict(capacities)}. A capacity is for the life of a run: take the old one, or another run_dir"
             )
         if added := {name: capacities[name] for name in capacities if name not in there}:
-            allocate(folder, spec, added)
+            allocate(folder, store.spec, added)
             store.index.put_sources(Source(name, capacity) for name, capacity in added.items())
             store.index.commit()
             store.close()
@@ -134,15 +152,17 @@ class Store:
             files.close()
 
     # -- connections
-    def hello(self, actor: str, outbox: str, epoch: str, earlier: Iterable[tuple[str, int]]) -> None:
-        """Make this epoch and the `earlier` ones (epoch, last seq), which its outbox still holds, known, durably."""
-        alive = {epoch, *(name for name, _ in earlier)}
-        if strangers := [name for name in alive if name in self.epochs and self.epochs[name].outbox != outbox]:
-            raise Refused(f"epoch {strangers[0]} belongs to another actor's outbox")
-        for name in [*(name for name, _ in earlier), epoch]:
-            if name not in self.epochs:
-                self.epochs[name] = Epoch(name, len(self.epochs), actor, outbox)
-            self._changed_epochs[name] = self.epochs[name]
+    def hello(
+        self, actor: str, outbox: str, epoch: str, earlier: Iterable[tuple[str, int]], *, owner: str = "",
+        simulated: bool = False,
+    ) -> None:  # fmt: skip
+        """Make this epoch and the `earlier` ones (epoch, last seq), which its outbox still holds, known, durably.
+        `owner` is the key that names them; "": nobody needs one; `simulated`: whether this actor's clock is. The server
+        asks `lives`, and commits for many at once.
+
+        Raises Refused, and changes nothing, for an epoch of another outbox or key, and when `epoch` is over.
+        """
+        self.lives.hello(actor, outbox, epoch, [name for name, _ in earlier], owner, simulated=simulated)
         self.commit()
 
     def close_before(self, epoch: str, held: Collection[str]) -> None:
@@ -151,30 +171,38 @@ class Store:
         Only a client that lives may ask this. The Hello of one that was killed can come after that of its next life,
         which would then be closed, and its records never taken.
         """
-        now = self.epochs[epoch]
-        for state in list(self.epochs.values()):
-            mine = (state.outbox, state.actor) == (now.outbox, now.actor) and state.position < now.position
-            if mine and state.epoch not in held and not state.closed:
-                self.close_epoch(state.epoch)
-        self.commit()
+        over = self.lives.over(epoch, held)
+        for name in over:
+            self.close_epoch(name)
+        if over:
+            self.commit()
 
     def close_epoch(self, epoch: str) -> None:
         """This actor's life is over: an episode it left open is truncated, without a final observation."""
-        self.epochs[epoch].closed = True
-        self._changed_epochs[epoch] = self.epochs[epoch]
-        if episode := self._open.pop(epoch, None):
-            self._seal_cut(episode)
+        self.lives.close(epoch)
+        self.cut(epoch)
 
     def close_open(self) -> None:
-        """The run is over: what is open is truncated, durably. If its actor brings more of it, it is open again."""
-        for episode in self._open.values():
-            self._seal_cut(episode)
-        self._open.clear()
+        """The run is over: what is open is truncated, durably; what its actor brings of it later is a part."""
+        for epoch in list(self._open):
+            self.cut(epoch)
         self.commit()
 
+    @property
+    def open_episodes(self) -> Collection[Episode]:
+        """Those that have not ended."""
+        return self._open.values()
+
+    def cut(self, epoch: str) -> None:
+        """Truncate the open episode of this epoch, without a final observation; not durable before commit()."""
+        if episode := self._open.pop(epoch, None):
+            episode.truncated = episode.sealed = True
+            self._changed_episodes[episode.id] = episode
+
     def expected(self, epoch: str) -> int:
-        """The seq that this epoch's next record must have."""
-        return self.epochs[epoch].expected
+        """The seq that this epoch's next record must have; 0 for one that is not known (any more)."""
+        state = self.epochs.get(epoch)
+        return state.expected if state else 0
 
     # -- records
     def stage(self, epoch: str, seq: int, record: Entry) -> bool:
@@ -188,6 +216,8 @@ class Store:
             return False
         if seq > state.expected:
             raise Gap(state.expected)
+        if state.closed:
+            raise Refused(f"epoch {epoch} is over: a later start of {state.actor} has delivered what came before it")
         if isinstance(record, Segment):
             self._stage_segment(state, record)
         elif isinstance(record, Lost):
@@ -195,26 +225,25 @@ class Store:
         else:
             self._stage_outcome(state, seq, record)
         state.expected += 1
-        self._changed_epochs[epoch] = state
+        self.lives.taken(state)
         return True
 
     def _stage_segment(self, state: Epoch, segment: Segment) -> None:
-        source = self._checked(state, segment)
-        if segment.start == 0 and (left := self._open.pop(state.epoch, None)):
-            self._seal_cut(left)  # even if this segment has to wait: what is open is never exported
+        source, records = self._checked(state, segment)
+        if segment.start == 0:
+            self.cut(state.epoch)  # even if this segment has to wait: what is open is never exported
         self._wait_for_archive(source, segment)
         nbytes = sum(array.nbytes for array in segment.observation.values())
         full = self._staged[source.name].steps + len(segment) > source.capacity // 2
         if full or self._staged_bytes + nbytes > GROUP_BYTES:
             self.commit()
-        episode = self._open[state.epoch] if segment.start else self._begin(state, source, segment)
-        group = self._staged[source.name]
-        group.segments.append((segment, episode))
-        group.steps += len(segment)
-        group.rows += len(segment) + segment.ends
+        self._cut_long(state.epoch, source, segment)
+        episode = self._open.get(state.epoch) or self._begin(state, source, segment)
+        self._place(records, segment, source, episode)
         self._staged_bytes += nbytes
-        self.epoch_steps[state.epoch] = self.epoch_steps.get(state.epoch, 0) + len(segment)
+        state.steps += len(segment)
         self.phase_steps[episode.phase] = self.phase_steps.get(episode.phase, 0) + len(segment)
+        self._changed_phases.add(episode.phase)
         episode.steps += len(segment)
         episode.reward += float(segment.reward.sum(dtype=np.float64))
         episode.intervened += int(segment.intervened.sum())
@@ -225,20 +254,43 @@ class Store:
         if segment.ends:
             del self._open[state.epoch]
 
-    def _checked(self, state: Epoch, segment: Segment) -> Source:
-        """The source that this segment goes to. Raises Refused when it fits no Spec, no episode or no directive."""
+    def _place(self, records: Array, segment: Segment, source: Source, episode: Episode) -> None:
+        """Give the steps of a segment their numbers, and add them to the group."""
+        group, count = self._staged[source.name], len(segment)
+        step, row = source.head + group.steps, source.row_head + group.rows
+        records["number"], records["row"] = np.arange(step, step + count), np.arange(row, row + count)
+        records["episode"], records["first"] = episode.number, episode.first
+        records["index"] = np.arange(episode.steps, episode.steps + count)
+        if segment.ends:
+            records["final_row"][-1] = row + count
+        group.segments.append((segment, records))
+        group.steps += count
+        group.rows += count + segment.ends
+
+    def _checked(self, state: Epoch, segment: Segment) -> tuple[Source, Array]:
+        """The source that this segment goes to, and its [T] records, not numbered yet. Raises Refused, and has changed
+        nothing, when it fits no Spec, no episode or no directive, or has anything that no record can hold."""
         try:
             segment.check(self.spec)
-        except ValueError as error:
+            source = self._source_of(state, segment)
+            return source, _records(segment, self._files[source.name].layout.step)
+        except RetakeError:
+            raise
+        except Exception as error:
             raise Refused(f"a segment of {segment.episode} does not fit the run's Spec: {error}") from None
-        episode = self._open.get(state.epoch) or self._opened_again(state, segment)
+
+    def _source_of(self, state: Epoch, segment: Segment) -> Source:
+        body = self.directives.get(segment.stamp.directive, {})
         if segment.start > 0:
-            if episode is None or (episode.id, episode.steps) != (segment.episode, segment.start):
-                there = f"{episode.id}[{episode.steps}]" if episode else "the start of an episode"
+            episode = self._open.get(state.epoch) or self._cut_from_elsewhere(state)
+            if episode is None or (episode.part_of, _end(episode)) != (segment.episode, segment.start):
+                there = f"{episode.part_of}[{_end(episode)}]" if episode else "the start of an episode"
                 raise Refused(f"step {segment.episode}[{segment.start}] came where {there} was to come")
+            if not body:
+                raise Refused(f"no directive {segment.stamp.directive}, of {segment.episode}, was ever given")
             source = self.sources[episode.source]
         else:
-            name = self.directives.get(segment.stamp.directive, {}).get("into")
+            name = body.get("into")
             if name not in self.sources:
                 raise Refused(f"directive {segment.stamp.directive} of {segment.episode} collects into no source")
             if self._find(segment.episode) is not None:
@@ -248,22 +300,47 @@ class Store:
             raise Refused(f"a segment of {len(segment)} steps does not fit source {source.name} of {source.capacity}")
         return source
 
+    def _cut_from_elsewhere(self, state: Epoch) -> Episode | None:
+        """The newest episode of a living epoch, when it ended without its actor's doing, who may bring the rest."""
+        staged = [episode for episode in self._changed_episodes.values() if episode.epoch == state.epoch]
+        newest = max([*staged, *self.index.newest(state.epoch)], key=lambda episode: episode.number, default=None)
+        return None if state.closed or newest is None or newest.final else newest
+
+    def _cut_long(self, epoch: str, source: Source, segment: Segment) -> None:
+        """End the open episode before it takes more than a quarter of its source, or when its begin has left that: what
+        comes goes on as a part. One that nobody ends would push all others out."""
+        episode, most = self._open.get(epoch), source.capacity // 4
+        if episode is None or (episode.steps + len(segment) <= most and episode.first >= source.tail):
+            return
+        log.warning("%s goes on as another episode from step %d on: one takes at most %d steps, a quarter of source %s",
+                    episode.part_of, segment.start, most, source.name)  # fmt: skip
+        self.cut(epoch)
+
     def _begin(self, state: Epoch, source: Source, segment: Segment) -> Episode:
         self._episode_number += 1
         group = self._staged[source.name]
         episode = Episode(
-            self._episode_number, segment.episode, source.name, state.epoch, state.actor, segment.task,
+            self._episode_number, self._free_id(segment), source.name, state.epoch, state.actor, segment.task,
             segment.stamp.directive, segment.stamp.phase,
             first=source.head + group.steps, first_row=source.row_head + group.rows,
-            weights=segment.stamp.weights,
+            part_of=segment.episode, part_start=segment.start, weights=segment.stamp.weights,
         )  # fmt: skip
-        staged = [outcome for _, _, outcome in self._staged_outcomes if outcome.episode == episode.id]
-        for outcome in [*self.index.outcomes(episode.id), *staged]:
-            _judge(episode, outcome)
+        for id in dict.fromkeys((episode.part_of, episode.id)):
+            self._begun.setdefault(id, []).append(episode)
+            for outcome in [*self.index.outcomes(id), *self._said.get(id, ())]:
+                _judge(episode, outcome)
         self._open[state.epoch] = episode
         if source.name in self.archived and self._kept[source.name] is None:
             self._kept[source.name] = (episode.first, episode.first_row, episode.id)
         return episode
+
+    def _free_id(self, segment: Segment) -> str:
+        """What the episode is called that begins with this segment: a part is <its episode>.part<its number>."""
+        id, number = segment.episode, len(self._parts(segment.episode))
+        while segment.start and self._find(id):
+            number += 1
+            id = f"{segment.episode}.part{number}"
+        return id
 
     def _stage_lost(self, state: Epoch, seq: int, lost: Lost) -> None:
         """What an actor cannot send any more may have been a part of its open episode."""
@@ -271,8 +348,7 @@ class Store:
         if len(self._staged_lost) >= GROUP_OUTCOMES:
             self.commit()
         self._staged_lost.append((state.epoch, seq, lost.lost[:MAX_NAME]))
-        if episode := self._open.pop(state.epoch, None):
-            self._seal_cut(episode)
+        self.cut(state.epoch)
 
     def _stage_outcome(self, state: Epoch, seq: int, outcome: Outcome) -> None:
         """An outcome may come before its episode's first segment, or long after its last."""
@@ -281,37 +357,31 @@ class Store:
         if len(self._staged_outcomes) >= GROUP_OUTCOMES:
             self.commit()
         self._staged_outcomes.append((state.epoch, seq, outcome))
-        if episode := self._find(outcome.episode):
+        self._said.setdefault(outcome.episode, []).append(outcome)
+        for episode in self._parts(outcome.episode):
             _judge(episode, outcome)
             self._changed_episodes[episode.id] = episode
-            if outcome.by == "operator" and episode is self._open.get(episode.epoch) and episode.epoch != state.epoch:
-                self._seal_cut(self._open.pop(episode.epoch))  # said from elsewhere, as its actor is gone
-
-    def _seal_cut(self, episode: Episode) -> None:
-        episode.truncated = episode.sealed = True
-        self._changed_episodes[episode.id] = episode
-
-    def _opened_again(self, state: Epoch, segment: Segment) -> Episode | None:
-        """The newest episode of a living epoch, when it was closed from elsewhere and yet goes on."""
-        episode = self._find(segment.episode) if segment.start > 0 and not state.closed else None
-        if episode is None or (episode.epoch, episode.final, episode.steps) != (state.epoch, False, segment.start):
-            return None
-        staged = (other.number for other in self._changed_episodes.values() if other.epoch == state.epoch)
-        if episode.number < max(self.index.newest(state.epoch), *staged, 0):
-            return None
-        episode.truncated = episode.sealed = False
-        self._open[state.epoch] = episode
-        return episode
+            is_open = episode is self._open.get(episode.epoch)
+            if outcome.by == "operator" and is_open and episode.epoch != state.epoch:
+                self.cut(episode.epoch)  # said from elsewhere, as its actor is gone
 
     def _find(self, id: str) -> Episode | None:
-        still_open = (episode for episode in self._open.values() if episode.id == id)
-        return self._changed_episodes.get(id) or next(still_open, None) or self.index.episode(id)
+        return next((episode for episode in self._parts(id) if episode.id == id), None)
+
+    def _parts(self, id: str) -> list[Episode]:
+        """The episode of this id and the parts that came after it, in order, as they are now."""
+        found = {}
+        for each in self.index.parts(id):
+            still_open = self._open.get(each.epoch)
+            is_open = still_open is not None and still_open.number == each.number
+            found[each.number] = still_open if is_open else self._changed_episodes.get(each.id, each)
+        return [*found.values(), *(each for each in self._begun.get(id, ()) if each.number not in found)]
 
     def actors_of(self, id: str) -> set[str]:
         """Whose episode this is; before it begins, who names episodes so (actor-epoch-number); empty: anybody may."""
         if episode := self._find(id):
             return {episode.actor}
-        return {state.actor for state in self.epochs.values() if id.startswith(f"{state.actor}-{state.epoch[:8]}-")}
+        return self.lives.actors_of(id)
 
     # -- the archive
     def archive(self, episodes: Iterable[int]) -> None:
@@ -327,49 +397,37 @@ class Store:
     def _wait_for_archive(self, source: Source, segment: Segment) -> None:
         """Raise Full when this segment needs the place of an episode that is kept.
 
-        A new episode begins only while they take less than half of the source, so that those that are open can end.
-        When the oldest is open and the source is full, its own next step would wait for its own end: it goes, and the
-        log says so.
+        When that is still open, it is cut, so that it can be exported: nobody waits for an actor that may be gone.
         """
-        kept = self._kept.get(source.name)
-        if kept is None:
+        if (kept := self._kept.get(source.name)) is None:
             return
         first, first_row, id = kept
         files, group = self._files[source.name].layout, self._staged[source.name]
         steps, rows = source.head + group.steps - first, source.row_head + group.rows - first_row
-        is_crowded = segment.start == 0 and (steps >= files.capacity // 2 or rows >= files.rows // 2)
-        fits = steps + len(segment) <= files.capacity and rows + len(segment) + segment.ends <= files.rows
-        if fits and not is_crowded:
+        if steps + len(segment) <= files.capacity and rows + len(segment) + segment.ends <= files.rows:
             return
-        if id != segment.episode:
-            is_open = any(episode.id == id for episode in self._open.values())
-            why = (
-                "is still open: start its actor again, or label it by tools/label.py"
-                if is_open
-                else "waits for its export"
-            )
-            raise Full(f"source {source.name} is full, and its episode {id} {why}")
-        log.warning("%s is too long for source %s: it leaves the store without an archive", id, source.name)
-        self.commit()  # so that the index knows every episode
-        episode = self._find(id)
-        self.archive([episode.number] if episode else [])
-        self._wait_for_archive(source, segment)
+        for episode in [episode for episode in self._open.values() if episode.id == id]:
+            self.cut(episode.epoch)
+        raise Full(f"source {source.name} is full, and its episode {id} waits for its export")
 
     # -- the group
     @property
     def staged(self) -> bool:
         """Whether there is anything to commit."""
-        return bool(self._changed_epochs or self._changed_episodes)
+        return bool(self.lives.changed or self.lives.forgotten or self._changed_episodes)
 
     def commit(self) -> None:
-        """Make all that was staged durable, then visible to readers. Raises OSError or sqlite3.Error, after which this
-        object is of no use: a part of the group may count as written."""
+        """Make all that was staged durable, then visible to readers. After whatever it raises this object is of no use,
+        as a part of the group may count as written: OSError or sqlite3.Error when the disk is at fault, or memory, and
+        GroupFailed when this program is."""
         try:
             self._commit()
         except (OSError, sqlite3.Error):
             raise
-        except Exception as error:  # no memory, no thread
+        except MemoryError as error:
             raise OSError(f"a group could not be written: {error!r}") from error
+        except Exception as error:
+            raise GroupFailed(f"a group could not be written: {error!r}") from error
 
     def _commit(self) -> None:
         busy = [name for name, group in self._staged.items() if group.segments]
@@ -383,8 +441,10 @@ class Store:
             self._revision += 1
             episode.revision = self._revision
         self.index.put_sources(self.sources[name] for name in busy)
-        self.index.put_epochs(self._changed_epochs.values())
+        self.index.put_epochs(self.lives.changed.values())
+        self.index.drop_epochs(self.lives.forgotten)
         self.index.put_episodes(self._changed_episodes.values())
+        self.index.put_phases({phase: self.phase_steps[phase] for phase in self._changed_phases})
         self.index.add_outcomes(self._staged_outcomes)
         self.index.add_lost(self._staged_lost)
         self.index.commit()
@@ -394,7 +454,10 @@ class Store:
     def _clear(self) -> None:
         self._staged = {name: _Group() for name in self.sources}
         self._staged_bytes, self._staged_outcomes, self._staged_lost = 0, [], []
-        self._changed_epochs, self._changed_episodes = {}, {}
+        self._changed_episodes, self._changed_phases = {}, set()
+        self.lives.committed()
+        self._begun: dict[str, list[Episode]] = {}  # in this group, by their ids and those of what they are parts of
+        self._said: dict[str, list[Outcome]] = {}  # in this group, of an episode
 
     def _make_room(self, source: Source, group: _Group) -> None:
         """Evict the oldest episodes, whole, until the group fits; the new tail is committed and published first."""
@@ -409,9 +472,6 @@ class Store:
         source.tail, source.row_tail = found or (source.head, source.row_head)
         if (kept := self._kept.get(source.name)) is not None and kept[0] < source.tail:
             source.tail, source.row_tail, _ = kept
-        for episode in self._open.values():
-            if episode.source == source.name and episode.first < source.tail:
-                log.warning("%s is longer than source %s: nothing of it can be drawn", episode.id, source.name)
         # What is staged is not in this transaction: a tail may move without the group that needs it.
         self.index.put_sources([source])
         self.index.commit()
@@ -427,14 +487,12 @@ class Store:
             arrays = [segment.observation[name] for segment, _ in group.segments]
             files.write("rows", offset, files.layout.rows, source.row_head, arrays)
         files.begin_sync("rows")
-        records = np.zeros(group.steps, files.layout.step)
-        step, row, begin = source.head, source.row_head, 0
-        for segment, episode in group.segments:
-            part = records[begin : begin + len(segment)]
-            _fill(part, segment, episode, step, row, sorted(self.spec.extras))
-            step, row, begin = step + len(segment), row + len(segment) + segment.ends, begin + len(segment)
+        for segment, records in group.segments:
+            columns = [array for _, array in sorted(segment.observation.items())]
+            records["checksum"] = layout.checksums(records, columns)
+        records = np.concatenate([records for _, records in group.segments])
         files.write("steps", 0, files.layout.capacity, source.head, [records])
-        source.head, source.row_head = step, row
+        source.head, source.row_head = source.head + group.steps, source.row_head + group.rows
 
     def _publish(self) -> None:
         for name, source in self.sources.items():
@@ -483,20 +541,46 @@ class Store:
         return {s.name: {"capacity": s.capacity, "tail": s.tail, "head": s.head} for s in self.sources.values()}
 
 
+def is_there(folder: Path) -> bool:
+    """Whether a store lies here. Raises ConfigError when only its files do: without the index they are not readable,
+    and a new one would overwrite them."""
+    if (folder / "index.sqlite").exists():
+        return True
+    if (folder / MAKING).exists():  # somebody died while making it, before anything could be stored
+        return False
+    left = [
+        *folder.glob("*/rows"),
+        *folder.glob("*/steps"),
+        *folder.glob("*/published"),
+        *folder.glob("index.sqlite-*"),
+    ]
+    if left:
+        raise ConfigError(
+            f"{folder} holds {left[0].relative_to(folder)}, but no index.sqlite, without which nobody can read it: "
+            "bring that file back, or begin another run_dir. Nothing was changed"
+        )
+    return False
+
+
 def _found(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
-    """Make a new store; the index comes last, by rename, so that a store is whole or not there."""
+    """Make a new store. The index comes first under another name, and gets its own, by rename, when all is there."""
     make_folder(folder)
-    allocate(folder, spec, capacities)
-    making = folder / "index.making"
+    making = folder / MAKING
     making.unlink(missing_ok=True)
     index = Index(making)
     index.set_meta("run", uuid.uuid4().hex)
     index.set_meta("spec", spec.to_dict())
     index.put_sources(Source(name, capacity) for name, capacity in capacities.items())
-    index.commit()
+    index.commit()  # SQLite has synced the folder by now, so the files below are never there without it
     index.close()
+    allocate(folder, spec, capacities)
     making.rename(folder / "index.sqlite")
     sync_folder(folder)
+
+
+def _end(episode: Episode) -> int:
+    """The step of its actor's episode that comes next."""
+    return episode.part_start + episode.steps
 
 
 def _judge(episode: Episode, outcome: Outcome) -> None:
@@ -505,20 +589,15 @@ def _judge(episode: Episode, outcome: Outcome) -> None:
         episode.success, episode.discard, episode.judge = outcome.success, outcome.discard, outcome.by
 
 
-def _fill(part: Array, segment: Segment, episode: Episode, step: int, row: int, extras: list[str]) -> None:
-    """The step records of one segment, whose first step and row get the numbers `step` and `row`."""
-    count = len(segment)
-    part["number"] = np.arange(step, step + count)
-    part["episode"], part["first"] = episode.number, episode.first
-    part["row"] = np.arange(row, row + count)
-    part["final_row"] = -1
-    part["index"] = np.arange(segment.start, segment.start + count)
-    part["directive"], part["weights"] = segment.stamp.directive, segment.stamp.weights
-    part["time"], part["reward"], part["action"] = segment.time, segment.reward, segment.action
-    part["flags"] = segment.intervened * layout.INTERVENED + segment.decision * layout.DECISION
-    for name in extras:
-        part[f"extras.{name}"] = segment.extras[name]
+def _records(segment: Segment, kind: np.dtype) -> Array:
+    """The [T] step records of a segment, without their numbers and checksums."""
+    records = np.zeros(len(segment), kind)
+    records["final_row"] = -1
+    records["directive"], records["weights"] = segment.stamp.directive, segment.stamp.weights
+    records["time"], records["reward"], records["action"] = segment.time, segment.reward, segment.action
+    records["flags"] = segment.intervened * layout.INTERVENED + segment.decision * layout.DECISION
+    for name, extra in segment.extras.items():
+        records[f"extras.{name}"] = extra
     if segment.ends:
-        part["final_row"][-1] = row + count
-        part["flags"][-1] |= segment.terminated * layout.TERMINATED + segment.truncated * layout.TRUNCATED
-    part["checksum"] = layout.checksums(part, [array for _, array in sorted(segment.observation.items())])
+        records["flags"][-1] |= segment.terminated * layout.TERMINATED + segment.truncated * layout.TRUNCATED
+    return records

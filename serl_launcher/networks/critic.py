@@ -1,5 +1,6 @@
 """An ensemble of state-action values, computed side by side in batched matrix products."""
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -46,7 +47,8 @@ class Critic(nn.Module):
 
     `horizon` is the number of actions of one decision (a chunk is one action of horizon * A numbers). LayerNorm
     bounds the values of actions that the data do not hold (RLPD, Ball et al. 2023, section 4.2); it has no gain and no
-    bias, which slow the update down and were seen to add nothing.
+    bias, which slow the update down and were seen to add nothing. `scale` is the policy's, so that both see the same
+    numbers; None: the Spec's bounds.
     """
 
     def __init__(
@@ -58,11 +60,12 @@ class Critic(nn.Module):
         members: int,
         hidden: Sequence[int],
         layer_norm: bool,
+        scale: ActionScale | None = None,
     ) -> None:
         super().__init__()
         self.members = members
         self.encoder = encoder
-        self.scale = ActionScale(spec.action)
+        self.scale = copy.deepcopy(scale) if scale else ActionScale(spec.action)
         layers: list[nn.Module] = []
         inputs = self.encoder.size + horizon * spec.action.shape[0]
         for width in hidden:

@@ -1,6 +1,6 @@
 """Flow matching over chunks of actions (Lipman et al. 2023, arXiv 2210.02747), in pi0's convention (arXiv 2410.24164).
 
-Time t runs from 1 (noise) to 0 (action). With the chunk a, scaled to [-1, 1], and noise e ~ N(0, I):
+Time t runs from 1 (noise) to 0 (action). With the chunk a, scaled to about [-1, 1], and noise e ~ N(0, I):
     (1) x_t = t e + (1 - t) a,
     (2) the network v(x_t, t, observation) learns  dx/dt = e - a,
     (3) with t = 0.001 + 0.999 b and b ~ Beta(1.5, 1), which dwells where there is most noise.
@@ -38,6 +38,7 @@ class FlowMatching(Policy):
     `imitates` names what a chunk is made of: `action`, or an observation with the measured positions that the robot
     reached after each of these steps (Hi-ORS: what a human does to the arm is in it, whatever channel it came by).
     For that the action must be positions, too: its names must be among that observation's; else raises ConfigError.
+    `scale` says by what actions are scaled (see ActionScale); samples keep within the Spec's bounds in any case.
     `width` D is how many numbers the network sees of each action: the Spec's A and then zeros, of which no loss is
     taken. Noise chooses among the ways to do a task, and zeros lie between them: this policy always acts with noise.
     With a `deviation`, which is learned from there, (5) makes samples of which a density can be told; None: (4).
@@ -47,14 +48,22 @@ class FlowMatching(Policy):
     feature_size: int
 
     def __init__(
-        self, spec: Spec, *, horizon: int, steps: int, imitates: str, width: int, deviation: float | None
+        self,
+        spec: Spec,
+        *,
+        horizon: int,
+        steps: int,
+        imitates: str,
+        width: int,
+        deviation: float | None,
+        scale: str = "bounds",
     ) -> None:
         super().__init__()
-        self.scale = ActionScale(spec.action)
         self.horizon, self.steps, self.imitates, self.width = horizon, steps, imitates, width
         self.size = spec.action.shape[0]  # A
         self.log_deviation = None if deviation is None else nn.Parameter(torch.tensor(math.log(deviation)))
-        self._entries = None if imitates == "action" else _entries(spec, imitates)
+        self.entries = None if imitates == "action" else _entries(spec, imitates)
+        self.scale = ActionScale(spec.action, scale, imitates, self.entries)
 
     def prepared(self, observation: Observation, task: Sequence[str]) -> Observation:
         """The observation with what `condition` needs of the task; all that follows is tensors and no words."""
@@ -84,7 +93,7 @@ class FlowMatching(Policy):
     @property
     def offsets(self) -> dict[str, tuple[int, ...]]:
         offsets = super().offsets
-        if self._entries is not None:
+        if self.entries is not None:
             offsets[self.imitates] = (*offsets.get(self.imitates, ()), *range(1, self.horizon + 1))
         return offsets
 
@@ -129,7 +138,7 @@ class FlowMatching(Policy):
         """
         condition = self.condition(self.prepared(observation, task))
         chunk, log_prob = self._integrate(normal(seed, self.noise_shape, stream), condition)
-        bounded: Any = _Bounded.apply(chunk[..., : self.size])
+        bounded: Any = _Bounded.apply(chunk[..., : self.size], *self.scale.limits())
         return self.scale.from_unit(bounded), log_prob
 
     def _integrate(self, noise: Tensor, condition: Any) -> tuple[Tensor, Tensor]:
@@ -152,12 +161,12 @@ class FlowMatching(Policy):
         return chunk, log_prob
 
     def _action(self, chunk: Tensor) -> Tensor:
-        return self.scale.from_unit(chunk[..., : self.size].clamp(-1, 1))
+        return self.scale.from_unit(chunk[..., : self.size].clamp(*self.scale.limits()))
 
     def _imitated(self, batch: Batch) -> Tensor:
-        if self._entries is None:
+        if self.entries is None:
             return batch.action
-        return batch.observation[self.imitates][:, -self.horizon :, self._entries]
+        return batch.observation[self.imitates][:, -self.horizon :, self.entries]
 
 
 class FlowPolicy(FlowMatching):
@@ -176,9 +185,10 @@ class FlowPolicy(FlowMatching):
         layer_norm: bool,
         imitates: str,
         deviation: float | None,
+        scale: str = "bounds",
     ) -> None:
-        width = spec.action.shape[0]
-        super().__init__(spec, horizon=horizon, steps=steps, imitates=imitates, width=width, deviation=deviation)
+        options = {"horizon": horizon, "steps": steps, "imitates": imitates, "deviation": deviation, "scale": scale}
+        super().__init__(spec, width=(width := spec.action.shape[0]), **options)
         self.encoder = encoder(spec)
         self.inputs, self.feature_size = self.encoder.inputs, self.encoder.size
         self.network = mlp(
@@ -202,18 +212,19 @@ class FlowPolicy(FlowMatching):
 
 
 class _Bounded(torch.autograd.Function):
-    """Cuts to [-1, 1]. The gradient of a number outside passes if a step down it leads back, or it would stay there."""
+    """Cuts to [low, high]. The gradient of a number outside passes if a step down it leads back, or it would stay
+    there."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(inputs)
-        return inputs.clamp(-1, 1)
+    def forward(ctx: Any, inputs: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, low, high)
+        return inputs.clamp(low, high)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (inputs,), (gradient,) = ctx.saved_tensors, gradients
-        leads_away = ((inputs > 1) & (gradient < 0)) | ((inputs < -1) & (gradient > 0))
-        return gradient.masked_fill(leads_away, 0.0)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (inputs, low, high), (gradient,) = ctx.saved_tensors, gradients
+        leads_away = ((inputs > high) & (gradient < 0)) | ((inputs < low) & (gradient > 0))
+        return gradient.masked_fill(leads_away, 0.0), None, None
 
 
 def _entries(spec: Spec, name: str) -> list[int]:

@@ -99,9 +99,10 @@ class PI0(FlowMatching):
         self, spec: Spec, *, vision: Mapping[str, int], gemma: Mapping[str, int], cameras: Sequence[str], horizon: int,
         steps: int, imitates: str, width: int, deviation: float | None, state_size: int, prompt_tokens: int,
         tokenizer: str | None, weights: str | None, freeze: Sequence[str], lora: int | None, precision: str,
-        checkpointing: bool,
+        checkpointing: bool, scale: str = "bounds",
     ) -> None:  # fmt: skip
-        super().__init__(spec, horizon=horizon, steps=steps, imitates=imitates, width=width, deviation=deviation)
+        options = {"horizon": horizon, "steps": steps, "imitates": imitates, "width": width, "deviation": deviation}
+        super().__init__(spec, **options, scale=scale)
         self.sizes, self.image = Gemma(**gemma), Tower(**vision).image
         self.state = StateEncoder(spec)
         self.state_size, self.checkpointing = state_size, checkpointing

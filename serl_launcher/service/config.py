@@ -5,6 +5,7 @@ Hydra composes; a word that it would refuse at length, or take although it makes
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,10 +123,27 @@ def _read(word: str) -> Override:
     except OverrideParseException:
         raise ConfigError(
             f"cannot read {word!r}: write name=value, as in seed=1, and quote a text with spaces, commas or brackets"
+            + (f", so {quoted}" if (quoted := _quoted(word)) else "")
         ) from None
     if override.is_sweep_override():
         raise ConfigError(f"{word}: give one value; a list is written {override.key_or_group}=[...], in quotes")
     return override
+
+
+def _quoted(word: str) -> str:
+    """The word as a shell and Hydra take it, if quotes are all that it lacks; else nothing."""
+    key, found, value = word.partition("=")
+    if not found:
+        return ""
+    is_list = value.startswith("[") and value.endswith("]")
+    texts = [part.strip(" '\"") for part in (value[1:-1].split(",") if is_list else [value])]
+    said = ", ".join(text if re.fullmatch(r"[\w.-]+", text) else f"'{text}'" for text in texts)
+    said = f"{key}=[{said}]" if is_list else f"{key}={said}"
+    try:
+        OverridesParser.create().parse_overrides([said])
+    except OverrideParseException:
+        return ""
+    return f'"{said}"'
 
 
 def _check(override: Override, defaults: DictConfig) -> None:

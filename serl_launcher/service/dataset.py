@@ -6,6 +6,7 @@ the store as a whole is passed over at the next start; one that a crash has cut 
 
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 PENDING = 32 << 20  # bytes that may wait for the server: they lie on the disk twice
 TELL_S = 10.0
+PART = re.compile(r"\.part\d+$")  # what the store adds to the id of a part
 OUTSIDE = 0.01  # the share of actions beyond the run's bounds from which on a person should know
 
 
@@ -79,7 +81,8 @@ class _Import:
     def __init__(self, link: Link, source: str, dataset: Dataset, spec: Spec, address: str, folder: Path) -> None:
         self._link, self._source, self._dataset, self._spec = link, source, dataset, spec
         self._address, self._folder = address, folder
-        self._actions = self._outside = 0
+        self._actions = self._outside = self._revision = 0
+        self._parts: dict[str, dict[str, EpisodeInfo]] = {}  # id -> the episode and its parts in the store, by theirs
 
     def run(self) -> None:
         if not self._missing():
@@ -133,22 +136,25 @@ class _Import:
 
     def _missing(self) -> list[_Missing]:
         """What is still to be brought."""
-        there, missing = dict(self._catalog()), []
+        self._hear()
+        missing = []
         for index, length in enumerate(self._dataset.lengths):
             cut: list[str] = []
             for id in self._names(index):
-                episode = there.get(id)
-                if episode is None:
+                parts = self._parts.get(id, {}).values()
+                if not parts:
                     missing.append(_Missing(index, id, tuple(cut)))
-                if episode is None or (episode.sealed and episode.steps == length):
+                if not parts or (all(part.sealed for part in parts) and sum(part.steps for part in parts) == length):
                     break
-                cut += [id] * (not episode.discard)
+                cut += [id] * (not all(part.discard for part in parts))
         return missing
 
     def _await_closed(self, client: TrainerClient) -> None:
         """Wait until no episode of this dataset is open any more: the server closes those of earlier lives."""
-        while any(not e.sealed for _, e in self._catalog() if e.actor == self._folder.name):
+        self._hear()
+        while any(not part.sealed for parts in self._parts.values() for part in parts.values()):
             _nap(client)
+            self._hear()
 
     def _names(self, index: int) -> Iterator[str]:
         name = f"dataset-{self._source}-{self._dataset.name[:100]}-{index:06d}"
@@ -158,13 +164,15 @@ class _Import:
             attempt += 1
             yield f"{name}~{attempt}"
 
-    def _catalog(self) -> Iterator[tuple[str, EpisodeInfo]]:
-        revision, more = 0, True
+    def _hear(self) -> None:
+        """Take in what has changed of this dataset's episodes; the store keeps a long one in parts."""
+        more = True
         while more:
-            synced = self._ask(m.Sync(revision, 0))
-            revision, more = synced.revision, synced.more
+            synced = self._ask(m.Sync(self._revision, 0))
+            self._revision, more = synced.revision, synced.more
             for episode in (EpisodeInfo(*row) for row in synced.episodes):
-                yield episode.id, episode
+                if episode.actor == self._folder.name:
+                    self._parts.setdefault(PART.sub("", episode.id), {})[episode.id] = episode
 
     def _client(self) -> TrainerClient:
         actor = self._folder.name

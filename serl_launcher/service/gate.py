@@ -7,7 +7,9 @@ next message. Without keys only loopback is served, and whoever reaches it is tr
 
 import ipaddress
 import logging
+import math
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from serl_client import messages as m
 from serl_client.errors import ConfigError, Refused
 from serl_client.keys import ROLES, check_curve, read_private, write_private
 from serl_client.link import has_come
@@ -29,12 +32,22 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS = 256  # at once
 MESSAGES = 10_000  # of one connection within a second
-BAD_MESSAGES = 16  # after these a connection is ignored, and its key refused until it is lifted
+RECORDS = 5_000  # of one key (without keys: of one actor) within a second; what is more waits
+LIMITS: dict[type, int] = {m.Hello: 128, m.Command: 50, m.Status: 100}  # of one key (or connection) within a second
+BAD_MESSAGES = 16  # after these a connection is ignored
+CAUSES = 5  # after bad messages of so many kinds within a minute, from one address, a key is banned
+BAN_S = 600.0
 HANDSHAKE_MS = 3000
 QUIET_S = 10.0  # between two lines of the log that give the same reason
 TICK_NS = 50_000_000  # within it two changes of a file may have the same time
 ZAP = "inproc://zeromq.zap.01"
+NUMBERS = re.compile("[0-9a-f]{8,}|[0-9]+")
 OPEN = Holder("", "operator")
+REMEDIES = {
+    "revoked": "for good; ask for a new one, which tools/keys.py make on the learner gives",
+    "banned": "it sent bad messages; it is let in again after 10 minutes, or by tools/keys.py lift on the learner",
+    "unknown": "it is none of this learner's; tools/keys.py make on the learner gives one",
+}
 
 EVENTS = (
     zmq.EVENT_ACCEPTED
@@ -64,7 +77,8 @@ def check_address(address: str, keys: Path | None) -> None:
 
 class AllowList:
     """The folder of keys of a learner: its own pair (server.key), who is let in (allowed.json), and an empty file
-    NAME.banned for each key that is refused until it is lifted. What tools/keys.py changes holds at once."""
+    NAME.banned for each key that is refused for BAN_S, or until it is lifted. What tools/keys.py changes holds at
+    once."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError for a folder without keys, or with one that others may read."""
@@ -75,7 +89,8 @@ class AllowList:
             check_curve(self.public), check_curve(self.secret)
         except (KeyError, TypeError, ValueError):
             raise ConfigError(f"{folder / 'server.key'} is no key: take another folder, and make all anew") from None
-        self._unwritten: set[str] = set()  # bans that could not be written down
+        self._unwritten: dict[str, float] = {}  # bans that could not be written down: when they end
+        self._until = math.inf  # when the next ban ends
         self._stamp: tuple[int, int] | None = None
         self.fails = False  # it cannot be read now, so nobody is let in
         self._holders = self._read()
@@ -86,12 +101,14 @@ class AllowList:
         return self._holders.get(public, Holder("", "unknown"))
 
     def ban(self, name: str) -> None:
-        """Refuse this key until it is lifted; if that cannot be written down, as long as this process lives."""
+        """Refuse this key for BAN_S, or until it is lifted; if that cannot be written down, in this process."""
+        file = self.folder / f"{name}.banned"
         try:
-            os.close(os.open(self.folder / f"{name}.banned", os.O_CREAT | os.O_WRONLY, 0o600))
+            file.unlink(missing_ok=True)  # an earlier ban, which is over: the folder has to change
+            os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
         except OSError as error:
             log.warning("the ban of %s cannot be written down: %s", name, error.strerror)
-            self._unwritten.add(name)
+            self._unwritten[name] = time.time() + BAN_S
         self._stamp = None
 
     def entries(self) -> list[dict[str, str]]:
@@ -108,7 +125,10 @@ class AllowList:
         write_private(self._file, list(entries))
 
     def _read(self) -> dict[str, Holder]:
-        banned = {file.stem for file in self.folder.glob("*.banned")} | self._unwritten
+        now = time.time()
+        ends = {file.stem: file.stat().st_mtime + BAN_S for file in self.folder.glob("*.banned")} | self._unwritten
+        banned = {name: end for name, end in ends.items() if now < end <= now + BAN_S + 1}  # not by a clock put back
+        self._until = min(banned.values(), default=math.inf)
         holders = {entry["public"]: Holder(entry["name"], entry["role"]) for entry in self.entries()}
         return {
             public: Holder(holder.name, "banned") if holder.name in banned and holder.role in ROLES else holder
@@ -118,7 +138,7 @@ class AllowList:
     def _refresh(self) -> None:
         try:
             stamp = os.stat(self.folder).st_mtime_ns, os.stat(self._file).st_mtime_ns
-            if stamp == self._stamp:
+            if stamp == self._stamp and time.time() < self._until:
                 return
             self._stamp = stamp if max(stamp) < time.time_ns() - TICK_NS else None
             self._holders, self.fails = self._read(), False
@@ -150,7 +170,8 @@ class Gate:
         self._told: dict[str, float] = {}
         self._connected: set[int] = set()
         self._peers: dict[bytes, _Peer] = {}
-        self._bad: dict[str, int] = {}  # of each key
+        self._causes: dict[tuple[str, str], dict[str, float]] = {}  # of each key and address: when a kind was seen
+        self._second, self._counts = 0.0, dict[tuple[Any, Any], int]()  # what each did since then
         self.context = zmq.Context()
         self._zap = self.context.socket(zmq.REP)
         self._zap.bind(ZAP)
@@ -203,30 +224,65 @@ class Gate:
             return None
         if self.keys is None:
             return OPEN
-        holder = self._holder(_user(identity))
+        holder = self.keys.find(_property(identity, "User-Id"))
         if holder.role in ROLES:
             return holder
         self.refuse(f"{holder.role} key", holder.name)
         if self.keys.fails:
             return None  # it is not told so, as its key may be good: it tries again
         peer.ignored = True
-        raise Refused(f"the key {holder.name} is {holder.role}: tools/keys.py on the learner lets it in again".strip())
+        raise Refused(f"the key {holder.name} is {holder.role}: {REMEDIES[holder.role]}")
+
+    def allows(self, identity: zmq.Frame, holder: Holder, message: m.Message) -> bool:
+        """Count a message whose answer is dear; False when there were too many of its kind within this second."""
+        most = LIMITS.get(type(message))
+        if most is None:
+            return True
+        price = 1 + len(message.earlier) if isinstance(message, m.Hello) else 1
+        if self._count((type(message), holder.name or identity.bytes), price) <= most:
+            return True
+        self.refuse("too fast", f"more than {most} {type(message).__name__}s within a second")
+        return False
+
+    def charge(self, account: str) -> bool:
+        """Count one record; True when it was the last one that this account may bring within this second."""
+        return self._count((None, account), 1) >= RECORDS
+
+    def is_exhausted(self, account: str) -> bool:
+        return self._count((None, account), 0) >= RECORDS
+
+    def _count(self, what: tuple[Any, Any], price: int) -> int:
+        now = time.monotonic()
+        if now > self._second + 1.0:
+            self._second, self._counts = now, {}
+        total = self._counts.get(what, 0) + price
+        if price:
+            self._counts[what] = total
+        return total
 
     def blame(self, identity: zmq.Frame, holder: Holder | None, error: Exception) -> None:
-        """Count a bad message. After BAD_MESSAGES its connection is ignored, and its key refused until it is lifted;
-        but for one of the learner's own, which nobody `admit`s."""
+        """Count a bad message. After BAD_MESSAGES its connection is ignored; after CAUSES kinds of them within a
+        minute, from one address, its key is banned. One mistake, made again and again, bans nobody, and nor does what
+        the learner's own processes send, which nobody `admit`s."""
         whose = holder.name if holder and holder.name else "a client"
         self.refuse("role" if isinstance(error, Forbidden) else "bad message", f"{whose}: {error}")
         if holder is None:
             return
         peer = self._peer(identity.bytes)
         peer.bad += 1
-        self._bad[holder.name] = self._bad.get(holder.name, 0) + 1
+        peer.ignored = peer.bad >= BAD_MESSAGES
         if self.keys is None:
-            peer.ignored = peer.bad >= BAD_MESSAGES
-        elif self._bad[holder.name] >= BAD_MESSAGES:
+            return
+        whence, now = (holder.name, _property(identity, "Peer-Address")), time.monotonic()
+        causes = {cause: seen for cause, seen in self._causes.pop(whence, {}).items() if seen > now - 60.0}
+        causes[NUMBERS.sub("#", str(error))[:100]] = now
+        if len(causes) >= CAUSES:
             self.keys.ban(holder.name)
-            log.warning("the key %s is refused until `tools/keys.py lift %s`", holder.name, holder.name)
+            log.warning("the key %s is refused for 10 minutes, or until `tools/keys.py lift %s`", *[holder.name] * 2)
+            return
+        while len(self._causes) >= 4 * CONNECTIONS:
+            del self._causes[next(iter(self._causes))]
+        self._causes[whence] = causes
 
     def refuse(self, reason: str, text: str) -> None:
         """Count a refusal, and log it unless one for this reason was logged just now."""
@@ -244,19 +300,12 @@ class Gate:
             peer = self._peers[identity] = _Peer()
         return peer
 
-    def _holder(self, public: str) -> Holder:
-        assert self.keys is not None
-        holder = self.keys.find(public)
-        if holder.role in ROLES and self._bad.get(holder.name, 0) >= BAD_MESSAGES:
-            del self._bad[holder.name]  # it was banned, and is lifted
-        return holder
-
     def _asked(self, *frames: bytes) -> list[bytes]:
         """The answer to libzmq: may this key come in?"""
         assert self.keys is not None
         version, request, _, address, _, _, *credentials = frames
         public = z85.encode(credentials[0]).decode() if credentials else ""
-        holder = self._holder(public)
+        holder = self.keys.find(public)
         if holder.role in ROLES:
             return [version, request, b"200", b"", public.encode(), b""]
         self.refuse(f"{holder.role} key", f"{holder.name or 'a client'} at {address.decode(errors='replace')}")
@@ -278,10 +327,10 @@ class Gate:
             self.refuse("no key" if self.keys else "bad handshake", "a client's handshake was not finished")
 
 
-def _user(identity: zmq.Frame) -> str:
-    """The key of the connection that a message came from."""
+def _property(identity: zmq.Frame, name: str) -> str:
+    """What libzmq knows of the connection that a message came from: User-Id is its key."""
     try:
-        return str(identity.get("User-Id"))
+        return str(identity.get(name))
     except zmq.ZMQError:
         return ""
 

@@ -30,6 +30,7 @@ from serl_client.spec import Array, Spec
 from torch import Tensor
 
 from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.service.finite import not_finite
 from serl_launcher.service.gate import Gate
 from serl_launcher.service.graphs import Graphs
 from serl_launcher.service.session import Holder, check_hello, check_role, send
@@ -95,6 +96,8 @@ class PolicyHost:
             name = min(name for name, _ in layout.items() ^ self._layout.items())
             there, here = (tuple(each.get(name, ("nothing",))) for each in (layout, self._layout))
             raise _unfit(f"{name} is {there} there and {here} here")
+        if bad := not_finite(tensors):
+            raise ConfigError(f"the weights {file.name} are not finite in {bad}: the next ones will do")
         return {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}  # what is mapped is read
 
     def swap(self, version: int, tensors: Mapping[str, Tensor]) -> None:

@@ -1,9 +1,10 @@
 """The parent of the learner's processes: server, importer, trainer, inference and export. No torch here.
 
-It restarts all but the trainer, at most three times a minute; when the trainer ends, the run ends, and the export may
-bring the rest into shards. Trainer and inference start when the importer has brought the plan's datasets, where it
-names some. Its children die with it. A trainer of several ranks is the parent of these (`accelerate launch`); on a node
-beyond the first there is nothing else.
+It restarts all but the trainer, at most three times a minute, and at most three times in all while a child has not come
+as far as its work; when the trainer ends, the run ends, and the export may bring the rest into shards. A child that
+fails says so in one sentence, and what ends the run its actors hear, too. Trainer and inference start when the importer
+has brought the plan's datasets, where it names some. Its children die with it. A trainer of several ranks is the parent
+of these (`accelerate launch`); on a node beyond the first there is nothing else.
 `launch` is the parent; `python -m serl_launcher.service.launcher NAME RUN_DIR LOCAL` is one child.
 """
 
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,8 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from serl_client.console import console
+from serl_client import messages as m
+from serl_client.console import console, log_as
 from serl_client.errors import ConfigError, RetakeError, full_disk
+from serl_client.link import Link
 
 from serl_launcher.data.files import make_folder
 from serl_launcher.service import dataset
@@ -39,11 +43,17 @@ from serl_launcher.utils import logging as metrics
 log = logging.getLogger(__name__)
 
 RESTARTS, WITHIN_S = 3, 60.0
+TOLD_S = 3.0  # how long a child that fails may take to let the actors know
+ERRORS = "errors.log"  # in the run's folder: the tracebacks of what nobody foresaw
 REFUSED = 2  # exit status of a child that said in one sentence why it cannot run: starting it again does not help
 NEEDED = ("torch", "safetensors", "matplotlib")  # of the extra `learner`
 NEEDED_BY_RANKS = ("accelerate", "deepspeed")  # of the extra `vla`
 LEARNING = ("trainer", "inference")
 SOCKETS = "retake-"  # folders of the ipc sockets, in the system's folder for what is temporary
+GIVING_UP = (
+    "%s ended %d times %s: giving up, the log above says why. Nothing that was stored is lost: mend that, and give the "
+    "same command again"
+)
 RANKED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # what a rank hears from its launcher; a cluster's own is not meant
 
 
@@ -182,6 +192,7 @@ class _Family:
     def __init__(self, run_dir: Path, local: str, first: Sequence[str], *, archives: bool) -> None:
         self._run_dir, self._local, self._first, self._archives = run_dir, local, first, archives
         self._restarts = {name: deque[float](maxlen=RESTARTS) for name in CHILDREN}
+        self._vain = dict.fromkeys(CHILDREN, 0)  # starts in succession that came to nothing
         self._children: dict[str, subprocess.Popen] = {}
         self._signalled = False
 
@@ -201,6 +212,8 @@ class _Family:
 
     def _start(self, name: str) -> None:
         command = [sys.executable, "-m", __spec__.name, name, str(self._run_dir), self._local]
+        if self._local:
+            _sign(name, self._local).unlink(missing_ok=True)
         here = {key: value for key, value in os.environ.items() if key not in RANKED}
         self._children[name] = subprocess.Popen(
             command, preexec_fn=_die_with_parent, stdin=subprocess.DEVNULL, env=here
@@ -228,10 +241,12 @@ class _Family:
         if name == "trainer" or status == REFUSED:
             return 1 if status else 0
         recent = self._restarts[name]
-        if len(recent) == RESTARTS and time.monotonic() - recent[0] < WITHIN_S:
+        self._vain[name] = 0 if _sign(name, self._local).exists() else self._vain[name] + 1
+        often = len(recent) == RESTARTS and time.monotonic() - recent[0] < WITHIN_S
+        if often or self._vain[name] > RESTARTS:
             if name == "export":
                 return None  # shards can wait: it is started again when the minute is over
-            log.error("%s ended %d times within a minute: giving up, see above", name, RESTARTS + 1)
+            log.error(GIVING_UP, name, RESTARTS + 1, "within a minute" if often else "before it could do anything")
             return 1
         recent.append(time.monotonic())
         log.warning("%s ended with status %d: starting it again", name, status)
@@ -277,10 +292,16 @@ def _killed_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+def _sign(name: str, local: str) -> Path:
+    """The file that says that this child has come as far as its work: it lies beside the socket of the server."""
+    return Path(local.removeprefix("ipc://")).with_name(f"{name}.begun")
+
+
 def _serve(config: DictConfig, run_dir: Path, local: str) -> None:
     from serl_launcher.service.server import serve
 
-    logging.basicConfig(level=logging.WARNING, format="[server] %(message)s")
+    log_as("server", logging.WARNING)
+    logging.getLogger("serl_launcher.data.files").setLevel(logging.INFO)  # how large the store will be
     serve(
         run_dir,
         plan_of(config).capacities,
@@ -288,12 +309,15 @@ def _serve(config: DictConfig, run_dir: Path, local: str) -> None:
         local=local,
         inference=f"tcp://{'*' if config.host == '0.0.0.0' else config.host}:{config.inference_port}",
         archived=archived(plan_of(config)),
+        on_silence=plan_of(config).on_silence,
         keys=Path(config["keys"]) if config["keys"] else None,
+        begun=_sign("server", local).touch,
     )
 
 
 def _import(config: DictConfig, run_dir: Path, local: str) -> None:
-    logging.basicConfig(level=logging.INFO, format="[importer] %(message)s")
+    _sign("importer", local).touch()
+    log_as("importer")
     plan = plan_of(config)
     phases = (plan if config.phase is None else plan.only(config.phase)).phases.values()
     waits = any(phase.actors.act for phase in phases)
@@ -318,14 +342,15 @@ def _train(config: DictConfig, run_dir: Path, local: str) -> None:
 
 
 def _infer(config: DictConfig, run_dir: Path, local: str) -> None:
-    logging.basicConfig(level=logging.WARNING, format="[inference] %(message)s")
+    log_as("inference", logging.WARNING)
     from serl_launcher.service.training import infer
 
-    infer(config, run_dir, local)
+    infer(config, run_dir, local, _sign("inference", local).touch)
 
 
 def _export(config: DictConfig, run_dir: Path, local: str) -> None:
-    logging.basicConfig(level=logging.WARNING, format="[export] %(message)s")
+    _sign("export", local).touch()
+    log_as("export", logging.WARNING)
     export(config, run_dir, local, plan_of(config))
 
 
@@ -342,25 +367,42 @@ CHILDREN = {"server": _serve, "importer": _import, "trainer": _train, "inference
 
 
 def child(name: str, run_dir: str, local: str) -> int:
-    """Run one child; returns its exit status."""
+    """Run one child; returns its exit status. What makes it fail is one sentence, which actors hear where the run ends
+    with it; the traceback of what nobody foresaw goes into a file."""
     if "RANK" in os.environ:
         _killed_with_parent()  # which `accelerate launch` does not see to
     config = OmegaConf.load(Path(run_dir) / "config.yaml")
     assert isinstance(config, DictConfig)
     try:
         CHILDREN[name](config, Path(run_dir), local)
-    except RetakeError as error:
-        sys.stderr.write(f"{name}: {error}\n" if str(error) else "")  # rank 0 says what all refuse
-        return REFUSED
-    except (OSError, RuntimeError) as error:
-        if (reason := full_disk(error)) is not None:
-            sys.stderr.write(f"{name}: {reason}: make room for {run_dir}, then give the same command again\n")
-            return REFUSED
-        if "RANK" in os.environ and any(word in str(error) for word in ("gloo", "NCCL")):
-            sys.stderr.write(f"{name}: rank {os.environ['RANK']} lost another: {str(error).splitlines()[0]}\n")
-            return 1
-        raise
+    except Exception as error:
+        status, reason = _failed(name, Path(run_dir), local, error)
+        sys.stderr.write(f"{name}: {reason}\n" if reason else "")  # rank 0 says what all refuse
+        if reason and name != "server" and local and (status == REFUSED or name == "trainer"):
+            _tell(local, f"{name}: {reason}")
+        return status
     return 0
+
+
+def _failed(name: str, run_dir: Path, local: str, error: Exception) -> tuple[int, str]:
+    """The exit status of a child that this error has ended, and the sentence that says why."""
+    if isinstance(error, RetakeError):
+        return REFUSED, str(error)
+    if (full := full_disk(error)) is not None:
+        return REFUSED, f"{full}: make room for {run_dir}, then give the same command again"
+    first = (str(error).splitlines() or ["no reason given"])[0]
+    if "RANK" in os.environ and any(word in str(error) for word in ("gloo", "NCCL")):
+        return 1, f"rank {os.environ['RANK']} lost another: {first}"
+    with suppress(OSError), open(run_dir / ERRORS, "a") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {name}\n{''.join(traceback.format_exception(error))}\n")
+    is_vain = name == "inference" and not _sign(name, local).exists()  # another start would fail as this one did
+    return REFUSED if is_vain else 1, f"it failed: {type(error).__name__}: {first} (where: {run_dir / ERRORS})"
+
+
+def _tell(local: str, reason: str) -> None:
+    """Let the server tell the actors why the run ends."""
+    with suppress(RetakeError), Link(local, m.Hello(m.PROTOCOL, "learner", "the end")) as link:
+        link.call(m.Over(reason), TOLD_S)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,13 @@ from serl_client.link import Link
 from serl_launcher.data.episodes import EpisodeInfo
 from serl_launcher.data.sources import Sources, statistics
 from serl_launcher.service import weights
+from serl_launcher.service.finite import Refusals, check_finite
 from serl_launcher.service.ledger import Ledger, evaluation, succeeded, value_error
 from serl_launcher.service.plan import Phase, Plan
+from serl_launcher.service.presence import Presence
 from serl_launcher.service.progress import PlanState
 from serl_launcher.service.ranks import Ranks
-from serl_launcher.utils.checkpoint import Checkpoints
+from serl_launcher.utils.checkpoint import Checkpoints, Schedule
 from serl_launcher.utils.logging import MetricsLog
 
 log = logging.getLogger(__name__)
@@ -61,13 +63,14 @@ class Learner:
         self._welcome: m.Welcome | None = None  # of the connection on which the directive was given
         self._allowed: int | None = None
         self._starved = False  # an update is due and its sources hold nothing for it: actors may go on at any pace
-        self._actors: list[str] = []
+        self._presence = Presence()
         self._asked = False  # a Sync is under way
         self._next_sync = self._next_allow = self._next_metrics = 0.0
-        self._next_checkpoint = time.monotonic() + checkpoint_s
+        self._schedule = Schedule(checkpoint_s, time.monotonic())
         self._wall_s, self._began = 0.0, time.monotonic()
         self._rate = (time.monotonic(), 0)  # when, and how many updates there were
         self._latest: Mapping[str, torch.Tensor] = {}
+        self._refusals = Refusals()
 
     @property
     def wall_s(self) -> float:
@@ -123,6 +126,8 @@ class Learner:
                 self._evaluated(before, begin)
             for action, source in actions:
                 self._do(action, source)
+            if ("checkpoint", None) not in actions:
+                self.checkpoint()  # a kill must not take the run back into a phase that the actors have left
         self._direct()
 
     def _obey(self) -> None:
@@ -140,11 +145,11 @@ class Learner:
             self._publish()
         elif action == "fit_normalizer":
             assert source is not None
-            self.ranks.set_statistics(*statistics(self.sources, source))
+            self.ranks.set_statistics(statistics(self.sources, source))
 
     def _evaluated(self, phase: Phase, begin: int) -> None:
         """Keep the result of an evaluation. What ran is what was trained, by hash: else raises RetakeError."""
-        result = evaluation(self.sources, phase.name, begin, phase.episodes)
+        result = evaluation(self.ledger, phase.name, begin, phase.episodes)
         if any(version != self.version["version"] for version in result["versions"]):
             versions = result["versions"]
             raise RetakeError(f"{phase.name} was to run weights {self.version['version']}, but {versions} acted")
@@ -180,7 +185,8 @@ class Learner:
 
     def _take(self, synced: m.Synced) -> None:
         self._asked = False
-        self._revision, self._actors = synced.revision, list(synced.actors)
+        self._revision = synced.revision
+        self._presence.take(synced.actors)
         for episode in self.ledger.take(self.sources.update(synced.episodes)):
             self._log_episode(episode)
         self._orders += [command for command in synced.commands if command[0] > self._command]
@@ -217,7 +223,7 @@ class Learner:
         if body != self._body or self.link.welcome is not self._welcome:
             number = self._call(m.Direct(body, allowed)).value
             if number != self._number:
-                log.info("directive %d: %s %s", number, body["phase"], body["mode"])
+                log.info("directive %d: %s", number, " ".join(filter(None, (body["phase"], body["mode"]))))
             self._number, self._body, self._allowed, self._welcome = number, body, allowed, self.link.welcome
 
     def _tell(self) -> None:
@@ -230,7 +236,7 @@ class Learner:
         if now >= self._next_metrics:
             self._next_metrics = now + METRICS_S
             self._show(now, self.state.phase)
-        if now >= self._next_checkpoint:
+        if self._schedule.due(now):
             self.checkpoint()
 
     def _publish(self) -> None:
@@ -244,7 +250,9 @@ class Learner:
         self.state.did_publish()
 
     def _acting(self) -> bytes:
-        return safetensors.torch.save(self.ranks.published())
+        tensors = self.ranks.published()
+        check_finite(tensors, f"publishing the weights of update {self.state.updates}")
+        return safetensors.torch.save(tensors)
 
     def _note(self, kind: str, values: Mapping[str, Any]) -> None:
         self._written(lambda: self.metrics.write(kind, {"updates": self.state.updates, **values}))
@@ -277,21 +285,25 @@ class Learner:
         while time.monotonic() < deadline:
             self._direct()
             self._synchronise()
-            if not self._actors:
+            if not self._presence.here:
                 return
             time.sleep(0.05)
-        log.warning("still connected at the end: %s", ", ".join(self._actors))
+        log.warning("still connected at the end: %s", ", ".join(self._presence.here))
 
     # -- checkpoints
     def checkpoint(self) -> None:
         """Keep everything that a resumed run needs to go on bit by bit."""
+        begun = time.monotonic()
         state = {
             "algorithm": self.ranks.state_dict(), "plan": self.state.state_dict(),
             "sources": self.sources.state_dict(), "torch": torch.get_rng_state(), "command": self._command,
             "wall_s": self.wall_s, "phases": list(self.plan.phases), "evaluations": self.evaluations,
+            "starts": self.ledger.starts, "cost_s": self._schedule.cost,
         }  # fmt: skip
+        check_finite(state["algorithm"], f"keeping a checkpoint of update {self.state.updates}")
         self._written(lambda: self.checkpoints.save(self.state.updates, state))
-        self._next_checkpoint = time.monotonic() + self.checkpoint_s
+        now = time.monotonic()
+        self._schedule.saved(now, now - begun)
 
     def _resume(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint; under another plan only what was learned is taken from it."""
@@ -302,6 +314,8 @@ class Learner:
         self.sources.load_state_dict(saved["sources"])
         torch.set_rng_state(saved["torch"])
         self._wall_s = saved["wall_s"]
+        self._schedule = Schedule(self.checkpoint_s, time.monotonic(), saved.get("cost_s", 0.0))
+        self.ledger.starts |= saved.get("starts", {})
         if saved["phases"] == list(self.plan.phases):
             self.state.load_state_dict(saved["plan"], accept=self.accept_plan)
             self.evaluations = saved["evaluations"]
@@ -317,9 +331,11 @@ class Learner:
         then, before = self._rate
         rate = (self.state.updates - before) / max(now - then, 1e-9)
         self._rate = (now, self.state.updates)
+        refused = self._refusals.look(self.ranks.steps(), self.state.updates)
         if self._latest and rate:
             values = {name: float(value) for name, value in self._latest.items()}
             values |= self._value_error(self.ledger.recent(phase.name, 20)) if phase else {}
+            values |= {"refused": refused} if refused else {}
             self._note("update", {"rate": round(rate, 1), **values})
         name = phase.name if phase else "end"
         recent = self.ledger.recent(name, 20)
@@ -327,14 +343,14 @@ class Learner:
         alone = [episode for episode in recent if not episode.intervened]
         self.console.show({
             "phase": f"{name} ({self._body.get('mode')}), {self.wall_s:.0f} s",
-            "episodes": f"{len(self.sources.episodes)}",
+            "episodes": f"{self.ledger.episodes}",
             "success": f"{_succeeded(alone)} unassisted, {_succeeded(assisted)} assisted, of the last {len(recent)}",
             "return": f"{sum(e.reward for e in recent) / max(1, len(recent)):.2f} mean of the last {len(recent)}",
             "store": ", ".join(f"{n} {b.head - b.tail}" for n, b in self.sources.buffers.items()),
             "updates": f"{self.state.updates}, {rate:.0f}/s",
             "waits for": self.state.waits_for(self._progress()) or ("data" if self._starved else "nothing"),
             "weights": f"version {self.version.get('version', 0)}",
-            "actors": ", ".join(self._actors) or "none yet: start one with run_actor.sh",
+            "actors": str(self._presence),
         })  # fmt: skip
 
 

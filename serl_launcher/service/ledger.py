@@ -1,78 +1,130 @@
 """What the learner has accepted, by phase: the numbers that a plan's conditions look at and that people read."""
 
-import itertools
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import xxhash
+from serl_client.spec import Array
 
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.data.episodes import EpisodeInfo
 from serl_launcher.data.sources import Sources
-from serl_launcher.service.plan import LONGEST_WINDOW
+from serl_launcher.data.store import DATASET
+from serl_launcher.service.plan import EVAL, LONGEST_WINDOW
 from serl_launcher.service.progress import PhaseCounts, Progress, SourceCounts
+
+COUNTED, SUCCEEDED, INTERVENED, JUDGED, TRAINED, ASSISTED = 1, 2, 4, 8, 16, 32
+ENTRY = np.dtype([("phase", "<i4"), ("flags", "<i4"), ("steps", "<i8"), ("weights", "<i8"), ("reward", "<f8")])
 
 
 @dataclass
 class _Phase:
+    index: int
     env_steps: int = 0
+    finished_steps: int = 0
     episodes: int = 0
     successes: int = 0
     interventions: int = 0
-    recent: list[int] = field(default_factory=list)  # numbers of finished episodes, the newest LONGEST_WINDOW
+    recent: list[EpisodeInfo] = field(default_factory=list)  # the newest LONGEST_WINDOW that finished, by number
 
 
 class Ledger:
-    """Counts per phase, kept up to date by what changed; late data count for the phase that their stamp names."""
+    """Counts per phase, kept up to date by what changed; late data count for the phase that their stamp names.
+
+    `starts` has the hash of each evaluated episode's first observation, by number. It is taken when the episode is
+    first seen, because the episode may have left the store when the evaluation ends.
+    """
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
+        self.starts: dict[int, int] = {}
+        self.episodes = self.env_steps = 0  # all that were heard of; the steps that a policy may learn from
         self._phases: dict[str, _Phase] = {}
+        self._history = np.zeros(1024, ENTRY)  # by number; an episode may be corrected long after it left the store
 
-    def take(self, changed: Iterable[tuple[EpisodeInfo | None, EpisodeInfo]]) -> list[EpisodeInfo]:
+    def take(self, changed: Iterable[EpisodeInfo]) -> list[EpisodeInfo]:
         """Count what changed; returns the episodes that ended by it."""
         ended = []
-        for before, now in changed:
-            phase = self._phases.setdefault(now.phase, _Phase())
-            for episode, sign in ((before, -1), (now, 1)):
-                if episode is not None:
-                    phase.env_steps += sign * episode.steps
-                    phase.episodes += sign * counts(episode)
-                    phase.successes += sign * succeeded(episode)
-                    phase.interventions += sign * (episode.intervened > 0)
-            if counts(now) and not (before and counts(before)):
-                insort(phase.recent, now.number)  # by number, not by arrival, which a restart does not know any more
+        for now in changed:
+            self._begun(now)
+            phase = self._phases.get(now.phase) or self._phases.setdefault(now.phase, _Phase(len(self._phases) + 1))
+            if self._count(phase, now):
+                insort(phase.recent, now, key=_number)  # not by arrival, which a restart does not know any more
                 del phase.recent[:-LONGEST_WINDOW]
                 ended.append(now)
+            elif counts(now):
+                place = bisect_left(phase.recent, now.number, key=_number)
+                if place < len(phase.recent) and phase.recent[place].number == now.number:
+                    phase.recent[place] = now
         return ended
+
+    def _count(self, phase: _Phase, now: EpisodeInfo) -> bool:
+        """Count an episode in place of what it was before; whether it ended by that."""
+        if now.number >= len(self._history):
+            self._history = np.concatenate([self._history, np.zeros(max(len(self._history), now.number), ENTRY)])
+        known, before, steps, *_ = self._history[now.number].item()
+        flags = _flags(now)
+        self._history[now.number] = phase.index, flags, now.steps, now.weights, now.reward
+        changed = flags & ~before, before & ~flags  # what came, what went
+        more, less = ((bool(f & COUNTED), bool(f & SUCCEEDED), bool(f & INTERVENED)) for f in changed)
+        phase.env_steps += now.steps - steps
+        phase.finished_steps += now.steps * bool(flags & COUNTED) - steps * bool(before & COUNTED)
+        phase.episodes += more[0] - less[0]
+        phase.successes += more[1] - less[1]
+        phase.interventions += more[2] - less[2]
+        self.env_steps += (now.steps - steps) * bool(flags & TRAINED)
+        self.episodes += not known
+        return more[0]
+
+    def index(self, phase: str) -> int:
+        """The number that stands for a phase in `finished`; 0: it has no episodes yet."""
+        return self._phases[phase].index if phase in self._phases else 0
+
+    def finished(self, phases: Iterable[str] | None = None) -> Array:
+        """The episodes of these phases, or of all, that were seen to their end, in order: [n] with the fields of
+        ENTRY, and `number`."""
+        indices = [self.index(name) for name in (self._phases if phases is None else phases)]
+        ended = np.isin(self._history["phase"], indices) & (self._history["flags"] & COUNTED > 0)
+        found = np.zeros(ended.sum(), [*ENTRY.descr, ("number", "<i8")])
+        found["number"] = np.flatnonzero(ended)
+        for name in ENTRY.names or ():
+            found[name] = self._history[name][ended]
+        return found
+
+    def _begun(self, episode: EpisodeInfo) -> None:
+        """Keep where an evaluated episode began, while its first row is there."""
+        if episode.source != EVAL or not episode.steps or episode.number in self.starts:
+            return
+        buffer, first = self.sources.buffers[EVAL], np.array([episode.first], np.int64)
+        columns = [buffer.observed(name, first) for name in self.sources.spec.observation]
+        buffer.refresh()  # it tells what was overwritten while it was read
+        if episode.first >= buffer.tail and all(len(column) for column in columns):
+            self.starts[episode.number] = xxhash.xxh3_64_intdigest(b"".join(column.tobytes() for column in columns))
 
     def progress(self, wall_s: float) -> Progress:
         """What a plan's conditions look at; sources are counted when they are asked for."""
         phases = {
-            name: PhaseCounts(
-                phase.env_steps, phase.episodes, phase.successes, phase.interventions, _Recent(self, phase)
-            )
-            for name, phase in self._phases.items()
+            name: PhaseCounts(p.env_steps, p.episodes, p.successes, p.interventions, _Recent(p), p.finished_steps)
+            for name, p in self._phases.items()
         }
         return Progress(phases, _Sizes(self.sources), wall_s)
 
     def recent(self, phase: str, count: int) -> list[EpisodeInfo]:
         """The newest `count` finished episodes of a phase, the newest last."""
-        numbers = self._phases[phase].recent if phase in self._phases else ()
-        return [self.sources.episodes[number] for number in numbers[-count:]]
+        return self._phases[phase].recent[-count:] if phase in self._phases else []
 
 
 class _Recent(Sequence[tuple[bool, bool]]):
     """(success, assisted) of a phase's newest episodes whose task knows success."""
 
-    def __init__(self, ledger: Ledger, phase: _Phase) -> None:
-        self._episodes, self._numbers = ledger.sources.episodes, phase.recent
+    def __init__(self, phase: _Phase) -> None:
+        self._episodes = phase.recent
 
     def _values(self) -> list[tuple[bool, bool]]:
-        episodes = (self._episodes[number] for number in self._numbers)
-        return [(succeeded(e), e.intervened > 0) for e in episodes if e.success is not None or e.discard]
+        return [(succeeded(e), e.intervened > 0) for e in self._episodes if e.success is not None or e.discard]
 
     def __getitem__(self, index: Any) -> Any:
         return self._values()[index]
@@ -95,6 +147,19 @@ class _Sizes(Mapping[str, SourceCounts]):
         return len(self._sources.views)
 
 
+def _number(episode: EpisodeInfo) -> int:
+    return episode.number
+
+
+def _flags(episode: EpisodeInfo) -> int:
+    trained = episode.source != EVAL and episode.phase != DATASET
+    return (
+        COUNTED * counts(episode) | SUCCEEDED * succeeded(episode) | INTERVENED * (episode.intervened > 0)
+        | JUDGED * (episode.success is not None) | TRAINED * trained
+        | ASSISTED * (0 < episode.intervened < episode.steps)
+    )  # fmt: skip
+
+
 def counts(episode: EpisodeInfo) -> bool:
     """Whether an episode is over and was seen to its end; one that a crash cut has no verdict."""
     return bool(episode.sealed and episode.final)
@@ -105,31 +170,21 @@ def succeeded(episode: EpisodeInfo) -> bool:
     return bool(counts(episode) and episode.success and not episode.discard)
 
 
-def evaluation(sources: Sources, phase: str, begin: int, count: int | None) -> dict[str, Any]:
+def evaluation(ledger: Ledger, phase: str, begin: int, count: int | None) -> dict[str, Any]:
     """The evaluated episodes of a phase from the `begin`-th on, `count` of them or all:
     {episodes, distinct_starts, successes, returns, versions}.
 
     A takeover is a failure; `successes` is None for a task that knows no success. Starts are compared by their first
-    observation, as it lies in the store.
+    observation.
     """
-    done = [episode for episode in sources.episodes.values() if episode.phase == phase and counts(episode)][begin:][
-        :count
-    ]
-    if not done:
-        return {"episodes": 0, "distinct_starts": 0, "successes": None, "returns": [], "versions": []}
-    tail = sources.buffers["eval"].tail
-    firsts = np.array([episode.first for episode in done if episode.first >= tail], np.int64)  # the rest was evicted
-    columns = [
-        sources.buffers["eval"].observed(name, firsts).reshape(len(firsts), -1) for name in sources.spec.observation
-    ]
-    starts = {b"".join(parts) for parts in zip(*([row.tobytes() for row in column] for column in columns), strict=True)}
-    judged = any(episode.success is not None for episode in done)
+    done = ledger.finished([phase])[begin:][:count]
+    judged, flags = bool((done["flags"] & JUDGED).any()), done["flags"]
     return {
         "episodes": len(done),
-        "distinct_starts": len(starts),
-        "successes": sum(succeeded(e) and e.intervened == 0 for e in done) if judged else None,
-        "returns": [episode.reward for episode in done],
-        "versions": sorted({episode.weights for episode in done}),
+        "distinct_starts": len({ledger.starts[n] for n in done["number"].tolist() if n in ledger.starts}),
+        "successes": int((flags & (SUCCEEDED | INTERVENED) == SUCCEEDED).sum()) if judged else None,
+        "returns": done["reward"].tolist(),
+        "versions": sorted(set(done["weights"].tolist())),
     }
 
 
@@ -141,21 +196,23 @@ def value_error(
 
     G holds what was seen: where a time limit ended an episode, nothing after it.
     """
-    begun = sources.beginnings(episodes, algorithm.windows["update"], algorithm.discount)
+    window = algorithm.windows.get("update") or next(iter(algorithm.windows.values()))
+    begun = sources.beginnings(episodes, window, algorithm.discount)
     if begun is None or (value := algorithm.value(begun[0].to(device))) is None:
         return {}
     difference = value.cpu() - begun[1]
     return {"value_error": float(difference.abs().mean()), "value_bias": float(difference.mean())}
 
 
-def curve(sources: Sources, phases: Iterable[str]) -> list[dict[str, Any]]:
+def curve(ledger: Ledger, phases: Collection[str]) -> list[dict[str, Any]]:
     """The finished episodes of some phases in order, with the env steps up to each one's end."""
-    done = [e for e in sources.episodes.values() if e.phase in set(phases) and counts(e)]
-    steps = itertools.accumulate(episode.steps for episode in done)
+    done = ledger.finished(phases)
+    names = {ledger.index(name): name for name in phases}
+    rows = zip(*(done[name].tolist() for name in ("phase", "flags", "reward")), strict=True)
     return [
         {
-            "env_steps": total, "phase": e.phase, "success": None if e.success is None else succeeded(e),
-            "return": e.reward, "intervened": e.intervened > 0,
+            "env_steps": total, "phase": names[phase], "success": bool(flags & SUCCEEDED) if flags & JUDGED else None,
+            "return": reward, "intervened": bool(flags & INTERVENED),
         }
-        for e, total in zip(done, steps, strict=True)
+        for (phase, flags, reward), total in zip(rows, np.cumsum(done["steps"]).tolist(), strict=True)
     ]  # fmt: skip

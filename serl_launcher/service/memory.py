@@ -1,9 +1,12 @@
 """How much memory a rank will need, found before any of it is taken.
 
-The algorithm is built of tensors that have a shape and no memory (PyTorch's FakeTensorMode) and makes each of its
-updates on one part of a batch, while somebody counts what is alive.
+The algorithm makes each of its updates, while somebody counts what is alive. A small one does so with one row and with
+two, from which a batch follows. A large one is built of tensors that have a shape and no memory (PyTorch's
+FakeTensorMode, whose import takes seconds). Such tensors have no values: an update that asks for one (`.item()`, an
+`if` on a tensor) cannot be counted. The estimate says so and leaves it out; it ends no run.
 """
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +19,9 @@ import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,6 +29,9 @@ from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.data.sources import blank
 from serl_launcher.utils.optim import Optimizer
 
+log = logging.getLogger(__name__)
+
+SMALL = 64 << 20  # bytes of weights and their copies that may be taken to find out what the rest takes
 SHARE = 0.95  # of what is free may be taken: an allocator wastes some
 GROUP = Path("/sys/fs/cgroup")
 LIMITS = ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
@@ -51,8 +59,7 @@ class Need:
 
 def check_built(make: Callable[[], Algorithm], processes: int) -> None:
     """Raises ConfigError when that many processes cannot even build the algorithm in this machine's memory."""
-    with _shapes():
-        size = processes * _bytes(make().parameters())
+    size = processes * _size(make)
     if size > SHARE * (there := free("cpu", 1)):
         raise ConfigError(
             f"the weights and their copies alone take {_said(size)} of this machine's memory, of which {_said(there)} "
@@ -62,11 +69,14 @@ def check_built(make: Callable[[], Algorithm], processes: int) -> None:
 
 def needed(make: Callable[[], Algorithm], spec: Spec, batch_size: int, ranks: int, stage: int) -> Need:
     """What training with batches of `batch_size` rows takes; `stage` is ZeRO's, of the largest network."""
-    with _shapes():
-        algorithm = make()
-        optimizers = [item for item in vars(algorithm).values() if isinstance(item, Optimizer)]
-        rows = max(1, batch_size // (ranks * min(optimizer.accumulation for optimizer in optimizers)))
-        activations = _activations(algorithm, optimizers, spec, rows)
+    rows = batch_size // ranks
+    if _size(make) < SMALL:
+        _, _, one = _counted(make, spec, lambda _: 1)
+        algorithm, optimizers, two = _counted(make, spec, lambda _: 2)
+        activations = one + (two - one) * (_part(optimizers, rows) - 1)
+    else:
+        with _shapes():
+            algorithm, optimizers, activations = _counted(make, spec, lambda optimizers: _part(optimizers, rows))
     trained = {id(weight): weight for each in optimizers for weight in each.parameters.values()}
     largest = max((_bytes(optimizer.parameters.values()) for optimizer in optimizers), default=0)
     whole = _bytes(trained.values())
@@ -113,17 +123,46 @@ def _limits() -> list[int]:
     return []
 
 
-def _activations(algorithm: Algorithm, optimizers: list[Optimizer], spec: Spec, rows: int) -> int:
+def _counted(
+    make: Callable[[], Algorithm], spec: Spec, rows_of: Callable[[list[Optimizer]], int]
+) -> tuple[Algorithm, list[Optimizer], int]:
+    """(the algorithm, its optimisers, the bytes of activations of a batch with `rows_of(optimisers)` rows)."""
+    algorithm = make()
+    optimizers = [item for item in vars(algorithm).values() if isinstance(item, Optimizer)]
+    rows = rows_of(optimizers)
     for optimizer in optimizers:
         optimizer.accumulation = 1
         for weight in optimizer.parameters.values():
             weight.register_post_accumulate_grad_hook(_forget)
     most = 0
     for name, window in algorithm.windows.items():
+        batch = blank(spec, window, rows)
         with _Alive([*algorithm.parameters(), *algorithm.buffers()]) as alive:
-            getattr(algorithm, name)(blank(spec, window, rows))
+            try:
+                getattr(algorithm, name)(batch)
+            except RuntimeError as error:
+                log.warning("the memory that %s takes is not counted: %s", name, str(error).partition("\n")[0])
         most = max(most, alive.most)
-    return most
+    return algorithm, optimizers, most
+
+
+def _part(optimizers: list[Optimizer], rows: int) -> int:
+    """How many of a rank's rows are in its memory at once."""
+    return max(1, rows // min(optimizer.accumulation for optimizer in optimizers))
+
+
+def _size(make: Callable[[], Algorithm]) -> int:
+    """The bytes of all weights, found without any of them."""
+    with torch.device("meta"), _Unfilled():
+        return _bytes(make().parameters())
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out the random numbers of new weights: on `meta` they only import PyTorch's compiler."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        fills = function in (Tensor.uniform_, Tensor.normal_) or getattr(function, "__module__", "") == "torch.nn.init"
+        return (args or tuple((kwargs or {}).values()))[0] if fills else function(*args, **(kwargs or {}))
 
 
 def _forget(weight: Tensor) -> None:
@@ -133,14 +172,15 @@ def _forget(weight: Tensor) -> None:
 
 @contextmanager
 def _shapes() -> Iterator[None]:
-    moves = nn.Module.to
+    moves, constants = nn.Module.to, fake_tensor.CONSTANT_NUMEL_LIMIT
     with _Shapes(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by copy.deepcopy
         nn.Module.to = lambda module, *_, **__: module  # peft moves its layers, and PyTorch cannot swap such weights
+        fake_tensor.CONSTANT_NUMEL_LIMIT = 0  # a tensor of one number keeps its value otherwise, and cannot be copied
         try:
             yield
         finally:
-            nn.Module.to = moves
+            nn.Module.to, fake_tensor.CONSTANT_NUMEL_LIMIT = moves, constants
 
 
 class _Shapes(FakeTensorMode):

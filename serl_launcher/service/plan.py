@@ -1,6 +1,7 @@
 """A training run as data: sources and phases, read from one yaml and checked in full before anything moves."""
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -31,12 +32,15 @@ class Source:
     """A physical source, which actors write into: `capacity` in steps.
 
     `archive` is what an episode must be in before it may leave the store: `lerobot` (exported shards), or `none`.
-    `dataset` is a folder with a LeRobot dataset that fills this source before the first phase.
+    `dataset` is a folder with a LeRobot dataset that fills this source before the first phase. `on_silence`: after so
+    many seconds of silence an actor's open episode is truncated; inf keeps it until the actor comes back, and None does
+    so for an actor with a real clock alone.
     """
 
     capacity: int
     archive: str = "none"
     dataset: str | None = None
+    on_silence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +127,19 @@ class Plan:
 
     @property
     def capacities(self) -> dict[str, int]:
-        """{physical source: steps}."""
-        return {name: source.capacity for name, source in self.sources.items()}
+        """{physical source: steps} of those that a phase fills or looks at, or a dataset fills: no other is made."""
+        names = {name for name, source in self.sources.items() if source.dataset is not None}
+        for phase in self.phases.values():
+            seen = {name for update in phase.updates for name in update.data}
+            seen |= {name for _, name in (*phase.on_begin, *phase.on_end) if name}
+            seen |= {t.name for text in (*phase.until, phase.start_when or "") for t in parse(text) if t.count}
+            names.update({phase.actors.into}, *((self.views[n].of if n in self.views else (n,)) for n in seen))
+        return {name: source.capacity for name, source in self.sources.items() if name in names}
+
+    @property
+    def on_silence(self) -> dict[str, float]:
+        """{physical source: seconds} of those that say it."""
+        return {name: s.on_silence for name, s in self.sources.items() if s.on_silence is not None}
 
     def only(self, name: str) -> "Plan":
         """This plan with that one phase. Raises ConfigError when it has none of that name."""
@@ -234,12 +249,13 @@ def _sources(node: _Node) -> tuple[dict[str, Source], dict[str, View]]:
             raise entry.error(f"{EVAL!r} is built in" if name == EVAL else "a name has letters, digits and _ only")
         entry.entries()
         if "of" not in entry.value:
-            entry.keys(required=("capacity",), optional=("archive", "dataset"))
+            entry.keys(required=("capacity",), optional=("archive", "dataset", "on_silence"))
             archive = entry.at("archive", "none").word(ARCHIVES, "archive")
             dataset = entry.at("dataset")
             if dataset.value is not None and not isinstance(dataset.value, str):
                 raise dataset.error(f"should be the folder of a LeRobot dataset, not {dataset.value!r}")
-            sources[name] = Source(entry.at("capacity").whole(LEAST_CAPACITY), archive, dataset.value)
+            silence = _on_silence(entry.at("on_silence"))
+            sources[name] = Source(entry.at("capacity").whole(LEAST_CAPACITY), archive, dataset.value, silence)
     for name, entry in node.entries():
         if name not in sources:
             entry.keys(required=("of",), optional=("keep", "min_length", "fold", "rows"))
@@ -249,6 +265,15 @@ def _sources(node: _Node) -> tuple[dict[str, Source], dict[str, View]]:
             rows = entry.at("rows", "all").word(ROWS, "row filter")
             views[name] = View(of, keep, entry.at("min_length", 1).whole(1), fold, rows)
     return sources, views
+
+
+def _on_silence(node: _Node) -> float | None:
+    if node.value in (None, "keep"):
+        return None if node.value is None else math.inf
+    if not isinstance(node.value, Mapping):
+        raise node.error(f"should be 'keep' or {{truncate: <seconds>}}, not {node.value!r}")
+    node.keys(required=("truncate",))
+    return node.at("truncate").number()
 
 
 @dataclass(frozen=True, slots=True)

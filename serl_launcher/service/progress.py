@@ -21,7 +21,8 @@ class PhaseCounts:
     """What the learner has accepted of the data stamped with one phase, since the run began.
 
     `recent`: (success, assisted) of that phase's finished episodes, the newest last; at least LONGEST_WINDOW of them,
-    or all that there are. An episode is assisted when a person took over in any of its steps.
+    or all that there are. An episode is assisted when a person took over in any of its steps. `finished_steps` are the
+    env steps of the finished episodes.
     """
 
     env_steps: int = 0
@@ -29,6 +30,7 @@ class PhaseCounts:
     successes: int = 0
     interventions: int = 0
     recent: Sequence[tuple[bool, bool]] = ()
+    finished_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +271,13 @@ class PlanState:
         return self.at.updates if unit == "updates" else self._total(unit, progress) - self.at.base[unit]
 
     def _total(self, unit: str, progress: Progress) -> float:
-        return progress.wall_s if unit == "wall_s" else getattr(self._counts(progress), unit)
+        """The count of a unit since the run began. An evaluation counts the steps of finished episodes alone: it would
+        favour short ones if its steps could end it within a long one."""
+        if unit == "wall_s":
+            return progress.wall_s
+        counts = self._counts(progress)
+        evaluates = self.phase is not None and self.phase.actors.mode == "evaluate"
+        return counts.finished_steps if evaluates and unit == "env_steps" else getattr(counts, unit)
 
     def _counts(self, progress: Progress) -> PhaseCounts:
         return progress.phases.get(self.at.phase or "", PhaseCounts())

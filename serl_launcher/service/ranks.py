@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 from serl_client.errors import ConfigError
-from serl_client.spec import Array
 from torch import Tensor
 
 from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.networks.mlp import Statistics
 from serl_launcher.types import Batch, Metrics
 from serl_launcher.utils.distributed import World, gathered
 from serl_launcher.utils.optim import Optimizer
@@ -61,8 +61,10 @@ class Ranks:
             return getattr(self.algorithm, name)(batch.to(self.world.device))
         return self._all("update", [name, {column.name: getattr(batch, column.name) for column in fields(batch)}])
 
-    def set_statistics(self, mean: Mapping[str, Array], std: Mapping[str, Array]) -> None:
-        self._all("statistics", [{name: value.tolist() for name, value in part.items()} for part in (mean, std)])
+    def set_statistics(self, statistics: Statistics) -> None:
+        self._all("statistics", {
+            kind: {name: value.tolist() for name, value in part.items()} for kind, part in statistics.items()
+        })  # fmt: skip
 
     def published(self) -> dict[str, Tensor]:
         """What is sent to whoever acts, whole, in memory that is not the device's."""
@@ -71,6 +73,11 @@ class Ranks:
     def state_dict(self) -> dict[str, Any]:
         """The algorithm's, whatever ranks and sharding are, and will be."""
         return self._all("state")
+
+    def steps(self) -> dict[str, tuple[int, int]]:
+        """{optimiser's name: (steps asked for, those refused because the gradient was not finite)}."""
+        named = vars(self.algorithm).items()
+        return {name: (item.steps, item.refused) for name, item in named if isinstance(item, Optimizer)}
 
     def end(self) -> None:
         """Let the other ranks go."""
@@ -105,8 +112,9 @@ class Ranks:
         return dict(zip(metrics, values, strict=True))
 
     def _statistics(self, argument: Any) -> None:
-        mean, std = ({name: np.asarray(value) for name, value in part.items()} for part in argument)
-        self.algorithm.set_statistics(mean, std)
+        self.algorithm.set_statistics({
+            kind: {name: np.asarray(value) for name, value in part.items()} for kind, part in argument.items()
+        })  # fmt: skip
 
     def _published(self, _: None) -> dict[str, Tensor]:
         acting = self.algorithm.acting

@@ -5,12 +5,16 @@ next one gathers in the sockets, so groups grow with the load. Training runs els
 """
 
 import logging
+import math
 import os
 import signal
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from concurrent.futures import Future, wait
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +22,42 @@ import zmq
 from serl_client import messages as m
 from serl_client import wire
 from serl_client.episode import MAX_NAME, Entry, Lost, Outcome, Segment
-from serl_client.errors import ConfigError, MessageError, Refused, RetakeError, ServerFailed
-from serl_client.link import received
+from serl_client.errors import ConfigError, MessageError, Refused, RetakeError, ServerFailed, VersionMismatch
+from serl_client.link import has_come, received
 from serl_client.spec import Spec
 
-from serl_launcher.data.store import Full, Gap, Store
+from serl_launcher.data.index import Index
+from serl_launcher.data.store import Full, Gap, GroupFailed, Store, is_there
 from serl_launcher.service.gate import CONNECTIONS, Gate
-from serl_launcher.service.session import ROLES, Forbidden, Holder, Session, bound, check_hello, check_role, send
+from serl_launcher.service.session import (
+    ROLES,
+    Batch,
+    Forbidden,
+    Holder,
+    Session,
+    bound,
+    check_hello,
+    check_role,
+    cost,
+    send,
+)
 from serl_launcher.service.weights import WeightFiles
 
 log = logging.getLogger(__name__)
 
 WINDOW = 16 << 20  # bytes of one actor that may be unacknowledged on the wire
+GROUP_S = 0.02  # of gathering a group, or as long as the last one took to commit, if that is more
+LEAST_S = 0.002  # of it, before what has come meanwhile is looked at
+SLICE_S = 0.001  # for the records of one client, until it is the next one's turn
+STATUS_COST = 900_000  # of all clients' reports together (session.cost): a status has to fit into one header
 NOTICE_S = 1.0
+SILENCE_S = 60.0  # after which the open episode of an actor with a simulated clock is truncated
+ALONE_S = 60.0
+MAKE_S = 0.5  # that the loop waits for a store to be made: most are made by then
+TELL_S = 1.0
 MISSING_S = 15.0  # longer than one large record takes over a slow link
 MISSING = 64  # actors that are named as missing: the last ones
-CATALOG_ROWS = 200  # with five names of MAX_NAME characters of 4 bytes each they fit into one header
+CATALOG_ROWS = (1000, 200)  # of a page: with five names of MAX_NAME characters of 4 bytes each, 200 fit into a header
 SECOND = "another client named {} has connected; give each actor its own name"
 
 Peer = tuple[zmq.Socket, bytes]  # a connection
@@ -43,31 +67,36 @@ class Server:
     """Serves one run folder. `capacities` are the steps of each physical source; `public` and `local` are the
     addresses for actors and for the learner's own processes (nobody else reaches the local one); episodes of the
     `archived` sources leave the store only after the export has named them. `keys` is the folder of those who are let
-    in (gate.py); without one `public` has to be a loopback address."""
+    in (gate.py); without one `public` has to be a loopback address. `on_silence` {source: seconds}: after how much
+    silence of its actor an open episode is truncated; for other sources the actor's clock says it."""
 
     def __init__(
         self, run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str,
-        archived: Collection[str] = (), keys: Path | None = None,
+        archived: Collection[str] = (), keys: Path | None = None, on_silence: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
         self.run_dir, self.capacities, self.inference, self.archived = run_dir, capacities, inference, archived
-        self.weights = WeightFiles(run_dir / "weights")
-        self.store = Store(run_dir / "store") if (run_dir / "store" / "index.sqlite").exists() else None
-        if self.store is not None:
-            self.store.close()
-            self.store = Store.create(run_dir / "store", self.store.spec, capacities, archived)
-        self.degraded = ""
+        self.weights, self.on_silence = WeightFiles(run_dir / "weights"), on_silence or {}
+        is_new = not is_there(run_dir / "store")
+        self.store = None if is_new else Store.resume(run_dir / "store", capacities, archived)
+        self._making: Future[Store] | None = None
+        self._heard: dict[str, float] = {}  # epoch of an open episode -> when its actor last spoke
+        self._tells_until = 0.0  # why no store can be made: those who were told to wait come again, and hear it
+        self._alone_until = 0.0  # until then each record is a group of its own
+        self.degraded = self._over_because = ""
         self.fatal: ConfigError | None = None
         self.allowance: tuple[int, int | None] = (0, 0)  # (directive, steps)
         self._sessions: dict[Peer, Session] = {}
         self._missing: dict[str, float] = {}  # actor -> when it was last seen
         self._stopping = self._directed = False
+        self._welcomes: list[Session] = []  # to be sent when their epochs are durable
+        self._committing = 0.0  # seconds that the last group took to commit
         self._started, self._next_notice, self._next_reopen = time.monotonic(), 0.0, 0.0
         self.gate = Gate(public, keys)
         self.public, self.local = self.gate.socket, bound(self.gate.context, local)
         self._handlers: dict[type, Callable[[Session, Any], m.Message | None]] = {
-            m.Push: self._push, m.Heartbeat: self._heartbeat, m.WeightsRequest: self._weights, m.Status: self._status,
+            m.Heartbeat: self._heartbeat, m.WeightsRequest: self._weights, m.Status: self._status,
             m.Direct: self._direct, m.Allow: self._allow, m.Publish: self._publish, m.Sync: self._sync,
-            m.Archived: self._archived, m.Command: self._command, m.Bye: self._bye,
+            m.Archived: self._archived, m.Command: self._command, m.Bye: self._bye, m.Over: self._over,
         }  # fmt: skip
 
     # -- the loop
@@ -76,12 +105,15 @@ class Server:
         poller = zmq.Poller()
         for socket in (self.local, *self.gate.polled):
             poller.register(socket, zmq.POLLIN)
-        while not self._stopping and self.fatal is None:
-            ready = dict(poller.poll(timeout=100))
+        while not self._stopping and (self.fatal is None or time.monotonic() < self._tells_until):
+            ready = dict(poller.poll(timeout=0 if self._has_work() else 100))
             self.gate.turn()
             for socket in (self.local, self.public):
                 if socket in ready:
                     self._drain(socket)
+            self._take_made()
+            self._welcome()
+            self._work()
             self._commit()
             self._notices()
         if self.fatal is not None:
@@ -96,9 +128,10 @@ class Server:
             self._store_closed(is_over=self._directed and self._shared()[0].get("mode") == "stop")
 
     def _drain(self, socket: zmq.Socket, most: int = 256) -> None:
-        """Handle what has come on a socket, at most `most` messages: a group must end."""
+        """Handle what has come on a socket, at most `most` messages and about GROUP_S long: a group must end."""
+        end = time.monotonic() + self._patience()
         for _ in range(most):
-            if not (came := received(socket)):
+            if time.monotonic() > end or not (came := received(socket)):
                 return
             identity, *frames = came
             answer = self._answer(socket, identity, [frame.buffer for frame in frames])
@@ -106,22 +139,61 @@ class Server:
                 send(socket, identity.bytes, answer)
 
     def _answer(self, socket: zmq.Socket, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> m.Message | None:
-        """Handle one message; what goes wrong with it is counted, and is the answer."""
-        peer, holder, message = (socket, identity.bytes), None, None
+        """Handle one message, and return the answer, which names the number of its request."""
+        peer, holder = (socket, identity.bytes), None
         try:
             if socket is self.public and (holder := self.gate.admit(identity)) is None:
                 return None
             message = m.decode(frames)
+        except VersionMismatch as error:
+            self.gate.refuse("other version", str(error))
+            return m.Failed("VersionMismatch", str(error), final=True)
+        except (MessageError, KeyError, TypeError, ValueError) as error:
+            self.gate.blame(identity, holder, error)
+            return m.Failed("Refused", str(error))
+        except RetakeError as error:
+            return self._refusal(peer, None, error)
+        except Exception:
+            log.exception("a message could not be read")
+            return m.Failed("ServerFailed", "the learner failed on this message; its log says why")
+        answer = self._answered(peer, identity, message, holder)
+        if isinstance(message, m.NUMBERED) and isinstance(answer, m.Done | m.Failed):
+            return replace(answer, request=message.request)
+        return answer
+
+    def _answered(
+        self, peer: Peer, identity: zmq.Frame, message: m.Message, holder: Holder | None
+    ) -> m.Message | None:  # fmt: skip
+        """Do what a message asks for, and return the answer."""
+
+        def answer() -> m.Message | None:
+            if holder is not None and not self.gate.allows(identity, holder, message):
+                return m.Failed("ServerFailed", f"too many {type(message).__name__}s within a second: say it again")
             if isinstance(message, m.Hello):
                 return self._hello(peer, message, holder)
-            return self._dispatch(peer, message, holder)
-        except (OSError, sqlite3.Error) as error:
+            return self._dispatch(peer, identity, message, holder)
+
+        return self._guarded(peer, identity, message, holder, answer)
+
+    def _guarded(
+        self, peer: Peer, identity: zmq.Frame, message: m.Message, holder: Holder | None,
+        work: Callable[[], m.Message | None],
+    ) -> m.Message | None:  # fmt: skip
+        """Do what a message asks for; what goes wrong with it is counted, and is the answer."""
+        try:
+            return work()
+        except (OSError, sqlite3.Error, GroupFailed) as error:
             self._degrade(error)
             return m.Failed("ServerFailed", f"the learner's store fails: {error}")
         except (MessageError, KeyError, TypeError, ValueError) as error:
             at_keyboard = isinstance(message, m.Command)  # a person who may not steer is told so, however often
             self.gate.blame(identity, None if at_keyboard else holder, error)
             return m.Failed("Refused", str(error), final=isinstance(message, m.Hello))
+        except Refused as error:
+            if not isinstance(message, m.Push):
+                return self._refusal(peer, message, error)
+            self.gate.blame(identity, holder, error)  # an honest client stops at the first one
+            return m.Failed("Refused", str(error), final=True)
         except RetakeError as error:
             return self._refusal(peer, message, error)
         except Exception:
@@ -132,12 +204,14 @@ class Server:
         """What a peer is told whose message is fine, and yet not taken; without one it is not let in any more."""
         if message is None:
             self._sessions.pop(peer, None)
-        elif not self.degraded:
-            self.gate.refuse("refused", str(error))
+        elif not (self.degraded or isinstance(error, ServerFailed)):  # which says: later
+            self.gate.refuse("not taken", str(error))
         final = isinstance(message, (m.Hello, m.Push, type(None))) and not isinstance(error, ServerFailed)
         return m.Failed(type(error).__name__, str(error), final)
 
-    def _dispatch(self, peer: Peer, message: m.Message, holder: Holder | None) -> m.Message | None:
+    def _dispatch(
+        self, peer: Peer, identity: zmq.Frame, message: m.Message, holder: Holder | None
+    ) -> m.Message | None:  # fmt: skip
         session = self._sessions.get(peer)
         if session is None or session.holder != holder:
             return m.Failed("Disconnected", "say Hello first")
@@ -147,14 +221,125 @@ class Server:
         if holder is not None:
             check_role(message, holder)
         is_over = isinstance(message, m.Bye)  # of a life that never spoke: it stops nobody
+        if session.hello.role == "actor" and self.store and session.hello.epoch not in self.store.epochs:
+            del self._sessions[peer]  # thousands have said Hello since, and it has brought nothing
+            return m.Failed("Disconnected", "say Hello again")
         if not (session.speaks or is_over) and (refusal := self._take_over(session)) is not None:
             return refusal
+        if isinstance(message, m.Push):
+            return self._push(session, message, identity)
         return self._handlers[type(message)](session, message)
+
+    # -- records
+    def _push(self, session: Session, push: m.Push, identity: zmq.Frame) -> m.Message | None:
+        """Queue records, and stage the first of them. What is left waits for its client's next turn."""
+        if push.epoch not in (session.hello.epoch, *session.named):
+            raise Refused(f"epoch {push.epoch} was not named in the Hello of this connection")
+        if self.store is None or self.degraded or push.epoch in session.full:
+            return None
+        if push.epoch not in self.store.epochs:
+            return m.Failed("Disconnected", "say Hello again")
+        data = push.arrays["records"]
+        if session.inbox and session.queued + data.nbytes > 2 * WINDOW:
+            self.gate.refuse("too fast", f"{session.hello.actor} sends more than its window holds")
+            return None  # it is asked for this again, as what comes next leaves a gap
+        is_first = not session.inbox
+        session.inbox.append(Batch(push, identity, m.records(data.data)))
+        session.queued += data.nbytes
+        if is_first and not self.gate.is_exhausted(session.account):
+            self._stage(session, time.monotonic() + SLICE_S)
+        return None
+
+    def _patience(self) -> float:
+        """Seconds to gather a group."""
+        return min(max(GROUP_S, self._committing), 10 * GROUP_S)
+
+    def _has_work(self) -> bool:
+        return any(s.inbox and not self.gate.is_exhausted(s.account) for s in self._sessions.values())
+
+    def _work(self) -> None:
+        """Stage what clients have queued, one slice of time for each by turns, until the group is large enough.
+
+        A group ends early when something has come meanwhile, so that a client with much to say holds up nobody.
+        """
+        now = begin = time.monotonic()
+        end = begin + self._patience()
+        while now < end and (waiting := [peer for peer, s in self._sessions.items() if s.inbox]):
+            if now > begin + LEAST_S and (has_come(self.public) or has_come(self.local)):
+                return
+            waiting = [peer for peer in waiting if not self.gate.is_exhausted(self._sessions[peer].account)]
+            if not waiting:
+                return
+            for peer in waiting:
+                if (session := self._sessions.pop(peer, None)) is None:
+                    continue
+                self._sessions[peer] = session  # the others come before its next turn
+                batch = session.inbox[0]
+                stage = partial(self._stage, session, now + SLICE_S)
+                answer = self._guarded(peer, batch.identity, batch.push, session.holder, stage)
+                if answer is not None:
+                    session.send(answer)
+                if session.leaves and not session.inbox:
+                    self._sessions.pop(peer, None)
+                if (now := time.monotonic()) > end:
+                    return
+
+    def _stage(self, session: Session, end: float) -> None:
+        """Stage queued records of a client until the time `end`, at least one. Nothing is answered here: a gap, too, is
+        named only when what came before it is durable."""
+        while session.inbox:
+            batch = session.inbox[0]
+            epoch = batch.push.epoch
+            try:
+                for seq, record in batch.records:
+                    if not self._take(session, epoch, seq, record):
+                        break  # the rest of this batch comes again
+                    if self.gate.charge(session.account) or time.monotonic() > end:
+                        return
+            except MessageError:
+                session.waiting.add(epoch)  # its actor looks at what it sent, and sends it again
+                session.touched.add(epoch)
+                session.drop_batch()
+                raise
+            except BaseException:
+                session.drop_batch()
+                raise
+            session.drop_batch()
+
+    def _take(self, session: Session, epoch: str, seq: int, record: Entry) -> bool:
+        """Stage one record. False: it cannot be taken now, nor what follows it."""
+        if self.store is None or self.degraded or epoch in session.full:
+            return False
+        self._check_owner(session, epoch, record)
+        try:
+            self.store.stage(epoch, seq, record)
+            if time.monotonic() < self._alone_until:
+                self._commit_alone(session, seq)
+        except Gap:
+            session.waiting.add(epoch)
+            session.touched.add(epoch)
+            return False
+        except Full as full:
+            log.warning("%s: %s waits, and keeps what it records", full, session.hello.actor)
+            session.full[epoch] = str(full)
+            return False
+        except (RetakeError, OSError, sqlite3.Error):
+            raise
+        except Exception as error:
+            self._degrade(error)  # what is staged may be half of something: begin again from what is committed
+            raise
+        session.waiting.discard(epoch)
+        session.told.discard(epoch)
+        session.touched.add(epoch)
+        return True
+
+    # -- the group
 
     def _commit(self) -> None:
         """Make the group durable, then acknowledge it."""
         if self.store is None:
             return
+        begin = time.monotonic()
         touched = [session for session in self._sessions.values() if session.touched]
         if not (self.store.staged or self.store.released or touched or self.degraded):
             return
@@ -166,6 +351,7 @@ class Server:
                 for session in touched:
                     self._acknowledge(session)
                 self._release(self.store)
+                self._committing = time.monotonic() - begin
         except (OSError, sqlite3.Error) as error:
             self._degrade(error)
         except Exception as error:
@@ -204,16 +390,22 @@ class Server:
             self.store.commit()
 
     def _degrade(self, error: Exception) -> None:
-        """The disk failed: acknowledge nothing, trust nothing that is not committed, try again every second."""
+        """The disk failed: acknowledge nothing, trust nothing that is not committed, try again every second.
+
+        When it was not the disk, each record is a group of its own for a while, to find out whose it was.
+        """
         if self.store is None:
             log.error("%s", error)
             return
         if not self.degraded:
             log.error("DEGRADED: %s", error)
             self._store_closed()
+        if not isinstance(error, OSError | sqlite3.Error):
+            self._alone_until = time.monotonic() + ALONE_S
         self.degraded, self._next_reopen = str(error) or repr(error), time.monotonic() + 1.0
         for session in self._sessions.values():
-            session.touched.clear()
+            session.touched.clear(), session.inbox.clear()
+            session.queued = 0
 
     def _store_closed(self, *, is_over: bool = False) -> None:
         """Close the store; when the run is over, no episode stays open."""
@@ -251,6 +443,7 @@ class Server:
         if due:
             self._next_notice = now + NOTICE_S
             self._forget(now)
+            self._cut_silent(now)
         shared = self._shared()
         for session in self._sessions.values():
             notice = m.Notice(*shared, self._steps_allowed(session), self.degraded or session.waits_for)
@@ -279,7 +472,7 @@ class Server:
         directive, steps = self.allowance
         if directive == number and steps is None:
             return None
-        made = self.store.epoch_steps.get(session.hello.epoch, 0)
+        made = self.store.epochs[session.hello.epoch].steps
         if directive != number or steps is None:
             return made  # the learner has not said yet how far we may go
         left = max(0, steps - self.store.phase_steps.get(self.store.directives[number]["phase"], 0))
@@ -295,28 +488,81 @@ class Server:
         while len(self._missing) > MISSING:
             del self._missing[next(iter(self._missing))]
 
+    def _cut_silent(self, now: float) -> None:
+        """Truncate the episodes that silent actors left open, where nobody is to come back for them."""
+        if self.store is None or self.degraded:
+            return
+        for session in self._sessions.values():
+            self._heard |= dict.fromkeys((session.hello.epoch, *session.earlier), session.seen)
+        episodes = list(self.store.open_episodes)
+        self._heard = {episode.epoch: self._heard.get(episode.epoch, now) for episode in episodes}
+        for episode in episodes:
+            by_clock = SILENCE_S if self.store.epochs[episode.epoch].simulated else math.inf
+            silent = now - self._heard[episode.epoch]
+            if silent >= self.on_silence.get(episode.source, by_clock):
+                log.warning("%s is truncated, as %s was silent for %.0f s", episode.id, episode.actor, silent)
+                self.store.cut(episode.epoch)
+
     # -- handlers
-    def _hello(self, peer: Peer, hello: m.Hello, holder: Holder | None) -> m.Message:
+    def _hello(self, peer: Peer, hello: m.Hello, holder: Holder | None) -> m.Message | None:
         check_hello(hello, holder, run=self.store.run if self.store else "")
         if len(self._sessions) >= CONNECTIONS and peer not in self._sessions:
             raise ServerFailed(f"the learner has {CONNECTIONS} clients already: wait until one has left")
         if hello.role == "actor":
-            self._welcome_actor(hello)
-            self._check_outranked(hello)
+            if self._over_because:
+                raise Refused(self._over_because)
+            self._welcome_actor(hello, holder)
+            if not self._store.staged:
+                self._check_outranked(hello)
+            self._drop_echoes(peer, hello)
         session = self._sessions[peer] = Session(*peer, hello, holder, time.monotonic())
         self._missing.pop(hello.actor, None)
-        expected, ordinal = [], 0
+        if hello.role == "actor" and self._store.staged:
+            self._welcomes.append(session)
+            return None
+        return self._welcome_of(session)
+
+    def _drop_echoes(self, peer: Peer, hello: m.Hello) -> None:
+        """Forget connections of this life that have said nothing but Hello: it has come again, so they broke."""
+        for other, session in list(self._sessions.items()):
+            mine = session.hello.role == "actor" and session.hello.epoch == hello.epoch
+            if mine and not session.speaks and other != peer:
+                del self._sessions[other]
+
+    def _welcome(self) -> None:
+        """Make the epochs of all who said Hello in this turn durable at once, and answer them."""
+        welcomes, self._welcomes = self._welcomes, []
+        for session in welcomes:
+            peer = session.socket, session.identity
+            if self._sessions.get(peer) is not session:
+                continue
+            try:
+                self._store.commit()  # the first time; then there is nothing to do
+                self._check_outranked(session.hello)
+                answer = self._welcome_of(session)
+            except (OSError, sqlite3.Error, GroupFailed) as error:
+                self._degrade(error)
+                answer = m.Failed("ServerFailed", f"the learner's store fails: {error}")
+            except RetakeError as error:
+                answer = self._refusal(peer, session.hello, error)
+            if isinstance(answer, m.Failed):
+                del self._sessions[peer]
+            session.send(answer)
+
+    def _welcome_of(self, session: Session) -> m.Welcome:
+        """The answer to the Hello of this session; what it acknowledges is durable."""
+        hello, expected, ordinal = session.hello, [], 0
         if hello.role == "actor" and self.store is not None:
-            known = {epoch: self.store.expected(epoch) for epoch in [*(e for e, _ in hello.earlier), hello.epoch]}
+            expected = [[epoch, self.store.expected(epoch)] for epoch in [*(e for e, _ in hello.earlier), hello.epoch]]
             session.earlier = {epoch: last for epoch, last in hello.earlier}
             self._close_drained(session)
-            expected, ordinal = [[epoch, seq] for epoch, seq in known.items()], self.store.epochs[hello.epoch].position
+            ordinal = self._position(hello.epoch)
         session.noticed = m.Notice(*self._shared(), self._steps_allowed(session), self.degraded)
         run, spec = (self.store.run, self.store.spec.to_dict()) if self.store else ("", None)
-        inference = self.inference if holder is not None else ""  # on the learner's own address nobody asks
+        inference = self.inference if session.holder is not None else ""  # on the learner's own address nobody asks
         return m.Welcome(run, ordinal, WINDOW, expected, spec, inference, asdict(session.noticed))
 
-    def _welcome_actor(self, hello: m.Hello) -> None:
+    def _welcome_actor(self, hello: m.Hello, holder: Holder | None) -> None:
         """Check the actor's Spec against the run's, or make the store of the first one."""
         if hello.spec is None or not hello.epoch or not hello.outbox:
             raise Refused("an actor's Hello names its epoch, its outbox and its Spec")
@@ -324,18 +570,50 @@ class Server:
         if self.degraded:
             raise ServerFailed(f"the learner's store fails: {self.degraded}")
         if self.store is None:
-            try:
-                self.store = Store.create(self.run_dir / "store", spec, self.capacities, self.archived)
-            except (ConfigError, OSError, sqlite3.Error) as error:
-                known = isinstance(error, ConfigError)
-                self.fatal = error if known else ConfigError(f"no store can be made in {self.run_dir}: {error}")
-                raise Refused(str(self.fatal)) from None
-        elif difference := self.store.spec.difference(spec):
+            self._make(spec)
+        assert self.store is not None
+        if difference := self.store.spec.difference(spec):
             raise Refused(
                 f"this run is of another robot or task (the run, yours): {difference}. Start the learner with another "
                 "run_dir=..., or the actor with the run's task"
             )
-        self.store.hello(hello.actor, hello.outbox, hello.epoch, [(epoch, last) for epoch, last in hello.earlier])
+        earlier, owner = [epoch for epoch, _ in hello.earlier], holder.name if holder else ""
+        lives = self.store.lives
+        lives.hello(hello.actor, hello.outbox, hello.epoch, earlier, owner, simulated=hello.paced)
+
+    def _make(self, spec: Spec) -> None:
+        """Make the store for the first actor's Spec, beside the loop where it is large.
+
+        Raises ServerFailed while it is being made, so that the actor comes again, and Refused when it cannot be.
+        """
+        if self._making is None and self.fatal is None:
+            self._making = made = Future()
+
+            def make() -> None:
+                try:
+                    made.set_result(Store.create(self.run_dir / "store", spec, self.capacities, self.archived))
+                except BaseException as error:
+                    made.set_exception(error)
+
+            threading.Thread(target=make, name="make the store", daemon=True).start()
+            wait([made], MAKE_S)
+            self._take_made()
+        if self.fatal is not None:
+            raise Refused(str(self.fatal))
+        if self.store is None:
+            raise ServerFailed("the learner is making the files of its replay buffer, which are large: wait")
+
+    def _take_made(self) -> None:
+        """Use the store that was being made, when it is; or end, when those who wait have heard why."""
+        if self._making is None or not self._making.done():
+            return
+        made, self._making = self._making, None
+        try:
+            self.store = made.result()
+        except Exception as error:
+            known = isinstance(error, ConfigError)
+            self.fatal = error if known else ConfigError(f"no store can be made in {self.run_dir}: {error}")
+            self._tells_until = time.monotonic() + TELL_S
 
     def _namesakes(self, hello: m.Hello) -> list[Session]:
         """The clients of this role and name that have said something after their Hello."""
@@ -358,7 +636,8 @@ class Server:
             except Refused as error:
                 del self._sessions[session.socket, session.identity]
                 return self._refusal((session.socket, session.identity), hello, error)
-            self._store.close_before(hello.epoch, [epoch for epoch, _ in hello.earlier])
+            if len(hello.earlier) < m.MAX_EARLIER:  # or else its outbox may hold more than it could name
+                self._store.close_before(hello.epoch, session.named)
         for other in self._namesakes(hello):
             if hello.role == "actor" and other.hello.epoch != hello.epoch:
                 other.send(m.Failed("Refused", SECOND.format(hello.actor), final=True))
@@ -367,40 +646,19 @@ class Server:
         return None
 
     def _position(self, epoch: str) -> int:
-        return self._store.epochs[epoch].position
+        state = self._store.epochs.get(epoch)
+        return state.position if state else -1
 
-    def _push(self, session: Session, push: m.Push) -> None:
-        """Stage records. Nothing is answered here: a gap, too, is named only when what came before is durable."""
-        if push.epoch not in (session.hello.epoch, *(epoch for epoch, _ in session.hello.earlier)):
-            raise Refused(f"epoch {push.epoch} was not named in the Hello of this connection")
-        if self.store is None or self.degraded or push.epoch in session.full:
-            return
+    def _commit_alone(self, session: Session, seq: int) -> None:
+        """After a group that failed, and not by the disk: find whose record it was. Raises Refused for that one."""
         try:
-            records = m.unseal(push.arrays["records"].data)
-        except MessageError:
-            session.waiting.add(push.epoch)  # its actor looks at what it sent, and sends it again
-            session.touched.add(push.epoch)
+            self._store.commit()
+        except (OSError, sqlite3.Error):
             raise
-        for seq, record in records:
-            self._check_owner(session, push.epoch, record)
-            try:
-                self.store.stage(push.epoch, seq, record)
-            except Gap:
-                session.waiting.add(push.epoch)
-                session.touched.add(push.epoch)
-                return
-            except Full as full:
-                log.warning("%s: %s waits, and keeps what it records", full, session.hello.actor)
-                session.full[push.epoch] = str(full)
-                return
-            except (RetakeError, OSError, sqlite3.Error):
-                raise
-            except Exception as error:
-                self._degrade(error)  # what is staged may be half of something: begin again from what is committed
-                raise
-            session.waiting.discard(push.epoch)
-            session.told.discard(push.epoch)
-            session.touched.add(push.epoch)
+        except Exception as error:
+            log.exception("record %d of %s cannot be written", seq, session.hello.actor)
+            self._degrade(error)
+            raise Refused(f"record {seq} cannot be written: {error}") from None
 
     def _check_owner(self, session: Session, epoch: str, record: Entry) -> None:
         """Raise Refused for another actor's episode, which only an operator's key may label, or begin."""
@@ -416,10 +674,12 @@ class Server:
             )
 
     def _heartbeat(self, session: Session, heartbeat: m.Heartbeat) -> None:
-        session.report = heartbeat.report
+        session.report, session.cost = heartbeat.report, cost(heartbeat.report)
 
     def _bye(self, session: Session, _: m.Bye) -> None:
-        del self._sessions[session.socket, session.identity]
+        session.leaves = True
+        if not session.inbox:
+            del self._sessions[session.socket, session.identity]
 
     def _weights(self, session: Session, request: m.WeightsRequest) -> m.Message:
         if not self._store.index.has_weights(request.sha256):
@@ -454,9 +714,19 @@ class Server:
         if self.store is None:
             return m.Synced(0, [], [], [], False)
         store = self._store
-        revision, rows = store.index.catalog(sync.revision, CATALOG_ROWS)
+        revision, rows, more = page_of(store.index, sync.revision)
         living = sorted(s.hello.actor for s in self._sessions.values() if s.hello.role == "actor")
-        return m.Synced(revision, rows, store.index.commands(sync.command), living, len(rows) == CATALOG_ROWS)
+        return m.Synced(revision, rows, store.index.commands(sync.command), living, more)
+
+    def _over(self, session: Session, over: m.Over) -> m.Message:
+        """Tell the actors why the run ends. Where it has not begun they end, too, and so does who comes now; else they
+        wait for the next start of the learner, which goes on."""
+        reason = f"the learner has ended: {over.reason}"
+        self._over_because = "" if self._directed else reason
+        for other in self._sessions.values():
+            if other.hello.role == "actor":
+                other.send(m.Failed("Refused", reason, final=not self._directed))
+        return m.Done(0)
 
     def _command(self, session: Session, command: m.Command) -> m.Message:
         if len(command.name) > MAX_NAME or len(command.argument) > MAX_NAME:
@@ -465,11 +735,12 @@ class Server:
         return m.Done(self._store.command(command.name, command.argument, session.hello.actor))
 
     def _status(self, session: Session, _: m.Status) -> m.Message:
-        now = time.monotonic()
-        clients = [
-            {**s.report, "role": s.hello.role, "actor": s.hello.actor, "seen_s": round(now - s.seen, 1)}
-            for s in self._sessions.values() if s is not session
-        ]  # fmt: skip
+        now, room, clients = time.monotonic(), STATUS_COST, []
+        others = [other for other in self._sessions.values() if other is not session]
+        for s in sorted(others, key=lambda other: other.cost):  # the largest reports are left out
+            entry = {"role": s.hello.role, "actor": s.hello.actor, "seen_s": round(now - s.seen, 1)}
+            room -= cost(entry) + s.cost
+            clients.append({**(s.report if room > 0 else {"left_out": s.cost}), **entry})
         directive, weights = self._shared()
         return m.Status({
             "run": self.store.run if self.store else "", "uptime_s": round(now - self._started, 1), "time": time.time(),
@@ -488,12 +759,26 @@ class Server:
         return self.store
 
 
+def page_of(index: Index, since: int) -> tuple[int, list[list[Any]], bool]:
+    """(revision, rows, more): the oldest changes after `since`, as many as surely fit into one header."""
+    most, fewer = CATALOG_ROWS
+    revision, rows = index.catalog(since, most)
+    if sum(4 * len(value) for row in rows for value in row if type(value) is str) > wire.MAX_HEADER // 2:
+        most, (revision, rows) = fewer, index.catalog(since, fewer)
+    return revision, rows, len(rows) == most
+
+
 def serve(
     run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str,
-    archived: Collection[str] = (), keys: Path | None = None,
+    archived: Collection[str] = (), keys: Path | None = None, on_silence: Mapping[str, float] | None = None,
+    begun: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
-    """Run a server until SIGTERM."""
-    server = Server(run_dir, capacities, public=public, local=local, inference=inference, archived=archived, keys=keys)
+    """Run a server until SIGTERM; `begun` is called once it listens."""
+    server = Server(
+        run_dir, capacities, public=public, local=local, inference=inference, archived=archived, keys=keys,
+        on_silence=on_silence,
+    )  # fmt: skip
+    begun()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     log.info("serving %s on %s, process %d", run_dir, public, os.getpid())

@@ -1,15 +1,16 @@
 """One connection of the server, from its Hello on, what its role may say, and the server's sockets."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 from serl_client import messages as m
 from serl_client import wire
-from serl_client.episode import MAX_NAME
-from serl_client.errors import ConfigError, MessageError, Refused, VersionMismatch
+from serl_client.episode import MAX_NAME, MAX_NUMBER, Entry
+from serl_client.errors import ConfigError, MessageError, Refused
 from serl_client.keys import owns
 
 log = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ QUEUE = 100_000  # messages of one client that wait to be looked at
 ROLES: dict[str, tuple[type, ...]] = {
     "actor": (m.Push, m.Heartbeat, m.Bye, m.WeightsRequest, m.Command, m.Status),
     "learner": (
-        m.Direct, m.Allow, m.Publish, m.Archived, m.Sync, m.Heartbeat, m.WeightsRequest, m.Command, m.Status,
+        m.Direct, m.Allow, m.Publish, m.Archived, m.Over, m.Sync, m.Heartbeat, m.WeightsRequest, m.Command, m.Status,
     ),
     "viewer": (m.Heartbeat, m.Bye, m.Command, m.Status),
 }  # fmt: skip
@@ -40,6 +41,15 @@ class Holder:
     role: str
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Records of one Push that are not all staged yet."""
+
+    push: m.Push
+    identity: zmq.Frame
+    records: Iterator[tuple[int, Entry]]
+
+
 @dataclass
 class Session:
     """One connection, from its Hello on."""
@@ -50,13 +60,26 @@ class Session:
     holder: Holder | None  # None: on the learner's own address
     seen: float
     speaks: bool = False  # it has said something after its Hello
+    leaves: bool = False  # it has said Bye
+    inbox: deque[Batch] = field(default_factory=deque)  # what is to be staged, when it is its turn
+    queued: int = 0  # bytes of it
     report: Mapping[str, Any] = field(default_factory=dict)
+    cost: int = 0  # of the report
     earlier: dict[str, int] = field(default_factory=dict)  # epoch -> last seq, not drained yet
     touched: set[str] = field(default_factory=set)  # epochs to acknowledge after the commit
     waiting: set[str] = field(default_factory=set)  # epochs with a gap, until what was missing has come
     told: set[str] = field(default_factory=set)  # those of them that were answered
     full: dict[str, str] = field(default_factory=dict)  # epoch -> why its source takes nothing now
     noticed: m.Notice | None = None
+
+    def __post_init__(self) -> None:
+        self.named = frozenset(epoch for epoch, _ in self.hello.earlier)
+        self.account = self.holder.name if self.holder and self.holder.name else self.hello.actor
+
+    def drop_batch(self) -> None:
+        """The first of the inbox is done with, or comes again."""
+        if self.inbox:
+            self.queued -= self.inbox.popleft().push.arrays["records"].nbytes
 
     @property
     def waits_for(self) -> str:
@@ -65,6 +88,18 @@ class Session:
 
     def send(self, message: m.Message) -> None:
         send(self.socket, self.identity, message)
+
+
+def cost(report: Mapping[str, Any]) -> int:
+    """What a report takes of a status: its bytes, and more for each list or mapping (wire.MAX_PARTS)."""
+    parts, left = 0, [report]
+    while left:
+        part = left.pop()
+        inner = part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else None
+        if inner is not None:
+            parts += 1
+            left.extend(inner)
+    return len(wire.pack(report, {})[0]) + 100 * parts
 
 
 def check_role(message: m.Message, holder: Holder) -> None:
@@ -79,11 +114,13 @@ def check_hello(hello: m.Hello, holder: Holder | None, *, run: str) -> None:
     pairs = all(isinstance(pair, list) and [type(part) for part in pair] == [str, int] for pair in hello.earlier)
     if not pairs or max(len(hello.actor), len(hello.epoch), len(hello.outbox)) > MAX_NAME:
         raise MessageError(f"a Hello names [epoch, seq] pairs, and has names of at most {MAX_NAME} characters")
+    names = {epoch for epoch, _ in hello.earlier} | {hello.epoch}
+    if len(hello.earlier) > m.MAX_EARLIER or len(names) <= len(hello.earlier) or max(map(len, names)) > MAX_NAME:
+        raise MessageError(f"a Hello names at most {m.MAX_EARLIER} epochs besides its own, each of them once")
+    if any(not 0 <= last < MAX_NUMBER for _, last in hello.earlier):
+        raise MessageError("the last record of an earlier epoch has a number from 0 on")
     if not hello.actor.isprintable():
         raise MessageError("the name in a Hello is printable")
-    low, high = hello.protocol
-    if high < m.PROTOCOL[0] or low > m.PROTOCOL[1]:
-        raise VersionMismatch(f"the actor speaks protocol {low}-{high}, this learner {list(m.PROTOCOL)}: update one")
     if hello.role not in ROLES or (hello.role == "learner" and holder is not None):
         raise Refused(f"the role {hello.role!r} is not given on this address")
     if holder is not None and holder.name:

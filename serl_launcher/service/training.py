@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import logging
 import signal
 import time
@@ -19,12 +20,11 @@ from serl_client.spec import Spec
 
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.data.sources import Sources
-from serl_launcher.data.store import DATASET
 from serl_launcher.service import memory
 from serl_launcher.service.config import factory
 from serl_launcher.service.inference import InferenceServer, PolicyHost
 from serl_launcher.service.learner import Learner
-from serl_launcher.service.ledger import curve
+from serl_launcher.service.ledger import ASSISTED, TRAINED, curve
 from serl_launcher.service.plan import Plan, load_plan
 from serl_launcher.service.ranks import Ranks
 from serl_launcher.utils import report
@@ -43,12 +43,17 @@ def train(config: DictConfig, run_dir: Path, local: str, console: Console) -> No
     plan_of(config, _updates(config))
     world = join(device)
     link, spec = _connect(local, "trainer")
-    world.broadcast([OmegaConf.to_container(config), spec.to_dict()])
+    with link:
+        world.broadcast([OmegaConf.to_container(config), spec.to_dict()])
+        _train(config, run_dir, link, spec, world, console)
+
+
+def _train(config: DictConfig, run_dir: Path, link: Link, spec: Spec, world: World, console: Console) -> None:
     ranks = _ranks(config, spec, world)
     plan = plan_of(config, set(ranks.algorithm.windows))
     for note in plan.notes:
         log.info("%s", note)
-    pinned = device != "cpu"
+    pinned = world.device != "cpu"
     sources = Sources(run_dir / "store", spec, capacities(link), plan.views, seed=config.seed, pinned=pinned)
     learner = Learner(
         run_dir=run_dir, link=link, plan=plan, ranks=ranks, sources=sources,
@@ -76,7 +81,7 @@ def _ranks(config: DictConfig, spec: Spec, world: World) -> Ranks:
         if world.rank == 0:
             need = check_memory(config, spec, world.device, world.size, sharding["zero_optimization"]["stage"])
             log.info("training takes %s", need)
-        _seed(config)
+        seed(config)
         ranks = Ranks(build(config, spec), world, sharding)
         ranks.check(config.batch_size)
     return ranks
@@ -84,6 +89,7 @@ def _ranks(config: DictConfig, spec: Spec, world: World) -> Ranks:
 
 def check_memory(config: DictConfig, spec: Spec, device: str, size: int, stage: int) -> memory.Need:
     """What training with `size` ranks takes of each; raises ConfigError when it is not there."""
+    torch.set_num_threads(int(config.threads))  # it computes a little, where other processes start
     memory.check_built(_shaped(config, spec), config.ranks)
     need = memory.needed(_shaped(config, spec), spec, config.batch_size, size, stage)
     memory.check(need, memory.free(device, config.ranks), device)
@@ -98,12 +104,12 @@ def _shaped(config: DictConfig, spec: Spec) -> Callable[[], Algorithm]:
     return lambda: build(config, spec)
 
 
-def infer(config: DictConfig, run_dir: Path, local: str) -> None:
-    """The inference process: answer actors until SIGTERM.
+def infer(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None] = lambda: None) -> None:
+    """The inference process: answer actors until SIGTERM; `begun` is called once it has weights to act with.
 
     Weights that are not of the config's algorithm are left aside: what they mean for the run, the trainer says.
     """
-    _seed(config)
+    seed(config)
     link, spec = _connect(local, "inference")
     memory.check_built(_shaped(config, spec), 1)
     server = InferenceServer(
@@ -123,6 +129,8 @@ def infer(config: DictConfig, run_dir: Path, local: str) -> None:
             pass
         if link.connected and time.monotonic() > beat:
             link.send(m.Heartbeat(server.report()))
+            if server.host.version:
+                begun()
             beat = time.monotonic() + 1.0
         return link.notice.weights
 
@@ -155,7 +163,8 @@ def device_of(config: DictConfig) -> str:
     return str(config.device)
 
 
-def _seed(config: DictConfig) -> None:
+def seed(config: DictConfig) -> None:
+    """Whoever builds the algorithm does this first: weights that come from no file are then the same everywhere."""
     torch.set_num_threads(int(config.threads))
     torch.manual_seed(int(config.seed))
 
@@ -203,16 +212,28 @@ def _learning(options: Any) -> Any:
 
 
 def summarise(learner: Learner) -> None:
-    """summary.json, learning_curve.png and the table on the screen; evaluation.json where the plan only evaluates."""
-    sources, phases = learner.sources, learner.plan.phases.values()
-    learning = [phase.name for phase in phases if phase.actors.mode in ("collect", "teleop")]
-    report.write(
-        learner.run_dir / ("summary.json" if learning else "evaluation.json"),
-        env_steps=sum(e.steps for e in sources.episodes.values() if e.source != "eval" and e.phase != DATASET),
-        episodes=len(curve(sources, learning)),
+    """summary.json, learning_curve.png and the table on the screen; where the plan only evaluates, evaluation.json.
+
+    Such a plan writes summary.json, too, unless that tells an evaluation of the same weights already.
+    """
+    ledger, phases, version = learner.ledger, learner.plan.phases.values(), learner.version["sha256"]
+    done = ledger.finished()["flags"]
+    done = done[done & TRAINED > 0]
+    evaluations = [learner.evaluations[phase.name] for phase in phases if phase.name in learner.evaluations]
+    summary = learner.run_dir / "summary.json"
+    files = [summary]
+    if not any(phase.updates or phase.actors.mode in ("collect", "teleop") for phase in phases):
+        measured = (report.read(summary).get("eval") or {}).get("weights_sha256")
+        files = [*[summary] * (measured != version), learner.run_dir / "evaluation.json"]
+    write = functools.partial(
+        report.write,
+        env_steps=ledger.env_steps,
+        episodes=len(done),
+        assisted=int((done & ASSISTED > 0).sum()),
         updates=learner.state.updates,
         wall_s=learner.wall_s,
-        evaluations=[learner.evaluations[phase.name] for phase in phases if phase.name in learner.evaluations],
-        weights_sha256=learner.version["sha256"],
-        curve=curve(sources, [phase.name for phase in phases if phase.actors.mode == "collect"]),
+        evaluations=evaluations,
+        weights_sha256=version,
+        curve=curve(ledger, [phase.name for phase in phases if phase.actors.mode == "collect"]),
     )
+    report.show([write(path) for path in files][-1], evaluated=bool(evaluations))

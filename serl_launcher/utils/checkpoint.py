@@ -15,21 +15,50 @@ from serl_client.spec import Spec
 
 log = logging.getLogger(__name__)
 
+SOON_S = 1.0  # from a start to its first checkpoint; each interval is twice the one before
+SHARE = 0.1  # of the time may go into checkpoints
+
 FORMAT = 2  # of the state; 2: optimisers by the names of the weights
 STATE, MANIFEST = "state.pt", "manifest.json"
 ASIDE = ".aside"  # what is being written; a crash leaves it behind, the next save clears it away
 
 
+class Schedule:
+    """When the next checkpoint is due: soon after a start, because a process that was killed may be killed again, then
+    ever more seldom, at last every `longest` seconds; 0: always.
+
+    `cost` is the seconds that the last checkpoint took, from an earlier start if it is known. Checkpoints take at most
+    SHARE of the time, however large they are.
+    """
+
+    def __init__(self, longest: float, now: float, cost: float = 0.0) -> None:
+        self.longest, self.cost = longest, cost
+        self._interval = SOON_S
+        self._next = now + self._wait()
+
+    def due(self, now: float) -> bool:
+        return now >= self._next
+
+    def saved(self, now: float, cost: float) -> None:
+        """A checkpoint is there since `now`, and took `cost` seconds."""
+        self.cost, self._interval = cost, 2 * self._interval
+        self._next = now + self._wait()
+
+    def _wait(self) -> float:
+        return max(min(self._interval, self.longest), self.cost / SHARE) if self.longest else 0.0
+
+
 class Checkpoints:
     """The checkpoints of one run, numbered in the order of their making: folder/000001, folder/000002, ...
 
-    `config` is what a run must share with the one that resumes it, as plain data. The newest `keep` are kept, and
-    those that were pinned.
+    `config` is what a run must share with the one that resumes it, as plain data. The newest `keep` that were not found
+    broken are kept, and those that were pinned.
     """
 
     def __init__(self, folder: Path, *, spec: Spec, config: Mapping[str, Any], keep: int = 3) -> None:
         self.folder, self.spec, self.keep = folder, spec, keep
         self.config = json.loads(json.dumps(config))  # as it reads after a journey through the manifest
+        self._broken: set[Path] = set()  # found by load
 
     def save(self, updates: int, state: Mapping[str, Any], *, pinned: bool = False) -> Path:
         """Keep `state`, made of tensors and plain data; on return it survives a power cut. Raises OSError."""
@@ -57,23 +86,31 @@ class Checkpoints:
     def load(self) -> dict[str, Any] | None:
         """The state of the newest whole checkpoint, on the CPU, mapped from its file; None when there is none.
 
-        Raises ConfigError when that one was made with another Spec or config, or by another version of this.
+        Raises ConfigError when that one was made with another Spec or config, or by another version of this, and when
+        there are checkpoints and none is whole: a run that began anew would replace what it had learned.
         """
         for path in reversed(self._paths()):
             try:
                 manifest = _whole(path)
             except (OSError, ValueError, KeyError) as error:
                 log.warning("skipped the broken checkpoint %s: %s", path, error)
+                self._broken.add(path)
                 continue
             self._check(path, manifest)
             return torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
+        if self._broken:
+            raise ConfigError(
+                f"no checkpoint in {self.folder} is whole (see above): bring one back from a backup, or delete the "
+                "folder to learn anew from the data that the run has"
+            )
         return None
 
     def _paths(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("[0-9]*") if path.name.isdecimal())
 
     def _forget(self) -> None:
-        for path in [path for path in self._paths() if not _pinned(path)][: -self.keep]:
+        paths = [path for path in self._paths() if not _pinned(path)]
+        for path in [*self._broken.intersection(paths), *[p for p in paths if p not in self._broken][: -self.keep]]:
             shutil.rmtree(path)
 
     def _check(self, path: Path, manifest: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ weights. Weights, gradients and states are float32 everywhere, so that all of th
 """
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ class Optimizer:
     a critic leaves nothing in the critic. `clip` is the gradient's largest norm. The learning rate grows over `warmup`
     steps and falls until step `decay` to `final` times itself (see schedule.rate). A step's gradient is the mean over
     `accumulation` parts of a batch (see `parts`), so that a batch need not fit the memory at once.
+
+    A gradient that is not finite changes no weight and no moment, because one such value would stay in every weight for
+    good. `steps` counts the steps that were asked for, and `refused` those among them. DeepSpeed's shards refuse none.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class Optimizer:
         self.parameters = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
         self._schedule: dict[str, Any] = {"warmup": warmup, "decay": decay, "final": final}
         self._adam = {"lr": learning_rate, "betas": tuple(betas), "weight_decay": weight_decay}
-        self._steps = self._part = 0
+        self.steps = self._part = 0  # taken, and parts of the next one that were differentiated
         self._loaded: dict[str, State] = {}
         self._way: _Replica | _Shards | None = None  # made when it is needed: it takes memory, on the right device
 
@@ -62,7 +65,7 @@ class Optimizer:
         its device and like rank 0's. `sharding` is DeepSpeed's config; None: every rank has all."""
         if world.size == 1:
             return
-        self._steps, names = world.broadcast([self._steps, list(self._loaded)])
+        self.steps, names = world.broadcast([self.steps, list(self._loaded)])
         own = (self.module, self.parameters, self._adam, world)
         self._way = _Shards(*own, sharding, self.accumulation, self.clip) if sharding else _Replica(*own)
         for name in names:
@@ -84,20 +87,25 @@ class Optimizer:
         self.way.differentiate(loss / self.accumulation, is_first=self._part == 1, is_last=is_last)
         if not is_last:
             return torch.zeros((), device=loss.device)
-        norm = self.way.step(self.learning_rate * rate(self._steps, **self._schedule), self.clip)
-        self._part, self._steps = 0, self._steps + 1
+        norm = self.way.step(self.learning_rate * rate(self.steps, **self._schedule), self.clip)
+        self._part, self.steps = 0, self.steps + 1
         return norm
+
+    @property
+    def refused(self) -> int:
+        """How many steps had a gradient that was not finite, in this process; waits for the device."""
+        return 0 if self._way is None else int(self._way.refused)
 
     def state_dict(self) -> dict[str, Any]:
         """The steps taken, and the state of each weight by its name, whole: whatever ranks and sharding are, and were.
         Every rank calls this."""
         if self._way is None:
-            return {"steps": self._steps, "states": self._loaded}
-        return {"steps": self._steps, "states": {name: self._way.state(name) for name in self.parameters}}
+            return {"steps": self.steps, "states": self._loaded}
+        return {"steps": self.steps, "states": {name: self._way.state(name) for name in self.parameters}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what state_dict said. Called before `spread`, on rank 0 alone."""
-        self._steps, self._loaded, self._way = state["steps"], dict(state["states"]), None
+        self.steps, self._loaded, self._way = state["steps"], dict(state["states"]), None
 
 
 class _Replica:
@@ -105,8 +113,9 @@ class _Replica:
 
     def __init__(self, module: nn.Module, parameters: Parameters, adam: Mapping[str, Any], world: World) -> None:
         self.run, self._parameters, self._world = module, parameters, world
-        self._adam = torch.optim.AdamW(parameters.values(), fused=True, **adam)
+        self._adam = _Adam(list(parameters.values()), **adam)
         self._is_last = False
+        self.refused = torch.zeros((), device=next(iter(parameters.values())).device)
         self._averaging: list[Any] = []
         if world.size > 1:
             for weight in parameters.values():
@@ -114,7 +123,8 @@ class _Replica:
 
     def differentiate(self, loss: Tensor, *, is_first: bool, is_last: bool) -> None:
         if is_first:
-            self._adam.zero_grad()
+            for weight in self._parameters.values():
+                weight.grad = None
         self._is_last = is_last
         loss.backward(inputs=list(self._parameters.values()))
         self._is_last = False
@@ -134,8 +144,9 @@ class _Replica:
         norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
         if clip is not None:
             nn.utils.clip_grads_with_norm_(weights, clip, norm)
-        self._adam.param_groups[0]["lr"] = learning_rate
-        self._adam.step()
+        is_bad = norm.isfinite().logical_not_().float()  # on the device: nobody waits for it
+        self._adam.step(learning_rate, is_bad)
+        self.refused += is_bad
         return norm
 
     def state(self, name: str) -> State:
@@ -146,8 +157,42 @@ class _Replica:
         self._adam.state[weight] = {key: value.to(weight.device, copy=True) for key, value in state.items()}
 
 
+class _Adam:
+    """AdamW by PyTorch's fused kernel. torch.optim.AdamW calls the same kernel, but imports PyTorch's compiler, which
+    costs each trainer seconds at its start."""
+
+    def __init__(
+        self, weights: Sequence[nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
+    ) -> None:
+        self.state: dict[nn.Parameter, State] = {}
+        self._weights = weights
+        self._options = {"beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": 1e-8}
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, skip: Tensor) -> None:
+        """Take a step with the gradients that are there. `skip`, 0 or 1 on the device: with 1 nothing changes."""
+        weights = [weight for weight in self._weights if weight.grad is not None]
+        if not weights:
+            return
+        for weight in weights:
+            if weight not in self.state:
+                moments = {name: torch.zeros_like(weight) for name in MOMENTS}
+                self.state[weight] = {"step": torch.zeros((), device=weight.device), **moments}
+        states = [self.state[weight] for weight in weights]
+        steps, first, second = ([state[name] for state in states] for name in ("step", *MOMENTS))
+        kernels: Any = torch  # type checkers do not see what begins with _
+        kernels._foreach_add_(steps, 1.0)
+        kernels._fused_adamw_(
+            weights, [weight.grad for weight in weights], first, second, [], steps, lr=learning_rate, amsgrad=False,
+            maximize=False, grad_scale=None, found_inf=skip, **self._options,
+        )  # fmt: skip
+        kernels._foreach_sub_(steps, [skip] * len(steps))
+
+
 class _Shards:
     """A part of a module's training on every rank, by DeepSpeed."""
+
+    refused = 0
 
     def __init__(
         self, module: nn.Module, parameters: Parameters, adam: Mapping[str, Any], world: World,

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
@@ -111,9 +112,11 @@ def record_episode(path: Path, rows: Mapping[str, Array], info: Mapping[str, Any
     layout = _layout(tuple(cameras(spec)), tuple(_plots(spec)))
     stream = rr.RecordingStream(APPLICATION, recording_id=info["id"])
     data = stream.binary_stream()
-    _send(stream, rows, info, spec, begin=float(rows["time"][0]))
-    aside, content = _aside(path), layout + data.read()  # recordings may stand one behind the other
-    _release(stream)
+    try:
+        _send(stream, rows, info, spec, begin=float(rows["time"][0]))
+        aside, content = _aside(path), layout + data.read()  # recordings may stand one behind the other
+    finally:
+        _release(stream)
     try:
         aside.write_bytes(content)
         aside.replace(path)
@@ -165,10 +168,18 @@ class LiveViewer:
         try:
             stream.flush(timeout_sec=FLUSH_S)
         except (RuntimeError, ValueError) as error:
-            log.warning("the live viewer takes nothing: %s", error)
-            self.close()  # else its queue would grow
-        _release(stream)
+            self._give_up(str(error))
+        ends = threading.Thread(target=_release, args=(stream,), daemon=True)
+        ends.start()
+        ends.join(FLUSH_S)
+        if ends.is_alive():  # rerun waits without end for a server that hangs
+            self._give_up("it does not end an episode")
+            ends.join(FLUSH_S)
         return self._server.poll() is None
+
+    def _give_up(self, reason: str) -> None:
+        log.warning("the live viewer takes nothing: %s", reason)
+        self.close()  # else its queue would grow
 
     def close(self) -> None:
         """End the server; viewers keep what they have."""

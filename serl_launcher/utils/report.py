@@ -29,36 +29,56 @@ def write(
     *,
     env_steps: int,
     episodes: int,
+    assisted: int,
     updates: int,
     wall_s: float,
     evaluations: Sequence[Mapping[str, Any]],
     weights_sha256: str,
     curve: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Write the summary to `path` and learning_curve.png beside it, print the table, and return the summary.
+    """Write the summary to `path` and learning_curve.png beside it, and return the summary.
 
-    evaluations, in their order: {episodes, distinct_starts, successes (None: the task knows none), returns}; the last
-    is of the trained policy, the first of several of the untrained one. curve: {env_steps (up to its end), success
-    (None: not judged), return, intervened} of each episode of training, in order.
+    The counts are of the whole run. evaluations, in their order: {episodes, distinct_starts, successes (None: the task
+    knows none), returns}; the last is of the trained policy, the first of several of the untrained one. Of a plan that
+    evaluates nothing the file keeps what an earlier plan has measured, with the hash of the weights that it measured.
+    curve: {env_steps (up to its end), success (None: not judged), return, intervened} of each episode of training, in
+    order. weights_sha256: of the newest weights.
     """
-    results = [_result(evaluation) for evaluation in evaluations]
-    before = results[0] if len(results) > 1 else None
-    summary = {
-        "env_steps": env_steps,
-        "episodes": episodes,
-        "assisted": sum(episode["intervened"] for episode in curve),  # of those in which the policy drove
-        "updates": updates,
-        "wall_s": round(wall_s, 1),
+    results, earlier = [_result(evaluation) for evaluation in evaluations], read(path)
+    before = results[0] if len(results) > 1 else earlier.get("before")
+    measured = {
         "success_before": before and before["success"],
         "before": before,
         "eval": {**results[-1], "weights_sha256": weights_sha256} if results else None,
     }
-    if results or not path.exists():  # a plan that only collects does not replace what an earlier one has measured
-        _write_whole(path, json.dumps(summary, indent=1).encode())
+    counts = {
+        "env_steps": env_steps,
+        "episodes": episodes,
+        "assisted": assisted,
+        "updates": updates,
+        "wall_s": round(wall_s, 1),
+        "weights_sha256": weights_sha256,
+    }
+    kept = {name: earlier.get(name) for name in measured}
+    summary = counts | (measured if results else kept)
+    _write_whole(path, json.dumps(summary, indent=1).encode())
     if curve:
         _write_whole(path.with_name("learning_curve.png"), picture(curve))
-    Console().print(table(summary) if results else _took(summary))
     return summary
+
+
+def show(summary: Mapping[str, Any], *, evaluated: bool) -> None:
+    """Print the table; where this plan has not `evaluated`, only what it took."""
+    Console().print(table(summary) if evaluated else _took(summary))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The summary in a file; empty without one, and where a power cut has torn it."""
+    try:
+        summary = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def table(summary: Mapping[str, Any]) -> Table:

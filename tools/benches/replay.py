@@ -1,13 +1,15 @@
 """Drawing 256 pairs of observations (3 cameras of 224x224 and a state) from a warm source into memory that is used
 again, against a copy of the same bytes and against lerobot's ReplayBuffer with the same observations on the CPU.
 
-Also: the bytes that are written per byte of frame, and how the two draw rows of 8 numbers, where there is little to
-copy and what is done around it counts.
+Also: the bytes that are written per byte of frame; how the two draw rows of 8 numbers, where there is little to copy
+and what is done around it counts; and what a batch costs right after an episode was discarded, as an operator or an
+evaluation may do twice a second, for windows that start anywhere and for those that start where a chunk began.
 """
 
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -15,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from serl_client import Feature, Spec
+from serl_client import Feature, Outcome, Spec
 
 from serl_launcher.data.layout import Layout
 from serl_launcher.data.sources import Sources
@@ -36,6 +38,9 @@ def main(words: Sequence[str], prog: str) -> None:
     parser.add_argument("--rounds", type=int, default=9, help="(9)")
     parser.add_argument("--steps", type=int, default=1500, help="in the source (1500; 0.45 MB each)")
     parser.add_argument("--theirs", type=int, default=300, help="in lerobot's buffer (300; 3.6 MB each); 0: without")
+    parser.add_argument(
+        "--large", type=int, nargs="*", default=[200_000], help="steps in the sources with discards (200000)"
+    )
     parser.add_argument("--folder", type=Path, help="of the source (the system's for temporary files)")
     parser.add_argument("--json", action="store_true", help="print one object")
     options = parser.parse_args(words)
@@ -47,6 +52,9 @@ def main(words: Sequence[str], prog: str) -> None:
     ):  # fmt: skip
         with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
             figures += replay(name, Path(folder), spec, steps, options.theirs, options.rounds, goals)
+    for steps in options.large:
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
+            figures += discards(Path(folder), steps, options.rounds)
     said("replay", before, figures, as_json=options.json)
 
 
@@ -76,6 +84,41 @@ def replay(
     return figures
 
 
+def discards(folder: Path, steps: int, count: int) -> list[Figure]:
+    """A batch after one more episode was discarded, against one from a source where nothing was."""
+    fill(folder, SMALL, steps)
+    store = Store(folder)
+    cursor, rows = store.index.catalog(0, -1)
+    ids = [row[1] for row in rows]
+
+    def opened() -> Sources:
+        sources = Sources(folder, SMALL, {"online": steps}, {}, seed=0)
+        sources.update(rows)
+        return sources
+
+    def discarded(window: Window) -> float:
+        nonlocal cursor
+        store.stage("epoch", store.expected("epoch"), Outcome(ids.pop(len(ids) // 2), None, discard=True))
+        store.commit()
+        cursor, changed = store.index.catalog(cursor, 100)
+        return timed(lambda: (told.update(changed), told.sample(BATCH, window, {"online": 1.0})))()
+
+    untold, told, figures = opened(), opened(), []
+    offsets = {STATE: (0,), "action": (0,), "next_observation": (1,)}
+    for name, window in (("", Window(offsets)), (", starts of chunks", Window(offsets, starts="decision"))):
+        contenders = {
+            "none": timed(lambda window=window: untold.sample(BATCH, window, {"online": 1.0})),
+            "one": lambda window=window: discarded(window),
+        }  # fmt: skip
+        measured = interleaved(contenders, count)
+        figures.append(
+            Figure(f"a batch after a discard{name}, {steps:,} steps", 1e3 * median(measured["one"]), "ms",
+                   "a batch where nothing was discarded", ratio(measured, "one", "none"), "<= 3" if not name else "")
+        )  # fmt: skip
+    store.close()
+    return figures
+
+
 def interleaved(contenders: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
     rounds(contenders, 3)  # the pages are there
     return rounds(contenders, count)
@@ -89,7 +132,7 @@ def fill(folder: Path, spec: Spec, steps: int) -> float:
     seq, per = 0, max(1, EPISODE // rows.length)
     while (seq + per) * rows.length <= steps:
         for segment in rows.episode(per, number):
-            store.stage("epoch", seq, segment)
+            store.stage("epoch", seq, replace(segment, decision=np.arange(len(segment)) % 8 == 0))
             seq += 1
         store.commit()
     store.index.probe()  # the log is brought into the database

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from serl_client.keys import Key
+from serl_client.keys import Key, named
 from serl_client.messages import Welcome
 from serl_client.spec import Spec
 
@@ -43,7 +43,7 @@ class Run:
     def folder(self) -> Path:
         """Where this side writes."""
         folder = Path(str(self.config.run_dir)).resolve()
-        return folder if self.side == "learner" else folder / "actors" / str(self.config.name)
+        return folder if self.side == "learner" else folder / "actors" / named(str(self.config.name), self.key)
 
     @property
     def rate(self) -> float:

@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 
 from serl_client import messages as m
 from serl_client.errors import ConfigError, Timeout, TrainerError, VersionMismatch
-from serl_client.keys import Key, known_as
+from serl_client.keys import Key, known_as, named
 from serl_client.link import Link
 from serl_client.outbox import Outbox
+from serl_client.reach import Look, greeted, judged, look, unwelcome
 from serl_client.spec import Spec
 
 from serl_launcher.service.gate import AllowList, check_address
@@ -23,10 +24,6 @@ from .common import Finding, Run
 
 PATIENCE = 3.0  # seconds
 FAREWELL = 200  # ms
-# What every ZeroMQ peer says first (ZMTP 3.0): this signature and version, then the mechanism of its security, whether
-# it is the server, and zeros: GREETING bytes in all.
-OPENING = b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x00"
-GREETING = 64
 SKEW = 1.0  # seconds
 
 
@@ -100,9 +97,11 @@ def keys(run: Run) -> Iterator[Finding]:
 def key(run: Run) -> Iterator[Finding]:
     """The key of this robot PC."""
     if not run.config.key:
+        run.config.name = named(str(run.config.name), None)
         yield Finding("ok", "none: that is for a learner on this machine, or behind a tunnel")
         return
     run.key = Key.read(Path(run.config.key))
+    run.config.name = named(str(run.config.name), run.key)
     if not run.key.owns(str(run.config.name)):
         advice = f"say name={run.key.name}, or {run.key.name}/2 for a second actor"
         yield Finding("FAIL", f"{run.config.key} is the key of {run.key.name}, not of {run.config.name}", advice)
@@ -115,53 +114,11 @@ def key(run: Run) -> Iterator[Finding]:
 
 def reachable(run: Run) -> Iterator[Finding]:
     """Whether somebody listens at the learner's address, and whether it is a learner, with or without keys."""
-    host, port = str(run.config.ip), int(run.config.port)
-    try:
-        greeting, seconds = _greeted(host, port)
-    except socket.gaierror as error:
-        yield Finding("FAIL", f"{host} is no known name: {error.strerror}", "say the learner's address, ip=10.0.0.5")
-    except ConnectionRefusedError:
-        advice = (
-            "start the learner; if it runs, compare port= there, and its host=: on 127.0.0.1 only its own machine "
-            f"reaches it, so use a tunnel (ssh -L {port}:localhost:{port} GPU_BOX) or keys (docs/security.md)"
-        )
-        yield Finding("FAIL", f"nobody listens at {host}:{port}", advice)
-    except OSError as error:
-        advice = "look at the cable, the address (ping) and the firewall of the learner's machine for this port"
-        yield Finding("FAIL", f"{host}:{port} cannot be reached: {error.strerror or error}", advice)
-    else:
-        yield _judged(f"{host}:{port}", greeting, seconds, run.key is not None)
+    yield _finding(look(str(run.config.ip), int(run.config.port), has_key=run.key is not None))
 
 
-def _greeted(host: str, port: int) -> tuple[bytes, float]:
-    """What a listener says to a ZeroMQ peer (GREETING bytes, or what came), and the seconds that connecting took."""
-    begin = time.monotonic()
-    with socket.create_connection((host, port), PATIENCE) as peer:
-        seconds = time.monotonic() - begin
-        peer.sendall(OPENING)
-        said = b""
-        try:
-            while len(said) < GREETING and (part := peer.recv(GREETING - len(said))):
-                said += part
-        except (TimeoutError, ConnectionResetError):
-            pass
-    return said, seconds
-
-
-def _judged(address: str, greeting: bytes, seconds: float, has_key: bool) -> Finding:
-    if not greeting:
-        advice = "is the learner stopped (Ctrl-Z)? Behind a tunnel: does the learner run at its other end?"
-        return Finding("FAIL", f"{address} takes connections and says nothing", advice)
-    if greeting[:1] + greeting[9:10] != b"\xff\x7f" or len(greeting) < GREETING:
-        advice = f"another program has that port: compare port= of the learner with {address.rpartition(':')[2]}"
-        return Finding("FAIL", f"{address} is no learner, it says {greeting[:24]!r}", advice)
-    mechanism = greeting[12:32].rstrip(b"\0").decode("ascii", "replace")
-    if mechanism == "CURVE" and not has_key:
-        advice = "have a key made there (`tools/keys.py make`), bring the file here (mode 0600) and say key=FILE"
-        return Finding("FAIL", f"{address} lets in only who has a key", advice)
-    if mechanism == "NULL" and has_key:
-        return Finding("FAIL", f"{address} has no keys, and key= is given", "leave key= out, or start it with keys=")
-    return Finding("ok", f"{address} answers after {seconds * 1e3:.1f} ms, security {mechanism}")
+def _finding(found: Look) -> Finding:
+    return Finding("ok" if found.ok else "FAIL", found.text, found.advice)
 
 
 def protocol(run: Run) -> Iterator[Finding]:
@@ -173,8 +130,7 @@ def protocol(run: Run) -> Iterator[Finding]:
         yield Finding("FAIL", str(error), "bring both machines to the same version (git pull, uv sync)")
         return
     except Timeout:
-        advice = "another program that speaks ZeroMQ, or a learner that is stopped: compare port=, look at its screen"
-        yield Finding("FAIL", f"{run.config.ip}:{run.config.port} does not answer to Hello", advice)
+        yield _finding(unwelcome(f"{run.config.ip}:{run.config.port}"))
         return
     state = run.welcome.notice.get("degraded")
     if state:
@@ -207,6 +163,19 @@ def same_robot(run: Run) -> Iterator[Finding]:
         yield Finding("ok", "the run is of this robot")
 
 
+def name(run: Run) -> Iterator[Finding]:
+    """Whether the actor's name is free: each of a run has its own."""
+    if run.welcome is None:
+        return
+    with _viewer(str(run.config.ip), run.config.port, run.key) as link:
+        report: Any = link.call(m.Status(), PATIENCE)
+    others = [c["actor"] for c in report.report["clients"] if c["role"] == "actor" and c["seen_s"] < PATIENCE]
+    if str(run.config.name) in others:
+        yield Finding("FAIL", f"an actor named {run.config.name} is connected", "stop it, or choose name=...")
+    else:
+        yield Finding("ok", f"{run.config.name}; connected are {', '.join(others) or 'no actors'}")
+
+
 def clocks(run: Run) -> Iterator[Finding]:
     """How far the clocks differ: no matter for the data (order is by number), but for reading two logs together."""
     if run.welcome is None:
@@ -216,9 +185,6 @@ def clocks(run: Run) -> Iterator[Finding]:
         before = time.time()
         report: Any = link.call(m.Status(), PATIENCE)
         after = time.time()
-    others = [c["actor"] for c in report.report["clients"] if c["role"] == "actor" and c["seen_s"] < PATIENCE]
-    if str(run.config.name) in others:
-        yield Finding("FAIL", f"an actor named {run.config.name} is connected", "stop it, or choose name=...")
     skew = report.report["time"] - (before + after) / 2
     advice = "no matter for the data; for logs set both clocks (timedatectl set-ntp true)"
     text = f"the learner's clock is {skew:+.3f} s from ours, an exchange takes {(after - before) * 1e3:.1f} ms"
@@ -232,13 +198,16 @@ def inference(run: Run) -> Iterator[Finding]:
     address = run.welcome.inference.replace("*", str(run.config.ip))
     url = urlsplit(address)
     try:
-        greeting, seconds = _greeted(url.hostname or "", url.port or 0)
+        greeting, seconds = greeted(url.hostname or "", url.port or 0)
     except OSError as error:
-        advice = "it starts after the first actor has come; else see the learner's screen, and its inference_port="
-        state = "FAIL" if run.welcome.spec is not None else "ok"
-        yield Finding(state, f"no inference at {address} yet: {error}", advice if state == "FAIL" else "")
+        advice = "a learner that was started just now needs some seconds for it: ask again. Else see its screen"
+        if isinstance(error, ConnectionRefusedError):  # its machine answers, so it may still be starting
+            state = "ok" if run.welcome.spec is None else "WARN"  # without a Spec it waits for the first actor
+        else:
+            state, advice = "FAIL", f"does a firewall close port {url.port}? See also the learner's inference_port="
+        yield Finding(state, f"no inference at {address} yet: {error}", advice if state != "ok" else "")
         return
-    yield _judged(address.removeprefix("tcp://"), greeting, seconds, run.key is not None)
+    yield _finding(judged(address.removeprefix("tcp://"), greeting, seconds, run.key is not None))
 
 
 def outbox(run: Run) -> Iterator[Finding]:

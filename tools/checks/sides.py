@@ -19,8 +19,8 @@ CHECKS: dict[str, Sequence[Check]] = {  # in this order: some look at what earli
     ),
     "actor": (
         machine.packages, machine.processors, machine.graphics, robot.robot, robot.cameras, robot.control,
-        network.key, network.reachable, network.protocol, network.same_robot, network.inference, network.clocks,
-        network.outbox, machine.disk, machine.memory, machine.gpu, machine.programs,
+        network.key, network.reachable, network.protocol, network.same_robot, network.name, network.inference,
+        network.clocks, network.outbox, machine.disk, machine.memory, machine.gpu, machine.programs,
     ),
 }  # fmt: skip
 NEEDS: dict[Check, Check] = {  # a check whose need has failed says nothing

@@ -36,6 +36,7 @@ class Part:
     life: int
     seed: int
     address: str
+    key: Path | None
     outbox: Path
     truth: Path
     stop: Path
@@ -47,7 +48,13 @@ class Part:
 def play(part: Part) -> None:
     """Push until it is time to stop, then drain. Exits with 3 when the learner has sent it away for good."""
     client = TrainerClient(
-        part.address, actor=part.name, spec=SPEC, outbox=part.outbox, paced=part.paced, weights_folder=part.weights
+        part.address,
+        actor=part.name,
+        spec=SPEC,
+        outbox=part.outbox,
+        paced=part.paced,
+        weights_folder=part.weights,
+        key=part.key,
     )
     truth = Truth(part.truth)
     truth.note(actor=part.name, life=part.life, epoch=client.epoch)
@@ -141,7 +148,7 @@ class _Work:
             np.arange(steps) % 2 == 0, now + np.arange(steps) / SPEC.fps,
             terminated=ends == "terminated", truncated=ends == "truncated",
         )  # fmt: skip
-        hashes = [_fingerprint(segment, i) for i in range(steps)]
+        hashes = [fingerprint_of(segment, i) for i in range(steps)]
         self._truth.note(seq=self.pushed, episode=self._episode, start=self._step, steps=hashes, ends=ends)
         self._step += steps
         self._made += steps
@@ -159,7 +166,7 @@ class _Work:
             self._truth.note(weights=[self._version, hashlib.sha256(path.read_bytes()).hexdigest()])
 
 
-def _fingerprint(segment: Segment, i: int) -> str:
+def fingerprint_of(segment: Segment, i: int) -> str:
     """That of step `i` of a segment."""
     last = segment.ends and i == len(segment) - 1
     seen = [array[j] for j in range(i, i + 1 + last) for _, array in sorted(segment.observation.items())]

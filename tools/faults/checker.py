@@ -57,6 +57,8 @@ class Step:
     index: int
     origin: tuple[int, ...]  # what the row says of itself: seed, actor, life, seq, row
     hash: str
+    record: np.ndarray
+    seen: bytes  # of the row that was seen before it, a hash
 
 
 def check(
@@ -73,12 +75,12 @@ def check(
     index = sqlite3.connect(f"file:{store / 'index.sqlite'}?mode=ro", uri=True)
     index.row_factory = sqlite3.Row
     try:
-        found = _Found(store, index, report)
+        found = Found(store, index, report)
         _check_watermarks(found, lives, report)
         _check_records(found, lives, archived, report)
         _check_outcomes(found, lives, report)
         _check_numbers(index, truths, report)
-        _check_weights(store.parent / "weights", index, report)
+        check_weights(store.parent / "weights", index, report)
     finally:
         index.close()
     for outbox in outboxes:
@@ -130,7 +132,7 @@ def _lives(truths: Iterable[Path]) -> dict[str, Life]:
     return lives
 
 
-class _Found:
+class Found:
     """A store as it lies on disk: its tables, and every live step that fits its checksum."""
 
     def __init__(self, store: Path, index: sqlite3.Connection, report: Report) -> None:
@@ -141,9 +143,12 @@ class _Found:
         self.outcomes = index.execute("SELECT rowid, * FROM outcomes ORDER BY rowid").fetchall()
         self.archived = {row[0] for row in index.execute("SELECT number FROM archived")}
         self.steps: dict[int, list[Step]] = defaultdict(list)  # of each episode, by its number
+        self.parts: dict[str, list[sqlite3.Row]] = defaultdict(list)  # of what an actor calls one episode, in order
+        for row in sorted(self.episodes.values(), key=lambda row: row["number"]):
+            self.parts[row["part_of"]].append(row)
         for source in self.sources.values():
-            firsts = {row["first"] for row in self.episodes.values() if row["source"] == source["name"]}
-            for step in _steps(store / source["name"], self.spec, source, firsts, report):
+            mine = [row for row in self.episodes.values() if row["source"] == source["name"]]
+            for step in _steps(store / source["name"], self.spec, source, mine, report):
                 self.steps[step.episode].append(step)
 
     def tail(self, episode: Mapping[str, Any]) -> int:
@@ -154,25 +159,27 @@ class _Found:
 
 
 def _steps(
-    folder: Path, spec: dict[str, Any], source: Mapping[str, Any], firsts: set[int], report: Report
+    folder: Path, spec: dict[str, Any], source: Mapping[str, Any], episodes: Sequence[Any], report: Report
 ) -> Iterator[Step]:  # fmt: skip
-    """The steps of a source in [tail, head) whose episode begins there; episodes begin at the numbers `firsts`."""
+    """The steps of a source in [tail, head) whose episode begins there; `episodes` are those of this source."""
+    firsts, starts = {row["first"] for row in episodes}, {row["number"]: row["part_start"] for row in episodes}
     capacity, tail, head = source["capacity"], source["tail"], source["head"]
-    slots, kind = capacity + capacity // 8 + 64, _kind(spec)
-    words = np.fromfile(folder / "published", "<u8").tolist()
+    room, words = slots(capacity), np.fromfile(folder / "published", "<u8").tolist()
     if words != [tail, head] or not max(0, head - capacity) <= tail <= head:
         report.violations.append(f"{folder.name} holds [{tail}, {head}) of {capacity}, and {words} is published")
     if tail not in (0, head, *firsts):
         report.violations.append(f"{folder.name}: its tail {tail} lies within an episode")
-    if tail and head - tail < capacity // 4 and source["row_head"] - source["row_tail"] < slots // 4:
+    longest = max((row["steps"] for row in episodes), default=0)
+    least = capacity - capacity // 2 - capacity // 64 - longest  # half for a group, and episodes leave whole
+    if tail and head - tail < least and source["row_head"] - source["row_tail"] < room // 4:
         report.violations.append(f"{folder.name}: only {head - tail} steps of {capacity} were kept")
-    steps, rows = np.memmap(folder / "steps", kind, "r"), _rows(folder / "rows", spec, slots)
+    steps, columns = np.memmap(folder / "steps", kind(spec), "r"), rows(folder / "rows", spec, room)
     for number in range(tail, head):
         record = steps[number % capacity].copy()
         if record["number"] == number and record["first"] < tail:
             continue  # its episode is evicted
         seen = [int(record["row"]), *([int(record["final_row"])] if record["final_row"] >= 0 else [])]
-        arrays = [rows[name][row % slots] for row in seen for name in sorted(rows)]
+        arrays = [columns[name][row % room] for row in seen for name in sorted(columns)]
         if record["number"] != number or _checksum(record, arrays) != record["checksum"]:
             report.violations.append(f"{folder.name}: step {number} is damaged, or not there")
             continue
@@ -180,16 +187,18 @@ def _steps(
             report.violations.append(f"{folder.name}: step {number} points to a row that is not kept")
         yield Step(
             number, int(record["episode"]), int(record["index"]),
-            tuple(rows["observation.state"][seen[0] % slots].tolist()),
+            tuple(columns["observation.state"][seen[0] % room].tolist()),
             fingerprint(
                 arrays, record["action"], reward=float(record["reward"]), time=float(record["time"]),
-                weights=int(record["weights"]), directive=int(record["directive"]), index=int(record["index"]),
+                weights=int(record["weights"]), directive=int(record["directive"]),
+                index=starts.get(int(record["episode"]), 0) + int(record["index"]),
                 flags=int(record["flags"]),
             ),
+            record, hashlib.blake2b(b"".join(array.tobytes() for array in arrays[: len(columns)])).digest(),
         )  # fmt: skip
 
 
-def _kind(spec: dict[str, Any]) -> np.dtype:
+def kind(spec: dict[str, Any]) -> np.dtype:
     """The record of a step."""
     action = spec["action"]
     fields: list[Any] = [(name, "<u8") for name in ("number", "episode", "first", "row")]
@@ -200,10 +209,16 @@ def _kind(spec: dict[str, Any]) -> np.dtype:
     return np.dtype([*fields, ("padding", "u1", (-np.dtype(fields).itemsize % 8,))])
 
 
-def _rows(path: Path, spec: dict[str, Any], slots: int) -> dict[str, np.ndarray]:
+def slots(capacity: int) -> int:
+    """How many rows a source of so many steps has."""
+    return capacity + capacity // 8 + 64
+
+
+def rows(path: Path, spec: dict[str, Any], slots: int, mode: str = "r") -> dict[str, np.ndarray]:
+    """The columns of the rows."""
     found, offset = {}, 0
     for name, feature in sorted(spec["observation"].items()):
-        found[name] = np.memmap(path, feature["dtype"], "r", offset, (slots, *feature["shape"]))
+        found[name] = np.memmap(path, feature["dtype"], mode, offset, (slots, *feature["shape"]))
         offset += -(-found[name].nbytes // PAGE) * PAGE
     return found
 
@@ -214,7 +229,7 @@ def _checksum(record: np.ndarray, arrays: Sequence[np.ndarray]) -> int:
     return xxhash.xxh3_64_intdigest(blank.tobytes() + b"".join(array.tobytes() for array in arrays))
 
 
-def _check_watermarks(found: _Found, lives: dict[str, Life], report: Report) -> None:
+def _check_watermarks(found: Found, lives: dict[str, Life], report: Report) -> None:
     """What was acknowledged, what lay in an outbox and what a drained actor made is there, and nothing beyond."""
     for life in lives.values():
         state = found.epochs.get(life.epoch)
@@ -234,7 +249,7 @@ def _check_watermarks(found: _Found, lives: dict[str, Life], report: Report) -> 
         report.violations.append(f"epochs that nobody made: {strangers}")
 
 
-def _check_records(found: _Found, lives: dict[str, Life], archived: Collection[str], report: Report) -> None:
+def _check_records(found: Found, lives: dict[str, Life], archived: Collection[str], report: Report) -> None:
     """Each delivered segment's steps are there once, in order, in their own episode, unless that was evicted whole."""
     by_number = {row["number"]: row for row in found.episodes.values()}
     if strangers := set(found.steps) - set(by_number):
@@ -244,7 +259,8 @@ def _check_records(found: _Found, lives: dict[str, Life], archived: Collection[s
             continue
         delivered = [
             note for seq, note in sorted(lives[episode["epoch"]].records.items())
-            if seq < found.epochs[episode["epoch"]]["expected"] and note["episode"] == episode["id"] and "steps" in note
+            if seq < found.epochs[episode["epoch"]]["expected"] and note["episode"] == episode["part_of"]
+            and "steps" in note
         ]  # fmt: skip
         _check_episode(found, episode, delivered, report)
         is_kept = episode["source"] in archived and episode["number"] not in found.archived
@@ -255,13 +271,17 @@ def _check_records(found: _Found, lives: dict[str, Life], archived: Collection[s
 
 
 def _check_episode(
-    found: _Found, episode: Mapping[str, Any], delivered: list[dict[str, Any]], report: Report
+    found: Found, episode: Mapping[str, Any], delivered: list[dict[str, Any]], report: Report
 ) -> None:  # fmt: skip
     id, wanted = episode["id"], [hash for note in delivered for hash in note["steps"]]
-    ends = delivered[-1]["ends"] if delivered else ""
+    parts = found.parts[episode["part_of"]]
+    is_last = episode["number"] == parts[-1]["number"]
+    follows = [row["part_start"] for row in parts if row["number"] > episode["number"]][:1] or [len(wanted)]
+    wanted = wanted[episode["part_start"] : follows[0]]
+    ends = delivered[-1]["ends"] if delivered and is_last else ""
     is_closed = bool(found.epochs[episode["epoch"]]["closed"])
     flags = {name: bool(episode[name]) for name in ("terminated", "truncated", "final", "sealed")}
-    cut = not ends and flags["sealed"]
+    cut = not ends and (flags["sealed"] or not is_last)
     due = {
         "terminated": ends == "terminated", "truncated": ends == "truncated" or cut, "final": bool(ends),
         "sealed": bool(ends) or cut,
@@ -290,7 +310,7 @@ def _check_episode(
             )
 
 
-def _check_order(found: _Found, lives: dict[str, Life], report: Report) -> None:
+def _check_order(found: Found, lives: dict[str, Life], report: Report) -> None:
     """The episodes that went through one outbox lie in the order in which they were made, and none is missing."""
     made: dict[str, list[str]] = defaultdict(list)
     for life in sorted(lives.values(), key=lambda life: life.life):
@@ -313,7 +333,7 @@ def _check_order(found: _Found, lives: dict[str, Life], report: Report) -> None:
                 report.violations.append(f"episode {id} begins at step {after}, and the one before it at {before}")
 
 
-def _check_outcomes(found: _Found, lives: dict[str, Life], report: Report) -> None:
+def _check_outcomes(found: Found, lives: dict[str, Life], report: Report) -> None:
     """Every delivered outcome is kept once, and the operator's latest is valid; without one, the judge's."""
     kept = Counter((row["epoch"], row["seq"]) for row in found.outcomes)
     valid: dict[str, list[Any]] = {}
@@ -331,13 +351,14 @@ def _check_outcomes(found: _Found, lives: dict[str, Life], report: Report) -> No
     if kept:
         report.violations.append(f"outcomes that nobody sent: {list(kept)}")
     for id, (success, discard, by) in valid.items():
-        row = found.episodes.get(id)
-        there = row and [None if row["success"] is None else bool(row["success"]), bool(row["discard"]), row["judge"]]
-        if row and there != [success, discard, by]:
-            report.violations.append(f"the outcome of {id} is {there}, and was said to be {[success, discard, by]}")
+        for row in found.parts[id]:
+            there = [None if row["success"] is None else bool(row["success"]), bool(row["discard"]), row["judge"]]
+            if there != [success, discard, by]:
+                said = [success, discard, by]
+                report.violations.append(f"the outcome of {row['id']} is {there}, and was said to be {said}")
 
 
-def _check_weights(folder: Path, index: sqlite3.Connection, report: Report) -> None:
+def check_weights(folder: Path, index: sqlite3.Connection, report: Report) -> None:
     """The newest version's file is there, and each file is what its name says."""
     newest = index.execute("SELECT sha256 FROM weights ORDER BY version DESC LIMIT 1").fetchone()
     for sha256 in {path.stem for path in folder.glob("*.safetensors")} | set(newest or ()):

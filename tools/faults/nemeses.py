@@ -8,8 +8,13 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
+from tools.fuzzing.hostile import contents
+
+from .insider import HOSTILE, Insider
+from .rot import Rot
 from .shim import ALLOCATE, CREATE, READ, RENAME, SYNC, UNLINK, WRITE
 from .stage import Player, Stage
+from .trainer import SOURCE
 
 Nemesis = Callable[[Stage, Random], Iterator[float]]
 NETWORK: dict[str, tuple[str, dict[str, Any]]] = {  # nemesis: the proxy's mode and its options
@@ -138,16 +143,64 @@ def _late(stage: Stage, random: Random) -> Iterator[float]:
     yield 0.1
 
 
+def _insider(stage: Stage, random: Random) -> Iterator[float]:
+    """Records with hostile fields, beside those of honest actors."""
+    for kind in random.sample(list(HOSTILE), 6):
+        insider = Insider(stage, random, kind)
+        for _ in range(random.randint(3, 9)):
+            insider.turn()
+            yield 0.05
+        insider.link.close()
+
+
+def _missing_index(stage: Stage, random: Random) -> Iterator[float]:
+    """The index is not there when the server starts: it has to refuse, and to leave alone what is."""
+    if not stage.halt():
+        return
+    store, aside = stage.disk / "run/store", stage.folder / "aside"
+    aside.mkdir(exist_ok=True)
+    names = ["index.sqlite", *random.choice([(), ("index.sqlite-wal", "index.sqlite-shm")])]
+    moved = [store / name for name in names if (store / name).exists()]
+    for path in moved:
+        path.rename(aside / path.name)
+    before = contents(store)
+    said = stage.served_apart(Insider(stage, random, "start 2^40"))
+    if "index.sqlite" not in said:
+        stage.violations.append(f"a server without its index did not refuse, naming it: {said}")
+    if changed := {path for path, _ in before.items() ^ contents(store).items()}:
+        stage.violations.append(f"a server without its index changed {sorted(changed)}")
+    for path in moved:
+        (aside / path.name).replace(path)
+    stage.go_on()
+    yield 0.1
+
+
+def _bit_rot(stage: Stage, random: Random) -> Iterator[float]:
+    """Bits of stored steps turn over, and back after a while: verify finds these, and no others."""
+    if stage.rotten or not stage.halt():
+        return
+    stage.rotten, rot = True, Rot(stage.disk / "run", SOURCE, random)
+    stage.violations += rot.unseen()
+    stage.go_on()
+    yield _length(random)
+    was_running = stage.halt()
+    rot.mend()
+    stage.rotten = False
+    if was_running:
+        stage.go_on()
+
+
 NEMESES: dict[str, Nemesis] = {
     **{name: _network(*words) for name, words in NETWORK.items()},
     **{f"kill-{who}": _kill(who) for who in ("server", "actor", "trainer", "all")},
     **{f"stop-{who}": _stop(who) for who in ("server", "actor", "trainer")},
-    "twin": _twin, "late": _late,
+    "twin": _twin, "late": _late, "insider": _insider, "missing-index": _missing_index, "bit-rot": _bit_rot,
 }  # fmt: skip
 WITH_SHIM: dict[str, Nemesis] = {  # where there is a C compiler
     **{f"die-{side}": _fail_point(side) for side in ("server", "trainer", "actor")},
     **{f"{what}-server": _fail("server", what) for what in ("full", "io", "sync")},
     "full-actor": _fail("actor", "full"), "io-actor": _fail("actor", "io"),
 }  # fmt: skip
+ON_FILES = {"missing-index", "bit-rot"}  # they look at what a disk without faults holds
 ON_DISK = {"full-server", "io-server", "sync-server", "full-disk"}  # they fail the learner's disk
 WITH_MOUNT: dict[str, Nemesis] = {"full-disk": _full_disk}  # where a tmpfs may be mounted

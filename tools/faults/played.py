@@ -279,7 +279,8 @@ class _Reader:
         folder, slots = self._run_dir / "store" / name, capacity + capacity // 8 + 64
         if tuple(np.fromfile(folder / "published", "<u8")) != (tail, head):
             yield f"source {name} publishes another range than [{tail}, {head})"
-        if head > capacity and head - tail < capacity // 4:  # a group of half of it may be about to come
+        least = capacity - capacity // 2 - capacity // 64 - 2 * STEPS  # half for a group; episodes leave whole
+        if head > capacity and head - tail < least:
             yield f"source {name} has evicted all but [{tail}, {head})"
         records = np.fromfile(folder / "steps", STEP)
         rows = np.fromfile(folder / "rows", "u1")

@@ -8,14 +8,17 @@ import signal
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 from serl_launcher.service.server import serve
+from tools import keys
 
 from . import actor, checker, trainer
+from .insider import Insider
 from .proxy import Proxy, free_port
 from .shim import Control
 from .truth import Truth, notes
@@ -24,13 +27,14 @@ SENT_AWAY = 3  # an actor's exit status
 PR_SET_PDEATHSIG = 1
 STARTS = 30  # of one process, at most
 PAUSE = 0.2  # seconds between an end by an error and the next start
-AFTER_SICKNESS = 1.0  # seconds after a disk fault in which a process may still end with an error
+APART_S = 2.0  # a server that refuses its store has ended long before
+AFTER_SICKNESS = 3.0  # seconds after a disk fault in which a process may still end with an error
 
 
 @dataclass(frozen=True)
 class Setting:
     """What a round is about: `capacity` in steps; `weights_bytes` 0: none are published; `skew` in seconds; `early`:
-    it is struck while it begins."""
+    it is struck while it begins; `keys`: only those with a key are let in, and all is encrypted."""
 
     actors: int
     capacity: int
@@ -39,6 +43,7 @@ class Setting:
     skew: float
     paced: bool
     early: bool
+    keys: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,13 +53,14 @@ class _ServerPart:
     public: str
     local: str
     archives: bool
+    keys: Path | None
 
 
 def _serve(part: _ServerPart) -> None:
     sources = {trainer.SOURCE: part.capacity}
     serve(
         part.run_dir, sources, public=part.public, local=part.local, inference="tcp://127.0.0.1:9",
-        archived=[trainer.SOURCE] if part.archives else [],
+        archived=[trainer.SOURCE] if part.archives else [], keys=part.keys,
     )  # fmt: skip
 
 
@@ -86,7 +92,11 @@ class Player:
 
     def signal(self, number: int) -> None:
         if self.alive:
-            os.kill(self._process.pid, number)
+            with suppress(ProcessLookupError):  # it has ended just now
+                os.kill(self._process.pid, number)
+
+    def join(self) -> None:
+        self._process.join()
 
     @property
     def alive(self) -> bool:
@@ -98,8 +108,12 @@ class Player:
         return self._process.exitcode if self._process else None
 
     @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    @property
     def last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        lines = self.log.splitlines()
         return lines[-1] if lines else "it said nothing"
 
 
@@ -118,7 +132,7 @@ class Actor(Player):
         stage, setting, key = self._stage, self._stage.setting, self.outbox.name
         self._read, self._made, self._acked, self._epoch = 0, {}, 0, ""
         return actor.Part(
-            self.name, self._number, life, stage.seed, f"tcp://127.0.0.1:{stage.proxy.port}", self.outbox,
+            self.name, self._number, life, stage.seed, stage.address, stage.key_file(self.name), self.outbox,
             self.truth, self.stop_file, stage.disk / f"{key}-weights" if setting.weights_bytes else None,
             setting.skew if self._number % 2 else 0.0, setting.paced,
         )  # fmt: skip
@@ -151,9 +165,9 @@ class Actor(Player):
         if self.truth.exists():
             with open(self.truth) as file:
                 file.seek(self._read)
-                for line in iter(file.readline, ""):
+                while (line := file.readline()).endswith("\n"):  # else it is still being written
                     yield json.loads(line)
-                self._read = file.tell()
+                    self._read = file.tell()
 
 
 class Stage:
@@ -167,19 +181,24 @@ class Stage:
         for made in (self.disk / "run", self.truths):
             made.mkdir(parents=True, exist_ok=True)
         self.violations: list[str] = []
+        self.rotten = False  # bits of what is stored are turned over
         self._began, self._sick_until, self._notes = time.monotonic(), 0.0, Truth(self.truths / "stage.jsonl")
         self._published = 0, 0
         self._stop, self.asleep = folder / "stop", folder / "asleep"
         port, local = free_port(), f"ipc://{folder / 'learner'}"
-        served = _ServerPart(self.disk / "run", setting.capacity, f"tcp://127.0.0.1:{port}", local, setting.archives)
-        self.server = Player(context, "server", _serve, lambda _: served, folder / "server.log")
+        self._keys = folder / "keys" if setting.keys else None
+        self._served = _ServerPart(
+            self.disk / "run", setting.capacity, f"tcp://127.0.0.1:{port}", local, setting.archives, self._keys
+        )
+        self.server = Player(context, "server", _serve, lambda _: self._served, folder / "server.log")
         self.trainer = Player(
             context, "trainer", trainer.play, lambda life: self._trainer_part(local, life), folder / "trainer.log"
         )
         self.proxy = Proxy("127.0.0.1", port)
+        self.address = f"tcp://127.0.0.1:{self.proxy.port}"
         self.actors: list[Actor] = []
         for number in range(setting.actors):
-            self.join(f"a{number}")
+            self.key_file(self.join(f"a{number}").name)  # the first one makes the server's, too
 
     def _trainer_part(self, local: str, life: int) -> trainer.Part:
         setting = self.setting
@@ -203,6 +222,15 @@ class Stage:
     def players(self) -> list[Player]:
         return [self.server, self.trainer, *self.actors]
 
+    def key_file(self, name: str) -> Path | None:
+        """That of an actor of this name; None where no keys are asked for."""
+        if self._keys is None:
+            return None
+        if not (file := self._keys / f"{name}.key").exists():
+            with keys.locked(self._keys, is_new=True):
+                keys.make(self._keys, name, "actor")
+        return file
+
     def join(self, name: str, outbox: str = "", start: bool = False) -> Actor:
         """One more actor; of a name that is there already, if `outbox` gives it a folder of its own."""
         new = Actor(self, name, len(self.actors), outbox or name)
@@ -216,6 +244,34 @@ class Stage:
         """SIGKILL, and a new life after `away` seconds."""
         player.back_at = time.monotonic() + away
         player.signal(signal.SIGKILL)
+
+    def halt(self) -> bool:
+        """SIGKILL the server for good; False when somebody else has it halted already."""
+        if not self.server.wanted:
+            return False
+        self.server.wanted = False
+        self.server.signal(signal.SIGKILL)
+        self.server.join()
+        return True
+
+    def go_on(self) -> None:
+        """Let the halted server be started again."""
+        self.server.wanted, self.server.back_at = True, 0.0
+
+    def served_apart(self, guest: Insider) -> str:
+        """The last words of a server that is started while ours is halted, and that `guest` talks to; it has
+        APART_S to end by itself."""
+        log = self.folder / "apart.log"
+        apart = Player(self.context, "apart", _serve, lambda _: self._served, log)
+        apart.start()
+        deadline = time.monotonic() + APART_S
+        while apart.alive and time.monotonic() < deadline:
+            guest.turn()
+            time.sleep(0.02)
+        served = apart.alive
+        apart.signal(signal.SIGKILL)
+        apart.join()
+        return "it serves" if served else apart.last_words
 
     def sicken(self, seconds: float) -> None:
         """A disk fails for so long: a process may end with an error of its own."""
@@ -272,7 +328,8 @@ class Stage:
             player.start()
 
     def _fails(self, player: Player) -> None:
-        self.violations.append(f"{player.name} ended with {player.status}: {player.last_words}")
+        said = f"{player.name} ended with {player.status}: {player.last_words}"
+        self.violations += [said] * (said not in self.violations)
 
     def until(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Go on until it holds; False: it does not after so many seconds."""
@@ -308,3 +365,5 @@ class Stage:
         self.server.signal(signal.SIGTERM)
         if not self.until(lambda: not self.server.alive, seconds) or self.server.status != 0:
             self.violations.append(f"the server did not end in order: {self.server.last_words}")
+        if not self._sick_until and "DEGRADED" in self.server.log:
+            self.violations.append("the store was DEGRADED, and no disk had failed")

@@ -183,8 +183,8 @@ def _load(data: bytes, scratch: Path) -> str:
 
 HELLO_ERRORS = (MessageError, ConfigError, Refused, VersionMismatch, ValueError, TypeError)  # the last two: `protocol`
 TARGETS: dict[str, Target] = {
-    "flips": Target(0.17, _flipped, _decode),
-    "messages": Target(0.28, _frames, _decode),
+    "flips": Target(0.17, _flipped, _decode, (MessageError, VersionMismatch)),
+    "messages": Target(0.28, _frames, _decode, (MessageError, VersionMismatch)),
     "wire": Target(0.12, _frames, _unpack),
     "records": Target(0.27, _record, _unseal),
     "bombs": Target(0.002, _bomb, _unpack),

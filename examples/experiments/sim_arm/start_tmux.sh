@@ -1,31 +1,61 @@
 #!/usr/bin/env bash
 # Learner and actor on this machine, in two panes of tmux; in this terminal where there is no tmux or no screen.
-# Ends when the run ends, with the learner's exit status.
+# Ends when the run ends, with the learner's exit status. A side that fails, or that is interrupted, ends the other.
 set -uo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
+arguments="$(printf '%q ' "$@")"
+alone="The actor has ended, and the learner is stopped. The same command goes on with the run."
 
-if ! command -v tmux >/dev/null || [ ! -t 0 ] || [ ! -t 1 ] || [ -n "${TMUX:-}" ]; then
+if ! command -v tmux >/dev/null || [ ! -t 0 ] || [ ! -t 1 ]; then
     "$here/run_actor.sh" "$@" </dev/null &
     actor=$!
-    trap 'kill $actor 2>/dev/null' EXIT
+    "$here/run_learner.sh" "$@" </dev/null &
+    learner=$!
+    trap 'kill $actor $learner 2>/dev/null; wait' EXIT
+    trap 'exit 130' INT TERM HUP
+    wait -n -p first $actor $learner
+    status=$?
+    if [ "$first" = $actor ] && [ $status -ne 0 ]; then
+        echo "$alone" >&2
+        exit $status
+    fi
+    [ "$first" = $actor ] && { wait $learner; exit $?; }
+    [ $status -eq 0 ] && { wait $actor; status=$?; }
+    exit $status
+fi
+
+# What the actor's pane does: where the actor fails or is interrupted, it interrupts the learner in pane $1.
+act() {
+    echo "$here/run_actor.sh $arguments || { echo; echo $(printf %q "$alone"); tmux send-keys -t $1 C-c; }; sleep 5"
+}
+
+if [ -n "${TMUX:-}" ]; then # the learner stays in this pane, and the actor gets one below it
+    actor="$(tmux split-window -v -t "$TMUX_PANE" -c "$PWD" -P -F '#{pane_id}' "$(act "$TMUX_PANE")")"
+    trap ':' INT # the learner's to handle
     "$here/run_learner.sh" "$@"
     status=$?
-    [ $status -ne 0 ] && kill $actor 2>/dev/null
-    wait $actor || [ $status -ne 0 ] || status=$?
+    [ $status -eq 0 ] || tmux kill-pane -t "$actor" 2>/dev/null
     exit $status
 fi
 
 session="retake-$$"
 ended="$(mktemp -d)"
 trap 'tmux kill-session -t "$session" 2>/dev/null; rm -rf "$ended"' EXIT
-arguments="$(printf '%q ' "$@")"
-tmux new-session -d -s "$session" -x "$(tput cols)" -y "$(tput lines)" \
+learner="$(tmux new-session -d -s "$session" -x "$(tput cols)" -y "$(tput lines)" -P -F '#{pane_id}' \
     "$here/run_learner.sh $arguments; echo \$? >$ended/status
-     tmux capture-pane -p -S -20 -t \$TMUX_PANE >$ended/screen; tmux wait-for -S $session"
-tmux split-window -v -t "$session" "$here/run_actor.sh $arguments; sleep 5"
+     tmux capture-pane -p -S -20 -t \$TMUX_PANE >$ended/screen; tmux wait-for -S $session")"
+tmux set-option -t "$session" status-left ""
+tmux set-option -t "$session" status-right-length 120
+tmux set-option -t "$session" status-right \
+    "Ctrl-C ends the run; closing this window leaves it going: tmux attach -t $session"
+tmux split-window -v -t "$session" "$(act "$learner")"
 { tmux wait-for "$session"; tmux kill-session -t "$session"; } &
 tmux attach -t "$session"
-[ -e "$ended/status" ] || echo "The run goes on in the background; come back with: tmux attach -t $session"
+if [ ! -e "$ended/status" ]; then
+    trap - EXIT # the run goes on in the background, and writes there how it ends
+    echo "The run goes on in the background; come back with: tmux attach -t $session"
+    exit 0
+fi
 wait
 grep -v '^$' "$ended/screen" | tail -12
 exit "$(cat "$ended/status")"

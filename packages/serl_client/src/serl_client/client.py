@@ -136,9 +136,9 @@ class TrainerClient:
         return True
 
     def check(self) -> None:
-        """Raise what ended the work of the network thread, if anything did."""
-        if self._network.error is not None:
-            raise self._network.error
+        """Raise what ended the work of the network thread, if anything did, and for a segment that does not fit."""
+        if (error := self._network.error or self._stream.error) is not None:
+            raise error
 
     @property
     def epoch(self) -> str:

@@ -1,6 +1,7 @@
 """The live console of either side: one block of lines that is redrawn in place, and warnings above it.
 
-Without a terminal (a log file, a pane that is piped) it prints one line every ten seconds instead.
+Without a terminal (a log file, a pane that is piped) it prints one line every ten seconds instead, of what has changed.
+Lines of the log begin with their title and time: `[arm] 2026-11-22 08:40:01 text`, on a terminal without the date.
 """
 
 import logging
@@ -14,6 +15,7 @@ from contextlib import suppress
 from typing import TextIO
 
 PLAIN_S = 10.0
+PLAIN_WIDTH = 200  # characters of such a line; rows that do not fit are left out
 BANNER_S = 0.04  # until a change of the banner is seen: less than a tick of most robots
 BACKLOG = 1000  # lines of the log that a terminal may lag behind; then the oldest go
 COLOURS = {"POLICY": "30;42", "HUMAN": "30;43", "HELD": "97;41", "IDLE": "97;100"}  # text and ground: SGR of ECMA-48
@@ -34,6 +36,7 @@ class Console(logging.Handler):
         self._banner = ""
         self._drawn = 0  # lines of the block on the screen
         self._plain_at = 0.0
+        self._plain: dict[str, str] = {}  # rows as they were last printed without a terminal
         self._warning = "none"
         self._lines: deque[str] = deque(maxlen=BACKLOG)  # of the log, to be printed
         self.is_watched = False
@@ -46,8 +49,18 @@ class Console(logging.Handler):
             self._draw()
         elif time.monotonic() >= self._plain_at:
             self._plain_at = time.monotonic() + PLAIN_S
-            parts = [*([banner] if banner else []), *(f"{name}: {value}" for name, value in rows.items())]
-            self._write(f"[{self._title}] {' | '.join(parts)}\n")
+            self._write(self._line(banner))
+
+    def _line(self, banner: str) -> str:
+        """One line of the banner and the rows that have changed, as far as they fit; empty if there is none."""
+        begin = f"[{self._title}] {time.strftime(stamp(self._stream))}" + f" {banner}" * bool(banner)
+        line = begin
+        for name, value in self._rows.items():
+            part = f" | {name}: {value}"
+            if self._plain.get(name) != value and len(line) + len(part) <= PLAIN_WIDTH:
+                line += part
+                self._plain[name] = value
+        return f"{line}\n" * (line != begin)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a log record above the block, or leave that to the Watch."""
@@ -125,8 +138,18 @@ class Watch:
 def console(title: str) -> Console:
     """The process's console, which from now on also shows its log."""
     made = Console(title)
-    made.setFormatter(logging.Formatter("%(message)s"))
+    made.setFormatter(logging.Formatter("%(asctime)s %(message)s", stamp(sys.stderr)))
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     root.addHandler(made)
     return made
+
+
+def log_as(title: str, level: int = logging.INFO) -> None:
+    """Send the log of a process without a console to its stderr, each line with this title and the time."""
+    logging.basicConfig(level=level, format=f"[{title}] %(asctime)s %(message)s", datefmt=stamp(sys.stderr))
+
+
+def stamp(stream: TextIO) -> str:
+    """How times are written there: a file is read on another day."""
+    return "%H:%M:%S" if stream.isatty() else "%Y-%m-%d %H:%M:%S"

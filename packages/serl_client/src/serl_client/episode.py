@@ -11,6 +11,11 @@ from serl_client.spec import ROW, Array, Spec
 COLUMNS = ROW  # each [T]
 MAX_NAME = 200  # characters of an episode's, a task's or a phase's name
 MAX_NUMBER = 1 << 53
+BEYOND = 100  # an executed action may lie outside its bounds by this many times their distance
+
+
+class NotFinite(ValueError):
+    """A column holds NaN or infinity, or a number that no sensor and no robot gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +75,17 @@ class Segment:
             array = getattr(self, name)
             if array.shape != (length,) or array.dtype != dtype:
                 raise ValueError(f"{name} should be {dtype} [{length}], not {array.dtype} {list(array.shape)}")
-        if not (np.isfinite(self.action).all() and np.isfinite(self.reward).all()):
-            raise ValueError("action and reward must be finite")
+        self._check_values(spec)
+
+    def _check_values(self, spec: Spec) -> None:
+        """Raise NotFinite, naming the column: one such number makes every weight NaN that is trained on it."""
+        columns = {name: getattr(self, name) for name in ("action", *COLUMNS)}
+        if name := not_finite({**columns, **self.observation, **self.extras}):
+            raise NotFinite(f"{name} must be finite: it holds NaN or infinity")
+        low, high = np.asarray(spec.action.low, np.float64), np.asarray(spec.action.high, np.float64)
+        margin = BEYOND * (high - low)  # a robot that stands outside of its bounds comes back step by step
+        if not ((self.action >= low - margin) & (self.action <= high + margin)).all():
+            raise NotFinite(f"action lies more than {BEYOND} times the distance of its bounds outside of them")
 
     def _check_names_and_numbers(self) -> None:
         if len(self) == 0 or self.start < 0 or not self.episode:
@@ -82,6 +96,12 @@ class Segment:
             raise ValueError("start, directive and weights are numbers from 0 on")
         if self.terminated and self.truncated:
             raise ValueError("an episode is terminated or truncated, not both")
+
+
+def not_finite(arrays: Mapping[str, Array]) -> str:
+    """The name of the first array that holds NaN or infinity; empty when none does."""
+    named = ((name, array) for name, array in arrays.items() if array.dtype.kind == "f")
+    return next((name for name, array in named if not np.isfinite(array).all()), "")
 
 
 @dataclass(frozen=True, slots=True)

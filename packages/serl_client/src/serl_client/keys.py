@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from zmq.utils import z85
 
 from serl_client.errors import ConfigError
 
+MACHINE_ID = Path("/etc/machine-id")
+UNNAMED = "auto"  # what base.yaml calls an actor that was given no name
 ROLES = ("viewer", "actor", "operator")  # each may do what those before it may
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -54,6 +57,26 @@ def owns(holder: str, name: str) -> bool:
 def known_as(key: Key | None, name: str) -> str:
     """The name by which a tool goes: its own, below that of its key if it has one."""
     return f"{key.name}/{name}" if key else name
+
+
+def named(name: str, key: Key | None) -> str:
+    """The name by which an actor goes: the one it was given, else that of its key, else that of its machine."""
+    if name != UNNAMED:
+        return name
+    return key.name if key else machine()
+
+
+def machine() -> str:
+    """What tells this machine's actor from those of others, and is the same after a restart: the outbox goes by it.
+
+    That is the host's name, and the numbers of the array's task and of the process where SLURM has started several.
+    """
+    host = socket.gethostname().partition(".")[0]
+    if host in ("", "localhost"):
+        host = MACHINE_ID.read_text()[:8] if MACHINE_ID.exists() else "actor"
+    several = os.environ.get("SLURM_NTASKS", "1") != "1"
+    numbers = [os.environ.get("SLURM_ARRAY_TASK_ID"), os.environ.get("SLURM_PROCID") if several else None]
+    return re.sub("[^A-Za-z0-9._-]", "-", "-".join([host, *filter(None, numbers)]))[:64]
 
 
 def check_curve(text: Any) -> None:

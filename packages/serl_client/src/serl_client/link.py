@@ -1,5 +1,7 @@
 """One connection to one address that mends itself: a new DEALER socket each time, and Hello first."""
 
+import dataclasses
+import errno
 import logging
 import time
 from collections import deque
@@ -10,7 +12,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from serl_client import messages as m
 from serl_client import wire
-from serl_client.errors import KINDS, Disconnected, MessageError, Refused, Timeout, TrainerError
+from serl_client.errors import KINDS, Disconnected, MessageError, Refused, Timeout, TrainerError, VersionMismatch
 from serl_client.keys import Key
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ ANSWERS: dict[type, type[m.Message]] = {
     m.Direct: m.Done,
     m.Publish: m.Done,
     m.Archived: m.Done,
+    m.Over: m.Done,
     m.Command: m.Done,
 }
 
@@ -67,6 +70,7 @@ class Link:
         self._opened = 0.0
         self._hint = ""  # why the handshake may have failed
         self._barred = False  # the other side does not let our key in
+        self._requests = 0  # that were numbered
         self._backlog: deque[m.Message] = deque()  # what came while `call` waited for something else
 
     def __enter__(self) -> "Link":
@@ -133,8 +137,12 @@ class Link:
         deadline = time.monotonic() + timeout
         if self.welcome is None:
             self.hello(timeout)
+        request = 0
+        if isinstance(message, m.NUMBERED):
+            self._requests = request = self._requests + 1
+            message = dataclasses.replace(message, request=request)
         self.send(message)
-        return self._answer(ANSWERS[type(message)], deadline)
+        return self._answer(ANSWERS[type(message)], deadline, request)
 
     def close(self, linger: int = 0) -> None:
         """End the connection; what was sent may take another `linger` ms to leave."""
@@ -155,15 +163,21 @@ class Link:
         socket.copy_threshold = COPY_BELOW
         self._socket, self._monitor = socket, socket.get_monitor_socket(BREAKS)
         self._opened, self._barred = time.monotonic(), False
-        socket.connect(self.address)
+        try:
+            socket.connect(self.address)
+        except zmq.ZMQError as error:
+            self.close()
+            if error.errno != errno.EINVAL:
+                raise
+            raise Refused(f"{self.address} is no address: say ip=10.0.0.5, or a name, and a port below 65536") from None
         self.send(self.greeting)
 
-    def _answer(self, kind: type[Answer], deadline: float) -> Answer:
+    def _answer(self, kind: type[Answer], deadline: float, request: int = 0) -> Answer:
         while True:
             message = self._next()
-            if isinstance(message, kind):
+            if isinstance(message, kind) and (not isinstance(message, m.Done) or message.request == request):
                 return message
-            if isinstance(message, m.Failed):
+            if isinstance(message, m.Failed) and message.request in (0, request):
                 raise failure(message)
             if message is None:
                 self._await(deadline)
@@ -191,7 +205,7 @@ class Link:
                 break
             try:
                 return self._kept(m.decode([frame.buffer for frame in frames]))
-            except (MessageError, TypeError) as error:
+            except (MessageError, VersionMismatch, TypeError) as error:
                 self.malformed += 1
                 log.warning("a message from %s is not understood: %s", self.address, error)
         return None
@@ -203,7 +217,9 @@ class Link:
         before, self._hint = self._hint, ""
         if event in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
             reason = "has another server key than ours, or none" if self.key else "wants a key"
-            self._hint = f" It broke off the handshake: it is being stopped, or {reason}"
+            self._hint = (
+                f" It broke off the handshake: it is no learner (compare ip= and port=), is being stopped, or {reason}"
+            )
         if self._hint not in ("", before):
             log.warning("no connection to %s.%s", self.address, self._hint)
         self._barred = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH

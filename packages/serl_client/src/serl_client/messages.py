@@ -1,29 +1,32 @@
 """The closed set of messages between actors, server, inference and trainer, and the two records a Push carries.
 
 Every field is plain msgpack data except `arrays`, which travel as raw frames. An unknown kind, a missing or an extra
-field is a MessageError; the handlers are found in tables keyed by these types.
+field is a MessageError; the handlers are found in tables keyed by these types. A Hello is first looked at for its
+protocol: a peer of another version is told so, in the form that Failed has in all versions.
 """
 
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from serl_client import wire
 from serl_client.episode import COLUMNS, MAX_NAME, Entry, Lost, Outcome, Segment, Stamp
-from serl_client.errors import MessageError
+from serl_client.errors import MessageError, VersionMismatch
 from serl_client.spec import Array
 
-PROTOCOL = (3, 3)  # the oldest and the newest version spoken here
+PROTOCOL = (4, 4)  # the oldest and the newest version spoken here
 MAX_REPORT = 8192
+MAX_EARLIER = 64  # epochs that a Hello names besides its own
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
     """First message of every connection. `role` is actor, learner or viewer; `earlier` lists [epoch, last seq] of the
-    epochs before this one that still lie in this outbox; `run` is "" before the first Welcome."""
+    epochs before this one that still lie in this outbox, the MAX_EARLIER oldest of them; `run` is "" before the first
+    Welcome."""
 
     protocol: Sequence[int]
     role: str
@@ -126,12 +129,20 @@ class Bye:
 
 
 @dataclass(frozen=True, slots=True)
+class Over:
+    """A process of the learner fails, and the run ends with it: the actors hear why. Answered by Done."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsRequest:
     """`length` bytes of the weights file `sha256` from `offset`."""
 
     sha256: str
     offset: int
     length: int
+    request: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +160,7 @@ class Direct:
 
     body: Mapping[str, Any]
     steps: int | None
+    request: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +178,7 @@ class Publish:
     sha256: str
     size: int
     update: int
+    request: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +187,7 @@ class Archived:
     Done when that is durable."""
 
     episodes: Sequence[int]
+    request: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +215,7 @@ class Command:
 
     name: str
     argument: str = ""
+    request: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,24 +227,29 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A request was carried out; `value` is the number that was given, if one was."""
+    """A request was carried out; `value` is the number that was given, if one was; `request` is the asker's number of
+    the message that this answers."""
 
     value: int = 0
+    request: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request was not carried out; `kind` names the class in errors.py. The connection goes on unless `final`."""
+    """A request was not carried out; `kind` names the class in errors.py. The connection goes on unless `final`;
+    `request` as in Done, 0 for a message without a number."""
 
     kind: str
     text: str
     final: bool = False
+    request: int = 0
 
 
 Message = (
     Hello | Welcome | Notice | Push | Ack | Ask | Act | Heartbeat | Bye | WeightsRequest | WeightsChunk
-    | Direct | Allow | Publish | Archived | Sync | Synced | Command | Status | Done | Failed
+    | Direct | Allow | Publish | Archived | Over | Sync | Synced | Command | Status | Done | Failed
 )  # fmt: skip
+NUMBERED = WeightsRequest | Direct | Publish | Archived | Command  # requests whose answer names their number
 TYPES: tuple[type, ...] = Message.__args__
 FIELDS = {kind: {f.name: f.type for f in dataclasses.fields(kind) if f.name != "arrays"} for kind in TYPES}
 
@@ -265,6 +285,8 @@ def encode(message: Message) -> list[wire.Buffer]:
     header: dict[str, Any] = {"type": kind.__name__}
     for name in FIELDS[kind]:
         header[name] = getattr(message, name)
+    if header.get("request") == 0:  # peers of protocol 3 understand a Failed without it
+        del header["request"]
     frames = wire.pack(header, getattr(message, "arrays", {}))
     _check_size(kind, frames)
     return frames
@@ -279,6 +301,10 @@ def decode(frames: Sequence[wire.Buffer]) -> Message:
         raise MessageError("the message is of no known kind")
     _check_size(kind, frames)
     fields = _PLAIN[kind]
+    if kind is Hello:
+        _check_version(header)
+    if "request" in fields:
+        header.setdefault("request", 0)
     if header.keys() != fields.keys():
         raise MessageError(f"a {kind.__name__} has the fields {tuple(fields)}, not {tuple(header)}")
     for name, allowed in fields.items():
@@ -290,6 +316,23 @@ def decode(frames: Sequence[wire.Buffer]) -> Message:
     if arrays:
         raise MessageError(f"a {kind.__name__} carries no arrays")
     return kind(**header)
+
+
+def _check_version(hello: dict[str, Any]) -> None:
+    """Raise VersionMismatch for a Hello of another version: what it holds besides its protocol is unknown here."""
+    match hello.get("protocol"):
+        case [int(low), int(high)] if not isinstance(low, bool) and not isinstance(high, bool):
+            pass
+        case _:
+            raise MessageError("the protocol of a Hello is the oldest and the newest version that its sender speaks")
+    strange = sorted(map(str, hello.keys() ^ FIELDS[Hello].keys()))
+    if high < PROTOCOL[0] or low > PROTOCOL[1] or strange:
+        fields = f" (and differ in the fields {', '.join(strange)[:200]} of a Hello)" if strange else ""
+        older = "the learner" if low > PROTOCOL[1] else "this client" if high < PROTOCOL[0] else "the older one"
+        raise VersionMismatch(
+            f"the two sides speak different protocols: this client {low}-{high}, this learner "
+            f"{PROTOCOL[0]}-{PROTOCOL[1]}{fields}. Install the same version of Retake on both: update {older}"
+        )
 
 
 def seal(seq: int, record: Entry) -> list[wire.Buffer]:
@@ -308,8 +351,14 @@ def seal(seq: int, record: Entry) -> list[wire.Buffer]:
 def unseal(data: wire.Buffer) -> list[tuple[int, Entry]]:
     """(seq, record) of each sealed record in `data`, at most MAX_RECORDS. Raises MessageError; shapes are not checked
     against a Spec yet."""
+    return list(records(data))
+
+
+def records(data: wire.Buffer) -> Iterator[tuple[int, Entry]]:
+    """As `unseal`, one by one: each is looked at when it is asked for."""
     try:
-        return [(seq, _record(header, arrays)) for seq, header, arrays in wire.unseal(data)]
+        for seq, header, arrays in wire.unseal(data):
+            yield seq, _record(header, arrays)
     except (TypeError, KeyError, ValueError) as error:
         raise MessageError(f"this is no record: {error!r}") from None
 

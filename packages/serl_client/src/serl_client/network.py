@@ -1,5 +1,6 @@
 """The network thread of an actor: one loop over the learner, the inference process, the outbox and the weights."""
 
+import dataclasses
 import logging
 import os
 import threading
@@ -29,6 +30,7 @@ TURN = 100  # ms between two looks at what no message tells of: a full disk, the
 BEAT = 1.0  # seconds
 PATIENCE = 0.5  # seconds for one question, before a newer one is sent after it
 FAREWELL = 200  # ms
+PULL = 1  # the number of each request for weights; those of commands follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ class Network(threading.Thread):
         self._inference: Link | None = None
         self._asked: deque[tuple[int, int]] = deque(maxlen=64)  # (number, step) of the questions that were sent
         self._asked_at = self._beaten_at = 0.0
-        self._commanded = self._spools = False
+        self._commands, self._commanded = PULL, 0  # the latest number of a command; that of the one on its way
+        self._spools = self._misfit_told = False
         self._complaint = ""
         self._closing = False
         self._handlers = {
@@ -99,6 +102,8 @@ class Network(threading.Thread):
                 self._turn()
             while self.stream.spool():
                 pass
+            if self.error is None:
+                self._send()
             self.server.send(m.Bye())
         except Exception as error:
             log.exception("the %s died", self.name)
@@ -123,6 +128,9 @@ class Network(threading.Thread):
             self._ask()
             self._receive()
         self._spools = self.stream.spool()
+        if self.stream.error and not self._misfit_told:
+            self._misfit_told = True
+            self._tell()
         if self.error is None:
             self._send()
 
@@ -188,11 +196,17 @@ class Network(threading.Thread):
         try:
             if self.server.connected:
                 self._send_all(self.stream.pushes())
-                self._send_all(self.weights.requests() if self.weights else ())
+                if self.stream.needs_hello:
+                    self.server.close()
+                    return
+                pulls = self.weights.requests() if self.weights else ()
+                self._send_all(dataclasses.replace(pull, request=PULL) for pull in pulls)
         except OSError as error:
             self._disk_failed(error)
         if self.server.connected and self.commands and not self._commanded:
-            self._commanded = self.server.send(self.commands[0])
+            self._commands += 1
+            if self.server.send(dataclasses.replace(self.commands[0], request=self._commands)):
+                self._commanded = self._commands
         if self.server.connected and time.monotonic() > self._beaten_at + BEAT:
             self._beat()
 
@@ -231,7 +245,7 @@ class Network(threading.Thread):
             self.weights.restart()
         if self._commanded:
             log.warning("the link broke before the learner answered to %s: give it again", self.commands.popleft().name)
-            self._commanded = False
+            self._commanded = 0
         address = welcome.inference.replace("*", urlsplit(self.server.address).hostname or "")
         if self._inference is None or self._inference.address != address:
             if self._inference:
@@ -282,17 +296,16 @@ class Network(threading.Thread):
             self.weights.add(chunk)
 
     def _done(self, done: m.Done) -> None:
-        if self._commanded:
+        if done.request and done.request == self._commanded:
             log.info("the learner has taken %s as number %d", self.commands.popleft().name, done.value)
-        self._commanded = False
+            self._commanded = 0
 
     def _failed(self, failed: m.Failed) -> None:
         if failed.final:
             raise failure(failed)
         self._complain(f"the learner: {failed.text}")
-        self._asked.clear()
-        if self._commanded:
+        if failed.request and failed.request == self._commanded:
             self.commands.popleft()
-        self._commanded = False
-        if self.weights:
+            self._commanded = 0
+        if failed.request == PULL and self.weights:
             self.weights.pause()

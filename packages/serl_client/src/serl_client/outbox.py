@@ -141,11 +141,12 @@ class Outbox:
         self.fault = ""
         return True
 
-    def read(self, epoch: str, seq: int, limit: int) -> tuple[int, bytes]:
-        """(next seq, bytes) of whole records from `seq` on: about SLICE_BYTES, at most `limit`. Raises OSError."""
+    def read(self, epoch: str, seq: int, limit: int, *, alone: bool = False) -> tuple[int, bytes]:
+        """(next seq, bytes) of whole records from `seq` on: about SLICE_BYTES, at most `limit`; with `alone` the first
+        one may be larger. Raises OSError."""
         file = next(file for file in self._files if file.epoch == epoch and file.first <= seq < file.end)
         begin, index = file.size_below(seq), seq - file.first
-        if file.ends[index] - begin > limit:
+        if file.ends[index] - begin > limit and not alone:
             return seq, b""
         stop = max(index + 1, bisect_right(file.ends, begin + min(limit, SLICE_BYTES)))
         size = file.ends[stop - 1] - begin
@@ -363,8 +364,8 @@ def _locked(folder: Path) -> IO[str]:
         with lock:
             lock.seek(0)
             raise ConfigError(
-                f"the outbox {folder} is in use by process {lock.read()}: stop it, or give this actor a folder of "
-                "its own"
+                f"the outbox {folder} is in use by process {lock.read()}: stop it, or give this actor a name "
+                "of its own (name=...)"
             ) from None
     with suppress(OSError):  # a full disk
         lock.truncate(0)

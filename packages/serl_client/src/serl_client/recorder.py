@@ -1,16 +1,19 @@
 """The rows of one episode, cut into segments and pushed as they happen."""
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from serl_client.client import TrainerClient
-from serl_client.episode import COLUMNS, Segment, Stamp
+from serl_client.episode import COLUMNS, Segment, Stamp, not_finite
 from serl_client.spec import Array, Feature, Spec
 
 if TYPE_CHECKING:
     from serl_client.runner import Observation, Step
+
+log = logging.getLogger(__name__)
 
 SEGMENT_SECONDS = 0.5
 SEGMENT_ROWS = 32  # at most
@@ -25,6 +28,8 @@ class Recorder:
         self.ended = False
         self._client, self._task, self._spec = client, task, client.spec
         self._rows = segment_rows(client.spec)
+        self._floats = {name: f.dtype for name, f in client.spec.observation.items() if f.dtype.startswith("float")}
+        self._dropped: set[str] = set()  # names of extras that the Spec lacks
         self._start = 0
         self._stamp = Stamp(0, "", 0)
         # How many rows the segment has, and the observation after them: one assignment, so that an interrupt between
@@ -48,25 +53,40 @@ class Recorder:
     def add(
         self, stamp: Stamp, observation: "Observation", observed: float, step: "Step", decision: bool,
         extras: Mapping[str, Array],
-    ) -> None:  # fmt: skip
-        """One row: what was `observed` when (seconds, time.monotonic()), and what was done in answer.
+    ) -> str:  # fmt: skip
+        """Take one row: what was `observed` when (seconds, the robot's clock), and what was done in answer.
 
-        The row's time is that of its observation. Extras that are missing are zero.
+        The row's time is that of its observation. Extras that are missing are zero. Those that the Spec lacks are
+        dropped, with one warning in an episode. Returns the name of a column that holds NaN or infinity, of this row or
+        of the observation after it: then the row is not taken, because no policy may see it; empty when it is taken.
         """
+        values = {"reward": step.reward, "intervened": step.intervened, "decision": decision, "time": observed}
+        named = {"action": step.executed, "reward": step.reward, "time": observed, **extras}
+        arrays = {name: np.asarray(value) for name, value in named.items()}
+        if bad := self.not_finite(step.observation) or not_finite(arrays):
+            return bad
         if self._state[0] and stamp != self._stamp:
             self.flush()
         if not self._state[0]:
             self._stamp = stamp
             self._allocate()
+        if unknown := extras.keys() - self._extras.keys() - self._dropped:
+            self._dropped |= unknown
+            log.warning("%s: extras %s are not stored: the Spec lacks them", self.episode, ", ".join(sorted(unknown)))
         row = self._state[0]
         self._write(row, observation)
         for name, array in self._extras.items():
             array[row] = extras.get(name, 0)
         self._action[row] = step.executed
-        values = {"reward": step.reward, "intervened": step.intervened, "decision": decision, "time": observed}
         for name, value in values.items():
             self._columns[name][row] = value
         self._state = row + 1, step.observation
+        return ""
+
+    def not_finite(self, observation: "Observation") -> str:
+        """The name of an entry of an observation that holds NaN or infinity, as it would be stored; or empty."""
+        with np.errstate(over="ignore"):  # what is too large for its dtype becomes infinite
+            return not_finite({name: np.asarray(observation[name], dtype) for name, dtype in self._floats.items()})
 
     def flush(self) -> None:
         """Push what there is; the episode goes on."""

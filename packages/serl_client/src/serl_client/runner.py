@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 NAP = 0.05  # seconds between two looks at the operator; news from the learner end it
 SILENCE = 5.0  # seconds without an action, until the episode is given up; the next begins when there is one again
+AGAIN = 1.0  # seconds until the next reset, after one that gave no finite observation
 ROOM_PATIENCE = 1.0  # seconds that a simulated robot waits for the outbox
 FAREWELL = 30.0  # seconds to deliver the rest
 TRAINING_SEEDS = 1_000_000_000
@@ -113,7 +114,7 @@ class _Episode:
     observation: Observation
     teleop: bool
     began: float
-    observed: float  # when the observation was there (seconds, time.monotonic())
+    observed: float  # when the observation was there (seconds, the robot's clock)
     last: Step | None = None
     reset: bool = True
     human: int = 0  # rows in succession of the takeover that goes on
@@ -138,6 +139,7 @@ class _Actor:
         self._paused = False
         self._unanswered: Observation | None = None  # where the robot stands since silence ended its episode
         self._ticked: float | None = None
+        self._simulated = time.monotonic()  # seconds, the clock of a simulated robot
 
     def run(self) -> None:
         while (mode := self._next_mode()) != "stop":
@@ -184,10 +186,14 @@ class _Actor:
         observation = self._env.reset(
             seed, teleop=mode == "teleop", intervene=mode == "collect" and self._directive.get("intervene", False)
         )
-        observed = time.monotonic()
+        began, observed = time.monotonic(), self._observed()
         self._listen()
         self._judge_latest()
-        episode = _Episode(recorder, observation, mode == "teleop", began=observed, observed=observed)
+        if bad := recorder.not_finite(observation):
+            self._status.warn(f"{bad} is not finite after the reset; {recorder.episode} does not begin")
+            self._client.wait(AGAIN)
+            return
+        episode = _Episode(recorder, observation, mode == "teleop", began=began, observed=observed)
         self._ticked = None
         try:
             while not recorder.ended:
@@ -214,13 +220,17 @@ class _Actor:
             self._cut_off(episode)
             return
         step = self._env.step(action)
-        observed = time.monotonic()
+        observed = self._observed()
         version = 0 if episode.teleop else self._controller.version
         stamp = Stamp(self._directive["number"], self._directive["phase"], version)
         is_policys = action is not None and not step.intervened
         extras = {**self._controller.extras, **step.extras} if is_policys else step.extras
         decision = is_policys and self._controller.decision
-        episode.recorder.add(stamp, episode.observation, episode.observed, step, decision, extras)
+        recorder = episode.recorder
+        if bad := recorder.add(stamp, episode.observation, episode.observed, step, decision, extras):
+            self._status.warn(f"{bad} is not finite; {recorder.episode} is cut off before row {recorder.steps}")
+            self._cut_off(episode)
+            return
         self._hand_over(episode, step.intervened)
         episode.last, episode.observation, episode.observed = step, step.observation, observed
         episode.reward += step.reward
@@ -381,6 +391,12 @@ class _Actor:
             status.rate += 0.05 * (1 / max(seconds, 1e-6) - status.rate)
             status.late += self._is_real and seconds > 1.5 / self._env.spec.fps
         self._ticked = now
+
+    def _observed(self) -> float:
+        """The time of the observation that has just come, in seconds. A simulated robot lives 1/fps with each of them,
+        however fast that is computed, so that what is recorded plays at the robot's pace."""
+        self._simulated += 1 / self._env.spec.fps
+        return time.monotonic() if self._is_real else self._simulated
 
     def _evaluation_seed(self) -> int:
         number, count = self._evaluated

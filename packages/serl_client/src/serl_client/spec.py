@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +28,9 @@ DTYPES = (
 )
 MAX_DIMENSIONS = 8
 MAX_ROW = 64 << 20  # bytes of one feature: it has to travel in one frame
+MAX_RECORD = 63 << 20  # bytes of the smallest record that ends an episode: one row, and the observation after it
+MAX_FEATURES = 240  # each is an array of a record
+MAX_SPEC = 512 << 10  # bytes of a Spec in a Hello
 MAX_BOUNDS = 4096  # numbers in a lower or an upper bound: they travel in the header of a Hello
 MAX_TEXT = 200  # characters of a feature's name, or of one of its entries'
 ROW = {"reward": "float32", "intervened": "bool", "decision": "bool", "time": "float64"}  # columns of every row
@@ -110,6 +114,23 @@ class Spec:
             raise ConfigError("each low bound of the action must lie below its high bound")
         if not 0 < self.fps < math.inf:
             raise ConfigError(f"fps must be positive and finite, not {self.fps}")
+        self._check_size()
+
+    def _check_size(self) -> None:
+        """Raise ConfigError for rows that could never travel, with the number and the limit."""
+        seen = sum(feature.nbytes for feature in self.observation.values())
+        record = 2 * seen + sum(feature.nbytes for feature in (*self.extras.values(), self.action))
+        if record > MAX_RECORD:
+            name, largest = max(self.observation.items(), key=lambda item: item[1].nbytes)
+            raise ConfigError(
+                f"a row of this robot cannot be sent: the last one of an episode has {record / 2**20:.1f} MiB with the "
+                f"observation after it, and at most {MAX_RECORD >> 20} MiB travel in one record. Take fewer cameras or "
+                f"smaller images: {name} alone has {largest.nbytes / 2**20:.1f} MiB"
+            )
+        if (count := len(self.observation) + len(self.extras)) > MAX_FEATURES:
+            raise ConfigError(f"a row has at most {MAX_FEATURES} features, not {count}")
+        if (size := len(msgpack.packb(self.to_dict()) or b"")) > MAX_SPEC:
+            raise ConfigError(f"a Spec has at most {MAX_SPEC >> 10} KiB with all names and bounds, not {size >> 10}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spec) and self.to_dict() == other.to_dict()

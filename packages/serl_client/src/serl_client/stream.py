@@ -5,18 +5,17 @@ shared, because each counter is written by one of them.
 """
 
 import logging
-import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from serl_client import messages, wire
-from serl_client.episode import COLUMNS, Outcome, Record
+from serl_client.episode import COLUMNS, MAX_NAME, Entry, Lost, NotFinite, Outcome, Record
 from serl_client.errors import Refused, TrainerError
-from serl_client.messages import Ack, Push
+from serl_client.messages import MAX_EARLIER, Ack, Push
 from serl_client.outbox import Outbox
 from serl_client.spec import Spec
 
@@ -46,6 +45,10 @@ class Stream:
         self._flying: deque[tuple[int, int]] = deque()  # (end, bytes) of each Push without an Ack
         self._heard = 0.0  # when the last Ack came
         self._window = 0
+        self._named: Collection[str] = ()  # the epochs that this connection may bring
+        self.needs_hello = False  # another connection has to name what is next
+        self._cut = ""  # the episode that goes on no more, since a segment of it could not be taken
+        self.error: TrainerError | None = None  # what was pushed does not fit the Spec
 
     def put(self, record: Record) -> None:
         """Raises TrainerError when the queue is full (what ends an episode has its room reserved), and TypeError for
@@ -54,6 +57,8 @@ class Stream:
         if isinstance(record, Outcome):
             if type(record.discard) is not bool or type(record.success) not in (bool, type(None)):
                 raise TypeError(f"an outcome's success and discard are Python's bool (numpy's is not): {record}")
+            if max(len(record.episode), len(record.by)) > MAX_NAME:
+                raise TypeError(f"the names in an outcome have at most {MAX_NAME} characters: {record!r:.300}")
         else:
             arrays = (*record.observation.values(), *record.extras.values(), record.action)
             size = sum(array.nbytes for array in arrays) + COLUMN_BYTES * len(record)
@@ -84,18 +89,12 @@ class Stream:
 
     def spool(self) -> bool:
         """Bring what is queued to the outbox, as far as that takes it; True: there is more, which can wait until what
-        was brought has been sent.
-
-        Raises ValueError for a segment that does not fit the Spec: here, since it costs more than the control thread
-        has to give.
-        """
+        was brought has been sent."""
         begin = self._spooled_bytes
         while self._queue and self._spooled_bytes < begin + SPOOL_BYTES:
             record, size = self._queue[0]
             if self._sealed is None:
-                if not isinstance(record, Outcome):
-                    record.check(self._spec)
-                self._sealed = messages.seal(self._spooled, record)
+                self._sealed = messages.seal(self._spooled, self._checked(record))
             before = self.fault
             if not self._outbox.append(self._epoch, self._spooled, self._sealed):
                 if self.fault != before:
@@ -107,17 +106,40 @@ class Stream:
             self._spooled += 1
         return bool(self._queue)
 
+    def _checked(self, record: Record) -> Entry:
+        """The record, or that it is lost: one that does not fit the Spec, and what follows it in its episode.
+
+        The network thread checks, because it costs more than the control thread has to give. A value that is not
+        finite is a matter of a sensor, and the actor goes on; a wrong shape is one of the program, which gets `error`.
+        """
+        if isinstance(record, Outcome):
+            return record
+        if record.start and record.episode == self._cut:
+            return Lost("its episode lacks an earlier record")
+        try:
+            record.check(self._spec)
+        except ValueError as error:
+            text = f"{record.episode} ends before row {record.start}: {error}"
+            log.warning("%s", text)
+            self._cut = record.episode
+            if not isinstance(error, NotFinite):
+                self.error = self.error or TrainerError(f"a segment does not fit the Spec, so {text}")
+            return Lost(str(error)[:MAX_NAME])
+        return record
+
     @property
     def earlier(self) -> list[list[Any]]:
-        """[epoch, last seq] of the epochs before this one that still lie in the outbox."""
-        return [[epoch, end - 1] for epoch, (_, end) in self._outbox.epochs.items() if epoch != self._epoch]
+        """[epoch, last seq] of the epochs before this one that still lie in the outbox: the oldest MAX_EARLIER."""
+        held = [[epoch, end - 1] for epoch, (_, end) in self._outbox.epochs.items() if epoch != self._epoch]
+        return held[:MAX_EARLIER]
 
     def resume(self, expected: Sequence[Sequence[Any]], window: int) -> None:
         """A connection begins: the other side wants [epoch, seq] next. Raises Refused when that is here no more."""
         self._window, self._sending = window, ""
         wanted = {epoch: seq for epoch, seq in expected}
+        self._named, self.needs_hello = wanted.keys(), False
         for epoch, (first, _) in self._outbox.epochs.items():
-            seq = wanted.get(epoch, 0)
+            seq = wanted.get(epoch, first)
             if seq < first:
                 raise Refused(
                     f"the learner expects record {seq} of epoch {epoch[:8]} and has acknowledged {first} before: its "
@@ -133,11 +155,14 @@ class Stream:
         for epoch, (first, end) in self._outbox.epochs.items():
             if first == end:
                 continue
+            if epoch not in self._named:
+                self.needs_hello = True  # there were more epochs than one Hello names
+                return
             if epoch != self._sending or (self._flying and time.monotonic() > self._heard + STALL):
                 self._rewind(epoch, first)
             while self._next < end:
                 flying = sum(size for _, size in self._flying)
-                stop, data = self._outbox.read(epoch, self._next, self._window - flying if flying else sys.maxsize)
+                stop, data = self._outbox.read(epoch, self._next, self._window - flying, alone=not flying)
                 if not data:
                     return
                 yield Push(epoch, {"records": np.frombuffer(data, np.uint8)})

@@ -1,0 +1,80 @@
+"""No value that is not finite is published or kept: one of them would ruin the policy for good.
+
+An optimiser leaves its weights alone when a gradient is not finite (utils/optim.py). So one bad batch costs one update,
+which is counted here. Many in a row end the run, and so do bad weights, while the last good ones are still there.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from serl_client.errors import RetakeError
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+MOST_IN_A_ROW = 100  # steps that may be refused one after another before the run ends
+
+
+def check_finite(tree: Any, doing: str) -> None:
+    """Raises RetakeError when a float tensor somewhere in this tree of dicts holds NaN or infinity.
+
+    `doing` says what was about to happen to them.
+    """
+    if name := not_finite(tree):
+        raise RetakeError(
+            f"{name} holds a value that is not finite, so the learner stopped before {doing}. The last good weights "
+            "and checkpoints are kept: give the same command to resume from them, with a smaller learning rate if it "
+            "happens again"
+        )
+
+
+def not_finite(tree: Any) -> str:
+    """The name of the first float tensor in this tree that holds NaN or infinity; empty when there is none.
+
+    Sums the tensors, because a sum carries either of them and takes a tenth of the time of a look at each number.
+    """
+    return next((name for name, tensor in _tensors(tree) if not _is_finite(tensor)), "")
+
+
+class Refusals:
+    """Watches how many steps the optimisers refuse."""
+
+    def __init__(self) -> None:
+        self._then: dict[str, tuple[int, int]] = {}
+        self._in_a_row: dict[str, int] = {}
+
+    def look(self, steps: Mapping[str, tuple[int, int]], updates: int) -> int:
+        """Take {optimiser: (steps asked for, refused)} as they are after `updates`; return all that were refused.
+
+        Logs what was refused since the last look. Raises RetakeError when MOST_IN_A_ROW steps in a row were.
+        """
+        for name, (asked, refused) in steps.items():
+            asked_then, refused_then = self._then.get(name, (0, 0))
+            new = refused - refused_then
+            row = self._in_a_row[name] = self._in_a_row.get(name, 0) + new if new == asked - asked_then else 0
+            if row >= MOST_IN_A_ROW:
+                raise RetakeError(
+                    f"{name}: the gradients of the last {row} steps up to update {updates} were not finite, and "
+                    "changed nothing. The weights and checkpoints of before are kept. Look for NaN, infinity or "
+                    "numbers beyond 1e18 in observations and rewards, and discard those episodes; or resume with a "
+                    "smaller learning rate"
+                )
+            if new:
+                log.warning("%s: %d steps up to update %d had no finite gradient: skipped", name, new, updates)
+        self._then = dict(steps)
+        return sum(refused for _, refused in steps.values())
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or math.isfinite(float(tensor.detach().sum(dtype=torch.float32)))
+
+
+def _tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, Mapping):
+        for key, branch in tree.items():
+            yield from _tensors(branch, f"{name}.{key}" if name else str(key))

@@ -1,0 +1,40 @@
+"""Which actors are there, and which have left: for the learner's console and its log."""
+
+import logging
+import time
+from collections.abc import Collection
+
+log = logging.getLogger(__name__)
+
+MOST = 8  # actors that have left and are still named
+
+
+class Presence:
+    """Hears who is connected, says in the log who has left and who is back, and as a text who is where."""
+
+    def __init__(self) -> None:
+        self.here: list[str] = []
+        self._left: dict[str, float] = {}  # name: when (seconds, time.monotonic()), the latest last
+
+    def take(self, actors: Collection[str]) -> None:
+        """These actors are connected now."""
+        if list(actors) == self.here:
+            return
+        for name in actors:
+            if self._left.pop(name, None) is not None:
+                log.info("actor %s is back", name)
+        for name in self.here:
+            if name not in actors:
+                self._left[name] = time.monotonic()
+                log.info("actor %s has left", name)
+        while len(self._left) > MOST:
+            del self._left[next(iter(self._left))]
+        self.here = list(actors)
+
+    def __str__(self) -> str:
+        now = time.monotonic()
+        left = [f"{name} left {now - since:.0f} s ago" for name, since in self._left.items()]
+        advice = (
+            [] if self.here else ["start one with run_actor.sh" if left else "none yet: start one with run_actor.sh"]
+        )
+        return "; ".join([*([", ".join(self.here)] if self.here else []), *left, *advice])

@@ -1,0 +1,34 @@
+"""The learner says who has left and who is back, once each."""
+
+import logging
+
+from serl_launcher.service import presence
+from serl_launcher.service.presence import Presence
+
+
+def test_who_has_left_is_said_with_the_time_since_then_and_so_is_the_return(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    now = [1000.0]
+    monkeypatch.setattr(presence.time, "monotonic", lambda: now[0])
+    actors = Presence()
+    assert str(actors) == "none yet: start one with run_actor.sh"
+    actors.take(["left", "right"])
+    assert str(actors) == "left, right"
+    actors.take(["right"])
+    now[0] += 12
+    actors.take(["right"])
+    assert str(actors) == "right; left left 12 s ago"
+    actors.take([])
+    assert str(actors) == "left left 12 s ago; right left 0 s ago; start one with run_actor.sh"
+    actors.take(["left"])
+    assert (str(actors), actors.here) == ("left; right left 0 s ago", ["left"])
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["actor left has left", "actor right has left", "actor left is back"]
+
+
+def test_of_many_that_have_left_the_latest_are_named():
+    actors = Presence()
+    for number in range(100):
+        actors.take([f"a{number}"])
+    assert len(str(actors)) < 300
+    assert "a98 left" in str(actors)

@@ -1,0 +1,85 @@
+"""The tool that gives the commands of README and docs: what it finds there, and that it tells of one that is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from tools import readme
+
+PAGE = """
+# A page
+```bash
+./start.sh seed=1   # a comment
+tools/x.py --a \\
+    --b
+number=$(echo 3)
+.venv/bin/python -c "$number"
+```
+| want | command |
+|---|---|
+| this | `./start.sh task=fake`, `seed=1` |
+
+Say `. examples/install.sh --extra data` and `kill`.
+
+## A file: `config/task/mine.yaml`
+```yaml
+name: mine
+```
+"""
+
+
+@pytest.fixture
+def page(tmp_path):
+    """page(text) -> a page with it."""
+
+    def page(text, name="PAGE.md"):
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return page
+
+
+def test_commands_are_lines_of_bash_and_code_that_begins_with_a_program(page):
+    found = readme.read(page(PAGE))
+    assert [command.text for command in found] == [
+        "./start.sh seed=1", "tools/x.py --a --b", 'number=$(echo 3); .venv/bin/python -c "$number"',
+        "./start.sh task=fake", ". examples/install.sh --extra data", "name: mine\n",
+    ]  # fmt: skip
+    assert found[-1].file == "config/task/mine.yaml"
+    assert [command.line for command in found] == [4, 6, 8, 12, 14, 17]
+
+
+def test_a_row_that_is_made_wrong_on_purpose_is_reported(page, capsys):
+    row = ".venv/bin/python tools/plan.py show quick{} task=fake"
+    right, wrong = (page(f"| `{row.format(end)}` |\n", name) for end, name in (("start", "r.md"), ("strat", "w.md")))
+    assert readme.main(["--page", str(right), "--page", str(wrong)]) == 1
+    said = capsys.readouterr().out
+    assert f"FAILED   w.md:1  {row.format('strat')}" in said
+    assert "did you mean 'quickstart'" in said
+    assert "FAILED   r.md" not in said
+    assert "2 commands, 1 failed" in said
+
+
+def test_what_a_page_has_not_named_yet_cannot_be_imported(page, capsys):
+    tries = '.venv/bin/python -c "import av"'
+    pytest.importorskip("av")
+    text = f"```bash\n{tries}\n. examples/install.sh --extra data\n{tries}\n```\n"
+    assert readme.main(["--page", str(page(text))]) == 1
+    said = capsys.readouterr().out
+    assert f"FAILED   PAGE.md:2  {tries}" in said
+    assert "3 commands, 1 failed" in said
+
+
+def test_an_exception_that_fits_no_command_is_an_error(monkeypatch, capsys):
+    assert readme.main(["--list"]) == 0
+    monkeypatch.setitem(readme.NOT_RUN, r"\./gone\.sh", "was there once")
+    assert readme.main(["--list"]) == 1
+    assert r"the exception '\\./gone\\.sh' fits no command: remove it" in capsys.readouterr().out
+
+
+def test_each_side_gets_the_other_one():
+    reader = readme.Reader(Path(), 7000, clean=True)
+    learner = "examples/experiments/sim_arm/run_learner.sh keys=keys run_dir=runs/a 'plan.x=[1, 2]' port=7000"
+    assert reader.partner(learner, "learner").split()[1:] == ["run_dir=runs/a", "port=7000", "key=keys/left.key"]
+    actor = reader.partner("examples/experiments/sim_arm/run_actor.sh name=second task=fake", "actor")
+    assert actor.startswith("examples/experiments/sim_arm/run_learner.sh task=fake max_env_steps=")

@@ -1,0 +1,81 @@
+"""tools/store.py says one sentence for each damage."""
+
+import os
+import re
+import sqlite3
+import sys
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from serl_launcher.data.store import Store
+from tools import store as tool
+
+
+@pytest.fixture
+def run(tmp_path, spec, make_segment):
+    """A run with eight steps of two episodes."""
+    made = Store.create(tmp_path / "run/store", spec, {"online": 400})
+    made.direct({"into": "online", "phase": "practise"})
+    made.hello("arm", "outbox", "A", [])
+    for number in range(2):
+        made.stage("A", number, make_segment(f"e{number}", number, ends="terminated"))
+    made.commit()
+    made.close()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def verify(run, monkeypatch, capsys):
+    """verify() -> (exit status, all that is said)."""
+
+    def verify():
+        monkeypatch.setattr(sys, "argv", ["store.py", "verify", str(run)])
+        with pytest.raises(SystemExit) as left:
+            tool.main()
+        said = capsys.readouterr().out
+        return (left.value.code, said) if isinstance(left.value.code, int) else (1, str(left.value.code))
+
+    return verify
+
+
+def flip(path, at):
+    data = np.memmap(path, "u1", "r+")
+    data[at] ^= 1
+
+
+def change(run, sql):
+    with closing(sqlite3.connect(run / "store/index.sqlite")) as index, index:
+        index.execute(sql)
+
+
+DAMAGES = {
+    "short rows": (lambda run: os.truncate(run / "store/online/rows", 4096), r"online/rows should have .* bytes"),
+    "no steps": (lambda run: (run / "store/online/steps").unlink(), r"online/steps should have .* bytes, not None"),
+    "no published": (lambda run: (run / "store/online/published").unlink(), r"online/published should have 16 bytes"),
+    "a head far beyond": (
+        lambda run: np.memmap(run / "store/online/published", "<u8", "r+").__setitem__(1, 10**9),
+        r"1,000,000,000 steps were published, and its index knows 8",
+    ),
+    "a bit of a row": (lambda run: flip(run / "store/online/rows", 3), r"source online, step 0: damaged"),
+    "a bit of a step": (lambda run: flip(run / "store/online/steps", 60), r"source online, step 0: damaged"),
+    "a letter of an id": (
+        lambda run: change(run, "UPDATE episodes SET id = 'f0' WHERE id = 'e0'"),
+        r"a row of episodes, which begins with 1 is damaged",
+    ),
+    "a watermark": (lambda run: change(run, "UPDATE epochs SET expected = 7"), r"a row of epochs, .* is damaged"),
+    "a tail": (lambda run: change(run, "UPDATE sources SET tail = 4"), r"a row of sources"),
+    "no index": (lambda run: (run / "store/index.sqlite").unlink(), r"but no index\.sqlite"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_each_damage_is_one_sentence(run, verify, damage):
+    assert verify() == (0, "source online: 8 steps checked\n")
+    spoil, says = DAMAGES[damage]
+    spoil(run)
+    status, said = verify()
+    assert status == 1
+    [line] = [line for line in said.splitlines() if not line.endswith("checked")]
+    assert re.search(says, line), said

@@ -1,0 +1,126 @@
+"""What a run's store says of the run, counted by somebody who knows the files and none of the code, and compared with
+its summary.json."""
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import checker
+
+INTERVENED = 4  # a flag of a step
+LEARNING = ("teleop", "collect")  # modes
+EVALUATED = {"before": 0, "eval": -1}  # summary's key -> which of the phases that evaluate
+
+
+def layout(store: Path) -> np.dtype:
+    """What a step looks like in this store."""
+    with closing(sqlite3.connect(f"file:{store}/index.sqlite?mode=ro", uri=True)) as index:
+        return checker.kind(json.loads(index.execute("SELECT value FROM meta WHERE key = 'spec'").fetchone()[0]))
+
+
+def expected(store: Path) -> dict[str, int]:
+    """{epoch: records} that the store has."""
+    with closing(sqlite3.connect(f"file:{store}/index.sqlite?mode=ro", uri=True)) as index:
+        return dict(index.execute("SELECT epoch, expected FROM epochs").fetchall())
+
+
+def published(source: Path, kind: np.dtype) -> np.ndarray:
+    """The steps of a source that readers see now, the oldest first."""
+    tail, head = np.fromfile(source / "published", "<u8").tolist()
+    steps = np.memmap(source / "steps", kind, "r")
+    return steps[np.arange(tail, head) % len(steps)]
+
+
+class Counted:
+    """A run that is over. `violations` gets a sentence for all that is wrong with it."""
+
+    def __init__(self, run_dir: Path, violations: list[str]) -> None:
+        self.run_dir, self.violations = run_dir, violations
+        self.summary = json.loads((run_dir / "summary.json").read_text())
+        report = checker.Report()
+        with closing(sqlite3.connect(f"file:{run_dir}/store/index.sqlite?mode=ro", uri=True)) as index:
+            index.row_factory = sqlite3.Row
+            self._found = checker.Found(run_dir / "store", index, report)
+            self._weights = dict(index.execute("SELECT version, sha256 FROM weights").fetchall())
+            bodies = index.execute("SELECT body FROM directives ORDER BY number").fetchall()
+            checker.check_weights(run_dir / "weights", index, report)
+        self._modes = {body["phase"]: body["mode"] for body in map(json.loads, (row[0] for row in bodies))}
+        self._episodes = [dict(row) for row in sorted(self._found.episodes.values(), key=lambda row: row["number"])]
+        violations += report.violations
+        self._check_episodes()
+
+    def check(self, durable: Mapping[str, Mapping[int, int]], spooled: Mapping[str, int]) -> None:
+        """Compare with the summary, with {source: {number: checksum}} of steps that were durable at some time, and with
+        {epoch: records} that lay in an outbox then."""
+        for source, steps in durable.items():
+            now = published(self.run_dir / "store" / source, checker.kind(self._found.spec))
+            there = dict(zip(now["number"].tolist(), now["checksum"].tolist(), strict=True))
+            tail = self._found.sources[source]["tail"]
+            lost = [number for number, sum_ in steps.items() if number >= tail and there.get(number) != sum_]
+            self._expect(f"steps of {source} that were durable and are not there", len(lost), 0)
+        for epoch, end in spooled.items():
+            there = self._found.epochs[epoch]["expected"] if epoch in self._found.epochs else 0
+            self._expect(f"records of epoch {epoch[:8]} that lay on the actor's disk", there, max(end, there))
+        self._check_summary()
+
+    def _expect(self, what: str, said: Any, counted: Any) -> None:
+        if said != counted:
+            self.violations.append(f"{what}: {said}, and an independent reader counts {counted}")
+
+    def _check_episodes(self) -> None:
+        """Each episode has the steps, the reward and the takeovers that its rows add up to."""
+        for episode in self._episodes:
+            steps = self._found.steps.get(episode["number"], [])
+            if self._found.is_live(episode):
+                self._expect(f"steps of {episode['id']}", [s.index for s in steps], list(range(episode["steps"])))
+                self._expect(f"takeovers in {episode['id']}", episode["intervened"], sum(
+                    bool(step.record["flags"] & INTERVENED) for step in steps))  # fmt: skip
+                reward = sum(float(step.record["reward"]) for step in steps)
+                if abs(reward - episode["reward"]) > 1e-3:
+                    self._expect(f"reward of {episode['id']}", episode["reward"], reward)
+
+    def _done(self, *phases: str) -> list[dict[str, Any]]:
+        return [one for one in self._episodes if one["phase"] in phases and one["sealed"] and one["final"]]
+
+    def _phases(self, *modes: str) -> list[str]:
+        return [phase for phase, mode in self._modes.items() if mode in modes]
+
+    def _check_summary(self) -> None:
+        summary = self.summary
+        learned = [one for one in self._episodes if one["source"] != "eval"]
+        self._expect("env_steps", summary["env_steps"], sum(one["steps"] for one in learned))
+        self._expect("episodes", summary["episodes"], len(self._done(*self._phases(*LEARNING))))
+        collected = self._done(*self._phases("collect"))
+        self._expect("assisted", summary["assisted"], sum(one["intervened"] > 0 for one in collected))
+        evaluated = self._phases("evaluate")
+        for key, which in EVALUATED.items():
+            if summary[key]:
+                self._check_evaluation(key, summary[key], self._done(evaluated[which]))
+
+    def _check_evaluation(self, key: str, said: Mapping[str, Any], done: list[dict[str, Any]]) -> None:
+        """Some of the phase's episodes, one after the other and with one version of the weights, are those of which the
+        summary speaks: an evaluation that a kill has interrupted may have begun again."""
+        count, results = said["episodes"], list[Any]()
+        for first in range(len(done) - count + 1):
+            some = done[first : first + count]
+            rows = [self._found.steps[one["number"]] for one in some if self._found.is_live(one)]
+            versions = {int(step.record["weights"]) for steps in rows for step in steps}
+            wins = sum(one["success"] == 1 and not one["discard"] and not one["intervened"] for one in some)
+            starts = len({steps[0].seen for steps in rows})
+            mean = round(sum(one["reward"] for one in some) / count, 6)
+            sha256 = {self._weights.get(version) for version in versions}
+            results.append([wins, starts, mean, sha256])
+        wanted = [round(said["success"] * count), said["distinct_starts"], round(said["return_mean"], 6)]
+        sha256 = said.get("weights_sha256")
+        if not any(found[:3] == wanted and len(found[3]) == 1 and found[3] <= {sha256 or next(iter(found[3]))}
+                   for found in results):  # fmt: skip
+            self._expect(f"{key}: successes of {count}, starts, mean return of {sha256}", wanted, results[-1:])
+        path = self.run_dir / f"weights/{sha256}.safetensors"
+        if sha256 and (not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256):
+            self.violations.append(f"the evaluated weights {sha256[:8]} are not those of the published file")

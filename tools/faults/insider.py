@@ -1,0 +1,98 @@
+"""A peer that is let in and speaks the protocol well, and whose records say what no honest actor would say."""
+
+import dataclasses
+import struct
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from serl_client import Segment, Stamp
+from serl_client import messages as m
+from serl_client.errors import TrainerError
+from serl_client.keys import Key
+from serl_client.link import Link
+
+from . import actor
+from .truth import Truth
+
+if TYPE_CHECKING:
+    from .stage import Stage
+
+LENGTH = 3  # steps of a segment
+
+
+def _stamped(**numbers: int) -> Callable[[Segment], Mapping[str, Any]]:
+    return lambda honest: {"stamp": dataclasses.replace(honest.stamp, **numbers)}
+
+
+HOSTILE: dict[str, Callable[[Segment], Mapping[str, Any]]] = {  # what an honest segment that goes on is changed to
+    **{f"directive 2^{power}": _stamped(directive=1 << power) for power in (31, 32, 40, 52, 63)},
+    **{f"weights 2^{power}": _stamped(weights=1 << power) for power in (52, 53, 63)},
+    "directive -1": _stamped(directive=-1),
+    "start 2^40": lambda honest: {"start": 1 << 40},
+    "a long phase": lambda honest: {"stamp": dataclasses.replace(honest.stamp, phase="x" * 100_000)},
+    "time NaN": lambda honest: {"time": np.full(LENGTH, np.nan)},
+    "time inf": lambda honest: {"time": np.full(LENGTH, np.inf)},
+    "reward NaN": lambda honest: {"reward": np.full(LENGTH, np.nan, np.float32)},
+    "reward 3e38": lambda honest: {"reward": np.full(LENGTH, 3e38, np.float32)},
+    "action inf": lambda honest: {"action": np.full((LENGTH, 2), np.inf, np.float32)},
+    "no steps": lambda honest: {name: getattr(honest, name)[:0] for name in
+                                ("action", "reward", "intervened", "decision", "time")},
+}  # fmt: skip
+
+
+class Insider:
+    """One life of such a peer: an honest segment, then the hostile one, again and again, as one does that obeys when it
+    is asked to send it again. What is stored of it has to be what it sent."""
+
+    def __init__(self, stage: "Stage", random: Random, kind: str) -> None:
+        self._change = HOSTILE[kind]
+        name = f"insider{random.randrange(1 << 32):08x}"
+        hello = m.Hello(m.PROTOCOL, "actor", name, f"{name}-0", f"outbox-{name}", "", actor.SPEC.to_dict())
+        file = stage.key_file(name)
+        self.link = Link(stage.address, hello, file and Key.read(file))
+        self._truth = Truth(stage.truths / f"{name}.jsonl")
+        self._epoch, self._records = hello.epoch, list[Segment]()
+        self._truth.note(actor=name, life=0, epoch=self._epoch)
+
+    def turn(self) -> None:
+        """Say what there is to say now; what is refused is said again at the next turn."""
+        try:
+            while self.link.receive() is not None:
+                pass
+        except TrainerError:
+            return  # its key is not let in any more
+        directive = self.link.notice.directive
+        if not self.link.connected or directive.get("mode") != "collect":
+            return
+        if not self._records:
+            self._make(directive["number"])
+        sealed = [part for seq, record in enumerate(self._records) for part in m.seal(seq, record)]
+        data = b"".join(bytes(part) for part in sealed)
+        self.link.send(m.Push(self._epoch, {"records": np.frombuffer(data, np.uint8)}))
+
+    def _make(self, directive: int) -> None:
+        honest = [_segment(f"{self._epoch}-episode", start, directive) for start in (0, LENGTH)]
+        self._records = [honest[0], dataclasses.replace(honest[1], **self._change(honest[1]))]
+        for seq, record in enumerate(self._records):
+            steps = [_fingerprint(record, i) for i in range(len(record))]
+            self._truth.note(seq=seq, episode=record.episode, start=record.start, steps=steps, ends="")
+
+
+def _segment(episode: str, start: int, directive: int) -> Segment:
+    state = np.arange(LENGTH * 5, dtype=np.int64).reshape(LENGTH, 5) + start
+    images = np.full((LENGTH, *actor.IMAGE), start, np.uint8)
+    zeros = np.zeros(LENGTH)
+    return Segment(
+        episode, start, "chaos", Stamp(directive, "collect", 0),
+        {"observation.state": state, "observation.images.eye": images}, np.zeros((LENGTH, 2), np.float32),
+        zeros.astype(np.float32), zeros.astype(bool), zeros.astype(bool), zeros,
+    )  # fmt: skip
+
+
+def _fingerprint(segment: Segment, i: int) -> str:
+    try:
+        return actor.fingerprint_of(segment, i)
+    except (ArithmeticError, struct.error):
+        return "of a number that a step has no room for"

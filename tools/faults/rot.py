@@ -1,0 +1,58 @@
+"""Bytes of a stopped server's files that turn over, and how they are turned back."""
+
+import json
+import re
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from . import checker
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST = 3  # steps of which something turns over
+
+
+class Rot:
+    """Turns a bit of some live steps over, in their record or in a row that they point to; `numbers` are theirs."""
+
+    def __init__(self, run_dir: Path, source: str, random: Random) -> None:
+        store = run_dir / "store"
+        with closing(sqlite3.connect(f"file:{store}/index.sqlite?mode=ro", uri=True)) as index:
+            spec = json.loads(index.execute("SELECT value FROM meta WHERE key = 'spec'").fetchone()[0])
+            words = "SELECT tail, head, capacity FROM sources WHERE name = ?"
+            tail, head, capacity = index.execute(words, (source,)).fetchone()
+        self._run_dir = run_dir
+        self._turned: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # a place, what was there, what is there now
+        steps = np.memmap(store / source / "steps", checker.kind(spec), "r+")
+        rows = checker.rows(store / source / "rows", spec, checker.slots(capacity), "r+")
+        self.numbers = set(random.sample(range(tail, head), min(MOST, head - tail)))
+        for number in sorted(self.numbers):
+            record = steps[number % capacity : number % capacity + 1]
+            row = int(record["row"][0]) % checker.slots(capacity)
+            places = [record, *(column[row : row + 1] for column in rows.values())]
+            self._turn(random.choice(places).view("u1").reshape(-1), random)
+
+    def _turn(self, place: np.ndarray, random: Random) -> None:
+        before = place.copy()
+        place[random.randrange(len(place))] ^= 1 << random.randrange(8)
+        self._turned.append((place, before, place.copy()))
+
+    def unseen(self) -> list[str]:
+        """What `tools/store.py verify` says wrongly of it."""
+        words = [sys.executable, ROOT / "tools/store.py", "verify", self._run_dir]
+        done = subprocess.run(words, capture_output=True, text=True)
+        found = {int(number) for number in re.findall(r"step (\d+): damaged", done.stdout)}
+        if found == self.numbers and done.returncode == bool(found):
+            return []
+        return [f"bits of steps {sorted(self.numbers)} turned over, and verify says {found or done.stderr}"]
+
+    def mend(self) -> None:
+        """Turn back what nobody has overwritten."""
+        for place, before, after in self._turned:
+            if np.array_equal(place, after):
+                place[:] = before

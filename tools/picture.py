@@ -1,0 +1,195 @@
+"""Makes the moving picture of a run of the simulated arm: its evaluations before and after training, side by side.
+
+tools/picture.py RUN [--out FILE] [--size PIXELS] [--seconds S]
+
+The actions are those that the run's store holds. The simulator repeats them, and each observation must come out as it
+was recorded. It needs the extras `learner` and `sim`, and a machine that can draw (libegl1 or libosmesa6).
+"""
+
+import argparse
+import sqlite3
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from importlib.resources import files
+from itertools import chain, islice, product, repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from serl_client.errors import ConfigError, RetakeError
+from serl_client.runner import evaluation_seed
+from serl_client.spec import Array, Spec
+
+from robot_infra.cameras import gl
+from robot_infra.cameras.mujoco import Renderer
+from robot_infra.robots.sim_arm import FPS, SimArm
+from serl_launcher.data.episodes import EpisodeInfo
+from serl_launcher.data.index import Index
+from serl_launcher.data.layout import Layout
+from serl_launcher.data.shards import EpisodeReader
+from serl_launcher.service.plan import EVAL
+
+CAMERA = {"name": "picture", "pos": [1.15, -0.75, 0.72], "xyaxes": [0.62, 0.78, 0, -0.32, 0.25, 0.91], "fovy": 34}
+SKY = {"name": "sky", "rgb1": [0.93, 0.95, 0.98], "rgb2": [0.62, 0.7, 0.8], "width": 256, "height": 256}
+DRAWN = 2  # each pixel is the mean of so many by so many
+BAR = 44  # pixels of the caption above
+TEXT, PAPER, GREEN, RED = (30, 30, 35), (255, 255, 255), (0, 150, 60), (200, 40, 40)
+PAUSE = 4  # frames that an episode's end stands still
+STARTS = 100  # starts of an actor, and episodes of one evaluation, among which the recorded start is looked for
+TOLERANCE = 1e-3  # of the scaled state: 0.2 mm
+COLOURS = 240  # of a gif, chosen from so many of its frames:
+SAMPLED = 12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the folder of a run that was evaluated twice (plan=quickstart, hiors)")
+    parser.add_argument("--out", type=Path, help="the .gif or .webp to write (RUN/before_after.gif)")
+    parser.add_argument("--size", type=int, default=320, help="width and height of each side in pixels (320)")
+    parser.add_argument("--seconds", type=float, default=6.4, help="how long the picture is (6.4)")
+    options = parser.parse_args()
+    out = options.out or options.run / "before_after.gif"
+    try:
+        count = picture(options.run, out, options.size, round(options.seconds * FPS))
+    except (RetakeError, OSError, sqlite3.Error) as error:
+        sys.exit(f"error: {error}")
+    print(f"{out}: {count} frames, {out.stat().st_size / 1e6:.1f} MB")
+
+
+def picture(run: Path, out: Path, size: int, length: int) -> int:
+    """Write the picture of `length` frames and return how many it has.
+
+    Raises ConfigError when the run was not evaluated twice, is of another robot, or does not replay.
+    """
+    backend = gl.chosen(True)
+    before, after = evaluations(run)
+    scene = Scene(backend, size)
+    sides = [side(scene, episodes, title, length) for title, episodes in (before, after)]
+    frames = [np.concatenate(pair, axis=1) for pair in zip(*sides, strict=True)]
+    scene.close()
+    save(out, frames)
+    return len(frames)
+
+
+# -- what the run holds
+Evaluation = tuple[str, list[dict[str, Array]]]
+
+
+def evaluations(run: Path) -> tuple[Evaluation, Evaluation]:
+    """(caption, rows of each episode) of the first and of the last evaluation. Raises ConfigError without two."""
+    path = run / "store" / "index.sqlite"
+    if not path.exists():
+        raise ConfigError(f"{run} holds no store: name the folder of a run")
+    with closing(Index(path)) as index:
+        spec, source = Spec.from_dict(index.meta("spec")), index.sources().get(EVAL)
+        infos = [EpisodeInfo(*row) for row in index.catalog(0, -1)[1]]
+    evaluated = [info for info in infos if info.source == EVAL and info.sealed and info.success is not None]
+    evaluated.sort(key=lambda info: info.number)
+    phases = list(dict.fromkeys(info.phase for info in evaluated))
+    if source is None or len(phases) < 2:
+        raise ConfigError(
+            f"{run} has {len(phases)} phases with evaluated episodes; a picture needs two: before and after training"
+        )
+    reader = EpisodeReader(run / "store" / EVAL, Layout(spec, source.capacity), (source.tail, source.head))
+
+    def of(phase: str, title: str) -> Evaluation:
+        mine = [info for info in evaluated if info.phase == phase]
+        won = sum(bool(info.success) for info in mine)
+        return f"{title}: {won} of {len(mine)} picked up", [reader.rows(info) for info in mine[:STARTS]]
+
+    return of(phases[0], "before training"), of(phases[-1], "after training")
+
+
+# -- what is drawn
+class Scene:
+    """The simulated arm, and the same arm with a sky, shadows and a camera that shows all of it."""
+
+    def __init__(self, backend: str, size: int) -> None:
+        import mujoco
+
+        self._mujoco: Any = mujoco
+        drawn = self._mujoco.MjSpec.from_string(files("robot_infra.sim").joinpath("arm.xml").read_text())
+        drawn.worldbody.add_camera(**CAMERA)
+        drawn.add_texture(
+            type=self._mujoco.mjtTexture.mjTEXTURE_SKYBOX, builtin=self._mujoco.mjtBuiltin.mjBUILTIN_GRADIENT, **SKY
+        )
+        drawn.visual.quality.shadowsize, drawn.visual.headlight.ambient = 4096, [0.5] * 3
+        for light in drawn.lights:
+            light.castshadow = True
+        self._model = drawn.compile()
+        self._data = self._mujoco.MjData(self._model)
+        self._camera = self._model.camera(CAMERA["name"]).id
+        self._renderer, self.arm, self.size = Renderer(self._model, backend, size=size * DRAWN), SimArm(), size
+
+    def draw(self) -> Array:
+        """[size, size, 3] uint8: the arm as it is now."""
+        self._data.qpos[:] = self.arm.pose
+        self._mujoco.mj_forward(self._model, self._data)
+        image = self._renderer.draw(self._data, self._camera)
+        return image.reshape(self.size, DRAWN, self.size, DRAWN, 3).mean(axis=(1, 3)).astype(np.uint8)
+
+    def close(self) -> None:
+        self._renderer.close()
+
+
+def side(scene: Scene, episodes: Sequence[dict[str, Array]], title: str, length: int) -> list[Array]:
+    """`length` frames of one episode after the other, under a caption."""
+    shown = chain.from_iterable(played(scene, rows) for rows in episodes)
+    return [captioned(image, title, success) for image, success in islice(shown, length)]
+
+
+def played(scene: Scene, rows: dict[str, Array]) -> Iterator[tuple[Array, bool | None]]:
+    """(image, how it ended) of each moment of an episode; its end stands still for PAUSE frames.
+
+    Raises ConfigError when the simulator does not repeat what was recorded.
+    """
+    states, succeeded = rows["observation.state"], bool(rows["terminated"][-1])
+    scene.arm.home(start(scene.arm, states[0]))
+    for action, state in zip(rows["action"], states[1:], strict=False):
+        yield scene.draw(), None
+        scene.arm.command(action)
+        if not np.allclose(scene.arm.observe()["observation.state"], state, atol=TOLERANCE):
+            raise ConfigError("the simulator does not repeat this run: another version of it, or of the arm, made it")
+    image = scene.draw()
+    yield from repeat((image, succeeded), PAUSE)
+
+
+def start(arm: SimArm, state: Array) -> int:
+    """The seed of the evaluation's start that looks like this. Raises ConfigError when none does."""
+    for ordinal, number in product(range(STARTS), range(STARTS)):
+        seed = evaluation_seed(ordinal, number)
+        arm.home(seed)
+        found = arm.observe()["observation.state"]
+        if found.shape == state.shape and np.allclose(found, state, atol=TOLERANCE):
+            return seed
+    raise ConfigError("these episodes began at no start of an evaluation of the simulated arm (task=sim_arm)")
+
+
+def captioned(image: Array, title: str, success: bool | None) -> Array:
+    """The image under a bar with its title, and framed in green or red at the end of an episode."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    height, width, _ = image.shape
+    canvas = Image.new("RGB", (width, height + BAR), PAPER)
+    canvas.paste(Image.fromarray(image), (0, BAR))
+    draw = ImageDraw.Draw(canvas)
+    draw.text((width / 2, BAR / 2), title, fill=TEXT, font=ImageFont.load_default(18), anchor="mm")
+    if success is not None:
+        draw.rectangle((0, BAR, width - 1, BAR + height - 1), outline=GREEN if success else RED, width=6)
+    return np.asarray(canvas)
+
+
+def save(out: Path, frames: Sequence[Array]) -> None:
+    """Write an animation that repeats; all frames of a gif share the colours of some of them."""
+    from PIL import Image
+
+    images = [Image.fromarray(frame) for frame in frames]
+    if out.suffix == ".gif":
+        palette = Image.fromarray(np.concatenate(frames[:: max(1, len(frames) // SAMPLED)])).quantize(COLOURS)
+        images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
+    images[0].save(out, save_all=True, append_images=images[1:], duration=1000 / FPS, loop=0, optimize=False)
+
+
+if __name__ == "__main__":
+    main()
