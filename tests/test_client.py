@@ -16,7 +16,7 @@ from serl_client import weights as weights_module
 from serl_client import wire
 from serl_client.client import TrainerClient
 from serl_client.controller import RemotePolicy
-from serl_client.episode import Outcome
+from serl_client.episode import Lost, Outcome, Segment
 from serl_client.errors import Disconnected, Refused, ServerFailed, Timeout, TrainerError
 from serl_client.link import Link
 from serl_client.outbox import Outbox
@@ -417,7 +417,8 @@ def test_a_segment_that_does_not_fit_the_spec_ends_the_client_visibly(learner, c
     client.push(dataclasses.replace(make_segment(start=4), action=np.zeros((4, 3), np.float32)))
     with pytest.raises(TrainerError, match="action should be"):
         client.wait_answer(0, PATIENCE)
-    assert len(learner.records) == 1
+    until(lambda: len(learner.records) == 2)
+    assert [type(record) for *_, record in learner.records] == [Segment, Lost]
 
 
 # ---- the connection
