@@ -367,9 +367,9 @@ def test_no_more_than_the_window_is_on_its_way(learner, connect, make_segment):
     for start in range(0, 400, 4):
         until(lambda: client.room)
         client.push(make_segment(start=start))
-    until(lambda: learner.records)
-    time.sleep(0.3)
-    assert 2000 < learner.pushed_bytes <= 4000
+    until(lambda: learner.pushed_bytes > 2000)
+    time.sleep(0.3)  # in which one that minds no window would send more
+    assert learner.pushed_bytes <= 4000
     learner.acknowledges = True
     learner.say(learner.ack(client.epoch))
     assert client.drain(PATIENCE)

@@ -143,6 +143,8 @@ def test_an_image_that_stays_the_same_while_the_robot_stands_still_is_not_frozen
     frozen(standing)
     standing["state"][10:25] = standing["state"][10]
     assert said(kept(tmp_path / "standing", standing)) == (set(), set())
+    standing["state"][10:25] += np.arange(15)[:, None] * 5e-4  # its joints settle, by less than a camera sees
+    assert said(kept(tmp_path / "settling", standing)) == (set(), set())
     moving = sound()
     frozen(moving)
     assert said(kept(tmp_path / "moving", moving), frozen=20) == (set(), set())

@@ -322,6 +322,17 @@ def test_a_case_that_crashes_or_writes_is_found_and_kept(tmp_path, monkeypatch):
     assert result["outcomes"] == {"taken": 9, "FAILED": 1}
 
 
+def test_what_the_cases_leave_in_memory_is_growth(tmp_path, monkeypatch):
+    left = []
+
+    def run(case, scratch):
+        left.append(b"x" * (1 << 20))
+        return "taken"
+
+    monkeypatch.setitem(fuzz.KINDS, "planted", fuzz.Target(1.0, lambda chance, number: number, run))
+    assert fuzz.apart("planted", 40, 0, 1, tmp_path / "scratch")["growth"] > fuzz.GROWTH
+
+
 BUSY = """
 import sys, time, zmq
 from serl_launcher.service.session import bound

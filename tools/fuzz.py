@@ -7,6 +7,7 @@ again. The last line is JSON; the exit status is 1 if anything was wrong.
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import logging
@@ -125,12 +126,17 @@ def fuzz(kind: str, count: int, first: int, seed: int, scratch: Path) -> dict[st
             outcomes["FAILED"] += 1
             failures.append({"number": number, "why": traceback.format_exc(limit=-6), "case": repr(case)[:100_000]})
         if number == first + count // 10:
-            gc.collect()
-            resident = hostile.memory(os.getpid())
-    gc.collect()
-    growth = max(0, hostile.memory(os.getpid()) - resident)
+            resident = _held()
+    growth = max(0, _held() - resident)
     lost = threading.active_count() - threads
     return {"outcomes": outcomes, "failures": failures, "growth": growth, "threads_lost": abs(lost), "files": files}
+
+
+def _held() -> int:
+    """Bytes of memory that this process cannot give back: what lies free in its allocator goes first."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return hostile.memory(os.getpid())
 
 
 def _once(target: Target, case: Any, scratch: Path, *, is_watched: bool) -> str:
