@@ -206,7 +206,7 @@ def forget_a_directive(kept):
 
 
 def lose_the_newest_weights(kept):
-    kept.index.execute("INSERT INTO weights (sha256, size, update_, at) VALUES ('abc', 5, 1, 0.0)")
+    kept.index.execute("INSERT INTO weights (sha256, size, update_, at, checksum) VALUES ('abc', 5, 1, 0.0, 0)")
 
 
 def leave_a_file_in_an_outbox(kept):

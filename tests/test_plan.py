@@ -219,7 +219,8 @@ def test_evaluation_keeps_its_own_source_and_nothing_trains_on_it(path, value) -
     with pytest.raises(ConfigError):
         load(edited(path, value))
     assert load().phases["evaluate"].actors.into == "eval"
-    assert "eval" in load().sources
+    assert load().sources["eval"].capacity == 20_000
+    assert load(edited("sources.eval", {"capacity": 300})).capacities["eval"] == 300
 
 
 def test_without_an_operator_teleop_and_its_data_are_left_out() -> None:

@@ -1,8 +1,12 @@
 """An actor that hears nothing says why, in the words of the doctor, and says when its learner is there again."""
 
 import logging
+import signal
 import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +22,8 @@ from serl_launcher.data.store import Store
 from serl_launcher.service import server
 from tests.test_doctor import served
 from tests.test_service import free_port, wait_until
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -140,3 +146,17 @@ def test_an_actor_that_is_told_to_wait_is_not_called_refused(spec, tmp_path, mon
         goes_on.set()
         wait_until(lambda: client.connected)
         assert link.call(Status(), 10.0).report["refusals"] == {}
+
+
+def test_an_actor_without_learner_terminal_or_interrupts_says_what_it_waits_for_and_ends_with_ctrl_c(tmp_path):
+    """As a script starts it with &: its standard input is no terminal, and SIGINT is ignored."""
+    port, said = free_port(), tmp_path / "said"
+    command = [sys.executable, "examples/train.py", "actor=true", f"port={port}", f"run_dir={tmp_path / 'run'}"]
+    with open(said, "w") as file, subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    ) as actor:  # fmt: skip
+        wait_until(lambda: f"nobody listens at 127.0.0.1:{port}" in said.read_text(), 60)
+        actor.send_signal(signal.SIGINT)
+        assert actor.wait(60) == 130
+    assert "motion keys" not in said.read_text()

@@ -445,6 +445,15 @@ def test_an_environment_that_fails_leaves_a_truncated_episode_and_a_stopped_robo
     assert env.stops >= 1
 
 
+@pytest.fixture
+def hangup():
+    """SIGHUP ends this process, also where nohup has started it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_a_truncated_episode_and_a_stopped_robot(spec, number):
     env, client = TinyEnv(spec), FakeClient(spec)

@@ -8,6 +8,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from serl_client.episode import Lost, Outcome
 
 from serl_launcher.data.store import Store
 from tools import store as tool
@@ -21,6 +22,11 @@ def run(tmp_path, spec, make_segment):
     made.hello("arm", "outbox", "A", [])
     for number in range(2):
         made.stage("A", number, make_segment(f"e{number}", number, ends="terminated"))
+    made.stage("A", 2, Outcome("e0", True))
+    made.stage("A", 3, Lost("damaged on the actor's disk"))
+    made.archive([1])
+    made.publish_weights("a" * 64, 1, 1)
+    made.command("next", "", "arm")
     made.commit()
     made.close()
     return tmp_path / "run"
@@ -66,6 +72,18 @@ DAMAGES = {
     ),
     "a watermark": (lambda run: change(run, "UPDATE epochs SET expected = 7"), r"a row of epochs, .* is damaged"),
     "a tail": (lambda run: change(run, "UPDATE sources SET tail = 4"), r"a row of sources"),
+    **{
+        table: (lambda run, sql=f"UPDATE {table} SET {what}": change(run, sql), rf"a row of {table}, .* is damaged")
+        for table, what in {
+            "phases": "steps = 7",
+            "archived": "number = 2",
+            "outcomes": "success = 0",
+            "lost": "seq = 1",
+            "directives": "body = '{}'",
+            "weights": "sha256 = 'b'",
+            "commands": "name = 'stop'",
+        }.items()
+    },
     "no index": (lambda run: (run / "store/index.sqlite").unlink(), r"but no index\.sqlite"),
 }
 

@@ -38,19 +38,23 @@ CREATE INDEX episodes_by_first ON episodes (source, first);
 CREATE INDEX episodes_by_epoch ON episodes (epoch);
 CREATE INDEX episodes_open ON episodes (sealed) WHERE sealed = 0;
 CREATE INDEX episodes_parts ON episodes (part_of) WHERE part_start > 0;
-CREATE TABLE phases (phase TEXT PRIMARY KEY, steps INTEGER NOT NULL) STRICT;
-CREATE TABLE archived (number INTEGER PRIMARY KEY) STRICT;
+CREATE TABLE phases (phase TEXT PRIMARY KEY, steps INTEGER NOT NULL, checksum INTEGER NOT NULL) STRICT;
+CREATE TABLE archived (number INTEGER PRIMARY KEY, checksum INTEGER NOT NULL) STRICT;
 CREATE TABLE outcomes (epoch TEXT, seq INTEGER, episode TEXT NOT NULL, success INTEGER, discard INTEGER NOT NULL,
-    judge TEXT NOT NULL, at REAL NOT NULL, PRIMARY KEY (epoch, seq)) STRICT;
+    judge TEXT NOT NULL, at REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (epoch, seq)) STRICT;
 CREATE INDEX outcomes_by_episode ON outcomes (episode);
-CREATE TABLE lost (epoch TEXT, seq INTEGER, reason TEXT NOT NULL, at REAL NOT NULL, PRIMARY KEY (epoch, seq)) STRICT;
-CREATE TABLE directives (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT NOT NULL, at REAL NOT NULL) STRICT;
+CREATE TABLE lost (epoch TEXT, seq INTEGER, reason TEXT NOT NULL, at REAL NOT NULL, checksum INTEGER NOT NULL,
+    PRIMARY KEY (epoch, seq)) STRICT;
+CREATE TABLE directives (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT NOT NULL, at REAL NOT NULL,
+    checksum INTEGER NOT NULL) STRICT;
 CREATE TABLE weights (version INTEGER PRIMARY KEY AUTOINCREMENT, sha256 TEXT NOT NULL, size INTEGER NOT NULL,
-    update_ INTEGER NOT NULL, at REAL NOT NULL) STRICT;
+    update_ INTEGER NOT NULL, at REAL NOT NULL, checksum INTEGER NOT NULL) STRICT;
 CREATE INDEX weights_by_sha256 ON weights (sha256);
 CREATE TABLE commands (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, argument TEXT NOT NULL,
-    actor TEXT NOT NULL, at REAL NOT NULL) STRICT;
+    actor TEXT NOT NULL, at REAL NOT NULL, checksum INTEGER NOT NULL) STRICT;
 """
+NUMBERED = ("directives", "weights", "commands")  # by SQLite: the checksum is of what follows the number
+TABLES = ("sources", "epochs", "episodes", "phases", "archived", "outcomes", "lost", *NUMBERED)
 OURS = "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
 DISK = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN}
 
@@ -170,12 +174,11 @@ class Index:
             raise ValueError("a directive is a mapping")
 
     def damaged_rows(self) -> Iterator[str]:
-        """What is said of a source, a life or an episode, and is not what was written: read all, and name it."""
-        for kind, table in ((Source, "sources"), (Epoch, "epochs"), (Episode, "episodes")):
-            names = ", ".join(f.name for f in dataclasses.fields(kind))
+        """Each row that is not what was written: read all, and name it."""
+        for table in TABLES:
             try:
-                for *row, checksum in self._db.execute(f"SELECT {names}, checksum FROM {table}"):
-                    if _checksum(row) != checksum:
+                for *row, checksum in self._db.execute(f"SELECT * FROM {table}"):
+                    if _checksum(row[table in NUMBERED :]) != checksum:
                         yield f"a row of {table}, which begins with {row[0]!r:.100}"
             except sqlite3.Error as error:
                 yield f"{table} cannot be read ({error})"
@@ -206,14 +209,18 @@ class Index:
         self._db.executemany(sql, rows)
         return 0
 
+    def _add(self, table: str, *rows: Sequence[Any], instead: str = "") -> int:
+        """Write rows, each with a checksum; `instead` of one that is there: OR REPLACE, OR IGNORE. Returns the number
+        that a table of NUMBERED gave to a row."""
+        number = "NULL, " if table in NUMBERED else ""
+        sql = f"INSERT {instead} INTO {table} VALUES ({number}{', '.join('?' * (len(rows[0]) + 1))})"
+        return self._write(sql, *([*row, _checksum(row)] for row in rows))
+
     def _put(self, table: str, *things: Any) -> None:
-        """Write dataclasses as rows, each with a checksum."""
+        """Write dataclasses as rows."""
         if things:
             names = [f.name for f in dataclasses.fields(things[0])]
-            marks = ", ".join("?" * (len(names) + 1))
-            rows = [[getattr(thing, name) for name in names] for thing in things]
-            sql = f"INSERT OR REPLACE INTO {table} ({', '.join(names)}, checksum) VALUES ({marks})"
-            self._write(sql, *([*row, _checksum(row)] for row in rows))
+            self._add(table, *([getattr(thing, name) for name in names] for thing in things), instead="OR REPLACE")
 
     def _get(self, kind: type, table: str, where: str = "1", *values: Any) -> list[Any]:
         names = ", ".join(f.name for f in dataclasses.fields(kind))
@@ -286,7 +293,7 @@ class Index:
     def add_archived(self, episodes: Iterable[int]) -> None:
         """These episodes may leave the store."""
         for number in episodes:
-            self._write("INSERT OR IGNORE INTO archived VALUES (?)", (number,))
+            self._add("archived", (number,), instead="OR IGNORE")
 
     def first_kept(self, source: str, step: int) -> tuple[int, int, str] | None:
         """(first, first_row, id) of the oldest episode from that step on which may not leave the store."""
@@ -310,7 +317,7 @@ class Index:
     def put_phases(self, steps: Mapping[str, int]) -> None:
         """How many steps a phase has in all."""
         if steps:
-            self._write("INSERT OR REPLACE INTO phases VALUES (?, ?)", *steps.items())
+            self._add("phases", *steps.items(), instead="OR REPLACE")
 
     def phases(self) -> dict[str, int]:
         """{phase: steps}."""
@@ -319,13 +326,13 @@ class Index:
     def add_outcomes(self, outcomes: Iterable[tuple[str, int, Outcome]]) -> None:
         """Keep every (epoch, seq, outcome), whichever of them is valid."""
         for epoch, seq, outcome in outcomes:
-            row = (epoch, seq, outcome.episode, outcome.success, outcome.discard, outcome.by, time.time())
-            self._write("INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            said = (outcome.episode, outcome.success, outcome.discard, outcome.by)
+            self._add("outcomes", (epoch, seq, *said, time.time()))
 
     def add_lost(self, records: Iterable[tuple[str, int, str]]) -> None:
         """Records (epoch, seq, reason) that their actor could not send."""
         for epoch, seq, reason in records:
-            self._write("INSERT INTO lost VALUES (?, ?, ?, ?)", (epoch, seq, reason, time.time()))
+            self._add("lost", (epoch, seq, reason, time.time()))
 
     def lost_counts(self) -> dict[str, int]:
         """How many records of an epoch are lost, where any is."""
@@ -341,15 +348,14 @@ class Index:
 
     # -- numbers that never go back
     def add_directive(self, body: dict[str, Any]) -> int:
-        return self._write("INSERT INTO directives (body, at) VALUES (?, ?)", (json.dumps(body), time.time()))
+        return self._add("directives", (json.dumps(body), time.time()))
 
     def directives(self) -> dict[int, dict[str, Any]]:
         rows = self._db.execute("SELECT number, body FROM directives ORDER BY number")
         return {number: json.loads(body) for number, body in rows}
 
     def add_weights(self, sha256: str, size: int, update: int) -> int:
-        row = (sha256, size, update, time.time())
-        return self._write("INSERT INTO weights (sha256, size, update_, at) VALUES (?, ?, ?, ?)", row)
+        return self._add("weights", (sha256, size, update, time.time()))
 
     def has_weights(self, sha256: str) -> bool:
         """Whether this file was ever published."""
@@ -362,8 +368,7 @@ class Index:
         return [dict(zip(("version", "sha256", "size", "update"), row, strict=True)) for row in rows]
 
     def add_command(self, name: str, argument: str, actor: str) -> int:
-        row = (name, argument, actor, time.time())
-        return self._write("INSERT INTO commands (name, argument, actor, at) VALUES (?, ?, ?, ?)", row)
+        return self._add("commands", (name, argument, actor, time.time()))
 
     def commands(self, since: int) -> list[list[Any]]:
         """[number, name, argument] of the operator's commands after `since`."""

@@ -19,7 +19,7 @@ ARCHIVES = ("none", "lerobot")
 ACTIONS = ("checkpoint", "publish", "fit_normalizer")
 OPERATOR = "operator"  # the condition that a person meets with the command `next`
 EVAL = "eval"  # the built-in source of evaluation episodes, which nothing trains on
-EVAL_CAPACITY = 20_000  # steps
+EVAL_CAPACITY = 20_000  # steps, unless the plan says another
 LEAST_CAPACITY = 100  # steps
 LONGEST_WINDOW = 200  # episodes that a metric may look back on
 
@@ -157,7 +157,7 @@ def load_plan(mapping: Mapping[str, Any], *, methods: Collection[str] | None, ha
     root.keys(required=("phases",), optional=("sources",))
     reader = _Reader(*_sources(root.at("sources", {})), methods)
     phases = {name: reader.phase(name, node) for name, node in root.at("phases").entries()}
-    plan = Plan(reader.sources | {EVAL: Source(EVAL_CAPACITY)}, reader.views, phases)
+    plan = Plan(reader.sources | {EVAL: _evaluations(root.at("sources", {}))}, reader.views, phases)
     plan = plan if has_operator else _without_operator(plan)
     if not plan.phases:
         raise root.at("phases").error("nothing to do" + " without an operator" * bool(plan.notes))
@@ -245,8 +245,10 @@ class _Node:
 def _sources(node: _Node) -> tuple[dict[str, Source], dict[str, View]]:
     sources, views = {}, {}
     for name, entry in node.entries():
-        if name == EVAL or not re.fullmatch(r"\w+", name):
-            raise entry.error(f"{EVAL!r} is built in" if name == EVAL else "a name has letters, digits and _ only")
+        if name == EVAL:
+            continue
+        if not re.fullmatch(r"\w+", name):
+            raise entry.error("a name has letters, digits and _ only")
         entry.entries()
         if "of" not in entry.value:
             entry.keys(required=("capacity",), optional=("archive", "dataset", "on_silence"))
@@ -257,7 +259,7 @@ def _sources(node: _Node) -> tuple[dict[str, Source], dict[str, View]]:
             silence = _on_silence(entry.at("on_silence"))
             sources[name] = Source(entry.at("capacity").whole(LEAST_CAPACITY), archive, dataset.value, silence)
     for name, entry in node.entries():
-        if name not in sources:
+        if name not in sources and name != EVAL:
             entry.keys(required=("of",), optional=("keep", "min_length", "fold", "rows"))
             of = tuple(part.word(sources, "physical source") for part in entry.at("of").items())
             keep = tuple(part.word(KEEP, "filter") for part in entry.at("keep", "all").items())
@@ -265,6 +267,13 @@ def _sources(node: _Node) -> tuple[dict[str, Source], dict[str, View]]:
             rows = entry.at("rows", "all").word(ROWS, "row filter")
             views[name] = View(of, keep, entry.at("min_length", 1).whole(1), fold, rows)
     return sources, views
+
+
+def _evaluations(node: _Node) -> Source:
+    """The built-in source, of which a plan may say the capacity."""
+    found = node.at(EVAL, {"capacity": EVAL_CAPACITY})
+    found.keys(required=("capacity",))
+    return Source(found.at("capacity").whole(LEAST_CAPACITY))
 
 
 def _on_silence(node: _Node) -> float | None:
