@@ -1,0 +1,329 @@
+"""The mutants: small faults, each of which at least one test should notice. mutants.py runs them.
+
+A heading names an area and the test files that belong to it. Each mutant has a line
+    ID KNOWN SYMBOL: what then goes wrong
+and below it the text that occurs once within that class or function (-), and what takes its place (+). Further lines
+are indented from the first one. KNOWN is what the tests did on commit 72a4fc5:
+    killed      a test failed
+    survives    none did
+    chance      one failed that also failed now and then without the mutant
+    equivalent  none did, and none needs to: a second defence holds
+Where the text is gone, write the mutant anew with the same meaning. Ids are never used again.
+"""
+
+TABLE = r"""
+== outbox: test_outbox test_failing_disk test_client
+
+O1 equivalent Outbox._cut_back: what a failed write left at the end of a file stays there
+    - os.ftruncate(descriptor, file.size)
+    + pass
+O2 killed Outbox.acknowledge: files after one that cannot be removed are removed, which looks like a loss
+    - except OSError:  # none goes before it: a hole between two files is taken for a loss
+    -     return
+    + except OSError:
+    +     continue
+O3 killed Outbox.acknowledge: acknowledged bytes still count, so the outbox fills up for ever
+    - self._bytes -= file.size
+    + pass
+O4 killed Outbox._load: a record that two files hold is read twice
+    - del before.ends[max(0, file.first - before.first) :]
+    + pass
+O5 equivalent Outbox._looked_at: after one damaged record the others are not checked
+    - self._doubted[file.epoch] = math.inf
+    + pass
+
+== sending: test_client test_outbox test_peer_faults test_protocol_model
+
+S1 killed Stream.put: the end of an episode finds no room in a full queue
+    - self._capacity * (2 if ends else 1)
+    + self._capacity
+S2 killed Stream.pushes: what stays without an answer is not sent again
+    - if epoch != self._sending or (self._flying and time.monotonic() > self._heard + STALL):
+    + if epoch != self._sending:
+S3 killed Stream.acknowledge: what was acknowledged in the meantime is sent all the same
+    - self._next = max(self._next, ack.expected)
+    + pass
+S4 chance Stream.acknowledge: an acknowledgement of an earlier epoch moves the current one
+    - if ack.epoch != self._sending:
+    + if False:
+S5 killed Stream.resume: a store that has lost data is taken for a good one
+    - if seq < first:
+    + if seq < 0:
+
+== network thread: test_client test_runner test_peer_faults
+
+N1 chance Network._ask: several questions are on their way at once
+    - if self._asked and time.monotonic() < self._asked_at + PATIENCE:
+    + if False:
+N2 killed Network._noticed: an older directive replaces a newer one
+    - if notice.directive and notice.directive["number"] >= self.directive["number"]:
+    + if notice.directive:
+N3 survives Network._welcomed: a command is sent again after a cut, and may be carried out twice
+    - self.commands.popleft().name)
+    + self.commands[0].name)
+N4 killed Network._answered: actions that are not finite reach the robot
+    - or not np.isfinite(action).all()
+    + or False
+N5 chance Network._answered: an answer to another question is taken
+    - if step == act.step:
+    + if True:
+
+== recorder: test_runner test_intervention
+
+R1 killed Recorder.add: a segment holds steps of two versions of the weights
+    - if self._state[0] and stamp != self._stamp:
+    + if False:
+R2 killed Recorder.add: an extra that a step lacks is what memory held before
+    - array[row] = extras.get(name, 0)
+    + if name in extras:
+    +     array[row] = extras[name]
+R4 killed Recorder._push: a signal within the push records the same steps twice
+    - self._state = 0, self._state[1]
+    - self._client.push(segment)
+    + self._client.push(segment)
+    + self._state = 0, self._state[1]
+
+== store: test_store test_replay test_label test_limits test_protocol_model test_power_loss test_export
+
+T1 survives Store._make_room: an archived episode is evicted before it was exported
+    - if (kept := self._kept.get(source.name)) is not None and kept[0] < source.tail:
+    + if False:
+T2 killed Store._make_room: rows are overwritten before the new tail is durable
+    - self.index.commit()
+    + pass
+T3 survives Store._make_room: rows are overwritten before readers see the new tail
+    - self._publish()
+    + pass
+T4 survives Epochs.over: lives of other actors of the same outbox are closed, too
+    - living = self._living.get((now.outbox, now.actor), {})
+    + living = [name for name, state in self.all.items() if state.outbox == now.outbox and not state.closed]
+T5 killed _judge: the environment overrules the operator
+    - if outcome.by == "operator" or episode.judge != "operator":
+    + if True:
+
+== index: test_store test_power_loss test_failing_disk
+
+I1 killed Index._begin: a commit is not synced
+    - PRAGMA synchronous = FULL
+    + PRAGMA synchronous = NORMAL
+I2 killed Index.probe: the log is not written into the database anew
+    - wal_checkpoint(TRUNCATE)
+    + wal_checkpoint(PASSIVE)
+I3 survives Index._check: a damaged database is opened
+    - if report != "ok":
+    + if False:
+
+== replay: test_replay test_store
+
+P1 survives ReplayBuffer._take_in: rows that are overwritten during the refresh count as whole
+    - whole = (records["number"] == numbers) & (numbers >= int(self._published[0]))
+    + whole = records["number"] == numbers
+P2 survives ReplayBuffer._link: a step is linked to one that was evicted, so windows cross episodes
+    - indices[begin] > 0 and before >= self.tail
+    + indices[begin] > 0
+P3 survives ReplayBuffer._usable: steps of an episode that is evicted in part are drawn
+    - usable = (self._first[slots] >= self.tail) & (numbers >= self.tail)
+    + usable = numbers >= self.tail
+P4 killed ReplayBuffer.gather: what is overwritten while it is copied is used
+    - return tail <= self.tail or bool((self._first[drawn.steps[:, 0] % self.layout.capacity] >= tail).all())
+    + return True
+P5 killed ReplayBuffer._resolve: after the last step comes its own row, not the final observation
+    - after = np.where(self._final[last_slot] == NONE, self._row[last_slot], self._final[last_slot])
+    + after = self._row[last_slot]
+
+== sources and ledger: test_replay test_ledger test_learner
+
+Q1 killed Sources._take: an episode that has left a view is still drawn
+    - (holds := view.holds(now)) != (before is not None and view.holds(before))
+    + (holds := view.holds(now))
+Q2 killed Sources._fill: each part of a view gives the same share, however much it holds
+    - np.array(sizes) / sum(sizes)
+    + np.ones(len(sizes)) / len(sizes)
+Q3 survives Sources._refresh: evicted episodes count in the size of a view
+    - self._count(episode, -1)
+    + pass
+Q4 killed Ledger.take: the newest episodes are in another order after a restart
+    - insort(phase.recent, now, key=_number)
+    + phase.recent.append(now)
+Q5 survives Sources._fill: steps of two sources have the same ids
+    - target["step_id"] += STRIDE * list(self.buffers).index(part)
+    + pass
+
+== server: test_service test_store_service test_peer_faults test_limits test_protocol_model
+
+V1 killed Server._take_over: the earlier lives of an actor stay open
+    - self._store.close_before(hello.epoch, session.named)
+    + pass
+V2 killed Server._steps_allowed: each paced actor gets the share of all
+    - return made + -(-left // max(1, paced))
+    + return made + left
+V4 survives Server._take: a second gap of an epoch is not told, so delivery waits for STALL
+    - session.told.discard(epoch)
+    + pass
+V5 equivalent Server._push: records for a full source are queued, although none is taken
+    - if self.store is None or self.degraded or push.epoch in session.full:
+    + if self.store is None or self.degraded:
+V6 survives Server._reopen: gaps and full sources from before a disk failed are believed after it
+    - session.waiting.clear(), session.told.clear(), session.full.clear()
+    + pass
+
+== who may say what: test_service test_security test_limits test_wire
+
+E1 killed _check_version: a client of another version is let in
+    - high < PROTOCOL[0] or low > PROTOCOL[1] or strange
+    + high < PROTOCOL[0] and low > PROTOCOL[1] or strange
+E2 killed _check_claim: a viewer's key appends
+    - if hello.role == "actor" and holder.role == "viewer":
+    + if False:
+E3 killed check_hello: a client's name writes lines of the log
+    - if not hello.actor.isprintable():
+    + if False:
+G1 survives AllowList.ban: a ban that cannot be written down does not hold
+    - self._stamp = None
+    + pass
+G2 killed Gate.blame: a key that was lifted is banned again by its next bad message
+    - self._causes.pop(whence, {})
+    + self._causes.get(whence, {})
+G3 survives AllowList._refresh: the second of two changes within one tick of the clock is not seen
+    - self._stamp = stamp if max(stamp) < time.time_ns() - TICK_NS else None
+    + self._stamp = stamp
+G4 killed Gate._happened: there is no limit to connections
+    - _cut(value)
+    + pass
+G5 killed Gate._asked: a key is refused for good while the list of keys cannot be read
+    - b"300" if self.keys.fails else b"400"
+    + b"400"
+
+== progress of the plan: test_plan test_learner
+
+A1 killed Bucket._credit: a learner that is too slow owes all its updates
+    - self.unpaid += excess / pace.updates_per_step
+    + pass
+A3 killed PlanState.advance: a plan that is held goes on
+    - (phase and not self.at.held and self._ended_by(phase, progress))
+    + (phase and self._ended_by(phase, progress))
+A4 killed PlanState._value: a phase that is entered again looks at what it had before
+    - if min(len(recent), self._count("episodes", progress)) < term.window:
+    + if len(recent) < term.window:
+A5 killed PlanState._value: an assisted success counts as unassisted
+    - success and not (alone and assisted) for
+    + success for
+A6 killed PlanState.steps_allowed: steps of an earlier visit to the phase count against this one
+    - return None if allowed is None else allowed + int(self.at.base["env_steps"])
+    + return allowed
+
+== plan: test_plan
+
+B1 killed Phase.episodes: `episodes > n` takes one too few
+    - (int(t[0].bound) + t[0].strict for
+    + (int(t[0].bound) for
+B2 killed _without_operator: a view is left out although one of its sources is there
+    - missing.issuperset(view.of)
+    + missing & set(view.of)
+B3 killed _without_operator: a source that a dataset fills counts as empty
+    - filled |= {name for name, source in plan.sources.items() if source.dataset is not None}
+    + pass
+B4 killed _Reader.updates: an update that is listed twice may train on two kinds of data
+    - if any(a.name == b.name and a.data != b.data for a in updates for b in updates):
+    + if False:
+B5 equivalent _Reader.actors: a phase that evaluates nothing may record into the source of evaluations
+    - if (mode == "evaluate") != (into.value == EVAL):
+    + if mode == "evaluate" and into.value != EVAL:
+
+== soft actor-critic: test_algorithms test_vision test_networks
+
+C1 killed SAC.target: the mean of the critics is the target, not the least
+    - value = values.amin(0)
+    + value = values.mean(0)
+C2 killed SAC.target: the next action is drawn with the noise of the loss
+    - seed=batch.seed, stream=1)
+    + seed=batch.seed)
+C3 killed SAC._update_policy: the temperature moves the wrong way
+    - log_alpha * (entropy - self.target_entropy)
+    + log_alpha * (self.target_entropy - entropy)
+C4 killed SAC._update_policy: the policy's convolutions stay those of the beginning
+    - self._copy_trunks()
+    + pass
+C5 killed SAC._update_critic: rows without weight move the critic
+    - (critic_weight(batch) * self.critic.loss(prediction, target)).mean()
+    + self.critic.loss(prediction, target).mean()
+
+== imitation: test_flow test_algorithms test_replay
+
+D1 killed SFT._follow: the average is nearly the newest weights
+    - averaged.lerp_(current, 1 - average)
+    + averaged.lerp_(current, average)
+D2 killed SFT.act: every policy is evaluated at noise zero
+    - if self.averaged.mode_at_zero and not explore
+    + if not explore
+D3 killed SFT.update: rows without weight are imitated
+    - (part.weight * loss).mean()
+    + loss.mean()
+D4 survives SFT.__init__: windows start where the robot waits
+    - Window(self.policy.offsets, stillness=_stillness(self.policy, **stillness))
+    + Window(self.policy.offsets)
+
+== flow policies that climb critics: test_sac_pi0 test_algorithms
+
+F1 killed SACPI0.policy_loss: the distance is in the robot's units
+    - (scale.to_unit(action) - scale.to_unit(reference))
+    + (action - reference)
+F2 killed SACPI0._executed: what an episode's end cut off lies outside of the bounds of actions
+    - torch.where(batch.valid.unsqueeze(-1), batch.action, self.critic.scale.center)
+    + batch.action
+F3 killed SACPI0.update_clone: the reference is not what was cloned
+    - self._keep_reference()
+    + pass
+F4 killed SACPI0.target: the mean of the critics is the target, not the least
+    - following, action).amin(0), self.discount)
+    + following, action).mean(0), self.discount)
+
+== flow matching: test_flow test_sac_pi0
+
+H1 killed FlowMatching.forward: times dwell at the wrong end
+    - ** (1 / 1.5)
+    + ** 1.5
+H2 killed FlowMatching.forward: the loss is averaged over steps after the end, too
+    - return error.sum(-1) / batch.length, {}
+    + return error.mean(-1), {}
+H3 killed FlowMatching._integrate: the stochastic sampler leaves the flow's marginals
+    - (chunk + (1 - t) * velocity)
+    + (chunk - (1 - t) * velocity)
+H4 killed _Bounded.backward: a chunk beyond the bounds never comes back
+    - ((inputs > high) & (gradient < 0)) | ((inputs < low) & (gradient > 0))
+    + (inputs > high) | (inputs < low)
+
+== PI0: test_pi0
+
+J1 killed PI0.velocity: the state sees actions
+    - sees[0, 1:] = False
+    + pass
+J2 killed PI0.velocity: positions count the padding of the prompt
+    - positions = there.sum(1, keepdim=True) +
+    + positions = there.shape[1] +
+J3 killed PI0.condition: the words are not scaled
+    - self.language.embed_tokens(prepared[TOKENS]) * math.sqrt(self.sizes.width)
+    + self.language.embed_tokens(prepared[TOKENS])
+J4 killed fitted: the bars around an image are grey
+    - value=-1.0)
+    + value=0.0)
+
+== safety of the robot: test_robot_env test_intervention
+
+K1 survives SafeRobot._allowed: a robot outside of its bounds comes back at full speed
+    - action = np.clip(action, self._low, self._high)
+    - return action if self._jump is None else np.clip(action, self._last - self._jump, self._last + self._jump)
+    + if self._jump is not None:
+    +     action = np.clip(action, self._last - self._jump, self._last + self._jump)
+    + return np.clip(action, self._low, self._high)
+K2 killed SafeRobot.home: after homing the jump is counted from where the robot was before
+    - self._last = self.robot.hold_action()
+    + pass
+K3 survives SafeRobot.__init__: a box widens the bounds
+    - max(self._low[entry], low), min(self._high[entry], high)
+    + low, high
+K4 survives SafeRobot.command: the jump is counted from what was asked, not from what the robot took
+    - self._last = self.robot.command(self._allowed(action))
+    + self._last = self._allowed(action)
+    + self.robot.command(self._last)
+"""
