@@ -21,6 +21,7 @@ from serl_launcher.data import layout
 from serl_launcher.data.store import Store
 from serl_launcher.service import weights
 from tools.faults import checker, counted
+from tools.faults.whole import Whole
 from tools.faults.proxy import Proxy
 from tools.faults.rot import Rot
 
@@ -268,6 +269,27 @@ def test_bits_that_turn_over_are_found_by_verify_and_no_others_are_named(kept):
 
 
 # -- a whole run, as an independent reader counts it
+@pytest.mark.slow
+def test_a_quickstart_whose_processes_are_killed_goes_on_to_its_end_and_is_counted(tmp_path):
+    words = ["max_env_steps=300", "baseline_episodes=2", "eval_episodes=2"]
+    run = Whole(tmp_path, 1, (0.5, 1.0), words)
+    assert run.play(300).summary["eval"]["episodes"] == 2
+    assert run.kills and len(run.took_s) and run.start_s
+    assert [
+        text for text in run.violations if not text.startswith("the median kill")
+    ] == []  # that is for idle machines
+
+
+def test_a_kill_that_costs_more_than_two_starts_is_a_violation(tmp_path):
+    run = Whole(tmp_path, 1, (5, 15), [])
+    run.start_s, run.took_s = 10.0, [5.0, 20.0, 90.0]
+    run._check_times()
+    assert run.violations == []
+    run.took_s += [20.1, 30.0]
+    run._check_times()
+    assert run.violations == ["the median kill cost 20.1 s, an undisturbed start 10.0 s"]
+
+
 PHASES = ("demonstrate", "teleop", "demo", 2), ("baseline", "evaluate", "eval", 2), ("practise", "collect", "online", 3)
 
 

@@ -283,6 +283,7 @@ def test_sources_that_do_not_fit_the_disk_are_told_to_learner_and_actor_alike(re
     assert "online 1,000,000,000,000 steps = " in said
     assert "Lower plan.sources.<name>.capacity or choose a run_dir on a larger disk" in said
     assert f"server: {said}" in log.read_text().splitlines()
+    assert log.read_text().count("does not fit") == 1
     assert not {word for word in ("Traceback", "errors.log") if word in log.read_text()}
 
 
