@@ -21,9 +21,9 @@ from serl_launcher.data import layout
 from serl_launcher.data.store import Store
 from serl_launcher.service import weights
 from tools.faults import checker, counted
-from tools.faults.whole import Whole
 from tools.faults.proxy import Proxy
 from tools.faults.rot import Rot
+from tools.faults.whole import Whole
 
 CHAOS = Path(__file__).parents[1] / "tools/chaos.py"
 

@@ -272,7 +272,7 @@ def test_an_unknown_key_no_key_and_the_key_of_another_learner_are_kept_out_told_
     hello = m.Hello(m.PROTOCOL, "viewer", "left")
     with Link(served.address, hello, stranger) as link, pytest.raises(Refused, match="does not let the key left in"):
         link.call(m.Status(), PATIENCE)
-    with Link(served.address, hello) as link, pytest.raises(Disconnected, match="no learner .* or wants a key"):
+    with Link(served.address, hello) as link, pytest.raises(Disconnected, match=r"no learner .* or wants a key"):
         link.call(m.Status(), PATIENCE)
     with Link(served.address, hello, misled) as link, pytest.raises(Disconnected, match="another server key than ours"):
         link.call(m.Status(), PATIENCE)
