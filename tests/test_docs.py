@@ -1,5 +1,6 @@
 """What the documents name is there."""
 
+import csv
 import re
 import shlex
 from pathlib import Path
@@ -10,6 +11,7 @@ import yaml
 from serl_client.errors import ConfigError
 
 from serl_launcher.service.config import composed
+from tests.faults.mutants import symbols
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -80,3 +82,12 @@ def test_a_page_that_readers_need_is_one_click_from_the_first():
 
 def test_the_first_page_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 1200
+
+
+def test_each_question_to_a_newcomer_has_one_file_as_its_answer():
+    """Somebody who has read docs/architecture.md alone is asked them whenever files have moved."""
+    places = symbols(ROOT)
+    with open(ROOT / "tests/questions.csv") as file:
+        answers = {row["question"]: {str(place) for place, *_ in places[row["symbol"]]} for row in csv.DictReader(file)}
+    assert [question for question, files in answers.items() if len(files) != 1] == []
+    assert len(answers) == 20

@@ -3,6 +3,7 @@
 This file is also the program of such a process: test_sharding.py FOLDER FUNCTION [ARGUMENT ...]
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -210,14 +211,20 @@ def two(tmp_path):
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory):
-    """Where two processes trained every case in every way, were killed, and went on from their checkpoints."""
-    folder = tmp_path_factory.mktemp("lives")
-    for life in ("first", "second"):
-        processes = Two(folder, "each_case", life)
-        try:
-            processes.until((folder / life).exists)
-        finally:
-            processes.kill()
+    """Where two processes trained every case in every way, were killed, and went on from their checkpoints: a folder
+    that takes minutes to make, and that the processes of a parallel run share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "lives"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for life in ("first", "second"):
+            if not (folder / life).exists():
+                processes = Two(folder, "each_case", life)
+                try:
+                    processes.until((folder / life).exists)
+                finally:
+                    processes.kill()
     return folder
 
 
