@@ -44,7 +44,8 @@ def _phase(name: str, body: str) -> str:
 
 def ports() -> list[str]:
     with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0)), two.bind(("127.0.0.1", 0))
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
         return [f"port={one.getsockname()[1]}", f"inference_port={two.getsockname()[1]}"]
 
 

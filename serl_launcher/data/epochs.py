@@ -85,14 +85,15 @@ class Epochs:
         del self._empty[epoch]
         self.changed.pop(epoch, None)
         self.forgotten.add(epoch)
-        for index, key, name in (
-            (self._living, (state.outbox, state.actor), epoch),
-            (self._named, _beginning(state), state.actor),
-        ):
-            if found := index.get(key):
-                found.pop(name, None) if isinstance(found, dict) else found.discard(name)
-                if not found:
-                    del index[key]
+        living, named = (state.outbox, state.actor), _beginning(state)
+        if epochs := self._living.get(living):
+            epochs.pop(epoch, None)
+            if not epochs:
+                del self._living[living]
+        if actors := self._named.get(named):
+            actors.discard(state.actor)
+            if not actors:
+                del self._named[named]
 
 
 def _owned(state: Epoch, owner: str) -> bool:

@@ -86,7 +86,8 @@ class AllowList:
         try:
             pair = read_private(folder / "server.key")
             self.public, self.secret = pair["public"], pair["secret"]
-            check_curve(self.public), check_curve(self.secret)
+            check_curve(self.public)
+            check_curve(self.secret)
         except (KeyError, TypeError, ValueError):
             raise ConfigError(f"{folder / 'server.key'} is no key: take another folder, and make all anew") from None
         self._unwritten: dict[str, float] = {}  # bans that could not be written down: when they end

@@ -72,10 +72,11 @@ class PolicyHost:
         self.algorithm = algorithm.to(device).eval()
         self.spec, self.device = spec, torch.device(device)
         self.version = 0  # none yet
-        self.is_static = self.device.type == "cuda" and self.acting.graph is not None  # only powers of two
-        if self.is_static:
+        graph = self.acting.graph if self.device.type == "cuda" else None
+        self.is_static = graph is not None  # only powers of two
+        if graph is not None:
             self.acting.compile_layers()
-            setattr(self.acting, self.acting.graph, Graphs(getattr(self.acting, self.acting.graph)))
+            setattr(self.acting, graph, Graphs(getattr(self.acting, graph)))
         self._layout = {name: tensor.shape for name, tensor in self.acting.published().items()}
         self._carries: dict[bytes, Carry] = {}
 

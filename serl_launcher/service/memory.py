@@ -172,10 +172,11 @@ def _forget(weight: Tensor) -> None:
 
 @contextmanager
 def _shapes() -> Iterator[None]:
-    moves, constants = nn.Module.to, fake_tensor.CONSTANT_NUMEL_LIMIT
+    module: Any = nn.Module
+    moves, constants = module.to, fake_tensor.CONSTANT_NUMEL_LIMIT
     with _Shapes(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by copy.deepcopy
-        nn.Module.to = lambda module, *_, **__: module  # peft moves its layers, and PyTorch cannot swap such weights
+        module.to = lambda self, *_, **__: self  # peft moves its layers, and PyTorch cannot swap such weights
         fake_tensor.CONSTANT_NUMEL_LIMIT = 0  # a tensor of one number keeps its value otherwise, and cannot be copied
         try:
             yield

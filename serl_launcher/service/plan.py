@@ -128,7 +128,7 @@ class Plan:
     @property
     def capacities(self) -> dict[str, int]:
         """{physical source: steps} of those that a phase fills or looks at, or a dataset fills: no other is made."""
-        names = {name for name, source in self.sources.items() if source.dataset is not None}
+        names: set[str | None] = {name for name, source in self.sources.items() if source.dataset is not None}
         for phase in self.phases.values():
             seen = {name for update in phase.updates for name in update.data}
             seen |= {name for _, name in (*phase.on_begin, *phase.on_end) if name}

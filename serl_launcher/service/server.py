@@ -404,7 +404,8 @@ class Server:
             self._alone_until = time.monotonic() + ALONE_S
         self.degraded, self._next_reopen = str(error) or repr(error), time.monotonic() + 1.0
         for session in self._sessions.values():
-            session.touched.clear(), session.inbox.clear()
+            session.touched.clear()
+            session.inbox.clear()
             session.queued = 0
 
     def _store_closed(self, *, is_over: bool = False) -> None:
@@ -430,7 +431,8 @@ class Server:
         log.warning("the store works again after: %s", self.degraded)
         self.degraded = ""
         for session in self._sessions.values():
-            session.waiting.clear(), session.told.clear(), session.full.clear()
+            for epochs in (session.waiting, session.told, session.full):
+                epochs.clear()
             for epoch in [*session.earlier, session.hello.epoch]:
                 if epoch in self.store.epochs:
                     session.send(m.Ack(epoch, self.store.expected(epoch), True))

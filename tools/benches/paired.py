@@ -68,7 +68,7 @@ def ratio(measured: Mapping[str, Sequence[float]], name: str, against: str) -> f
     return median(a / b for a, b in zip(measured[name], measured[against], strict=True))
 
 
-def quantiles(seconds: Sequence[float]) -> tuple[float, float]:
+def quantiles(seconds: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """(median, 99th percentile)."""
     p50, p99 = np.quantile(seconds, (0.5, 0.99))
     return float(p50), float(p99)

@@ -126,7 +126,7 @@ def serve_raw(port: int, ready: Callable[[], None]) -> None:
     with accepted(port, ready) as connection, suppress(EOFError):
         while True:
             receive(connection, question)
-            connection.sendall(CHUNK)
+            connection.sendall(CHUNK.data)
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def connect_raw(port: int) -> Iterator[Call]:
     with connected(port) as connection:
 
         def call() -> None:
-            connection.sendall(question)
+            connection.sendall(question.data)
             receive(connection, answer)
 
         yield call
@@ -170,7 +170,7 @@ def packed(message: Mapping[str, Any]) -> bytes:
     def plain(array: Array) -> dict[bytes, Any]:
         return {b"__ndarray__": True, b"data": array.tobytes(), b"dtype": array.dtype.str, b"shape": array.shape}
 
-    return msgpack.packb(message, default=plain)
+    return msgpack.Packer(default=plain).pack(message)
 
 
 def unpacked(data: bytes | str) -> Any:
@@ -299,9 +299,9 @@ def serve_lerobot(port: int, ready: Callable[[], None]) -> None:
     chunk = torch.from_numpy(CHUNK)
 
     class Server(PolicyServer):
-        def _predict_action_chunk(self, timed: Any) -> list[Any]:
-            seen(timed.get_observation())
-            return self._time_action_chunk(timed.get_timestamp(), list(chunk), timed.get_timestep())
+        def _predict_action_chunk(self, observation_t: Any) -> list[Any]:
+            seen(observation_t.get_observation())
+            return self._time_action_chunk(observation_t.get_timestamp(), list(chunk), observation_t.get_timestep())
 
     logging.disable()  # as fast as it can be
     server = grpc.server(futures.ThreadPoolExecutor(4))
@@ -313,10 +313,11 @@ def serve_lerobot(port: int, ready: Callable[[], None]) -> None:
 def connect_lerobot(port: int) -> Iterator[Call]:
     import grpc
     from lerobot.async_inference.helpers import TimedObservation
-    from lerobot.transport import services_pb2 as messages
+    from lerobot.transport import services_pb2
     from lerobot.transport import services_pb2_grpc as services
     from lerobot.transport.utils import grpc_channel_options, send_bytes_in_chunks
 
+    messages: Any = services_pb2  # its classes are made when it is imported
     asked, step = observation(), 0
     with grpc.insecure_channel(f"127.0.0.1:{port}", grpc_channel_options(initial_backoff="0.0333s")) as channel:
         stub = services.AsyncInferenceStub(channel)

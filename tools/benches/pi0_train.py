@@ -58,11 +58,12 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     algorithm = build(config, spec).to(device)
     batch = random_batch(spec, algorithm.windows["update"], rows)
     ceilings = Ceilings(device, algorithm.acting.precision)
+    update: Any = algorithm.update
     times, most = [], 0
     for _ in range(WARM + options.rounds):
         ceilings.measure()
         forget_peak(device)
-        times.append(seconds(lambda: algorithm.update(batch.to(device)), device))
+        times.append(seconds(lambda: update(batch.to(device)), device))
         most = max(most, peak(device))
     policy = config.policy
     work = Work.of(policy, options.cameras)

@@ -116,7 +116,7 @@ class Published:
         """Publish another file; time.monotonic() of just before its number was asked for."""
         self._count += 1
         self._data[:8] = np.array([self._count], np.uint64).view(np.uint8)
-        sha256, size = weights.write(self.served.folder / "weights", self._data.data)
+        sha256, size = weights.write(self.served.folder / "weights", self._data.tobytes())
         begin = time.monotonic()
         self.served.learner.call(m.Publish(sha256, size, self._count), PATIENCE_S)
         return begin
@@ -304,7 +304,8 @@ def beside_slow(data: np.ndarray, times: int) -> Iterator[Figure]:
         proxy = exits.enter_context(Proxy("127.0.0.1", int(address.rpartition(":")[2])))
         fast = exits.enter_context(Group(follow, [(address, folder, number) for number in range(2)]))
         slow = exits.enter_context(Group(follow, [(f"tcp://127.0.0.1:{proxy.port}", folder, 2)]))
-        fast.last(), slow.last()
+        fast.last()
+        slow.last()
 
         def measure(mode: str, **options: Any) -> float:
             proxy.set(mode, **options)

@@ -259,7 +259,8 @@ def profile(call: Client, calls: int) -> dict[str, tuple[float, float]]:
         answer = call()
         stamps.append((begin, asked[0], *sent, *answer.extras["times"], handled[0], time.monotonic()))
     steps = np.diff(np.array(stamps[30:]), axis=1).T
-    return {stage: tuple(1e6 * x for x in quantiles(each)) for stage, each in zip(STAGES, steps, strict=True)}
+    found = {stage: quantiles(each) for stage, each in zip(STAGES, steps, strict=True)}
+    return {stage: (1e6 * p50, 1e6 * p99) for stage, (p50, p99) in found.items()}
 
 
 # -- the parts
@@ -271,7 +272,7 @@ def coding() -> Iterator[Figure]:
         begin = time.perf_counter()
         m.decode(m.encode(ask))
         times.append(time.perf_counter() - begin)
-    frames, joining = m.encode(ask), []
+    frames, joined, joining = m.encode(ask), list[Any](), []
     for _ in range(2000):
         begin = time.perf_counter()
         joined = wire.joined(frames)
@@ -355,7 +356,7 @@ def tcp_sending(size: int, count: int) -> Iterator[Call]:
                 begin = time.perf_counter()
                 connection.sendall(count.to_bytes(8))
                 for _ in range(count):
-                    connection.sendall(data)
+                    connection.sendall(data.data)
                 connection.recv(1)
                 return size * count / (time.perf_counter() - begin)
 

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
@@ -214,7 +214,7 @@ def slots(capacity: int) -> int:
     return capacity + capacity // 8 + 64
 
 
-def rows(path: Path, spec: dict[str, Any], slots: int, mode: str = "r") -> dict[str, np.ndarray]:
+def rows(path: Path, spec: dict[str, Any], slots: int, mode: Literal["r", "r+"] = "r") -> dict[str, np.ndarray]:
     """The columns of the rows."""
     found, offset = {}, 0
     for name, feature in sorted(spec["observation"].items()):

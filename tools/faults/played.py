@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from serl_client import Feature, Outcome, Segment, Spec, Stamp
@@ -31,7 +31,8 @@ ADDED = {"late": 48}  # a source that the second life of the server adds
 ARCHIVED = ("demo",)
 STATE, IMAGE = "observation.state", "observation.images.eye"
 SPEC = Spec(
-    {STATE: Feature((3,)), IMAGE: Feature((12, 12, 3), "uint8")}, Feature((2,), low=-1, high=1), fps=10.0
+    {STATE: Feature((3,)), IMAGE: Feature((12, 12, 3), "uint8")},
+    Feature((2,), low=-np.ones(2), high=np.ones(2)), fps=10.0,
 )  # fmt: skip
 BODIES = [{"phase": "practise", "mode": "collect", "into": into} for into in ("demo", "online")]
 PROCESS = ctypes.CDLL(None)  # with what was loaded before it
@@ -75,9 +76,9 @@ def _mark_answers() -> None:
     """Mark what is told to others, and what becomes visible in mapped memory, of which the shim sees nothing."""
     from serl_launcher.data.files import SourceFiles
 
-    encode, publish = m.encode, SourceFiles.publish
+    encode, publish, kind = m.encode, SourceFiles.publish, cast(Any, SourceFiles)
 
-    def published(files: SourceFiles, tail: int, head: int) -> None:
+    def published(files: Any, tail: int, head: int) -> None:
         publish(files, tail, head)
         mark(mapped=str(files._published.filename), words=[tail, head])
 
@@ -90,7 +91,7 @@ def _mark_answers() -> None:
             mark(done=message.value)
         return encode(message)
 
-    m.encode, SourceFiles.publish = marked, published
+    m.encode, kind.publish = marked, published
 
 
 class Actor:

@@ -312,7 +312,8 @@ def decode(frames: Sequence[wire.Buffer]) -> Message:
             expected = " or ".join(each.__name__ for each in allowed)
             raise MessageError(f"{name} of a {kind.__name__} should be of type {expected}")
     if _HAS_ARRAYS[kind]:
-        return kind(**header, arrays=arrays)
+        header["arrays"] = arrays
+        return kind(**header)
     if arrays:
         raise MessageError(f"a {kind.__name__} carries no arrays")
     return kind(**header)
@@ -370,7 +371,9 @@ def _record(header: dict[str, Any], arrays: dict[str, Array]) -> Entry:
         return lost
     if "by" in header:
         outcome = Outcome(**header)
-        _typed(outcome.episode, str), _typed(outcome.by, str), _typed(outcome.discard, bool)
+        _typed(outcome.episode, str)
+        _typed(outcome.by, str)
+        _typed(outcome.discard, bool)
         if outcome.success is not None:
             _typed(outcome.success, bool)
         return outcome
@@ -381,8 +384,11 @@ def _record(header: dict[str, Any], arrays: dict[str, Array]) -> Entry:
     columns: dict[str, Any] = {name: arrays.pop(name) for name in ("action", *COLUMNS)}
     stamp = Stamp(_typed(directive, int), _typed(phase, str), _typed(weights, int))
     segment = Segment(**header, **columns, stamp=stamp, observation=arrays, extras=extras)
-    _typed(segment.episode, str), _typed(segment.task, str), _typed(segment.start, int)
-    _typed(segment.terminated, bool), _typed(segment.truncated, bool)
+    _typed(segment.episode, str)
+    _typed(segment.task, str)
+    _typed(segment.start, int)
+    _typed(segment.terminated, bool)
+    _typed(segment.truncated, bool)
     return segment
 
 
