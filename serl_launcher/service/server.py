@@ -431,8 +431,9 @@ class Server:
         log.warning("the store works again after: %s", self.degraded)
         self.degraded = ""
         for session in self._sessions.values():
-            for epochs in (session.waiting, session.told, session.full):
-                epochs.clear()
+            session.waiting.clear()
+            session.told.clear()
+            session.full.clear()
             for epoch in [*session.earlier, session.hello.epoch]:
                 if epoch in self.store.epochs:
                     session.send(m.Ack(epoch, self.store.expected(epoch), True))

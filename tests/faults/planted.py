@@ -164,7 +164,9 @@ V5 equivalent Server._push: records for a full source are queued, although none 
     - if self.store is None or self.degraded or push.epoch in session.full:
     + if self.store is None or self.degraded:
 V6 survives Server._reopen: gaps and full sources from before a disk failed are believed after it
-    - session.waiting.clear(), session.told.clear(), session.full.clear()
+    - session.waiting.clear()
+    - session.told.clear()
+    - session.full.clear()
     + pass
 
 == who may say what: test_service test_security test_limits test_wire
