@@ -34,9 +34,9 @@ NAMED = {  # but for these, whose names are those of our own fields
     ("serl_client.episode", "getattr(self, name)"), ("serl_client.episode", "getattr(segment, name)"),
     ("serl_client.episode", "getattr(s, name)"), ("serl_client.episode", "getattr(first, name)"),
     ("serl_launcher.data.index", "getattr(thing, name)"),
-    ("serl_launcher.service.inference", "getattr(self.acting, self.acting.graph)"),
+    ("serl_launcher.service.inference", "getattr(self.acting, graph)"),
     ("serl_launcher.service.inference",
-     "setattr(self.acting, self.acting.graph, Graphs(getattr(self.acting, self.acting.graph)))"),
+     "setattr(self.acting, graph, Graphs(getattr(self.acting, graph)))"),
 }  # fmt: skip
 
 

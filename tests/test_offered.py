@@ -11,6 +11,8 @@ import logging
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -197,7 +199,7 @@ def start(run_dir: Path, words: list[str], folder: Path = CONFIG, *, acts: bool 
     with serving(config) as (local, port), building_by_turns():
         actor = OmegaConf.merge(config, {"learner": False, "actor": True, "inference": "local", "port": port})
         with thread(partial(TRAIN.act, actor), partial(stop, port)) if acts else nullcontext([]) as errors:
-            status = trained(run_dir, local)
+            status = trained(run_dir, local, config.ranks)
     failures = run_dir / launcher.ERRORS
     if errors:
         raise errors[0]
@@ -205,12 +207,11 @@ def start(run_dir: Path, words: list[str], folder: Path = CONFIG, *, acts: bool 
     return config
 
 
-def trained(run_dir: Path, local: str) -> int:
-    """The exit status of a trainer, whose ranks are processes of their own where there are more."""
-    try:
+def trained(run_dir: Path, local: str, ranks: int) -> int:
+    """The exit status of a trainer; more ranks are processes, and take over the signals of the one that starts them."""
+    if ranks == 1:
         return launcher.child("trainer", str(run_dir), local)
-    except SystemExit as ended:
-        return ended.code
+    return subprocess.run([sys.executable, "-m", launcher.__name__, "trainer", run_dir, local], check=False).returncode
 
 
 def goes_its_way(run_dir: Path, words: list[str], folder: Path = CONFIG) -> None:
