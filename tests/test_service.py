@@ -16,7 +16,7 @@ import zmq
 from serl_client import Feature, Outcome, Spec, wire
 from serl_client import messages as m
 from serl_client.client import TrainerClient
-from serl_client.errors import Disconnected, Refused, TrainerError, VersionMismatch
+from serl_client.errors import Disconnected, Refused, ServerFailed, TrainerError, VersionMismatch
 from serl_client.link import Link
 from serl_client.outbox import Outbox
 
@@ -308,11 +308,13 @@ def raw_actor(server, spec, epoch="a" * 32, earlier=()):
 
 
 def welcomed(link):
-    """The Welcome of a server that may still be starting."""
+    """The Welcome of a server that may still be starting, or making its store."""
+    deadline = time.monotonic() + 30.0
     while True:
         try:
             return link.hello(5.0)
-        except Disconnected:
+        except (Disconnected, ServerFailed):
+            assert time.monotonic() < deadline, "nobody is let in"
             time.sleep(0.05)
 
 
