@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -347,6 +348,21 @@ def test_a_disk_that_is_full_is_one_sentence_of_the_process_that_met_it(tmp_path
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"No space left on device: make room for {tmp_path}, then give the same command again" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("a bug"), launcher.REFUSED), (sqlite3.OperationalError("disk I/O error"), 1)]
+)
+def test_a_server_that_fails_before_it_has_begun_is_started_again_only_if_it_was_the_disk(
+    tmp_path, monkeypatch, capsys, error, status
+):
+    def serve(*_):
+        raise error
+
+    (tmp_path / "config.yaml").touch()
+    monkeypatch.setitem(launcher.CHILDREN, "server", serve)
+    assert launcher.child("server", str(tmp_path), f"ipc://{tmp_path}/server") == status
+    assert f"server: it failed: {type(error).__name__}: {error}" in capsys.readouterr().err
 
 
 def test_the_sockets_of_a_killed_learner_are_cleared_away_and_those_of_a_living_one_are_not(tmp_path, monkeypatch):

@@ -308,7 +308,7 @@ class Store:
 
     def _cut_long(self, epoch: str, source: Source, segment: Segment) -> None:
         """End the open episode before it takes more than a quarter of its source, or when its begin has left that: what
-        comes goes on as a part. One that nobody ends would push all others out."""
+        comes goes on as a part, so that a source is never one open episode alone."""
         episode, most = self._open.get(epoch), source.capacity // 4
         if episode is None or (episode.steps + len(segment) <= most and episode.first >= source.tail):
             return

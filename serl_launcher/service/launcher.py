@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -395,9 +396,11 @@ def _failed(name: str, run_dir: Path, local: str, error: Exception) -> tuple[int
         return 1, f"rank {os.environ['RANK']} lost another: {first}"
     with suppress(OSError), open(run_dir / ERRORS, "a") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {name}\n{''.join(traceback.format_exception(error))}\n")
-    is_vain = (
-        name in ("server", "inference") and not _sign(name, local).exists()
-    )  # another start would fail as this one did
+    is_vain = (  # another start would fail as this one did; a disk may work again
+        name in ("server", "inference")
+        and not isinstance(error, OSError | sqlite3.Error)
+        and not _sign(name, local).exists()
+    )
     return REFUSED if is_vain else 1, f"it failed: {type(error).__name__}: {first} (where: {run_dir / ERRORS})"
 
 

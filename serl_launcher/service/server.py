@@ -204,7 +204,7 @@ class Server:
         """What a peer is told whose message is fine, and yet not taken; without one it is not let in any more."""
         if message is None:
             self._sessions.pop(peer, None)
-        elif not (self.degraded or self.fatal or isinstance(error, ServerFailed)):  # it says: later, or ends us
+        elif not (self.degraded or self.fatal or isinstance(error, ServerFailed)):  # no fault of this peer's
             self.gate.refuse("not taken", str(error))
         final = isinstance(message, (m.Hello, m.Push, type(None))) and not isinstance(error, ServerFailed)
         return m.Failed(type(error).__name__, str(error), final)
