@@ -24,9 +24,9 @@ from serl_client.runner import run_actor
 from serl_client.status import RECENT, ActorStatus
 
 from robot_infra.teleop.keyboard import LEGEND, MOTION_LEGEND, Keyboard
-from serl_launcher.service.config import composed, factory, groups
-from serl_launcher.service.launcher import launch, writable
-from serl_launcher.service.plan import known
+from serl_launcher.config import composed, factory, groups
+from serl_launcher.launcher import launch, writable
+from serl_launcher.training.plan import known
 
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 
@@ -103,8 +103,8 @@ def rows(status: ActorStatus, client: TrainerClient, keys: Mapping[str, str], lo
 def local_source(config: DictConfig, client: TrainerClient) -> Source:
     """A policy in this process, with weights from the learner."""
     try:
-        from serl_launcher.service.inference import LocalSource, PolicyHost
-        from serl_launcher.service.training import build, device_of, seed
+        from serl_launcher.acting.server import LocalSource, PolicyHost
+        from serl_launcher.training.build import build, device_of, seed
     except ModuleNotFoundError as error:
         raise ConfigError(f"inference=local needs {error.name}: uv sync --inexact --extra learner") from None
     seed(config)

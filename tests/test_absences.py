@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from robot_infra.cameras import gl
-from serl_launcher.data import shards
+from serl_launcher.datasets import shards
 from tools.faults.proxy import free_port
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from serl_client import ConfigError, Feature, Spec
 
 from serl_launcher.algorithms.base import Algorithm, critic_weight, value_target
-from serl_launcher.service.ledger import value_error
+from serl_launcher.training.counters import value_error
 from serl_launcher.types import Batch, Window
 
 pytestmark = pytest.mark.usefixtures("one_thread")

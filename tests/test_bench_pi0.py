@@ -12,8 +12,8 @@ from serl_client.errors import ConfigError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from serl_launcher.service.config import composed
-from serl_launcher.service.training import build
+from serl_launcher.config import composed
+from serl_launcher.training.build import build
 from serl_launcher.types import Window
 from tools.benches import pi0, pi0_infer, pi0_train
 

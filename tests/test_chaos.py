@@ -17,9 +17,8 @@ import pytest
 from serl_client.episode import Outcome
 from serl_client.spec import Spec
 
-from serl_launcher.data import layout
-from serl_launcher.data.store import Store
-from serl_launcher.service import weights
+from serl_launcher.store import layout, weights
+from serl_launcher.store.store import Store
 from tools.faults import checker, counted
 from tools.faults.proxy import Proxy
 from tools.faults.rot import Rot

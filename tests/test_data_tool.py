@@ -12,9 +12,9 @@ import pytest
 from serl_client.episode import Outcome, Segment, Stamp
 from serl_client.spec import Feature, Spec
 
-from serl_launcher.data.inspection import inspect
-from serl_launcher.data.layout import Layout
-from serl_launcher.data.store import Store
+from serl_launcher.datasets.inspection import inspect
+from serl_launcher.store.layout import Layout
+from serl_launcher.store.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
 STATE, CAMERA, AGE = "observation.state", "observation.images.front", "age.front"

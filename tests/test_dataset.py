@@ -23,14 +23,14 @@ from serl_client.spec import Feature, Spec
 
 pytest.importorskip("lerobot", reason="the extra `data` is not installed: uv sync --inexact --extra data")
 
-from serl_launcher.data.episodes import EpisodeInfo
-from serl_launcher.data.index import Index
-from serl_launcher.data.layout import Layout
-from serl_launcher.data.lerobot import Dataset
-from serl_launcher.data.store import DATASET, Store
-from serl_launcher.service.dataset import import_datasets
-from serl_launcher.service.plan import Plan, Source
-from serl_launcher.service.server import Server
+from serl_launcher.datasets.importer import import_datasets
+from serl_launcher.datasets.reader import Dataset
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.index import Index
+from serl_launcher.store.layout import Layout
+from serl_launcher.store.server import Server
+from serl_launcher.store.store import DATASET, Store
+from serl_launcher.training.plan import Plan, Source
 from tools.faults.proxy import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -372,8 +372,8 @@ def test_a_long_episode_that_the_store_keeps_in_parts_is_there_once(tmp_path, lo
 IMPORT = """
 import sys
 from pathlib import Path
-from serl_launcher.service.dataset import import_datasets
-from serl_launcher.service.plan import Plan, Source
+from serl_launcher.datasets.importer import import_datasets
+from serl_launcher.training.plan import Plan, Source
 
 folder, run_dir, local = sys.argv[1:]
 plan = Plan({"demo": Source(20_000, dataset=folder)}, {}, {})
@@ -494,7 +494,7 @@ EXPORT = """
 import sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
-from serl_launcher.service.export import export_run
+from serl_launcher.datasets.export import export_run
 print(*export_run(Path(sys.argv[1]), 10, ["online"]), sep="\\n")
 """
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from serl_client.errors import ConfigError
 
-from serl_launcher.service.config import composed
+from serl_launcher.config import composed
 from tests.faults.mutants import symbols
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,9 +25,9 @@ from serl_client.outbox import Outbox
 from robot_infra.env import RobotEnv
 from robot_infra.interfaces import Frame, Verdict
 from robot_infra.robots.fake import FakeRobot
-from serl_launcher.data.store import Store
-from serl_launcher.service.config import composed
-from serl_launcher.service.server import Server
+from serl_launcher.config import composed
+from serl_launcher.store.server import Server
+from serl_launcher.store.store import Store
 from tests.test_service import free_port, wait_until
 from tools.checks import machine, network, robot
 from tools.checks.common import CONFIG, Run
@@ -39,7 +39,7 @@ OTHER_PROTOCOL = """
 import sys
 from pathlib import Path
 from serl_client import messages
-from serl_launcher.service.server import serve
+from serl_launcher.store.server import serve
 messages.PROTOCOL = (90, 91)
 serve(Path(sys.argv[1]), {"online": 100}, public=sys.argv[2], local=sys.argv[3], inference="tcp://127.0.0.1:1")
 """

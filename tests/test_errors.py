@@ -21,9 +21,10 @@ from serl_client.errors import ConfigError
 from serl_client.outbox import Outbox
 
 from robot_infra.robots import fake
-from serl_launcher.data.store import Store
-from serl_launcher.service import launcher, weights
-from serl_launcher.service.config import composed
+from serl_launcher import launcher
+from serl_launcher.config import composed
+from serl_launcher.store import weights
+from serl_launcher.store.store import Store
 from tools.faults.proxy import free_port
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,16 +20,15 @@ from serl_client.client import TrainerClient
 from serl_client.errors import ConfigError, TrainerError
 from serl_client.link import Link
 
-from serl_launcher.data import shards
-from serl_launcher.data.episodes import EpisodeInfo
-from serl_launcher.data.index import Index
-from serl_launcher.data.layout import published
-from serl_launcher.data.lerobot import Dataset
-from serl_launcher.data.store import Full, Store
-from serl_launcher.service import export
-from serl_launcher.service.export import Exporter, export_run
-from serl_launcher.service.plan import Plan, Source
-from serl_launcher.service.server import Server
+from serl_launcher.datasets import export, shards
+from serl_launcher.datasets.export import Exporter, export_run
+from serl_launcher.datasets.reader import Dataset
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.index import Index
+from serl_launcher.store.layout import published
+from serl_launcher.store.server import Server
+from serl_launcher.store.store import Full, Store
+from serl_launcher.training.plan import Plan, Source
 from tools.faults.proxy import free_port
 
 STATE, CAMERA = "observation.state", "observation.images.cam_high"
@@ -381,7 +380,7 @@ def test_the_export_keeps_of_a_long_history_what_the_store_holds_and_corrects_th
 @needs_lerobot
 def test_the_end_of_a_run_says_how_far_the_export_is_and_how_to_go_on(tmp_path, blind, caplog, monkeypatch):
     monkeypatch.setattr(export, "TELL_S", 0.0)
-    caplog.set_level("INFO", "serl_launcher.service.export")
+    caplog.set_level("INFO", "serl_launcher.datasets.export")
     run = Run(tmp_path, blind)
     run.episodes("e0", "e1", "e2", "e3", "e4")
     run.work()
@@ -707,9 +706,9 @@ PROCESS = """
 import sys
 from pathlib import Path
 from omegaconf import OmegaConf
-from serl_launcher.service.export import archived, export
-from serl_launcher.service.server import serve
-from serl_launcher.service.plan import Actors, Phase, Plan, Source
+from serl_launcher.datasets.export import archived, export
+from serl_launcher.store.server import serve
+from serl_launcher.training.plan import Actors, Phase, Plan, Source
 phases = {"practise": Phase("practise", Actors("collect", "online"), ("operator",))}
 plan = Plan({"online": Source(120, "lerobot")}, {}, phases)
 run_dir, local, public = Path(sys.argv[2]), sys.argv[3], sys.argv[4]
@@ -788,7 +787,7 @@ def test_only_the_learner_may_say_what_is_archived(tmp_path):
     server = Server(
         tmp_path, {"online": 100}, public=f"ipc://{tmp_path}/p", local=f"ipc://{tmp_path}/l", inference="", archived=()
     )
-    from serl_launcher.service.session import ROLES
+    from serl_launcher.store.peers import ROLES
 
     server.close()
     assert [role for role, kinds in ROLES.items() if m.Archived in kinds] == ["learner"]
@@ -835,9 +834,7 @@ def test_what_is_exported_is_what_the_config_says(monkeypatch):
 
 
 def test_the_export_loads_no_torch_before_there_is_something_to_write():
-    code = (
-        "import sys, serl_launcher.service.export; sys.exit(sorted({'torch', 'lerobot', 'av'} & set(sys.modules)) or 0)"
-    )
+    code = "import sys, serl_launcher.datasets.export; sys.exit(sorted({'torch', 'lerobot', 'av'} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -12,11 +12,11 @@ import torch
 from serl_client import ConfigError, Feature, Spec
 
 from serl_launcher.algorithms.sft import SFT
+from serl_launcher.config import composed
 from serl_launcher.networks.chance import normal, uniform
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.flow import TIME, FlowMatching, FlowPolicy
-from serl_launcher.service.config import composed
-from serl_launcher.service.training import build
+from serl_launcher.training.build import build
 from serl_launcher.types import Batch, Stillness
 from serl_launcher.utils.optim import Optimizer
 

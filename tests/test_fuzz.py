@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from serl_client import Feature, Outcome, Spec, messages, wire
 from serl_client.errors import ConfigError, MessageError
 
-from serl_launcher.data import store
-from serl_launcher.data.index import Index
-from serl_launcher.data.store import Store
-from serl_launcher.service.inference import PolicyHost
+from serl_launcher.acting.server import PolicyHost
+from serl_launcher.store import store
+from serl_launcher.store.index import Index
+from serl_launcher.store.store import Store
 from tests.test_service import wait_until as until
 from tools import fuzz
 from tools.faults.proxy import free_port
@@ -335,7 +335,7 @@ def test_what_the_cases_leave_in_memory_is_growth(tmp_path, monkeypatch):
 
 BUSY = """
 import sys, time, zmq
-from serl_launcher.service.session import bound
+from serl_launcher.store.peers import bound
 socket = bound(zmq.Context(), sys.argv[1])
 print("bound", flush=True)
 time.sleep(1.5)

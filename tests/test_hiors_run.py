@@ -24,14 +24,14 @@ from serl_client.controller import decision_seed
 from serl_client.link import Link
 from serl_client.spec import Spec
 
-from serl_launcher.data import shards
-from serl_launcher.data.episodes import EpisodeInfo
-from serl_launcher.data.index import Index
-from serl_launcher.data.layout import DECISION, INTERVENED, Layout
-from serl_launcher.data.sources import STRIDE, Sources
-from serl_launcher.service.config import composed
-from serl_launcher.service.inference import PolicyHost, Question
-from serl_launcher.service.training import build, plan_of
+from serl_launcher.acting.server import PolicyHost, Question
+from serl_launcher.config import composed
+from serl_launcher.datasets import shards
+from serl_launcher.replay.mixture import STRIDE, Sources
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.index import Index
+from serl_launcher.store.layout import DECISION, INTERVENED, Layout
+from serl_launcher.training.build import build, plan_of
 from serl_launcher.types import Window
 from tools.faults.proxy import free_port
 

@@ -25,13 +25,13 @@ from serl_client.controller import RemotePolicy, decision_seed
 from serl_client.link import Link
 from torch import nn
 
+from serl_launcher.acting import server as module
+from serl_launcher.acting.server import InferenceServer, LocalSource, PolicyHost, Question
 from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.config import composed
 from serl_launcher.policies.base import Policy
-from serl_launcher.service import inference as module
-from serl_launcher.service import weights
-from serl_launcher.service.config import composed
-from serl_launcher.service.inference import InferenceServer, LocalSource, PolicyHost, Question
-from serl_launcher.service.server import Server
+from serl_launcher.store import weights
+from serl_launcher.store.server import Server
 from serl_launcher.types import Decision
 from tools.faults.proxy import free_port
 
@@ -210,7 +210,7 @@ import sys, time
 from pathlib import Path
 from omegaconf import OmegaConf
 from serl_launcher.algorithms.sac import SAC
-from serl_launcher.service.training import infer
+from serl_launcher.training.build import infer
 run_dir, local = Path(sys.argv[1]), sys.argv[2]
 act = SAC.act
 def slow(*arguments, **options):

@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 from serl_client.episode import Outcome, Segment, Stamp
 from serl_client.spec import Feature, Spec
 
-from serl_launcher.data.sources import Sources
-from serl_launcher.data.store import Store
-from serl_launcher.service import weights
-from serl_launcher.service.config import composed
-from serl_launcher.service.training import build
+from serl_launcher.config import composed
+from serl_launcher.replay.mixture import Sources
+from serl_launcher.store import weights
+from serl_launcher.store.store import Store
+from serl_launcher.training.build import build
 from tools import inputs as tool
 
 ROOT = Path(__file__).resolve().parent.parent

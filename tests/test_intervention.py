@@ -25,8 +25,8 @@ from robot_infra.safety import SafeRobot
 from robot_infra.teleop import keyboard as keyboard_module
 from robot_infra.teleop.keyboard import Keyboard, KeyboardTeleop, chosen
 from robot_infra.teleop.scripted import Rescuer
-from serl_launcher.data.layout import DECISION, INTERVENED, Layout
-from serl_launcher.data.store import Store
+from serl_launcher.store.layout import DECISION, INTERVENED, Layout
+from serl_launcher.store.store import Store
 
 TASKS = Path(__file__).parents[1] / "config" / "task"
 RIGHT, LEFT = np.array([1, 0], np.float32), np.array([-1, 0], np.float32)

@@ -14,13 +14,13 @@ from serl_client.client import TrainerClient
 from serl_client.errors import TrainerError
 from serl_client.link import Link
 
-from serl_launcher.data.index import Index
+from serl_launcher.store.index import Index
 
 LABEL = Path(__file__).resolve().parent.parent / "tools" / "label.py"
 SERVE = """
 import sys
 from pathlib import Path
-from serl_launcher.service.server import serve
+from serl_launcher.store.server import serve
 serve(Path(sys.argv[1]), {"online": 1000}, public=sys.argv[2], local=sys.argv[3], inference="tcp://127.0.0.1:1")
 """
 

@@ -25,17 +25,17 @@ CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "numpy
 SAFE_YAML = {"SafeLoader", "yaml.SafeLoader", "CSafeLoader", "yaml.CSafeLoader"}
 IMPORTS = {"import_module", "importlib.import_module", "importlib.util.spec_from_file_location", "pydoc.locate"}
 WIRED = (  # what handles messages of others: it looks up no attribute whose name is no constant
-    "serl_client", "serl_launcher.service.server", "serl_launcher.service.session", "serl_launcher.service.gate",
-    "serl_launcher.service.inference", "serl_launcher.data.store", "serl_launcher.data.index",
+    "serl_client", "serl_launcher.store.server", "serl_launcher.store.peers", "serl_launcher.store.access",
+    "serl_launcher.acting.server", "serl_launcher.store.store", "serl_launcher.store.index",
 )  # fmt: skip
 NAMED = {  # but for these, whose names are those of our own fields
     ("serl_client.messages", "getattr(message, name)"), ("serl_client.messages", "getattr(record, name)"),
     ("serl_client.spec", "getattr(self, bound)"), ("serl_client.spec", "getattr(self, name)"),
     ("serl_client.episode", "getattr(self, name)"), ("serl_client.episode", "getattr(segment, name)"),
     ("serl_client.episode", "getattr(s, name)"), ("serl_client.episode", "getattr(first, name)"),
-    ("serl_launcher.data.index", "getattr(thing, name)"),
-    ("serl_launcher.service.inference", "getattr(self.acting, graph)"),
-    ("serl_launcher.service.inference",
+    ("serl_launcher.store.index", "getattr(thing, name)"),
+    ("serl_launcher.acting.server", "getattr(self.acting, graph)"),
+    ("serl_launcher.acting.server",
      "setattr(self.acting, graph, Graphs(getattr(self.acting, graph)))"),
 }  # fmt: skip
 
@@ -193,8 +193,8 @@ wire.unpack(Frames(messages.encode(messages.Bye())))
 
 @pytest.mark.parametrize(
     "name", ["serl_client", "serl_client.runner", "robot_infra.env", "robot_infra.robots.fake",
-             "serl_launcher.service.launcher", "serl_launcher.service.server", "serl_launcher.service.plan",
-             "serl_launcher.data.store"],
+             "serl_launcher.launcher", "serl_launcher.store.server", "serl_launcher.training.plan",
+             "serl_launcher.store.store"],
 )  # fmt: skip
 def test_what_runs_on_a_robot_pc_or_serves_data_needs_no_torch(name):
     code = f"import sys, {name}; sys.exit(sorted({{'torch', 'mujoco', 'gymnasium', 'cv2'}} & set(sys.modules)) or 0)"

@@ -27,15 +27,15 @@ from serl_client.console import Console
 from serl_client.errors import RetakeError, TrainerError
 from serl_client.link import Link
 
-from serl_launcher.data.sources import Sources, statistics
-from serl_launcher.data.store import Store
-from serl_launcher.service import learner
-from serl_launcher.service.inference import PolicyHost, Question
-from serl_launcher.service.learner import Learner
-from serl_launcher.service.ledger import curve, evaluation
-from serl_launcher.service.plan import load_plan
-from serl_launcher.service.ranks import Ranks
-from serl_launcher.service.training import capacities
+from serl_launcher.acting.server import PolicyHost, Question
+from serl_launcher.replay.mixture import Sources, statistics
+from serl_launcher.store.store import Store
+from serl_launcher.training import learner
+from serl_launcher.training.build import capacities
+from serl_launcher.training.counters import curve, evaluation
+from serl_launcher.training.learner import Learner
+from serl_launcher.training.plan import load_plan
+from serl_launcher.training.ranks import Ranks
 from serl_launcher.utils import checkpoint
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.distributed import World
@@ -51,7 +51,7 @@ CAPACITIES = {"online": 2000, "demo": 500, "eval": 20_000}
 SERVE = """
 import errno, json, os, sys
 from pathlib import Path
-from serl_launcher.service.server import serve
+from serl_launcher.store.server import serve
 run_dir, capacities, public, local = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], sys.argv[4]
 sync = os.fdatasync
 def failing(fd):
@@ -751,7 +751,7 @@ def test_a_run_whose_gradients_are_never_finite_ends_with_one_sentence_and_its_g
     tmp_path, spec, make_segment, serve, live, monkeypatch
 ):
     monkeypatch.setattr(learner, "METRICS_S", 0.0)
-    monkeypatch.setattr("serl_launcher.service.finite.MOST_IN_A_ROW", 5)
+    monkeypatch.setattr("serl_launcher.training.finite.MOST_IN_A_ROW", 5)
     server = serve(found(tmp_path / "run", spec, make_segment))
 
     def spoil(batch, updates):

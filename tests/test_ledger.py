@@ -5,12 +5,12 @@ from serl_client import Outcome
 from serl_client import messages as m
 from serl_client.episode import MAX_NAME
 
-from serl_launcher.data.index import Episode, Index
-from serl_launcher.data.sources import Sources
-from serl_launcher.data.store import Store
-from serl_launcher.service.ledger import Ledger, curve, evaluation
-from serl_launcher.service.plan import EVAL
-from serl_launcher.service.server import page_of
+from serl_launcher.replay.mixture import Sources
+from serl_launcher.store.index import Episode, Index
+from serl_launcher.store.server import page_of
+from serl_launcher.store.store import Store
+from serl_launcher.training.counters import Ledger, curve, evaluation
+from serl_launcher.training.plan import EVAL
 
 CAPACITY, STEPS, STARTS = 100, 20, 12
 

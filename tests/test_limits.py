@@ -8,14 +8,14 @@ import zmq
 from serl_client import ConfigError, Feature, Outcome, Segment, Spec, Stamp, wire
 from serl_client import messages as m
 
-from serl_launcher.data import epochs
-from serl_launcher.data.index import Index
-from serl_launcher.data.store import Store
-from serl_launcher.service import gate
-from serl_launcher.service import server as module
-from serl_launcher.service import session as session_module
-from serl_launcher.service.server import Server
-from serl_launcher.service.session import Session, cost
+from serl_launcher.store import access as gate
+from serl_launcher.store import peers as session_module
+from serl_launcher.store import server as module
+from serl_launcher.store import sessions as epochs
+from serl_launcher.store.index import Index
+from serl_launcher.store.peers import Session, cost
+from serl_launcher.store.server import Server
+from serl_launcher.store.store import Store
 
 
 class Turns:

@@ -17,10 +17,10 @@ import torch
 from serl_client import ConfigError, Feature, Spec
 from torch._subclasses import fake_tensor
 
-from serl_launcher.data.sources import blank
-from serl_launcher.service import memory
-from serl_launcher.service.config import composed
-from serl_launcher.service.training import build, check_memory
+from serl_launcher.config import composed
+from serl_launcher.replay.mixture import blank
+from serl_launcher.training import memory
+from serl_launcher.training.build import build, check_memory
 from serl_launcher.types import Window
 from serl_launcher.utils.optim import Optimizer
 

@@ -31,14 +31,15 @@ from serl_client.errors import Refused
 from serl_client.link import Link
 
 from robot_infra.cameras import gl
-from serl_launcher.data.sources import blank
-from serl_launcher.service import launcher, training
-from serl_launcher.service.config import _check as check_word
-from serl_launcher.service.config import _read as read_word
-from serl_launcher.service.config import composed, groups
-from serl_launcher.service.inference import PolicyHost, Question
-from serl_launcher.service.ranks import Ranks
-from serl_launcher.service.server import Server
+from serl_launcher import launcher
+from serl_launcher.acting.server import PolicyHost, Question
+from serl_launcher.config import _check as check_word
+from serl_launcher.config import _read as read_word
+from serl_launcher.config import composed, groups
+from serl_launcher.replay.mixture import blank
+from serl_launcher.store.server import Server
+from serl_launcher.training import build as training
+from serl_launcher.training.ranks import Ranks
 from serl_launcher.types import Batch
 from serl_launcher.utils.distributed import World
 

@@ -10,8 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 from serl_client.errors import ConfigError
 
-from serl_launcher.service.config import composed, factory, groups
-from serl_launcher.service.launcher import NEEDED
+from serl_launcher.config import composed, factory, groups
+from serl_launcher.launcher import NEEDED
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "config"
@@ -97,7 +97,7 @@ def test_an_actor_and_the_learners_parent_and_server_start_without_any_extra():
     """What examples/train.py imports, and the simplest task, as a base install has them."""
     extras = {name for listed in PROJECT["optional-dependencies"].values() for name in names(listed)}
     code = f"import sys\nfor name in {sorted(extras)}: sys.modules[name] = None\n" + (
-        "import serl_launcher.service.config, serl_launcher.service.launcher, serl_launcher.service.server\n"
+        "import serl_launcher.config, serl_launcher.launcher, serl_launcher.store.server\n"
         "import serl_client, robot_infra.teleop.keyboard, robot_infra.robots.fake as fake\n"
         "fake.make(max_steps=5, noise=0.0, clock='simulated').reset(0, teleop=True)"
     )

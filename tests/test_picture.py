@@ -12,7 +12,7 @@ from serl_client.runner import evaluation_seed
 
 from robot_infra.cameras import gl
 from robot_infra.robots.sim_arm import FPS, make
-from serl_launcher.data.store import Store
+from serl_launcher.store.store import Store
 
 pytest.importorskip("mujoco", reason="needs the extra `sim`")
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow, which the extra `learner` brings")

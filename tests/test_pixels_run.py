@@ -13,9 +13,9 @@ import safetensors.torch
 from serl_client.spec import Spec
 
 from robot_infra.cameras import gl
-from serl_launcher.data.episodes import EpisodeInfo
-from serl_launcher.data.index import Index
-from serl_launcher.data.layout import Layout
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.index import Index
+from serl_launcher.store.layout import Layout
 from tools.faults.proxy import free_port
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from serl_client.errors import ConfigError
 
-from serl_launcher.service.plan import Pace, Plan, Source, Update, View, load_plan
-from serl_launcher.service.progress import Bucket, PhaseCounts, PlanState, Progress, SourceCounts
+from serl_launcher.training.plan import Pace, Plan, Source, Update, View, load_plan
+from serl_launcher.training.plan_state import Bucket, PhaseCounts, PlanState, Progress, SourceCounts
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = {"update", "update_critic"}

@@ -2,8 +2,8 @@
 
 import logging
 
-from serl_launcher.service import presence
-from serl_launcher.service.presence import Presence
+from serl_launcher.training import presence
+from serl_launcher.training.presence import Presence
 
 
 def test_who_has_left_is_said_with_the_time_since_then_and_so_is_the_return(monkeypatch, caplog):

@@ -16,10 +16,10 @@ from serl_client.errors import Refused
 from serl_client.outbox import Outbox
 from serl_client.stream import Stream
 
-from serl_launcher.data.store import Store
-from serl_launcher.service import server as server_module
-from serl_launcher.service import session as session_module
-from serl_launcher.service.server import Server
+from serl_launcher.store import peers as session_module
+from serl_launcher.store import server as server_module
+from serl_launcher.store.server import Server
+from serl_launcher.store.store import Store
 from tests.protocol_model import Protocol, State, Violation, drain, explore, fair, history
 
 # Bounds within which every state is visited: (starts of each client, pushes of each life, faults).

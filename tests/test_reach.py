@@ -18,8 +18,8 @@ from serl_client.link import Link
 from serl_client.messages import PROTOCOL, Hello, Status
 from serl_client.reach import Lookout, look
 
-from serl_launcher.data.store import Store
-from serl_launcher.service import server
+from serl_launcher.store import server
+from serl_launcher.store.store import Store
 from tests.test_doctor import served
 from tests.test_service import free_port, wait_until
 

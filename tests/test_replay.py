@@ -7,13 +7,13 @@ import pytest
 import torch
 from serl_client import ConfigError, Feature, Outcome, Spec
 
-from serl_launcher.data import layout
-from serl_launcher.data.choice import Choice
-from serl_launcher.data.episodes import EpisodeInfo, View
-from serl_launcher.data.replay import ReplayBuffer, batch_arrays
-from serl_launcher.data.sources import Sources
-from serl_launcher.data.store import Store
-from serl_launcher.service.ledger import value_error
+from serl_launcher.replay.buffer import ReplayBuffer, batch_arrays
+from serl_launcher.replay.choice import Choice
+from serl_launcher.replay.mixture import Sources
+from serl_launcher.replay.views import EpisodeInfo, View
+from serl_launcher.store import layout
+from serl_launcher.store.store import Store
+from serl_launcher.training.counters import value_error
 from serl_launcher.types import Stillness, Window
 
 STATE = "observation.state"

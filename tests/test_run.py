@@ -22,8 +22,8 @@ from serl_client.keys import machine
 from serl_client.link import Link
 from serl_client.spec import Spec
 
-from serl_launcher.data.index import Index
-from serl_launcher.data.layout import Layout
+from serl_launcher.store.index import Index
+from serl_launcher.store.layout import Layout
 from tools.faults.proxy import free_port
 
 ROOT = Path(__file__).resolve().parent.parent

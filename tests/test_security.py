@@ -26,12 +26,12 @@ from serl_client.errors import Disconnected, Refused, TrainerError, VersionMisma
 from serl_client.keys import Key, known_as, named
 from serl_client.link import Link
 
-from serl_launcher.data.store import Store
-from serl_launcher.service import gate as module
-from serl_launcher.service import weights
-from serl_launcher.service.gate import BAD_MESSAGES, BAN_S, CAUSES, AllowList
-from serl_launcher.service.inference import InferenceServer, PolicyHost
-from serl_launcher.service.server import MISSING, Server
+from serl_launcher.acting.server import InferenceServer, PolicyHost
+from serl_launcher.store import access as module
+from serl_launcher.store import weights
+from serl_launcher.store.access import BAD_MESSAGES, BAN_S, CAUSES, AllowList
+from serl_launcher.store.server import MISSING, Server
+from serl_launcher.store.store import Store
 from tests.test_service import free_port
 from tests.test_service import wait_until as until
 from tools import keys as tool

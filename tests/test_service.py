@@ -20,16 +20,16 @@ from serl_client.errors import Disconnected, Refused, ServerFailed, TrainerError
 from serl_client.link import Link
 from serl_client.outbox import Outbox
 
-from serl_launcher.data.layout import Layout
-from serl_launcher.data.store import Store
-from serl_launcher.service import weights
+from serl_launcher.store import weights
+from serl_launcher.store.layout import Layout
+from serl_launcher.store.store import Store
 from tools.faults.proxy import free_port
 
 SERVE = """
 import json, os, sys, errno
 from pathlib import Path
-from serl_launcher.service.server import serve
-import serl_launcher.service.server as server
+from serl_launcher.store.server import serve
+import serl_launcher.store.server as server
 run_dir, capacities, public, local = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], sys.argv[4]
 sync = os.fdatasync
 def failing(fd):

@@ -21,7 +21,7 @@ STATUS = Path(__file__).resolve().parent.parent / "tools" / "status.py"
 SERVE = """
 import sys
 from pathlib import Path
-from serl_launcher.service.server import serve
+from serl_launcher.store.server import serve
 serve(Path(sys.argv[1]), {"online": 1000}, public=sys.argv[2], local=sys.argv[3], inference="tcp://127.0.0.1:1")
 """
 

@@ -15,9 +15,9 @@ from serl_client import ConfigError, Outcome, Spec
 from serl_client import messages as m
 from serl_client.errors import Refused
 
-from serl_launcher.data import files, index, layout, store
-from serl_launcher.data.replay import ReplayBuffer
-from serl_launcher.data.store import Full, Gap, Store
+from serl_launcher.replay.buffer import ReplayBuffer
+from serl_launcher.store import files, index, layout, store
+from serl_launcher.store.store import Full, Gap, Store
 from serl_launcher.types import Window
 
 STATE = "observation.state"

@@ -13,9 +13,9 @@ from serl_client.client import TrainerClient
 from serl_client.errors import TrainerError
 from serl_client.link import Link
 
-from serl_launcher.data import layout
-from serl_launcher.service import server as service
-from serl_launcher.service.server import Server
+from serl_launcher.store import layout
+from serl_launcher.store import server as service
+from serl_launcher.store.server import Server
 from tests.test_service import episode, free_port, push_all, wait_until
 
 COLLECT = {"phase": "practise", "mode": "collect", "into": "online"}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from serl_client.episode import Lost, Outcome
 
-from serl_launcher.data.store import Store
+from serl_launcher.store.store import Store
 from tools import store as tool
 
 

@@ -15,11 +15,11 @@ from serl_client import ConfigError, Feature, Spec
 from serl_client import messages as m
 from torch.nn import functional
 
+from serl_launcher.acting.server import PolicyHost, Question
 from serl_launcher.networks.augment import Augment, augmentation, coloured, shifted
 from serl_launcher.networks.mlp import StateEncoder
 from serl_launcher.networks.vision import ImageTrunk, ObservationEncoder
-from serl_launcher.service import weights
-from serl_launcher.service.inference import PolicyHost, Question
+from serl_launcher.store import weights
 from serl_launcher.types import Batch
 
 CONFIG = Path(__file__).parents[1] / "config"

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from serl_client.errors import ConfigError, RetakeError
 
-from serl_launcher.data import shards
-from serl_launcher.data.inspection import Findings, inspect
-from serl_launcher.data.lerobot import Dataset
-from serl_launcher.service.export import export_run
+from serl_launcher.datasets import shards
+from serl_launcher.datasets.export import export_run
+from serl_launcher.datasets.inspection import Findings, inspect
+from serl_launcher.datasets.reader import Dataset
 
 TELL_S = 2.0  # between two words on how far a merge is
 SHOWN = 3  # places that are named of each finding
@@ -46,7 +46,7 @@ def main() -> None:
     exporting.add_argument("--episodes", type=int, default=10, help="episodes in one dataset (10)")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("serl_launcher.service.export").setLevel(logging.INFO)  # how far it is
+    logging.getLogger("serl_launcher.datasets.export").setLevel(logging.INFO)  # how far it is
     try:
         if options.command == "export":
             print(*export_run(options.run, max(1, options.episodes), options.source), sep="\n")

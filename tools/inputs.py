@@ -31,15 +31,15 @@ from serl_client.errors import ConfigError, RetakeError
 from serl_client.spec import Spec
 from torch import Tensor
 
-from serl_launcher.data.episodes import FOLDS, EpisodeInfo, View
-from serl_launcher.data.index import Index
-from serl_launcher.data.sources import Sources
+from serl_launcher.acting.server import PolicyHost
 from serl_launcher.networks.vision import IMAGES
 from serl_launcher.policies.base import Policy
-from serl_launcher.service import weights
-from serl_launcher.service.inference import PolicyHost
-from serl_launcher.service.plan import EVAL, known
-from serl_launcher.service.training import build
+from serl_launcher.replay.mixture import Sources
+from serl_launcher.replay.views import FOLDS, EpisodeInfo, View
+from serl_launcher.store import weights
+from serl_launcher.store.index import Index
+from serl_launcher.training.build import build
+from serl_launcher.training.plan import EVAL, known
 from serl_launcher.types import Batch, Window
 
 DRAWN = "drawn"  # the view that the batch comes from

@@ -26,7 +26,7 @@ from serl_client.reach import explained
 from serl_client.runner import VERDICTS
 from serl_client.spec import Spec
 
-from serl_launcher.data.index import Index
+from serl_launcher.store.index import Index
 
 NAME = "operator"
 PATIENCE = 15.0  # seconds

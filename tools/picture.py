@@ -24,11 +24,11 @@ from serl_client.spec import Array, Spec
 from robot_infra.cameras import gl
 from robot_infra.cameras.mujoco import Renderer
 from robot_infra.robots.sim_arm import FPS, SimArm
-from serl_launcher.data.episodes import EpisodeInfo
-from serl_launcher.data.index import Index
-from serl_launcher.data.layout import Layout
-from serl_launcher.data.shards import EpisodeReader
-from serl_launcher.service.plan import EVAL
+from serl_launcher.datasets.shards import EpisodeReader
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.index import Index
+from serl_launcher.store.layout import Layout
+from serl_launcher.training.plan import EVAL
 
 CAMERA = {"name": "picture", "pos": [1.15, -0.75, 0.72], "xyaxes": [0.62, 0.78, 0, -0.32, 0.25, 0.91], "fovy": 34}
 SKY = {"name": "sky", "rgb1": [0.93, 0.95, 0.98], "rgb2": [0.62, 0.7, 0.8], "width": 256, "height": 256}

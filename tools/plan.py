@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError, RetakeError
 
-from serl_launcher.service.config import composed
-from serl_launcher.service.plan import Phase, Plan, load_plan
+from serl_launcher.config import composed
+from serl_launcher.training.plan import Phase, Plan, load_plan
 
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 

@@ -29,7 +29,7 @@ from serl_client.errors import Disconnected
 from serl_client.link import Link
 from serl_client.messages import EPISODE
 
-from serl_launcher.service.weights import write
+from serl_launcher.store.weights import write
 from tools.benches.served import BODY, check
 from tools.faults.proxy import free_port
 from tools.soaking.drift import Drift, broken, drift

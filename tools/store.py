@@ -13,10 +13,10 @@ from pathlib import Path
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
-from serl_launcher.data import layout
-from serl_launcher.data.files import SourceFiles
-from serl_launcher.data.index import Index, Source
-from serl_launcher.data.store import is_there
+from serl_launcher.store import layout
+from serl_launcher.store.files import SourceFiles
+from serl_launcher.store.index import Index, Source
+from serl_launcher.store.store import is_there
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ class Algorithm(nn.Module, ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(torch.initial_seed() ^ 1)  # not drawn: see service/memory.py
+        self.generator = torch.Generator().manual_seed(torch.initial_seed() ^ 1)  # not drawn: see training/memory.py
 
     @property
     @abstractmethod

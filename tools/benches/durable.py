@@ -16,8 +16,8 @@ from statistics import median
 
 from serl_client.client import TrainerClient
 
-from serl_launcher.data.layout import Layout
-from serl_launcher.data.store import Store
+from serl_launcher.store.layout import Layout
+from serl_launcher.store.store import Store
 
 from .control import SPEC
 from .ingest import plain_disk

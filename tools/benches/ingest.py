@@ -28,7 +28,7 @@ from serl_client.client import TrainerClient
 from serl_client.link import Link
 from serl_client.outbox import SLICE_BYTES
 
-from serl_launcher.service.server import WINDOW
+from serl_launcher.store.server import WINDOW
 
 from .paired import Figure, cpu_seconds, machine, ratio, rounds, said
 from .served import PROCESSES, Checked, Rows, Served, deliver, spec_of

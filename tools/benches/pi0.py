@@ -20,8 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.spec import Feature, Spec
 
+from serl_launcher.config import composed
 from serl_launcher.policies.pi0 import Gemma, Tower
-from serl_launcher.service.config import composed
 
 CONFIG = Path(__file__).resolve().parents[2] / "config"
 CAMERA, STATE = "observation.images.cam_", "observation.state"

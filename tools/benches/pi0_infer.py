@@ -24,11 +24,11 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 from torch import Tensor
 
+from serl_launcher.acting.graphs import Graphs
+from serl_launcher.acting.server import PolicyHost, Question
 from serl_launcher.policies.pi0 import PI0
-from serl_launcher.service import memory
-from serl_launcher.service.graphs import Graphs
-from serl_launcher.service.inference import PolicyHost, Question
-from serl_launcher.service.training import build, device_of
+from serl_launcher.training import memory
+from serl_launcher.training.build import build, device_of
 from serl_launcher.types import Observation
 
 from .measured import Ceilings, forget_peak, named, peak, said, scaled, seconds

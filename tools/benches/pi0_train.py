@@ -21,9 +21,9 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
 from serl_launcher.algorithms.base import Algorithm
-from serl_launcher.data.sources import blank
-from serl_launcher.service import memory
-from serl_launcher.service.training import build, device_of
+from serl_launcher.replay.mixture import blank
+from serl_launcher.training import memory
+from serl_launcher.training.build import build, device_of
 from serl_launcher.types import Batch, Window
 
 from .measured import Ceilings, forget_peak, named, peak, said, scaled, seconds

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from serl_client import Feature, Outcome, Spec
 
-from serl_launcher.data.layout import Layout
-from serl_launcher.data.sources import Sources
-from serl_launcher.data.store import Store
+from serl_launcher.replay.mixture import Sources
+from serl_launcher.store.layout import Layout
+from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 
 from .control import SPEC

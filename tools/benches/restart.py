@@ -15,9 +15,9 @@ import numpy as np
 from serl_client import Feature, Spec
 from serl_client.client import TrainerClient
 
-from serl_launcher.data.index import Episode, Index
-from serl_launcher.data.layout import Layout
-from serl_launcher.data.replay import ReplayBuffer
+from serl_launcher.replay.buffer import ReplayBuffer
+from serl_launcher.store.index import Episode, Index
+from serl_launcher.store.layout import Layout
 from tools.faults.proxy import free_port
 
 from .paired import Figure, machine, said

@@ -19,8 +19,8 @@ from serl_client.client import TrainerClient
 from serl_client.link import Link
 from serl_client.recorder import segment_rows
 
-from serl_launcher.service.server import WINDOW, serve
-from serl_launcher.service.session import bound, send
+from serl_launcher.store.peers import bound, send
+from serl_launcher.store.server import WINDOW, serve
 from tools.faults.proxy import free_port
 
 PROCESSES = multiprocessing.get_context("forkserver")  # each process has this module as soon as it starts

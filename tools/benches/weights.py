@@ -29,7 +29,7 @@ from serl_client.errors import ConfigError
 from serl_client.link import Link
 from serl_client.weights import OPEN_REQUESTS, PART_BYTES
 
-from serl_launcher.service import weights
+from serl_launcher.store import weights
 from tools.faults.proxy import Proxy, free_port
 
 from .paired import Figure, cpu_seconds, machine, ratio, rounds, said

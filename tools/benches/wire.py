@@ -28,9 +28,9 @@ from serl_client.keys import Key
 from serl_client.link import Link, received
 from serl_client.wire import Buffer
 
-from serl_launcher.service.gate import Gate
-from serl_launcher.service.server import serve
-from serl_launcher.service.session import send
+from serl_launcher.store.access import Gate
+from serl_launcher.store.peers import send
+from serl_launcher.store.server import serve
 from tools.faults.proxy import free_port
 from tools.keys import locked, make
 
@@ -104,7 +104,7 @@ def learn(folder: Path, public: str, inference: str, keys: Path | None) -> None:
 
 
 def infer(address: str, keys: Path | None) -> None:
-    from serl_launcher.service.inference import InferenceServer  # with torch
+    from serl_launcher.acting.server import InferenceServer  # with torch
 
     host: Any = Stand()
     server = InferenceServer(host, Path("nothing is read"), address, window=0.0, keys=keys)  # two ask, none waits

@@ -19,12 +19,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from serl_client.errors import ConfigError
 
-from serl_launcher.data import layout
-from serl_launcher.data.index import Index
-from serl_launcher.data.layout import Layout
-from serl_launcher.service import dataset
-from serl_launcher.service.export import recorded, wanted
-from serl_launcher.service.launcher import plan_of, ranks_of, writable
+from serl_launcher.datasets import importer
+from serl_launcher.datasets.export import recorded, wanted
+from serl_launcher.launcher import plan_of, ranks_of, writable
+from serl_launcher.store import layout
+from serl_launcher.store.index import Index
+from serl_launcher.store.layout import Layout
 from serl_launcher.utils import logging as metrics
 
 from .common import ROOT, Finding, Run, said
@@ -100,7 +100,7 @@ def plan(run: Run) -> Iterator[Finding]:
     metrics.check(run.config.wandb)
     run.config.ranks = ranks_of(run.config)
     found = plan_of(run.config)
-    dataset.opened(found)
+    importer.opened(found)
     recorded(run.config)
     exported = wanted(run.config, found)
     yield Finding("ok", f"phases {', '.join(found.phases)}; exported: {', '.join(exported) or 'none'}")
@@ -205,7 +205,7 @@ def gpu(run: Run) -> Iterator[Finding]:
         return
     import torch
 
-    from serl_launcher.service.training import check_memory, device_of
+    from serl_launcher.training.build import check_memory, device_of
 
     device = device_of(run.config)
     there = _nvidia()

@@ -17,8 +17,8 @@ from serl_client.outbox import Outbox
 from serl_client.reach import Look, greeted, judged, look, unwelcome
 from serl_client.spec import Spec
 
-from serl_launcher.service.gate import AllowList, check_address
-from serl_launcher.service.launcher import writable
+from serl_launcher.launcher import writable
+from serl_launcher.store.access import AllowList, check_address
 
 from .common import Finding, Run
 

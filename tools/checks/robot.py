@@ -10,8 +10,8 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
 from robot_infra.interfaces import Camera
-from serl_launcher.data.index import Index
-from serl_launcher.service.config import factory
+from serl_launcher.config import factory
+from serl_launcher.store.index import Index
 
 from .common import Finding, Run
 

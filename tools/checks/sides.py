@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from serl_client.errors import RetakeError
 
-from serl_launcher.service.config import composed
+from serl_launcher.config import composed
 
 from . import machine, network, robot
 from .common import CONFIG, Check, Finding, Run

@@ -74,7 +74,7 @@ def mark(**promise: Any) -> None:
 
 def _mark_answers() -> None:
     """Mark what is told to others, and what becomes visible in mapped memory, of which the shim sees nothing."""
-    from serl_launcher.data.files import SourceFiles
+    from serl_launcher.store.files import SourceFiles
 
     encode, publish, kind = m.encode, SourceFiles.publish, cast(Any, SourceFiles)
 
@@ -155,7 +155,7 @@ class _Played:
 
     @contextmanager
     def _server(self, capacities: dict[str, int]) -> Iterator[None]:
-        from serl_launcher.service.server import Server
+        from serl_launcher.store.server import Server
 
         server = Server(
             self._run_dir, capacities, public=self._public, local=self._local, inference="", archived=ARCHIVED
@@ -190,7 +190,7 @@ class _Played:
                 self._publish()
 
     def _publish(self) -> None:
-        from serl_launcher.service import weights
+        from serl_launcher.store import weights
 
         self._versions += 1
         sha256, size = weights.write(self._run_dir / "weights", random.Random(self._versions).randbytes(5000))

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from serl_client import Segment
 
-from serl_launcher.data.store import Store
-from serl_launcher.service import weights
+from serl_launcher.store import weights
+from serl_launcher.store.store import Store
 
 from . import played
 from .shim import ALLOCATE, CREATE, FOLDER, MARK, RENAME, SYNC, TRUNCATE, UNLINK, WRITE, Call, build, calls, environment

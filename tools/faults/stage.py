@@ -14,7 +14,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from serl_launcher.service.server import serve
+from serl_launcher.store.server import serve
 from tools import keys
 
 from . import actor, checker, trainer

@@ -9,7 +9,7 @@ from serl_client import messages as m
 from serl_client.errors import TrainerError
 from serl_client.link import Link
 
-from serl_launcher.service import weights
+from serl_launcher.store import weights
 
 from .truth import Truth
 

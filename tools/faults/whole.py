@@ -124,7 +124,7 @@ class Whole:
         found = {name: process.pid for name, process in self._mine.items() if process.poll() is None}
         for pid in _children(found["launcher"]) if "launcher" in found else ():
             words = _words(pid)
-            found |= {words[i + 1]: pid for i, word in enumerate(words) if word == "serl_launcher.service.launcher"}
+            found |= {words[i + 1]: pid for i, word in enumerate(words) if word == "serl_launcher.launcher"}
         return found if set(KILLED[:-1]) <= set(found) else {}
 
     def _recovered(self) -> bool:

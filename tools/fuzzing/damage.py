@@ -10,10 +10,10 @@ import numpy as np
 from serl_client import Outcome
 from serl_client.errors import ConfigError, Refused
 
-from serl_launcher.data import layout
-from serl_launcher.data.index import Index
-from serl_launcher.data.replay import ReplayBuffer
-from serl_launcher.data.store import Store
+from serl_launcher.replay.buffer import ReplayBuffer
+from serl_launcher.store import layout
+from serl_launcher.store.index import Index
+from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 from tools.store import damaged
 

@@ -13,7 +13,7 @@ from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.link import Link
 
-from serl_launcher.data.index import Index
+from serl_launcher.store.index import Index
 from tools.faults.proxy import free_port
 
 from . import hostile
@@ -27,7 +27,7 @@ HELD = 256 << 20  # bytes that the server may take while it is attacked: some of
 SERVE = """
 import logging, sys
 from pathlib import Path
-from serl_launcher.service.server import serve
+from serl_launcher.store.server import serve
 logging.basicConfig(level=logging.INFO)
 run_dir, public = Path(sys.argv[1]), "tcp://127.0.0.1:" + sys.argv[2]
 sources = {"online": 5000, "demo": 100}

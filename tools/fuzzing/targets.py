@@ -19,8 +19,8 @@ from serl_client.errors import ConfigError, MessageError, Refused, VersionMismat
 from serl_client.spec import Spec
 from serl_client.weights import WeightsFolder
 
-from serl_launcher.service.gate import OPEN
-from serl_launcher.service.session import check_hello
+from serl_launcher.store.access import OPEN
+from serl_launcher.store.peers import check_hello
 
 from .mutations import BOMBS, CORPUS, RECORDS, SPEC, resealed, spoiled_bytes, spoiled_frames, spoiled_tree
 

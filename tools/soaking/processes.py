@@ -17,7 +17,7 @@ from serl_client import Feature, Segment, Spec
 from serl_client.client import TrainerClient
 from serl_client.errors import TrainerError
 
-from serl_launcher.service.server import Server
+from serl_launcher.store.server import Server
 from tools.benches.served import STATE, Latencies, Rows
 
 OURS = ("serl_client.", "serl_launcher.")

@@ -10,7 +10,7 @@ from typing import Any
 
 from serl_client.errors import ConfigError
 
-from serl_launcher.data.episodes import FOLDS, KEEP, ROWS, View
+from serl_launcher.replay.views import FOLDS, KEEP, ROWS, View
 
 MODES = ("idle", "collect", "teleop", "evaluate", "stop")
 UNITS = ("env_steps", "episodes", "successes", "interventions", "updates", "wall_s")

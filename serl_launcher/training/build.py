@@ -18,15 +18,15 @@ from serl_client.errors import ConfigError, Disconnected, Timeout
 from serl_client.link import Link
 from serl_client.spec import Spec
 
+from serl_launcher.acting.server import InferenceServer, PolicyHost
 from serl_launcher.algorithms.base import Algorithm
-from serl_launcher.data.sources import Sources
-from serl_launcher.service import memory
-from serl_launcher.service.config import factory
-from serl_launcher.service.inference import InferenceServer, PolicyHost
-from serl_launcher.service.learner import Learner
-from serl_launcher.service.ledger import ASSISTED, TRAINED, curve
-from serl_launcher.service.plan import Plan, load_plan
-from serl_launcher.service.ranks import Ranks
+from serl_launcher.config import factory
+from serl_launcher.replay.mixture import Sources
+from serl_launcher.training import memory
+from serl_launcher.training.counters import ASSISTED, TRAINED, curve
+from serl_launcher.training.learner import Learner
+from serl_launcher.training.plan import Plan, load_plan
+from serl_launcher.training.ranks import Ranks
 from serl_launcher.utils import report
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.distributed import World, join

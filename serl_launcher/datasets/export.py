@@ -2,7 +2,7 @@
 leave the store; and it records them for people to look at. No torch before there is something to write.
 
 `export` is the process, a client of the server like the trainer; `export_run` does the same for a run that is stopped.
-What is written, and what was when somebody killed it, is in data/shards.py.
+What is written, and what was when somebody killed it, is in datasets/shards.py.
 """
 
 import fcntl
@@ -23,12 +23,12 @@ from serl_client.errors import ConfigError, Disconnected, RetakeError, ServerFai
 from serl_client.link import Link
 from serl_client.spec import Spec
 
-from serl_launcher.data import shards
-from serl_launcher.data.episodes import EpisodeInfo, Held
-from serl_launcher.data.index import Index
-from serl_launcher.data.layout import Layout
-from serl_launcher.data.shards import EpisodeReader, Gone, Mismatch, Rows
-from serl_launcher.service.plan import Plan
+from serl_launcher.datasets import shards
+from serl_launcher.datasets.shards import EpisodeReader, Gone, Mismatch, Rows
+from serl_launcher.replay.views import EpisodeInfo, Held
+from serl_launcher.store.index import Index
+from serl_launcher.store.layout import Layout
+from serl_launcher.training.plan import Plan
 from serl_launcher.utils import recording
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ import xxhash
 from serl_client.spec import Array
 
 from serl_launcher.algorithms.base import Algorithm
-from serl_launcher.data.episodes import EpisodeInfo
-from serl_launcher.data.sources import Sources
-from serl_launcher.data.store import DATASET
-from serl_launcher.service.plan import EVAL, LONGEST_WINDOW
-from serl_launcher.service.progress import PhaseCounts, Progress, SourceCounts
+from serl_launcher.replay.mixture import Sources
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.store import DATASET
+from serl_launcher.training.plan import EVAL, LONGEST_WINDOW
+from serl_launcher.training.plan_state import PhaseCounts, Progress, SourceCounts
 
 COUNTED, SUCCEEDED, INTERVENED, JUDGED, TRAINED, ASSISTED = 1, 2, 4, 8, 16, 32
 ENTRY = np.dtype([("phase", "<i4"), ("flags", "<i4"), ("steps", "<i8"), ("weights", "<i8"), ("reward", "<f8")])

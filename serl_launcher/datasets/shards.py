@@ -28,9 +28,9 @@ import numpy as np
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.spec import Array, Feature, Spec
 
-from serl_launcher.data.episodes import EpisodeInfo
-from serl_launcher.data.files import sync_folder
-from serl_launcher.data.layout import DECISION, INTERVENED, TERMINATED, TRUNCATED, Layout, published
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.files import sync_folder
+from serl_launcher.store.layout import DECISION, INTERVENED, TERMINATED, TRUNCATED, Layout, published
 
 log = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ def verify(part: Path, spec: Spec, written: Sequence[tuple[EpisodeInfo, Rows]]) 
 
 
 def _compare(part: Path, written: Sequence[tuple[EpisodeInfo, Rows]]) -> None:
-    from serl_launcher.data.lerobot import Dataset  # another reader than LeRobot's, and an exact one
+    from serl_launcher.datasets.reader import Dataset  # another reader than LeRobot's, and an exact one
 
     for episode, (info, columns) in zip(Dataset(part), written, strict=True):
         for name, expected in columns.items():
@@ -465,7 +465,7 @@ class _InOrder:
 def rows_of(shard: Path, entry: int, info: EpisodeInfo, spec: Spec) -> Rows:
     """The rows of the shard's episode number `entry`, as `EpisodeReader.rows` gives them, but without a final
     observation: for an episode that the store holds no more."""
-    from serl_launcher.data.lerobot import Dataset
+    from serl_launcher.datasets.reader import Dataset
 
     episode = Dataset(shard).episode(entry)
     images = set(cameras(spec))

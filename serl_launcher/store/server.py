@@ -26,10 +26,9 @@ from serl_client.errors import ConfigError, MessageError, Refused, RetakeError, 
 from serl_client.link import has_come, received
 from serl_client.spec import Spec
 
-from serl_launcher.data.index import Index
-from serl_launcher.data.store import Full, Gap, GroupFailed, Store, is_there
-from serl_launcher.service.gate import CONNECTIONS, Gate
-from serl_launcher.service.session import (
+from serl_launcher.store.access import CONNECTIONS, Gate
+from serl_launcher.store.index import Index
+from serl_launcher.store.peers import (
     ROLES,
     Batch,
     Forbidden,
@@ -41,7 +40,8 @@ from serl_launcher.service.session import (
     cost,
     send,
 )
-from serl_launcher.service.weights import WeightFiles
+from serl_launcher.store.store import Full, Gap, GroupFailed, Store, is_there
+from serl_launcher.store.weights import WeightFiles
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ as far as its work; when the trainer ends, the run ends, and the export may brin
 fails says so in one sentence, and what ends the run its actors hear, too. Trainer and inference start when the importer
 has brought the plan's datasets, where it names some. Its children die with it. A trainer of several ranks is the parent
 of these (`accelerate launch`); on a node beyond the first there is nothing else.
-`launch` is the parent; `python -m serl_launcher.service.launcher NAME RUN_DIR LOCAL` is one child.
+`launch` is the parent; `python -m serl_launcher.launcher NAME RUN_DIR LOCAL` is one child.
 """
 
 import ctypes
@@ -34,11 +34,11 @@ from serl_client.console import console, log_as
 from serl_client.errors import ConfigError, RetakeError, full_disk
 from serl_client.link import Link
 
-from serl_launcher.data.files import make_folder
-from serl_launcher.service import dataset
-from serl_launcher.service.export import FINISH_S, archived, export, recorded, wanted
-from serl_launcher.service.gate import AllowList, check_address
-from serl_launcher.service.plan import Plan, load_plan
+from serl_launcher.datasets import importer
+from serl_launcher.datasets.export import FINISH_S, archived, export, recorded, wanted
+from serl_launcher.store.access import AllowList, check_address
+from serl_launcher.store.files import make_folder
+from serl_launcher.training.plan import Plan, load_plan
 from serl_launcher.utils import logging as metrics
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def launch(config: DictConfig) -> int:
     if config.node_rank:
         return _follow(config)
     plan = plan_of(config)
-    children = ["importer"] * bool(dataset.opened(plan)) + ["export"] * bool(wanted(config, plan) or recorded(config))
+    children = ["importer"] * bool(importer.opened(plan)) + ["export"] * bool(wanted(config, plan) or recorded(config))
     if config["keys"]:
         AllowList(Path(config["keys"]))
     check_address(f"tcp://{config.host}:{config.port}", config["keys"])
@@ -299,10 +299,10 @@ def _sign(name: str, local: str) -> Path:
 
 
 def _serve(config: DictConfig, run_dir: Path, local: str) -> None:
-    from serl_launcher.service.server import serve
+    from serl_launcher.store.server import serve
 
     log_as("server", logging.WARNING)
-    logging.getLogger("serl_launcher.data.files").setLevel(logging.INFO)  # how large the store will be
+    logging.getLogger("serl_launcher.store.files").setLevel(logging.INFO)  # how large the store will be
     serve(
         run_dir,
         plan_of(config).capacities,
@@ -322,29 +322,29 @@ def _import(config: DictConfig, run_dir: Path, local: str) -> None:
     plan = plan_of(config)
     phases = (plan if config.phase is None else plan.only(config.phase)).phases.values()
     waits = any(phase.actors.act for phase in phases)
-    dataset.import_datasets(plan, run_dir, local=local, waits=waits)
+    importer.import_datasets(plan, run_dir, local=local, waits=waits)
 
 
 def _train(config: DictConfig, run_dir: Path, local: str) -> None:
     """The trainer; of several ranks their parent, or one of them."""
     if config.ranks * config.nodes > 1 and "RANK" not in os.environ:
-        from serl_launcher.service.ranks import launch_ranks
+        from serl_launcher.training.ranks import launch_ranks
 
         sys.exit(launch_ranks(config, [__spec__.name, "trainer", str(run_dir), local]))
     if os.environ.get("RANK", "0") != "0":
-        from serl_launcher.service.training import follow
+        from serl_launcher.training.build import follow
 
         follow(config)
         return
     shown = console("learner")
-    from serl_launcher.service.training import train
+    from serl_launcher.training.build import train
 
     train(config, run_dir, local, shown)
 
 
 def _infer(config: DictConfig, run_dir: Path, local: str) -> None:
     log_as("inference", logging.WARNING)
-    from serl_launcher.service.training import infer
+    from serl_launcher.training.build import infer
 
     infer(config, run_dir, local, _sign("inference", local).touch)
 

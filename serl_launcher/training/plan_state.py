@@ -9,7 +9,7 @@ from typing import Any
 
 from serl_client.errors import ConfigError
 
-from serl_launcher.service.plan import OPERATOR, UNITS, Actors, Pace, Phase, Plan, Term, known, parse
+from serl_launcher.training.plan import OPERATOR, UNITS, Actors, Pace, Phase, Plan, Term, known, parse
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Spec
 
-from serl_launcher.data.choice import Choice, Numbers
-from serl_launcher.data.layout import DECISION, INTERVENED, TERMINATED, TRUNCATED, Layout, published
+from serl_launcher.replay.choice import Choice, Numbers
+from serl_launcher.store.layout import DECISION, INTERVENED, TERMINATED, TRUNCATED, Layout, published
 from serl_launcher.types import Stillness, Window
 
 NONE = -1

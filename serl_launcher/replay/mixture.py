@@ -9,10 +9,10 @@ import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Spec
 
-from serl_launcher.data.choice import Choice, Numbers
-from serl_launcher.data.episodes import EpisodeInfo, Held, View
-from serl_launcher.data.layout import Layout
-from serl_launcher.data.replay import CHUNK, Drawn, ReplayBuffer, batch_arrays
+from serl_launcher.replay.buffer import CHUNK, Drawn, ReplayBuffer, batch_arrays
+from serl_launcher.replay.choice import Choice, Numbers
+from serl_launcher.replay.views import EpisodeInfo, Held, View
+from serl_launcher.store.layout import Layout
 from serl_launcher.types import Batch, Window
 
 STRIDE = 1 << 48  # step ids of different sources are this far apart

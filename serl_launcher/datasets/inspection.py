@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 from serl_client.spec import Array, Feature, Spec
 
-from serl_launcher.data import lerobot
-from serl_launcher.data.episodes import EpisodeInfo
-from serl_launcher.data.index import Index
-from serl_launcher.data.layout import Layout
-from serl_launcher.data.lerobot import Dataset
-from serl_launcher.data.shards import EpisodeReader, Gone, is_image
+from serl_launcher.datasets import reader
+from serl_launcher.datasets.reader import Dataset
+from serl_launcher.datasets.shards import EpisodeReader, Gone, is_image
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.index import Index
+from serl_launcher.store.layout import Layout
 
 BLACK, WHITE = 8, 247  # values of a pixel that saw nothing, and of one that saw too much
 SATURATED = 0.5  # the share of an image's values that are WHITE, from which on it shows nothing
@@ -121,16 +121,16 @@ def _stored(reader: EpisodeReader, spec: Spec, infos: list[EpisodeInfo]) -> Iter
         )  # fmt: skip
 
 
-def _of_dataset(episode: lerobot.Episode) -> Recorded:
+def _of_dataset(episode: reader.Episode) -> Recorded:
     features, length = episode.dataset.features, len(episode)
     images = {name: lambda name=name: episode.images(name) for name in episode.dataset.cameras}
     numbers = {name: episode.column(name) for name in features if name not in images}
-    numbers["time"] = numbers.get(lerobot.TIME, numbers["timestamp"]).reshape(length)
-    said = [name for name in lerobot.ENDS if episode.has(name)]
-    ends = np.any([episode.flag(name) for name in said if name != lerobot.SUCCESS] or [[False] * length], axis=0)
-    ended = bool(ends[-1] or episode.flag(lerobot.SUCCESS)[-1]) if said else None
+    numbers["time"] = numbers.get(reader.TIME, numbers["timestamp"]).reshape(length)
+    said = [name for name in reader.ENDS if episode.has(name)]
+    ends = np.any([episode.flag(name) for name in said if name != reader.SUCCESS] or [[False] * length], axis=0)
+    ended = bool(ends[-1] or episode.flag(reader.SUCCESS)[-1]) if said else None
     notes = () if said else ("nothing says how it ended",)
-    has_outcome = episode.has(lerobot.SUCCESS) or episode.has(lerobot.OUTCOME)
+    has_outcome = episode.has(reader.SUCCESS) or episode.has(reader.OUTCOME)
     where = f"episode {episode.entry['episode_index']}"
     return Recorded(where, numbers, images, ended, episode.terminated, ends, episode.success, has_outcome, notes)
 

@@ -24,11 +24,11 @@ from serl_client.episode import MAX_NAME, Entry, Lost, Outcome, Segment
 from serl_client.errors import ConfigError, Refused, RetakeError
 from serl_client.spec import Array, Spec
 
-from serl_launcher.data import layout
-from serl_launcher.data.epochs import Epochs
-from serl_launcher.data.files import SourceFiles, allocate, make_folder, sync_folder
-from serl_launcher.data.index import Episode, Epoch, Index, Source
-from serl_launcher.data.layout import Layout
+from serl_launcher.store import layout
+from serl_launcher.store.files import SourceFiles, allocate, make_folder, sync_folder
+from serl_launcher.store.index import Episode, Epoch, Index, Source
+from serl_launcher.store.layout import Layout
+from serl_launcher.store.sessions import Epochs
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from serl_client.link import has_come
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from serl_launcher.service.session import Forbidden, Holder, bound
+from serl_launcher.store.peers import Forbidden, Holder, bound
 
 log = logging.getLogger(__name__)
 

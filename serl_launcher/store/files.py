@@ -11,8 +11,8 @@ import numpy as np
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Spec
 
-from serl_launcher.data import layout
-from serl_launcher.data.layout import Layout
+from serl_launcher.store import layout
+from serl_launcher.store.layout import Layout
 
 log = logging.getLogger(__name__)
 

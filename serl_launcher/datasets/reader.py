@@ -24,7 +24,7 @@ from serl_client.errors import ConfigError
 from serl_client.recorder import segment_rows
 from serl_client.spec import DTYPES, Array, Feature, Spec
 
-from serl_launcher.data.shards import MANIFEST, column
+from serl_launcher.datasets.shards import MANIFEST, column
 
 NEEDED = ("pyarrow", "av", "PIL")
 IMAGES = ("image", "video")

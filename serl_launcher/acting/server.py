@@ -29,12 +29,12 @@ from serl_client.network import Answer
 from serl_client.spec import Array, Spec
 from torch import Tensor
 
+from serl_launcher.acting.graphs import Graphs
 from serl_launcher.algorithms.base import Algorithm
-from serl_launcher.service.finite import not_finite
-from serl_launcher.service.gate import Gate
-from serl_launcher.service.graphs import Graphs
-from serl_launcher.service.session import Holder, check_hello, check_role, send
-from serl_launcher.service.weights import path
+from serl_launcher.store.access import Gate
+from serl_launcher.store.peers import Holder, check_hello, check_role, send
+from serl_launcher.store.weights import path
+from serl_launcher.training.finite import not_finite
 from serl_launcher.types import Carry
 
 log = logging.getLogger(__name__)

@@ -18,15 +18,15 @@ from serl_client.console import Console
 from serl_client.errors import Disconnected, RetakeError, ServerFailed, Timeout, full_disk
 from serl_client.link import Link
 
-from serl_launcher.data.episodes import EpisodeInfo
-from serl_launcher.data.sources import Sources, statistics
-from serl_launcher.service import weights
-from serl_launcher.service.finite import Refusals, check_finite
-from serl_launcher.service.ledger import Ledger, evaluation, succeeded, value_error
-from serl_launcher.service.plan import Phase, Plan
-from serl_launcher.service.presence import Presence
-from serl_launcher.service.progress import PlanState
-from serl_launcher.service.ranks import Ranks
+from serl_launcher.replay.mixture import Sources, statistics
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store import weights
+from serl_launcher.training.counters import Ledger, evaluation, succeeded, value_error
+from serl_launcher.training.finite import Refusals, check_finite
+from serl_launcher.training.plan import Phase, Plan
+from serl_launcher.training.plan_state import PlanState
+from serl_launcher.training.presence import Presence
+from serl_launcher.training.ranks import Ranks
 from serl_launcher.utils.checkpoint import Checkpoints, Schedule
 from serl_launcher.utils.logging import MetricsLog
 

@@ -21,10 +21,10 @@ from serl_client.errors import ConfigError, Disconnected, ServerFailed, Timeout
 from serl_client.link import Link
 from serl_client.spec import Spec
 
-from serl_launcher.data.episodes import EpisodeInfo
-from serl_launcher.data.lerobot import Dataset
-from serl_launcher.data.store import DATASET
-from serl_launcher.service.plan import Plan
+from serl_launcher.datasets.reader import Dataset
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.store import DATASET
+from serl_launcher.training.plan import Plan
 
 log = logging.getLogger(__name__)
 

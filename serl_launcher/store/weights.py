@@ -11,7 +11,7 @@ import numpy as np
 from serl_client.errors import Refused
 from serl_client.spec import Array
 
-from serl_launcher.data.files import make_folder, sync_folder
+from serl_launcher.store.files import make_folder, sync_folder
 
 CHUNK = 4 << 20
 POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError
 from yaml import YAMLError
 
-from serl_launcher.service.plan import known
+from serl_launcher.training.plan import known
 
 REMEMBERED = ("algo", "policy")  # groups whose words a run folder keeps
 ALSO = {"wandb": False, "task.cameras": "auto"}  # what they take besides their default's kind
