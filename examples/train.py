@@ -15,7 +15,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from serl_client.client import TrainerClient
-from serl_client.console import Watch, console, log_as
+from serl_client.console import LiveDisplay, console, log_as
 from serl_client.controller import RemotePolicy, Source
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.keys import Key, named
@@ -74,13 +74,13 @@ def act(config: DictConfig) -> int:
             weights_folder=folder / "weights" if local else None, key=key,
         ) as client:  # fmt: skip
             source = local_source(config, client) if local else client
-            controller = RemotePolicy(source, deadline=config.deadline_s, execute=config.execute)
+            controller = RemotePolicy(source, deadline=config.deadline_s, n_action_steps=config.n_action_steps)
             status = ActorStatus()
             keys = {"keys": LEGEND} | ({"motion keys": MOTION_LEGEND} if env.operator else {})
             keys = keys if getattr(keyboard, "has_terminal", True) else {}
             shown = console(name)
             lookout = Lookout(lambda: client.connected, str(config.ip), int(config.port), has_key=key is not None)
-            with lookout, Watch(shown, lambda: rows(status, client, keys, lookout), lambda: status.driver):
+            with lookout, LiveDisplay(shown, lambda: rows(status, client, keys, lookout), lambda: status.driver):
                 run_actor(env, controller, client, seed=config.seed, operator=keyboard, status=status)
     return 0
 

@@ -30,9 +30,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from serl_client import messages as m
+from serl_client.connection import Connection
 from serl_client.console import console, log_as
 from serl_client.errors import ConfigError, RetakeError, full_disk
-from serl_client.link import Link
 
 from serl_launcher.datasets import importer
 from serl_launcher.datasets.export import FINISH_S, archived, export, recorded, wanted
@@ -406,7 +406,7 @@ def _failed(name: str, run_dir: Path, local: str, error: Exception) -> tuple[int
 
 def _tell(local: str, reason: str) -> None:
     """Let the server tell the actors why the run ends."""
-    with suppress(RetakeError), Link(local, m.Hello(m.PROTOCOL, "learner", "the end")) as link:
+    with suppress(RetakeError), Connection(local, m.Hello(m.PROTOCOL, "learner", "the end")) as link:
         link.call(m.Over(reason), TOLD_S)
 
 

@@ -13,7 +13,7 @@ Carry = Any  # an actor's memory between decisions: a tree of tensors, None for 
 
 
 @dataclass(frozen=True, slots=True)
-class Stillness:
+class IdleFilter:
     """When a window shows a robot that waits, so that a policy which imitates it would wait for ever.
 
     It does when no entry of `column` has a standard deviation above `threshold`, in the column's unit, from the
@@ -39,15 +39,15 @@ class Window:
     - `next_observation`: (H,) if it is wanted at all. Every observation of this window at its own offsets plus the
       number of valid steps, so that a window that the end cut short sees the episode's final observation;
     - any other name: one of Spec.extras, or a derived column, at the action's offsets, in `Batch.extras`, [B, H, ...].
-    `starts` says which steps may be drawn: `any`, or `decision`, those where a new chunk began. With
-    `stillness` no window starts where the robot waits; rows in which it waits still occur inside other windows.
+    `starts` says which steps may be drawn: `any`, or `chunk_start`, those where a new chunk began. With
+    `idle_filter` no window starts where the robot waits; rows in which it waits still occur inside other windows.
 
     Raises ValueError for offsets that break these rules.
     """
 
     offsets: Mapping[str, tuple[int, ...]]
-    starts: Literal["any", "decision"] = "any"
-    stillness: Stillness | None = None
+    starts: Literal["any", "chunk_start"] = "any"
+    idle_filter: IdleFilter | None = None
 
     def __post_init__(self) -> None:
         actions = self.offsets.get("action", ())

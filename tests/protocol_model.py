@@ -2,7 +2,7 @@
 
 A state is a tuple of tuples; `actions` names what may happen in it, `step` says what becomes of it. Every fault costs
 one of `faults`, so that the states are finitely many and `explore` sees them all. The model keeps what the
-implementation need not keep, the log of each epoch, so that a wrong watermark shows as a log with a hole or a double.
+implementation need not keep, the log of each session, so that a wrong watermark shows as a log with a hole or a double.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,16 @@ from typing import NamedTuple
 FAULTS = ("crash", "cut", "stall", "lose up", "lose down", "repeat", "break disk", "kill server", "forget")
 PATIENCE = 500  # steps
 Action = tuple  # (name, who): who is a client, or (client, number) for a link
-Message = tuple  # ("hello", epoch, earlier), ("push", epoch, seq), ("welcome", expected), ("ack", ...), ("failed", ...)
+Message = (
+    tuple  # ("hello", session, earlier), ("push", session, seq), ("welcome", expected), ("ack", ...), ("failed", ...)
+)
 
 
 class Span(NamedTuple):
-    """The records of one epoch in an outbox: [base, end) lie on the disk, and those below `first` are acknowledged."""
+    """The records of one session in an outbox: [base, end) lie on the disk, and those below `first` are
+    acknowledged."""
 
-    epoch: str
+    session: str
     base: int
     first: int
     end: int
@@ -35,7 +38,7 @@ class Client(NamedTuple):
     welcomed: bool = False
 
 
-class Link(NamedTuple):
+class Connection(NamedTuple):
     """A connection; what was sent on it may arrive after its client has left it."""
 
     key: tuple[int, int]
@@ -44,7 +47,7 @@ class Link(NamedTuple):
     down: tuple[Message, ...] = ()
 
 
-class Epoch(NamedTuple):
+class Session(NamedTuple):
     name: str
     client: int
     expected: int = 0
@@ -54,10 +57,10 @@ class Epoch(NamedTuple):
     closed: bool = False
 
 
-class Session(NamedTuple):
+class Peer(NamedTuple):
     key: tuple[int, int]
-    epoch: str
-    named: tuple[tuple[str, int], ...]  # (epoch, last seq) of the Hello
+    session: str
+    named: tuple[tuple[str, int], ...]  # (session, last seq) of the Hello
     earlier: tuple[tuple[str, int], ...]  # those of them that are not drained
     speaks: bool = False  # it has said something after its Hello, so that this is no echo of a connection that is dead
     touched: frozenset[str] = frozenset()
@@ -66,26 +69,26 @@ class Session(NamedTuple):
 
 
 class Server(NamedTuple):
-    epochs: tuple[Epoch, ...] = ()  # in the order of their first Hello
-    sessions: tuple[Session, ...] = ()
+    sessions: tuple[Session, ...] = ()  # in the order of their first Hello
+    peers: tuple[Peer, ...] = ()
     degraded: bool = False
     broken: bool = False  # the disk
 
 
 class State(NamedTuple):
     clients: tuple[Client, ...]
-    links: tuple[Link, ...] = ()
+    links: tuple[Connection, ...] = ()
     server: Server = Server()
     faults: int = 0
 
-    def link(self, key: tuple[int, int]) -> Link | None:
+    def link(self, key: tuple[int, int]) -> Connection | None:
         return next((link for link in self.links if link.key == key), None)
 
-    def epoch(self, name: str) -> Epoch | None:
-        return next((epoch for epoch in self.server.epochs if epoch.name == name), None)
+    def session(self, name: str) -> Session | None:
+        return next((session for session in self.server.sessions if session.name == name), None)
 
     def position(self, name: str) -> int:
-        return next(i for i, epoch in enumerate(self.server.epochs) if epoch.name == name)
+        return next(i for i, session in enumerate(self.server.sessions) if session.name == name)
 
 
 class Violation(Exception):
@@ -124,7 +127,7 @@ class Protocol:
             yield from ("cut",) * (client.link >= 0)
             yield from ("stall",) * (client.welcomed and bool(client.flying))
 
-    def _of_link(self, link: Link, may_fail: bool) -> Iterator[str]:
+    def _of_link(self, link: Connection, may_fail: bool) -> Iterator[str]:
         if link.up:
             yield "up"
             yield from ("lose up", "repeat")[: may_fail * (1 + link.attached)]
@@ -133,13 +136,13 @@ class Protocol:
             yield from ("lose down",) * may_fail
 
     def _of_server(self, server: Server, may_fail: bool) -> Iterator[str]:
-        if server.degraded or any(session.touched for session in server.sessions):
+        if server.degraded or any(peer.touched for peer in server.peers):
             yield "commit"
         if server.broken:
             yield "mend"
         elif may_fail:
             yield "break disk"
-        if may_fail and server.epochs:
+        if may_fail and server.sessions:
             yield "kill server"
             yield "forget"
 
@@ -160,12 +163,12 @@ class Protocol:
 
     def push(self, state: State, who: int) -> State:
         client = state.clients[who]
-        epoch, seq = self.name(who, client.life), client.made[-1]
+        session, seq = self.name(who, client.life), client.made[-1]
         spans = client.spans
-        if spans and spans[-1].epoch == epoch:
+        if spans and spans[-1].session == session:
             spans = (*spans[:-1], spans[-1]._replace(end=seq + 1))
         else:
-            spans = (*spans, Span(epoch, seq, seq, seq + 1))
+            spans = (*spans, Span(session, seq, seq, seq + 1))
         return _with(state, who, client._replace(spans=spans, made=(*client.made[:-1], seq + 1)))
 
     def name(self, who: int, life: int) -> str:
@@ -174,14 +177,14 @@ class Protocol:
     def connect(self, state: State, who: int) -> State:
         client = state.clients[who]
         mine = self.name(who, client.life)
-        taken = {link.key for link in state.links} | {session.key for session in state.server.sessions}
+        taken = {link.key for link in state.links} | {peer.key for peer in state.server.peers}
         number = next(n for n in range(99) if (who, n) not in taken)
         hello = ("hello", mine, self.earlier(client, mine))
-        links = tuple(sorted((*state.links, Link((who, number), up=(hello,)))))
+        links = tuple(sorted((*state.links, Connection((who, number), up=(hello,)))))
         return _with(state._replace(links=links), who, client._replace(link=number, welcomed=False))
 
     def earlier(self, client: Client, mine: str) -> tuple[tuple[str, int], ...]:
-        return tuple((span.epoch, span.end - 1) for span in client.spans if span.epoch != mine)
+        return tuple((span.session, span.end - 1) for span in client.spans if span.session != mine)
 
     def cut(self, state: State, who: int) -> State:
         return self._leave(state, who)
@@ -203,17 +206,17 @@ class Protocol:
         if span is None or not client.welcomed:
             return False
         fits = client.next < span.end and len(client.flying) < self.window
-        return fits if client.sending == span.epoch else span.first < span.end
+        return fits if client.sending == span.session else span.first < span.end
 
     def send(self, state: State, who: int, stalled: bool = False) -> State:
         client = state.clients[who]
         span, link = self.oldest(client), state.link((who, client.link))
         if span is None:
             return state
-        if client.sending != span.epoch or stalled:
-            client = client._replace(sending=span.epoch, next=span.first, flying=())
+        if client.sending != span.session or stalled:
+            client = client._replace(sending=span.session, next=span.first, flying=())
         while client.next < span.end and len(client.flying) < self.window:
-            link = link._replace(up=(*link.up, ("push", span.epoch, client.next)))
+            link = link._replace(up=(*link.up, ("push", span.session, client.next)))
             client = client._replace(next=client.next + 1, flying=(*client.flying, client.next + 1))
         return _with(_relink(state, link), who, self.sent(client))
 
@@ -259,16 +262,16 @@ class Protocol:
 
     def welcome(self, client: Client, expected: tuple[tuple[str, int], ...]) -> Client:
         wanted = dict(expected)
-        if any(wanted.get(span.epoch, 0) < span.first for span in client.spans):
+        if any(wanted.get(span.session, 0) < span.first for span in client.spans):
             return client._replace(state="lost")
         spans = client.spans
         for span in client.spans:
-            spans = _acknowledged(spans, span.epoch, wanted.get(span.epoch, 0))
+            spans = _acknowledged(spans, span.session, wanted.get(span.session, 0))
         return client._replace(spans=spans, sending="", welcomed=True)
 
-    def ack(self, client: Client, epoch: str, expected: int, resend: bool) -> Client:
-        client = client._replace(spans=_acknowledged(client.spans, epoch, expected))
-        if epoch != client.sending:
+    def ack(self, client: Client, session: str, expected: int, resend: bool) -> Client:
+        client = client._replace(spans=_acknowledged(client.spans, session, expected))
+        if session != client.sending:
             return client
         if resend:
             return client._replace(next=expected, flying=())
@@ -279,83 +282,83 @@ class Protocol:
     def handle(self, state: State, key: tuple[int, int], message: Message) -> State:
         if message[0] == "hello":
             return self.hello(state, key, *message[1:])
-        session = _session(state, key)
-        if session is None:
+        peer = _peer(state, key)
+        if peer is None:
             return _tell(state, key, ("failed", "Disconnected", False))
         if state.server.degraded:
             return state
-        if not session.speaks:
-            state = self.take_over(state, session)
-            if (session := _session(state, key)) is None or not session.speaks:
+        if not peer.speaks:
+            state = self.take_over(state, peer)
+            if (peer := _peer(state, key)) is None or not peer.speaks:
                 return state
-        return self.stage(state, session, *message[1:]) if message[0] == "push" else state
+        return self.stage(state, peer, *message[1:]) if message[0] == "push" else state
 
     def hello(self, state: State, key: tuple[int, int], name: str, earlier: tuple[tuple[str, int], ...]) -> State:
         if state.server.degraded:
             return _tell(state, key, ("failed", "ServerFailed", False))
-        if (mine := state.epoch(name)) is not None and mine.closed:
+        if (mine := state.session(name)) is not None and mine.closed:
             return _tell(state, key, ("failed", "Refused", True))
-        there = {epoch.name for epoch in state.server.epochs}
-        names = (*(epoch for epoch, _ in earlier), name)
-        new = tuple(Epoch(epoch, key[0]) for epoch in names if epoch not in there)
-        committed = self.committed(state.server._replace(epochs=(*state.server.epochs, *new)))
+        there = {session.name for session in state.server.sessions}
+        names = (*(session for session, _ in earlier), name)
+        new = tuple(Session(session, key[0]) for session in names if session not in there)
+        committed = self.committed(state.server._replace(sessions=(*state.server.sessions, *new)))
         if committed is None:
             return _tell(self.degrade(state), key, ("failed", "ServerFailed", False))
         state = state._replace(server=committed)
         if self.outranked(state, name):
             return _tell(state, key, ("failed", "Refused", True))
-        for echo in [each for each in state.server.sessions if each.epoch == name and not each.speaks]:
+        for echo in [each for each in state.server.peers if each.session == name and not each.speaks]:
             state = _hang_up(state, echo.key)
-        session = Session(key, name, earlier, earlier)
-        state = _resession(state, session)
-        expected = tuple((epoch, state.epoch(epoch).expected) for epoch in names)
-        return _tell(self.close_drained(state, session), key, ("welcome", expected))
+        peer = Peer(key, name, earlier, earlier)
+        state = _with_peer(state, peer)
+        expected = tuple((session, state.session(session).expected) for session in names)
+        return _tell(self.close_drained(state, peer), key, ("welcome", expected))
 
-    def take_over(self, state: State, session: Session) -> State:
+    def take_over(self, state: State, peer: Peer) -> State:
         """The first message after a Hello: those before it are over. Of two clients of one name, the one whose first
         Hello came first is told."""
-        if self.outranked(state, session.epoch):
-            return _tell(_hang_up(state, session.key), session.key, ("failed", "Refused", True))
-        closed = self.without_earlier(state.server, session)
+        if self.outranked(state, peer.session):
+            return _tell(_hang_up(state, peer.key), peer.key, ("failed", "Refused", True))
+        closed = self.without_earlier(state.server, peer)
         committed = closed if closed == state.server else self.committed(closed)
         if committed is None:
-            return _tell(self.degrade(state), session.key, ("failed", "ServerFailed", False))
-        state = _resession(state._replace(server=committed), session._replace(speaks=True))
-        for other in committed.sessions:
-            if other.key != session.key and other.speaks:
+            return _tell(self.degrade(state), peer.key, ("failed", "ServerFailed", False))
+        state = _with_peer(state._replace(server=committed), peer._replace(speaks=True))
+        for other in committed.peers:
+            if other.key != peer.key and other.speaks:
                 state = _hang_up(state, other.key)
-                if other.epoch != session.epoch:
+                if other.session != peer.session:
                     state = _tell(state, other.key, ("failed", "Refused", True))
         return state
 
-    def without_earlier(self, server: Server, session: Session) -> Server:
+    def without_earlier(self, server: Server, peer: Peer) -> Server:
         """Lives of this client of which it holds nothing any more are closed."""
-        epochs, held = list(server.epochs), {epoch for epoch, _ in session.named}
-        for i, epoch in enumerate(epochs):
-            if epoch.name == session.epoch:
+        sessions, held = list(server.sessions), {session for session, _ in peer.named}
+        for i, session in enumerate(sessions):
+            if session.name == peer.session:
                 break
-            if epoch.client == session.key[0] and epoch.name not in held and not epoch.closed:
-                epochs[i] = epoch._replace(closed=True)
-        return server._replace(epochs=tuple(epochs))
+            if session.client == peer.key[0] and session.name not in held and not session.closed:
+                sessions[i] = session._replace(closed=True)
+        return server._replace(sessions=tuple(sessions))
 
     def outranked(self, state: State, name: str) -> bool:
         return any(
-            other.speaks and state.position(other.epoch) > state.position(name) for other in state.server.sessions
+            other.speaks and state.position(other.session) > state.position(name) for other in state.server.peers
         )
 
-    def stage(self, state: State, session: Session, name: str, seq: int) -> State:
-        if name not in (session.epoch, *(epoch for epoch, _ in session.named)):
-            return _tell(state, session.key, ("failed", "Refused", True))
-        epoch = state.epoch(name)
-        if seq > epoch.expected:
-            session = session._replace(waiting=session.waiting | {name})
+    def stage(self, state: State, peer: Peer, name: str, seq: int) -> State:
+        if name not in (peer.session, *(session for session, _ in peer.named)):
+            return _tell(state, peer.key, ("failed", "Refused", True))
+        session = state.session(name)
+        if seq > session.expected:
+            peer = peer._replace(waiting=peer.waiting | {name})
         else:
-            if seq == epoch.expected and epoch.closed:
-                return _tell(state, session.key, ("failed", "Refused", True))
-            if seq == epoch.expected:
-                state = _repoch(state, epoch._replace(expected=seq + 1, log=(*epoch.log, seq)))
-            session = session._replace(waiting=session.waiting - {name}, told=session.told - {name})
-        return _resession(state, session._replace(touched=session.touched | {name}))
+            if seq == session.expected and session.closed:
+                return _tell(state, peer.key, ("failed", "Refused", True))
+            if seq == session.expected:
+                state = _repoch(state, session._replace(expected=seq + 1, log=(*session.log, seq)))
+            peer = peer._replace(waiting=peer.waiting - {name}, told=peer.told - {name})
+        return _with_peer(state, peer._replace(touched=peer.touched | {name}))
 
     def commit(self, state: State, _: int) -> State:
         if state.server.degraded:
@@ -364,49 +367,53 @@ class Protocol:
         if committed is None:
             return self.degrade(state)
         state = state._replace(server=committed)
-        for session in committed.sessions:
-            if session.touched:
-                state = self.acknowledge(state, session)
+        for peer in committed.peers:
+            if peer.touched:
+                state = self.acknowledge(state, peer)
         return state
 
     def committed(self, server: Server) -> Server | None:
         """With all that is staged made durable; None: the disk failed."""
-        if server.broken and any(epoch.kept < len(epoch.log) for epoch in server.epochs):
+        if server.broken and any(session.kept < len(session.log) for session in server.sessions):
             return None
-        epochs = tuple(epoch._replace(durable=epoch.expected, kept=len(epoch.log)) for epoch in server.epochs)
-        return server._replace(epochs=epochs)
+        sessions = tuple(
+            session._replace(durable=session.expected, kept=len(session.log)) for session in server.sessions
+        )
+        return server._replace(sessions=sessions)
 
-    def acknowledge(self, state: State, session: Session) -> State:
-        for name in sorted(session.touched):
-            resend = name in session.waiting - session.told
-            session = session._replace(told=session.told | (session.waiting & {name}))
-            state = _tell(state, session.key, ("ack", name, state.epoch(name).expected, resend))
-        session = session._replace(touched=frozenset())
-        return self.close_drained(_resession(state, session), session)
+    def acknowledge(self, state: State, peer: Peer) -> State:
+        for name in sorted(peer.touched):
+            resend = name in peer.waiting - peer.told
+            peer = peer._replace(told=peer.told | (peer.waiting & {name}))
+            state = _tell(state, peer.key, ("ack", name, state.session(name).expected, resend))
+        peer = peer._replace(touched=frozenset())
+        return self.close_drained(_with_peer(state, peer), peer)
 
-    def close_drained(self, state: State, session: Session) -> State:
-        drained = [epoch for epoch, last in session.earlier if state.epoch(epoch).expected > last]
+    def close_drained(self, state: State, peer: Peer) -> State:
+        drained = [session for session, last in peer.earlier if state.session(session).expected > last]
         for name in drained:
-            state = _repoch(state, state.epoch(name)._replace(closed=True))
-        earlier = tuple(pair for pair in session.earlier if pair[0] not in drained)
-        return _resession(state, session._replace(earlier=earlier))
+            state = _repoch(state, state.session(name)._replace(closed=True))
+        earlier = tuple(pair for pair in peer.earlier if pair[0] not in drained)
+        return _with_peer(state, peer._replace(earlier=earlier))
 
     def degrade(self, state: State) -> State:
         """What is not committed is not trusted."""
         server = self.restored(state.server)
-        sessions = tuple(session._replace(touched=frozenset()) for session in server.sessions)
-        return state._replace(server=server._replace(sessions=sessions, degraded=True))
+        peers = tuple(peer._replace(touched=frozenset()) for peer in server.peers)
+        return state._replace(server=server._replace(peers=peers, degraded=True))
 
     def restored(self, server: Server) -> Server:
-        epochs = (epoch._replace(expected=epoch.durable, log=epoch.log[: epoch.kept]) for epoch in server.epochs)
-        return server._replace(epochs=tuple(epochs))
+        sessions = (
+            session._replace(expected=session.durable, log=session.log[: session.kept]) for session in server.sessions
+        )
+        return server._replace(sessions=tuple(sessions))
 
     def reopen(self, state: State) -> State:
         state = state._replace(server=state.server._replace(degraded=False))
-        for session in state.server.sessions:
-            state = _resession(state, session._replace(waiting=frozenset(), told=frozenset()))
-            for name in (*(epoch for epoch, _ in session.earlier), session.epoch):
-                state = _tell(state, session.key, ("ack", name, state.epoch(name).expected, True))
+        for peer in state.server.peers:
+            state = _with_peer(state, peer._replace(waiting=frozenset(), told=frozenset()))
+            for name in (*(session for session, _ in peer.earlier), peer.session):
+                state = _tell(state, peer.key, ("ack", name, state.session(name).expected, True))
         return state
 
     def break_disk(self, state: State, _: int) -> State:
@@ -416,14 +423,14 @@ class Protocol:
         return state._replace(server=state.server._replace(broken=False))
 
     def kill_server(self, state: State, _: int) -> State:
-        server = self.restored(state.server)._replace(sessions=(), degraded=False)
+        server = self.restored(state.server)._replace(peers=(), degraded=False)
         for who in range(len(state.clients)):
             state = self._leave(state, who)
         return state._replace(server=server, links=())
 
     def forget(self, state: State, _: int) -> State:
         """Nobody was heard for a long time."""
-        return state._replace(server=state.server._replace(sessions=()))
+        return state._replace(server=state.server._replace(peers=()))
 
 
 # -- states, changed in one place
@@ -433,7 +440,7 @@ def _with(state: State, who: int, client: Client) -> State:
     return state._replace(clients=(*state.clients[:who], client, *state.clients[who + 1 :]))
 
 
-def _relink(state: State, link: Link) -> State:
+def _relink(state: State, link: Connection) -> State:
     """A link that was left, and on which nothing is to come, is gone."""
     links = tuple(link if other.key == link.key else other for other in state.links)
     return state._replace(links=tuple(other for other in links if other.attached or other.up))
@@ -446,29 +453,29 @@ def _tell(state: State, key: tuple[int, int], message: Message) -> State:
     return _relink(state, link._replace(down=(*link.down, message)))
 
 
-def _session(state: State, key: tuple[int, int]) -> Session | None:
-    return next((session for session in state.server.sessions if session.key == key), None)
+def _peer(state: State, key: tuple[int, int]) -> Peer | None:
+    return next((peer for peer in state.server.peers if peer.key == key), None)
 
 
-def _resession(state: State, session: Session) -> State:
-    sessions = {other.key: other for other in state.server.sessions} | {session.key: session}
-    return state._replace(server=state.server._replace(sessions=tuple(sessions.values())))
+def _with_peer(state: State, peer: Peer) -> State:
+    peers = {other.key: other for other in state.server.peers} | {peer.key: peer}
+    return state._replace(server=state.server._replace(peers=tuple(peers.values())))
 
 
 def _hang_up(state: State, key: tuple[int, int]) -> State:
-    sessions = tuple(session for session in state.server.sessions if session.key != key)
+    peers = tuple(peer for peer in state.server.peers if peer.key != key)
+    return state._replace(server=state.server._replace(peers=peers))
+
+
+def _repoch(state: State, session: Session) -> State:
+    sessions = tuple(session if other.name == session.name else other for other in state.server.sessions)
     return state._replace(server=state.server._replace(sessions=sessions))
 
 
-def _repoch(state: State, epoch: Epoch) -> State:
-    epochs = tuple(epoch if other.name == epoch.name else other for other in state.server.epochs)
-    return state._replace(server=state.server._replace(epochs=epochs))
-
-
-def _acknowledged(spans: tuple[Span, ...], epoch: str, expected: int) -> tuple[Span, ...]:
+def _acknowledged(spans: tuple[Span, ...], session: str, expected: int) -> tuple[Span, ...]:
     """A span goes from the disk when its last record is acknowledged."""
     changed = (
-        span._replace(first=min(max(span.first, expected), span.end)) if span.epoch == epoch else span
+        span._replace(first=min(max(span.first, expected), span.end)) if span.session == session else span
         for span in spans
     )  # fmt: skip
     return tuple(span for span in changed if span.first < span.end)
@@ -480,25 +487,25 @@ def _acknowledged(spans: tuple[Span, ...], epoch: str, expected: int) -> tuple[S
 def broken(state: State) -> str:
     """Which promise does not hold in this state; empty when all do."""
     server = state.server
-    if sum(session.speaks for session in server.sessions) > 1:
+    if sum(peer.speaks for peer in server.peers) > 1:
         return "two clients of one name are served at once"
-    for epoch in server.epochs:
-        if epoch.log != tuple(range(len(epoch.log))):
-            return f"{epoch.name} is stored as {epoch.log}: doubled, out of order or with a hole"
-    kept = {epoch.name: epoch.kept for epoch in server.epochs}
+    for session in server.sessions:
+        if session.log != tuple(range(len(session.log))):
+            return f"{session.name} is stored as {session.log}: doubled, out of order or with a hole"
+    kept = {session.name: session.kept for session in server.sessions}
     for link in state.links:
         for message in link.down:
             told = message[1] if message[0] == "welcome" else [message[1:3]] if message[0] == "ack" else []
-            if any(expected > kept.get(epoch, 0) for epoch, expected in told):
+            if any(expected > kept.get(session, 0) for session, expected in told):
                 return f"{message} acknowledges what is not committed"
     return next(filter(None, (_broken_client(state, who, kept) for who in range(len(state.clients)))), "")
 
 
 def _broken_client(state: State, who: int, kept: dict[str, int]) -> str:
     client = state.clients[who]
-    first = {span.epoch: span.first for span in client.spans}
-    closed = {epoch.name for epoch in state.server.epochs if epoch.closed}
-    waits = ""  # the oldest epoch of which something is still to come
+    first = {span.session: span.first for span in client.spans}
+    closed = {session.name for session in state.server.sessions if session.closed}
+    waits = ""  # the oldest session of which something is still to come
     for life, made in enumerate(client.made):
         name = f"{'ab'[who]}{life}"
         there = kept.get(name, 0)
@@ -512,7 +519,7 @@ def _broken_client(state: State, who: int, kept: dict[str, int]) -> str:
     if client.state == "lost":
         return "a client found that its learner has lost data"
     if client.state == "told":
-        places = {epoch.name: i for i, epoch in enumerate(state.server.epochs)}
+        places = {session.name: i for i, session in enumerate(state.server.sessions)}
         mine = places[f"{'ab'[who]}{client.life}"]
         if not any(place > mine and name[0] != "ab"[who] for name, place in places.items()):
             return "a client was stopped though no other of its name came after it"
@@ -554,7 +561,7 @@ def fair(protocol: Protocol, state: State) -> Action | None:
         return "mend", 0
     if moving := next((link for link in state.links if link.up), None):
         return "up", moving.key
-    if state.server.degraded or any(session.touched for session in state.server.sessions):
+    if state.server.degraded or any(peer.touched for peer in state.server.peers):
         return "commit", 0
     if moving := next((link for link in state.links if link.down), None):
         return "down", moving.key

@@ -36,7 +36,7 @@ def build(name, spec, *overrides, seed=0):
     """The algorithm of config/algo/<name>.yaml, with cameras if it is made for them, and the config around it."""
     kind = "flow" if name.startswith(("rejection", "sac_pi0")) else "gaussian"
     kind = "pi0_tiny" if name == "rejection_pi0" else kind + "_pixels" * name.endswith("_pixels")
-    words = [f"+algo={name}", f"+policy={kind}", "+execute=4", *overrides]
+    words = [f"+algo={name}", f"+policy={kind}", "+n_action_steps=4", *overrides]
     torch.manual_seed(seed)
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
         config = compose(overrides=words)
@@ -258,7 +258,7 @@ def test_rows_without_weight_do_not_move_the_critic(spec):
 
 
 def test_the_target_of_soft_actor_critic_is_the_papers(spec):
-    overrides = ("algo.members=4", "algo.target_members=2", "algo.discount=0.5", "algo.initial_temperature=0.3")
+    overrides = ("algo.num_critics=4", "algo.num_target_critics=2", "algo.discount=0.5", "algo.initial_temperature=0.3")
     algorithm, _ = build("sac", spec, *overrides)
     batch = toy_batch(algorithm.windows["update"], spec, torch.Generator())
     batch = replace(batch, terminated=torch.zeros(64, 1, dtype=torch.bool))
@@ -290,7 +290,7 @@ def test_soft_actor_critic_refuses_a_policy_without_a_density(spec):
 @pytest.mark.parametrize("name", ["sac", "rlpd"])
 def test_soft_actor_critic_refuses_a_policy_without_an_encoder_and_names_what_to_say(name, spec):
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
-        config = compose(overrides=[f"+algo={name}", "+policy=pi0_tiny", "+execute=4"])
+        config = compose(overrides=[f"+algo={name}", "+policy=pi0_tiny", "+n_action_steps=4"])
     with pytest.raises(ConfigError, match="policy=gaussian, or algo=sac_pi0 with"):
         instantiate(config.algo)(spec)
 

@@ -132,7 +132,7 @@ def lose_a_step(kept):
 
 
 def lose_the_last_record(kept):
-    kept.index.execute("UPDATE epochs SET expected = expected - 1")
+    kept.index.execute("UPDATE sessions SET expected = expected - 1")
 
 
 def lose_an_episode(kept):
@@ -158,7 +158,7 @@ def swap_two_steps(kept):
 
 def swap_two_episodes(kept):
     (one, a), (two, b) = kept.index.execute(
-        "SELECT number, first FROM episodes WHERE epoch = (SELECT epoch FROM episodes GROUP BY epoch "
+        "SELECT number, first FROM episodes WHERE session = (SELECT session FROM episodes GROUP BY session "
         "ORDER BY count(*) DESC LIMIT 1) ORDER BY number LIMIT 2"
     ).fetchall()  # fmt: skip
     kept.index.execute("UPDATE episodes SET first = ? WHERE number = ?", (b, one))
@@ -405,7 +405,7 @@ def test_the_independent_reader_sees_that_something_durable_went_and_that_an_out
     durable = run.durable("online")
     durable["online"][5] ^= 1
     assert "steps of online that were durable and are not there: 1" in run.violations(durable)[0]
-    assert "records of epoch A that lay on the actor's disk: 30" in run.violations(spooled={"A": 31})[0]
+    assert "records of session A that lay on the actor's disk: 30" in run.violations(spooled={"A": 31})[0]
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from serl_client import messages as m
 from serl_client import weights as weights_module
 from serl_client import wire
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection
 from serl_client.controller import RemotePolicy
-from serl_client.episode import Lost, Outcome, Segment
+from serl_client.episode import LostRecord, Outcome, Segment
 from serl_client.errors import Disconnected, Refused, ServerFailed, Timeout, TrainerError
-from serl_client.link import Link
 from serl_client.outbox import Outbox
 from serl_client.runner import Step, run_actor
-from serl_client.stream import Stream
+from serl_client.send_queue import SendQueue
 
 STATE = "observation.state"
 PATIENCE = 20.0
@@ -40,8 +40,8 @@ class FakeLearner:
 
     def __init__(self, run="run-a", window=1 << 20):
         self.run, self.window = run, window
-        self.notice = m.Notice({"number": 1, "phase": "practise", "mode": "idle", "boundary": "episode"}, {})
-        self.expected, self.records = {}, []  # epoch -> next seq; (epoch, seq, record)
+        self.notice = m.StateUpdate({"number": 1, "phase": "practise", "mode": "idle", "boundary": "episode"}, {})
+        self.expected, self.records = {}, []  # session -> next seq; (session, seq, record)
         self.acknowledges, self.answers = True, True
         self.lost_pushes = 0  # so many are still to be lost
         self.pushed_bytes = 0
@@ -95,7 +95,7 @@ class FakeLearner:
         while not self._stopping:
             while self._outgoing:
                 message = self._outgoing.pop(0)
-                for identity in [self._asker] if isinstance(message, m.Act) else list(self._peers):
+                for identity in [self._asker] if isinstance(message, m.InferenceResponse) else list(self._peers):
                     self._send(identity, message)
             if self._router.poll(5):
                 identity, *frames = self._router.recv_multipart()
@@ -120,9 +120,9 @@ class FakeLearner:
         if self.refusal:
             return self.refusal
         self._peers[identity] = hello
-        epochs = [*(epoch for epoch, _ in hello.earlier), hello.epoch]
-        expected = [[epoch, self.expected.get(epoch, 0)] for epoch in epochs]
-        notice = dataclasses.replace(self.notice, steps_allowed=self.allowed(hello.epoch))
+        sessions = [*(session for session, _ in hello.earlier), hello.session]
+        expected = [[session, self.expected.get(session, 0)] for session in sessions]
+        notice = dataclasses.replace(self.notice, step_limit=self.allowed(hello.session))
         inference = f"tcp://*:{self.port}"
         return m.Welcome(self.run, 3, self.window, expected, None, inference, dataclasses.asdict(notice))
 
@@ -132,26 +132,26 @@ class FakeLearner:
             self.lost_pushes -= 1
             return None
         for seq, record in m.unseal(push.arrays["records"].data):
-            expected = self.expected.get(push.epoch, 0)
+            expected = self.expected.get(push.session, 0)
             if seq > expected:
-                if push.epoch in self._gaps:
+                if push.session in self._gaps:
                     return None
-                self._gaps.add(push.epoch)
-                return m.Ack(push.epoch, expected, resend=True, steps_allowed=self.allowed(push.epoch))
+                self._gaps.add(push.session)
+                return m.Ack(push.session, expected, resend=True, step_limit=self.allowed(push.session))
             if seq == expected:
-                self._gaps.discard(push.epoch)
-                self.expected[push.epoch] = seq + 1
-                self.records.append((push.epoch, seq, record))
-        return self.ack(push.epoch) if self.acknowledges else None
+                self._gaps.discard(push.session)
+                self.expected[push.session] = seq + 1
+                self.records.append((push.session, seq, record))
+        return self.ack(push.session) if self.acknowledges else None
 
-    def ack(self, epoch):
-        return m.Ack(epoch, self.expected.get(epoch, 0), steps_allowed=self.allowed(epoch))
+    def ack(self, session):
+        return m.Ack(session, self.expected.get(session, 0), step_limit=self.allowed(session))
 
-    def allowed(self, epoch):
+    def allowed(self, session):
         if self.steps_per_ack is None:
-            return self.notice.steps_allowed
+            return self.notice.step_limit
         return self.steps_per_ack + sum(
-            len(record) for there, _, record in self.records if there == epoch and not isinstance(record, Outcome)
+            len(record) for there, _, record in self.records if there == session and not isinstance(record, Outcome)
         )
 
     def _ask(self, identity, ask):
@@ -160,7 +160,7 @@ class FakeLearner:
 
     @staticmethod
     def act(step, version=1, length=1):
-        return m.Act(step, version, {"action": np.full((length, 2), step / 1000, np.float32)})
+        return m.InferenceResponse(step, version, {"action": np.full((length, 2), step / 1000, np.float32)})
 
     def _command(self, identity, command):
         return m.Done(7, command.request)
@@ -201,7 +201,7 @@ def connect(spec, tmp_path, learner):
 
 def is_whole(learner, client, count):
     """Whether all arrived, once and in order."""
-    mine = [seq for epoch, seq, _ in learner.records if epoch == client.epoch]
+    mine = [seq for session, seq, _ in learner.records if session == client.session]
     return mine == list(range(count))
 
 
@@ -211,7 +211,7 @@ def is_whole(learner, client, count):
 def test_what_is_pushed_arrives_once_and_in_order(learner, connect, make_segment):
     client = connect()
     for start in range(0, 1200, 4):
-        until(lambda: client.room)
+        until(lambda: client.has_room)
         client.push(make_segment(start=start))
     client.push(Outcome("e0", True))
     assert client.drain(PATIENCE)
@@ -222,12 +222,12 @@ def test_what_is_pushed_arrives_once_and_in_order(learner, connect, make_segment
 
 
 def test_what_the_learner_lost_is_sent_again(learner, connect, make_segment, monkeypatch):
-    monkeypatch.setattr("serl_client.stream.STALL", 1e9)
+    monkeypatch.setattr("serl_client.send_queue.STALL", 1e9)
     client = connect()
     until(lambda: client.connected)
     learner.lost_pushes = 2
     for start in range(0, 80, 4):
-        until(lambda: client.room)
+        until(lambda: client.has_room)
         client.push(make_segment(start=start))
         time.sleep(0.002)
     assert client.drain(PATIENCE)
@@ -235,7 +235,7 @@ def test_what_the_learner_lost_is_sent_again(learner, connect, make_segment, mon
 
 
 def test_what_stays_without_an_answer_is_sent_again_in_time(learner, connect, make_segment, monkeypatch):
-    monkeypatch.setattr("serl_client.stream.STALL", 0.2)
+    monkeypatch.setattr("serl_client.send_queue.STALL", 0.2)
     client = connect()
     until(lambda: client.connected)
     learner.lost_pushes = 1
@@ -248,7 +248,7 @@ def test_a_learner_that_dies_and_returns_gets_the_rest_and_nothing_twice(learner
     client = connect()
     for round_ in range(4):
         for start in range(0, 40, 4):
-            until(lambda: client.room)
+            until(lambda: client.has_room)
             client.push(make_segment(episode=f"e{round_}", start=start))
         if round_ % 2 == 0:
             until(lambda: learner.records)
@@ -265,17 +265,17 @@ def test_a_learner_that_dies_and_returns_gets_the_rest_and_nothing_twice(learner
 
 def test_an_acknowledgement_that_overtakes_a_second_sending_is_taken(tmp_path, spec):
     outbox = Outbox(tmp_path / "outbox", 1 << 20)
-    stream = Stream(outbox, "epoch", spec)
+    stream = SendQueue(outbox, "session", spec)
     for number in range(3):
         stream.put(Outcome(f"e{number}", True))
-    stream.spool()
-    stream.resume([["epoch", 0]], 1 << 20)
+    stream.move_to_outbox()
+    stream.resume([["session", 0]], 1 << 20)
     assert len(list(stream.pushes())) == 1
-    stream.acknowledge(m.Ack("epoch", 1, resend=True))
-    stream.acknowledge(m.Ack("epoch", 2))  # to the first sending
+    stream.acknowledge(m.Ack("session", 1, resend=True))
+    stream.acknowledge(m.Ack("session", 2))  # to the first sending
     (push,) = stream.pushes()
     assert [seq for seq, _ in m.unseal(push.arrays["records"].data)] == [2]
-    stream.acknowledge(m.Ack("epoch", 3))
+    stream.acknowledge(m.Ack("session", 3))
     assert list(stream.pushes()) == []
     outbox.close()
 
@@ -291,10 +291,10 @@ def test_an_actor_without_a_learner_leaves_its_records_to_the_next_start(learner
     assert second.pending[0] == 4
     learner.start()
     assert second.drain(PATIENCE)
-    assert [(epoch, seq) for epoch, seq, _ in learner.records] == [
-        *((first.epoch, seq) for seq in range(3)), (second.epoch, 0),
+    assert [(session, seq) for session, seq, _ in learner.records] == [
+        *((first.session, seq) for seq in range(3)), (second.session, 0),
     ]  # fmt: skip
-    assert learner.hear(m.Hello)[-1].earlier == [[first.epoch, 2]]
+    assert learner.hear(m.Hello)[-1].earlier == [[first.session, 2]]
 
 
 def test_records_of_a_killed_actor_arrive_up_to_the_last_one_that_was_spooled(learner, connect, tmp_path, spec):
@@ -309,17 +309,17 @@ with TrainerClient({learner.address!r}, actor="robot", spec=spec, outbox=Path({s
     for number in range(10**6):
         client.push(Outcome(f"e{{number}}", None))
         if number == 100:
-            print(client.epoch, flush=True)
-        while not client.room:
+            print(client.session, flush=True)
+        while not client.has_room:
             time.sleep(0.001)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        epoch = process.stdout.readline().strip()
+        session = process.stdout.readline().strip()
         process.kill()
     learner.start()
     client = connect()
     assert client.drain(PATIENCE)
-    assert [seq for there, seq, _ in learner.records if there == epoch] == list(range(len(learner.records)))
+    assert [seq for there, seq, _ in learner.records if there == session] == list(range(len(learner.records)))
     assert [record.episode for _, _, record in learner.records] == [f"e{i}" for i in range(len(learner.records))]
     assert len(learner.records) >= 80
 
@@ -342,7 +342,7 @@ def test_another_run_is_refused_and_nothing_is_deleted(learner, connect, make_se
     learner.run, learner.acknowledges = "run-a", True
     third = connect()
     assert third.drain(PATIENCE)
-    assert [(epoch, seq) for epoch, seq, _ in learner.records] == [(client.epoch, 0), (again.epoch, 0)]
+    assert [(session, seq) for session, seq, _ in learner.records] == [(client.session, 0), (again.session, 0)]
 
 
 def test_a_learner_that_has_lost_what_it_acknowledged_is_not_sent_the_rest(learner, connect, make_segment, monkeypatch):
@@ -365,13 +365,13 @@ def test_no_more_than_the_window_is_on_its_way(learner, connect, make_segment):
     learner.window, learner.acknowledges = 4000, False
     client = connect()
     for start in range(0, 400, 4):
-        until(lambda: client.room)
+        until(lambda: client.has_room)
         client.push(make_segment(start=start))
     until(lambda: learner.pushed_bytes > 2000)
     time.sleep(0.3)  # in which one that minds no window would send more
     assert learner.pushed_bytes <= 4000
     learner.acknowledges = True
-    learner.say(learner.ack(client.epoch))
+    learner.say(learner.ack(client.session))
     assert client.drain(PATIENCE)
     assert is_whole(learner, client, 100)
 
@@ -390,7 +390,7 @@ def test_a_full_outbox_shows_as_no_room_and_what_ends_the_episode_is_still_taken
     learner.stop()
     client = connect(capacity=3000)
     starts = iter(range(0, 10**6, 4))
-    while client.room:
+    while client.has_room:
         client.push(make_segment(start=next(starts)))
         time.sleep(0.002)
     client.push(make_segment(start=next(starts), ends="truncated"))
@@ -406,7 +406,7 @@ def test_a_full_outbox_shows_as_no_room_and_what_ends_the_episode_is_still_taken
     taken = client.pending[0]
     learner.start()
     assert client.drain(PATIENCE)
-    assert client.room
+    assert client.has_room
     assert is_whole(learner, client, taken)
 
 
@@ -418,7 +418,7 @@ def test_a_segment_that_does_not_fit_the_spec_ends_the_client_visibly(learner, c
     with pytest.raises(TrainerError, match="action should be"):
         client.wait_answer(0, PATIENCE)
     until(lambda: len(learner.records) == 2)
-    assert [type(record) for *_, record in learner.records] == [Segment, Lost]
+    assert [type(record) for *_, record in learner.records] == [Segment, LostRecord]
 
 
 # ---- the connection
@@ -430,7 +430,7 @@ def test_nothing_blocks_when_the_learner_is(stopped, connect, make_segment):
         client = connect(f"tcp://127.0.0.1:{mute.getsockname()[1] if stopped else 1}")
         longest = 0.0
         for start in range(0, 400, 4):
-            until(lambda: client.room)
+            until(lambda: client.has_room)
             began = time.monotonic()
             client.push(make_segment(start=start))
             ask(client, start)
@@ -482,7 +482,9 @@ def test_a_learner_that_has_forgotten_us_gets_a_hello_again(learner, connect, ma
     client = connect()
     until(lambda: client.connected)
     learner.say(m.Failed("Disconnected", "say Hello first"))
-    until(lambda: len([hello for hello in learner.hear(m.Hello) if hello.epoch == client.epoch]) >= 3)  # and inference
+    until(
+        lambda: len([hello for hello in learner.hear(m.Hello) if hello.session == client.session]) >= 3
+    )  # and inference
     client.push(make_segment())
     assert client.drain(PATIENCE)
 
@@ -492,7 +494,7 @@ def test_messages_that_are_none_are_counted_and_dropped(learner, connect, make_s
     until(lambda: client.connected)
     learner.say([b"nonsense"])
     learner.say([*m.encode(m.Done()), b"too many"])
-    learner.say(m.Notice({"number": "five"}, {}))
+    learner.say(m.StateUpdate({"number": "five"}, {}))
     learner.say(m.Ack("e", "7"))
     learner.say(m.Status({}))
     learner.say(wire.pack({"type": "Hello", "protocol": [9, 9]}, {}))
@@ -504,21 +506,21 @@ def test_messages_that_are_none_are_counted_and_dropped(learner, connect, make_s
 def test_the_end_of_the_network_thread_is_seen_by_the_next_call(connect, monkeypatch, caplog):
     client = connect()
     until(lambda: client.connected)
-    monkeypatch.setattr(client._stream, "spool", lambda: 1 / 0)
+    monkeypatch.setattr(client._stream, "move_to_outbox", lambda: 1 / 0)
     with pytest.raises(TrainerError, match="ZeroDivisionError"):
         client.wait_answer(0, PATIENCE)
     assert "Traceback" in caplog.text
 
 
 def test_directives_permissions_and_ordinal_are_followed(learner, connect):
-    learner.notice = dataclasses.replace(learner.notice, steps_allowed=5)
+    learner.notice = dataclasses.replace(learner.notice, step_limit=5)
     client = connect(paced=True)
-    assert (client.steps_allowed, client.directive["mode"]) == (0, "idle")
-    until(lambda: client.steps_allowed == 5)
+    assert (client.step_limit, client.directive["mode"]) == (0, "idle")
+    until(lambda: client.step_limit == 5)
     assert client.ordinal == 3
-    learner.tell(directive={"number": 4, "phase": "evaluate", "mode": "evaluate"}, steps_allowed=None)
+    learner.tell(directive={"number": 4, "phase": "evaluate", "mode": "evaluate"}, step_limit=None)
     until(lambda: client.directive["number"] == 4)
-    assert client.steps_allowed is None
+    assert client.step_limit is None
     learner.tell(directive={"number": 2, "phase": "old", "mode": "stop"}, degraded="disk")
     until(lambda: client.degraded == "disk")
     assert client.directive["phase"] == "evaluate"
@@ -601,7 +603,7 @@ def test_an_answer_comes_once_with_the_row_that_it_was_asked_for(learner, connec
         assert (answer.step, answer.version, answer.action.shape) == (step, 1, (1, 2))
         assert np.allclose(answer.action, step / 1000)
         assert client.answer() is None
-    question = learner.hear(m.Ask)[7]
+    question = learner.hear(m.InferenceRequest)[7]
     assert (question.step, question.seed, question.explore, question.task) == (7, 7, True, "fold")
     assert set(question.arrays) == {STATE, "previous_action"}
 
@@ -611,9 +613,9 @@ def test_answers_that_come_too_late_are_dropped(learner, connect, monkeypatch):
     learner.answers = False
     client = connect()
     ask(client, 3)
-    until(lambda: learner.hear(m.Ask))
+    until(lambda: learner.hear(m.InferenceRequest))
     ask(client, 4)
-    until(lambda: len(learner.hear(m.Ask)) == 2)
+    until(lambda: len(learner.hear(m.InferenceRequest)) == 2)
     learner.say(learner.act(3))
     assert client.wait_answer(4, 0.3) is None
     learner.say(learner.act(4))
@@ -628,10 +630,10 @@ def test_an_answer_to_a_question_of_the_episode_before_is_dropped(learner, conne
     learner.answers = False
     client = connect()
     ask(client, 0)
-    until(lambda: learner.hear(m.Ask))
+    until(lambda: learner.hear(m.InferenceRequest))
     client.forget()
     ask(client, 0, reset=True)
-    until(lambda: len(learner.hear(m.Ask)) == 2)
+    until(lambda: len(learner.hear(m.InferenceRequest)) == 2)
     learner.say(learner.act(0, version=1))
     assert client.wait_answer(0, 0.3) is None
     learner.say(learner.act(0, version=2))
@@ -642,22 +644,22 @@ def test_a_newer_question_replaces_one_that_still_waits(learner, connect):
     learner.answers = False
     client = connect()
     ask(client, 0)
-    until(lambda: learner.hear(m.Ask))
+    until(lambda: learner.hear(m.InferenceRequest))
     for step in range(1, 20):
         ask(client, step)
     learner.say(learner.act(0))
     assert client.wait_answer(0, PATIENCE).step == 0
-    until(lambda: len(learner.hear(m.Ask)) == 2)
-    assert [question.step for question in learner.hear(m.Ask)] == [0, 19]
+    until(lambda: len(learner.hear(m.InferenceRequest)) == 2)
+    assert [question.step for question in learner.hear(m.InferenceRequest)] == [0, 19]
 
 
 def test_actions_that_are_not_finite_or_of_another_shape_never_reach_the_robot(learner, connect):
     learner.answers = False
     client = connect()
     ask(client, 0)
-    until(lambda: learner.hear(m.Ask))
+    until(lambda: learner.hear(m.InferenceRequest))
     for action in (np.full((1, 2), np.nan, np.float32), np.zeros((1, 3), np.float32), np.zeros(2, np.float32)):
-        learner.say(m.Act(0, 1, {"action": action}))
+        learner.say(m.InferenceResponse(0, 1, {"action": action}))
     assert client.wait_answer(0, 0.3) is None
     learner.say(learner.act(0))
     assert client.wait_answer(0, PATIENCE) is not None
@@ -689,11 +691,11 @@ def test_a_policy_asks_again_until_the_weights_that_must_act_are_loaded(learner,
         return policy.act(observation, step=0, previous_action=None, reset=True)
 
     assert act() is None
-    until(lambda: act() is not None or len(learner.hear(m.Ask)) > 2)
+    until(lambda: act() is not None or len(learner.hear(m.InferenceRequest)) > 2)
     assert policy.version == 0
     learner.act = lambda step: FakeLearner.act(step, version=2)
     until(lambda: act() is not None)
-    assert (policy.version, policy.decision) == (2, True)
+    assert (policy.version, policy.chunk_start) == (2, True)
 
 
 # ---- weights
@@ -801,7 +803,7 @@ def test_weights_are_named_by_their_hash_alone(learner, connect, tmp_path, sha25
 
 
 def learner_link(learner, address=None):
-    return Link(address or learner.address, m.Hello(m.PROTOCOL, "learner", "trainer"))
+    return Connection(address or learner.address, m.Hello(m.PROTOCOL, "learner", "trainer"))
 
 
 def test_a_call_returns_its_answer_and_keeps_what_else_came(learner):
@@ -809,22 +811,22 @@ def test_a_call_returns_its_answer_and_keeps_what_else_came(learner):
         assert link.hello(PATIENCE).run == "run-a"
         link.send(m.Command("next"))
         until(lambda: learner.hear(m.Command))
-        learner.tell(steps_allowed=9)
+        learner.tell(step_limit=9)
         assert link.call(m.Status(), PATIENCE).report == {"fine": True}
         assert until(link.receive) == m.Done(7)
-        until(lambda: link.receive() is None and link.notice.steps_allowed == 9)
+        until(lambda: link.receive() is None and link.notice.step_limit == 9)
 
 
 def test_a_call_takes_no_answer_to_another_message(learner):
     def answer(identity, command):
-        learner.say(m.Failed("Refused", "of an Allow", request=99))
+        learner.say(m.Failed("Refused", "of an StepLimit", request=99))
         learner.say(m.Done(1, request=98))
         learner.say(m.Done(7, request=command.request))
 
     learner._command = answer
     with learner_link(learner) as link:
         assert link.call(m.Command("next"), PATIENCE).value == 7
-        assert until(link.receive).text == "of an Allow"
+        assert until(link.receive).text == "of an StepLimit"
 
 
 def test_a_call_raises_what_failed_and_goes_on_after_a_restart(learner):
@@ -873,7 +875,7 @@ class Walk:
         return self.observe()
 
     def step(self, action):
-        allowed = self.client.steps_allowed
+        allowed = self.client.step_limit
         self.ahead += allowed is not None and self.steps >= allowed
         self.row, self.steps = self.row + 1, self.steps + 1
         ended = self.row == 10
@@ -911,7 +913,7 @@ def test_the_last_words_of_a_learner_that_ends_are_read(spec, monkeypatch):
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     greeting = m.Hello(m.PROTOCOL, "actor", "arm", "e" * 32, "o" * 32, "", spec.to_dict(), [], True, False)
-    with Link(f"tcp://127.0.0.1:{port}", greeting) as link:
+    with Connection(f"tcp://127.0.0.1:{port}", greeting) as link:
         assert link.receive() is None
         identity, *_ = router.recv_multipart()
 
@@ -922,7 +924,7 @@ def test_the_last_words_of_a_learner_that_ends_are_read(spec, monkeypatch):
             assert link._monitor.poll(5000)
             return []
 
-        monkeypatch.setattr("serl_client.link.received", nothing_yet)
+        monkeypatch.setattr("serl_client.connection.received", nothing_yet)
         link.receive()
         until(lambda: (message := link.receive()) is None or message.text == "no room", 1)
         assert link.heard

@@ -9,7 +9,7 @@ import threading
 import time
 
 from serl_client import console
-from serl_client.console import COLOURS, Console, Watch
+from serl_client.console import COLOURS, Console, LiveDisplay
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
@@ -81,7 +81,7 @@ def test_a_console_without_a_banner_begins_with_its_title():
 
 def test_a_takeover_is_seen_within_a_tick_and_not_with_the_next_second():
     terminal, driver = Terminal(), ["IDLE"]
-    with Watch(Console("arm", terminal), lambda: {"phase": "practise"}, lambda: driver[0]):
+    with LiveDisplay(Console("arm", terminal), lambda: {"phase": "practise"}, lambda: driver[0]):
         for word in ("POLICY", "HUMAN", "POLICY", "HELD"):
             driver[0] = word
             deadline = time.monotonic() + 0.8  # the other lines come each second
@@ -100,7 +100,7 @@ def test_a_terminal_that_takes_nothing_delays_nobody_who_logs():
     shown = Console("arm", terminal)
     log.addHandler(shown)
     try:
-        with Watch(shown, lambda: {"phase": "practise"}):
+        with LiveDisplay(shown, lambda: {"phase": "practise"}):
             for row in range(2000):
                 log.warning("row %d", row)
             goes_on.set()
@@ -117,6 +117,6 @@ def test_a_terminal_that_is_gone_is_no_error():
         def write(self, text):
             raise OSError(5, "Input/output error")
 
-    with Watch(Console("arm", Gone()), lambda: {"phase": "practise"}, lambda: "POLICY"):
+    with LiveDisplay(Console("arm", Gone()), lambda: {"phase": "practise"}, lambda: "POLICY"):
         time.sleep(0.1)
     Console("arm", Gone()).show({"phase": "practise"})

@@ -40,7 +40,7 @@ def sound(seed=0):
 def kept(run, *episodes, outcomes=True, ends=True, cut=()):
     """A run's folder whose store holds these episodes; those in `cut` were truncated."""
     store = Store.create(run / "store", SPEC, {"online": 1000})
-    store.hello("arm", "outbox", "epoch", [])
+    store.hello("arm", "outbox", "session", [])
     directive, seq = store.direct({"mode": "collect", "into": "online"}), itertools.count()
     for number, arrays in enumerate(episodes):
         count = len(arrays["action"])
@@ -51,11 +51,11 @@ def kept(run, *episodes, outcomes=True, ends=True, cut=()):
             np.zeros(count, np.float32), np.zeros(count, bool), np.zeros(count, bool), arrays["time"],
             terminated=ends and number not in cut, truncated=number in cut, extras={AGE: arrays["age"]},
         )  # fmt: skip
-        store.stage("epoch", next(seq), segment)
+        store.stage("session", next(seq), segment)
         if outcomes is True or number in (outcomes or ()):
-            store.stage("epoch", next(seq), Outcome(f"e{number}", True))
+            store.stage("session", next(seq), Outcome(f"e{number}", True))
     store.commit()
-    store.close_epoch("epoch")
+    store.close_session("session")
     store.commit()
     store.close()
     return run

@@ -418,7 +418,7 @@ def test_a_relabelled_episode_is_not_brought_again(tmp_path, flagged):
         with TrainerClient(
             serving.public, actor="person", spec=flagged.spec(), outbox=tmp_path / "outbox", capacity=1 << 20
         ) as client:  # fmt: skip
-            client.push(Outcome(first, False, discard=True, by="operator"))
+            client.push(Outcome(first, False, discard=True, judged_by="operator"))
             assert client.drain(30)
         bring(serving, flagged)
         there = catalog(serving.run_dir)
@@ -503,7 +503,7 @@ print(*export_run(Path(sys.argv[1]), 10, ["online"]), sep="\\n")
 def test_what_a_run_exported_is_the_same_in_another_run(tmp_path, spec, make_segment):
     """Spec, steps, rewards, ends and outcomes; but the final observation of an episode that was truncated is not."""
     store = Store.create(tmp_path / "first/store", spec, {"online": 1000})
-    store.hello("arm", "outbox", "epoch", [])
+    store.hello("arm", "outbox", "session", [])
     store.direct({"mode": "collect", "phase": "practise", "into": "online"})
     records = [
         make_segment("a", key=1, steps=8, ends="terminated"), Outcome("a", True),
@@ -511,7 +511,7 @@ def test_what_a_run_exported_is_the_same_in_another_run(tmp_path, spec, make_seg
         make_segment("c", key=3, steps=7, ends="terminated"),
     ]  # fmt: skip
     for seq, record in enumerate(records):
-        store.stage("epoch", seq, record)
+        store.stage("session", seq, record)
     store.commit()
     store.close()
     done = subprocess.run([sys.executable, "-c", EXPORT, tmp_path / "first"], capture_output=True, text=True)

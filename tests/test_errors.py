@@ -317,7 +317,7 @@ def test_a_checkpoint_of_another_algorithm_is_refused_by_what_differs(refusal, p
     said = refusal("learner=true", "run_dir=run", *ports)
     assert said.startswith("trainer: ")
     assert "000001 was made with another algorithm" in said
-    assert "algo.members: 2, 7" in said
+    assert "algo.num_critics: 2, 7" in said
     assert "begin anew with another run_dir" in said
 
 

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from serl_client import Feature, Outcome, Segment, Spec, Stamp
 from serl_client import messages as m
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection
 from serl_client.errors import ConfigError, TrainerError
-from serl_client.link import Link
 
 from serl_launcher.datasets import export, shards
 from serl_launcher.datasets.export import Exporter, export_run
@@ -157,7 +157,7 @@ def test_lerobot_opens_every_shard_while_the_run_goes_on_and_its_numbers_are_the
             parts = [part for member in members for part in member]
             assert (dataset.num_episodes, dataset.num_frames) == (2, sum(map(len, parts)))
             for column, name_ in (("action", "action"), ("next.reward", "reward"), ("intervened", "intervened"),
-                                  ("decision", "decision"), ("time", "time")):  # fmt: skip
+                                  ("chunk_start", "chunk_start"), ("time", "time")):  # fmt: skip
                 expected = np.concatenate([getattr(part, name_) for part in parts])
                 assert np.array_equal(table[column].reshape(expected.shape), expected)
             state = np.concatenate([part.observation[STATE][: len(part)] for part in parts])
@@ -187,7 +187,7 @@ def test_episodes_of_two_actors_and_of_two_phases_are_kept_apart(tmp_path, blind
         run.store.stage("A", i, segment(blind, "a", start=4 * i, steps=4, ends="truncated" if i == 2 else ""))
         run.store.stage("B", i, segment(blind, "b", start=3 * i, steps=3, ends="", phase="demonstrate", directive=2))
     run.store.commit()
-    run.store.close_epoch("B")  # that actor died: its episode is cut, and has no final observation
+    run.store.close_session("B")  # that actor died: its episode is cut, and has no final observation
     run.store.commit()
     run.work(rest=True)
     _, online = run.opened("000001-000001")
@@ -209,31 +209,31 @@ def test_an_outcome_after_the_export_makes_the_next_version_at_once(tmp_path, bl
     run.add(Outcome("e0", True), Outcome("e1", True))
     run.work()
     before, _ = run.opened("000001-000002")
-    run.add(Outcome("e1", False, by="operator"))
+    run.add(Outcome("e1", False, judged_by="operator"))
     run.work()
     _, table = run.opened("000001-000002")
     assert table["outcome"].reshape(2, 6)[:, 0].tolist() == [1, 0]
     assert len(before.hf_dataset.with_format("arrow")[:]) == 12, "who has the old one open keeps it"
     assert run.manifest("000001-000002")["version"] == 2
     assert run.manifest("000001-000002")["episodes"][1]["judge"] == "operator"
-    run.add(Outcome("e0", True, discard=True, by="operator"))
+    run.add(Outcome("e0", True, discard=True, judged_by="operator"))
     run.work()
     dataset, table = run.opened("000001-000002")
     assert (dataset.num_episodes, set(table["outcome"].tolist())) == (1, {0})
     os.rename(dataset.root, tmp_path / "away")
-    run.add(Outcome("e1", True, by="operator"))
+    run.add(Outcome("e1", True, judged_by="operator"))
     run.work()
     assert "what was judged anew stays as it was" in caplog.text
     os.rename(tmp_path / "away", dataset.root)
-    run.add(Outcome("e1", False, by="operator"))
+    run.add(Outcome("e1", False, judged_by="operator"))
     run.work()
     assert [e["id"] for e in run.manifest("000001-000002")["left_out"]] == ["e0"]
     run.exporter = run.started()
     assert run.work() == 0, "another life finds nothing to do"
-    run.add(Outcome("e1", None, discard=True, by="operator"))
+    run.add(Outcome("e1", None, discard=True, judged_by="operator"))
     run.work()
     assert run.shards() == [], "LeRobot knows no dataset without episodes"
-    run.add(Outcome("e0", True, by="operator"), Outcome("e1", True, by="operator"))
+    run.add(Outcome("e0", True, judged_by="operator"), Outcome("e1", True, judged_by="operator"))
     run.work()
     assert run.opened("000001-000002")[0].num_episodes == 2
 
@@ -249,7 +249,7 @@ def test_a_relabel_reaches_an_episode_that_the_store_holds_no_more(tmp_path, see
         run.work()
         run.store.archive(run.exporter.settled)
     assert run.store.sources["online"].tail > 20
-    run.add(Outcome("e0", True, by="operator"), Outcome("e1", None, discard=True, by="operator"))
+    run.add(Outcome("e0", True, judged_by="operator"), Outcome("e1", None, discard=True, judged_by="operator"))
     run.work()
     dataset, table = run.opened("000001-000002")
     assert np.array_equal(table["action"].astype(np.float32), segment(seen, "e0", steps=10).action)
@@ -336,7 +336,7 @@ def test_an_episode_that_leaves_the_store_while_its_images_are_read_is_taken_fro
     run, read, reads = Run(tmp_path, seen, capacity=100), shards.StoredImages.__getitem__, []
     run.episodes("e0", "e1", steps=10)
     run.work()
-    run.add(Outcome("e0", True, by="operator"))
+    run.add(Outcome("e0", True, judged_by="operator"))
 
     def overtaken(images, index):
         found = read(images, index)
@@ -370,7 +370,7 @@ def test_the_export_keeps_of_a_long_history_what_the_store_holds_and_corrects_th
     alive = {number for number in range(1, 41) if 10 * (number - 1) >= run.store.sources["online"].tail}
     assert set(run.exporter.episodes) == alive
     assert set(run.exporter.settled) <= alive
-    run.add(Outcome("e0", True, by="operator"))
+    run.add(Outcome("e0", True, judged_by="operator"))
     assert run.work() == 1
     entries = run.manifest("000001-000002")["episodes"]
     assert [(e["id"], e["steps"], e["success"]) for e in entries] == [("e0", 10, True), ("e1", 10, None)]
@@ -570,7 +570,7 @@ def test_kill_at_every_step_leaves_only_whole_shards_and_a_repeat_doubles_nothin
             if relabelled:
                 break
             relabelled = True
-            run.add(Outcome("e0", True, by="operator"), Outcome("e2", True, by="operator"))
+            run.add(Outcome("e0", True, judged_by="operator"), Outcome("e2", True, judged_by="operator"))
             at = 1
     assert lives > 8
     assert run.shards() == ["000001-000002", "000003-000004"]
@@ -647,7 +647,7 @@ def test_what_comes_of_an_archived_episode_after_an_operator_closed_it_leaves_in
     run = Run(tmp_path, blind, capacity=100, archived=["online"], count=1)
     run.add(segment(blind, "e0", steps=4, ends=""))
     run.store.hello("desk", "outbox2", "B", [])
-    run.store.stage("B", 0, Outcome("e0", True, by="operator"))
+    run.store.stage("B", 0, Outcome("e0", True, judged_by="operator"))
     run.store.commit()
     run.work(rest=True)
     run.store.archive(run.exporter.settled)
@@ -752,7 +752,7 @@ def test_actors_keep_what_a_full_archived_source_does_not_take_until_the_export_
     """Real processes: the export comes late and is killed; nothing is lost, doubled or out of order."""
     (tmp_path / "run").mkdir()
     start("server")
-    link = Link(f"ipc://{tmp_path}/local", m.Hello(m.PROTOCOL, "learner", "trainer"))
+    link = Connection(f"ipc://{tmp_path}/local", m.Hello(m.PROTOCOL, "learner", "trainer"))
     with TrainerClient(f"ipc://{tmp_path}/public", actor="arm", spec=blind, outbox=tmp_path / "outbox") as client, link:
         wait_until(lambda: client.connected)
         called(link, m.Direct({"phase": "practise", "mode": "collect", "into": "online"}, None))
@@ -834,7 +834,9 @@ def test_what_is_exported_is_what_the_config_says(monkeypatch):
 
 
 def test_the_export_loads_no_torch_before_there_is_something_to_write():
-    code = "import sys, serl_launcher.datasets.export; sys.exit(sorted({'torch', 'lerobot', 'av'} & set(sys.modules)) or 0)"
+    code = (
+        "import sys, serl_launcher.datasets.export; sys.exit(sorted({'torch', 'lerobot', 'av'} & {*sys.modules}) or 0)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -34,12 +34,12 @@ except ConfigError as error:
 with client:
     while not stop.exists() or pushed % 3:
         client.wait(0.01)
-        if client.room:
-            client.push(played.record(client.epoch, pushed))
+        if client.has_room:
+            client.push(played.record(client.session, pushed))
             pushed += 1
         told |= {client.fault} - {""}
     drained = client.drain(20)
-    print(json.dumps([client.epoch, pushed, sorted(told), drained]))
+    print(json.dumps([client.session, pushed, sorted(told), drained]))
 """
 
 
@@ -57,11 +57,11 @@ class Actor:
         wait_until(lambda: text in self.said.read_text())
 
     def finish(self):
-        """(epoch, pushed records, faults that it saw), when all is acknowledged."""
+        """(session, pushed records, faults that it saw), when all is acknowledged."""
         self.stop.touch()
-        epoch, pushed, told, drained = json.loads(self.process.communicate(timeout=40)[0])
+        session, pushed, told, drained = json.loads(self.process.communicate(timeout=40)[0])
         assert drained
-        return epoch, pushed, told
+        return session, pushed, told
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +109,11 @@ def acknowledged(server, actor):
     return sum(each["steps"] for each in server.episodes().values() if each["actor"] == actor.outbox.name)
 
 
-def assert_whole(server, epoch, pushed, damaged=()):
+def assert_whole(server, session, pushed, damaged=()):
     with closing(sqlite3.connect(server.run_dir / "store/index.sqlite")) as index:
-        lost = set(index.execute("SELECT epoch, seq FROM lost").fetchall())  # those of other tests, too
-    assert sorted(seq for name, seq in lost if name == epoch) == list(damaged)
-    assert played.broken(server.run_dir, played.Promises(expected={epoch: pushed}, damaged=lost)) == []
+        lost = set(index.execute("SELECT session, seq FROM lost").fetchall())  # those of other tests, too
+    assert sorted(seq for name, seq in lost if name == session) == list(damaged)
+    assert played.broken(server.run_dir, played.Promises(expected={session: pushed}, damaged=lost)) == []
 
 
 @pytest.mark.parametrize("short", [False, True])
@@ -125,10 +125,10 @@ def test_a_disk_that_is_full_in_the_middle_of_a_record_is_told_and_nothing_is_lo
     before = acknowledged(server, actor)
     actor.control.clear()
     wait_until(lambda: acknowledged(server, actor) > before)
-    epoch, pushed, told = actor.finish()
+    session, pushed, told = actor.finish()
     assert len(told) == 1
     assert "cannot be written" in told[0]
-    assert_whole(server, epoch, pushed)
+    assert_whole(server, session, pushed)
 
 
 def test_records_that_cannot_be_read_wait_and_it_is_told(server, start):
@@ -137,20 +137,20 @@ def test_records_that_cannot_be_read_wait_and_it_is_told(server, start):
     actor.control.fail(READ, errno.EIO, sticky=True, path=".records")
     actor.says(EIO)
     actor.control.clear()
-    epoch, pushed, _ = actor.finish()
-    assert_whole(server, epoch, pushed)
+    session, pushed, _ = actor.finish()
+    assert_whole(server, session, pushed)
 
 
 def test_files_that_cannot_be_removed_are_acknowledged_again_by_the_next_life(server, start):
     actor = start(lambda control: control.fail(UNLINK | RENAME, errno.EIO, sticky=True, path=".records"))
     wait_until(lambda: acknowledged(server, actor) > 100)
-    epoch, pushed, _ = actor.finish()
+    session, pushed, _ = actor.finish()
     left = sorted(actor.outbox.glob("*.records"))
     assert len(left) > 1
     again = start(lambda control: control.clear())
     next_epoch, more, _ = again.finish()
     assert not [path for path in left if path.exists()]
-    assert_whole(server, epoch, pushed)
+    assert_whole(server, session, pushed)
     assert_whole(server, next_epoch, more)
 
 
@@ -159,9 +159,9 @@ def test_no_record_is_sent_before_it_is_written_down_whose_run_it_belongs_to(ser
     actor.says(EIO)
     assert acknowledged(server, actor) == 0
     actor.control.clear()
-    epoch, pushed, _ = actor.finish()
+    session, pushed, _ = actor.finish()
     assert pushed
-    assert_whole(server, epoch, pushed)
+    assert_whole(server, session, pushed)
 
 
 def test_an_outbox_that_cannot_get_its_name_or_be_read_says_so_in_one_sentence(server, start):
@@ -185,10 +185,10 @@ def test_an_outbox_that_cannot_get_its_name_or_be_read_says_so_in_one_sentence(s
 
 
 def damaged(outbox):
-    """(epoch, seq) of the first of an episode that ends later: a bit of it is flipped on the disk."""
+    """(session, seq) of the first of an episode that ends later: a bit of it is flipped on the disk."""
     path = sorted(outbox.glob("*.records"))[1]
     data = bytearray(path.read_bytes())
-    epoch, begin = path.stem.split("-")[1], 0
+    session, begin = path.stem.split("-")[1], 0
     while (seq := next(wire.unseal(data[begin : begin + wire.sealed_length(data[begin:])]))[0]) % 3:
         begin += wire.sealed_length(data[begin:])
     with path.open("r+b") as file:
@@ -196,7 +196,7 @@ def damaged(outbox):
         byte = file.read(1)[0]
         file.seek(begin + 200)
         file.write(bytes([byte ^ 1]))
-    return epoch, seq
+    return session, seq
 
 
 @pytest.mark.parametrize("found", ["at the start", "when it is sent"])
@@ -207,7 +207,7 @@ def test_a_damaged_record_costs_its_episode_and_no_other_and_both_sides_say_so(s
     if found == "at the start":
         actor.process.kill()
         actor.process.wait()
-    epoch, seq = damaged(actor.outbox)
+    session, seq = damaged(actor.outbox)
     server.start()
     if found == "at the start":
         actor = start()
@@ -216,7 +216,7 @@ def test_a_damaged_record_costs_its_episode_and_no_other_and_both_sides_say_so(s
     else:
         _, pushed, _ = actor.finish()
     assert f"record {seq} is damaged" in actor.said.read_text()
-    assert_whole(server, epoch, max(pushed, seq + 3), damaged=[seq, seq + 2])  # the outcome between them is there
-    assert played.record(epoch, seq).episode not in server.episodes()
+    assert_whole(server, session, max(pushed, seq + 3), damaged=[seq, seq + 2])  # the outcome between them is there
+    assert played.record(session, seq).episode not in server.episodes()
     assert len(list(actor.outbox.glob("*.damaged"))) in (1, 2)
     assert list(actor.outbox.glob("*.records")) == []

@@ -13,11 +13,11 @@ from serl_client import ConfigError, Feature, Spec
 
 from serl_launcher.algorithms.sft import SFT
 from serl_launcher.config import composed
-from serl_launcher.networks.chance import normal, uniform
+from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.flow import TIME, FlowMatching, FlowPolicy
 from serl_launcher.training.build import build
-from serl_launcher.types import Batch, Stillness
+from serl_launcher.types import Batch, IdleFilter
 from serl_launcher.utils.optim import Optimizer
 
 CONFIG = Path(__file__).resolve().parents[1] / "config"
@@ -35,8 +35,8 @@ def spec():
 
 def policy_of(spec, **options):
     torch.manual_seed(0)
-    known = {"horizon": HORIZON, "steps": 10, "hidden": [64, 64], "layer_norm": True, "imitates": "action"}
-    return FlowPolicy(spec, encoder=ObservationEncoder, **{**known, "deviation": None, **options})
+    known = {"horizon": HORIZON, "steps": 10, "hidden": [64, 64], "layer_norm": True, "imitation_target": "action"}
+    return FlowPolicy(spec, encoder=ObservationEncoder, **{**known, "noise_level": None, **options})
 
 
 def batch_of(action, state=None, valid=None, seed=0):
@@ -56,7 +56,7 @@ def seeds(count, seed=0):
 
 def sft(spec, **options):
     optimizer = partial(Optimizer, learning_rate=3e-3)
-    known = {"optimizer": optimizer, "average": 0.95, "stillness": STILL, "augment": None}
+    known = {"optimizer": optimizer, "average": 0.95, "idle_filter": STILL, "augment": None}
     return SFT(spec, **{**known, "policy": policy_of, **options})
 
 
@@ -126,7 +126,7 @@ def test_two_ways_to_do_it_are_both_learned_and_never_their_mean(spec):
 
 def test_a_measured_state_is_imitated_by_the_names_of_the_action(spec):
     """What the arm reached counts, not what was commanded: a human's motion has no command."""
-    policy = policy_of(spec, imitates=STATE)
+    policy = policy_of(spec, imitation_target=STATE)
     assert policy.offsets == {STATE: (0, 1, 2, 3, 4), "action": (0, 1, 2, 3)}
     state = torch.randn(7, 1 + HORIZON, 3).clamp(-2, 2)
     expected = policy_of(spec)(batch_of(state[:, 1:, [2, 1]], state[:, :1]))[0]
@@ -135,10 +135,12 @@ def test_a_measured_state_is_imitated_by_the_names_of_the_action(spec):
 
 
 def test_an_action_that_no_state_measures_cannot_be_imitated_that_way(spec):
-    with pytest.raises(ConfigError, match=r"'wrist'.*say imitates=action"):
-        policy_of(replace(spec, observation={STATE: Feature((3,), names=("load", "elbow", "x"))}), imitates=STATE)
-    with pytest.raises(ConfigError, match=r"imitates=observation.joints"):
-        policy_of(spec, imitates="observation.joints")
+    with pytest.raises(ConfigError, match=r"'wrist'.*say imitation_target=action"):
+        policy_of(
+            replace(spec, observation={STATE: Feature((3,), names=("load", "elbow", "x"))}), imitation_target=STATE
+        )
+    with pytest.raises(ConfigError, match=r"imitation_target=observation.joints"):
+        policy_of(spec, imitation_target="observation.joints")
 
 
 def test_rows_without_weight_are_not_imitated(spec):
@@ -172,25 +174,25 @@ def test_the_moving_average_goes_on_where_a_checkpoint_left_it(spec):
 
 
 @pytest.mark.parametrize(
-    ("imitates", "column", "entries", "expected"),
+    ("imitation_target", "column", "entries", "expected"),
     [
-        ("action", None, None, Stillness(1e-3)),
-        (STATE, None, None, Stillness(1e-3, STATE, (2, 1))),
-        ("action", STATE, [1], Stillness(1e-3, STATE, (1,))),
-        ("action", STATE, None, Stillness(1e-3, STATE)),
+        ("action", None, None, IdleFilter(1e-3)),
+        (STATE, None, None, IdleFilter(1e-3, STATE, (2, 1))),
+        ("action", STATE, [1], IdleFilter(1e-3, STATE, (1,))),
+        ("action", STATE, None, IdleFilter(1e-3, STATE)),
     ],
 )
-def test_windows_in_which_the_robot_waits_are_not_asked_for(spec, imitates, column, entries, expected):
+def test_windows_in_which_the_robot_waits_are_not_asked_for(spec, imitation_target, column, entries, expected):
     still = {"threshold": 1e-3, "column": column, "entries": entries}
-    algorithm = sft(spec, stillness=still, policy=partial(policy_of, imitates=imitates))
-    assert algorithm.windows["update"].stillness == expected
-    assert sft(spec).windows["update"].stillness is None
+    algorithm = sft(spec, idle_filter=still, policy=partial(policy_of, imitation_target=imitation_target))
+    assert algorithm.windows["update"].idle_filter == expected
+    assert sft(spec).windows["update"].idle_filter is None
 
 
 def test_rejection_sampling_drops_still_windows_and_plain_imitation_keeps_them(spec):
     for algo, threshold in (("rejection", 1e-3), ("rejection_pixels", 1e-3), ("rejection_pi0", 1e-3), ("sft", None)):
         options = composed(CONFIG, [f"algo={algo}", "policy=flow", "algo.augment=null"])
-        still = build(options, spec).windows["update"].stillness
+        still = build(options, spec).windows["update"].idle_filter
         assert (still and still.threshold) == threshold
 
 
@@ -207,9 +209,11 @@ class LinearGaussian(FlowMatching):
     inputs = (STATE,)
     mean, std, off = 0.2, 0.15, 0.0
 
-    def __init__(self, spec, steps, deviation=None):
+    def __init__(self, spec, steps, noise_level=None):
         width = spec.action.shape[0]
-        super().__init__(spec, horizon=HORIZON, steps=steps, imitates="action", width=width, deviation=deviation)
+        super().__init__(
+            spec, horizon=HORIZON, steps=steps, imitation_target="action", width=width, noise_level=noise_level
+        )
 
     def condition(self, prepared):
         return prepared[STATE]
@@ -275,10 +279,10 @@ def moments(policy, count):
     return policy.scale.to_unit(action).mean().item(), policy.scale.to_unit(action).std().item(), log_prob
 
 
-@pytest.mark.parametrize("deviation", [0.2, 0.7])
+@pytest.mark.parametrize("noise_level", [0.2, 0.7])
 @torch.no_grad()
-def test_the_stochastic_sampler_has_the_marginals_of_the_flow(spec, deviation):
-    policy = LinearGaussian(spec, 200, deviation)
+def test_the_stochastic_sampler_has_the_marginals_of_the_flow(spec, noise_level):
+    policy = LinearGaussian(spec, 200, noise_level)
     mean, std, _ = moments(policy, 2000)
     assert mean == pytest.approx(policy.mean, abs=0.01)
     assert std == pytest.approx(policy.std, rel=0.05)
@@ -286,7 +290,7 @@ def test_the_stochastic_sampler_has_the_marginals_of_the_flow(spec, deviation):
     fresh = noise.clone()
     fresh[:, 1:] = normal(seeds(2000), policy.noise_shape, 5)[:, 1:]
     one, other = (policy.scale.to_unit(policy.sample(states, noise=drawn[None])[0]) for drawn in (noise, fresh))
-    assert (one - other).std() > 0.5 * policy.std * deviation, "where it began must not decide where it ends"
+    assert (one - other).std() > 0.5 * policy.std * noise_level, "where it began must not decide where it ends"
 
 
 @torch.no_grad()
@@ -303,11 +307,11 @@ def test_the_density_is_that_of_the_last_step_and_bounds_the_entropy_from_below(
 
 
 def test_a_wider_deviation_is_told_as_more_entropy_and_learns_from_it(spec):
-    narrow, wide = (LinearGaussian(spec, 3, deviation) for deviation in (0.1, 0.4))
+    narrow, wide = (LinearGaussian(spec, 3, noise_level) for noise_level in (0.1, 0.4))
     densities = [moments(policy, 200)[2].mean() for policy in (narrow, wide)]
     assert (densities[0] - densities[1]).item() == pytest.approx(HORIZON * 2 * math.log(4), rel=1e-3)
     densities[0].backward()
-    assert narrow.log_deviation.grad.item() == pytest.approx(-HORIZON * 2, rel=1e-3)
+    assert narrow.log_noise_level.grad.item() == pytest.approx(-HORIZON * 2, rel=1e-3)
 
 
 @torch.no_grad()
@@ -365,7 +369,7 @@ def test_bounds_that_are_far_wider_than_the_data_cost_nothing(scale):
 @pytest.mark.parametrize("scale", ["bounds", "range", "std"])
 def test_samples_keep_within_the_bounds(spec, scale, monkeypatch):
     monkeypatch.setattr(FlowPolicy, "velocity", lambda self, chunk, time, _: -99 * torch.ones_like(chunk))
-    policy = policy_of(spec, scale=scale, deviation=0.1)
+    policy = policy_of(spec, scale=scale, noise_level=0.1)
     values = {"mean": np.zeros(2), "std": np.full(2, 0.1), "low": np.full(2, -0.5), "high": np.full(2, 0.5)}
     policy.scale.set_statistics({kind: {"action": value} for kind, value in values.items()})
     states = {STATE: torch.zeros(3, 3)}

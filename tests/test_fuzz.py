@@ -94,7 +94,7 @@ def test_an_observation_brings_nothing_that_would_only_be_kept(name, reason):
     spec = Spec({"observation.state": Feature((4,))}, Feature((2,), low=-1, high=1), 10.0)
     host = PolicyHost.__new__(PolicyHost)
     host.spec = spec
-    ask = messages.Ask(
+    ask = messages.InferenceRequest(
         0, 1, True, True, "", {"observation.state": np.zeros(4, np.float32), name: np.zeros(4, np.float32)}
     )
     with pytest.raises(MessageError, match=reason) if reason else nullcontext():
@@ -167,12 +167,13 @@ def test_a_damaged_store_is_opened_as_it_was_or_refused(tmp_path, seed):
 @pytest.mark.parametrize(
     "sql",
     ["UPDATE sources SET head = 'many'", "UPDATE sources SET head = tail - 1", "UPDATE sources SET capacity = NULL",
-     "UPDATE sources SET tail = -5", "UPDATE episodes SET steps = x'00ff'", "UPDATE epochs SET actor = x'07'",
-     "UPDATE directives SET body = '[1]'", "UPDATE directives SET body = '{'", "DROP TABLE epochs",
+     "UPDATE sources SET tail = -5", "UPDATE episodes SET steps = x'00ff'", "UPDATE sessions SET actor = x'07'",
+     "UPDATE directives SET body = '[1]'", "UPDATE directives SET body = '{'", "DROP TABLE sessions",
      "ALTER TABLE episodes RENAME COLUMN steps TO step", "UPDATE meta SET value = '{' WHERE key = 'format'",
      "UPDATE meta SET value = '{' WHERE key = 'spec'",
      "UPDATE outcomes SET episode = NULL", "UPDATE sources SET head = head + 100000",
-     "UPDATE sources SET tail = tail + 1", "UPDATE epochs SET expected = expected + 1", "DROP INDEX episodes_by_first"],
+     "UPDATE sources SET tail = tail + 1", "UPDATE sessions SET expected = expected + 1",
+     "DROP INDEX episodes_by_first"],
 )  # fmt: skip
 def test_an_index_that_we_cannot_have_written_is_refused_with_its_name(tmp_path, sql):
     folder = damage.template(tmp_path)

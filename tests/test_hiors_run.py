@@ -20,17 +20,17 @@ import numpy as np
 import pytest
 import torch
 from serl_client import messages as m
+from serl_client.connection import Connection
 from serl_client.controller import decision_seed
-from serl_client.link import Link
 from serl_client.spec import Spec
 
 from serl_launcher.acting.server import PolicyHost, Question
 from serl_launcher.config import composed
 from serl_launcher.datasets import shards
-from serl_launcher.replay.mixture import STRIDE, Sources
+from serl_launcher.replay.mixture import STRIDE, ReplayMixture
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.index import Index
-from serl_launcher.store.layout import DECISION, INTERVENED, Layout
+from serl_launcher.store.layout import CHUNK_START, INTERVENED, Layout
 from serl_launcher.training.build import build, plan_of
 from serl_launcher.types import Window
 from tools.faults.proxy import free_port
@@ -47,7 +47,7 @@ VIEWS = ("success", "corrected")
 HORIZON, SHARD, EVALUATED = 8, 8, 20
 WORDS = [
     "task=fake", "task.env.max_steps=100", "task.env.patience=3", "task.env.hold=2", "deadline_s=10",
-    f"execute={HORIZON}",  # rows, the whole chunk
+    f"n_action_steps={HORIZON}",  # rows, the whole chunk
     "plan=hiors", "utd=6", "batch_size=64", "algo=rejection", "policy=flow", "policy.hidden=[64,64]", "policy.steps=4",
     f"policy.horizon={HORIZON}", "checkpoint_s=1", "export.sources=all", f"export.episodes={SHARD}",
     "+plan.sources.wrong={of:[demo],keep:[failed]}",
@@ -79,7 +79,7 @@ class Stored:
 
     @property
     def decision(self):
-        return self.steps["flags"] & DECISION > 0
+        return self.steps["flags"] & CHUNK_START > 0
 
     @property
     def action(self):
@@ -162,7 +162,7 @@ class Run:
         assert (done.returncode, done.stdout) == (0, f"{episode}: {verdict}\n"), done.stderr
 
     def order(self, command):
-        with Link(f"tcp://127.0.0.1:{self.ports[0]}", m.Hello(m.PROTOCOL, "viewer", "operator")) as link:
+        with Connection(f"tcp://127.0.0.1:{self.ports[0]}", m.Hello(m.PROTOCOL, "viewer", "operator")) as link:
             link.call(m.Command(command), SOON)
 
     # -- what there is
@@ -202,7 +202,7 @@ class Run:
         """{(source, step number): (executed action, policy_action, whether it was the operator's)} of all that a
         trainer draws from a view of the plan."""
         plan = plan_of(self.config, None)
-        sources = Sources(self.run_dir / "store", self.spec, plan.capacities, plan.views, seed=0)
+        sources = ReplayMixture(self.run_dir / "store", self.spec, plan.capacities, plan.views, seed=0)
         sources.update(self.catalog())
         batch = sources.sample(count, Window({STATE: (0,), "action": (0,), "policy_action": (0,)}), {view: 1.0})
         assert batch is not None
@@ -245,7 +245,7 @@ def assert_shards_hold_what_the_store_holds(run):
         table = dataset.hf_dataset.with_format("arrow")[:].to_pydict()
         for name, column in {
             STATE: "state", "action": "action", "policy_action": "proposed", "intervened": "human",
-            "decision": "decision",
+            "chunk_start": "chunk_start",
         }.items():  # fmt: skip
             expected = np.concatenate([getattr(e, column) for e in members])
             assert np.array_equal(np.array(table[name]).reshape(expected.shape), expected), (shard, name)
@@ -295,16 +295,16 @@ def test_the_store_says_of_each_row_who_moved_it_as_the_actors_log_does(run):
         assert episode.human.sum() == episode.info.intervened
         assert not episode.human.all()
     assert sorted(told) == sorted(kept)
-    assert not any(e.decision[e.human].any() for e in practised)
+    assert not any(e.chunk_start[e.human].any() for e in practised)
     assert sum(begin > 0 for episode in practised for begin, _ in episode.takeovers) >= 10
     assert any(episode.info.success for episode in practised)
     for episode in run.episodes(source="demo"):
         assert episode.human.all()
-        assert not episode.decision.any()
+        assert not episode.chunk_start.any()
         assert episode.info.success
     for episode in run.episodes(source="eval"):
         assert not episode.human.any()
-        assert np.array_equal(np.flatnonzero(episode.decision), np.arange(0, episode.info.steps, HORIZON))
+        assert np.array_equal(np.flatnonzero(episode.chunk_start), np.arange(0, episode.info.steps, HORIZON))
 
 
 def test_a_takeover_drops_the_rest_of_a_chunk_and_the_policy_begins_anew_after_the_hand_back(run):
@@ -320,10 +320,10 @@ def test_a_takeover_drops_the_rest_of_a_chunk_and_the_policy_begins_anew_after_t
         for (_, let_go), (end, _) in pairwise(takeovers):
             begin = let_go + 1  # in the row before, the hand has let go and nobody was asked: the robot holds
             if 0 <= let_go < end:
-                assert not episode.decision[let_go]
+                assert not episode.chunk_start[let_go]
                 assert not episode.action[let_go].any()
             decisions = list(range(begin, end, HORIZON))
-            assert np.flatnonzero(episode.decision[let_go + 1 : end]).tolist() == [row - begin for row in decisions]
+            assert np.flatnonzero(episode.chunk_start[let_go + 1 : end]).tolist() == [row - begin for row in decisions]
             planned = np.concatenate([np.zeros((0, 2)), *(chunk(host, episode, row) for row in decisions)])
             assert_close(episode.action[begin:end], planned[: max(0, end - begin)])
             if begin < end and begin - rest_from < len(rest):
@@ -338,7 +338,7 @@ def test_a_takeover_drops_the_rest_of_a_chunk_and_the_policy_begins_anew_after_t
 
 def chunk(host, episode, row):
     """The actions [H, A] that the policy gives for a row."""
-    ask = m.Ask(row, decision_seed(episode.info.id, row), True, True, "", {STATE: episode.state[row]})
+    ask = m.InferenceRequest(row, decision_seed(episode.info.id, row), True, True, "", {STATE: episode.state[row]})
     return host.answer([Question(b"", ask)])[0].arrays["action"]
 
 

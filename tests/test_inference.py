@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 from serl_client import ConfigError
 from serl_client import messages as m
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection
 from serl_client.controller import RemotePolicy, decision_seed
-from serl_client.link import Link
 from torch import nn
 
 from serl_launcher.acting import server as module
@@ -116,7 +116,7 @@ def observed(generator):
 
 
 def ask(step=0, *, seed=0, reset=False, explore=False, task="", key=0.0, **arrays):
-    return m.Ask(step, seed, reset, explore, task, {STATE: np.full(8, key, np.float32), **arrays})
+    return m.InferenceRequest(step, seed, reset, explore, task, {STATE: np.full(8, key, np.float32), **arrays})
 
 
 def until(condition):
@@ -128,11 +128,11 @@ def until(condition):
 
 
 def receive(link):
-    """The next Act."""
+    """The next InferenceResponse."""
     deadline = time.monotonic() + PATIENCE
     while True:
         message = link.receive()
-        if isinstance(message, m.Act):
+        if isinstance(message, m.InferenceResponse):
             return message
         assert time.monotonic() < deadline, "no answer came"
         link.wait(0.01)
@@ -239,7 +239,7 @@ class Process(Inference):
 
     def report(self):
         """What it told the server last."""
-        with Link(self.local, m.Hello(m.PROTOCOL, "learner", "test")) as link:
+        with Connection(self.local, m.Hello(m.PROTOCOL, "learner", "test")) as link:
             clients = link.call(m.Status(), PATIENCE).report["clients"]
         return next((client for client in clients if client["actor"] == "inference"), {})
 
@@ -268,7 +268,7 @@ def inference(tmp_path, spec):
         yield make
 
 
-class Asker(Link):
+class Asker(Connection):
     """A connection whose Welcome is nothing that is received."""
 
     def receive(self):
@@ -303,7 +303,7 @@ def connect(tmp_path, spec):
             stack.callback(server.close)
             stack.callback(thread.join)
             stack.callback(server.stop)
-            trainer = stack.enter_context(Link(local, m.Hello(m.PROTOCOL, "learner", "trainer")))
+            trainer = stack.enter_context(Connection(local, m.Hello(m.PROTOCOL, "learner", "trainer")))
 
             def client(name):
                 folder = tmp_path / name
@@ -353,7 +353,8 @@ def test_a_batch_of_many_actors_changes_no_answer(spec):
     """Not bit by bit: a matrix product sums in another order for another batch. Actions lie within -1..1."""
     host, generator = PolicyHost(rlpd(spec), spec, "cpu"), np.random.default_rng(0)
     questions = [
-        Question(b"%d" % i, m.Ask(i, i, i % 3 == 0, i % 2 == 0, "", observed(generator))) for i in range(64)
+        Question(b"%d" % i, m.InferenceRequest(i, i, i % 3 == 0, i % 2 == 0, "",
+        observed(generator))) for i in range(64)
     ]  # fmt: skip
     together = host.answer(questions)
     alone = [host.answer([question])[0] for question in questions]
@@ -707,7 +708,7 @@ def test_an_actor_that_acts_by_itself_goes_on_while_newer_weights_are_read(conne
 
     def version(step):
         controller.act({STATE: np.zeros(8, np.float32)}, step=step, previous_action=None, reset=step == 0)
-        assert controller.decision
+        assert controller.chunk_start
         return controller.version
 
     assert version(0) == 1
@@ -834,7 +835,7 @@ def test_a_wrong_observation_of_one_actor_costs_the_others_nothing(inference, li
             for asker in (one, other):
                 asker.send(ask(count, reset=count == 1))
             time.sleep(0.05)  # so that they are asked about first
-            bad.send(m.Ask(count, 0, False, False, "", WRONG[wrong]))
+            bad.send(m.InferenceRequest(count, 0, False, False, "", WRONG[wrong]))
         for asker in (one, other):
             answer = receive(asker)
             assert (answer.step, answer.arrays["action"][0, 0]) == (count, count)

@@ -14,7 +14,7 @@ from serl_client.episode import Outcome, Segment, Stamp
 from serl_client.spec import Feature, Spec
 
 from serl_launcher.config import composed
-from serl_launcher.replay.mixture import Sources
+from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store import weights
 from serl_launcher.store.store import Store
 from serl_launcher.training.build import build
@@ -29,7 +29,7 @@ SPEC = Spec(
 )  # fmt: skip
 SMALL = [
     "policy.horizon=1", "policy.hidden=[64]", "policy.encoder.channels=[8,8]", "policy.encoder.latent=16",
-    "algo.optimizer.learning_rate=3e-3", "algo.average=0.9", "algo.stillness.threshold=0", "batch_size=32",
+    "algo.optimizer.learning_rate=3e-3", "algo.average=0.9", "algo.idle_filter.threshold=0", "batch_size=32",
 ]  # fmt: skip
 SEES = ["algo=rejection_pixels", "policy=flow_pixels", "algo.augment=null", *SMALL]
 BLIND = [*SEES, "policy.encoder.cameras=[]"]
@@ -56,12 +56,12 @@ def made(run, words, *, updates, success=True):
     OmegaConf.save(config, run / "config.yaml")
     store = Store.create(run / "store", SPEC, {"demo": CAPACITY, "eval": CAPACITY})
     random, seq = np.random.default_rng(0), 0
-    store.hello("arm", "outbox", "epoch", [])
+    store.hello("arm", "outbox", "session", [])
     for source, count in (("demo", 20), ("eval", 3)):
         directive = store.direct({"into": source, "phase": source})
         for number in range(count):
             for record in episode(number, source, directive, random, success):
-                store.stage("epoch", seq, record)
+                store.stage("session", seq, record)
                 seq += 1
         store.commit()
     if updates is not None:
@@ -76,7 +76,7 @@ def cloned(run, config, store, updates):
     torch.manual_seed(0)
     torch.set_num_threads(1)
     algorithm = build(config, SPEC)
-    sources = Sources(run / "store", SPEC, {"demo": CAPACITY}, {}, seed=0)
+    sources = ReplayMixture(run / "store", SPEC, {"demo": CAPACITY}, {}, seed=0)
     sources.update([row for row in store.index.catalog(0, 100)[1] if row[2] == "demo"])
     for _ in range(updates):
         algorithm.update(sources.sample(config.batch_size, algorithm.windows["update"], {"demo": 1.0}))

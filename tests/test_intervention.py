@@ -25,7 +25,7 @@ from robot_infra.safety import SafeRobot
 from robot_infra.teleop import keyboard as keyboard_module
 from robot_infra.teleop.keyboard import Keyboard, KeyboardTeleop, chosen
 from robot_infra.teleop.scripted import Rescuer
-from serl_launcher.store.layout import DECISION, INTERVENED, Layout
+from serl_launcher.store.layout import CHUNK_START, INTERVENED, Layout
 from serl_launcher.store.store import Store
 
 TASKS = Path(__file__).parents[1] / "config" / "task"
@@ -56,8 +56,8 @@ class Hand:
 class FakeClient:
     """A client whose learner takes everything and directs one mode."""
 
-    actor, epoch, ordinal = "robot", "0123456789abcdef", 0
-    report, room, fault, steps_allowed, pending = {}, True, "", None, (0, 0)
+    actor, session, ordinal = "robot", "0123456789abcdef", 0
+    report, room, fault, step_limit, pending = {}, True, "", None, (0, 0)
 
     def __init__(self, spec, mode="collect", **directive):
         self.spec, self.records = spec, []
@@ -169,7 +169,7 @@ def test_a_takeover_in_mid_chunk_drops_the_rest_and_the_hand_back_asks_anew(capl
     (episode,) = client.episodes
     human = [row in (3, 4, 5) for row in range(12)]
     assert episode.intervened.tolist() == human
-    assert episode.decision.tolist() == [row in (0, 7) for row in range(12)]
+    assert episode.chunk_start.tolist() == [row in (0, 7) for row in range(12)]
     assert source.questions == [(0, True, None), (7, True, [0, 0])]  # row 6: the hand has let go, the robot holds
     expected = [0, 0.01, 0.02, -1, -1, -1, 0, 0.07, 0.08, 0.09, 0.10, 0.11]
     np.testing.assert_allclose(episode.action[:, 0], expected, atol=1e-6)
@@ -190,14 +190,14 @@ def test_a_takeover_and_both_actions_reach_the_store(tmp_path):
     client, _, _ = actor(env, controller=RemotePolicy(Chunks(length=4), deadline=0.0))
     store = Store.create(tmp_path / "store", env.spec, {"online": 200})
     store.direct({"into": "online", "phase": "practise"})
-    store.hello(client.actor, "outbox", client.epoch, [])
+    store.hello(client.actor, "outbox", client.session, [])
     for seq, record in enumerate(client.records):
-        store.stage(client.epoch, seq, unseal(b"".join(seal(seq, record)))[0][1])
+        store.stage(client.session, seq, unseal(b"".join(seal(seq, record)))[0][1])
     store.commit()
     rows = Layout(env.spec, 200).steps(store.folder / "online")[:8]
     (episode,) = client.episodes
     assert (rows["flags"] & INTERVENED > 0).tolist() == [row in (3, 4) for row in range(8)]
-    assert (rows["flags"] & DECISION > 0).tolist() == [row in (0, 6) for row in range(8)]
+    assert (rows["flags"] & CHUNK_START > 0).tolist() == [row in (0, 6) for row in range(8)]
     np.testing.assert_array_equal(rows["action"], episode.action)
     np.testing.assert_array_equal(rows["extras.policy_action"], episode.extras["policy_action"])
     assert (rows["action"] != rows["extras.policy_action"]).any(axis=1).tolist() == [row == 3 for row in range(8)]
@@ -209,7 +209,7 @@ def test_a_decision_that_a_takeover_drops_was_none_and_leaves_no_extras_behind()
     env.spec.extras["noise"] = Feature((2,))
     client, _, _ = actor(env, controller=RemotePolicy(Chunks(length=2), deadline=0.0))
     (episode,) = client.episodes
-    assert episode.decision.tolist() == [True, False, False, False, True, False]
+    assert episode.chunk_start.tolist() == [True, False, False, False, True, False]
     assert episode.extras["noise"][:, 0].tolist() == [1, 1, 0, 0, 5, 5]
 
 
@@ -456,7 +456,7 @@ def test_a_person_at_the_terminal_takes_over_judges_and_hands_back(terminal):
         run_actor(env, controller, client, seed=0, operator=keys, on_episode=client.stop, status=status)
     (episode,) = client.episodes
     assert episode.intervened.tolist() == [row in (4, 5, 6) for row in range(10)]  # row 3: taken and given back
-    assert client.outcomes == [Outcome(episode.episode, True, by="operator")]
+    assert client.outcomes == [Outcome(episode.episode, True, judged_by="operator")]
     assert (status.takeovers, status.assisted) == (1, "1/1")
 
 

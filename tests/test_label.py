@@ -11,8 +11,8 @@ import pytest
 from serl_client import Outcome
 from serl_client import messages as m
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection
 from serl_client.errors import TrainerError
-from serl_client.link import Link
 
 from serl_launcher.store.index import Index
 
@@ -55,7 +55,7 @@ class Run:
 
     def ask(self, message):
         deadline = time.monotonic() + 20
-        with Link(self.local, m.Hello(m.PROTOCOL, "learner", "trainer")) as link:
+        with Connection(self.local, m.Hello(m.PROTOCOL, "learner", "trainer")) as link:
             while True:
                 try:
                     return link.call(message, 2.0)
@@ -102,7 +102,7 @@ def test_a_late_failure_wins_a_later_success_wins_over_that_and_a_discard_over_a
     run.start()
     assert run.verdicts()["e0"] == (None, True, "operator")
     outcomes = Index(run.folder / "store" / "index.sqlite").outcomes("e0")
-    assert [(o.success, o.discard, o.by) for o in outcomes] == [
+    assert [(o.success, o.discard, o.judged_by) for o in outcomes] == [
         (True, False, "judge"), (False, False, "operator"), (True, False, "operator"), (None, True, "operator"),
     ]  # fmt: skip
 

@@ -23,12 +23,12 @@ from hydra.utils import instantiate
 from serl_client import ConfigError, Feature, Outcome, Spec
 from serl_client import messages as m
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection
 from serl_client.console import Console
 from serl_client.errors import RetakeError, TrainerError
-from serl_client.link import Link
 
 from serl_launcher.acting.server import PolicyHost, Question
-from serl_launcher.replay.mixture import Sources, statistics
+from serl_launcher.replay.mixture import ReplayMixture, statistics
 from serl_launcher.store.store import Store
 from serl_launcher.training import learner
 from serl_launcher.training.build import capacities
@@ -103,7 +103,7 @@ def found(run_dir, spec, make_segment, *, practise=12, demo=4):
         for record in records:
             store.stage("A", seq, record)
             seq += 1
-    store.close_epoch("A")
+    store.close_session("A")
     store.commit()
     store.close()
     return run_dir
@@ -134,7 +134,7 @@ class ServerProcess:
         self.process.wait()
 
     def status(self):
-        with Link(self.address, m.Hello(m.PROTOCOL, "viewer", "test")) as link:
+        with Connection(self.address, m.Hello(m.PROTOCOL, "viewer", "test")) as link:
             while True:
                 try:
                     return link.call(m.Status(), PATIENCE).report
@@ -210,9 +210,9 @@ class Life:
             setattr(self.algorithm, name, self._watched(name))
         arguments = dict(batch_size=16, checkpoint_s=0.0, accept_plan=False)
         self.learner = Learner(
-            run_dir=run_dir, link=Link(server.local if server else "", m.Hello(m.PROTOCOL, "learner", "trainer")),
+            run_dir=run_dir, link=Connection(server.local if server else "", m.Hello(m.PROTOCOL, "learner", "trainer")),
             plan=plan, ranks=Ranks(self.algorithm, World(), {}), metrics=MetricsLog(run_dir / "metrics.jsonl"),
-            sources=Sources(run_dir / "store", spec, CAPACITIES, plan.views, seed=seed),
+            sources=ReplayMixture(run_dir / "store", spec, CAPACITIES, plan.views, seed=seed),
             checkpoints=Checkpoints(run_dir / "checkpoints", spec=spec, config=config or {"algo": "rlpd"}),
             console=Console("learner", io.StringIO()), **{**arguments, **options},
         )  # fmt: skip
@@ -295,13 +295,15 @@ class Life:
         """What the algorithm does for one observation, without noise and with the noise of a seed."""
         host = PolicyHost(copy.deepcopy(self.algorithm), self.learner.sources.spec, "cpu")
         observation = {STATE: np.linspace(-1, 1, 8, dtype=np.float32)}
-        questions = [Question(b"", m.Ask(0, 7, True, explore, "reach", observation)) for explore in (False, True)]
+        questions = [
+            Question(b"", m.InferenceRequest(0, 7, True, explore, "reach", observation)) for explore in (False, True)
+        ]
         return [host.answer([question])[0].arrays["action"].tolist() for question in questions]
 
 
 def windows(learner):
     """What a plan's conditions look at, by phase."""
-    phases = learner.ledger.progress(0.0).phases
+    phases = learner.counters.progress(0.0).phases
     return {
         name: (counts.env_steps, counts.episodes, counts.successes, counts.interventions, list(counts.recent))
         for name, counts in phases.items()
@@ -434,9 +436,9 @@ def push(client, make_segment, numbers):
     """Whole episodes of the current directive; on return they are acknowledged."""
     stamp = {"directive": client.directive["number"], "phase": client.directive["phase"]}
     for number in numbers:
-        name = f"{client.actor}-{client.epoch[:8]}-{number:06d}"
+        name = f"{client.actor}-{client.session[:8]}-{number:06d}"
         for record in episode(make_segment, name, number, **stamp):
-            until(lambda: client.room)
+            until(lambda: client.has_room)
             client.push(record)
     assert client.drain(PATIENCE)
 
@@ -520,8 +522,8 @@ def test_the_windows_of_the_metrics_are_the_same_after_a_restart(tmp_path, spec,
     push(right, make_segment, range(6, 9))
     left.push(make_segment("long", 0, STEPS, STEPS, ends="terminated", **stamp))
     left.push(Outcome("long", True))
-    left.push(Outcome("e4", True, by="operator"))
-    left.push(Outcome("e6", False, discard=True, by="operator"))
+    left.push(Outcome("e4", True, judged_by="operator"))
+    left.push(Outcome("e6", False, discard=True, judged_by="operator"))
     assert left.drain(PATIENCE)
     expected = 4 + 5 + 3 + 1
     until(lambda: windows(first.learner)["practise"][1] == expected)
@@ -529,9 +531,9 @@ def test_the_windows_of_the_metrics_are_the_same_after_a_restart(tmp_path, spec,
     first.die()
     second = live(server, plan, seed=1, dies_after=0).run()
     assert windows(second.learner) == windows(first.learner)
-    newest = [[e.id for e in life.learner.ledger.recent("practise", 5)] for life in (first, second)]
+    newest = [[e.id for e in life.learner.counters.recent("practise", 5)] for life in (first, second)]
     assert newest[0] == newest[1]
-    curves = [curve(life.learner.ledger, ["practise"]) for life in (first, second)]
+    curves = [curve(life.learner.counters, ["practise"]) for life in (first, second)]
     assert curves[0] == curves[1]
 
 
@@ -541,11 +543,11 @@ def test_an_evaluation_counts_the_same_episodes_after_a_restart(tmp_path, spec, 
     first = live(server, plan).begin()
     client = connect(server)
     push(client, make_segment, range(5))
-    client.push(Outcome(f"arm-{client.epoch[:8]}-000000", False, by="operator"))  # the judge said success
+    client.push(Outcome(f"arm-{client.session[:8]}-000000", False, judged_by="operator"))  # the judge said success
     assert client.drain(PATIENCE)
     leave(client, first)
     second = live(server, plan, seed=1).run()
-    results = [evaluation(life.learner.ledger, "look", 0, 3) for life in (first, second)]
+    results = [evaluation(life.learner.counters, "look", 0, 3) for life in (first, second)]
     assert results[0] == results[1]
     assert (results[0]["episodes"], results[0]["successes"]) == (3, 0)
 
@@ -556,7 +558,7 @@ def test_an_evaluation_counts_the_same_episodes_after_a_restart(tmp_path, spec, 
 def test_a_trainer_that_starts_while_the_server_is_dead_waits_for_it(tmp_path, spec, make_segment, serve):
     server, heard = serve(found(tmp_path / "run", spec, make_segment)), []
     server.status()  # it is up
-    with Link(server.local, m.Hello(m.PROTOCOL, "learner", "trainer")) as link:
+    with Connection(server.local, m.Hello(m.PROTOCOL, "learner", "trainer")) as link:
         link.hello(PATIENCE)
         server.kill()
         thread = threading.Thread(target=lambda: heard.append(capacities(link)), daemon=True)

@@ -9,11 +9,11 @@ from serl_client import ConfigError, Feature, Outcome, Segment, Spec, Stamp, wir
 from serl_client import messages as m
 
 from serl_launcher.store import access as gate
-from serl_launcher.store import peers as session_module
+from serl_launcher.store import peers as peers_module
 from serl_launcher.store import server as module
-from serl_launcher.store import sessions as epochs
+from serl_launcher.store import sessions as sessions
 from serl_launcher.store.index import Index
-from serl_launcher.store.peers import Session, cost
+from serl_launcher.store.peers import Peer, cost
 from serl_launcher.store.server import Server
 from serl_launcher.store.store import Store
 
@@ -29,7 +29,7 @@ class Turns:
         )
         self.store = self.server.store
         self.number = self.store.direct({"into": "online", "phase": "practise", "mode": "collect"})
-        for patched in (module, session_module):
+        for patched in (module, peers_module):
             monkeypatch.setattr(patched, "send", lambda _, identity, message: self.sent.append((identity, message)))
 
     def say(self, client, message):
@@ -38,9 +38,9 @@ class Turns:
         if answer is not None:
             self.sent.append((b"client %d" % client, answer))
 
-    def hello(self, client, epoch=None, earlier=()):
+    def hello(self, client, session=None, earlier=()):
         name = f"arm{client}"
-        self.say(client, m.Hello(m.PROTOCOL, "actor", name, epoch or epoch_of(client), f"box of {name}", "",
+        self.say(client, m.Hello(m.PROTOCOL, "actor", name, session or epoch_of(client), f"box of {name}", "",
                                  self.spec.to_dict(), earlier))  # fmt: skip
 
     def push(self, client, *records, begin=0):
@@ -103,20 +103,20 @@ def test_a_farewell_waits_for_what_was_said_before_it(turns):
     turns.say(0, m.Bye())
     while turns.server._has_work():
         turns.server._work()
-        turns.server.gate._second = 0.0
-    assert (turns.store.expected(epoch_of(0)), turns.server._sessions) == (3_000, {})
+        turns.server.access._second = 0.0
+    assert (turns.store.expected(epoch_of(0)), turns.server._peers) == (3_000, {})
 
 
 def test_records_are_limited_by_their_number_and_wait_for_the_next_second(turns, monkeypatch):
     monkeypatch.setattr(gate, "RECORDS", 100)
     turns.welcome(0)
-    turns.server.gate._second = float("inf")  # time stands still
+    turns.server.access._second = float("inf")  # time stands still
     turns.push(0, *outcomes(250))
     for expected in (100, 200, 250):
         while turns.server._has_work():
             turns.server._work()
         assert turns.store.expected(epoch_of(0)) == expected
-        turns.server.gate._counts.clear()
+        turns.server.access._counts.clear()
 
 
 def test_more_than_the_window_holds_is_not_kept_and_asked_for_again(turns, monkeypatch):
@@ -125,9 +125,9 @@ def test_more_than_the_window_holds_is_not_kept_and_asked_for_again(turns, monke
     turns.welcome(0)
     for begin in range(0, 1000, 50):
         turns.push(0, *outcomes(50), begin=begin)
-    (session,) = turns.server._sessions.values()
-    assert session.queued <= 2 << 12
-    assert turns.server.gate.refused.keys() == {"too fast"}
+    (peer,) = turns.server._peers.values()
+    assert peer.queued <= 2 << 12
+    assert turns.server.access.refused.keys() == {"too fast"}
     monkeypatch.setattr(gate, "RECORDS", 10**9)
     while turns.server._has_work():
         turns.server._work()
@@ -157,14 +157,14 @@ def test_all_hellos_of_a_turn_cost_one_commit_and_one_that_says_nothing_new_none
 
 
 def test_a_storm_of_hellos_is_told_to_come_again(turns):
-    turns.server.gate._second = float("inf")
+    turns.server.access._second = float("inf")
     for i in range(gate.LIMITS[m.Hello] + 10):
-        turns.hello(0, epoch=epoch_of(1000 + i))
+        turns.hello(0, session=epoch_of(1000 + i))
     turns.server._welcome()
     told = turns.got(0, m.Failed)
     assert len(told) == 10
     assert (told[0].kind, told[0].final, "too many Hellos" in told[0].text) == ("ServerFailed", False, True)
-    turns.server.gate._counts.clear()
+    turns.server.access._counts.clear()
     lives = [[epoch_of(5000 + i), 0] for i in range(m.MAX_EARLIER)]
     for _ in range(3):  # each one that is named counts
         turns.hello(0, earlier=lives)
@@ -172,18 +172,18 @@ def test_a_storm_of_hellos_is_told_to_come_again(turns):
 
 
 def test_lives_without_a_record_are_forgotten_and_the_others_are_not(turns, make_segment, monkeypatch):
-    monkeypatch.setattr(epochs, "EMPTY", 20)
+    monkeypatch.setattr(sessions, "EMPTY", 20)
     turns.welcome(0)
     turns.push(0, make_segment("x", directive=turns.number))
     turns.server._commit()
     turns.welcome(*range(1, 100))
-    assert len(turns.store.epochs) == len(turns.store.index.epochs()) == 21
-    assert turns.store.index.epochs()[epoch_of(0)].expected == 1
+    assert len(turns.store.sessions) == len(turns.store.index.sessions()) == 21
+    assert turns.store.index.sessions()[epoch_of(0)].expected == 1
     turns.say(1, m.Heartbeat({}))
     assert [failed.kind for failed in turns.got(1, m.Failed)] == ["Disconnected"]
     turns.say(99, m.Heartbeat({}))
     turns.welcome(1)
-    places = [state.position for state in turns.store.epochs.values()]
+    places = [state.position for state in turns.store.sessions.values()]
     assert len(set(places)) == len(places)
     assert max(places) == 100
 
@@ -192,7 +192,7 @@ def test_closing_what_is_over_looks_at_one_outbox_only(turns):
     turns.welcome(*range(30))
     for _ in range(3):
         assert turns.store.lives.over(epoch_of(29), ()) == []
-    turns.hello(3, epoch=epoch_of(333))
+    turns.hello(3, session=epoch_of(333))
     turns.server._welcome()
     assert turns.store.lives.over(epoch_of(333), ()) == [epoch_of(3)]
 
@@ -205,12 +205,12 @@ def test_a_status_fits_however_much_the_clients_report(turns):
     with contextlib.ExitStack():
         for i in range(256):
             hello, report = m.Hello(m.PROTOCOL, "actor", f"{i:03}" + "\u00e9" * 197), reports[i % 3]
-            turns.server._sessions[None, b"%d" % i] = Session(
+            turns.server._peers[None, b"%d" % i] = Peer(
                 None, b"%d" % i, hello, None, 0.0, report=report, cost=cost(report)
             )
-        asking = Session(None, b"", m.Hello(m.PROTOCOL, "viewer", "eye"), None, 0.0)
+        asking = Peer(None, b"", m.Hello(m.PROTOCOL, "viewer", "eye"), None, 0.0)
         status = m.decode(m.encode(turns.server._status(asking, m.Status())))
-        turns.server._sessions.clear()
+        turns.server._peers.clear()
     clients = status.report["clients"]
     assert len(clients) == 256
     assert sum("rate" in client for client in clients) == 85, "small reports are all there"

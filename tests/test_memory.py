@@ -42,14 +42,15 @@ SMALL = Spec(
 )  # fmt: skip
 FLOW, TINY = ["algo=sft", "policy=flow"], ["algo=rejection_pi0", "policy=pi0_tiny"]
 OPTIONS = [  # that config/policy documents
-    [*FLOW, "policy.deviation=0.1"], [*FLOW, "policy.layer_norm=false"], [*FLOW, "policy.imitates=observation.state"],
-    ["algo=sac_pi0", "policy=flow", "policy.deviation=0.1"], ["algo=sac_pi0", "policy=flow"],
-    ["algo=sac_pi0_pixels", "policy=flow_pixels", "policy.deviation=0.1"],
+    [*FLOW, "policy.noise_level=0.1"], [*FLOW, "policy.layer_norm=false"], [*FLOW,
+    "policy.imitation_target=observation.state"],
+    ["algo=sac_pi0", "policy=flow", "policy.noise_level=0.1"], ["algo=sac_pi0", "policy=flow"],
+    ["algo=sac_pi0_pixels", "policy=flow_pixels", "policy.noise_level=0.1"],
     ["algo=rejection_pixels", "policy=flow_pixels", "policy.encoder.cameras=[high]"],
     ["algo=rlpd_pixels", "policy=gaussian_pixels", "batch_size=8"], ["algo=sac", "policy.layer_norm=false"],
-    [*TINY, "policy.deviation=0.1"], [*TINY, "policy.checkpointing=true"], [*TINY, "policy.precision=bfloat16"],
+    [*TINY, "policy.noise_level=0.1"], [*TINY, "policy.checkpointing=true"], [*TINY, "policy.precision=bfloat16"],
     [*TINY, "policy.lora=4"], [*TINY, "policy.freeze=[vision,language]"], [*TINY, "policy.cameras=[high]"],
-    ["algo=sac_pi0_pixels", "policy=pi0_tiny", "policy.deviation=0.1", "batch_size=8"],
+    ["algo=sac_pi0_pixels", "policy=pi0_tiny", "policy.noise_level=0.1", "batch_size=8"],
 ]  # fmt: skip
 
 
@@ -139,7 +140,7 @@ def test_a_robot_with_one_action_is_counted(words, spec, small, monkeypatch, cap
 def test_every_documented_option_of_a_policy_is_counted(words, small, monkeypatch, caplog):
     monkeypatch.setattr(memory, "SMALL", small)
     spec = SMALL
-    if "policy.imitates=observation.state" in words:
+    if "policy.imitation_target=observation.state" in words:
         names = ("x", "y", "z")
         positions = Feature((3,), names=names, low=-np.ones(3), high=np.ones(3))
         spec = Spec({"observation.state": Feature((3,), names=names)}, positions, fps=30.0)

@@ -52,7 +52,7 @@ def single(critic, member):
 def test_the_ensemble_is_a_loop_of_single_networks(spec, layer_norm):
     torch.manual_seed(0)
     encoder = ObservationEncoder(spec)
-    critic = Critic(spec, encoder=encoder, horizon=4, members=3, hidden=[16, 8], layer_norm=layer_norm)
+    critic = Critic(spec, encoder=encoder, horizon=4, num_critics=3, hidden=[16, 8], layer_norm=layer_norm)
     observation, action = observe(5), torch.rand(5, 4, 2)
     inputs = torch.cat([critic.encoder(observation), critic.scale.to_unit(action).flatten(1)], -1)
     prediction = critic(observation, action)
@@ -67,7 +67,7 @@ def test_the_ensemble_is_a_loop_of_single_networks(spec, layer_norm):
 def test_each_member_begins_as_a_linear_layer_would(spec):
     torch.manual_seed(0)
     encoder = ObservationEncoder(spec)
-    critic = Critic(spec, encoder=encoder, horizon=1, members=2, hidden=[64, 64], layer_norm=False)
+    critic = Critic(spec, encoder=encoder, horizon=1, num_critics=2, hidden=[64, 64], layer_norm=False)
     for layer, inputs in zip((critic.network[0], critic.network[2], critic.network[4]), (6, 64, 64), strict=True):
         assert 0.9 * inputs**-0.5 < layer.weight.abs().max() <= inputs**-0.5
         assert not torch.equal(layer.weight[0], layer.weight[1])

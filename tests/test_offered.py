@@ -27,8 +27,8 @@ import zmq
 from omegaconf import DictConfig, OmegaConf
 from serl_client import ConfigError, Feature, Spec
 from serl_client import messages as m
+from serl_client.connection import Connection
 from serl_client.errors import Refused
-from serl_client.link import Link
 
 from robot_infra.cameras import gl
 from serl_launcher import launcher
@@ -55,7 +55,7 @@ STEPS = 8  # of an episode of a gymnasium task
 SMALL = ["batch_size=8", "max_env_steps=500", "wandb=false", "seed=3", "checkpoint_s=600"]
 SIZES = {  # of networks, where they have such a setting
     "algo.hidden": "[16,16]", "policy.hidden": "[16,16]", "policy.steps": "2", "policy.encoder.channels": "[8,8]",
-    "policy.encoder.latent": "4", "algo.members": "2", "algo.encoder.latent": "4",
+    "policy.encoder.latent": "4", "algo.num_critics": "2", "algo.encoder.latent": "4",
 }  # fmt: skip
 PI0 = ("vision", "gemma", "horizon", "width", "state_size", "prompt_tokens", "precision")
 CHOICE = re.compile(r"\b(?:algo|policy|plan|task)=\w+")
@@ -173,7 +173,7 @@ def serving(config: DictConfig) -> Iterator[tuple[str, int]]:
 
 def stop(port: int) -> None:
     """Say to a learner that nobody acts any more."""
-    with Link(f"tcp://127.0.0.1:{port}", m.Hello(m.PROTOCOL, "viewer", "operator")) as link:
+    with Connection(f"tcp://127.0.0.1:{port}", m.Hello(m.PROTOCOL, "viewer", "operator")) as link:
         link.call(m.Command("stop"), PATIENCE)
 
 
@@ -299,7 +299,7 @@ def checked(words: list[str], spec: Spec, folder: Path = CONFIG) -> None:
     host.version = 1
     observation = {name: np.zeros(feature.shape, feature.dtype) for name, feature in spec.observation.items()}
     for explores in (True, False):
-        answer = host.answer([Question(b"", m.Ask(0, 0, True, explores, "", observation))])[0]
+        answer = host.answer([Question(b"", m.InferenceRequest(0, 0, True, explores, "", observation))])[0]
         assert np.isfinite(answer.arrays["action"]).all()
         assert answer.arrays["action"].shape[-1:] == spec.action.shape
 
@@ -316,7 +316,9 @@ def test_every_algorithm_takes_a_robot_with_one_action(name):
 
 
 @pytest.mark.parametrize("name", OFFERED["policy"])
-@pytest.mark.parametrize("option", ["deviation=0.1", "imitates=observation.state", "layer_norm=false", "lora=2"])
+@pytest.mark.parametrize(
+    "option", ["noise_level=0.1", "imitation_target=observation.state", "layer_norm=false", "lora=2"]
+)
 def test_every_option_of_a_policy_can_be_chosen(name, option):
     words = words_of("policy", name)
     needs(words)
@@ -329,7 +331,7 @@ def test_every_option_of_a_policy_can_be_chosen(name, option):
 
 @pytest.mark.parametrize("algo", ["sac_pi0", "sft", "rejection"])
 def test_a_stochastic_sampler_is_trained_by_every_algorithm_for_chunks(algo):
-    checked([f"algo={algo}", "policy=flow", "policy.deviation=0.05"], SEEN)
+    checked([f"algo={algo}", "policy=flow", "policy.noise_level=0.05"], SEEN)
 
 
 # -- words of the pages
@@ -419,9 +421,9 @@ def test_a_start_that_fails_is_one_sentence_on_both_sides_and_its_traceback_is_i
 def test_actors_end_with_a_run_that_never_began_and_wait_for_one_that_did(tmp_path, begun):
     config = composed(CONFIG, ["learner=true", "task=fake", f"run_dir={tmp_path}"])
     hello = m.Hello(m.PROTOCOL, "actor", "arm", "e" * 32, "o" * 32, "", ONE_ACTION.to_dict(), [], True)
-    with serving(config) as (local, port), Link(f"tcp://127.0.0.1:{port}", hello) as actor:
+    with serving(config) as (local, port), Connection(f"tcp://127.0.0.1:{port}", hello) as actor:
         actor.hello(PATIENCE)
-        with Link(local, m.Hello(m.PROTOCOL, "learner", "trainer")) as trainer:
+        with Connection(local, m.Hello(m.PROTOCOL, "learner", "trainer")) as trainer:
             if begun:
                 trainer.call(m.Direct({"mode": "idle", "phase": "clone", "into": None}, None), PATIENCE)
             trainer.call(m.Over("trainer: no memory"), PATIENCE)
@@ -430,7 +432,7 @@ def test_actors_end_with_a_run_that_never_began_and_wait_for_one_that_did(tmp_pa
             actor.wait(PATIENCE)
             heard.append(actor.receive())
         assert heard[-1] == m.Failed("Refused", "the learner has ended: trainer: no memory", final=not begun)
-        with Link(f"tcp://127.0.0.1:{port}", hello) as late:
+        with Connection(f"tcp://127.0.0.1:{port}", hello) as late:
             if begun:
                 late.hello(PATIENCE)
             else:

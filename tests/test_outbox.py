@@ -11,7 +11,7 @@ from random import Random
 import pytest
 from serl_client import Outcome, messages, wire
 from serl_client import outbox as module
-from serl_client.episode import Lost
+from serl_client.episode import LostRecord
 from serl_client.errors import ConfigError
 from serl_client.outbox import Outbox
 
@@ -23,16 +23,16 @@ def record(seq, size=100):
     return wire.seal(seq, {"seq": seq, "fill": "x" * size}, {})
 
 
-def fill(outbox, count, *, epoch=EPOCH, size=100, start=0):
+def fill(outbox, count, *, session=EPOCH, size=100, start=0):
     for seq in range(start, start + count):
-        assert outbox.append(epoch, seq, record(seq, size))
+        assert outbox.append(session, seq, record(seq, size))
 
 
-def content(outbox, epoch=EPOCH):
-    """All unacknowledged seqs of an epoch, as a reader of slices finds them."""
-    seqs, (seq, end) = [], outbox.epochs.get(epoch, (0, 0))
+def content(outbox, session=EPOCH):
+    """All unacknowledged seqs of a session, as a reader of slices finds them."""
+    seqs, (seq, end) = [], outbox.sessions.get(session, (0, 0))
     while seq < end:
-        seq, data = outbox.read(epoch, seq, MIB)
+        seq, data = outbox.read(session, seq, MIB)
         seqs += [number for number, _, _ in wire.unseal(data)]
     return seqs
 
@@ -83,11 +83,11 @@ def test_files_are_rotated_and_unlinked_with_their_last_acknowledged_record(open
     assert sorted(outbox.folder.glob("*.records")) == files
     outbox.acknowledge(EPOCH, second)
     assert sorted(outbox.folder.glob("*.records")) == files[1:]
-    assert outbox.epochs == {EPOCH: (second, 40)}
+    assert outbox.sessions == {EPOCH: (second, 40)}
     assert content(outbox) == list(range(second, 40))
     outbox.acknowledge(EPOCH, 40)
     assert list(outbox.folder.glob("*.records")) == []
-    assert (outbox.epochs, outbox.pending) == ({}, (0, 0))
+    assert (outbox.sessions, outbox.pending) == ({}, (0, 0))
     fill(outbox, 3, start=40)
     assert content(outbox) == [40, 41, 42]
 
@@ -108,7 +108,7 @@ def test_a_file_that_is_written_again_holds_nothing_of_what_it_held(opened, tmp_
     killed = opened(tmp_path / "killed")
     assert content(killed)[-2:] == [59, 60]
     assert list(killed.folder.glob("*.spare")) == []
-    fill(outbox, 20, epoch="f" * 32)  # no record of another epoch could be told from an old one
+    fill(outbox, 20, session="f" * 32)  # no record of another session could be told from an old one
     assert list(outbox.folder.glob("*.spare")) == []
 
 
@@ -148,7 +148,7 @@ def episode(make_segment, name, ends="terminated"):
     ]  # fmt: skip
 
 
-def spool(outbox, records, start=0):
+def move_to_outbox(outbox, records, start=0):
     for seq, record in enumerate(records, start):
         assert outbox.append(EPOCH, seq, messages.seal(seq, record))
 
@@ -162,12 +162,12 @@ def damage(outbox, seq, byte=-1):
     file.path.write_bytes(data)
 
 
-def sent(outbox, epoch=EPOCH):
-    """{seq: record} of what is sent of an epoch: "lost" where a record is."""
-    found, (seq, end) = {}, outbox.epochs.get(epoch, (0, 0))
+def sent(outbox, session=EPOCH):
+    """{seq: record} of what is sent of a session: "lost" where a record is."""
+    found, (seq, end) = {}, outbox.sessions.get(session, (0, 0))
     while seq < end:
-        seq, data = outbox.read(epoch, seq, MIB)
-        found |= {number: "lost" if isinstance(each, Lost) else each for number, each in messages.unseal(data)}
+        seq, data = outbox.read(session, seq, MIB)
+        found |= {number: "lost" if isinstance(each, LostRecord) else each for number, each in messages.unseal(data)}
     return found
 
 
@@ -181,7 +181,7 @@ def test_in_place_of_a_damaged_record_it_is_said_that_it_is_lost_and_the_rest_is
 ):
     monkeypatch.setattr(module, "FILE_BYTES", 500)
     outbox = opened()
-    spool(outbox, [record for name in "abc" for record in episode(make_segment, name)])
+    move_to_outbox(outbox, [record for name in "abc" for record in episode(make_segment, name)])
     damage(outbox, 4, byte)  # the first of episode b
     outbox.close()
     files = {path.name: path.read_bytes() for path in outbox.folder.glob("*.records")}
@@ -210,13 +210,13 @@ def test_a_record_that_is_damaged_after_it_was_written_is_found_when_the_learner
 ):
     monkeypatch.setattr(module, "FILE_BYTES", 1000)
     outbox = opened()
-    spool(outbox, episode(make_segment, "a") + episode(make_segment, "b")[:2])
+    move_to_outbox(outbox, episode(make_segment, "a") + episode(make_segment, "b")[:2])
     damage(outbox, 5)
     with pytest.raises(wire.MessageError, match="damaged"):
         sent(outbox)
-    outbox.doubt(EPOCH, 6)
+    outbox.recheck(EPOCH, 6)
     assert lost(outbox) == [5]
-    spool(outbox, episode(make_segment, "b")[2:] + episode(make_segment, "c"), start=6)  # b was not over
+    move_to_outbox(outbox, episode(make_segment, "b")[2:] + episode(make_segment, "c"), start=6)  # b was not over
     assert lost(outbox) == [5, 7]
     outbox.acknowledge(EPOCH, 8)
     assert list(sent(outbox)) == [8, 9, 10, 11]
@@ -228,45 +228,45 @@ def test_a_record_that_is_damaged_after_it_was_written_is_found_when_the_learner
 
 def test_each_time_the_learner_refuses_what_came_it_is_looked_at_again(opened, make_segment):
     outbox = opened()
-    spool(outbox, [record for name in "abcd" for record in episode(make_segment, name)])
+    move_to_outbox(outbox, [record for name in "abcd" for record in episode(make_segment, name)])
     damage(outbox, 5)
-    outbox.doubt(EPOCH, 16)
+    outbox.recheck(EPOCH, 16)
     assert lost(outbox) == [5, 7]
     damage(outbox, 12)
-    outbox.doubt(EPOCH, 16)
+    outbox.recheck(EPOCH, 16)
     assert lost(outbox) == [5, 7, 12, 13, 15]
     outbox.acknowledge(EPOCH, 6)
-    outbox.doubt(EPOCH, 16)
+    outbox.recheck(EPOCH, 16)
     assert lost(outbox) == [7, 12, 13, 15]
     outbox.acknowledge(EPOCH, 14)
-    outbox.doubt(EPOCH, 16)
-    spool(outbox, episode(make_segment, "e"), start=16)
+    outbox.recheck(EPOCH, 16)
+    move_to_outbox(outbox, episode(make_segment, "e"), start=16)
     assert lost(outbox) == [15]
 
 
 def test_a_file_that_holds_a_lost_record_stays_until_its_episode_is_over(opened, make_segment, monkeypatch):
     monkeypatch.setattr(module, "FILE_BYTES", 1)
     outbox = opened()
-    spool(outbox, episode(make_segment, "a")[:2])
+    move_to_outbox(outbox, episode(make_segment, "a")[:2])
     damage(outbox, 0)
-    outbox.doubt(EPOCH, 2)
+    outbox.recheck(EPOCH, 2)
     assert lost(outbox) == [0, 1]
     outbox.acknowledge(EPOCH, 2)
-    assert outbox.epochs == {EPOCH: (2, 2)}
-    spool(outbox, episode(make_segment, "a")[2:], start=2)
+    assert outbox.sessions == {EPOCH: (2, 2)}
+    move_to_outbox(outbox, episode(make_segment, "a")[2:], start=2)
     outbox.close()
     again = opened()  # it was killed: only the file on the disk tells that the rest of the episode has no beginning
     assert lost(again) == [0, 1, 3]
     again.acknowledge(EPOCH, 2)
     assert {seq: record == "lost" for seq, record in sent(again).items()} == {2: False, 3: True}
     again.acknowledge(EPOCH, 4)
-    assert (again.epochs, len(list(outbox.folder.glob("*.damaged")))) == ({}, 3)
+    assert (again.sessions, len(list(outbox.folder.glob("*.damaged")))) == ({}, 3)
 
 
 def test_a_file_that_is_missing_is_lost_and_the_rest_is_sent(opened, make_segment, monkeypatch):
     monkeypatch.setattr(module, "FILE_BYTES", 1)
     outbox = opened()
-    spool(outbox, episode(make_segment, "a") + episode(make_segment, "b"))
+    move_to_outbox(outbox, episode(make_segment, "a") + episode(make_segment, "b"))
     outbox.close()
     sorted(outbox.folder.glob("*.records"))[1].unlink()
     assert lost(opened()) == [1, 3]
@@ -278,7 +278,7 @@ def test_a_file_that_cannot_be_removed_keeps_those_after_it_so_that_no_hole_is_t
 ):
     monkeypatch.setattr(module, "FILE_BYTES", 1)
     outbox = opened()
-    spool(outbox, episode(make_segment, "a"))
+    move_to_outbox(outbox, episode(make_segment, "a"))
     first, *_ = files = sorted(outbox.folder.glob("*.records"))
 
     def fails(change):
@@ -308,7 +308,7 @@ def test_an_empty_file_in_place_of_one_that_cannot_be_read_is_lost_and_the_rest_
 ):
     monkeypatch.setattr(module, "FILE_BYTES", 1)
     outbox = opened()
-    spool(outbox, episode(make_segment, "a") + episode(make_segment, "b"))
+    move_to_outbox(outbox, episode(make_segment, "a") + episode(make_segment, "b"))
     outbox.close()
     first = sorted(outbox.folder.glob("*.records"))[0]
     first.write_bytes(b"")
@@ -326,17 +326,17 @@ def test_a_number_that_does_not_follow_is_no_record_of_this_epoch(opened):
 
 def test_epochs_are_found_again_in_the_order_in_which_they_were_written(opened):
     first = opened()
-    fill(first, 4, epoch="f" * 32)
+    fill(first, 4, session="f" * 32)
     first.close()
     second = opened()
-    fill(second, 2, epoch="a" * 32)
+    fill(second, 2, session="a" * 32)
     second.close()
     third = opened()
-    fill(third, 1, epoch="c" * 32)
-    assert list(third.epochs.items()) == [("f" * 32, (0, 4)), ("a" * 32, (0, 2)), ("c" * 32, (0, 1))]
+    fill(third, 1, session="c" * 32)
+    assert list(third.sessions.items()) == [("f" * 32, (0, 4)), ("a" * 32, (0, 2)), ("c" * 32, (0, 1))]
     assert third.id == first.id
     third.acknowledge("f" * 32, 4)
-    assert list(third.epochs) == ["a" * 32, "c" * 32]
+    assert list(third.sessions) == ["a" * 32, "c" * 32]
 
 
 def test_a_full_outbox_takes_nothing_until_something_is_acknowledged(opened):
@@ -486,7 +486,7 @@ class Learner:
                 continue
             assert seq == self.expected
             self.expected += 1
-            if isinstance(record, Lost):
+            if isinstance(record, LostRecord):
                 self.lost.add(seq)
                 self.open = None
             elif not isinstance(record, Outcome):
@@ -510,15 +510,15 @@ def test_whatever_is_damaged_when_ever_each_episode_arrives_whole_or_is_said_to_
     outbox = Outbox(tmp_path / "outbox", MIB)
     while learner.expected < len(records):
         deed = chance.choice(("write", "send", "send", "acknowledge", "damage", "restart"))
-        first, end = outbox.epochs.get(EPOCH, (0, 0))
+        first, end = outbox.sessions.get(EPOCH, (0, 0))
         if deed == "write" and written < len(records):
             count = chance.randint(1, 5)
-            spool(outbox, records[written : written + count], start=written)
+            move_to_outbox(outbox, records[written : written + count], start=written)
             written += len(records[written : written + count])
         elif deed == "send" and max(read, learner.expected, first) < end:
             read, data = outbox.read(EPOCH, max(read, learner.expected, first), MIB)
             if not learner.take(data):
-                outbox.doubt(EPOCH, read)
+                outbox.recheck(EPOCH, read)
                 read = learner.expected
         elif deed == "acknowledge":
             outbox.acknowledge(EPOCH, learner.expected)
@@ -528,8 +528,8 @@ def test_whatever_is_damaged_when_ever_each_episode_arrives_whole_or_is_said_to_
         elif deed == "restart" and chance.random() < 0.2 and (written == 0 or chance.random() < 0.5):
             outbox.close()
             outbox, read = Outbox(tmp_path / "outbox", MIB), 0
-            outbox._writing = EPOCH  # this test goes on with the same epoch
-            written = max(outbox.epochs.get(EPOCH, (0, 0))[1], learner.expected)
+            outbox._writing = EPOCH  # this test goes on with the same session
+            written = max(outbox.sessions.get(EPOCH, (0, 0))[1], learner.expected)
     outbox.close()
     hit = {seq // 4 for seq in learner.lost}
     assert learner.whole == [name for number, name in enumerate(names) if number not in hit]

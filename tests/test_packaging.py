@@ -133,7 +133,7 @@ def test_a_run_folder_remembers_what_policy_and_algorithm_it_was_begun_with(tmp_
     OmegaConf.save(begun, tmp_path / "config.yaml")
     again = composed(CONFIG, [*words, "plan=evaluate", "policy.horizon=12"])
     assert (again.policy.horizon, again.policy.steps) == (12, begun.policy.steps)
-    assert (again.algo.stillness, again.seed) == (begun.algo.stillness, 0)
+    assert (again.algo.idle_filter, again.seed) == (begun.algo.idle_filter, 0)
     OmegaConf.save(again, tmp_path / "config.yaml")
     assert composed(CONFIG, words).policy.horizon == 12
     assert composed(CONFIG, [*words, "plan=hiors"]).policy.horizon == 12

@@ -68,7 +68,7 @@ def connect(server, spec, tmp_path):
 
 def arrived(server, client, since=0):
     """The numbers, from `since` on, of the episodes of this client's life in the store, each whole and in order."""
-    mine = {name: indices for name, indices in stored(server).items() if f"-{client.epoch[:8]}-" in name}
+    mine = {name: indices for name, indices in stored(server).items() if f"-{client.session[:8]}-" in name}
     found = {number: mine[name] for name in mine if (number := int(name.rsplit("-", 1)[1])) >= since}
     assert all(indices == list(range(8)) for indices in found.values())
     return sorted(found)
@@ -220,7 +220,7 @@ def test_e5_a_pickled_object_is_refused_and_runs_nothing(server, connect, make_s
     client, trace = connect("e5"), tmp_path / "ran"
     pickled = pickle.dumps(Payload(trace))
     before = server.ask(m.Status()).report["refused"]
-    push = m.encode(m.Push(client.epoch, {"records": np.frombuffer(pickled, np.uint8)}))
+    push = m.encode(m.Push(client.session, {"records": np.frombuffer(pickled, np.uint8)}))
     answers = send_raw(server, [pickled], [bytes(push[0]), pickled], [bytes(push[0]), pickled, pickled])
     assert [type(answer) for answer in answers] == [m.Failed] * 3
     assert server.ask(m.Status()).report["refused"] >= before + 2
@@ -278,11 +278,11 @@ def test_e8_a_little_outbox_says_that_it_is_full_and_loses_nothing(server, conne
     assert 0 < taken < 300
     with pytest.raises(TrainerError, match="full"):
         client.push(make_segment("more", 0, 0, 8))
-    assert not client.room
+    assert not client.has_room
     assert client.pending[0] == taken
     server.signal(signal.SIGCONT)
     assert client.drain(30)
-    assert client.room
+    assert client.has_room
     for number in range(1000, 1125):  # 1000 steps
         push_all(client, episode(make_segment, number, client=client))
     assert client.drain(30)
@@ -324,7 +324,8 @@ def camera_segment(client, number, steps):
     flags, numbers = np.zeros(steps, bool), np.arange(steps, dtype=np.float32)
     stamp = Stamp(client.directive["number"], "practise", 1)
     return Segment(
-        f"{client.actor}-{client.epoch[:8]}-{number:06d}", 0, "pack", stamp, images, np.zeros((steps, 14), np.float32),
+        f"{client.actor}-{client.session[:8]}-{number:06d}", 0, "pack", stamp, images, np.zeros((steps, 14),
+        np.float32),
         numbers, flags, flags, numbers.astype(np.float64), terminated=True,
     )  # fmt: skip
 
@@ -402,7 +403,7 @@ def test_e14_over_a_slow_link_all_arrives_once_and_the_heartbeat_lives(camera_se
         welcome = client._network.server.welcome
         proxy.set("trickle", rate=5_000_000)
         for number in range(6):
-            wait_until(lambda: client.room)
+            wait_until(lambda: client.has_room)
             client.push(camera_segment(client, number, 4))
         wait_until(lambda: client.last_seen < 3.0 and not client.pending[0], 60)
         assert client._network.server.welcome is welcome, "the link never broke"

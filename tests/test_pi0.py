@@ -16,7 +16,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, GemmaModel, PaliGemmaCon
 from transformers import PaliGemmaForConditionalGeneration as PaliGemma
 from transformers import SiglipVisionModel as Siglip
 
-from serl_launcher.networks.chance import normal, uniform
+from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.policies.flow import TIME
 from serl_launcher.policies.pi0 import FROZEN, TOKENS, WORDS, fitted
 from serl_launcher.policies.pi0_checkpoint import load_pretrained
@@ -450,7 +450,7 @@ def test_at_full_size_it_has_the_weights_of_pi0_base_that_are_read(configs, name
 
 # -- what is saved and sent
 def test_saved_and_loaded_weights_give_the_same_action_bit_by_bit(make):
-    policy, other = make(LEFT, deviation=0.1), make(LEFT, deviation=0.1, seed=1)
+    policy, other = make(LEFT, noise_level=0.1), make(LEFT, noise_level=0.1, seed=1)
     assert not torch.equal(action_of(policy), action_of(other))
     other.load_state_dict(safetensors.torch.load(safetensors.torch.save(policy.state_dict())))
     assert torch.equal(action_of(policy), action_of(other))
@@ -579,7 +579,7 @@ def test_a_policy_begins_with_its_checkpoint_whatever_then_trains_of_it(configs,
     vision = {**config["vision"], **TOWER}
     plain, adapted, blind = (
         instantiate(config)(spec_of(*cameras), weights=str(tmp_path), vision=vision, **options)
-        for cameras, options in (([LEFT], {"deviation": 0.1}), ([LEFT], {"lora": 2, "deviation": 0.1}), ([], {}))
+        for cameras, options in (([LEFT], {"noise_level": 0.1}), ([LEFT], {"lora": 2, "noise_level": 0.1}), ([], {}))
     )
     assert torch.equal(action_of(plain), action_of(adapted))
     embeddings = reference.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight

@@ -54,7 +54,9 @@ def run(tmp_path):
                 segment = recorded(env, number, drive, directive, f"phase{phase}")
                 spoil(segment)
                 store.stage("A", sequence, segment)
-                store.stage("A", sequence + 1, Outcome(segment.episode, success=bool(segment.terminated), by="judge"))
+                store.stage(
+                    "A", sequence + 1, Outcome(segment.episode, success=bool(segment.terminated), judged_by="judge")
+                )
                 sequence += 2
         store.commit()
         store.close()

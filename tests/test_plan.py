@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from serl_client.errors import ConfigError
 
 from serl_launcher.training.plan import Pace, Plan, Source, Update, View, load_plan
-from serl_launcher.training.plan_state import Bucket, PhaseCounts, PlanState, Progress, SourceCounts
+from serl_launcher.training.plan_state import PhaseCounts, PlanState, Progress, RateLimiter, SourceCounts
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = {"update", "update_critic"}
@@ -292,7 +292,7 @@ def test_phases_follow_each_other_and_say_what_is_to_be_done() -> None:
     assert state.phase is None
     assert state.directive()["mode"] == "stop"
     assert state.next_update(Progress()) is None
-    assert state.steps_allowed(Progress()) is None
+    assert state.step_limit(Progress()) is None
     assert state.updates == 4
 
 
@@ -381,22 +381,22 @@ def test_publication_is_due_once_in_so_many_updates() -> None:
     warm_up=st.integers(0, 300),
 )
 def test_neither_side_runs_further_ahead_than_the_tolerance(ratio, tolerance, turns, warm_up) -> None:
-    bucket = Bucket(Pace(ratio, tolerance), unpaid=warm_up)
+    bucket = RateLimiter(Pace(ratio, tolerance), uncounted_steps=warm_up)
     steps, updates = warm_up, 0
     for actors_turn, want in turns:
         if actors_turn:
-            steps = min(steps + want, max(steps, bucket.steps_allowed(steps, updates)))
+            steps = min(steps + want, max(steps, bucket.step_limit(steps, updates)))
         for _ in range(0 if actors_turn else want):
             updates += bucket.may_update(steps, updates)
         assert -tolerance <= ratio * (steps - warm_up) - updates <= tolerance + 1 + ratio + 1e-6
-        assert bucket.may_update(steps, updates) or bucket.steps_allowed(steps, updates) > steps  # no deadlock
-    assert bucket.unpaid == warm_up  # a paced simulator never makes a step that goes unpaid
+        assert bucket.may_update(steps, updates) or bucket.step_limit(steps, updates) > steps  # no deadlock
+    assert bucket.uncounted_steps == warm_up  # a paced simulator never makes a step that goes uncounted_steps
 
 
 @settings(deadline=None)
 @given(bursts=st.lists(st.integers(0, 2000), min_size=1, max_size=30), ratio=st.sampled_from([0.3, 1.0, 4.0]))
 def test_catching_up_is_capped(bursts, ratio) -> None:
-    bucket, steps, updates = Bucket(Pace(ratio, 16), unpaid=0), 0, 0
+    bucket, steps, updates = RateLimiter(Pace(ratio, 16), uncounted_steps=0), 0, 0
     for burst in bursts:  # a real robot waits for nobody
         steps, before = steps + burst, updates
         while bucket.may_update(steps, updates):
@@ -405,7 +405,7 @@ def test_catching_up_is_capped(bursts, ratio) -> None:
 
 
 def test_what_will_not_be_caught_up_is_logged(caplog) -> None:
-    bucket = Bucket(Pace(1.0, 16), unpaid=0)
+    bucket = RateLimiter(Pace(1.0, 16), uncounted_steps=0)
     with caplog.at_level(logging.WARNING):
         assert bucket.may_update(1018, 0)
     assert "1000 updates will not be made up for" in caplog.text
@@ -416,11 +416,11 @@ def test_what_will_not_be_caught_up_is_logged(caplog) -> None:
 
 def test_the_learner_starts_when_told_and_a_simulator_is_free_until_then() -> None:
     state = at("practise")
-    assert state.steps_allowed(practise(500, online=9)) is None
+    assert state.step_limit(practise(500, online=9)) is None
     assert state.next_update(practise(500, online=9)) is None
     ready = practise(500, online=500)
     assert state.next_update(ready) == "update_critic"
-    assert state.steps_allowed(ready) == 500 + 5  # 8 + 1 updates ahead at 2 a step; the first 500 pay for nothing
+    assert state.step_limit(ready) == 500 + 5  # 8 + 1 updates ahead at 2 a step; the first 500 pay for nothing
     made = 0
     while (name := state.next_update(ready)) is not None:
         state.did_update(name)
@@ -432,9 +432,9 @@ def test_the_learner_starts_when_told_and_a_simulator_is_free_until_then() -> No
 
 def test_free_pace_and_phases_without_updates_limit_nobody() -> None:
     state = at("practise", mapping=edited("phases.practise.pace", "free"))
-    assert state.steps_allowed(practise(900, online=900)) is None
+    assert state.step_limit(practise(900, online=900)) is None
     assert state.next_update(practise(900, online=900))
-    assert at("evaluate").steps_allowed(practise(9, phase="evaluate")) is None
+    assert at("evaluate").step_limit(practise(9, phase="evaluate")) is None
     assert at("evaluate").waits_for(Progress()) == "the actors: this phase has no updates"
 
 
@@ -444,8 +444,8 @@ def test_lockstep_is_one_update_for_each_step() -> None:
     state = at("practise", practise(100), mapping)
     assert state.next_update(practise(100)) is None
     for step in range(101, 110):
-        assert state.steps_allowed(practise(step - 1)) == step
-        assert state.steps_allowed(practise(step)) == step
+        assert state.step_limit(practise(step - 1)) == step
+        assert state.step_limit(practise(step)) == step
         state.did_update(state.next_update(practise(step)))
         assert state.next_update(practise(step)) is None
 
@@ -464,7 +464,7 @@ def test_a_run_resumes_by_name_where_it_stood() -> None:
     resumed.load_state_dict(saved)
     assert resumed.at == state.at
     assert resumed.next_update(now) == state.next_update(now) == "update"
-    assert resumed.steps_allowed(now) == state.steps_allowed(now)
+    assert resumed.step_limit(now) == state.step_limit(now)
     assert resumed.updates == 5
     resumed.advance(practise(1100, wall_s=9))
     assert resumed.phase.name == "evaluate"

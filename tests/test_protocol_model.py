@@ -1,4 +1,4 @@
-"""Acks, epochs, fences and outboxes: every short history of the model keeps the promises, and the real outbox, stream
+"""Acks, sessions, fences and outboxes: every short history of the model keeps the promises, and the real outbox, stream
 and server do in each of them what the model does."""
 
 import os
@@ -14,9 +14,9 @@ from serl_client import outbox as outbox_module
 from serl_client import stream as stream_module
 from serl_client.errors import Refused
 from serl_client.outbox import Outbox
-from serl_client.stream import Stream
+from serl_client.send_queue import SendQueue
 
-from serl_launcher.store import peers as session_module
+from serl_launcher.store import peers as peers_module
 from serl_launcher.store import server as server_module
 from serl_launcher.store.server import Server
 from serl_launcher.store.store import Store
@@ -49,38 +49,40 @@ def test_no_history_breaks_a_promise_and_each_one_goes_on_to_the_end(bounds):
 
 
 class AcknowledgesBeforeTheCommit(Protocol):
-    def stage(self, state, session, name, seq):
-        state = super().stage(state, session, name, seq)
-        return self.acknowledge(state, next(each for each in state.server.sessions if each.key == session.key))
+    def stage(self, state, peer, name, seq):
+        state = super().stage(state, peer, name, seq)
+        return self.acknowledge(state, next(each for each in state.server.peers if each.key == peer.key))
 
 
 class KeepsTheWatermarkOfWhatWasLost(Protocol):
     def restored(self, server):
-        epochs = (epoch._replace(log=epoch.log[: epoch.kept]) for epoch in server.epochs)
-        return server._replace(epochs=tuple(epochs))
+        sessions = (session._replace(log=session.log[: session.kept]) for session in server.sessions)
+        return server._replace(sessions=tuple(sessions))
 
 
 class StoresWhatComesAgain(Protocol):
-    def stage(self, state, session, name, seq):
-        epoch = state.epoch(name)
-        if seq < epoch.expected:
-            epochs = (each._replace(log=(*each.log, seq)) if each is epoch else each for each in state.server.epochs)
-            return state._replace(server=state.server._replace(epochs=tuple(epochs)))
-        return super().stage(state, session, name, seq)
+    def stage(self, state, peer, name, seq):
+        session = state.session(name)
+        if seq < session.expected:
+            sessions = (
+                each._replace(log=(*each.log, seq)) if each is session else each for each in state.server.sessions
+            )
+            return state._replace(server=state.server._replace(sessions=tuple(sessions)))
+        return super().stage(state, peer, name, seq)
 
 
 class StoresBeyondAGap(Protocol):
-    def stage(self, state, session, name, seq):
-        epoch = state.epoch(name)
-        epochs = (each._replace(expected=seq) if each is epoch else each for each in state.server.epochs)
-        if seq > epoch.expected:
-            state = state._replace(server=state.server._replace(epochs=tuple(epochs)))
-        return super().stage(state, session, name, seq)
+    def stage(self, state, peer, name, seq):
+        session = state.session(name)
+        sessions = (each._replace(expected=seq) if each is session else each for each in state.server.sessions)
+        if seq > session.expected:
+            state = state._replace(server=state.server._replace(sessions=tuple(sessions)))
+        return super().stage(state, peer, name, seq)
 
 
 class StopsTheLaterClient(Protocol):
     def outranked(self, state, name):
-        return any(other.speaks and other.epoch != name for other in state.server.sessions)
+        return any(other.speaks and other.session != name for other in state.server.peers)
 
 
 class ListensToTheLastWhoConnected(Protocol):
@@ -93,18 +95,18 @@ class BelievesAHelloThatNothingFollows(Protocol):
 
     def hello(self, state, key, name, earlier):
         state = super().hello(state, key, name, earlier)
-        session = next((each for each in state.server.sessions if each.key == key), None)
-        return self.take_over(state, session) if session else state
+        peer = next((each for each in state.server.peers if each.key == key), None)
+        return self.take_over(state, peer) if peer else state
 
 
 class ClosesWhatIsNotDrained(Protocol):
-    def without_earlier(self, server, session):
-        return super().without_earlier(server, session._replace(named=()))
+    def without_earlier(self, server, peer):
+        return super().without_earlier(server, peer._replace(named=()))
 
 
 class DeletesWhatWasSent(Protocol):
     def sent(self, client):
-        spans = tuple(span for span in client.spans if span.epoch != client.sending or client.next < span.end)
+        spans = tuple(span for span in client.spans if span.session != client.sending or client.next < span.end)
         return client._replace(spans=spans)
 
 
@@ -118,7 +120,7 @@ class BeginsEachLifeInTheSameEpoch(Protocol):
 
     def push(self, state, who):
         client = state.clients[who]
-        forgotten = tuple(span for span in client.spans if span.epoch == self.name(who, client.life))
+        forgotten = tuple(span for span in client.spans if span.session == self.name(who, client.life))
         clients = (*state.clients[:who], client._replace(spans=forgotten), *state.clients[who + 1 :])
         return super().push(state._replace(clients=clients), who)
 
@@ -190,7 +192,7 @@ class Real:
         self.identities, self.sent = {}, []  # of each link; (identity, message) of the server since the last action
 
     # -- names of this history: "a0" is the first life of client 0
-    def epoch(self, name):
+    def session(self, name):
         return f"{self.played:06d}{name}"
 
     def act(self, action, state):
@@ -209,7 +211,7 @@ class Real:
     def _start(self, who, _):
         self.lives[who] = self.lives.get(who, -1) + 1
         outbox = Outbox(self.folder / f"outbox-{self.played}-{who}", 1 << 20)
-        self.clients[who] = Stream(outbox, self.epoch(f"{'ab'[who]}{self.lives[who]}"), self.spec), outbox
+        self.clients[who] = SendQueue(outbox, self.session(f"{'ab'[who]}{self.lives[who]}"), self.spec), outbox
         self.made = 0
 
     def _crash(self, who, _):
@@ -219,13 +221,13 @@ class Real:
     def _push(self, who, state):
         stream, name = self.clients[who][0], f"{'ab'[who]}{self.lives[who]}"
         start = state.clients[who].made[-1] - 1
-        stream.put(self.make_segment(self.epoch(name), 0, start, 1))
-        stream.spool()
+        stream.put(self.make_segment(self.session(name), 0, start, 1))
+        stream.move_to_outbox()
 
     def _connect(self, who, state):
         stream, outbox = self.clients[who]
         key = self.current[who] = (who, state.clients[who].link)
-        actor, mine = f"arm {self.played}", self.epoch(f"{'ab'[who]}{self.lives[who]}")
+        actor, mine = f"arm {self.played}", self.session(f"{'ab'[who]}{self.lives[who]}")
         hello = m.Hello(
             m.PROTOCOL, "actor", actor, mine, outbox.id, outbox.run, self.spec.to_dict(), stream.earlier
         )  # fmt: skip
@@ -263,7 +265,7 @@ class Real:
         self.down[key].pop(0)
 
     def _down(self, key, _):
-        """As network.py and link.py handle it."""
+        """As network.py and connection.py handle it."""
         who, message = key[0], self.down[key].pop(0)
         if isinstance(message, m.Failed):
             if message.final:
@@ -302,60 +304,68 @@ class Real:
     # -- what can be seen
     def seen(self):
         """The same shape as `shown` gives for the model."""
-        length = len(self.epoch(""))
+        length = len(self.session(""))
         clients = {who: _spans(outbox, length) for who, (_, outbox) in self.clients.items()}
         links = {
             key: ([_plain(message, length) for message in self.up[key]],
                   [_plain(message, length) for message in self.down[key]] if key in self.current.values() else [])
             for key in self.identities
         }  # fmt: skip
-        store, epochs = self.server.store, {}
+        store, sessions = self.server.store, {}
         if not self.server.degraded:
-            mine = [epoch for epoch in store.epochs.values() if epoch.epoch.startswith(self.epoch(""))]
-            durable = store.index.epochs()
-            epochs = {
-                epoch.epoch[length:]: (epoch.expected, durable[epoch.epoch].expected, durable[epoch.epoch].closed)
-                for epoch in sorted(mine, key=lambda epoch: epoch.position)
+            mine = [session for session in store.sessions.values() if session.session.startswith(self.session(""))]
+            durable = store.index.sessions()
+            sessions = {
+                session.session[length:]: (
+                    session.expected,
+                    durable[session.session].expected,
+                    durable[session.session].closed,
+                )
+                for session in sorted(mine, key=lambda session: session.position)
             }
-        return clients, links, bool(self.server.degraded), epochs
+        return clients, links, bool(self.server.degraded), sessions
 
     def rows(self):
-        """{epoch: [index of each of its steps, in the order of the store]}, for the epochs of this history."""
+        """{session: [index of each of its steps, in the order of the store]}, for the sessions of this history."""
         store = self.server.store
         layout = store._files["online"].layout
         steps = layout.steps(store.folder / "online")[: store.sources["online"].head]
         ids = {row[0]: row[1] for row in store.index.catalog(0, 100_000)[1]}
         found = {}
         for step in steps:
-            if (id := ids[int(step["episode"])]).startswith(self.epoch("")):
-                found.setdefault(id.removeprefix(self.epoch("")), []).append(int(step["index"]))
+            if (id := ids[int(step["episode"])]).startswith(self.session("")):
+                found.setdefault(id.removeprefix(self.session("")), []).append(int(step["index"]))
         return found
 
 
 def _ordered(messages):
     """Acks that one commit gave are in no order."""
     if all(isinstance(message, m.Ack) for message in messages):
-        return sorted(messages, key=lambda ack: ack.epoch)
+        return sorted(messages, key=lambda ack: ack.session)
     return messages
 
 
 def _spans(outbox, length):
-    return [(epoch[length:], first, end) for epoch, (first, end) in outbox.epochs.items()]
+    return [(session[length:], first, end) for session, (first, end) in outbox.sessions.items()]
 
 
 def _plain(message, length):
     match message:
         case m.Hello():
-            return "hello", message.epoch[length:], tuple((epoch[length:], last) for epoch, last in message.earlier)
+            return (
+                "hello",
+                message.session[length:],
+                tuple((session[length:], last) for session, last in message.earlier),
+            )
         case m.Push():
             ((seq, _),) = m.unseal(message.arrays["records"].data)
-            return "push", message.epoch[length:], seq
+            return "push", message.session[length:], seq
         case m.Heartbeat():
             return ("beat",)
         case m.Welcome():
-            return "welcome", tuple((epoch[length:], seq) for epoch, seq in message.expected)
+            return "welcome", tuple((session[length:], seq) for session, seq in message.expected)
         case m.Ack():
-            return "ack", message.epoch[length:], message.expected, message.resend
+            return "ack", message.session[length:], message.expected, message.resend
         case m.Failed():
             return "failed", message.kind, message.final
     raise AssertionError(message)
@@ -364,12 +374,12 @@ def _plain(message, length):
 def shown(state: State):
     """What of the model's state can be seen in the implementation."""
     clients = {
-        who: [(span.epoch, span.first, span.end) for span in client.spans]
+        who: [(span.session, span.first, span.end) for span in client.spans]
         for who, client in enumerate(state.clients) if client.state == "alive"
     }  # fmt: skip
     links = {link.key: (list(link.up), list(link.down)) for link in state.links}
-    epochs = {epoch.name: (epoch.expected, epoch.durable, epoch.closed) for epoch in state.server.epochs}
-    return clients, links, state.server.degraded, {} if state.server.degraded else epochs
+    sessions = {session.name: (session.expected, session.durable, session.closed) for session in state.server.sessions}
+    return clients, links, state.server.degraded, {} if state.server.degraded else sessions
 
 
 @pytest.fixture
@@ -381,7 +391,7 @@ def real(spec, make_segment, monkeypatch):
     monkeypatch.setattr(outbox_module, "SLICE_BYTES", 1)
     monkeypatch.setattr(stream_module, "STALL", float("inf"))
     monkeypatch.setattr(os, "fdatasync", lambda _: _fail() if made and made[-1].disk_fails else None)
-    for module in server_module, session_module:
+    for module in server_module, peers_module:
         monkeypatch.setattr(module, "send", lambda *arguments: made[-1].send(*arguments))
     made = []
 
@@ -469,7 +479,7 @@ def _ack_before_commit(monkeypatch):
 def _no_dedupe(monkeypatch):
     stage = Store._stage_segment
     monkeypatch.setattr(
-        Store, "stage", lambda store, epoch, seq, record: stage(store, store.epochs[epoch], record)
+        Store, "stage", lambda store, session, seq, record: stage(store, store.sessions[session], record)
     )  # fmt: skip
 
 
@@ -478,7 +488,9 @@ def _fence_by_arrival(monkeypatch):
 
 
 def _reopen_without_asking(monkeypatch):
-    monkeypatch.setattr(Stream, "acknowledge", lambda stream, ack: stream._outbox.acknowledge(ack.epoch, ack.expected))
+    monkeypatch.setattr(
+        SendQueue, "acknowledge", lambda stream, ack: stream._outbox.acknowledge(ack.session, ack.expected)
+    )
 
 
 def _believe_any_hello(monkeypatch):
@@ -486,13 +498,13 @@ def _believe_any_hello(monkeypatch):
 
     def believing(server, peer, *arguments):
         answer = hello(server, peer, *arguments)
-        return server._take_over(server._sessions[peer]) or answer
+        return server._take_over(server._peers[peer]) or answer
 
     monkeypatch.setattr(Server, "_hello", believing)
 
 
 def _forget_earlier_lives(monkeypatch):
-    monkeypatch.setattr(Stream, "earlier", [])
+    monkeypatch.setattr(SendQueue, "earlier", [])
 
 
 FAULTS = (

@@ -13,8 +13,8 @@ import pytest
 import zmq
 from serl_client import reach
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection
 from serl_client.errors import Refused
-from serl_client.link import Link
 from serl_client.messages import PROTOCOL, Hello, Status
 from serl_client.reach import Lookout, look
 
@@ -140,7 +140,7 @@ def test_an_actor_that_is_told_to_wait_is_not_called_refused(spec, tmp_path, mon
     with (
         served(tmp_path / "run", port),
         TrainerClient(address, actor="arm", spec=spec, outbox=tmp_path / "outbox") as client,
-        Link(address, Hello(PROTOCOL, "viewer", "test")) as link,
+        Connection(address, Hello(PROTOCOL, "viewer", "test")) as link,
     ):
         wait_until(lambda: "the learner is making the files" in caplog.text)
         goes_on.set()

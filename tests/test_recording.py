@@ -45,7 +45,7 @@ def episode(spec, steps=12, final=True, seed=0):
         "action": generator.uniform(-1, 1, (steps, 2)).astype(np.float32),
         "reward": np.zeros(steps, np.float32),
         "intervened": intervened,
-        "decision": np.arange(steps) % 4 == 0,
+        "chunk_start": np.arange(steps) % 4 == 0,
         "time": 1e5 + 0.1 * np.arange(steps),
     }
 
@@ -69,7 +69,7 @@ def test_rerun_accepts_a_recording_and_finds_every_column_in_it(tmp_path, spec, 
     code, said = rerun(tmp_path, "rrd", "print", "-vv", path)
     assert code == 0
     for name in (
-        "observation.state", HIGH, WRIST, "action", "reward", "intervened", "decision", "camera_age", "mode",
+        "observation.state", HIGH, WRIST, "action", "reward", "intervened", "chunk_start", "camera_age", "mode",
         "outcome", "frame_index", "time", "EncodedImage:blob", "Scalars:scalars", "/viewport",
     ):  # fmt: skip
         assert name in said, name

@@ -9,12 +9,12 @@ from serl_client import ConfigError, Feature, Outcome, Spec
 
 from serl_launcher.replay.buffer import ReplayBuffer, batch_arrays
 from serl_launcher.replay.choice import Choice
-from serl_launcher.replay.mixture import Sources
+from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.views import EpisodeInfo, View
 from serl_launcher.store import layout
 from serl_launcher.store.store import Store
 from serl_launcher.training.counters import value_error
-from serl_launcher.types import Stillness, Window
+from serl_launcher.types import IdleFilter, Window
 
 STATE = "observation.state"
 SAC = Window({STATE: (0,), "action": (0,), "next_observation": (1,)})
@@ -28,17 +28,17 @@ def store(tmp_path, spec):
     made = Store.create(tmp_path / "store", spec, {"online": 200, "demo": 200})
     made.direct({"into": "online", "phase": "practise"})
     made.direct({"into": "demo", "phase": "demonstrate"})
-    for epoch in "AB":
-        made.hello(f"arm {epoch}", f"outbox {epoch}", epoch, [])
+    for session in "AB":
+        made.hello(f"arm {session}", f"outbox {session}", session, [])
     yield made
     made.close()
 
 
 @pytest.fixture
 def push(store):
-    def push(epoch, *records):
+    def push(session, *records):
         for record in records:
-            store.stage(epoch, store.expected(epoch), record)
+            store.stage(session, store.expected(session), record)
         store.commit()
 
     return push
@@ -47,7 +47,7 @@ def push(store):
 @pytest.fixture
 def sources(store, spec):
     views = {"success": View(("online", "demo"), ("successful",)), "long": View(("online",), min_length=6)}
-    made = Sources(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0)
+    made = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0)
     cursor = [0]
 
     def refresh():
@@ -135,7 +135,7 @@ def test_rows_that_did_not_move_are_kept_so_that_next_is_the_next_in_time(push, 
 
 def test_an_episode_that_a_crash_cut_gives_chunks_but_no_last_value_target(store, push, sources, make_segment):
     push("A", make_segment("e0", 1, 0, 6))
-    store.close_epoch("A")
+    store.close_session("A")
     store.commit()
     assert starts(sources().sample(400, SAC, {"online": 1.0})) == {(1, i) for i in range(5)}
     batch = sources().sample(400, CHUNK, {"online": 1.0})
@@ -259,9 +259,9 @@ def test_views_hold_what_their_filter_says_and_follow_a_corrected_outcome(push, 
     found = sources()
     assert {key for key, _ in starts(found.sample(400, SAC, {"success": 1.0}))} == {1, 3}
     assert (found.size("success"), found.size("online"), found.size("long")) == ((12, 2), (8, 2), (0, 0))
-    push("A", Outcome("win", False, by="operator"), Outcome("loss", True, by="operator"))
+    push("A", Outcome("win", False, judged_by="operator"), Outcome("loss", True, judged_by="operator"))
     assert {key for key, _ in starts(sources().sample(400, SAC, {"success": 1.0}))} == {2, 3}
-    push("A", Outcome("loss", True, discard=True, by="operator"))
+    push("A", Outcome("loss", True, discard=True, judged_by="operator"))
     found = sources()
     assert {key for key, _ in starts(found.sample(400, SAC, {"success": 1.0}))} == {3}
     assert {key for key, _ in starts(found.sample(400, SAC, {"online": 1.0}))} == {1}
@@ -293,22 +293,26 @@ def test_views_follow_every_change_of_interleaved_episodes_as_a_look_at_all_of_t
         "won": View(("online",), ("successful",)), "long": View(("online",), min_length=12),
         "human": View(("online",), rows="intervened"),
     }  # fmt: skip
-    sources, cursor, at = Sources(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0), 0, {"A": 0, "B": 0}
+    sources, cursor, at = (
+        ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0),
+        0,
+        {"A": 0, "B": 0},
+    )
     generator, ids, started = np.random.default_rng(1), [], 0
     for turn in range(150):
-        epoch = "AB"[generator.integers(2)]
-        started += at[epoch] == 0
-        ids += [f"{epoch}{started}"] * (at[epoch] == 0)
-        name = next(id for id in reversed(ids) if id[0] == epoch)
-        ends = "terminated" if at[epoch] > 5 and generator.random() < 0.5 else ""
-        segment = make_segment(name, 1, at[epoch], 4, ends=ends)
+        session = "AB"[generator.integers(2)]
+        started += at[session] == 0
+        ids += [f"{session}{started}"] * (at[session] == 0)
+        name = next(id for id in reversed(ids) if id[0] == session)
+        ends = "terminated" if at[session] > 5 and generator.random() < 0.5 else ""
+        segment = make_segment(name, 1, at[session], 4, ends=ends)
         segment.intervened[:] = generator.random(4) < 0.5
-        push(epoch, segment)
-        at[epoch] = 0 if ends else at[epoch] + 4
+        push(session, segment)
+        at[session] = 0 if ends else at[session] + 4
         if generator.random() < 0.5:
             word = Outcome(ids[generator.integers(max(0, len(ids) - 9), len(ids))], bool(generator.integers(2)),
-                           discard=bool(generator.random() < 0.2), by="operator")  # fmt: skip
-            push(epoch, word)
+                           discard=bool(generator.random() < 0.2), judged_by="operator")  # fmt: skip
+            push(session, word)
         if turn % 3 == 0:
             cursor, rows = store.index.catalog(cursor, 10_000)
             sources.update(rows)
@@ -322,12 +326,12 @@ def _same_as_a_look_at_all(store, sources, views):
     records = buffer._steps[numbers % 200]
     whole = [r for r in records if infos[int(r["episode"])].first >= buffer.tail]
     for name, view in views.items():
-        for starts in ("any", "decision"):
+        for starts in ("any", "chunk_start"):
             expected = {
                 int(r["number"]) for r in whole
                 if view.holds(infos[int(r["episode"])])
                 and (view.rows == "all" or r["flags"] & layout.INTERVENED)
-                and (starts == "any" or r["flags"] & layout.DECISION)
+                and (starts == "any" or r["flags"] & layout.CHUNK_START)
             }  # fmt: skip
             choice = sources._choice(name, "online", starts)
             chosen = numbers if choice is None else choice.nth(np.arange(len(choice)))
@@ -342,15 +346,17 @@ def test_a_discard_and_a_verdict_look_at_no_steps_but_their_episodes_and_the_new
     made.direct({"into": "online", "phase": "practise"})
     made.hello("arm", "outbox", "A", [])
     views = {"won": View(("online",), ("successful",))}
-    found, cursor, looked = Sources(made.folder, spec, {"online": 6000}, views, seed=0), 0, []
+    found, cursor, looked = ReplayMixture(made.folder, spec, {"online": 6000}, views, seed=0), 0, []
     buffer = found.buffers["online"]
     episodes = buffer.episodes
     buffer.episodes = lambda numbers: looked.append(len(numbers)) or episodes(numbers)
-    decisions = Window(CHUNK.offsets, starts="decision")
+    decisions = Window(CHUNK.offsets, starts="chunk_start")
     for i in range(500):
         made.stage("A", made.expected("A"), make_segment(f"e{i}", 1, 0, 10, ends="terminated"))
         if i >= 450:
-            made.stage("A", made.expected("A"), Outcome(f"e{i - 300}", bool(i % 2), discard=i % 3 == 0, by="operator"))
+            made.stage(
+                "A", made.expected("A"), Outcome(f"e{i - 300}", bool(i % 2), discard=i % 3 == 0, judged_by="operator")
+            )
         made.commit()
         if i >= 449:
             looked.clear()
@@ -409,7 +415,7 @@ def test_the_same_generator_draws_the_same_batch_again(push, sources, make_segme
 
 def test_only_steps_where_a_chunk_began_are_drawn_when_the_window_says_so(push, sources, make_segment):
     push("A", make_segment("e0", 1, 0, 16, ends="terminated"))
-    window = Window({STATE: (0,), "action": (0, 1, 2, 3)}, starts="decision")
+    window = Window({STATE: (0,), "action": (0, 1, 2, 3)}, starts="chunk_start")
     assert {i for _, i in starts(sources().sample(300, window, {"online": 1.0}))} == {0, 4, 8, 12}
 
 
@@ -418,7 +424,7 @@ def test_windows_start_where_the_rows_of_a_view_say_and_go_on_over_the_others(pu
     segment.intervened[4:8] = True
     push("A", segment, make_segment("e1", 2, 0, 4, ends="terminated"))
     views = {"human": View(("online",), rows="intervened"), "alone": View(("online",), rows="autonomous")}
-    sources = Sources(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0)
+    sources = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0)
     sources.update(store.index.catalog(0, 10)[1])
     human = sources.sample(300, CHUNK, {"human": 1.0})
     assert starts(human) == {(1, i) for i in range(4, 8)}
@@ -431,40 +437,42 @@ def test_windows_start_where_the_rows_of_a_view_say_and_go_on_over_the_others(pu
 
 
 @pytest.mark.parametrize(
-    "stillness",
+    "idle_filter",
     [
-        Stillness(0.1, STATE, entries=(1, 3)),  # the other entries are a sensor's noise
-        Stillness(0.1, "action"),
+        IdleFilter(0.1, STATE, entries=(1, 3)),  # the other entries are a sensor's noise
+        IdleFilter(0.1, "action"),
     ],
 )
-def test_no_window_starts_where_the_robot_stays_still_and_no_row_is_lost(push, sources, make_segment, stillness):
+def test_no_window_starts_where_the_robot_stays_still_and_no_row_is_lost(push, sources, make_segment, idle_filter):
     segment = make_segment("e0", 1, 0, 20, ends="truncated")
     segment.observation[STATE][5:15] = segment.observation[STATE][5]
     segment.observation[STATE][:, [0, 2, 4, 5, 6, 7]] += np.random.default_rng(0).normal(size=(21, 6))
     segment.action[:, 1] = segment.observation[STATE][:20, 1]
     push("A", segment)
-    drawn = {int(s) for s in sources().sample(400, Window(CHUNK.offsets, stillness=stillness), {"online": 1.0}).step_id}
+    drawn = {
+        int(s) for s in sources().sample(400, Window(CHUNK.offsets, idle_filter=idle_filter), {"online": 1.0}).step_id
+    }
     assert drawn == set(range(20)) - set(range(5, 11))
-    noisy = Window(CHUNK.offsets, stillness=Stillness(0.1, STATE))
+    noisy = Window(CHUNK.offsets, idle_filter=IdleFilter(0.1, STATE))
     for every in (noisy, CHUNK):
         assert {int(step) for step in sources().sample(400, every, {"online": 1.0}).step_id} == set(range(20))
 
 
 @pytest.mark.parametrize(
-    ("stillness", "named"),
+    ("idle_filter", "named"),
     [
         (
-            Stillness(0.1, "observation.joints"),
-            r"stillness.column='observation.joints': .*'action', 'observation.state'",
+            IdleFilter(0.1, "observation.joints"),
+            r"idle_filter.column='observation.joints': .*'action', 'observation.state'",
         ),
-        (Stillness(0.1, STATE, (0, 8)), r"stillness.entries=\[0, 8\]: observation.state has the entries 0 to 7"),
-        (Stillness(0.1, "action", ()), r"stillness.entries=\[\]: action has the entries 0 to 1"),
+        (IdleFilter(0.1, STATE, (0, 8)), r"idle_filter.entries=\[0, 8\]: observation.state has the entries 0 to 7"),
+        (IdleFilter(0.1, "action", ()), r"idle_filter.entries=\[\]: action has the entries 0 to 1"),
     ],
 )
-def test_stillness_of_what_no_row_has_is_refused_with_what_there_is(push, sources, make_segment, stillness, named):
+def test_stillness_of_what_no_row_has_is_refused_with_what_there_is(push, sources, make_segment, idle_filter, named):
     push("A", make_segment("e0", ends="terminated"))
     with pytest.raises(ConfigError, match=named):
-        sources().sample(4, Window(CHUNK.offsets, stillness=stillness), {"online": 1.0})
+        sources().sample(4, Window(CHUNK.offsets, idle_filter=idle_filter), {"online": 1.0})
 
 
 def test_a_column_that_no_row_has_is_named(push, sources, make_segment):
@@ -493,14 +501,14 @@ def test_rare_decisions_are_found_and_extras_keep_their_own_names(tmp_path, spec
     made.direct({"into": "online", "phase": "practise"})
     made.hello("arm", "outbox", "A", [])
     segment = make_segment("e0", 1, 0, 500, ends="terminated")
-    segment.decision[:] = np.arange(500) % 50 == 0
+    segment.chunk_start[:] = np.arange(500) % 50 == 0
     own = {"weights": np.full((500, 3), 7.0, np.float32), "number": np.arange(500)}
     made.stage("A", 0, dataclasses.replace(segment, extras=own))
     made.commit()
-    found = Sources(made.folder, spec, {"online": 2000}, {}, seed=0)
+    found = ReplayMixture(made.folder, spec, {"online": 2000}, {}, seed=0)
     found.update(made.index.catalog(0, 10)[1])
     offsets = tuple(range(50))
-    window = Window({STATE: (0,), "action": offsets, "weights": offsets, "number": offsets}, starts="decision")
+    window = Window({STATE: (0,), "action": offsets, "weights": offsets, "number": offsets}, starts="chunk_start")
     for _ in range(20):
         batch = found.sample(64, window, {"online": 1.0})
         assert {i % 50 for _, i in starts(batch)} == {0}

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.training.build import summarise
-from serl_launcher.training.counters import Ledger
+from serl_launcher.training.counters import RunCounters
 from serl_launcher.training.plan import load_plan
 from serl_launcher.utils import report
 
@@ -129,11 +129,11 @@ def ended(run_dir, phases, *, updates, sha256, evaluated=None):
     plan = load_plan({"sources": {"demo": {"capacity": 100}}, "phases": phases}, methods=None, has_operator=True)
     told = {field: 0 for field in EpisodeInfo._fields} | {"source": "demo", "final": True, "sealed": True, "steps": 10}
     told = [told | {"number": n, "phase": "demonstrate", "intervened": 4 if n < 3 else 10} for n in range(20)]
-    ledger = Ledger(SimpleNamespace(buffers={}, views={}))
-    ledger.take(EpisodeInfo(**episode) for episode in told)
+    counters = RunCounters(SimpleNamespace(buffers={}, views={}))
+    counters.take(EpisodeInfo(**episode) for episode in told)
     evaluations = {"evaluate": evaluation(evaluated, 50)} if evaluated is not None else {}
     summarise(SimpleNamespace(
-        run_dir=run_dir, ledger=ledger, plan=plan, evaluations=evaluations, wall_s=1.0,
+        run_dir=run_dir, counters=counters, plan=plan, evaluations=evaluations, wall_s=1.0,
         version={"sha256": sha256}, state=SimpleNamespace(updates=updates),
     ))  # fmt: skip
     return report.read(run_dir / "summary.json")

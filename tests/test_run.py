@@ -18,8 +18,8 @@ import pytest
 import safetensors.torch
 import torch
 from serl_client import messages as m
+from serl_client.connection import Connection
 from serl_client.keys import machine
-from serl_client.link import Link
 from serl_client.spec import Spec
 
 from serl_launcher.store.index import Index
@@ -88,7 +88,7 @@ class Programs:
 
     def order(self, command):
         """Say it to the plan, as an operator does."""
-        with Link(f"tcp://127.0.0.1:{self.ports[0]}", m.Hello(m.PROTOCOL, "viewer", "operator")) as link:
+        with Connection(f"tcp://127.0.0.1:{self.ports[0]}", m.Hello(m.PROTOCOL, "viewer", "operator")) as link:
             link.call(m.Command(command), PATIENCE)
 
     def kill(self, *names):
@@ -178,14 +178,14 @@ def assert_whole(run_dir, *, cut):
     assert checked.returncode == 0, checked.stdout
     found = stored_steps(run_dir)
     with closing(sqlite3.connect(run_dir / "store/index.sqlite")) as index:
-        rows = index.execute("SELECT number, epoch, steps, sealed, final FROM episodes ORDER BY number").fetchall()
+        rows = index.execute("SELECT number, session, steps, sealed, final FROM episodes ORDER BY number").fetchall()
         outcomes = index.execute("SELECT count(*) FROM outcomes GROUP BY episode").fetchall()
     assert set(found) == {number for number, *_ in rows}
-    stamps, last = defaultdict(list), {epoch: number for number, epoch, *_ in rows}
-    for number, epoch, steps, sealed, _ in rows:
+    stamps, last = defaultdict(list), {session: number for number, session, *_ in rows}
+    for number, session, steps, sealed, _ in rows:
         assert [index for index, _, _ in found[number]] == list(range(steps))
-        assert sealed or number == last[epoch]
-        stamps[epoch] += [stamp for _, *stamp in found[number]]
+        assert sealed or number == last[session]
+        stamps[session] += [stamp for _, *stamp in found[number]]
     assert sum(not final for *_, final in rows) <= cut + len(last)
     assert all(count == (1,) for count in outcomes)
     for given in stamps.values():

@@ -61,13 +61,13 @@ class TinyEnv:
 class FakeClient:
     """A client whose learner has endless room; `script` holds functions that run after so many pushed records."""
 
-    actor, epoch, ordinal = "robot", "0123456789abcdef", 3
+    actor, session, ordinal = "robot", "0123456789abcdef", 3
 
     def __init__(self, spec, mode="collect", **directive):
         self.spec = spec
         self.records, self.commands, self.script = [], [], {}
-        self.report, self.room, self.fault, self.error = {}, True, "", None
-        self.steps_allowed = None
+        self.report, self.has_room, self.fault, self.error = {}, True, "", None
+        self.step_limit = None
         self.drained = True
         self.waited = 0
         self.pending = 0, 0
@@ -161,7 +161,7 @@ def test_segments_tile_each_episode_exactly(spec):
         assert episode.reward.tolist() == list(range(1, 14))
         assert np.array_equal(episode.action, [next(actions) for _ in range(13)])
         assert (np.diff(episode.time) >= 0).all()
-        assert episode.decision.all()
+        assert episode.chunk_start.all()
     assert [report["steps"] for report in reports] == [13, 13]
     assert [report["reward"] for report in reports] == [91.0, 91.0]
     assert client.outcomes == [Outcome(episode.episode, True) for episode in client.episodes]
@@ -232,8 +232,8 @@ def test_evaluation_starts_are_distinct_the_same_again_and_never_trained_on(spec
     assert evaluated.seeds == [evaluation_seed(3, k) for k in range(20)] == again.seeds
     assert len(set(trained.seeds)) == 50
     assert max(trained.seeds) < 1_000_000_000 <= min(evaluated.seeds)
-    assert trained.seeds == [training_seed(0, FakeClient.epoch, number) for number in range(50)]
-    assert training_seed(1, FakeClient.epoch, 0) != training_seed(0, FakeClient.epoch, 0)
+    assert trained.seeds == [training_seed(0, FakeClient.session, number) for number in range(50)]
+    assert training_seed(1, FakeClient.session, 0) != training_seed(0, FakeClient.session, 0)
     assert len({evaluation_seed(ordinal, k) for ordinal in range(3) for k in range(5)}) == 15
 
 
@@ -260,7 +260,7 @@ def test_a_key_ends_the_episode_with_the_operators_outcome(spec, key, ends, outc
     assert len(first) == row + 1
     assert (first.terminated, first.truncated) == ends
     assert first.observation[STATE][:, 0].tolist() == list(range(row + 2))
-    assert client.outcomes[0] == Outcome(first.episode, by="operator", **outcome)
+    assert client.outcomes[0] == Outcome(first.episode, judged_by="operator", **outcome)
     assert len(second) == 13
     assert (reports[0]["success"], reports[0]["discard"]) == (outcome["success"], key == "discard")
 
@@ -270,7 +270,7 @@ def test_a_key_between_two_episodes_corrects_the_one_before(spec):
     run(TinyEnv(spec), client, operator=Keys({14: ["failure"]}))  # the look after the second reset
     first, second = (episode.episode for episode in client.episodes)
     assert client.outcomes == [
-        Outcome(first, True), Outcome(first, False, by="operator"), Outcome(second, True)
+        Outcome(first, True), Outcome(first, False, judged_by="operator"), Outcome(second, True)
     ]  # fmt: skip
     assert [len(episode) for episode in client.episodes] == [13, 13]
 
@@ -289,7 +289,7 @@ def test_a_verdict_that_finds_no_row_to_go_with_is_recorded_all_the_same(spec, i
     with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
         run(env, client, operator=keys)
     assert [len(segment) for segment in client.segments] == [5]
-    assert client.outcomes == [Outcome(client.segments[0].episode, False, by="operator")]
+    assert client.outcomes == [Outcome(client.segments[0].episode, False, judged_by="operator")]
 
 
 def test_a_verdict_before_the_first_row_is_about_the_episode_before(spec):
@@ -303,7 +303,7 @@ def test_a_verdict_before_the_first_row_is_about_the_episode_before(spec):
     first, second = client.episodes
     assert len(second) == 13
     assert client.outcomes == [
-        Outcome(first.episode, True), Outcome(first.episode, False, by="operator"), Outcome(second.episode, True)
+        Outcome(first.episode, True), Outcome(first.episode, False, judged_by="operator"), Outcome(second.episode, True)
     ]  # fmt: skip
 
 
@@ -338,11 +338,11 @@ def test_out_of_room_the_episode_is_cut_off_and_the_actor_goes_on_when_there_is_
     seen = []
 
     def full():
-        client.room, client.fault = False, "the outbox is full"
+        client.has_room, client.fault = False, "the outbox is full"
 
     def relieved():
         seen.append((status.driver, env.stops, len(client.segments)))
-        client.room = True
+        client.has_room = True
 
     client.script = {1: full}
     threading.Timer(0.3, relieved).start()
@@ -365,12 +365,12 @@ def test_a_simulated_robot_gives_the_outbox_a_moment_to_catch_up(spec):
 
 def test_a_paced_actor_makes_the_steps_it_may_and_pushes_them_before_it_waits(spec):
     env, client = TinyEnv(spec), FakeClient(spec)
-    client.steps_allowed = 3
+    client.step_limit = 3
     pushed = []
 
     def allow_more():
         pushed.append((len(env.actions), sum(len(segment) for segment in client.segments)))
-        client.steps_allowed += 4
+        client.step_limit += 4
 
     client.script = {f"wait {n}": allow_more for n in range(1, 20)}
     run(env, client)
@@ -380,14 +380,14 @@ def test_a_paced_actor_makes_the_steps_it_may_and_pushes_them_before_it_waits(sp
 
 def test_a_real_clock_is_never_paced(spec):
     client = FakeClient(spec)
-    client.steps_allowed = 0
+    client.step_limit = 0
     run(TinyEnv(spec, clock="real"), client)
     assert [len(episode) for episode in client.episodes] == [13, 13]
 
 
 def test_an_actor_that_waits_for_permission_obeys_a_stop(spec):
     client = FakeClient(spec)
-    client.steps_allowed = 7
+    client.step_limit = 7
     client.script = {"wait 3": lambda: client.direct("stop", number=2)}
     run(TinyEnv(spec), client)
     assert [(len(segment), segment.ends) for segment in client.segments] == [(5, False), (2, False)]
@@ -430,7 +430,7 @@ def test_teleop_needs_an_operator(spec):
     assert env.teleops == [True, True]
     assert set(env.actions) == {None}
     assert client.episodes[0].intervened.all()
-    assert not client.episodes[0].decision.any()
+    assert not client.episodes[0].chunk_start.any()
 
 
 def test_an_environment_that_fails_leaves_a_truncated_episode_and_a_stopped_robot(spec):
@@ -528,14 +528,14 @@ def test_a_policy_of_single_actions_is_asked_for_every_row():
     remote = policy(source)
     assert [act(remote, step) for step in range(4)] == [0, 1, 2, 3]
     assert source.questions == [(0, True), (1, False), (2, False), (3, False)]
-    assert (remote.version, remote.decision, remote.extras["mean"].tolist()) == (1, True, [3, 3])
+    assert (remote.version, remote.chunk_start, remote.extras["mean"].tolist()) == (1, True, [3, 3])
     assert source.seed == decision_seed("e0", 3) < 2**63
 
 
 def test_a_chunk_is_given_out_row_by_row_and_decision_marks_its_first():
     source = Source(length=3)
     remote = policy(source)
-    rows = [(act(remote, step), remote.decision) for step in range(6)]
+    rows = [(act(remote, step), remote.chunk_start) for step in range(6)]
     assert rows == [(0, True), (0.01, False), (0.02, False), (3, True), (3.01, False), (3.02, False)]
     assert [step for step, _ in source.questions] == [0, 3]
 
@@ -544,17 +544,17 @@ def test_the_rows_that_have_passed_are_skipped_in_a_late_chunk():
     source = Source(length=5, delay=2)
     remote = policy(source)
     assert [act(remote, step) for step in range(5)] == [None, None, 0.02, 0.03, 0.04]
-    assert remote.decision is False
+    assert remote.chunk_start is False
     assert source.questions == [(0, True)]
 
 
 def test_the_old_chunk_goes_on_until_the_next_one_is_here():
     source = Source(length=6)
-    remote = policy(source, execute=2)
+    remote = policy(source, n_action_steps=2)
     assert [act(remote, 0), act(remote, 1)] == [0, 0.01]
     source.delay = 2
     assert [act(remote, step) for step in (2, 3, 4)] == [0.02, 0.03, 2.02]
-    assert remote.decision is True
+    assert remote.chunk_start is True
 
 
 def test_a_chunk_that_is_too_late_as_a_whole_is_asked_for_again():
@@ -594,7 +594,7 @@ def test_a_takeover_drops_the_chunk_and_the_hand_back_asks_anew(spec):
     assert source.questions == [(0, True), (8, True)]
     assert source.task == env.task == episode.task
     assert episode.intervened.tolist() == [row in (4, 5, 6) for row in range(13)]
-    assert episode.decision.tolist() == [row in (0, 8) for row in range(13)]
+    assert episode.chunk_start.tolist() == [row in (0, 8) for row in range(13)]
     assert [row for row, action in enumerate(env.actions) if action is None] == [5, 6, 7]
 
 

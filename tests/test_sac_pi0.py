@@ -42,10 +42,11 @@ def spec():
 SEES = partial(ObservationEncoder, cameras="all", channels=[8], latent=6)
 
 
-def policy_of(spec, encoder=ObservationEncoder, deviation=None, frozen=False, scale="bounds"):
+def policy_of(spec, encoder=ObservationEncoder, noise_level=None, frozen=False, scale="bounds"):
     policy = FlowPolicy(
-        spec, encoder=encoder, horizon=HORIZON, steps=STEPS, hidden=[32, 32], layer_norm=True, imitates="action",
-        deviation=deviation, scale=scale,
+        spec, encoder=encoder, horizon=HORIZON, steps=STEPS, hidden=[32, 32], layer_norm=True,
+        imitation_target="action",
+        noise_level=noise_level, scale=scale,
     )  # fmt: skip
     if frozen:
         policy.network[0].requires_grad_(False)
@@ -56,8 +57,8 @@ def build(spec, seed=0, policy=policy_of, learning_rate=1e-3, **options):
     torch.manual_seed(seed)
     optimizer = partial(Optimizer, learning_rate=learning_rate)
     known = {
-        "judged": JUDGED, "encoder": ObservationEncoder, "optimizer": optimizer, "critic_optimizer": optimizer,
-        "hidden": [32, 32], "layer_norm": True, "members": 3, "discount": 0.5, "tau": 0.1, "distill_weight": 3.0,
+        "critic_horizon": JUDGED, "encoder": ObservationEncoder, "optimizer": optimizer, "critic_optimizer": optimizer,
+        "hidden": [32, 32], "layer_norm": True, "num_critics": 3, "discount": 0.5, "tau": 0.1, "distill_weight": 3.0,
         "initial_temperature": 0.2, "entropy_per_action": 1.0, "augment": None,
     }  # fmt: skip
     return SACPI0(spec, policy=policy, **{**known, **options})
@@ -168,7 +169,7 @@ def test_target_and_critic_that_have_met_say_the_same_of_the_same(spec, encoder)
 
 
 def test_the_members_of_the_ensemble_share_their_features_and_nothing_else(spec):
-    """Hi-ORS: one final layer for all members, so that they could hardly disagree."""
+    """Hi-ORS: one final layer for all num_critics, so that they could hardly disagree."""
     algorithm, batch = build(spec), batch_of(spec)
     prediction = algorithm.critic(now(batch.observation), batch.action)
     layers = [weight for name, weight in algorithm.critic.named_parameters() if name.startswith("network")]
@@ -187,7 +188,7 @@ def test_only_the_actions_that_are_run_are_judged(spec):
     assert slope[:, JUDGED:].abs().sum() == 0
     assert algorithm.windows["update"].horizon == JUDGED
     assert algorithm.windows["update_clone"].horizon == HORIZON
-    assert build(spec, judged=50).judged == HORIZON
+    assert build(spec, critic_horizon=50).critic_horizon == HORIZON
 
 
 # -- the policy
@@ -291,10 +292,10 @@ def test_the_reference_is_what_was_cloned_and_stays_it(spec):
 
 
 def test_a_resumed_run_has_the_same_reference_and_goes_on_bit_by_bit(spec):
-    straight = build(spec, policy=partial(policy_of, deviation=0.3))
+    straight = build(spec, policy=partial(policy_of, noise_level=0.3))
     straight.update_clone(clone_batch(spec))
     straight.update(batch_of(spec))
-    resumed = build(spec, seed=1, policy=partial(policy_of, deviation=0.3))
+    resumed = build(spec, seed=1, policy=partial(policy_of, noise_level=0.3))
     resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
     assert_same(weights(resumed.reference), weights(straight.reference))
     for algorithm in (straight, resumed):
@@ -379,8 +380,8 @@ def test_without_a_deviation_there_is_no_temperature(spec):
 
 
 def test_with_a_deviation_its_density_is_in_the_loss_and_the_temperature_is_its_price(spec):
-    algorithm, batch = build(spec, policy=partial(policy_of, deviation=0.3)), batch_of(spec)
-    plain = build(spec, policy=partial(policy_of, deviation=0.3), initial_temperature=1e-9)
+    algorithm, batch = build(spec, policy=partial(policy_of, noise_level=0.3)), batch_of(spec)
+    plain = build(spec, policy=partial(policy_of, noise_level=0.3), initial_temperature=1e-9)
     loss, metrics = algorithm.policy_loss(batch)
     _, log_prob = algorithm.policy.rsample(now(batch.observation), seed=batch.seed)
     torch.testing.assert_close(loss - plain.policy_loss(batch)[0], 0.2 * log_prob.mean())
@@ -391,9 +392,9 @@ def test_with_a_deviation_its_density_is_in_the_loss_and_the_temperature_is_its_
 def test_entropy_below_its_target_becomes_dear_and_rises_and_above_it_costs_nothing(spec):
     """Actions near zero are rewarded: values ask for no spread at all."""
     target = -1.5 * HORIZON * 2
-    for deviation, updates in ((0.05, 100), (0.8, 200)):
+    for noise_level, updates in ((0.05, 100), (0.8, 200)):
         algorithm = build(
-            spec, policy=partial(policy_of, deviation=deviation), learning_rate=0.01, distill_weight=0.0,
+            spec, policy=partial(policy_of, noise_level=noise_level), learning_rate=0.01, distill_weight=0.0,
             entropy_per_action=1.5, initial_temperature=0.05, critic_optimizer=partial(Optimizer, learning_rate=0.03),
         )  # fmt: skip
         found = []
@@ -401,7 +402,7 @@ def test_entropy_below_its_target_becomes_dear_and_rises_and_above_it_costs_noth
             batch = batch_of(spec, seed, 64, ends="terminated")
             metrics = algorithm.update(replace(batch, reward=-batch.action.square().sum(-1)))
             found.append((metrics["entropy"].item(), metrics["temperature"].item()))
-        if deviation == 0.05:
+        if noise_level == 0.05:
             assert found[0][0] < target - 8
             assert found[20][1] > 1.5 * found[0][1]
             assert max(entropy for entropy, _ in found) > target - 1
@@ -412,7 +413,7 @@ def test_entropy_below_its_target_becomes_dear_and_rises_and_above_it_costs_noth
 
 
 def test_who_explores_takes_all_of_the_noise_and_who_is_evaluated_only_where_it_begins(spec):
-    algorithm = build(spec, policy=partial(policy_of, deviation=0.3))
+    algorithm = build(spec, policy=partial(policy_of, noise_level=0.3))
     observation, nothing = {STATE: torch.randn(5, 3)}, torch.zeros(5, 2)
     noise = torch.randn(5, *algorithm.acting.noise_shape)
     other = noise.clone()
@@ -448,9 +449,14 @@ def test_parts_of_a_batch_make_the_step_of_the_whole(spec):
 # -- with PI0
 
 
-@pytest.mark.parametrize("deviation", ["null", 0.3])
-def test_pi0_is_cloned_judged_by_what_its_frozen_tower_sees_and_climbs(spec, deviation):
-    words = ["+policy=pi0_tiny", "policy.steps=3", "policy.freeze=[vision,language]", f"policy.deviation={deviation}"]
+@pytest.mark.parametrize("noise_level", ["null", 0.3])
+def test_pi0_is_cloned_judged_by_what_its_frozen_tower_sees_and_climbs(spec, noise_level):
+    words = [
+        "+policy=pi0_tiny",
+        "policy.steps=3",
+        "policy.freeze=[vision,language]",
+        f"policy.noise_level={noise_level}",
+    ]
     with initialize_config_dir(str(Path(__file__).parents[1] / "config"), version_base="1.3"):
         policy = instantiate(compose(overrides=words).policy)
     algorithm = build(spec, policy=policy, encoder=None)
@@ -460,7 +466,7 @@ def test_pi0_is_cloned_judged_by_what_its_frozen_tower_sees_and_climbs(spec, dev
     assert_same(weights(algorithm.reference), weights(algorithm.policy))
     metrics = algorithm.update(batch_of(spec, 3, 4)) | algorithm.update(batch_of(spec, 4, 4))
     assert all(value.isfinite() for value in metrics.values())
-    assert ("entropy" in metrics) == (deviation != "null")
+    assert ("entropy" in metrics) == (noise_level != "null")
     assert metrics["distill"] > 0
     frozen = {id(weight) for weight in algorithm.policy.parameters() if not weight.requires_grad}
     assert frozen

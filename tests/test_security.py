@@ -22,9 +22,9 @@ from hydra.utils import instantiate
 from serl_client import ConfigError, Outcome
 from serl_client import messages as m
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection
 from serl_client.errors import Disconnected, Refused, TrainerError, VersionMismatch
 from serl_client.keys import Key, known_as, named
-from serl_client.link import Link
 
 from serl_launcher.acting.server import InferenceServer, PolicyHost
 from serl_launcher.store import access as module
@@ -68,7 +68,7 @@ class Served:
         )
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
-        self.trainer = Link(self.local, m.Hello(m.PROTOCOL, "learner", "trainer"))
+        self.trainer = Connection(self.local, m.Hello(m.PROTOCOL, "learner", "trainer"))
 
     def close(self):
         self.trainer.close()
@@ -88,8 +88,8 @@ class Served:
     def link(self, role, name, *, key=None, spec=None):
         """A connection by hand; `key` is the name of one."""
         opened = Key.read(self.keys / f"{key}.key") if key else None
-        record = {} if spec is None else {"epoch": f"{name:e<32}"[:32], "outbox": name, "spec": spec.to_dict()}
-        return Link(self.address, m.Hello(m.PROTOCOL, role, name, **record), opened)
+        record = {} if spec is None else {"session": f"{name:e<32}"[:32], "outbox": name, "spec": spec.to_dict()}
+        return Connection(self.address, m.Hello(m.PROTOCOL, role, name, **record), opened)
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_the_tool_makes_private_files_and_says_what_is_wrong(keys, tmp_path):
         ("make", "server", "actor"): "is not server",
         ("make", "../up", "actor"): "a name has letters",
         ("revoke", "nobody"): "nobody is let in as nobody",
-        ("lift", "left"): "left is not refused for bad messages",
+        ("unban", "left"): "left is not refused for bad messages",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(sentence)):
             do(arguments[0], keys, *arguments[1:])
@@ -227,7 +227,7 @@ def test_with_keys_every_address_is_served_and_clients_find_inference_there(keys
     thread.start()
     try:
         key = Key.read(keys / "eye.key")
-        with Link(f"tcp://127.0.0.1:{port}", m.Hello(m.PROTOCOL, "viewer", "eye"), key) as link:
+        with Connection(f"tcp://127.0.0.1:{port}", m.Hello(m.PROTOCOL, "viewer", "eye"), key) as link:
             assert link.hello(PATIENCE).inference == "tcp://*:7"
     finally:
         server.stop()
@@ -253,7 +253,7 @@ def test_everybody_with_a_key_does_what_its_role_is_for(keys, serve, actor, make
         assert eye.call(m.Status(), PATIENCE).report["sources"]["online"]["head"] == 4
         assert boss.call(m.Command("next"), PATIENCE).value == 1
     label = actor(served, "boss")
-    label.push(Outcome("e0", False, by="operator"))
+    label.push(Outcome("e0", False, judged_by="operator"))
     assert label.drain(PATIENCE)
     assert [row[16] for row in served.trainer.call(m.Sync(0, 0), PATIENCE).episodes] == [0]
     assert served.refusals() == {}
@@ -270,11 +270,17 @@ def test_an_unknown_key_no_key_and_the_key_of_another_learner_are_kept_out_told_
     known = Key.read(keys / "left.key")
     stranger = Key("left", "operator", stranger.public, stranger.secret, known.server)
     hello = m.Hello(m.PROTOCOL, "viewer", "left")
-    with Link(served.address, hello, stranger) as link, pytest.raises(Refused, match="does not let the key left in"):
+    with (
+        Connection(served.address, hello, stranger) as link,
+        pytest.raises(Refused, match="does not let the key left in"),
+    ):
         link.call(m.Status(), PATIENCE)
-    with Link(served.address, hello) as link, pytest.raises(Disconnected, match=r"no learner .* or wants a key"):
+    with Connection(served.address, hello) as link, pytest.raises(Disconnected, match=r"no learner .* or wants a key"):
         link.call(m.Status(), PATIENCE)
-    with Link(served.address, hello, misled) as link, pytest.raises(Disconnected, match="another server key than ours"):
+    with (
+        Connection(served.address, hello, misled) as link,
+        pytest.raises(Disconnected, match="another server key than ours"),
+    ):
         link.call(m.Status(), PATIENCE)
     until(lambda: served.refusals() == {"unknown key": 1, "no key": 1, "wrong server key": 1})
     stranger.write(tmp_path / "stranger.key")
@@ -291,7 +297,7 @@ def test_a_client_with_a_key_never_speaks_in_the_clear(keys, serve):
     """Whoever answers in the learner's place, without its key, hears nothing."""
     served = serve()
     key = Key.read(keys / "left.key")
-    with Link(served.address, m.Hello(m.PROTOCOL, "viewer", "left"), key) as link, pytest.raises(Disconnected):
+    with Connection(served.address, m.Hello(m.PROTOCOL, "viewer", "left"), key) as link, pytest.raises(Disconnected):
         link.call(m.Status(), PATIENCE)
     assert served.report()["clients"] == []
 
@@ -321,12 +327,12 @@ def test_a_revoked_key_is_refused_at_its_next_message_and_at_its_next_connection
 def test_what_a_revoked_client_sends_at_once_is_not_stored(keys, serve, spec, make_segment):
     served = serve(keys)
     with served.link("actor", "left", key="left", spec=spec) as link:
-        epoch = link.greeting.epoch
+        session = link.greeting.session
         link.hello(PATIENCE)
         served.direct()
         do("revoke", keys, "left")
         record = b"".join(bytes(part) for part in m.seal(0, make_segment("e0")))
-        link.send(m.Push(epoch, {"records": np.frombuffer(record, np.uint8)}))
+        link.send(m.Push(session, {"records": np.frombuffer(record, np.uint8)}))
         until(lambda: served.refusals() == {"revoked key": 1})
     assert served.report()["sources"]["online"]["head"] == 0
 
@@ -358,7 +364,7 @@ def test_an_actor_may_neither_steer_nor_label_the_episodes_of_others(keys, serve
         link.call(m.Command("stop"), PATIENCE)
     until(lambda: right.connected)
     with pytest.raises(Refused, match="e0 is an episode of left: labelling it needs a key with the role operator"):
-        until(lambda: right.push(Outcome("e0", False, by="operator")))  # the first one, or the next call says so
+        until(lambda: right.push(Outcome("e0", False, judged_by="operator")))  # the first one, or the next call says so
     left.push(Outcome("e0", True))
     assert left.drain(PATIENCE)
     assert [row[16] for row in served.trainer.call(m.Sync(0, 0), PATIENCE).episodes] == [1]
@@ -370,8 +376,11 @@ def test_an_actor_neither_labels_nor_takes_the_name_of_an_episode_that_another_w
     served = serve(keys)
     right = actor(served, "right")
     until(lambda: right.check() or right.connected)
-    name = f"right-{right.epoch[:8]}-000000"  # as the runner names them, and everybody's status shows them
-    for record, what in ((Outcome(name, None, discard=True, by="operator"), "label"), (make_segment(name), "record")):
+    name = f"right-{right.session[:8]}-000000"  # as the runner names them, and everybody's status shows them
+    for record, what in (
+        (Outcome(name, None, discard=True, judged_by="operator"), "label"),
+        (make_segment(name), "record"),
+    ):
         left = actor(served, "left")
         until(lambda link=left: link.connected)
         with pytest.raises(Refused, match=f"{name} is an episode of right: {what}l?ing it needs a key"):
@@ -403,7 +412,7 @@ def test_identity_is_the_key_and_not_the_name_that_is_claimed(keys, serve, actor
 
 
 KINDS = (
-    m.Publish("0" * 64, 1, 1), m.Direct({}, None), m.Sync(0, 0), m.Archived([]), m.Allow(1, None),
+    m.Publish("0" * 64, 1, 1), m.Direct({}, None), m.Sync(0, 0), m.Archived([]), m.StepLimit(1, None),
 )  # fmt: skip
 
 
@@ -422,9 +431,9 @@ def test_bad_messages_of_several_kinds_ban_a_key_until_it_is_lifted(keys, serve,
     with served.link("viewer", "eye", key="eye") as link, pytest.raises(Refused, match="does not let the key eye in"):
         link.call(m.Status(), PATIENCE)
     assert served.refusals()["banned key"] == 2
-    assert "until `tools/keys.py lift eye`" in caplog.text
+    assert "until `tools/keys.py unban eye`" in caplog.text
     assert "eye                  banned" in do("list", keys)
-    assert do("lift", keys, "eye") == "eye is let in again"
+    assert do("unban", keys, "eye") == "eye is let in again"
     with served.link("viewer", "eye", key="eye") as link:
         link.hello(PATIENCE)
         link.send(KINDS[0])
@@ -451,7 +460,7 @@ def test_another_version_is_told_so_for_ever_and_bans_no_key(keys, serve):
     served = serve(keys)
     for version in range(20):
         hello = m.Hello((version + 10, version + 10), "viewer", "eye")
-        with Link(served.address, hello, Key.read(keys / "eye.key")) as link, pytest.raises(VersionMismatch):
+        with Connection(served.address, hello, Key.read(keys / "eye.key")) as link, pytest.raises(VersionMismatch):
             link.hello(PATIENCE)
     with served.link("viewer", "eye", key="eye") as link:
         link.call(m.Status(), PATIENCE)
@@ -507,13 +516,13 @@ def test_nobody_writes_in_the_name_of_another_though_he_knows_its_numbers(keys, 
     """The numbers lie in the files of the other's outbox."""
     served = serve(keys)
 
-    def link(name, epoch, earlier=()):
-        hello = m.Hello(m.PROTOCOL, "actor", name, epoch, "box of left", "", spec.to_dict(), earlier)
-        return Link(served.address, hello, Key.read(keys / f"{name}.key"))
+    def link(name, session, earlier=()):
+        hello = m.Hello(m.PROTOCOL, "actor", name, session, "box of left", "", spec.to_dict(), earlier)
+        return Connection(served.address, hello, Key.read(keys / f"{name}.key"))
 
-    def push(opened, epoch, seq, record):
+    def push(opened, session, seq, record):
         data = b"".join(bytes(part) for part in m.seal(seq, record))
-        opened.send(m.Push(epoch, {"records": np.frombuffer(data, np.uint8)}))
+        opened.send(m.Push(session, {"records": np.frombuffer(data, np.uint8)}))
 
     mine, his = "a" * 32, "b" * 32
     with link("left", mine) as left:
@@ -521,8 +530,8 @@ def test_nobody_writes_in_the_name_of_another_though_he_knows_its_numbers(keys, 
         served.direct()
         push(left, mine, 0, make_segment("e0"))
         until(lambda: isinstance(left.receive(), m.Ack))
-        for epoch, earlier in ((his, [[mine, 5]]), (mine, [])):
-            with link("right", epoch, earlier) as right, pytest.raises(Refused, match="or to another key"):
+        for session, earlier in ((his, [[mine, 5]]), (mine, [])):
+            with link("right", session, earlier) as right, pytest.raises(Refused, match="or to another key"):
                 right.hello(PATIENCE)
         push(left, mine, 1, make_segment("e0", start=4, ends="terminated"))
         assert until(lambda: (got := left.receive()) and isinstance(got, m.Ack) and got).expected == 2
@@ -569,7 +578,7 @@ def test_a_ban_outlives_the_server_and_an_allow_list_that_is_gone_lets_nobody_in
     public = Key.read(keys / "left.key").public
     allowed.ban("left")
     assert AllowList(keys).find(public).role == "banned"
-    do("lift", keys, "left")
+    do("unban", keys, "left")
     assert allowed.find(public).role == "actor"
     (keys / "allowed.json").chmod(0o666)
     (keys / "allowed.json").touch()
@@ -655,8 +664,8 @@ def test_clients_that_come_and_go_leave_nothing_that_grows(serve, spec):
     until(lambda: len(server._missing) <= MISSING)
     limit = 4 * module.CONNECTIONS
     for number in range(2 * limit):
-        server.gate._peer(b"%d" % number)
-    assert len(server.gate._peers) == limit
+        server.access._peer(b"%d" % number)
+    assert len(server.access._peers) == limit
 
 
 def test_what_a_peer_says_cannot_write_lines_of_the_log(serve, caplog):
@@ -664,7 +673,7 @@ def test_what_a_peer_says_cannot_write_lines_of_the_log(serve, caplog):
     with served.link("viewer", "eve\nthe learner: all is well") as link, pytest.raises(Refused, match="is printable"):
         link.hello(PATIENCE)
     for index in range(5):
-        served.server.gate.refuse("refused", f"epoch {index}\nrefused: nothing")
+        served.server.access.refuse("refused", f"session {index}\nrefused: nothing")
     lines = [record for record in caplog.records if record.name == module.__name__ and "(1 times" in record.message]
     assert [line.levelno for line in lines] == [logging.WARNING] * 2
     assert not any("\n" in line.message for line in lines)
@@ -722,15 +731,17 @@ def test_an_actor_pushes_and_asks(keys, serve, actor, answering, make_segment, h
 @pytest.mark.usefixtures("one_thread")
 def test_the_inference_process_lets_in_and_refuses_as_the_server_does(keys, answering, spec):
     inference, address = answering(keys)
-    ask = m.Ask(0, 1, True, False, "", {STATE: np.zeros(8, np.float32)})
+    ask = m.InferenceRequest(0, 1, True, False, "", {STATE: np.zeros(8, np.float32)})
 
     def link(role, name, key, **record):
-        return Link(address, m.Hello(m.PROTOCOL, role, name, **record), Key.read(keys / f"{key}.key") if key else None)
+        return Connection(
+            address, m.Hello(m.PROTOCOL, role, name, **record), Key.read(keys / f"{key}.key") if key else None
+        )
 
     def answer(asked):
         def first():
             message = asked.receive()
-            return message if isinstance(message, m.Act | m.Failed) else None
+            return message if isinstance(message, m.InferenceResponse | m.Failed) else None
 
         asked.hello(PATIENCE)
         asked.send(ask)
@@ -743,7 +754,7 @@ def test_the_inference_process_lets_in_and_refuses_as_the_server_does(keys, answ
     with link("actor", "left", None) as plain, pytest.raises(Disconnected):
         plain.hello(PATIENCE)
     with link("actor", "left", "left") as left:
-        assert isinstance(answer(left), m.Act)
+        assert isinstance(answer(left), m.InferenceResponse)
         do("revoke", keys, "left")
         left.send(ask)
         assert "the key left is revoked" in until(lambda: left.receive()).text
@@ -756,8 +767,11 @@ def test_the_inference_process_lets_in_and_refuses_as_the_server_does(keys, answ
 @pytest.mark.usefixtures("one_thread")
 def test_the_inference_process_answers_a_hello_so_that_nobody_takes_it_for_mute(answering, spec):
     _, address = answering()
-    with Link(address, m.Hello(m.PROTOCOL, "actor", "arm", spec=spec.to_dict())) as link:
+    with Connection(address, m.Hello(m.PROTOCOL, "actor", "arm", spec=spec.to_dict())) as link:
         welcome = link.hello(PATIENCE)
         assert (welcome.spec, welcome.inference, link.heard > 0) == (spec.to_dict(), "", True)
-    with Link(address, m.Hello((1, 1), "actor", "arm")) as link, pytest.raises(TrainerError, match="this client 1-1"):
+    with (
+        Connection(address, m.Hello((1, 1), "actor", "arm")) as link,
+        pytest.raises(TrainerError, match="this client 1-1"),
+    ):
         link.hello(PATIENCE)

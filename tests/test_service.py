@@ -16,8 +16,8 @@ import zmq
 from serl_client import Feature, Outcome, Spec, wire
 from serl_client import messages as m
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection
 from serl_client.errors import Disconnected, Refused, ServerFailed, TrainerError, VersionMismatch
-from serl_client.link import Link
 from serl_client.outbox import Outbox
 
 from serl_launcher.store import weights
@@ -55,7 +55,7 @@ class ServerProcess:
         self.run_dir, self.port = run_dir, free_port()
         self.capacities = capacities or {"online": 20_000, "demo": 1000}
         self.address, self.local = f"tcp://127.0.0.1:{self.port}", f"ipc://{run_dir}/server"
-        self.admin = Link(self.local, m.Hello(m.PROTOCOL, "learner", "trainer"))
+        self.admin = Connection(self.local, m.Hello(m.PROTOCOL, "learner", "trainer"))
         run_dir.mkdir(exist_ok=True)
         self.start()
 
@@ -140,7 +140,7 @@ def wait_until(condition, timeout=15.0):
 
 def episode(make_segment, number, *, client, steps=8):
     """The records of one episode, as a runner pushes them: outcome, then the last segment."""
-    name, half = f"{client.actor}-{client.epoch[:8]}-{number:06d}", steps // 2
+    name, half = f"{client.actor}-{client.session[:8]}-{number:06d}", steps // 2
     return [
         make_segment(name, number, 0, half),
         Outcome(name, number % 2 == 0),
@@ -150,7 +150,7 @@ def episode(make_segment, number, *, client, steps=8):
 
 def push_all(client, records):
     for record in records:
-        wait_until(lambda: client.room)
+        wait_until(lambda: client.has_room)
         client.push(record)
 
 
@@ -173,7 +173,7 @@ def stored(server, source="online"):
 def assert_whole(server, clients, count, steps=8):
     """Every episode of every client is there once, whole and in order."""
     found = stored(server)
-    expected = {f"{c.actor}-{c.epoch[:8]}-{i:06d}" for c in clients for i in range(count)}
+    expected = {f"{c.actor}-{c.session[:8]}-{i:06d}" for c in clients for i in range(count)}
     assert set(found) == expected
     assert all(indices == list(range(steps)) for indices in found.values())
 
@@ -232,16 +232,16 @@ from serl_client import Feature, Segment, Spec, Stamp
 from serl_client.client import TrainerClient
 spec = Spec({{"observation.state": Feature((8,))}}, Feature((2,), low=-1, high=1), fps=10.0)
 with TrainerClient({address!r}, actor="arm", spec=spec, outbox=Path({outbox!r})) as client:
-    print(client.epoch, flush=True)
+    print(client.session, flush=True)
     while client.directive["number"] == 0:
         client.wait(0.05)
     for n in range(100_000):
-        name = f"arm-{{client.epoch[:8]}}-{{n:06d}}"
+        name = f"arm-{{client.session[:8]}}-{{n:06d}}"
         for start, end in ((0, False), (4, True)):
             rows = np.arange(start, start + 4 + end, dtype=np.float32)
             state = np.stack([np.full_like(rows, n), rows] * 4, axis=1)
             flags = np.zeros(4, bool)
-            while not client.room:
+            while not client.has_room:
                 client.wait(0.01)
             client.push(Segment(name, start, "reach", Stamp(client.directive["number"], "practise", 1),
                 {{"observation.state": state}}, np.zeros((4, 2), np.float32), rows[:4].copy(), flags, flags,
@@ -252,11 +252,11 @@ with TrainerClient({address!r}, actor="arm", spec=spec, outbox=Path({outbox!r}))
 
 def test_an_actor_that_is_killed_leaves_a_prefix_which_its_next_life_delivers(server, connect, tmp_path, make_segment):
     outbox = tmp_path / "outbox-arm"
-    epochs = []
+    sessions = []
     for life in range(3):
         code = ACTOR.format(address=server.address, outbox=str(outbox))
         actor = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        epochs.append(actor.stdout.readline().strip())
+        sessions.append(actor.stdout.readline().strip())
         if life == 0:
             wait_until(lambda: server.admin.is_open or server.ask(m.Status()).report["run"])
             server.direct()
@@ -274,9 +274,9 @@ def test_an_actor_that_is_killed_leaves_a_prefix_which_its_next_life_delivers(se
     assert last.drain(30)
     wait_until(lambda: all(e["sealed"] for e in server.episodes().values()))
     found, known = stored(server), server.episodes()
-    for epoch in epochs:
-        mine = sorted(name for name in found if epoch[:8] in name)
-        assert mine == [f"arm-{epoch[:8]}-{i:06d}" for i in range(len(mine))], "a prefix, without holes"
+    for session in sessions:
+        mine = sorted(name for name in found if session[:8] in name)
+        assert mine == [f"arm-{session[:8]}-{i:06d}" for i in range(len(mine))], "a prefix, without holes"
         assert len(mine) > 10
         assert all(found[name] == list(range(8)) for name in mine[:-1])
         assert found[mine[-1]] in (list(range(4)), list(range(8)))
@@ -300,10 +300,10 @@ def test_a_full_disk_is_degraded_nothing_false_is_acknowledged_and_space_brings_
     assert_whole(server, [client], 10)
 
 
-def raw_actor(server, spec, epoch="a" * 32, earlier=()):
+def raw_actor(server, spec, session="a" * 32, earlier=()):
     """A connection that speaks for an actor by hand."""
-    return Link(
-        server.address, m.Hello(m.PROTOCOL, "actor", "arm", epoch, "box", "", spec.to_dict(), earlier)
+    return Connection(
+        server.address, m.Hello(m.PROTOCOL, "actor", "arm", session, "box", "", spec.to_dict(), earlier)
     )  # fmt: skip
 
 
@@ -318,9 +318,9 @@ def welcomed(link):
             time.sleep(0.05)
 
 
-def push_raw(link, epoch, *records):
+def push_raw(link, session, *records):
     data = b"".join(bytes(part) for seq, record in records for part in m.seal(seq, record))
-    link.send(m.Push(epoch, {"records": np.frombuffer(data, np.uint8)}))
+    link.send(m.Push(session, {"records": np.frombuffer(data, np.uint8)}))
 
 
 def acks(link, seconds):
@@ -374,7 +374,7 @@ def test_an_action_far_outside_of_its_bounds_is_refused_and_one_near_them_is_not
 
 def test_a_sensor_that_fails_ends_the_episode_before_it_and_its_actor_goes_on(server, connect, make_segment, caplog):
     client = connect()
-    name = f"arm-{client.epoch[:8]}-000000"
+    name = f"arm-{client.session[:8]}-000000"
     push_all(client, [
         make_segment(name, 0), spoiled(make_segment(name, 0, 4), "observation.state", np.nan), make_segment(name, 0, 8),
         make_segment(name, 0, 12, ends="terminated"), *episode(make_segment, 1, client=client),
@@ -398,24 +398,24 @@ def test_a_segment_of_another_shape_is_one_sentence_and_what_was_good_before_it_
 
 
 def test_a_gap_is_answered_once_and_only_with_what_is_durable(server, spec, make_segment):
-    epoch = "a" * 32
+    session = "a" * 32
     with raw_actor(server, spec) as link:
         welcomed(link)
         server.direct()
         (server.run_dir / "fail").touch()
-        push_raw(link, epoch, (0, make_segment("e0")))
-        push_raw(link, epoch, (2, make_segment("e0", start=8)))
+        push_raw(link, session, (0, make_segment("e0")))
+        push_raw(link, session, (2, make_segment("e0", start=8)))
         assert acks(link, 1.0) == [], "nothing is durable: not even the number of what is missing may be told"
         (server.run_dir / "fail").unlink()
         wait_until(lambda: acks(link, 0.1) == [(0, True)])
-        push_raw(link, epoch, (0, make_segment("e0")))
+        push_raw(link, session, (0, make_segment("e0")))
         wait_until(lambda: acks(link, 0.1) == [(1, False)])
         for _ in range(3):
-            push_raw(link, epoch, (2, make_segment("e0", start=8)))
+            push_raw(link, session, (2, make_segment("e0", start=8)))
         told = acks(link, 0.5)
         assert told.count((1, True)) == 1
         assert set(told) <= {(1, True), (1, False)}
-        push_raw(link, epoch, (1, make_segment("e0", start=4)), (2, make_segment("e0", start=8, ends="terminated")))
+        push_raw(link, session, (1, make_segment("e0", start=4)), (2, make_segment("e0", start=8, ends="terminated")))
         wait_until(lambda: acks(link, 0.1) == [(3, False)])
 
 
@@ -445,7 +445,7 @@ def test_a_life_that_is_over_takes_no_new_record_and_no_new_hello(server, spec, 
     with raw_actor(server, spec, second, [[first, 0]]) as link:
         assert dict(welcomed(link).expected) == {first: 1, second: 0}
         push_raw(link, first, (1, make_segment("z1", ends="terminated")))
-        assert f"epoch {first} is over" in refused(link).text
+        assert f"session {first} is over" in refused(link).text
     with raw_actor(server, spec, first) as link, pytest.raises(Refused, match="is over: another client named arm"):
         welcomed(link)
     assert server.episodes().keys() == {"e0"}
@@ -460,8 +460,8 @@ def test_an_outbox_of_more_lives_than_a_hello_names_is_delivered_in_order(server
     for i, life in enumerate(lives):
         box = Outbox(tmp_path / "outbox-arm", 1 << 30)
         box.append(life, 0, [b"".join(bytes(part) for part in m.seal(0, make_segment(f"e{i:02}", ends="terminated")))])
-        earlier = [[epoch, 0] for epoch in lives[:i]][: m.MAX_EARLIER]
-        with Link(
+        earlier = [[session, 0] for session in lives[:i]][: m.MAX_EARLIER]
+        with Connection(
             server.address, m.Hello(m.PROTOCOL, "actor", "arm", life, box.id, "", spec.to_dict(), earlier)
         ) as link:
             welcomed(link)
@@ -479,7 +479,7 @@ def test_a_hello_that_names_too_many_lives_is_refused(server, spec):
     for earlier in (many, [["b" * 32, 0]] * 2, [["a" * 32, 0]], [["b" * 32, -1]]):
         with (
             raw_actor(server, spec, earlier=earlier) as link,
-            pytest.raises(Refused, match=r"earlier epoch|besides its"),
+            pytest.raises(Refused, match=r"earlier session|besides its"),
         ):
             welcomed(link)
 
@@ -494,30 +494,30 @@ def test_connections_of_one_life_that_broke_before_a_word_leave_no_session(serve
 
 
 def test_a_second_gap_of_one_life_is_told_too(server, spec, make_segment):
-    epoch = "a" * 32
+    session = "a" * 32
     with raw_actor(server, spec) as link:
         welcomed(link)
         server.direct()
         for seq in (0, 1):
-            push_raw(link, epoch, (seq + 1, make_segment("e0", start=4 * seq + 4)))
+            push_raw(link, session, (seq + 1, make_segment("e0", start=4 * seq + 4)))
             wait_until(lambda seq=seq: (seq, True) in acks(link, 0.1))
-            push_raw(link, epoch, (seq, make_segment("e0", start=4 * seq)))
+            push_raw(link, session, (seq, make_segment("e0", start=4 * seq)))
             wait_until(lambda seq=seq: (seq + 1, False) in acks(link, 0.1))
 
 
 def test_a_gap_before_the_disk_failed_is_told_again_after_it(server, spec, make_segment):
-    epoch = "a" * 32
+    session = "a" * 32
     with raw_actor(server, spec) as link:
         welcomed(link)
         server.direct()
-        push_raw(link, epoch, (1, make_segment("e0", start=4)))
+        push_raw(link, session, (1, make_segment("e0", start=4)))
         wait_until(lambda: (0, True) in acks(link, 0.1))
         (server.run_dir / "fail").touch()
-        push_raw(link, epoch, (0, make_segment("e0")))
+        push_raw(link, session, (0, make_segment("e0")))
         wait_until(lambda: server.ask(m.Status()).report["degraded"])
         (server.run_dir / "fail").unlink()
         wait_until(lambda: (0, True) in acks(link, 0.1))
-        push_raw(link, epoch, (1, make_segment("e0", start=4)))
+        push_raw(link, session, (1, make_segment("e0", start=4)))
         wait_until(lambda: (0, True) in acks(link, 0.1))
 
 
@@ -530,7 +530,7 @@ def test_a_second_client_of_one_name_stops_the_first_and_its_records_wait(server
         wait_until(lambda: first.check())
     push_all(second, episode(make_segment, 0, client=second))
     assert second.drain(20)
-    assert not server.episodes()[f"arm-{first.epoch[:8]}-000000"]["sealed"], "silence never closes an episode"
+    assert not server.episodes()[f"arm-{first.session[:8]}-000000"]["sealed"], "silence never closes an episode"
 
 
 def test_the_first_of_two_clients_does_not_push_the_second_out_when_its_link_comes_back(server, spec):
@@ -614,7 +614,7 @@ def test_another_run_is_refused_and_nothing_is_deleted(server, connect, tmp_path
 
 
 def test_another_protocol_is_refused_with_both_versions(server):
-    link = Link(server.address, m.Hello((7, 9), "actor", "arm"))
+    link = Connection(server.address, m.Hello((7, 9), "actor", "arm"))
     server.ask(m.Status())
     with pytest.raises(VersionMismatch, match="this client 7-9, this learner {}-{}".format(*m.PROTOCOL)):
         link.call(m.Status(), 5.0)
@@ -641,10 +641,10 @@ def test_a_hello_of_another_version_is_told_so_whatever_else_it_holds(server, sp
 
 def test_the_learners_messages_are_refused_from_the_actors_address(server, connect):
     connect()
-    link = Link(server.address, m.Hello(m.PROTOCOL, "learner", "intruder"))
+    link = Connection(server.address, m.Hello(m.PROTOCOL, "learner", "intruder"))
     with pytest.raises(Refused, match="role 'learner' is not given on this address"):
         link.call(m.Direct({"mode": "stop", "phase": ""}, None), 5.0)
-    viewer = Link(server.address, m.Hello(m.PROTOCOL, "viewer", "intruder"))
+    viewer = Connection(server.address, m.Hello(m.PROTOCOL, "viewer", "intruder"))
     with pytest.raises(Refused, match="not for the role viewer"):
         viewer.call(m.Publish("0" * 64, 1, 1), 5.0)
     link.close(), viewer.close()
@@ -659,14 +659,14 @@ def test_a_paced_actor_gets_its_share_of_the_steps_and_no_more(server, connect, 
     client = connect(paced=True, directed=False)
     wait_until(lambda: client.connected)
     number = server.ask(m.Direct({"phase": "practise", "mode": "collect", "into": "online", "paced": True}, 20)).value
-    wait_until(lambda: client.steps_allowed == 20)
+    wait_until(lambda: client.step_limit == 20)
     push_all(client, episode(make_segment, 0, client=client))
     assert client.drain(20)
-    assert client.steps_allowed == 20
+    assert client.step_limit == 20
     other = connect("other", paced=True, directed=False)
-    wait_until(lambda: other.steps_allowed == 6 and client.steps_allowed == 8 + 6)
-    server.admin.send(m.Allow(number, None))
-    wait_until(lambda: client.steps_allowed is None)
+    wait_until(lambda: other.step_limit == 6 and client.step_limit == 8 + 6)
+    server.admin.send(m.StepLimit(number, None))
+    wait_until(lambda: client.step_limit is None)
 
 
 def test_an_operators_command_is_acknowledged_and_reaches_the_learner(server, connect):

@@ -71,7 +71,7 @@ def test_actors_come_and_go_at_a_store_that_evicts_and_the_last_line_tells_it(tm
     assert result["kills"] >= 2
     assert result["lives"] > 2 * 6  # of each actor more than one beside those after a kill
     assert result["evicted"] > 0
-    assert {"server MB", "server files", "server threads", "ack p99 ms", "index KB", "rows of epochs"} <= set(
+    assert {"server MB", "server files", "server threads", "ack p99 ms", "index KB", "rows of sessions"} <= set(
         result["drift"]
     )
-    assert "server.store.epochs" in {*result["grows_with_history"], *result["grows"]}
+    assert "server.store.sessions" in {*result["grows_with_history"], *result["grows"]}

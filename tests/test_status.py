@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from serl_client import messages as m
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection
 from serl_client.errors import TrainerError
-from serl_client.link import Link
 
 from tools.faults.proxy import free_port
 
@@ -46,7 +46,7 @@ class Learner:
         self.join("trainer")
 
     def join(self, name):
-        self.links[name] = Link(self.local, m.Hello(m.PROTOCOL, "learner", name))
+        self.links[name] = Connection(self.local, m.Hello(m.PROTOCOL, "learner", name))
         return self.ask(name, m.Status()).report
 
     def ask(self, name, message):
@@ -105,7 +105,7 @@ def test_who_is_there_what_it_reports_and_what_lags(learner, spec, tmp_path):
 
 
 def test_who_is_silent_is_missing(learner, spec):
-    actor = Link(learner.address, m.Hello(m.PROTOCOL, "actor", "left", "e" * 32, "o" * 32, "", spec.to_dict()))
+    actor = Connection(learner.address, m.Hello(m.PROTOCOL, "actor", "left", "e" * 32, "o" * 32, "", spec.to_dict()))
     actor.call(m.Status(), 5.0)
     actor.close()
     deadline = time.monotonic() + 20

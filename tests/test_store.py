@@ -163,7 +163,7 @@ def test_an_actor_that_died_leaves_a_truncated_episode_only_when_its_next_life_h
     assert not made.index.episode("e0").sealed
     made.stage("A", 1, make_segment("e0", start=4))
     made.commit()
-    made.close_epoch("A")
+    made.close_session("A")
     made.commit()
     episode = made.index.episode("e0")
     assert (episode.steps, episode.truncated, episode.terminated, episode.sealed, episode.final) == (8, 1, 0, 1, 0)
@@ -193,7 +193,7 @@ def test_what_comes_after_a_cut_from_elsewhere_is_a_part_of_its_own_and_nothing_
     made.stage("A", 0, make_segment("e0"))
     if how == "an operator":
         made.hello("desk", "another outbox", "B", [])
-        made.stage("B", 0, Outcome("e0", None, by="operator"))
+        made.stage("B", 0, Outcome("e0", None, judged_by="operator"))
     elif how == "silence":
         made.cut("A")
     else:
@@ -226,10 +226,10 @@ def test_an_outcome_of_an_episode_holds_for_all_its_parts_whenever_they_come(tmp
         ("e0", 1), ("e0.part2", 1), ("e0.part3", 1)
     ]  # fmt: skip
     made.hello("desk", "another outbox", "B", [])
-    made.stage("B", 0, Outcome("e0.part2", False, by="operator"))
+    made.stage("B", 0, Outcome("e0.part2", False, judged_by="operator"))
     made.commit()
     assert [each.success for each in made.index.parts("e0")] == [1, 0, 1]
-    made.stage("B", 1, Outcome("e0", None, discard=True, by="operator"))
+    made.stage("B", 1, Outcome("e0", None, discard=True, judged_by="operator"))
     made.commit()
     assert [(each.discard, each.sealed) for each in made.index.parts("e0")] == [(1, 1)] * 3
 
@@ -247,10 +247,10 @@ def test_a_part_does_not_take_the_name_of_another_episode(tmp_path, spec, make_s
 def test_the_operator_closes_an_episode_whose_actor_is_gone(tmp_path, spec, make_segment):
     made = founded(tmp_path, spec)
     made.stage("A", 0, make_segment("e0"))
-    made.stage("A", 1, Outcome("e0", True, by="operator"))
+    made.stage("A", 1, Outcome("e0", True, judged_by="operator"))
     assert not made._find("e0").sealed  # its own actor says so, and goes on
     made.hello("desk", "another outbox", "B", [])
-    made.stage("B", 0, Outcome("e0", False, by="operator"))
+    made.stage("B", 0, Outcome("e0", False, judged_by="operator"))
     made.commit()
     episode = made.index.episode("e0")
     assert (episode.sealed, episode.truncated, episode.terminated, episode.success) == (1, 1, 0, 0)
@@ -271,10 +271,10 @@ def test_the_operator_overrules_the_judge_whenever_he_speaks(tmp_path, spec, mak
     made.stage("A", 1, make_segment("e0", ends="terminated"))
     made.commit()
     assert made.index.episode("e0").success == 1
-    made.stage("A", 2, Outcome("e0", False, by="operator"))
+    made.stage("A", 2, Outcome("e0", False, judged_by="operator"))
     made.commit()
     made.stage("A", 3, Outcome("e0", True))
-    made.stage("A", 4, Outcome("e0", False, discard=True, by="operator"))
+    made.stage("A", 4, Outcome("e0", False, discard=True, judged_by="operator"))
     made.commit()
     episode = made.index.episode("e0")
     assert (episode.success, episode.discard, episode.judge) == (0, 1, "operator")
@@ -361,10 +361,10 @@ def test_a_store_whose_making_was_interrupted_is_made_anew(tmp_path, spec, monke
 # -- eviction
 
 
-def fill(made, make_segment, episodes, epoch="A", seq=0, length=10):
+def fill(made, make_segment, episodes, session="A", seq=0, length=10):
     for _ in range(episodes):
-        made.stage(epoch, seq, make_segment(f"{epoch}{seq}", seq, 0, length // 2))
-        made.stage(epoch, seq + 1, make_segment(f"{epoch}{seq}", seq, length // 2, length // 2, ends="terminated"))
+        made.stage(session, seq, make_segment(f"{session}{seq}", seq, 0, length // 2))
+        made.stage(session, seq + 1, make_segment(f"{session}{seq}", seq, length // 2, length // 2, ends="terminated"))
         seq += 2
         made.commit()
     return seq
@@ -383,16 +383,16 @@ def test_what_is_not_archived_stays_however_much_room_an_eviction_would_make(tmp
     """29 archived episodes may go, 35 must stay, and three open ones fill the rest: the tail stops between them."""
     made = Store.create(tmp_path / "store", spec, {"online": 1280}, ["online"])
     made.direct({"into": "online", "phase": "practise"})
-    epochs = "ABC"
-    for epoch in epochs:
-        made.hello(f"arm{epoch}", f"outbox{epoch}", epoch, [])
+    sessions = "ABC"
+    for session in sessions:
+        made.hello(f"arm{session}", f"outbox{session}", session, [])
     fill(made, make_segment, 29)
     made.archive(range(1, 30))
     fill(made, make_segment, 35, seq=58)
     for start in range(0, 310, 10):
-        for epoch in epochs:
-            seq = made.expected(epoch)
-            made.stage(epoch, seq, make_segment(f"open{epoch}", start=start, steps=10))
+        for session in sessions:
+            seq = made.expected(session)
+            made.stage(session, seq, make_segment(f"open{session}", start=start, steps=10))
         made.commit()
     assert (made.sources["online"].tail, made.sources["online"].head) == (290, 1570)
     with pytest.raises(Full, match="waits for its export"):
@@ -618,7 +618,7 @@ def test_an_episode_that_nobody_ends_is_cut_and_pushes_out_no_more_than_its_own_
 ):
     made = founded(tmp_path, spec, online=400)
     made.hello("other", "box", "B", [])
-    fill(made, make_segment, 30, epoch="B")
+    fill(made, make_segment, 30, session="B")
     for seq in range(20):
         made.stage("A", seq, make_segment("long", 0, 10 * seq, 10))
         made.commit()

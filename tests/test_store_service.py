@@ -10,8 +10,8 @@ import pytest
 from serl_client import ConfigError
 from serl_client import messages as m
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection
 from serl_client.errors import TrainerError
-from serl_client.link import Link
 
 from serl_launcher.store import layout
 from serl_launcher.store import server as service
@@ -29,7 +29,7 @@ class Running:
         self.server = Server(
             folder / "run", {"online": 400}, public=self.address, local=self.local, inference="", **options
         )
-        self.admin = Link(self.local, m.Hello(m.PROTOCOL, "learner", "trainer"))
+        self.admin = Connection(self.local, m.Hello(m.PROTOCOL, "learner", "trainer"))
         self.ended = ""
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -59,14 +59,14 @@ class Running:
 class Actor:
     """One life of an actor, on a link of its own."""
 
-    def __init__(self, running, spec, name="arm", *, epoch="A", paced=False):
-        self.epoch, self.expected, self.failed = epoch, 0, []
-        hello = m.Hello(m.PROTOCOL, "actor", name, epoch, f"outbox-{name}", "", spec.to_dict(), paced=paced)
-        self.link = Link(running.address, hello)
+    def __init__(self, running, spec, name="arm", *, session="A", paced=False):
+        self.session, self.expected, self.failed = session, 0, []
+        hello = m.Hello(m.PROTOCOL, "actor", name, session, f"outbox-{name}", "", spec.to_dict(), paced=paced)
+        self.link = Connection(running.address, hello)
 
     def push(self, seq, *records):
         data = b"".join(bytes(part) for i, record in enumerate(records) for part in m.seal(seq + i, record))
-        self.link.send(m.Push(self.epoch, {"records": np.frombuffer(data, np.uint8)}))
+        self.link.send(m.Push(self.session, {"records": np.frombuffer(data, np.uint8)}))
 
     def hear(self):
         """What was acknowledged so far; refusals are added to `failed`."""
@@ -140,7 +140,7 @@ def test_an_actor_that_lives_keeps_its_episode_and_the_rest_of_a_silent_one_is_a
 ):
     monkeypatch.setattr(service, "NOTICE_S", 0.05)
     running = run(on_silence={"online": 1.0})
-    actor, other = act(running), act(running, name="other", epoch="B")
+    actor, other = act(running), act(running, name="other", session="B")
     actor.push(0, make_segment("e0"))
     other.push(0, make_segment("f0"))
     wait_until(lambda: (actor.hear(), other.hear()) == (1, 1))
@@ -162,7 +162,7 @@ def test_an_actor_that_lives_keeps_its_episode_and_the_rest_of_a_silent_one_is_a
 
 def test_a_record_with_a_hostile_number_is_its_senders_fault_and_holds_up_nobody(run, act, make_segment, monkeypatch):
     running = run()
-    hostile, honest = act(running), act(running, name="honest", epoch="B")
+    hostile, honest = act(running), act(running, name="honest", session="B")
     degraded = []
     monkeypatch.setattr(running.server, "_degrade", degraded.append)
     hostile.push(0, make_segment("e0"))
@@ -190,7 +190,7 @@ def test_a_record_that_sets_off_a_bug_when_its_group_is_written_costs_the_others
 
     monkeypatch.setattr(layout, "checksums", buggy)
     running = run()
-    hostile, honest = act(running), act(running, name="honest", epoch="B")
+    hostile, honest = act(running), act(running, name="honest", session="B")
     honest.push(0, make_segment("f0", ends="terminated"))
     wait_until(lambda: honest.hear() == 1)
     hostile.push(0, make_segment("e0", steps=8))

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from serl_client.episode import Lost, Outcome
+from serl_client.episode import LostRecord, Outcome
 
 from serl_launcher.store.store import Store
 from tools import store as tool
@@ -23,7 +23,7 @@ def run(tmp_path, spec, make_segment):
     for number in range(2):
         made.stage("A", number, make_segment(f"e{number}", number, ends="terminated"))
     made.stage("A", 2, Outcome("e0", True))
-    made.stage("A", 3, Lost("damaged on the actor's disk"))
+    made.stage("A", 3, LostRecord("damaged on the actor's disk"))
     made.archive([1])
     made.publish_weights("a" * 64, 1, 1)
     made.command("next", "", "arm")
@@ -70,7 +70,7 @@ DAMAGES = {
         lambda run: change(run, "UPDATE episodes SET id = 'f0' WHERE id = 'e0'"),
         r"a row of episodes, which begins with 1 is damaged",
     ),
-    "a watermark": (lambda run: change(run, "UPDATE epochs SET expected = 7"), r"a row of epochs, .* is damaged"),
+    "a watermark": (lambda run: change(run, "UPDATE sessions SET expected = 7"), r"a row of sessions, .* is damaged"),
     "a tail": (lambda run: change(run, "UPDATE sources SET tail = 4"), r"a row of sources"),
     **{
         table: (lambda run, sql=f"UPDATE {table} SET {what}": change(run, sql), rf"a row of {table}, .* is damaged")

@@ -268,7 +268,8 @@ def test_published_weights_let_an_actor_see(spec, tmp_path):
     seen = {name: value.numpy() for name, value in observe(spec).items()}  # as a robot has it: [H, W, 3]
     dark = {**seen, WRIST: np.zeros_like(seen[WRIST])}
     questions = [
-        Question(actor, m.Ask(0, 0, True, False, "", arrays)) for actor, arrays in ((b"a", seen), (b"b", dark))
+        Question(actor, m.InferenceRequest(0, 0, True, False, "", arrays))
+        for actor, arrays in ((b"a", seen), (b"b", dark))
     ]
     for question in questions:
         host.check(question.ask)

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from serl_client import Outcome, Stamp, messages, wire
 from serl_client.episode import MAX_NAME
 from serl_client.errors import MessageError
-from serl_client.messages import Ack, Ask, Hello, Push
+from serl_client.messages import Ack, Hello, InferenceRequest, Push
 from serl_client.spec import DTYPES
 
 names = st.text("abc.é", min_size=1, max_size=8)
@@ -114,14 +114,14 @@ def test_a_protocol_that_is_none_is_a_bad_message(protocol):
 
 def test_records_travel(make_segment):
     segment = make_segment(steps=5, ends="terminated")
-    outcome = Outcome("e0", None, discard=True, by="operator")
+    outcome = Outcome("e0", None, discard=True, judged_by="operator")
     data = b"".join(bytes(part) for seq, it in enumerate((segment, outcome)) for part in messages.seal(seq, it))
     (first, copy), (second, other) = messages.unseal(data)
     assert (first, second, other) == (0, 1, outcome)
     assert copy.stamp == Stamp(1, "practise", 1)
     assert copy.terminated
     assert not copy.truncated
-    for column in ("action", "reward", "intervened", "decision", "time"):
+    for column in ("action", "reward", "intervened", "chunk_start", "time"):
         assert same(getattr(copy, column), getattr(segment, column))
     assert same(copy.observation["observation.state"], segment.observation["observation.state"])
 
@@ -183,7 +183,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("layout", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_layout_is_refused_before_anything_is_allocated(layout):
-    frames = [msgpack.packb([{"type": "Push", "epoch": "e"}, layout]), *[b"x"] * len(layout)]
+    frames = [msgpack.packb([{"type": "Push", "session": "e"}, layout]), *[b"x"] * len(layout)]
     tracemalloc.start()
     with pytest.raises(MessageError):
         messages.decode(frames)
@@ -230,9 +230,13 @@ def test_a_message_with_a_wrong_field_is_refused(change, reason):
     ("task", "reason"), [(3, "of type str"), (None, "of type str"), ("x" * (MAX_NAME + 1), "at most 200 characters")]
 )
 def test_a_question_with_a_task_that_is_none_or_too_long_is_refused(task, reason):
-    ask = messages.decode(messages.encode(Ask(0, 1, False, True, "x" * MAX_NAME, {})))
+    ask = messages.decode(messages.encode(InferenceRequest(0, 1, False, True, "x" * MAX_NAME, {})))
     assert ask.task == "x" * MAX_NAME
-    header = {"type": "Ask", **{name: getattr(ask, name) for name in messages.FIELDS[Ask]}, "task": task}
+    header = {
+        "type": "InferenceRequest",
+        **{name: getattr(ask, name) for name in messages.FIELDS[InferenceRequest]},
+        "task": task,
+    }
     with pytest.raises(MessageError, match=reason):
         messages.decode(wire.pack(header, {}))
 
@@ -258,7 +262,7 @@ def test_a_sealed_record_of_wrong_types_is_refused(change):
 
 def test_arrays_are_not_copied_on_their_way():
     array = np.arange(1000, dtype=np.float32)
-    head, frame = messages.encode(Ask(0, 1, False, True, "reach", {"a": array}))
+    head, frame = messages.encode(InferenceRequest(0, 1, False, True, "reach", {"a": array}))
     assert np.shares_memory(np.frombuffer(frame, np.uint8), array)
     assert np.shares_memory(messages.decode([head, frame]).arrays["a"], array)
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from serl_launcher.acting.server import PolicyHost
 from serl_launcher.networks.vision import IMAGES
 from serl_launcher.policies.base import Policy
-from serl_launcher.replay.mixture import Sources
+from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.views import FOLDS, EpisodeInfo, View
 from serl_launcher.store import weights
 from serl_launcher.store.index import Index
@@ -105,12 +105,12 @@ def published(run_dir: Path, spec: Spec, versions: list[dict[str, Any]]) -> tupl
     return host.algorithm.acting, versions[0]  # type: ignore[return-value]
 
 
-def opened(run_dir: Path, spec: Spec, index: Index, source: str, fold: str | None) -> Sources:
+def opened(run_dir: Path, spec: Spec, index: Index, source: str, fold: str | None) -> ReplayMixture:
     """The run's source, with the view DRAWN of its successful episodes."""
     there = index.sources()
     known(source, there, "source", f"--source {source}")
     view = View((source,), ("successful",), fold=fold)
-    sources = Sources(run_dir / "store", spec, {source: there[source].capacity}, {DRAWN: view}, seed=SEED)
+    sources = ReplayMixture(run_dir / "store", spec, {source: there[source].capacity}, {DRAWN: view}, seed=SEED)
     revision = 0
     while True:
         revision, rows = index.catalog(revision, 1000)

@@ -4,7 +4,7 @@
 tools/keys.py make NAME --role actor|operator|viewer   a key for one robot PC or one person, in KEYS/NAME.key
 tools/keys.py list                                     who has one, and who is refused
 tools/keys.py revoke NAME                              it is refused from its next message on, for good
-tools/keys.py lift NAME                                it is banned for its bad messages: let it in at once
+tools/keys.py unban NAME                                it is banned for its bad messages: let it in at once
 
 --keys KEYS is the folder (default: keys). An actor appends records and asks for actions; an operator may steer the
 plan and label any episode besides; a viewer sees the status. See docs/security.md.
@@ -29,7 +29,7 @@ RESERVED = "server"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("make", "list", "revoke", "lift"))
+    parser.add_argument("what", choices=("make", "list", "revoke", "unban"))
     parser.add_argument("name", nargs="?")
     parser.add_argument("--role", choices=ROLES)
     parser.add_argument("--keys", type=Path, default=Path("keys"))

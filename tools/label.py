@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection
 from serl_client.episode import Outcome
 from serl_client.errors import ConfigError, Refused, RetakeError, Timeout, TrainerError
 from serl_client.keys import Key, known_as
-from serl_client.link import Link
 from serl_client.messages import PROTOCOL, Bye, Hello
 from serl_client.reach import explained
 from serl_client.runner import VERDICTS
@@ -50,7 +50,7 @@ def main() -> None:
         if not options.episode:
             print("\n".join(listed(options.run_dir)))
             return
-        outcome = Outcome(options.episode, VERDICTS[options.verdict], options.verdict == "discard", by=NAME)
+        outcome = Outcome(options.episode, VERDICTS[options.verdict], options.verdict == "discard", judged_by=NAME)
         look_up(options.run_dir, options.episode)
         outbox = options.run_dir / "actors" / NAME / "outbox"
         label(f"tcp://{options.ip}:{options.port}", outbox, outcome, key=options.key)
@@ -91,7 +91,7 @@ def label(address: str, outbox: Path, outcome: Outcome, key: Path | None = None)
     """Deliver an outcome; returns when it is durable. Raises TrainerError when that cannot be, or not in time."""
     opened = Key.read(key) if key else None
     name = known_as(opened, NAME)
-    with Link(address, Hello(PROTOCOL, "viewer", name), opened) as link:
+    with Connection(address, Hello(PROTOCOL, "viewer", name), opened) as link:
         spec = link.hello(PATIENCE).spec
         link.send(Bye())
     if spec is None:

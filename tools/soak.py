@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 from serl_client import messages as m
+from serl_client.connection import Connection
 from serl_client.errors import Disconnected
-from serl_client.link import Link
 from serl_client.messages import EPISODE
 
 from serl_launcher.store.weights import write
@@ -43,7 +43,7 @@ PUBLISH = 10.0  # seconds
 SAMPLES = 120  # at most four in a second
 STEPS = 160  # that the store holds for each actor: four episodes
 WEIGHTS = 1 << 20  # bytes
-ONE_EACH = ("rows of ", "index KB", "server.store.epochs")  # grow with the run's history
+ONE_EACH = ("rows of ", "index KB", "server.store.sessions")  # grow with the run's history
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ class Soak:
         self.folder, self._seconds = folder, seconds
         self._address, inference = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
         local = f"ipc://{folder}/server"
-        self.link = Link(local, m.Hello(m.PROTOCOL, "learner", "trainer"))
+        self.link = Connection(local, m.Hello(m.PROTOCOL, "learner", "trainer"))
         self._revision, self._period = 0, actors / RECORDS
         self._pipe, theirs = PROCESSES.Pipe()
         words = (theirs, folder / "run", STEPS * actors, self._address, local, inference)

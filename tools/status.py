@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from serl_client import messages as m
+from serl_client.connection import Connection
 from serl_client.errors import ConfigError, TrainerError
 from serl_client.keys import Key, known_as
-from serl_client.link import Link
 from serl_client.reach import explained
 
 SILENT_S = 5.0
@@ -33,7 +33,7 @@ def main() -> None:
     address = f"tcp://{options.ip}:{options.port}"
     try:
         key = Key.read(options.key) if options.key else None
-        with Link(address, m.Hello(m.PROTOCOL, "viewer", known_as(key, "status")), key) as link:
+        with Connection(address, m.Hello(m.PROTOCOL, "viewer", known_as(key, "status")), key) as link:
             report: Any = link.call(m.Status(), timeout=3.0)
             link.send(m.Bye())
             time.sleep(0.05)

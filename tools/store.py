@@ -36,15 +36,15 @@ def main() -> None:
 
 
 def show(folder: Path, index: Index) -> int:
-    """Sources, actors and outcomes."""
+    """ReplayMixture, actors and outcomes."""
     print(f"run {index.meta('run')}")
     for source in index.sources().values():
         print(f"source {source.name}: steps [{source.tail:,}, {source.head:,}) of {source.capacity:,}")
     lost = index.lost_counts()
-    for epoch in index.epochs().values():
-        state = "closed" if epoch.closed else f"next record {epoch.expected}"
-        damage = f", {lost[epoch.epoch]} records lost on its disk" if epoch.epoch in lost else ""
-        print(f"actor {epoch.actor}, epoch {epoch.epoch[:8]}: {state}{damage}")
+    for session in index.sessions().values():
+        state = "closed" if session.closed else f"next record {session.expected}"
+        damage = f", {lost[session.session]} records lost on its disk" if session.session in lost else ""
+        print(f"actor {session.actor}, session {session.session[:8]}: {state}{damage}")
     return 0
 
 

@@ -23,16 +23,16 @@ import zmq
 from serl_client import messages as m
 from serl_client import wire
 from serl_client.client import TrainerClient
+from serl_client.connection import received
 from serl_client.errors import ConfigError, MessageError, RetakeError
-from serl_client.link import received
 from serl_client.network import Answer
 from serl_client.spec import Array, Spec
 from torch import Tensor
 
 from serl_launcher.acting.graphs import Graphs
 from serl_launcher.algorithms.base import Algorithm
-from serl_launcher.store.access import Gate
-from serl_launcher.store.peers import Holder, check_hello, check_role, send
+from serl_launcher.store.access import AccessControl
+from serl_launcher.store.peers import KeyOwner, check_hello, check_role, send
 from serl_launcher.store.weights import path
 from serl_launcher.training.finite import not_finite
 from serl_launcher.types import Carry
@@ -52,7 +52,7 @@ class Question:
     """One actor's observation at one row; `actor` is whatever tells actors apart; `came`: time.monotonic()."""
 
     actor: bytes
-    ask: m.Ask
+    ask: m.InferenceRequest
     came: float = 0.0
 
 
@@ -110,7 +110,7 @@ class PolicyHost:
         self.version = version
 
     # -- answers
-    def check(self, ask: m.Ask) -> None:
+    def check(self, ask: m.InferenceRequest) -> None:
         """Raises MessageError when an observation does not fit the Spec, or something else comes with it."""
         features = dict(self.spec.observation)
         if "previous_action" in ask.arrays:
@@ -128,13 +128,13 @@ class PolicyHost:
     def warm_up(self, most: int) -> None:
         """Make the graphs of batches of up to `most`, so that no answer waits for them; without graphs, nothing."""
         arrays = {name: np.zeros(feature.shape, feature.dtype) for name, feature in self.spec.observation.items()}
-        questions = [Question(b"", m.Ask(0, 0, True, explore, "", arrays)) for explore in (True, False)]
+        questions = [Question(b"", m.InferenceRequest(0, 0, True, explore, "", arrays)) for explore in (True, False)]
         for size in (1 << power for power in range(most.bit_length()) if self.is_static):
             for question in questions:  # the noise may have another shape where nothing is explored
                 self.answer([question] * size)
         self._carries.clear()
 
-    def answer(self, questions: Sequence[Question]) -> list[m.Act]:
+    def answer(self, questions: Sequence[Question]) -> list[m.InferenceResponse]:
         """One answer per question, in their order; each was checked before, because a batch cannot be half done."""
         for question in questions:
             if question.ask.reset:
@@ -142,13 +142,13 @@ class PolicyHost:
         groups: dict[tuple[bool, bool], list[int]] = {}
         for i, question in enumerate(questions):
             groups.setdefault((question.ask.explore, question.actor in self._carries), []).append(i)
-        answers: dict[int, m.Act] = {}
+        answers: dict[int, m.InferenceResponse] = {}
         for (explore, remembers), members in groups.items():
             part = [questions[i] for i in members]
             answers.update(zip(members, self._act(part, explore, remembers), strict=True))
         return [answers[i] for i in range(len(questions))]
 
-    def _act(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[m.Act]:
+    def _act(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[m.InferenceResponse]:
         rows = self._padded(questions)
         asks = [question.ask for question in rows]
         observation = {name: self._stack([ask.arrays[name] for ask in asks]) for name in self.spec.observation}
@@ -167,7 +167,7 @@ class PolicyHost:
                 del self._carries[next(iter(self._carries))]
         arrays = {name: value.cpu().numpy() for name, value in {"action": decision.action, **decision.extras}.items()}
         return [
-            m.Act(question.ask.step, self.version, {name: array[i] for name, array in arrays.items()})
+            m.InferenceResponse(question.ask.step, self.version, {name: array[i] for name, array in arrays.items()})
             for i, question in enumerate(questions)
         ]
 
@@ -249,7 +249,7 @@ class LocalSource:
     def __init__(self, client: TrainerClient, host: PolicyHost) -> None:
         self.client, self.host = client, host
         self._loader = Loader(host)
-        self._question: m.Ask | None = None
+        self._question: m.InferenceRequest | None = None
         host.warm_up(1)
 
     def ask(
@@ -257,7 +257,7 @@ class LocalSource:
         explore: bool, task: str,
     ) -> None:  # fmt: skip
         arrays = dict(observation) if previous_action is None else {**observation, "previous_action": previous_action}
-        self._question = m.Ask(step, seed, reset, explore, task, arrays)
+        self._question = m.InferenceRequest(step, seed, reset, explore, task, arrays)
         self.host.check(self._question)
 
     def wait_answer(self, step: int, timeout: float) -> Answer | None:
@@ -280,7 +280,7 @@ class LocalSource:
 
 
 class InferenceServer:
-    """Answers Ask on `address`, with the weights in the folder `weights`.
+    """Answers InferenceRequest on `address`, with the weights in the folder `weights`.
 
     The thread that calls `run` does all but warming up, swapping weights in (another thread, one job after the other)
     and reading a file (the loader's). What comes while it computes a batch lies in the socket and is heard after it,
@@ -293,11 +293,11 @@ class InferenceServer:
     ) -> None:
         """Raises ConfigError when it may not, or cannot, listen on `address`; `keys` as the server's."""
         self.host, self.weights, self.window = host, weights, window
-        self._gate = Gate(address, keys, option="inference_port")
-        self._socket = self._gate.socket
+        self._access = AccessControl(address, keys, option="inference_port")
+        self._socket = self._access.socket
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
-        for polled in (self._woken, *self._gate.polled):
+        for polled in (self._woken, *self._access.polled):
             self._poller.register(polled, zmq.POLLIN)
         self._policy = ThreadPoolExecutor(1, "policy")
         self._loader = Loader(host, self._wake)
@@ -317,7 +317,7 @@ class InferenceServer:
         while not stopping():
             if (self._woken, zmq.POLLIN) in self._poller.poll(self._patience()):
                 os.eventfd_read(self._woken)
-            self._gate.turn()
+            self._access.turn()
             self._hear(time.monotonic())
             self._finish()
             self._load(newest())
@@ -332,13 +332,13 @@ class InferenceServer:
             p50, p99 = np.quantile(self._seconds, (0.5, 0.99)) * 1e3
             batch = sum(self._sizes) / len(self._sizes)
             report |= {"p50_ms": round(p50, 2), "p99_ms": round(p99, 2), "batch": round(batch, 2)}
-        return {**report, "replaced": self._replaced, **(self._gate.report if self._gate.refused else {})}
+        return {**report, "replaced": self._replaced, **(self._access.report if self._access.refused else {})}
 
     def close(self) -> None:
         """End the threads, after what they are at, and the sockets."""
         self._policy.shutdown(cancel_futures=True)
         self._loader.close()
-        self._gate.context.destroy(linger=0)
+        self._access.context.destroy(linger=0)
         os.close(self._woken)
 
     def _wake(self) -> None:
@@ -361,28 +361,28 @@ class InferenceServer:
 
     def _heard(self, identity: zmq.Frame, frames: Sequence[zmq.Frame], now: float) -> m.Message | None:
         """Take one message; what is wrong with it is counted, and is the answer."""
-        holder, message = None, None
+        owner, message = None, None
         try:
-            if (holder := self._gate.admit(identity)) is None:
+            if (owner := self._access.admit(identity)) is None:
                 return None
             message = m.decode([frame.buffer for frame in frames])
-            check_role(message, holder)
+            check_role(message, owner)
             if isinstance(message, m.Hello):
-                return self._welcome(message, holder)
-            if not isinstance(message, m.Ask):
+                return self._welcome(message, owner)
+            if not isinstance(message, m.InferenceRequest):
                 raise MessageError(f"a {type(message).__name__} is not for the inference process")
             self.host.check(message)
             self._put(Question(identity.bytes, message, now))
         except (MessageError, TypeError, ValueError) as error:
-            self._gate.blame(identity, holder, error)
+            self._access.blame(identity, owner, error)
             return m.Failed("Refused", str(error), final=isinstance(message, m.Hello))
         except RetakeError as error:
             return m.Failed(type(error).__name__, str(error), final=True)
         return None
 
-    def _welcome(self, hello: m.Hello, holder: Holder) -> m.Welcome:
-        check_hello(hello, holder, run=hello.run)
-        return m.Welcome(hello.run, 0, 0, [], self.host.spec.to_dict(), "", asdict(m.Notice({}, {})))
+    def _welcome(self, hello: m.Hello, owner: KeyOwner) -> m.Welcome:
+        check_hello(hello, owner, run=hello.run)
+        return m.Welcome(hello.run, 0, 0, [], self.host.spec.to_dict(), "", asdict(m.StateUpdate({}, {})))
 
     def _put(self, question: Question) -> None:
         self._first = self._first if self._waiting else question.came

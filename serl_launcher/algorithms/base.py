@@ -19,9 +19,8 @@ class Algorithm(nn.Module, ABC):
 
     An update is any method `(batch) -> metrics` whose name begins with `update`: one step of training, whose metrics
     are scalars without a gradient on the module's device. `windows` names what the batch of each holds. Chance in
-    a row comes from its seed (networks/chance.py), any other from `generator`, which lives on the CPU and is seeded
-    from torch's global one, as the weights are.
-    """
+    a row comes from its seed (networks/seeded_noise.py), any other from `generator`, which lives on the CPU and is
+    seeded from torch's global one, as the weights are."""
 
     windows: dict[str, Window]
     discount: float = 1.0

@@ -39,11 +39,11 @@ class LogTemperature(nn.Module):
 class SAC(Algorithm):
     """Maximises return + alpha * entropy, off policy, with an ensemble of critics.
 
-    The target takes the minimum over `target_members` of `members` critics, drawn anew each time; `backup_entropy`
-    puts the entropy of the next action into it. The policy's entropy is held at -entropy_per_action per dimension of
-    the action (of actions scaled to [-1, 1]). `tau` is the step of the target networks towards the critics.
-    `augment` changes the images of each batch; None: they stay as they are. The critics begin with a copy of the
-    policy's encoder. Raises ConfigError for a policy without a density, and for `augment` where it sees no images.
+    The target takes the minimum over `num_target_critics` of `num_critics` critics, drawn anew each time;
+    `backup_entropy` puts the entropy of the next action into it. The policy's entropy is held at -entropy_per_action
+    per dimension of the action (of actions scaled to [-1, 1]). `tau` is the step of the target networks towards the
+    critics. `augment` changes the images of each batch; None: they stay as they are. The critics begin with a copy of
+    the policy's encoder. Raises ConfigError for a policy without a density, and for `augment` where it sees no images.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class SAC(Algorithm):
         policy: Callable[[Spec], Policy],
         hidden: Sequence[int],
         layer_norm: bool,
-        members: int,
-        target_members: int,
+        num_critics: int,
+        num_target_critics: int,
         discount: float,
         tau: float,
         learning_rate: float,
@@ -72,7 +72,7 @@ class SAC(Algorithm):
             )
         horizon, encoder = self.policy.horizon, copy.deepcopy(self.policy.encoder)
         self.critic = Critic(
-            spec, encoder=encoder, horizon=horizon, members=members, hidden=hidden, layer_norm=layer_norm
+            spec, encoder=encoder, horizon=horizon, num_critics=num_critics, hidden=hidden, layer_norm=layer_norm
         )
         self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
         self.policy.encoder.trunks.requires_grad_(False)
@@ -80,7 +80,7 @@ class SAC(Algorithm):
         self.policy_optimizer = Optimizer(self.policy, learning_rate=learning_rate)
         self.critic_optimizer = Optimizer(self.critic, learning_rate=learning_rate)
         self.temperature_optimizer = Optimizer(self.log_temperature, learning_rate=learning_rate)
-        self.target_members, self.discount, self.tau = target_members, discount, tau
+        self.num_target_critics, self.discount, self.tau = num_target_critics, discount, tau
         self.target_entropy = -entropy_per_action * horizon * spec.action.shape[0]
         self.backup_entropy = backup_entropy
         self.augment = augmentation(augment, self.policy.inputs)
@@ -143,8 +143,8 @@ class SAC(Algorithm):
         assert batch.next_observation is not None  # the window asks for it
         action, log_prob = self.policy.rsample(batch.next_observation, seed=batch.seed, stream=1)
         values = self.target_critic.value(batch.next_observation, action)  # [E, B]
-        if self.target_members < len(values):
-            values = values[torch.randperm(len(values), generator=self.generator)[: self.target_members]]
+        if self.num_target_critics < len(values):
+            values = values[torch.randperm(len(values), generator=self.generator)[: self.num_target_critics]]
         value = values.amin(0)
         if self.backup_entropy:
             value = value - self.log_temperature().exp() * log_prob

@@ -7,7 +7,7 @@ it was cloned, by how far apart the two end from the same noise:
     (1) y = sum_{i < h} gamma^i r_i + gamma^h (1 - terminated) min_e Q'_e(s_h, pi(s_h; noise')),
     (2) L = -mean_e Q_e(s, pi(s; noise)) + distill_weight |pi(s; noise) - pi_ref(s; noise)|^2 / (H A) + alpha log pi.
 What is not run is not judged: nobody would see what it leads to, and the policy would climb what the critics believe.
-The last term is there for a policy with a `deviation`, whose sampler is stochastic (equation 5 of policies/flow.py);
+The last term is there for a policy with a `noise_level`, whose sampler is stochastic (equation 5 of policies/flow.py);
 alpha holds its entropy at a target (Haarnoja et al. 2018b, arXiv 1812.05905, 18). As in HIL-SERL, (1) has none of it.
 """
 
@@ -36,28 +36,27 @@ class SACPI0(Algorithm):
     """Clones, learns values, then climbs them.
 
     `update_clone` imitates, and what it leaves is the reference. `update_critic` leaves the policy as it is: a plan
-    begins with it, or the policy would climb what critics say that have seen nothing. `update` does both. `judged` is
-    h, at most the chunk's H. Windows begin at any row: the h actions that were executed from there on are a chunk,
-    whether they were decided as one or not.
+    begins with it, or the policy would climb what critics say that have seen nothing. `update` does both.
+    `critic_horizon` is h, at most the chunk's H. Windows begin at any row: the h actions that were executed from there
+    on are a chunk, whether they were decided as one or not.
 
     `encoder` makes the critics' features and is trained with them; None: those of the reference, which are frozen.
-    `optimizer` is the policy's. Where the policy has a `deviation`, its entropy is held at -entropy_per_action for each
-    number of a chunk (of actions scaled to [-1, 1]); without one there is no temperature. `augment` changes the images
-    of a batch. Raises ConfigError for a policy that is no flow, and for `augment` where nobody sees images.
-    """
+    `optimizer` is the policy's. Where the policy has a `noise_level`, its entropy is held at -entropy_per_action for
+    each number of a chunk (of actions scaled to [-1, 1]); without one there is no temperature. `augment` changes the
+    images of a batch. Raises ConfigError for a policy that is no flow, and for `augment` where nobody sees images."""
 
     def __init__(
         self,
         spec: Spec,
         *,
         policy: Callable[[Spec], Policy],
-        judged: int,
+        critic_horizon: int,
         encoder: Callable[[Spec], ObservationEncoder] | None,
         optimizer: Callable[[nn.Module], Optimizer],
         critic_optimizer: Callable[[nn.Module], Optimizer],
         hidden: Sequence[int],
         layer_norm: bool,
-        members: int,
+        num_critics: int,
         discount: float,
         tau: float,
         distill_weight: float,
@@ -67,18 +66,19 @@ class SACPI0(Algorithm):
     ) -> None:
         super().__init__()
         self.policy = _flow(policy(spec))
-        self.judged = min(judged, self.policy.horizon)
+        self.critic_horizon = min(critic_horizon, self.policy.horizon)
         self.reference = copy.deepcopy(self.policy, _frozen(self.policy)).requires_grad_(False)
         features: Any = encoder(spec) if encoder else ReferenceFeatures(self.reference)
         self.critic = Critic(
-            spec, encoder=features, horizon=self.judged, members=members, hidden=hidden, layer_norm=layer_norm,
+            spec, encoder=features, horizon=self.critic_horizon, num_critics=num_critics, hidden=hidden,
+            layer_norm=layer_norm,
             scale=self.policy.scale,
         )  # fmt: skip
         self.target_critic = copy.deepcopy(self.critic, {id(self.reference): self.reference}).requires_grad_(False)
         self.policy_optimizer = optimizer(_Trained(self.policy))
         self.critic_optimizer = critic_optimizer(self.critic)
         self.log_temperature = None
-        if self.policy.log_deviation is not None:
+        if self.policy.log_noise_level is not None:
             self.log_temperature = LogTemperature(initial_temperature)
             self.temperature_optimizer = Optimizer(
                 self.log_temperature, learning_rate=self.critic_optimizer.learning_rate
@@ -87,7 +87,9 @@ class SACPI0(Algorithm):
         self.discount, self.tau, self.distill_weight = discount, tau, distill_weight
         self.augment = augmentation(augment, {*self.policy.inputs, *features.inputs})
         now = dict.fromkeys((*self.policy.inputs, *features.inputs), (0,))
-        window = Window({**now, "action": tuple(range(self.judged)), "next_observation": (self.judged,)})
+        window = Window(
+            {**now, "action": tuple(range(self.critic_horizon)), "next_observation": (self.critic_horizon,)}
+        )
         self.windows = {"update_clone": Window(self.policy.offsets), "update_critic": window, "update": window}
 
     @property
@@ -178,7 +180,7 @@ class SACPI0(Algorithm):
 
     def _value(self, critic: Critic, observation: Observation, action: Tensor) -> Tensor:
         """What the critics say of the chunks action [B, H, A] -> [E, B]."""
-        return critic.value(observation, action[:, : self.judged])
+        return critic.value(observation, action[:, : self.critic_horizon])
 
     @torch.no_grad()
     def value(self, batch: Batch) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.policies.base import Policy
-from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Stillness, Window
+from serl_launcher.types import Batch, Carry, Decision, IdleFilter, Metrics, Observation, Window
 from serl_launcher.utils.distributed import gathered
 from serl_launcher.utils.optim import Optimizer
 
@@ -26,7 +26,7 @@ class SFT(Algorithm):
 
     `average`: the share of the old average that each update keeps, at most. The k-th update keeps (1 + k) / (10 + k),
     so that the random weights of the beginning are soon forgotten. What is frozen exists once.
-    `stillness`: {threshold, column, entries} as in types.Stillness; no window starts where the robot waits. Column
+    `idle_filter`: {threshold, column, entries} as in types.IdleFilter; no window starts where the robot waits. Column
     None: what the policy imitates; threshold 0: windows start anywhere.
     `augment` changes the images of each batch; None: they stay as they are.
     Raises ConfigError for `augment` where the policy sees no images.
@@ -39,7 +39,7 @@ class SFT(Algorithm):
         policy: Callable[[Spec], Policy],
         optimizer: Callable[[nn.Module], Optimizer],
         average: float,
-        stillness: Mapping[str, Any],
+        idle_filter: Mapping[str, Any],
         augment: Callable[[], Augment] | None,
     ) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class SFT(Algorithm):
         self.optimizer = optimizer(self.policy)
         self.average = average
         self.augment = augmentation(augment, self.policy.inputs)
-        self.windows = {"update": Window(self.policy.offsets, stillness=_stillness(self.policy, **stillness))}
+        self.windows = {"update": Window(self.policy.offsets, idle_filter=_stillness(self.policy, **idle_filter))}
 
     @property
     def acting(self) -> Policy:
@@ -88,9 +88,9 @@ class SFT(Algorithm):
 
 def _stillness(
     policy: Policy, *, threshold: float, column: str | None, entries: Sequence[int] | None
-) -> Stillness | None:
+) -> IdleFilter | None:
     if not threshold:
         return None
     if column is None:
-        column, entries = policy.imitates, policy.entries if entries is None else entries
-    return Stillness(threshold, column, None if entries is None else tuple(entries))
+        column, entries = policy.imitation_target, policy.entries if entries is None else entries
+    return IdleFilter(threshold, column, None if entries is None else tuple(entries))

@@ -19,8 +19,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 from serl_client import messages as m
+from serl_client.connection import Connection
 from serl_client.errors import ConfigError, Disconnected, RetakeError, ServerFailed, Timeout
-from serl_client.link import Link
 from serl_client.spec import Spec
 
 from serl_launcher.datasets import shards
@@ -412,7 +412,7 @@ def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     names = [] if shards.missing() else wanted(config, plan)  # the launcher has said what is missing
-    with _alone(run_dir / "datasets"), Link(local, m.Hello(m.PROTOCOL, "learner", "export")) as link:
+    with _alone(run_dir / "datasets"), Connection(local, m.Hello(m.PROTOCOL, "learner", "export")) as link:
         client = _Client(link)
         if (spec := client.spec(signalled)) is None:
             return
@@ -431,7 +431,7 @@ def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
 class _Client:
     """Speaks with the server for an Exporter."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Connection) -> None:
         self.link = link
         self._revision = 0
         self._next_beat = self._next_hear = 0.0

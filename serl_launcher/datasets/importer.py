@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from serl_client import messages as m
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection
 from serl_client.episode import Outcome, Segment, Stamp
 from serl_client.errors import ConfigError, Disconnected, ServerFailed, Timeout
-from serl_client.link import Link
 from serl_client.spec import Spec
 
 from serl_launcher.datasets.reader import Dataset
@@ -54,7 +54,7 @@ def import_datasets(plan: Plan, run_dir: Path, *, local: str, waits: bool) -> No
     Raises ConfigError for a dataset that is not of the run's Spec.
     """
     datasets = opened(plan)
-    with Link(local, m.Hello(m.PROTOCOL, "learner", "importer")) as link:
+    with Connection(local, m.Hello(m.PROTOCOL, "learner", "importer")) as link:
         spec = _spec(link, waits) or next(iter(datasets.values())).spec()
         for name, dataset in datasets.items():
             if misfit := dataset.misfit(spec):
@@ -78,7 +78,7 @@ class _Missing:
 class _Import:
     """One dataset on its way into one source."""
 
-    def __init__(self, link: Link, source: str, dataset: Dataset, spec: Spec, address: str, folder: Path) -> None:
+    def __init__(self, link: Connection, source: str, dataset: Dataset, spec: Spec, address: str, folder: Path) -> None:
         self._link, self._source, self._dataset, self._spec = link, source, dataset, spec
         self._address, self._folder = address, folder
         self._actions = self._outside = self._revision = 0
@@ -121,7 +121,7 @@ class _Import:
         bounds = self._spec.action
         self._actions += segment.action.size
         self._outside += int(np.count_nonzero((segment.action < bounds.low) | (segment.action > bounds.high)))
-        while not client.room or client.pending[1] > PENDING:
+        while not client.has_room or client.pending[1] > PENDING:
             _nap(client)
         client.push(segment)
 
@@ -201,7 +201,7 @@ def _nap(client: TrainerClient) -> None:
     client.wait(0.005)
 
 
-def _spec(link: Link, waits: bool) -> Spec | None:
+def _spec(link: Connection, waits: bool) -> Spec | None:
     """The Spec of the run's store; None when there is none and nothing is to be waited for."""
     told = 0.0
     while True:

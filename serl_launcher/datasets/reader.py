@@ -32,7 +32,7 @@ WIDENED = 0.05  # of the range of each action, on either side: the statistics ar
 CONSTANT = 0.01  # half the range that is given to an action which never changed, of its size where that is above 1
 REWARD, DONE, SUCCESS = "next.reward", "next.done", "next.success"
 TERMINATED, TRUNCATED = "next.terminated", "next.truncated"  # these and the next four: of our shards (shards.py)
-INTERVENED, DECISION, TIME = "intervened", "decision", "time"
+INTERVENED, CHUNK_START, TIME = "intervened", "chunk_start", "time"
 OUTCOME = "outcome"  # -1 unknown, 0 failure, 1 success
 ENDS = (DONE, SUCCESS, TERMINATED, TRUNCATED)
 
@@ -242,7 +242,7 @@ class Episode:
         time = self.column(TIME if self.has(TIME) else "timestamp")
         return {
             "reward": reward.reshape(-1).astype(np.float32), "intervened": self.flag(INTERVENED),
-            "decision": self.flag(DECISION), "time": time.reshape(-1).astype(np.float64),
+            "chunk_start": self.flag(CHUNK_START), "time": time.reshape(-1).astype(np.float64),
         }  # fmt: skip
 
     def _extra(self, name: str, feature: Feature) -> Array:

@@ -5,7 +5,7 @@ is never changed; an outcome that comes later makes its next version, which take
 says what LeRobot has no place for. What a row holds:
     observation.*, action, the Spec's extras    as in the store; images are uint8 there, and a video of them is lossy
     next.reward, next.done, next.terminated, next.truncated, next.success    of the step that begins in this row
-    intervened, decision, time                  as in the store
+    intervened, chunk_start, time                  as in the store
     weights, directive, phase, outcome          numbers; phase is an index into the manifest's phases, outcome is -1
                                                 (unknown), 0 (failure) or 1 (success), of the whole episode
 LeRobot has no observation after the last action: it stays in the store.
@@ -30,7 +30,7 @@ from serl_client.spec import Array, Feature, Spec
 
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.files import sync_folder
-from serl_launcher.store.layout import DECISION, INTERVENED, TERMINATED, TRUNCATED, Layout, published
+from serl_launcher.store.layout import CHUNK_START, INTERVENED, TERMINATED, TRUNCATED, Layout, published
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ CHUNK = 4096
 FLAG, NUMBER = Feature((1,), "bool"), Feature((1,), "int64")
 COLUMNS = {
     "next.reward": Feature((1,)), "next.done": FLAG, "next.terminated": FLAG, "next.truncated": FLAG,
-    "next.success": FLAG, "intervened": FLAG, "decision": FLAG, "time": Feature((1,), "float64"), "weights": NUMBER,
+    "next.success": FLAG, "intervened": FLAG, "chunk_start": FLAG, "time": Feature((1,), "float64"), "weights": NUMBER,
     "directive": NUMBER, "phase": NUMBER, "outcome": NUMBER,
 }  # fmt: skip
 RESERVED = {*COLUMNS, "timestamp", "frame_index", "episode_index", "index", "task_index", "task"}
@@ -113,7 +113,7 @@ class EpisodeReader:
 
     def rows(self, info: EpisodeInfo) -> Rows:
         """{name: [T, ...]} of all that the store holds of a sealed episode: observations (T + 1 of them when it has a
-        final one), action, reward, terminated, truncated, intervened, decision, time, weights, directive and extras.
+        final one), action, reward, terminated, truncated, intervened, chunk_start, time, weights, directive and extras.
         Images are StoredImages, so that a long episode takes no more memory than a short one.
 
         Raises Gone when it was evicted, before or meanwhile.
@@ -129,7 +129,7 @@ class EpisodeReader:
         flags = records["flags"]
         terminated, truncated = flags & TERMINATED > 0, flags & TRUNCATED > 0
         truncated[-1] |= bool(info.truncated)  # an episode that was cut has no flag of its own
-        found |= {"intervened": flags & INTERVENED > 0, "decision": flags & DECISION > 0}
+        found |= {"intervened": flags & INTERVENED > 0, "chunk_start": flags & CHUNK_START > 0}
         found |= {"terminated": terminated, "truncated": truncated}
         found |= {name: records[name] for name in ("action", "reward", "time", "weights", "directive")}
         found |= {name: records[f"extras.{name}"] for name in self.layout.spec.extras}
@@ -186,7 +186,8 @@ def table(info: EpisodeInfo, rows: Rows, spec: Spec, phases: Sequence[str]) -> R
     made = {
         "next.reward": rows["reward"], "next.done": last, "next.terminated": rows["terminated"],
         "next.truncated": rows["truncated"], "next.success": last & success, "intervened": rows["intervened"],
-        "decision": rows["decision"], "time": rows["time"], "weights": rows["weights"], "directive": rows["directive"],
+        "chunk_start": rows["chunk_start"], "time": rows["time"], "weights": rows["weights"],
+        "directive": rows["directive"],
         "phase": np.full(length, phases.index(info.phase)), "outcome": np.full(length, outcome),
     }  # fmt: skip
     made = {name: array.reshape(length, 1).astype(COLUMNS[name].dtype) for name, array in made.items()}
@@ -475,5 +476,5 @@ def rows_of(shard: Path, entry: int, info: EpisodeInfo, spec: Spec) -> Rows:
             stored = episode.column(column(name, spec)).astype(feature.dtype)
             rows[name] = stored.reshape(info.steps, *feature.shape)
     named = {"reward": "next.reward", "terminated": "next.terminated", "truncated": "next.truncated"}
-    same = ("intervened", "decision", "time", "weights", "directive")
+    same = ("intervened", "chunk_start", "time", "weights", "directive")
     return rows | {name: episode.column(named.get(name, name)).reshape(-1) for name in (*named, *same)}

@@ -11,7 +11,7 @@ import torch
 from serl_client.errors import ConfigError
 from torch import Tensor
 
-from serl_launcher.networks.chance import uniform
+from serl_launcher.networks.seeded_noise import uniform
 from serl_launcher.networks.vision import IMAGES
 from serl_launcher.types import Batch
 

@@ -16,11 +16,11 @@ from serl_launcher.types import Observation
 class EnsembleLinear(nn.Module):
     """E linear layers at once: [E, B, inputs] -> [E, B, outputs], each initialised as nn.Linear is."""
 
-    def __init__(self, members: int, inputs: int, outputs: int) -> None:
+    def __init__(self, num_critics: int, inputs: int, outputs: int) -> None:
         super().__init__()
         bound = 1 / math.sqrt(inputs)
-        self.weight = nn.Parameter(torch.empty(members, inputs, outputs).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(members, 1, outputs).uniform_(-bound, bound))
+        self.weight = nn.Parameter(torch.empty(num_critics, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(num_critics, 1, outputs).uniform_(-bound, bound))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return torch.baddbmm(self.bias, inputs, self.weight)
@@ -32,11 +32,11 @@ class EnsembleHead(nn.Module):
     A product and a sum: on a CPU twice as fast, forward and back, as a matrix product with one column.
     """
 
-    def __init__(self, members: int, inputs: int) -> None:
+    def __init__(self, num_critics: int, inputs: int) -> None:
         super().__init__()
         bound = 1 / math.sqrt(inputs)
-        self.weight = nn.Parameter(torch.empty(members, 1, inputs).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(members, 1).uniform_(-bound, bound))
+        self.weight = nn.Parameter(torch.empty(num_critics, 1, inputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(num_critics, 1).uniform_(-bound, bound))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return (inputs * self.weight).sum(-1) + self.bias
@@ -57,27 +57,27 @@ class Critic(nn.Module):
         *,
         encoder: ObservationEncoder,
         horizon: int,
-        members: int,
+        num_critics: int,
         hidden: Sequence[int],
         layer_norm: bool,
         scale: ActionScale | None = None,
     ) -> None:
         super().__init__()
-        self.members = members
+        self.num_critics = num_critics
         self.encoder = encoder
         self.scale = copy.deepcopy(scale) if scale else ActionScale(spec.action)
         layers: list[nn.Module] = []
         inputs = self.encoder.size + horizon * spec.action.shape[0]
         for width in hidden:
             norm = [nn.LayerNorm(width, elementwise_affine=False)] if layer_norm else []
-            layers += [EnsembleLinear(members, inputs, width), *norm, nn.ReLU()]
+            layers += [EnsembleLinear(num_critics, inputs, width), *norm, nn.ReLU()]
             inputs = width
-        self.network = nn.Sequential(*layers, EnsembleHead(members, inputs))
+        self.network = nn.Sequential(*layers, EnsembleHead(num_critics, inputs))
 
     def forward(self, observation: Observation, action: Tensor) -> Tensor:
         """observation {[B, ...]} and action [B, H, A] in the robot's units -> predictions [E, B]."""
         inputs = torch.cat([self.encoder(observation), self.scale.to_unit(action).flatten(1)], -1)
-        return self.network(inputs.expand(self.members, -1, -1))
+        return self.network(inputs.expand(self.num_critics, -1, -1))
 
     def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Squared error of predictions [E, B] against targets [B], summed over the ensemble -> [B]."""

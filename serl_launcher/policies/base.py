@@ -20,7 +20,7 @@ class Policy(nn.Module, ABC):
 
     inputs: tuple[str, ...]  # the observations that it reads
     horizon: int  # H, the number of actions of one decision
-    imitates = "action"  # the column that a chunk is made of
+    imitation_target = "action"  # the column that a chunk is made of
     entries: Sequence[int] | None = None  # of that column, flattened, that are imitated; None: all
     mode_at_zero = False  # noise of zeros gives the most likely action, which is what acts where nothing is explored
     precision = torch.float32  # of its products; weights that are trained are float32 in any case

@@ -6,7 +6,7 @@ Time t runs from 1 (noise) to 0 (action). With the chunk a, scaled to about [-1,
     (3) with t = 0.001 + 0.999 b and b ~ Beta(1.5, 1), which dwells where there is most noise.
 A sample starts at t = 1 with noise and takes N Euler steps of
     (4) x <- x - v / N.
-A policy with a `deviation` s is sampled stochastically, with the same marginals (Flow-GRPO, Liu et al. 2025,
+A policy with a `noise_level` s is sampled stochastically, with the same marginals (Flow-GRPO, Liu et al. 2025,
 arXiv 2505.05470, equations 7 to 9): with sigma_t = s sqrt(t / (1 - t)) and fresh noise z at each step,
     (5) x <- x - (v + sigma_t^2 / (2 t) (x + (1 - t) v)) / N + sigma_t sqrt(1 / N) z.
 """
@@ -22,8 +22,8 @@ from serl_client.spec import Spec
 from torch import Tensor, nn
 from torch.nn import functional
 
-from serl_launcher.networks.chance import normal, uniform
 from serl_launcher.networks.mlp import ActionScale, mlp
+from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, Metrics, Observation
@@ -35,14 +35,13 @@ TIME = 1  # stream of a row's chance; 0 is the noise
 class FlowMatching(Policy):
     """The loss and the samplers of a velocity v(x_t, t, condition); a subclass gives the network.
 
-    `imitates` names what a chunk is made of: `action`, or an observation with the measured positions that the robot
-    reached after each of these steps (Hi-ORS: what a human does to the arm is in it, whatever channel it came by).
-    For that the action must be positions, too: its names must be among that observation's; else raises ConfigError.
-    `scale` says by what actions are scaled (see ActionScale); samples keep within the Spec's bounds in any case.
-    `width` D is how many numbers the network sees of each action: the Spec's A and then zeros, of which no loss is
-    taken. Noise chooses among the ways to do a task, and zeros lie between them: this policy always acts with noise.
-    With a `deviation`, which is learned from there, (5) makes samples of which a density can be told; None: (4).
-    """
+    `imitation_target` names what a chunk is made of: `action`, or an observation with the measured positions that the
+    robot reached after each of these steps (Hi-ORS: what a human does to the arm is in it, whatever channel it came
+    by). For that the action must be positions, too: its names must be among that observation's; else raises
+    ConfigError. `scale` says by what actions are scaled (see ActionScale); samples keep within the Spec's bounds in any
+    case. `width` D is how many numbers the network sees of each action: the Spec's A and then zeros, of which no loss
+    is taken. Noise chooses among the ways to do a task, and zeros lie between them: this policy always acts with noise.
+    With a `noise_level`, which is learned from there, (5) makes samples of which a density can be told; None: (4)."""
 
     graph = "chunks"
     feature_size: int
@@ -53,17 +52,17 @@ class FlowMatching(Policy):
         *,
         horizon: int,
         steps: int,
-        imitates: str,
+        imitation_target: str,
         width: int,
-        deviation: float | None,
+        noise_level: float | None,
         scale: str = "bounds",
     ) -> None:
         super().__init__()
-        self.horizon, self.steps, self.imitates, self.width = horizon, steps, imitates, width
+        self.horizon, self.steps, self.imitation_target, self.width = horizon, steps, imitation_target, width
         self.size = spec.action.shape[0]  # A
-        self.log_deviation = None if deviation is None else nn.Parameter(torch.tensor(math.log(deviation)))
-        self.entries = None if imitates == "action" else _entries(spec, imitates)
-        self.scale = ActionScale(spec.action, scale, imitates, self.entries)
+        self.log_noise_level = None if noise_level is None else nn.Parameter(torch.tensor(math.log(noise_level)))
+        self.entries = None if imitation_target == "action" else _entries(spec, imitation_target)
+        self.scale = ActionScale(spec.action, scale, imitation_target, self.entries)
 
     def prepared(self, observation: Observation, task: Sequence[str]) -> Observation:
         """The observation with what `condition` needs of the task; all that follows is tensors and no words."""
@@ -88,13 +87,13 @@ class FlowMatching(Policy):
     @property
     def noise_shape(self) -> tuple[int, ...]:
         """[1 (and one for each step of the stochastic sampler), H, D]."""
-        return (1 if self.log_deviation is None else 1 + self.steps, self.horizon, self.width)
+        return (1 if self.log_noise_level is None else 1 + self.steps, self.horizon, self.width)
 
     @property
     def offsets(self) -> dict[str, tuple[int, ...]]:
         offsets = super().offsets
         if self.entries is not None:
-            offsets[self.imitates] = (*offsets.get(self.imitates, ()), *range(1, self.horizon + 1))
+            offsets[self.imitation_target] = (*offsets.get(self.imitation_target, ()), *range(1, self.horizon + 1))
         return offsets
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -133,7 +132,7 @@ class FlowMatching(Policy):
         """One chunk per observation, with a gradient through all steps -> action [B, H, A], log_prob [B].
 
         log_prob is the log density of the last step of (5), given those before and cut to no bounds: minus its mean is
-        a lower bound of the entropy, and falls with the deviation. Without a deviation no density can be told, and it
+        a lower bound of the entropy, and falls with the noise level. Without one no density can be told, and it
         is zero.
         """
         condition = self.condition(self.prepared(observation, task))
@@ -151,8 +150,8 @@ class FlowMatching(Policy):
             if not stochastic:
                 chunk = chunk - velocity / self.steps  # (4)
                 continue
-            assert self.log_deviation is not None
-            sigma = self.log_deviation.exp() * math.sqrt(t / max(1 - t, 1 / self.steps))  # finite at t = 1
+            assert self.log_noise_level is not None
+            sigma = self.log_noise_level.exp() * math.sqrt(t / max(1 - t, 1 / self.steps))  # finite at t = 1
             chunk = chunk - (velocity + sigma**2 / (2 * t) * (chunk + (1 - t) * velocity)) / self.steps
             fresh, std = noise[:, 1 + step], sigma / math.sqrt(self.steps)
             chunk = chunk + std * fresh  # (5)
@@ -166,7 +165,7 @@ class FlowMatching(Policy):
     def _imitated(self, batch: Batch) -> Tensor:
         if self.entries is None:
             return batch.action
-        return batch.observation[self.imitates][:, -self.horizon :, self.entries]
+        return batch.observation[self.imitation_target][:, -self.horizon :, self.entries]
 
 
 class FlowPolicy(FlowMatching):
@@ -183,11 +182,17 @@ class FlowPolicy(FlowMatching):
         steps: int,
         hidden: Sequence[int],
         layer_norm: bool,
-        imitates: str,
-        deviation: float | None,
+        imitation_target: str,
+        noise_level: float | None,
         scale: str = "bounds",
     ) -> None:
-        options = {"horizon": horizon, "steps": steps, "imitates": imitates, "deviation": deviation, "scale": scale}
+        options = {
+            "horizon": horizon,
+            "steps": steps,
+            "imitation_target": imitation_target,
+            "noise_level": noise_level,
+            "scale": scale,
+        }
         super().__init__(spec, width=(width := spec.action.shape[0]), **options)
         self.encoder = encoder(spec)
         self.inputs, self.feature_size = self.encoder.inputs, self.encoder.size
@@ -233,7 +238,8 @@ def _entries(spec: Spec, name: str) -> list[int]:
     missing = [entry for entry in spec.action.names or ("?",) if entry not in names]
     if missing:
         raise ConfigError(
-            f"imitates={name} needs an action of measured positions, but {missing} of the action is not among its "
-            f"names {names}: say imitates=action"
+            f"imitation_target={name} needs an action of measured positions, but {missing} of the action is not "
+            f"among its "
+            f"names {names}: say imitation_target=action"
         )
     return [names.index(entry) for entry in spec.action.names]

@@ -8,8 +8,8 @@ from serl_client.spec import Spec
 from torch import Tensor
 from torch.nn import functional
 
-from serl_launcher.networks.chance import normal
 from serl_launcher.networks.mlp import ActionScale, mlp
+from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, Metrics, Observation

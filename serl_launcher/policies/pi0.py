@@ -97,11 +97,17 @@ class PI0(FlowMatching):
 
     def __init__(
         self, spec: Spec, *, vision: Mapping[str, int], gemma: Mapping[str, int], cameras: Sequence[str], horizon: int,
-        steps: int, imitates: str, width: int, deviation: float | None, state_size: int, prompt_tokens: int,
+        steps: int, imitation_target: str, width: int, noise_level: float | None, state_size: int, prompt_tokens: int,
         tokenizer: str | None, weights: str | None, freeze: Sequence[str], lora: int | None, precision: str,
         checkpointing: bool, scale: str = "bounds",
     ) -> None:  # fmt: skip
-        options = {"horizon": horizon, "steps": steps, "imitates": imitates, "width": width, "deviation": deviation}
+        options = {
+            "horizon": horizon,
+            "steps": steps,
+            "imitation_target": imitation_target,
+            "width": width,
+            "noise_level": noise_level,
+        }
         super().__init__(spec, **options, scale=scale)
         self.sizes, self.image = Gemma(**gemma), Tower(**vision).image
         self.state = StateEncoder(spec)

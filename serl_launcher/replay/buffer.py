@@ -17,8 +17,8 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Array, Spec
 
 from serl_launcher.replay.choice import Choice, Numbers
-from serl_launcher.store.layout import DECISION, INTERVENED, TERMINATED, TRUNCATED, Layout, published
-from serl_launcher.types import Stillness, Window
+from serl_launcher.store.layout import CHUNK_START, INTERVENED, TERMINATED, TRUNCATED, Layout, published
+from serl_launcher.types import IdleFilter, Window
 
 NONE = -1
 CHUNK = 65536
@@ -48,7 +48,7 @@ class ReplayBuffer:
         self._next, self._previous, self._row, self._final, self._first, self._episode = (
             np.full(size, NONE, np.int64) for _ in range(6)
         )
-        self._ends, self._decision, self._intervened = (np.zeros(size, bool) for _ in range(3))
+        self._ends, self._chunk_start, self._intervened = (np.zeros(size, bool) for _ in range(3))
         self._last: dict[int, int] = {}  # episode -> its newest step, while it has not ended
 
     # -- what is there
@@ -70,7 +70,7 @@ class ReplayBuffer:
         self._row[slots], self._final[slots] = records["row"], records["final_row"]
         self._first[slots] = np.where(whole, records["first"], NONE)
         self._episode[slots] = records["episode"]
-        self._decision[slots] = records["flags"] & DECISION > 0
+        self._chunk_start[slots] = records["flags"] & CHUNK_START > 0
         self._intervened[slots] = records["flags"] & INTERVENED > 0
         self._ends[slots] = records["flags"] & (TERMINATED | TRUNCATED) > 0
         self._link(numbers[whole], records[whole])
@@ -108,7 +108,7 @@ class ReplayBuffer:
         """[n]: whether windows may start at these steps, `rows` as in View and `starts` as in Window."""
         slots = numbers % self.layout.capacity
         allowed = np.ones(len(numbers), bool) if rows == "all" else self._intervened[slots] == (rows == "intervened")
-        return allowed & self._decision[slots] if starts == "decision" else allowed
+        return allowed & self._chunk_start[slots] if starts == "chunk_start" else allowed
 
     def episodes(self, numbers: Numbers) -> Numbers:
         """[n]: the episodes of these steps."""
@@ -188,21 +188,21 @@ class ReplayBuffer:
             usable &= whole | (ends & (self._final[last % self.layout.capacity] != NONE))
         else:
             usable &= whole | ends
-        if window.stillness is not None:
-            usable &= self._moves(chain, last, window.stillness)
+        if window.idle_filter is not None:
+            usable &= self._moves(chain, last, window.idle_filter)
         return numbers[usable]
 
-    def _moves(self, chain: Numbers, last: Numbers, stillness: Stillness) -> NDArray[np.bool_]:
+    def _moves(self, chain: Numbers, last: Numbers, idle_filter: IdleFilter) -> NDArray[np.bool_]:
         """[B]: whether some entry of the column varies by more than the threshold over the steps [B, K + 1]."""
         slots = np.where(chain == NONE, last[:, None], chain) % self.layout.capacity
-        if stillness.column == "action":
+        if idle_filter.column == "action":
             values = self._steps["action"][slots]
         else:
-            values = self._observations[stillness.column][self._row[slots] % self.layout.rows]
+            values = self._observations[idle_filter.column][self._row[slots] % self.layout.rows]
         values = values.reshape(*slots.shape, -1)
-        if stillness.entries is not None:
-            values = values[..., list(stillness.entries)]
-        moves = (values.std(1) > stillness.threshold).any(-1)
+        if idle_filter.entries is not None:
+            values = values[..., list(idle_filter.entries)]
+        moves = (values.std(1) > idle_filter.threshold).any(-1)
         return moves | (chain[:, 0] == last)  # one step alone cannot show whether the robot moves
 
     def _chain(self, numbers: Numbers, reach: int) -> tuple[Numbers, Numbers]:
@@ -284,20 +284,20 @@ def batch_arrays(layout: Layout, count: int, window: Window) -> dict[str, tuple[
             arrays[name] = ((*steps, *spec.extras[name].shape), spec.extras[name].dtype)
         elif name not in ("action", "next_observation"):
             raise ValueError(f"a window asks for {name!r}, which no row has; there are {sorted(spec.observation)}")
-    if window.stillness is not None:
-        _check_stillness(window.stillness, spec)
+    if window.idle_filter is not None:
+        _check_stillness(window.idle_filter, spec)
     return arrays
 
 
-def _check_stillness(stillness: Stillness, spec: Spec) -> None:
-    feature = {"action": spec.action, **spec.observation}.get(stillness.column)
+def _check_stillness(idle_filter: IdleFilter, spec: Spec) -> None:
+    feature = {"action": spec.action, **spec.observation}.get(idle_filter.column)
     if feature is None or not feature.dtype.startswith("float"):
         floats = [name for name, feature in spec.observation.items() if feature.dtype.startswith("float")]
-        raise ConfigError(f"stillness.column={stillness.column!r}: name one of {['action', *sorted(floats)]}")
+        raise ConfigError(f"idle_filter.column={idle_filter.column!r}: name one of {['action', *sorted(floats)]}")
     size = math.prod(feature.shape)
-    if stillness.entries is not None and not (stillness.entries and set(stillness.entries) <= {*range(size)}):
+    if idle_filter.entries is not None and not (idle_filter.entries and set(idle_filter.entries) <= {*range(size)}):
         raise ConfigError(
-            f"stillness.entries={list(stillness.entries)}: {stillness.column} has the entries 0 to {size - 1}"
+            f"idle_filter.entries={list(idle_filter.entries)}: {idle_filter.column} has the entries 0 to {size - 1}"
         )
 
 

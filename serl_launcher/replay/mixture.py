@@ -1,4 +1,4 @@
-"""Sources as an algorithm sees them: physical ones and views of them, mixed by shares into one Batch."""
+"""ReplayMixture as an algorithm sees them: physical ones and views of them, mixed by shares into one Batch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ STRIDE = 1 << 48  # step ids of different sources are this far apart
 TRIES = 8  # to read beginnings of episodes before the writer is past one of them
 
 
-class Sources:
+class ReplayMixture:
     """All sources of a run for one trainer rank: what lies in them, and batches drawn from them.
 
     `generator` (numpy) is part of the trainer's state. With `pinned` the batches lie in pinned memory.
@@ -240,7 +240,7 @@ def _batch(
 
 
 def blank(spec: Spec, window: Window, count: int) -> Batch:
-    """A batch of zeros, shaped as those that Sources.sample gives."""
+    """A batch of zeros, shaped as those that ReplayMixture.sample gives."""
     arrays = {
         name: torch.zeros(shape, dtype=getattr(torch, dtype))
         for name, (shape, dtype) in batch_arrays(Layout(spec, 1), count, window).items()
@@ -248,7 +248,7 @@ def blank(spec: Spec, window: Window, count: int) -> Batch:
     return _batch(arrays, spec, window, torch.zeros(count, dtype=torch.int64), ("",) * count)
 
 
-def statistics(sources: Sources, name: str) -> dict[str, dict[str, Array]]:
+def statistics(sources: ReplayMixture, name: str) -> dict[str, dict[str, Array]]:
     """{mean, std, low, high: {column: [...]}} of the actions and of each float observation, over all steps of a source
     or view whose values are finite."""
     found: dict[str, dict[str, Array]] = {"mean": {}, "std": {}, "low": {}, "high": {}}

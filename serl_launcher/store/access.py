@@ -20,13 +20,13 @@ from typing import Any
 
 import zmq
 from serl_client import messages as m
+from serl_client.connection import has_come
 from serl_client.errors import ConfigError, Refused
 from serl_client.keys import ROLES, check_curve, read_private, write_private
-from serl_client.link import has_come
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from serl_launcher.store.peers import Forbidden, Holder, bound
+from serl_launcher.store.peers import Forbidden, KeyOwner, bound
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +42,10 @@ QUIET_S = 10.0  # between two lines of the log that give the same reason
 TICK_NS = 50_000_000  # within it two changes of a file may have the same time
 ZAP = "inproc://zeromq.zap.01"
 NUMBERS = re.compile("[0-9a-f]{8,}|[0-9]+")
-OPEN = Holder("", "operator")
+OPEN = KeyOwner("", "operator")
 REMEDIES = {
     "revoked": "for good; ask for a new one, which tools/keys.py make on the learner gives",
-    "banned": "it sent bad messages; it is let in again after 10 minutes, or by tools/keys.py lift on the learner",
+    "banned": "it sent bad messages; it is let in again after 10 minutes, or by tools/keys.py unban on the learner",
     "unknown": "it is none of this learner's; tools/keys.py make on the learner gives one",
 }
 
@@ -96,10 +96,10 @@ class AllowList:
         self.fails = False  # it cannot be read now, so nobody is let in
         self._holders = self._read()
 
-    def find(self, public: str) -> Holder:
+    def find(self, public: str) -> KeyOwner:
         """Who has this key; its role is `unknown`, `revoked` or `banned` if nothing may be done with it."""
         self._refresh()
-        return self._holders.get(public, Holder("", "unknown"))
+        return self._holders.get(public, KeyOwner("", "unknown"))
 
     def ban(self, name: str) -> None:
         """Refuse this key for BAN_S, or until it is lifted; if that cannot be written down, in this process."""
@@ -125,15 +125,15 @@ class AllowList:
     def put(self, entries: Sequence[Mapping[str, str]]) -> None:
         write_private(self._file, list(entries))
 
-    def _read(self) -> dict[str, Holder]:
+    def _read(self) -> dict[str, KeyOwner]:
         now = time.time()
         ends = {file.stem: file.stat().st_mtime + BAN_S for file in self.folder.glob("*.banned")} | self._unwritten
         banned = {name: end for name, end in ends.items() if now < end <= now + BAN_S + 1}  # not by a clock put back
         self._until = min(banned.values(), default=math.inf)
-        holders = {entry["public"]: Holder(entry["name"], entry["role"]) for entry in self.entries()}
+        holders = {entry["public"]: KeyOwner(entry["name"], entry["role"]) for entry in self.entries()}
         return {
-            public: Holder(holder.name, "banned") if holder.name in banned and holder.role in ROLES else holder
-            for public, holder in holders.items()
+            public: KeyOwner(owner.name, "banned") if owner.name in banned and owner.role in ROLES else owner
+            for public, owner in holders.items()
         }
 
     def _refresh(self) -> None:
@@ -159,7 +159,7 @@ class _Peer:
     ignored: bool = False
 
 
-class Gate:
+class AccessControl:
     """Guards one public socket, and is polled by the loop that owns it: `turn` whenever one of `polled` is ready. The
     `context` is the one to be destroyed in the end."""
 
@@ -209,7 +209,7 @@ class Gate:
         while has_come(self._zap):
             self._zap.send_multipart(self._asked(*self._zap.recv_multipart()))
 
-    def admit(self, identity: zmq.Frame) -> Holder | None:
+    def admit(self, identity: zmq.Frame) -> KeyOwner | None:
         """Whose message it is that began with this frame; None: it is not looked at.
 
         Raises Refused, once for each connection, when its key is not allowed any more.
@@ -225,22 +225,22 @@ class Gate:
             return None
         if self.keys is None:
             return OPEN
-        holder = self.keys.find(_property(identity, "User-Id"))
-        if holder.role in ROLES:
-            return holder
-        self.refuse(f"{holder.role} key", holder.name)
+        owner = self.keys.find(_property(identity, "User-Id"))
+        if owner.role in ROLES:
+            return owner
+        self.refuse(f"{owner.role} key", owner.name)
         if self.keys.fails:
             return None  # it is not told so, as its key may be good: it tries again
         peer.ignored = True
-        raise Refused(f"the key {holder.name} is {holder.role}: {REMEDIES[holder.role]}")
+        raise Refused(f"the key {owner.name} is {owner.role}: {REMEDIES[owner.role]}")
 
-    def allows(self, identity: zmq.Frame, holder: Holder, message: m.Message) -> bool:
+    def allows(self, identity: zmq.Frame, owner: KeyOwner, message: m.Message) -> bool:
         """Count a message whose answer is dear; False when there were too many of its kind within this second."""
         most = LIMITS.get(type(message))
         if most is None:
             return True
         price = 1 + len(message.earlier) if isinstance(message, m.Hello) else 1
-        if self._count((type(message), holder.name or identity.bytes), price) <= most:
+        if self._count((type(message), owner.name or identity.bytes), price) <= most:
             return True
         self.refuse("too fast", f"more than {most} {type(message).__name__}s within a second")
         return False
@@ -261,25 +261,25 @@ class Gate:
             self._counts[what] = total
         return total
 
-    def blame(self, identity: zmq.Frame, holder: Holder | None, error: Exception) -> None:
+    def blame(self, identity: zmq.Frame, owner: KeyOwner | None, error: Exception) -> None:
         """Count a bad message. After BAD_MESSAGES its connection is ignored; after CAUSES kinds of them within a
         minute, from one address, its key is banned. One mistake, made again and again, bans nobody, and nor does what
         the learner's own processes send, which nobody `admit`s."""
-        whose = holder.name if holder and holder.name else "a client"
+        whose = owner.name if owner and owner.name else "a client"
         self.refuse("role" if isinstance(error, Forbidden) else "bad message", f"{whose}: {error}")
-        if holder is None:
+        if owner is None:
             return
         peer = self._peer(identity.bytes)
         peer.bad += 1
         peer.ignored = peer.bad >= BAD_MESSAGES
         if self.keys is None:
             return
-        whence, now = (holder.name, _property(identity, "Peer-Address")), time.monotonic()
+        whence, now = (owner.name, _property(identity, "Peer-Address")), time.monotonic()
         causes = {cause: seen for cause, seen in self._causes.pop(whence, {}).items() if seen > now - 60.0}
         causes[NUMBERS.sub("#", str(error))[:100]] = now
         if len(causes) >= CAUSES:
-            self.keys.ban(holder.name)
-            log.warning("the key %s is refused for 10 minutes, or until `tools/keys.py lift %s`", *[holder.name] * 2)
+            self.keys.ban(owner.name)
+            log.warning("the key %s is refused for 10 minutes, or until `tools/keys.py unban %s`", *[owner.name] * 2)
             return
         while len(self._causes) >= 4 * CONNECTIONS:
             del self._causes[next(iter(self._causes))]
@@ -306,10 +306,10 @@ class Gate:
         assert self.keys is not None
         version, request, _, address, _, _, *credentials = frames
         public = z85.encode(credentials[0]).decode() if credentials else ""
-        holder = self.keys.find(public)
-        if holder.role in ROLES:
+        owner = self.keys.find(public)
+        if owner.role in ROLES:
             return [version, request, b"200", b"", public.encode(), b""]
-        self.refuse(f"{holder.role} key", f"{holder.name or 'a client'} at {address.decode(errors='replace')}")
+        self.refuse(f"{owner.role} key", f"{owner.name or 'a client'} at {address.decode(errors='replace')}")
         return [version, request, b"300" if self.keys.fails else b"400", b"", b"", b""]  # 300: not now
 
     def _happened(self, event: int, value: int) -> None:

@@ -1,7 +1,7 @@
 """The store's SQLite index: the only commit point. No entry per step; opened by the server alone.
 
 What a step's files hold beyond `sources.head` does not exist. A commit of this index is what makes a group of records
-real: head, watermarks (`epochs.expected`), episodes and outcomes change together or not at all.
+real: head, watermarks (`sessions.expected`), episodes and outcomes change together or not at all.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE sources (name TEXT PRIMARY KEY, capacity INTEGER NOT NULL, tail INTEGER NOT NULL, head INTEGER NOT NULL,
     row_tail INTEGER NOT NULL, row_head INTEGER NOT NULL, checksum INTEGER NOT NULL) STRICT;
-CREATE TABLE epochs (epoch TEXT PRIMARY KEY, position INTEGER NOT NULL, actor TEXT NOT NULL, outbox TEXT NOT NULL,
+CREATE TABLE sessions (session TEXT PRIMARY KEY, position INTEGER NOT NULL, actor TEXT NOT NULL, outbox TEXT NOT NULL,
     expected INTEGER NOT NULL, closed INTEGER NOT NULL, simulated INTEGER NOT NULL, steps INTEGER NOT NULL,
     owner TEXT NOT NULL, checksum INTEGER NOT NULL) STRICT;
-CREATE TABLE episodes (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, source TEXT NOT NULL, epoch TEXT NOT NULL,
+CREATE TABLE episodes (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, source TEXT NOT NULL, session TEXT NOT NULL,
     actor TEXT NOT NULL, task TEXT NOT NULL, directive INTEGER NOT NULL, phase TEXT NOT NULL, first INTEGER NOT NULL,
     first_row INTEGER NOT NULL, part_of TEXT NOT NULL, part_start INTEGER NOT NULL, steps INTEGER NOT NULL,
     reward REAL NOT NULL, intervened INTEGER NOT NULL, weights INTEGER NOT NULL, terminated INTEGER NOT NULL,
@@ -35,16 +35,16 @@ CREATE TABLE episodes (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, sour
     discard INTEGER NOT NULL, judge TEXT NOT NULL, revision INTEGER NOT NULL, checksum INTEGER NOT NULL) STRICT;
 CREATE INDEX episodes_by_revision ON episodes (revision);
 CREATE INDEX episodes_by_first ON episodes (source, first);
-CREATE INDEX episodes_by_epoch ON episodes (epoch);
+CREATE INDEX episodes_by_session ON episodes (session);
 CREATE INDEX episodes_open ON episodes (sealed) WHERE sealed = 0;
 CREATE INDEX episodes_parts ON episodes (part_of) WHERE part_start > 0;
 CREATE TABLE phases (phase TEXT PRIMARY KEY, steps INTEGER NOT NULL, checksum INTEGER NOT NULL) STRICT;
 CREATE TABLE archived (number INTEGER PRIMARY KEY, checksum INTEGER NOT NULL) STRICT;
-CREATE TABLE outcomes (epoch TEXT, seq INTEGER, episode TEXT NOT NULL, success INTEGER, discard INTEGER NOT NULL,
-    judge TEXT NOT NULL, at REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (epoch, seq)) STRICT;
+CREATE TABLE outcomes (session TEXT, seq INTEGER, episode TEXT NOT NULL, success INTEGER, discard INTEGER NOT NULL,
+    judge TEXT NOT NULL, at REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (session, seq)) STRICT;
 CREATE INDEX outcomes_by_episode ON outcomes (episode);
-CREATE TABLE lost (epoch TEXT, seq INTEGER, reason TEXT NOT NULL, at REAL NOT NULL, checksum INTEGER NOT NULL,
-    PRIMARY KEY (epoch, seq)) STRICT;
+CREATE TABLE lost (session TEXT, seq INTEGER, reason TEXT NOT NULL, at REAL NOT NULL, checksum INTEGER NOT NULL,
+    PRIMARY KEY (session, seq)) STRICT;
 CREATE TABLE directives (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT NOT NULL, at REAL NOT NULL,
     checksum INTEGER NOT NULL) STRICT;
 CREATE TABLE weights (version INTEGER PRIMARY KEY AUTOINCREMENT, sha256 TEXT NOT NULL, size INTEGER NOT NULL,
@@ -54,7 +54,7 @@ CREATE TABLE commands (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT N
     actor TEXT NOT NULL, at REAL NOT NULL, checksum INTEGER NOT NULL) STRICT;
 """
 NUMBERED = ("directives", "weights", "commands")  # by SQLite: the checksum is of what follows the number
-TABLES = ("sources", "epochs", "episodes", "phases", "archived", "outcomes", "lost", *NUMBERED)
+TABLES = ("sources", "sessions", "episodes", "phases", "archived", "outcomes", "lost", *NUMBERED)
 OURS = "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
 DISK = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN}
 
@@ -72,11 +72,11 @@ class Source:
 
 
 @dataclass
-class Epoch:
+class Session:
     """One life of one actor: `expected` is the next seq, `position` the order of the first Hello, `simulated` whether
     its clock is, `steps` how many it brought."""
 
-    epoch: str
+    session: str
     position: int
     actor: str
     outbox: str
@@ -98,7 +98,7 @@ class Episode:
     number: int
     id: str
     source: str
-    epoch: str
+    session: str
     actor: str
     task: str
     directive: int
@@ -239,33 +239,33 @@ class Index:
     def set_meta(self, key: str, value: Any) -> None:
         self._write("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
-    # -- sources, epochs, episodes, outcomes
+    # -- sources, sessions, episodes, outcomes
     def put_sources(self, sources: Iterable[Source]) -> None:
         self._put("sources", *sources)
 
     def sources(self) -> dict[str, Source]:
         return {source.name: source for source in self._get(Source, "sources")}
 
-    def put_epochs(self, epochs: Iterable[Epoch]) -> None:
-        self._put("epochs", *epochs)
+    def put_sessions(self, sessions: Iterable[Session]) -> None:
+        self._put("sessions", *sessions)
 
-    def drop_epochs(self, epochs: Iterable[str]) -> None:
+    def drop_sessions(self, sessions: Iterable[str]) -> None:
         """Forget these: none of their records ever came."""
-        for epoch in epochs:
-            self._write("DELETE FROM epochs WHERE epoch = ?", (epoch,))
+        for session in sessions:
+            self._write("DELETE FROM sessions WHERE session = ?", (session,))
 
-    def epochs(self) -> dict[str, Epoch]:
-        found = self._get(Epoch, "epochs", "1 ORDER BY position")
-        for epoch in found:
-            epoch.closed, epoch.simulated = bool(epoch.closed), bool(epoch.simulated)
-        return {epoch.epoch: epoch for epoch in found}
+    def sessions(self) -> dict[str, Session]:
+        found = self._get(Session, "sessions", "1 ORDER BY position")
+        for session in found:
+            session.closed, session.simulated = bool(session.closed), bool(session.simulated)
+        return {session.session: session for session in found}
 
     def put_episodes(self, episodes: Iterable[Episode]) -> None:
         self._put("episodes", *episodes)
 
     def open_episodes(self) -> dict[str, Episode]:
-        """The unsealed episode of each epoch."""
-        return {episode.epoch: episode for episode in self._get(Episode, "episodes", "sealed = 0")}
+        """The unsealed episode of each session."""
+        return {episode.session: episode for episode in self._get(Episode, "episodes", "sealed = 0")}
 
     def episode(self, id: str) -> Episode | None:
         return next(iter(self._get(Episode, "episodes", "id = ?", id)), None)
@@ -279,9 +279,9 @@ class Index:
         whole = self._get(Episode, "episodes", "id = ?", id)
         return whole + self._get(Episode, "episodes", "part_of = ? AND part_start > 0 ORDER BY number", id)
 
-    def newest(self, epoch: str) -> list[Episode]:
-        """The newest episode of an epoch, if it has one."""
-        return self._get(Episode, "episodes", "epoch = ? ORDER BY number DESC LIMIT 1", epoch)
+    def newest(self, session: str) -> list[Episode]:
+        """The newest episode of a session, if it has one."""
+        return self._get(Episode, "episodes", "session = ? ORDER BY number DESC LIMIT 1", session)
 
     def first_from(self, source: str, step: int, row: int) -> tuple[int, int] | None:
         """(first, first_row) of the oldest episode that begins at or after both numbers."""
@@ -324,19 +324,19 @@ class Index:
         return dict(self._db.execute("SELECT phase, steps FROM phases").fetchall())
 
     def add_outcomes(self, outcomes: Iterable[tuple[str, int, Outcome]]) -> None:
-        """Keep every (epoch, seq, outcome), whichever of them is valid."""
-        for epoch, seq, outcome in outcomes:
-            said = (outcome.episode, outcome.success, outcome.discard, outcome.by)
-            self._add("outcomes", (epoch, seq, *said, time.time()))
+        """Keep every (session, seq, outcome), whichever of them is valid."""
+        for session, seq, outcome in outcomes:
+            said = (outcome.episode, outcome.success, outcome.discard, outcome.judged_by)
+            self._add("outcomes", (session, seq, *said, time.time()))
 
     def add_lost(self, records: Iterable[tuple[str, int, str]]) -> None:
-        """Records (epoch, seq, reason) that their actor could not send."""
-        for epoch, seq, reason in records:
-            self._add("lost", (epoch, seq, reason, time.time()))
+        """Records (session, seq, reason) that their actor could not send."""
+        for session, seq, reason in records:
+            self._add("lost", (session, seq, reason, time.time()))
 
     def lost_counts(self) -> dict[str, int]:
-        """How many records of an epoch are lost, where any is."""
-        return dict(self._db.execute("SELECT epoch, count(*) FROM lost GROUP BY epoch").fetchall())
+        """How many records of a session are lost, where any is."""
+        return dict(self._db.execute("SELECT session, count(*) FROM lost GROUP BY session").fetchall())
 
     def outcomes(self, episode: str) -> list[Outcome]:
         """All outcomes of an episode, in the order of their arrival."""

@@ -21,7 +21,7 @@ from serl_client.spec import Array, Spec
 
 PAGE = 4096
 SPARE = 64 << 20  # bytes that must stay free for the index, the weights and the log
-TERMINATED, TRUNCATED, INTERVENED, DECISION = 1, 2, 4, 8
+TERMINATED, TRUNCATED, INTERVENED, CHUNK_START = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import zmq
 from serl_client import messages as m
 from serl_client import wire
-from serl_client.episode import MAX_NAME, MAX_NUMBER, Entry
+from serl_client.episode import MAX_NAME, MAX_NUMBER, QueuedRecord
 from serl_client.errors import ConfigError, MessageError, Refused
 from serl_client.keys import owns
 
@@ -20,12 +20,13 @@ QUEUE = 100_000  # messages of one client that wait to be looked at
 ROLES: dict[str, tuple[type, ...]] = {
     "actor": (m.Push, m.Heartbeat, m.Bye, m.WeightsRequest, m.Command, m.Status),
     "learner": (
-        m.Direct, m.Allow, m.Publish, m.Archived, m.Over, m.Sync, m.Heartbeat, m.WeightsRequest, m.Command, m.Status,
+        m.Direct, m.StepLimit, m.Publish, m.Archived, m.Over, m.Sync, m.Heartbeat, m.WeightsRequest, m.Command,
+        m.Status,
     ),
     "viewer": (m.Heartbeat, m.Bye, m.Command, m.Status),
 }  # fmt: skip
 WATCHING = (m.Hello, m.Heartbeat, m.Bye, m.Status)
-ACTING = (*WATCHING, m.Push, m.WeightsRequest, m.Ask)
+ACTING = (*WATCHING, m.Push, m.WeightsRequest, m.InferenceRequest)
 GRANTS: dict[str, tuple[type, ...]] = {"viewer": WATCHING, "actor": ACTING, "operator": (*ACTING, m.Command)}  # of keys
 
 
@@ -34,7 +35,7 @@ class Forbidden(MessageError):
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class KeyOwner:
     """Whose key it is that a message came with, and what it may do (GRANTS)."""
 
     name: str
@@ -47,17 +48,17 @@ class Batch:
 
     push: m.Push
     identity: zmq.Frame
-    records: Iterator[tuple[int, Entry]]
+    records: Iterator[tuple[int, QueuedRecord]]
 
 
 @dataclass
-class Session:
+class Peer:
     """One connection, from its Hello on."""
 
     socket: zmq.Socket
     identity: bytes
     hello: m.Hello
-    holder: Holder | None  # None: on the learner's own address
+    owner: KeyOwner | None  # None: on the learner's own address
     seen: float
     speaks: bool = False  # it has said something after its Hello
     leaves: bool = False  # it has said Bye
@@ -65,16 +66,16 @@ class Session:
     queued: int = 0  # bytes of it
     report: Mapping[str, Any] = field(default_factory=dict)
     cost: int = 0  # of the report
-    earlier: dict[str, int] = field(default_factory=dict)  # epoch -> last seq, not drained yet
-    touched: set[str] = field(default_factory=set)  # epochs to acknowledge after the commit
-    waiting: set[str] = field(default_factory=set)  # epochs with a gap, until what was missing has come
+    earlier: dict[str, int] = field(default_factory=dict)  # session -> last seq, not drained yet
+    touched: set[str] = field(default_factory=set)  # sessions to acknowledge after the commit
+    waiting: set[str] = field(default_factory=set)  # sessions with a gap, until what was missing has come
     told: set[str] = field(default_factory=set)  # those of them that were answered
-    full: dict[str, str] = field(default_factory=dict)  # epoch -> why its source takes nothing now
-    noticed: m.Notice | None = None
+    full: dict[str, str] = field(default_factory=dict)  # session -> why its source takes nothing now
+    noticed: m.StateUpdate | None = None
 
     def __post_init__(self) -> None:
-        self.named = frozenset(epoch for epoch, _ in self.hello.earlier)
-        self.account = self.holder.name if self.holder and self.holder.name else self.hello.actor
+        self.named = frozenset(session for session, _ in self.hello.earlier)
+        self.account = self.owner.name if self.owner and self.owner.name else self.hello.actor
 
     def drop_batch(self) -> None:
         """The first of the inbox is done with, or comes again."""
@@ -102,29 +103,29 @@ def cost(report: Mapping[str, Any]) -> int:
     return len(wire.pack(report, {})[0]) + 100 * parts
 
 
-def check_role(message: m.Message, holder: Holder) -> None:
-    """Raise Forbidden for a message that the holder of this key may not send."""
-    if type(message) not in GRANTS[holder.role]:
-        raise Forbidden(f"a {type(message).__name__} is not for the key {holder.name}, whose role is {holder.role}")
+def check_role(message: m.Message, owner: KeyOwner) -> None:
+    """Raise Forbidden for a message that the owner of this key may not send."""
+    if type(message) not in GRANTS[owner.role]:
+        raise Forbidden(f"a {type(message).__name__} is not for the key {owner.name}, whose role is {owner.role}")
 
 
-def check_hello(hello: m.Hello, holder: Holder | None, *, run: str) -> None:
+def check_hello(hello: m.Hello, owner: KeyOwner | None, *, run: str) -> None:
     """Raises MessageError, VersionMismatch or Refused for a Hello that nobody may say here; `run`: the store's id;
-    `holder`: None on the learner's own address."""
+    `owner`: None on the learner's own address."""
     pairs = all(isinstance(pair, list) and [type(part) for part in pair] == [str, int] for pair in hello.earlier)
-    if not pairs or max(len(hello.actor), len(hello.epoch), len(hello.outbox)) > MAX_NAME:
-        raise MessageError(f"a Hello names [epoch, seq] pairs, and has names of at most {MAX_NAME} characters")
-    names = {epoch for epoch, _ in hello.earlier} | {hello.epoch}
+    if not pairs or max(len(hello.actor), len(hello.session), len(hello.outbox)) > MAX_NAME:
+        raise MessageError(f"a Hello names [session, seq] pairs, and has names of at most {MAX_NAME} characters")
+    names = {session for session, _ in hello.earlier} | {hello.session}
     if len(hello.earlier) > m.MAX_EARLIER or len(names) <= len(hello.earlier) or max(map(len, names)) > MAX_NAME:
-        raise MessageError(f"a Hello names at most {m.MAX_EARLIER} epochs besides its own, each of them once")
+        raise MessageError(f"a Hello names at most {m.MAX_EARLIER} sessions besides its own, each of them once")
     if any(not 0 <= last < MAX_NUMBER for _, last in hello.earlier):
-        raise MessageError("the last record of an earlier epoch has a number from 0 on")
+        raise MessageError("the last record of an earlier session has a number from 0 on")
     if not hello.actor.isprintable():
         raise MessageError("the name in a Hello is printable")
-    if hello.role not in ROLES or (hello.role == "learner" and holder is not None):
+    if hello.role not in ROLES or (hello.role == "learner" and owner is not None):
         raise Refused(f"the role {hello.role!r} is not given on this address")
-    if holder is not None and holder.name:
-        _check_claim(hello, holder)
+    if owner is not None and owner.name:
+        _check_claim(hello, owner)
     if hello.run and hello.run != run:
         raise Refused(
             f"this learner serves the run {run[:12] or '(new)'}, your outbox belongs to {hello.run[:12]}. Nothing "
@@ -132,12 +133,12 @@ def check_hello(hello: m.Hello, holder: Holder | None, *, run: str) -> None:
         )
 
 
-def _check_claim(hello: m.Hello, holder: Holder) -> None:
+def _check_claim(hello: m.Hello, owner: KeyOwner) -> None:
     """Raise Forbidden for a name or a role that this key does not have: identity is the key."""
-    if not owns(holder.name, hello.actor):
-        raise Forbidden(f"the key {holder.name} is not that of {hello.actor!r}: go by the name {holder.name}")
-    if hello.role == "actor" and holder.role == "viewer":
-        raise Forbidden(f"the key {holder.name} has the role viewer, and appends nothing: make one with --role actor")
+    if not owns(owner.name, hello.actor):
+        raise Forbidden(f"the key {owner.name} is not that of {hello.actor!r}: go by the name {owner.name}")
+    if hello.role == "actor" and owner.role == "viewer":
+        raise Forbidden(f"the key {owner.name} has the role viewer, and appends nothing: make one with --role actor")
 
 
 def bound(
@@ -146,9 +147,9 @@ def bound(
     """A ROUTER that listens on `address`, made ready by `prepare`. Raises ConfigError when it cannot; `option` is the
     one that chooses another address.
 
-    Clients send the heartbeats (link.py), and what they say of their lifetime ends a dead connection. A ROUTER sends
-    none: libzmq 4.3.5 aborts the process when one falls due, or is to be answered, on a connection that broke while its
-    queue was full. So the queue is long, too; what an honest client has on its way is bounded by its window.
+    Clients send the heartbeats (connection.py), and what they say of their lifetime ends a dead connection. A ROUTER
+    sends none: libzmq 4.3.5 aborts the process when one falls due, or is to be answered, on a connection that broke
+    while its queue was full. So the queue is long, too; what an honest client has on its way is bounded by its window.
     """
     socket = context.socket(zmq.ROUTER)
     for setting, value in (

@@ -21,19 +21,19 @@ from typing import Any
 import zmq
 from serl_client import messages as m
 from serl_client import wire
-from serl_client.episode import MAX_NAME, Entry, Lost, Outcome, Segment
+from serl_client.connection import has_come, received
+from serl_client.episode import MAX_NAME, LostRecord, Outcome, QueuedRecord, Segment
 from serl_client.errors import ConfigError, MessageError, Refused, RetakeError, ServerFailed, VersionMismatch
-from serl_client.link import has_come, received
 from serl_client.spec import Spec
 
-from serl_launcher.store.access import CONNECTIONS, Gate
+from serl_launcher.store.access import CONNECTIONS, AccessControl
 from serl_launcher.store.index import Index
 from serl_launcher.store.peers import (
     ROLES,
     Batch,
     Forbidden,
-    Holder,
-    Session,
+    KeyOwner,
+    Peer,
     bound,
     check_hello,
     check_role,
@@ -49,7 +49,7 @@ WINDOW = 16 << 20  # bytes of one actor that may be unacknowledged on the wire
 GROUP_S = 0.02  # of gathering a group, or as long as the last one took to commit, if that is more
 LEAST_S = 0.002  # of it, before what has come meanwhile is looked at
 SLICE_S = 0.001  # for the records of one client, until it is the next one's turn
-STATUS_COST = 900_000  # of all clients' reports together (session.cost): a status has to fit into one header
+STATUS_COST = 900_000  # of all clients' reports together (peer.cost): a status has to fit into one header
 NOTICE_S = 1.0
 SILENCE_S = 60.0  # after which the open episode of an actor with a simulated clock is truncated
 ALONE_S = 60.0
@@ -60,7 +60,7 @@ MISSING = 64  # actors that are named as missing: the last ones
 CATALOG_ROWS = (1000, 200)  # of a page: with five names of MAX_NAME characters of 4 bytes each, 200 fit into a header
 SECOND = "another client named {} has connected; give each actor its own name"
 
-Peer = tuple[zmq.Socket, bytes]  # a connection
+Address = tuple[zmq.Socket, bytes]  # a connection
 
 
 class Server:
@@ -79,23 +79,23 @@ class Server:
         is_new = not is_there(run_dir / "store")
         self.store = None if is_new else Store.resume(run_dir / "store", capacities, archived)
         self._making: Future[Store] | None = None
-        self._heard: dict[str, float] = {}  # epoch of an open episode -> when its actor last spoke
+        self._heard: dict[str, float] = {}  # session of an open episode -> when its actor last spoke
         self._tells_until = 0.0  # why no store can be made: those who were told to wait come again, and hear it
         self._alone_until = 0.0  # until then each record is a group of its own
         self.degraded = self._over_because = ""
         self.fatal: ConfigError | None = None
         self.allowance: tuple[int, int | None] = (0, 0)  # (directive, steps)
-        self._sessions: dict[Peer, Session] = {}
+        self._peers: dict[Address, Peer] = {}
         self._missing: dict[str, float] = {}  # actor -> when it was last seen
         self._stopping = self._directed = False
-        self._welcomes: list[Session] = []  # to be sent when their epochs are durable
+        self._welcomes: list[Peer] = []  # to be sent when their sessions are durable
         self._committing = 0.0  # seconds that the last group took to commit
         self._started, self._next_notice, self._next_reopen = time.monotonic(), 0.0, 0.0
-        self.gate = Gate(public, keys)
-        self.public, self.local = self.gate.socket, bound(self.gate.context, local)
-        self._handlers: dict[type, Callable[[Session, Any], m.Message | None]] = {
+        self.access = AccessControl(public, keys)
+        self.public, self.local = self.access.socket, bound(self.access.context, local)
+        self._handlers: dict[type, Callable[[Peer, Any], m.Message | None]] = {
             m.Heartbeat: self._heartbeat, m.WeightsRequest: self._weights, m.Status: self._status,
-            m.Direct: self._direct, m.Allow: self._allow, m.Publish: self._publish, m.Sync: self._sync,
+            m.Direct: self._direct, m.StepLimit: self._allow, m.Publish: self._publish, m.Sync: self._sync,
             m.Archived: self._archived, m.Command: self._command, m.Bye: self._bye, m.Over: self._over,
         }  # fmt: skip
 
@@ -103,11 +103,11 @@ class Server:
     def run(self) -> None:
         """Serve until `stop`. Raises ConfigError when no store can be made for the first actor's Spec."""
         poller = zmq.Poller()
-        for socket in (self.local, *self.gate.polled):
+        for socket in (self.local, *self.access.polled):
             poller.register(socket, zmq.POLLIN)
         while not self._stopping and (self.fatal is None or time.monotonic() < self._tells_until):
             ready = dict(poller.poll(timeout=0 if self._has_work() else 100))
-            self.gate.turn()
+            self.access.turn()
             for socket in (self.local, self.public):
                 if socket in ready:
                     self._drain(socket)
@@ -123,7 +123,7 @@ class Server:
         self._stopping = True
 
     def close(self) -> None:
-        self.gate.context.destroy(linger=2000)  # why the run ends must reach its actors
+        self.access.context.destroy(linger=2000)  # why the run ends must reach its actors
         if not self.degraded:
             self._store_closed(is_over=self._directed and self._shared()[0].get("mode") == "stop")
 
@@ -140,43 +140,43 @@ class Server:
 
     def _answer(self, socket: zmq.Socket, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> m.Message | None:
         """Handle one message, and return the answer, which names the number of its request."""
-        peer, holder = (socket, identity.bytes), None
+        address, owner = (socket, identity.bytes), None
         try:
-            if socket is self.public and (holder := self.gate.admit(identity)) is None:
+            if socket is self.public and (owner := self.access.admit(identity)) is None:
                 return None
             message = m.decode(frames)
         except VersionMismatch as error:
-            self.gate.refuse("other version", str(error))
+            self.access.refuse("other version", str(error))
             return m.Failed("VersionMismatch", str(error), final=True)
         except (MessageError, KeyError, TypeError, ValueError) as error:
-            self.gate.blame(identity, holder, error)
+            self.access.blame(identity, owner, error)
             return m.Failed("Refused", str(error))
         except RetakeError as error:
-            return self._refusal(peer, None, error)
+            return self._refusal(address, None, error)
         except Exception:
             log.exception("a message could not be read")
             return m.Failed("ServerFailed", "the learner failed on this message; its log says why")
-        answer = self._answered(peer, identity, message, holder)
+        answer = self._answered(address, identity, message, owner)
         if isinstance(message, m.NUMBERED) and isinstance(answer, m.Done | m.Failed):
             return replace(answer, request=message.request)
         return answer
 
     def _answered(
-        self, peer: Peer, identity: zmq.Frame, message: m.Message, holder: Holder | None
+        self, address: Address, identity: zmq.Frame, message: m.Message, owner: KeyOwner | None
     ) -> m.Message | None:  # fmt: skip
         """Do what a message asks for, and return the answer."""
 
         def answer() -> m.Message | None:
-            if holder is not None and not self.gate.allows(identity, holder, message):
+            if owner is not None and not self.access.allows(identity, owner, message):
                 return m.Failed("ServerFailed", f"too many {type(message).__name__}s within a second: say it again")
             if isinstance(message, m.Hello):
-                return self._hello(peer, message, holder)
-            return self._dispatch(peer, identity, message, holder)
+                return self._hello(address, message, owner)
+            return self._dispatch(address, identity, message, owner)
 
-        return self._guarded(peer, identity, message, holder, answer)
+        return self._guarded(address, identity, message, owner, answer)
 
     def _guarded(
-        self, peer: Peer, identity: zmq.Frame, message: m.Message, holder: Holder | None,
+        self, address: Address, identity: zmq.Frame, message: m.Message, owner: KeyOwner | None,
         work: Callable[[], m.Message | None],
     ) -> m.Message | None:  # fmt: skip
         """Do what a message asks for; what goes wrong with it is counted, and is the answer."""
@@ -187,67 +187,67 @@ class Server:
             return m.Failed("ServerFailed", f"the learner's store fails: {error}")
         except (MessageError, KeyError, TypeError, ValueError) as error:
             at_keyboard = isinstance(message, m.Command)  # a person who may not steer is told so, however often
-            self.gate.blame(identity, None if at_keyboard else holder, error)
+            self.access.blame(identity, None if at_keyboard else owner, error)
             return m.Failed("Refused", str(error), final=isinstance(message, m.Hello))
         except Refused as error:
             if not isinstance(message, m.Push):
-                return self._refusal(peer, message, error)
-            self.gate.blame(identity, holder, error)  # an honest client stops at the first one
+                return self._refusal(address, message, error)
+            self.access.blame(identity, owner, error)  # an honest client stops at the first one
             return m.Failed("Refused", str(error), final=True)
         except RetakeError as error:
-            return self._refusal(peer, message, error)
+            return self._refusal(address, message, error)
         except Exception:
             log.exception("a handler failed")
             return m.Failed("ServerFailed", "the learner failed on this message; its log says why")
 
-    def _refusal(self, peer: Peer, message: m.Message | None, error: RetakeError) -> m.Failed:
-        """What a peer is told whose message is fine, and yet not taken; without one it is not let in any more."""
+    def _refusal(self, address: Address, message: m.Message | None, error: RetakeError) -> m.Failed:
+        """What a address is told whose message is fine, and yet not taken; without one it is not let in any more."""
         if message is None:
-            self._sessions.pop(peer, None)
-        elif not (self.degraded or self.fatal or isinstance(error, ServerFailed)):  # no fault of this peer's
-            self.gate.refuse("not taken", str(error))
+            self._peers.pop(address, None)
+        elif not (self.degraded or self.fatal or isinstance(error, ServerFailed)):  # no fault of this address's
+            self.access.refuse("not taken", str(error))
         final = isinstance(message, (m.Hello, m.Push, type(None))) and not isinstance(error, ServerFailed)
         return m.Failed(type(error).__name__, str(error), final)
 
     def _dispatch(
-        self, peer: Peer, identity: zmq.Frame, message: m.Message, holder: Holder | None
+        self, address: Address, identity: zmq.Frame, message: m.Message, owner: KeyOwner | None
     ) -> m.Message | None:  # fmt: skip
-        session = self._sessions.get(peer)
-        if session is None or session.holder != holder:
+        peer = self._peers.get(address)
+        if peer is None or peer.owner != owner:
             return m.Failed("Disconnected", "say Hello first")
-        session.seen = time.monotonic()
-        if type(message) not in ROLES[session.hello.role]:
-            raise Forbidden(f"a {type(message).__name__} is not for the role {session.hello.role}")
-        if holder is not None:
-            check_role(message, holder)
+        peer.seen = time.monotonic()
+        if type(message) not in ROLES[peer.hello.role]:
+            raise Forbidden(f"a {type(message).__name__} is not for the role {peer.hello.role}")
+        if owner is not None:
+            check_role(message, owner)
         is_over = isinstance(message, m.Bye)  # of a life that never spoke: it stops nobody
-        if session.hello.role == "actor" and self.store and session.hello.epoch not in self.store.epochs:
-            del self._sessions[peer]  # thousands have said Hello since, and it has brought nothing
+        if peer.hello.role == "actor" and self.store and peer.hello.session not in self.store.sessions:
+            del self._peers[address]  # thousands have said Hello since, and it has brought nothing
             return m.Failed("Disconnected", "say Hello again")
-        if not (session.speaks or is_over) and (refusal := self._take_over(session)) is not None:
+        if not (peer.speaks or is_over) and (refusal := self._take_over(peer)) is not None:
             return refusal
         if isinstance(message, m.Push):
-            return self._push(session, message, identity)
-        return self._handlers[type(message)](session, message)
+            return self._push(peer, message, identity)
+        return self._handlers[type(message)](peer, message)
 
     # -- records
-    def _push(self, session: Session, push: m.Push, identity: zmq.Frame) -> m.Message | None:
+    def _push(self, peer: Peer, push: m.Push, identity: zmq.Frame) -> m.Message | None:
         """Queue records, and stage the first of them. What is left waits for its client's next turn."""
-        if push.epoch not in (session.hello.epoch, *session.named):
-            raise Refused(f"epoch {push.epoch} was not named in the Hello of this connection")
-        if self.store is None or self.degraded or push.epoch in session.full:
+        if push.session not in (peer.hello.session, *peer.named):
+            raise Refused(f"session {push.session} was not named in the Hello of this connection")
+        if self.store is None or self.degraded or push.session in peer.full:
             return None
-        if push.epoch not in self.store.epochs:
+        if push.session not in self.store.sessions:
             return m.Failed("Disconnected", "say Hello again")
         data = push.arrays["records"]
-        if session.inbox and session.queued + data.nbytes > 2 * WINDOW:
-            self.gate.refuse("too fast", f"{session.hello.actor} sends more than its window holds")
+        if peer.inbox and peer.queued + data.nbytes > 2 * WINDOW:
+            self.access.refuse("too fast", f"{peer.hello.actor} sends more than its window holds")
             return None  # it is asked for this again, as what comes next leaves a gap
-        is_first = not session.inbox
-        session.inbox.append(Batch(push, identity, m.records(data.data)))
-        session.queued += data.nbytes
-        if is_first and not self.gate.is_exhausted(session.account):
-            self._stage(session, time.monotonic() + SLICE_S)
+        is_first = not peer.inbox
+        peer.inbox.append(Batch(push, identity, m.records(data.data)))
+        peer.queued += data.nbytes
+        if is_first and not self.access.is_exhausted(peer.account):
+            self._stage(peer, time.monotonic() + SLICE_S)
         return None
 
     def _patience(self) -> float:
@@ -255,7 +255,7 @@ class Server:
         return min(max(GROUP_S, self._committing), 10 * GROUP_S)
 
     def _has_work(self) -> bool:
-        return any(s.inbox and not self.gate.is_exhausted(s.account) for s in self._sessions.values())
+        return any(s.inbox and not self.access.is_exhausted(s.account) for s in self._peers.values())
 
     def _work(self) -> None:
         """Stage what clients have queued, one slice of time for each by turns, until the group is large enough.
@@ -264,73 +264,73 @@ class Server:
         """
         now = begin = time.monotonic()
         end = begin + self._patience()
-        while now < end and (waiting := [peer for peer, s in self._sessions.items() if s.inbox]):
+        while now < end and (waiting := [address for address, s in self._peers.items() if s.inbox]):
             if now > begin + LEAST_S and (has_come(self.public) or has_come(self.local)):
                 return
-            waiting = [peer for peer in waiting if not self.gate.is_exhausted(self._sessions[peer].account)]
+            waiting = [address for address in waiting if not self.access.is_exhausted(self._peers[address].account)]
             if not waiting:
                 return
-            for peer in waiting:
-                if (session := self._sessions.pop(peer, None)) is None:
+            for address in waiting:
+                if (peer := self._peers.pop(address, None)) is None:
                     continue
-                self._sessions[peer] = session  # the others come before its next turn
-                batch = session.inbox[0]
-                stage = partial(self._stage, session, now + SLICE_S)
-                answer = self._guarded(peer, batch.identity, batch.push, session.holder, stage)
+                self._peers[address] = peer  # the others come before its next turn
+                batch = peer.inbox[0]
+                stage = partial(self._stage, peer, now + SLICE_S)
+                answer = self._guarded(address, batch.identity, batch.push, peer.owner, stage)
                 if answer is not None:
-                    session.send(answer)
-                if session.leaves and not session.inbox:
-                    self._sessions.pop(peer, None)
+                    peer.send(answer)
+                if peer.leaves and not peer.inbox:
+                    self._peers.pop(address, None)
                 if (now := time.monotonic()) > end:
                     return
 
-    def _stage(self, session: Session, end: float) -> None:
+    def _stage(self, peer: Peer, end: float) -> None:
         """Stage queued records of a client until the time `end`, at least one. Nothing is answered here: a gap, too, is
         named only when what came before it is durable."""
-        while session.inbox:
-            batch = session.inbox[0]
-            epoch = batch.push.epoch
+        while peer.inbox:
+            batch = peer.inbox[0]
+            session = batch.push.session
             try:
                 for seq, record in batch.records:
-                    if not self._take(session, epoch, seq, record):
+                    if not self._take(peer, session, seq, record):
                         break  # the rest of this batch comes again
-                    if self.gate.charge(session.account) or time.monotonic() > end:
+                    if self.access.charge(peer.account) or time.monotonic() > end:
                         return
             except MessageError:
-                session.waiting.add(epoch)  # its actor looks at what it sent, and sends it again
-                session.touched.add(epoch)
-                session.drop_batch()
+                peer.waiting.add(session)  # its actor looks at what it sent, and sends it again
+                peer.touched.add(session)
+                peer.drop_batch()
                 raise
             except BaseException:
-                session.drop_batch()
+                peer.drop_batch()
                 raise
-            session.drop_batch()
+            peer.drop_batch()
 
-    def _take(self, session: Session, epoch: str, seq: int, record: Entry) -> bool:
+    def _take(self, peer: Peer, session: str, seq: int, record: QueuedRecord) -> bool:
         """Stage one record. False: it cannot be taken now, nor what follows it."""
-        if self.store is None or self.degraded or epoch in session.full:
+        if self.store is None or self.degraded or session in peer.full:
             return False
-        self._check_owner(session, epoch, record)
+        self._check_owner(peer, session, record)
         try:
-            self.store.stage(epoch, seq, record)
+            self.store.stage(session, seq, record)
             if time.monotonic() < self._alone_until:
-                self._commit_alone(session, seq)
+                self._commit_alone(peer, seq)
         except Gap:
-            session.waiting.add(epoch)
-            session.touched.add(epoch)
+            peer.waiting.add(session)
+            peer.touched.add(session)
             return False
         except Full as full:
-            log.warning("%s: %s waits, and keeps what it records", full, session.hello.actor)
-            session.full[epoch] = str(full)
+            log.warning("%s: %s waits, and keeps what it records", full, peer.hello.actor)
+            peer.full[session] = str(full)
             return False
         except (RetakeError, OSError, sqlite3.Error):
             raise
         except Exception as error:
             self._degrade(error)  # what is staged may be half of something: begin again from what is committed
             raise
-        session.waiting.discard(epoch)
-        session.told.discard(epoch)
-        session.touched.add(epoch)
+        peer.waiting.discard(session)
+        peer.told.discard(session)
+        peer.touched.add(session)
         return True
 
     # -- the group
@@ -340,7 +340,7 @@ class Server:
         if self.store is None:
             return
         begin = time.monotonic()
-        touched = [session for session in self._sessions.values() if session.touched]
+        touched = [peer for peer in self._peers.values() if peer.touched]
         if not (self.store.staged or self.store.released or touched or self.degraded):
             return
         try:
@@ -348,8 +348,8 @@ class Server:
                 self._reopen()
             else:
                 self.store.commit()
-                for session in touched:
-                    self._acknowledge(session)
+                for peer in touched:
+                    self._acknowledge(peer)
                 self._release(self.store)
                 self._committing = time.monotonic() - begin
         except (OSError, sqlite3.Error) as error:
@@ -358,34 +358,34 @@ class Server:
             log.exception("the group could not be committed")
             self._degrade(error)
 
-    def _acknowledge(self, session: Session) -> None:
+    def _acknowledge(self, peer: Peer) -> None:
         assert self.store is not None
-        for epoch in session.touched:
-            expected = self.store.expected(epoch)
-            resend = epoch in session.waiting - session.told
-            session.told |= session.waiting & {epoch}
-            ack = m.Ack(epoch, expected, resend, self._steps_allowed(session))
-            session.send(ack)
-        session.touched.clear()
-        self._close_drained(session)
+        for session in peer.touched:
+            expected = self.store.expected(session)
+            resend = session in peer.waiting - peer.told
+            peer.told |= peer.waiting & {session}
+            ack = m.Ack(session, expected, resend, self._step_limit(peer))
+            peer.send(ack)
+        peer.touched.clear()
+        self._close_drained(peer)
 
     def _release(self, store: Store) -> None:
-        """Ask those for their records whose source was full, when something has left it."""
+        """InferenceRequest those for their records whose source was full, when something has left it."""
         if not store.released:
             return
         store.released = False
-        for session in self._sessions.values():
-            for epoch in session.full:
-                session.send(m.Ack(epoch, store.expected(epoch), True, self._steps_allowed(session)))
-            session.full.clear()
+        for peer in self._peers.values():
+            for session in peer.full:
+                peer.send(m.Ack(session, store.expected(session), True, self._step_limit(peer)))
+            peer.full.clear()
 
-    def _close_drained(self, session: Session) -> None:
+    def _close_drained(self, peer: Peer) -> None:
         """End the earlier lives of an actor of which everything has come."""
         assert self.store is not None
-        drained = [epoch for epoch, last in session.earlier.items() if self.store.expected(epoch) > last]
-        for epoch in drained:
-            del session.earlier[epoch]
-            self.store.close_epoch(epoch)
+        drained = [session for session, last in peer.earlier.items() if self.store.expected(session) > last]
+        for session in drained:
+            del peer.earlier[session]
+            self.store.close_session(session)
         if drained:
             self.store.commit()
 
@@ -403,10 +403,10 @@ class Server:
         if not isinstance(error, OSError | sqlite3.Error):
             self._alone_until = time.monotonic() + ALONE_S
         self.degraded, self._next_reopen = str(error) or repr(error), time.monotonic() + 1.0
-        for session in self._sessions.values():
-            session.touched.clear()
-            session.inbox.clear()
-            session.queued = 0
+        for peer in self._peers.values():
+            peer.touched.clear()
+            peer.inbox.clear()
+            peer.queued = 0
 
     def _store_closed(self, *, is_over: bool = False) -> None:
         """Close the store; when the run is over, no episode stays open."""
@@ -430,13 +430,13 @@ class Server:
         self.store = store
         log.warning("the store works again after: %s", self.degraded)
         self.degraded = ""
-        for session in self._sessions.values():
-            session.waiting.clear()
-            session.told.clear()
-            session.full.clear()
-            for epoch in [*session.earlier, session.hello.epoch]:
-                if epoch in self.store.epochs:
-                    session.send(m.Ack(epoch, self.store.expected(epoch), True))
+        for peer in self._peers.values():
+            peer.waiting.clear()
+            peer.told.clear()
+            peer.full.clear()
+            for session in [*peer.earlier, peer.hello.session]:
+                if session in self.store.sessions:
+                    peer.send(m.Ack(session, self.store.expected(session), True))
 
     # -- notices
     def _notices(self) -> None:
@@ -448,11 +448,11 @@ class Server:
             self._forget(now)
             self._cut_silent(now)
         shared = self._shared()
-        for session in self._sessions.values():
-            notice = m.Notice(*shared, self._steps_allowed(session), self.degraded or session.waits_for)
-            if due or notice != session.noticed:
-                session.noticed = notice
-                session.send(notice)
+        for peer in self._peers.values():
+            notice = m.StateUpdate(*shared, self._step_limit(peer), self.degraded or peer.waits_for)
+            if due or notice != peer.noticed:
+                peer.noticed = notice
+                peer.send(notice)
 
     def _shared(self) -> tuple[dict[str, Any], dict[str, Any]]:
         if self.store is None:
@@ -465,9 +465,9 @@ class Server:
             directive = {}  # the end of an earlier run: what this one will do is not said yet
         return directive, weights
 
-    def _steps_allowed(self, session: Session) -> int | None:
-        """How many steps this session's epoch may have made in all; None: no limit."""
-        if self.store is None or not session.hello.paced:
+    def _step_limit(self, peer: Peer) -> int | None:
+        """How many steps this peer's session may have made in all; None: no limit."""
+        if self.store is None or not peer.hello.paced:
             return None
         number = self.store.directive
         if not number or not self.store.directives[number].get("paced"):
@@ -475,19 +475,19 @@ class Server:
         directive, steps = self.allowance
         if directive == number and steps is None:
             return None
-        made = self.store.epochs[session.hello.epoch].steps
+        made = self.store.sessions[peer.hello.session].steps
         if directive != number or steps is None:
             return made  # the learner has not said yet how far we may go
         left = max(0, steps - self.store.phase_steps.get(self.store.directives[number]["phase"], 0))
-        paced = sum(other.hello.paced for other in self._sessions.values())
+        paced = sum(other.hello.paced for other in self._peers.values())
         return made + -(-left // max(1, paced))
 
     def _forget(self, now: float) -> None:
-        for peer, session in list(self._sessions.items()):
-            if session.hello.role != "learner" and now - session.seen > MISSING_S:
-                log.warning("%s %s is silent", session.hello.role, session.hello.actor)
-                self._missing[session.hello.actor] = session.seen
-                del self._sessions[peer]
+        for address, peer in list(self._peers.items()):
+            if peer.hello.role != "learner" and now - peer.seen > MISSING_S:
+                log.warning("%s %s is silent", peer.hello.role, peer.hello.actor)
+                self._missing[peer.hello.actor] = peer.seen
+                del self._peers[address]
         while len(self._missing) > MISSING:
             del self._missing[next(iter(self._missing))]
 
@@ -495,80 +495,82 @@ class Server:
         """Truncate the episodes that silent actors left open, where nobody is to come back for them."""
         if self.store is None or self.degraded:
             return
-        for session in self._sessions.values():
-            self._heard |= dict.fromkeys((session.hello.epoch, *session.earlier), session.seen)
+        for peer in self._peers.values():
+            self._heard |= dict.fromkeys((peer.hello.session, *peer.earlier), peer.seen)
         episodes = list(self.store.open_episodes)
-        self._heard = {episode.epoch: self._heard.get(episode.epoch, now) for episode in episodes}
+        self._heard = {episode.session: self._heard.get(episode.session, now) for episode in episodes}
         for episode in episodes:
-            by_clock = SILENCE_S if self.store.epochs[episode.epoch].simulated else math.inf
-            silent = now - self._heard[episode.epoch]
+            by_clock = SILENCE_S if self.store.sessions[episode.session].simulated else math.inf
+            silent = now - self._heard[episode.session]
             if silent >= self.on_silence.get(episode.source, by_clock):
                 log.warning("%s is truncated, as %s was silent for %.0f s", episode.id, episode.actor, silent)
-                self.store.cut(episode.epoch)
+                self.store.cut(episode.session)
 
     # -- handlers
-    def _hello(self, peer: Peer, hello: m.Hello, holder: Holder | None) -> m.Message | None:
-        check_hello(hello, holder, run=self.store.run if self.store else "")
-        if len(self._sessions) >= CONNECTIONS and peer not in self._sessions:
+    def _hello(self, address: Address, hello: m.Hello, owner: KeyOwner | None) -> m.Message | None:
+        check_hello(hello, owner, run=self.store.run if self.store else "")
+        if len(self._peers) >= CONNECTIONS and address not in self._peers:
             raise ServerFailed(f"the learner has {CONNECTIONS} clients already: wait until one has left")
         if hello.role == "actor":
             if self._over_because:
                 raise Refused(self._over_because)
-            self._welcome_actor(hello, holder)
+            self._welcome_actor(hello, owner)
             if not self._store.staged:
                 self._check_outranked(hello)
-            self._drop_echoes(peer, hello)
-        session = self._sessions[peer] = Session(*peer, hello, holder, time.monotonic())
+            self._drop_echoes(address, hello)
+        peer = self._peers[address] = Peer(*address, hello, owner, time.monotonic())
         self._missing.pop(hello.actor, None)
         if hello.role == "actor" and self._store.staged:
-            self._welcomes.append(session)
+            self._welcomes.append(peer)
             return None
-        return self._welcome_of(session)
+        return self._welcome_of(peer)
 
-    def _drop_echoes(self, peer: Peer, hello: m.Hello) -> None:
+    def _drop_echoes(self, address: Address, hello: m.Hello) -> None:
         """Forget connections of this life that have said nothing but Hello: it has come again, so they broke."""
-        for other, session in list(self._sessions.items()):
-            mine = session.hello.role == "actor" and session.hello.epoch == hello.epoch
-            if mine and not session.speaks and other != peer:
-                del self._sessions[other]
+        for other, peer in list(self._peers.items()):
+            mine = peer.hello.role == "actor" and peer.hello.session == hello.session
+            if mine and not peer.speaks and other != address:
+                del self._peers[other]
 
     def _welcome(self) -> None:
-        """Make the epochs of all who said Hello in this turn durable at once, and answer them."""
+        """Make the sessions of all who said Hello in this turn durable at once, and answer them."""
         welcomes, self._welcomes = self._welcomes, []
-        for session in welcomes:
-            peer = session.socket, session.identity
-            if self._sessions.get(peer) is not session:
+        for peer in welcomes:
+            address = peer.socket, peer.identity
+            if self._peers.get(address) is not peer:
                 continue
             try:
                 self._store.commit()  # the first time; then there is nothing to do
-                self._check_outranked(session.hello)
-                answer = self._welcome_of(session)
+                self._check_outranked(peer.hello)
+                answer = self._welcome_of(peer)
             except (OSError, sqlite3.Error, GroupFailed) as error:
                 self._degrade(error)
                 answer = m.Failed("ServerFailed", f"the learner's store fails: {error}")
             except RetakeError as error:
-                answer = self._refusal(peer, session.hello, error)
+                answer = self._refusal(address, peer.hello, error)
             if isinstance(answer, m.Failed):
-                del self._sessions[peer]
-            session.send(answer)
+                del self._peers[address]
+            peer.send(answer)
 
-    def _welcome_of(self, session: Session) -> m.Welcome:
-        """The answer to the Hello of this session; what it acknowledges is durable."""
-        hello, expected, ordinal = session.hello, [], 0
+    def _welcome_of(self, peer: Peer) -> m.Welcome:
+        """The answer to the Hello of this peer; what it acknowledges is durable."""
+        hello, expected, ordinal = peer.hello, [], 0
         if hello.role == "actor" and self.store is not None:
-            expected = [[epoch, self.store.expected(epoch)] for epoch in [*(e for e, _ in hello.earlier), hello.epoch]]
-            session.earlier = {epoch: last for epoch, last in hello.earlier}
-            self._close_drained(session)
-            ordinal = self._position(hello.epoch)
-        session.noticed = m.Notice(*self._shared(), self._steps_allowed(session), self.degraded)
+            expected = [
+                [session, self.store.expected(session)] for session in [*(e for e, _ in hello.earlier), hello.session]
+            ]
+            peer.earlier = {session: last for session, last in hello.earlier}
+            self._close_drained(peer)
+            ordinal = self._position(hello.session)
+        peer.noticed = m.StateUpdate(*self._shared(), self._step_limit(peer), self.degraded)
         run, spec = (self.store.run, self.store.spec.to_dict()) if self.store else ("", None)
-        inference = self.inference if session.holder is not None else ""  # on the learner's own address nobody asks
-        return m.Welcome(run, ordinal, WINDOW, expected, spec, inference, asdict(session.noticed))
+        inference = self.inference if peer.owner is not None else ""  # on the learner's own address nobody asks
+        return m.Welcome(run, ordinal, WINDOW, expected, spec, inference, asdict(peer.noticed))
 
-    def _welcome_actor(self, hello: m.Hello, holder: Holder | None) -> None:
+    def _welcome_actor(self, hello: m.Hello, owner: KeyOwner | None) -> None:
         """Check the actor's Spec against the run's, or make the store of the first one."""
-        if hello.spec is None or not hello.epoch or not hello.outbox:
-            raise Refused("an actor's Hello names its epoch, its outbox and its Spec")
+        if hello.spec is None or not hello.session or not hello.outbox:
+            raise Refused("an actor's Hello names its session, its outbox and its Spec")
         spec = Spec.from_dict(hello.spec)
         if self.degraded:
             raise ServerFailed(f"the learner's store fails: {self.degraded}")
@@ -580,9 +582,11 @@ class Server:
                 f"this run is of another robot or task (the run, yours): {difference}. Start the learner with another "
                 "run_dir=..., or the actor with the run's task"
             )
-        earlier, owner = [epoch for epoch, _ in hello.earlier], holder.name if holder else ""
+        earlier = [session for session, _ in hello.earlier]
         lives = self.store.lives
-        lives.hello(hello.actor, hello.outbox, hello.epoch, earlier, owner, simulated=hello.paced)
+        lives.hello(
+            hello.actor, hello.outbox, hello.session, earlier, owner.name if owner else "", simulated=hello.paced
+        )
 
     def _make(self, spec: Spec) -> None:
         """Make the store for the first actor's Spec, beside the loop where it is large.
@@ -618,73 +622,73 @@ class Server:
             self.fatal = error if known else ConfigError(f"no store can be made in {self.run_dir}: {error}")
             self._tells_until = time.monotonic() + TELL_S
 
-    def _namesakes(self, hello: m.Hello) -> list[Session]:
+    def _namesakes(self, hello: m.Hello) -> list[Peer]:
         """The clients of this role and name that have said something after their Hello."""
-        sessions = (session for session in self._sessions.values() if session.speaks)
-        return [other for other in sessions if (other.hello.role, other.hello.actor) == (hello.role, hello.actor)]
+        peers = (peer for peer in self._peers.values() if peer.speaks)
+        return [other for other in peers if (other.hello.role, other.hello.actor) == (hello.role, hello.actor)]
 
     def _check_outranked(self, hello: m.Hello) -> None:
         """Of two living clients with one name, the one whose first Hello came first is refused."""
-        if any(self._position(other.hello.epoch) > self._position(hello.epoch) for other in self._namesakes(hello)):
+        if any(self._position(other.hello.session) > self._position(hello.session) for other in self._namesakes(hello)):
             raise Refused(SECOND.format(hello.actor))
 
-    def _take_over(self, session: Session) -> m.Message | None:
+    def _take_over(self, peer: Peer) -> m.Message | None:
         """The first message after a Hello, which is thus no echo of a dead connection: those before it are over."""
-        hello = session.hello
+        hello = peer.hello
         if hello.role == "actor":
             if self.degraded:
                 return None
             try:
                 self._check_outranked(hello)
             except Refused as error:
-                del self._sessions[session.socket, session.identity]
-                return self._refusal((session.socket, session.identity), hello, error)
+                del self._peers[peer.socket, peer.identity]
+                return self._refusal((peer.socket, peer.identity), hello, error)
             if len(hello.earlier) < m.MAX_EARLIER:  # or else its outbox may hold more than it could name
-                self._store.close_before(hello.epoch, session.named)
+                self._store.close_before(hello.session, peer.named)
         for other in self._namesakes(hello):
-            if hello.role == "actor" and other.hello.epoch != hello.epoch:
+            if hello.role == "actor" and other.hello.session != hello.session:
                 other.send(m.Failed("Refused", SECOND.format(hello.actor), final=True))
-            del self._sessions[other.socket, other.identity]
-        session.speaks = True
+            del self._peers[other.socket, other.identity]
+        peer.speaks = True
         return None
 
-    def _position(self, epoch: str) -> int:
-        state = self._store.epochs.get(epoch)
+    def _position(self, session: str) -> int:
+        state = self._store.sessions.get(session)
         return state.position if state else -1
 
-    def _commit_alone(self, session: Session, seq: int) -> None:
+    def _commit_alone(self, peer: Peer, seq: int) -> None:
         """After a group that failed, and not by the disk: find whose record it was. Raises Refused for that one."""
         try:
             self._store.commit()
         except (OSError, sqlite3.Error):
             raise
         except Exception as error:
-            log.exception("record %d of %s cannot be written", seq, session.hello.actor)
+            log.exception("record %d of %s cannot be written", seq, peer.hello.actor)
             self._degrade(error)
             raise Refused(f"record {seq} cannot be written: {error}") from None
 
-    def _check_owner(self, session: Session, epoch: str, record: Entry) -> None:
+    def _check_owner(self, peer: Peer, session: str, record: QueuedRecord) -> None:
         """Raise Refused for another actor's episode, which only an operator's key may label, or begin."""
-        if session.holder is None or session.holder.role != "actor" or isinstance(record, Lost):
+        if peer.owner is None or peer.owner.role != "actor" or isinstance(record, LostRecord):
             return
         if isinstance(record, Segment) and record.start:
-            return  # it goes on with one of its own epoch, or is refused
+            return  # it goes on with one of its own session, or is refused
         actors = self._store.actors_of(record.episode)
-        if actors and actors.isdisjoint((session.hello.actor, self._store.epochs[epoch].actor)):
+        if actors and actors.isdisjoint((peer.hello.actor, self._store.sessions[session].actor)):
             what = "labelling" if isinstance(record, Outcome) else "recording"
             raise Refused(
                 f"{record.episode} is an episode of {min(actors)}: {what} it needs a key with the role operator"
             )
 
-    def _heartbeat(self, session: Session, heartbeat: m.Heartbeat) -> None:
-        session.report, session.cost = heartbeat.report, cost(heartbeat.report)
+    def _heartbeat(self, peer: Peer, heartbeat: m.Heartbeat) -> None:
+        peer.report, peer.cost = heartbeat.report, cost(heartbeat.report)
 
-    def _bye(self, session: Session, _: m.Bye) -> None:
-        session.leaves = True
-        if not session.inbox:
-            del self._sessions[session.socket, session.identity]
+    def _bye(self, peer: Peer, _: m.Bye) -> None:
+        peer.leaves = True
+        if not peer.inbox:
+            del self._peers[peer.socket, peer.identity]
 
-    def _weights(self, session: Session, request: m.WeightsRequest) -> m.Message:
+    def _weights(self, peer: Peer, request: m.WeightsRequest) -> m.Message:
         if not self._store.index.has_weights(request.sha256):
             raise Refused(f"no weights {request.sha256[:12]} were published in this run")
         try:
@@ -693,53 +697,53 @@ class Server:
             raise ServerFailed(f"the weights cannot be read: {error}") from None
         return m.WeightsChunk(request.sha256, request.offset, {"data": data})
 
-    def _direct(self, session: Session, direct: m.Direct) -> m.Message:
+    def _direct(self, peer: Peer, direct: m.Direct) -> m.Message:
         number = self._store.direct(dict(direct.body))
         if number == self._store.directive:
             self._directed, self.allowance = True, (number, direct.steps)
         return m.Done(number)
 
-    def _allow(self, session: Session, allow: m.Allow) -> None:
+    def _allow(self, peer: Peer, allow: m.StepLimit) -> None:
         self.allowance = (allow.directive, allow.steps)
 
-    def _publish(self, session: Session, publish: m.Publish) -> m.Message:
+    def _publish(self, peer: Peer, publish: m.Publish) -> m.Message:
         version = self._store.publish_weights(publish.sha256, publish.size, publish.update)
         self.weights.clean(self._store.index.weights(2))
         return m.Done(version)
 
-    def _archived(self, session: Session, archived: m.Archived) -> m.Message:
+    def _archived(self, peer: Peer, archived: m.Archived) -> m.Message:
         if not all(type(number) is int for number in archived.episodes):
             raise MessageError("episodes are archived by their numbers")
         self._store.archive(archived.episodes)
         return m.Done(len(archived.episodes))
 
-    def _sync(self, session: Session, sync: m.Sync) -> m.Message:
+    def _sync(self, peer: Peer, sync: m.Sync) -> m.Message:
         if self.store is None:
             return m.Synced(0, [], [], [], False)
         store = self._store
         revision, rows, more = page_of(store.index, sync.revision)
-        living = sorted(s.hello.actor for s in self._sessions.values() if s.hello.role == "actor")
+        living = sorted(s.hello.actor for s in self._peers.values() if s.hello.role == "actor")
         return m.Synced(revision, rows, store.index.commands(sync.command), living, more)
 
-    def _over(self, session: Session, over: m.Over) -> m.Message:
+    def _over(self, peer: Peer, over: m.Over) -> m.Message:
         """Tell the actors why the run ends. Where it has not begun they end, too, and so does who comes now; else they
         wait for the next start of the learner, which goes on."""
         reason = f"the learner has ended: {over.reason}"
         self._over_because = "" if self._directed else reason
-        for other in self._sessions.values():
+        for other in self._peers.values():
             if other.hello.role == "actor":
                 other.send(m.Failed("Refused", reason, final=not self._directed))
         return m.Done(0)
 
-    def _command(self, session: Session, command: m.Command) -> m.Message:
+    def _command(self, peer: Peer, command: m.Command) -> m.Message:
         if len(command.name) > MAX_NAME or len(command.argument) > MAX_NAME:
             raise Refused(f"a command has at most {MAX_NAME} characters")
-        log.info("%s says %s %s", session.hello.actor, command.name, command.argument)
-        return m.Done(self._store.command(command.name, command.argument, session.hello.actor))
+        log.info("%s says %s %s", peer.hello.actor, command.name, command.argument)
+        return m.Done(self._store.command(command.name, command.argument, peer.hello.actor))
 
-    def _status(self, session: Session, _: m.Status) -> m.Message:
+    def _status(self, peer: Peer, _: m.Status) -> m.Message:
         now, room, clients = time.monotonic(), STATUS_COST, []
-        others = [other for other in self._sessions.values() if other is not session]
+        others = [other for other in self._peers.values() if other is not peer]
         for s in sorted(others, key=lambda other: other.cost):  # the largest reports are left out
             entry = {"role": s.hello.role, "actor": s.hello.actor, "seen_s": round(now - s.seen, 1)}
             room -= cost(entry) + s.cost
@@ -747,8 +751,8 @@ class Server:
         directive, weights = self._shared()
         return m.Status({
             "run": self.store.run if self.store else "", "uptime_s": round(now - self._started, 1), "time": time.time(),
-            "degraded": self.degraded, "full": sorted({s.waits_for for s in self._sessions.values()} - {""}),
-            **self.gate.report, "directive": directive, "weights": weights,
+            "degraded": self.degraded, "full": sorted({s.waits_for for s in self._peers.values()} - {""}),
+            **self.access.report, "directive": directive, "weights": weights,
             "sources": self.store.manifest() if self.store else {}, "clients": clients,
             "missing": {actor: round(now - seen, 1) for actor, seen in self._missing.items()},
         })  # fmt: skip

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serl_client.episode import MAX_NAME, Entry, Lost, Outcome, Segment
+from serl_client.episode import MAX_NAME, LostRecord, Outcome, QueuedRecord, Segment
 from serl_client.errors import ConfigError, Refused, RetakeError
 from serl_client.spec import Array, Spec
 
 from serl_launcher.store import layout
 from serl_launcher.store.files import SourceFiles, allocate, make_folder, sync_folder
-from serl_launcher.store.index import Episode, Epoch, Index, Source
+from serl_launcher.store.index import Episode, Index, Session, Source
 from serl_launcher.store.layout import Layout
-from serl_launcher.store.sessions import Epochs
+from serl_launcher.store.sessions import Sessions
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class _Group:
 
 
 class Store:
-    """The sources of one run, in `folder`: stage(epoch, seq, record) any number of times, then commit().
+    """The sources of one run, in `folder`: stage(session, seq, record) any number of times, then commit().
 
     An episode of an `archived` source leaves the store only after `archive` has named it.
     """
@@ -89,8 +89,8 @@ class Store:
         self.run: str = self.index.meta("run")
         self.spec = Spec.from_dict(self.index.meta("spec"))
         self.sources = self.index.sources()
-        self.lives = Epochs(self.index.epochs())
-        self.epochs = self.lives.all
+        self.lives = Sessions(self.index.sessions())
+        self.sessions = self.lives.all
         self.directives = self.index.directives()
         self.newest_weights = next(iter(self.index.weights(1)), None)
         self.phase_steps = self.index.phases()
@@ -153,39 +153,39 @@ class Store:
 
     # -- connections
     def hello(
-        self, actor: str, outbox: str, epoch: str, earlier: Iterable[tuple[str, int]], *, owner: str = "",
+        self, actor: str, outbox: str, session: str, earlier: Iterable[tuple[str, int]], *, owner: str = "",
         simulated: bool = False,
     ) -> None:  # fmt: skip
-        """Make this epoch and the `earlier` ones (epoch, last seq), which its outbox still holds, known, durably.
+        """Make this session and the `earlier` ones (session, last seq), which its outbox still holds, known, durably.
         `owner` is the key that names them; "": nobody needs one; `simulated`: whether this actor's clock is. The server
         asks `lives`, and commits for many at once.
 
-        Raises Refused, and changes nothing, for an epoch of another outbox or key, and when `epoch` is over.
+        Raises Refused, and changes nothing, for a session of another outbox or key, and when `session` is over.
         """
-        self.lives.hello(actor, outbox, epoch, [name for name, _ in earlier], owner, simulated=simulated)
+        self.lives.hello(actor, outbox, session, [name for name, _ in earlier], owner, simulated=simulated)
         self.commit()
 
-    def close_before(self, epoch: str, held: Collection[str]) -> None:
-        """Close, durably, what is over: epochs of this one's outbox before it of which that holds nothing any more.
+    def close_before(self, session: str, held: Collection[str]) -> None:
+        """Close, durably, what is over: sessions of this one's outbox before it of which that holds nothing any more.
 
         Only a client that lives may ask this. The Hello of one that was killed can come after that of its next life,
         which would then be closed, and its records never taken.
         """
-        over = self.lives.over(epoch, held)
+        over = self.lives.over(session, held)
         for name in over:
-            self.close_epoch(name)
+            self.close_session(name)
         if over:
             self.commit()
 
-    def close_epoch(self, epoch: str) -> None:
+    def close_session(self, session: str) -> None:
         """This actor's life is over: an episode it left open is truncated, without a final observation."""
-        self.lives.close(epoch)
-        self.cut(epoch)
+        self.lives.close(session)
+        self.cut(session)
 
     def close_open(self) -> None:
         """The run is over: what is open is truncated, durably; what its actor brings of it later is a part."""
-        for epoch in list(self._open):
-            self.cut(epoch)
+        for session in list(self._open):
+            self.cut(session)
         self.commit()
 
     @property
@@ -193,34 +193,36 @@ class Store:
         """Those that have not ended."""
         return self._open.values()
 
-    def cut(self, epoch: str) -> None:
-        """Truncate the open episode of this epoch, without a final observation; not durable before commit()."""
-        if episode := self._open.pop(epoch, None):
+    def cut(self, session: str) -> None:
+        """Truncate the open episode of this session, without a final observation; not durable before commit()."""
+        if episode := self._open.pop(session, None):
             episode.truncated = episode.sealed = True
             self._changed_episodes[episode.id] = episode
 
-    def expected(self, epoch: str) -> int:
-        """The seq that this epoch's next record must have; 0 for one that is not known (any more)."""
-        state = self.epochs.get(epoch)
+    def expected(self, session: str) -> int:
+        """The seq that this session's next record must have; 0 for one that is not known (any more)."""
+        state = self.sessions.get(session)
         return state.expected if state else 0
 
     # -- records
-    def stage(self, epoch: str, seq: int, record: Entry) -> bool:
+    def stage(self, session: str, seq: int, record: QueuedRecord) -> bool:
         """Take a record into the current group; False when it is there already. Not durable before commit().
 
         Raises Gap when an earlier record is missing, Refused (and stages nothing) when the record is wrong, and Full
         (and stages nothing of it) when it has to wait for the export, until `released` says that it may come again.
         """
-        state = self.epochs[epoch]
+        state = self.sessions[session]
         if seq < state.expected:
             return False
         if seq > state.expected:
             raise Gap(state.expected)
         if state.closed:
-            raise Refused(f"epoch {epoch} is over: a later start of {state.actor} has delivered what came before it")
+            raise Refused(
+                f"session {session} is over: a later start of {state.actor} has delivered what came before it"
+            )
         if isinstance(record, Segment):
             self._stage_segment(state, record)
-        elif isinstance(record, Lost):
+        elif isinstance(record, LostRecord):
             self._stage_lost(state, seq, record)
         else:
             self._stage_outcome(state, seq, record)
@@ -228,17 +230,17 @@ class Store:
         self.lives.taken(state)
         return True
 
-    def _stage_segment(self, state: Epoch, segment: Segment) -> None:
+    def _stage_segment(self, state: Session, segment: Segment) -> None:
         source, records = self._checked(state, segment)
         if segment.start == 0:
-            self.cut(state.epoch)  # even if this segment has to wait: what is open is never exported
+            self.cut(state.session)  # even if this segment has to wait: what is open is never exported
         self._wait_for_archive(source, segment)
         nbytes = sum(array.nbytes for array in segment.observation.values())
         full = self._staged[source.name].steps + len(segment) > source.capacity // 2
         if full or self._staged_bytes + nbytes > GROUP_BYTES:
             self.commit()
-        self._cut_long(state.epoch, source, segment)
-        episode = self._open.get(state.epoch) or self._begin(state, source, segment)
+        self._cut_long(state.session, source, segment)
+        episode = self._open.get(state.session) or self._begin(state, source, segment)
         self._place(records, segment, source, episode)
         self._staged_bytes += nbytes
         state.steps += len(segment)
@@ -252,7 +254,7 @@ class Store:
         episode.final = episode.sealed = segment.ends
         self._changed_episodes[episode.id] = episode
         if segment.ends:
-            del self._open[state.epoch]
+            del self._open[state.session]
 
     def _place(self, records: Array, segment: Segment, source: Source, episode: Episode) -> None:
         """Give the steps of a segment their numbers, and add them to the group."""
@@ -267,7 +269,7 @@ class Store:
         group.steps += count
         group.rows += count + segment.ends
 
-    def _checked(self, state: Epoch, segment: Segment) -> tuple[Source, Array]:
+    def _checked(self, state: Session, segment: Segment) -> tuple[Source, Array]:
         """The source that this segment goes to, and its [T] records, not numbered yet. Raises Refused, and has changed
         nothing, when it fits no Spec, no episode or no directive, or has anything that no record can hold."""
         try:
@@ -279,10 +281,10 @@ class Store:
         except Exception as error:
             raise Refused(f"a segment of {segment.episode} does not fit the run's Spec: {error}") from None
 
-    def _source_of(self, state: Epoch, segment: Segment) -> Source:
+    def _source_of(self, state: Session, segment: Segment) -> Source:
         body = self.directives.get(segment.stamp.directive, {})
         if segment.start > 0:
-            episode = self._open.get(state.epoch) or self._cut_from_elsewhere(state)
+            episode = self._open.get(state.session) or self._cut_from_elsewhere(state)
             if episode is None or (episode.part_of, _end(episode)) != (segment.episode, segment.start):
                 there = f"{episode.part_of}[{_end(episode)}]" if episode else "the start of an episode"
                 raise Refused(f"step {segment.episode}[{segment.start}] came where {there} was to come")
@@ -300,27 +302,27 @@ class Store:
             raise Refused(f"a segment of {len(segment)} steps does not fit source {source.name} of {source.capacity}")
         return source
 
-    def _cut_from_elsewhere(self, state: Epoch) -> Episode | None:
-        """The newest episode of a living epoch, when it ended without its actor's doing, who may bring the rest."""
-        staged = [episode for episode in self._changed_episodes.values() if episode.epoch == state.epoch]
-        newest = max([*staged, *self.index.newest(state.epoch)], key=lambda episode: episode.number, default=None)
+    def _cut_from_elsewhere(self, state: Session) -> Episode | None:
+        """The newest episode of a living session, when it ended without its actor's doing, who may bring the rest."""
+        staged = [episode for episode in self._changed_episodes.values() if episode.session == state.session]
+        newest = max([*staged, *self.index.newest(state.session)], key=lambda episode: episode.number, default=None)
         return None if state.closed or newest is None or newest.final else newest
 
-    def _cut_long(self, epoch: str, source: Source, segment: Segment) -> None:
+    def _cut_long(self, session: str, source: Source, segment: Segment) -> None:
         """End the open episode before it takes more than a quarter of its source, or when its begin has left that: what
         comes goes on as a part, so that a source is never one open episode alone."""
-        episode, most = self._open.get(epoch), source.capacity // 4
+        episode, most = self._open.get(session), source.capacity // 4
         if episode is None or (episode.steps + len(segment) <= most and episode.first >= source.tail):
             return
         log.warning("%s goes on as another episode from step %d on: one takes at most %d steps, a quarter of source %s",
                     episode.part_of, segment.start, most, source.name)  # fmt: skip
-        self.cut(epoch)
+        self.cut(session)
 
-    def _begin(self, state: Epoch, source: Source, segment: Segment) -> Episode:
+    def _begin(self, state: Session, source: Source, segment: Segment) -> Episode:
         self._episode_number += 1
         group = self._staged[source.name]
         episode = Episode(
-            self._episode_number, self._free_id(segment), source.name, state.epoch, state.actor, segment.task,
+            self._episode_number, self._free_id(segment), source.name, state.session, state.actor, segment.task,
             segment.stamp.directive, segment.stamp.phase,
             first=source.head + group.steps, first_row=source.row_head + group.rows,
             part_of=segment.episode, part_start=segment.start, weights=segment.stamp.weights,
@@ -329,7 +331,7 @@ class Store:
             self._begun.setdefault(id, []).append(episode)
             for outcome in [*self.index.outcomes(id), *self._said.get(id, ())]:
                 _judge(episode, outcome)
-        self._open[state.epoch] = episode
+        self._open[state.session] = episode
         if source.name in self.archived and self._kept[source.name] is None:
             self._kept[source.name] = (episode.first, episode.first_row, episode.id)
         return episode
@@ -342,28 +344,28 @@ class Store:
             id = f"{segment.episode}.part{number}"
         return id
 
-    def _stage_lost(self, state: Epoch, seq: int, lost: Lost) -> None:
+    def _stage_lost(self, state: Session, seq: int, lost: LostRecord) -> None:
         """What an actor cannot send any more may have been a part of its open episode."""
-        log.warning("record %d of %s is lost (%r)", seq, state.actor, lost.lost[:MAX_NAME])
+        log.warning("record %d of %s is lost (%r)", seq, state.actor, lost.reason[:MAX_NAME])
         if len(self._staged_lost) >= GROUP_OUTCOMES:
             self.commit()
-        self._staged_lost.append((state.epoch, seq, lost.lost[:MAX_NAME]))
-        self.cut(state.epoch)
+        self._staged_lost.append((state.session, seq, lost.reason[:MAX_NAME]))
+        self.cut(state.session)
 
-    def _stage_outcome(self, state: Epoch, seq: int, outcome: Outcome) -> None:
+    def _stage_outcome(self, state: Session, seq: int, outcome: Outcome) -> None:
         """An outcome may come before its episode's first segment, or long after its last."""
-        if len(outcome.episode) > MAX_NAME or len(outcome.by) > MAX_NAME:
+        if len(outcome.episode) > MAX_NAME or len(outcome.judged_by) > MAX_NAME:
             raise Refused(f"the names in an outcome have at most {MAX_NAME} characters")
         if len(self._staged_outcomes) >= GROUP_OUTCOMES:
             self.commit()
-        self._staged_outcomes.append((state.epoch, seq, outcome))
+        self._staged_outcomes.append((state.session, seq, outcome))
         self._said.setdefault(outcome.episode, []).append(outcome)
         for episode in self._parts(outcome.episode):
             _judge(episode, outcome)
             self._changed_episodes[episode.id] = episode
-            is_open = episode is self._open.get(episode.epoch)
-            if outcome.by == "operator" and is_open and episode.epoch != state.epoch:
-                self.cut(episode.epoch)  # said from elsewhere, as its actor is gone
+            is_open = episode is self._open.get(episode.session)
+            if outcome.judged_by == "operator" and is_open and episode.session != state.session:
+                self.cut(episode.session)  # said from elsewhere, as its actor is gone
 
     def _find(self, id: str) -> Episode | None:
         return next((episode for episode in self._parts(id) if episode.id == id), None)
@@ -372,13 +374,13 @@ class Store:
         """The episode of this id and the parts that came after it, in order, as they are now."""
         found = {}
         for each in self.index.parts(id):
-            still_open = self._open.get(each.epoch)
+            still_open = self._open.get(each.session)
             is_open = still_open is not None and still_open.number == each.number
             found[each.number] = still_open if is_open else self._changed_episodes.get(each.id, each)
         return [*found.values(), *(each for each in self._begun.get(id, ()) if each.number not in found)]
 
     def actors_of(self, id: str) -> set[str]:
-        """Whose episode this is; before it begins, who names episodes so (actor-epoch-number); empty: anybody may."""
+        """Whose episode this is; before it begins, who names episodes so (actor-session-number); empty: anybody may."""
         if episode := self._find(id):
             return {episode.actor}
         return self.lives.actors_of(id)
@@ -407,7 +409,7 @@ class Store:
         if steps + len(segment) <= files.capacity and rows + len(segment) + segment.ends <= files.rows:
             return
         for episode in [episode for episode in self._open.values() if episode.id == id]:
-            self.cut(episode.epoch)
+            self.cut(episode.session)
         raise Full(f"source {source.name} is full, and its episode {id} waits for its export")
 
     # -- the group
@@ -441,8 +443,8 @@ class Store:
             self._revision += 1
             episode.revision = self._revision
         self.index.put_sources(self.sources[name] for name in busy)
-        self.index.put_epochs(self.lives.changed.values())
-        self.index.drop_epochs(self.lives.forgotten)
+        self.index.put_sessions(self.lives.changed.values())
+        self.index.drop_sessions(self.lives.forgotten)
         self.index.put_episodes(self._changed_episodes.values())
         self.index.put_phases({phase: self.phase_steps[phase] for phase in self._changed_phases})
         self.index.add_outcomes(self._staged_outcomes)
@@ -585,8 +587,8 @@ def _end(episode: Episode) -> int:
 
 def _judge(episode: Episode, outcome: Outcome) -> None:
     """The operator's latest word wins; without one, the judge's."""
-    if outcome.by == "operator" or episode.judge != "operator":
-        episode.success, episode.discard, episode.judge = outcome.success, outcome.discard, outcome.by
+    if outcome.judged_by == "operator" or episode.judge != "operator":
+        episode.success, episode.discard, episode.judge = outcome.success, outcome.discard, outcome.judged_by
 
 
 def _records(segment: Segment, kind: np.dtype) -> Array:
@@ -595,7 +597,7 @@ def _records(segment: Segment, kind: np.dtype) -> Array:
     records["final_row"] = -1
     records["directive"], records["weights"] = segment.stamp.directive, segment.stamp.weights
     records["time"], records["reward"], records["action"] = segment.time, segment.reward, segment.action
-    records["flags"] = segment.intervened * layout.INTERVENED + segment.decision * layout.DECISION
+    records["flags"] = segment.intervened * layout.INTERVENED + segment.chunk_start * layout.CHUNK_START
     for name, extra in segment.extras.items():
         records[f"extras.{name}"] = extra
     if segment.ends:

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from serl_client import messages as m
+from serl_client.connection import Connection
 from serl_client.console import Console
 from serl_client.errors import ConfigError, Disconnected, Timeout
-from serl_client.link import Link
 from serl_client.spec import Spec
 
 from serl_launcher.acting.server import InferenceServer, PolicyHost
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.config import factory
-from serl_launcher.replay.mixture import Sources
+from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.training import memory
 from serl_launcher.training.counters import ASSISTED, TRAINED, curve
 from serl_launcher.training.learner import Learner
@@ -48,13 +48,13 @@ def train(config: DictConfig, run_dir: Path, local: str, console: Console) -> No
         _train(config, run_dir, link, spec, world, console)
 
 
-def _train(config: DictConfig, run_dir: Path, link: Link, spec: Spec, world: World, console: Console) -> None:
+def _train(config: DictConfig, run_dir: Path, link: Connection, spec: Spec, world: World, console: Console) -> None:
     ranks = _ranks(config, spec, world)
     plan = plan_of(config, set(ranks.algorithm.windows))
     for note in plan.notes:
         log.info("%s", note)
     pinned = world.device != "cpu"
-    sources = Sources(run_dir / "store", spec, capacities(link), plan.views, seed=config.seed, pinned=pinned)
+    sources = ReplayMixture(run_dir / "store", spec, capacities(link), plan.views, seed=config.seed, pinned=pinned)
     learner = Learner(
         run_dir=run_dir, link=link, plan=plan, ranks=ranks, sources=sources,
         checkpoints=Checkpoints(run_dir / "checkpoints", spec=spec, config=_identity(config)),
@@ -176,9 +176,9 @@ def _updates(config: DictConfig) -> set[str]:
     return {name for name in dir(algorithm.func) if name.startswith("update")}
 
 
-def _connect(local: str, name: str) -> tuple[Link, Spec]:
+def _connect(local: str, name: str) -> tuple[Connection, Spec]:
     """A link to the server, and the run's Spec: the store's, or the one that the first actor brings."""
-    link = Link(local, m.Hello(m.PROTOCOL, "learner", name))
+    link = Connection(local, m.Hello(m.PROTOCOL, "learner", name))
     told = 0.0
     while True:
         with contextlib.suppress(Timeout, Disconnected):
@@ -190,7 +190,7 @@ def _connect(local: str, name: str) -> tuple[Link, Spec]:
         time.sleep(0.1)
 
 
-def capacities(link: Link) -> dict[str, int]:
+def capacities(link: Connection) -> dict[str, int]:
     """{source: steps} of the run's store; waits for a server that is being started again."""
     while True:
         with contextlib.suppress(Timeout, Disconnected):
@@ -216,8 +216,8 @@ def summarise(learner: Learner) -> None:
 
     Such a plan writes summary.json, too, unless that tells an evaluation of the same weights already.
     """
-    ledger, phases, version = learner.ledger, learner.plan.phases.values(), learner.version["sha256"]
-    done = ledger.finished()["flags"]
+    counters, phases, version = learner.counters, learner.plan.phases.values(), learner.version["sha256"]
+    done = counters.finished()["flags"]
     done = done[done & TRAINED > 0]
     evaluations = [learner.evaluations[phase.name] for phase in phases if phase.name in learner.evaluations]
     summary = learner.run_dir / "summary.json"
@@ -227,13 +227,13 @@ def summarise(learner: Learner) -> None:
         files = [*[summary] * (measured != version), learner.run_dir / "evaluation.json"]
     write = functools.partial(
         report.write,
-        env_steps=ledger.env_steps,
+        env_steps=counters.env_steps,
         episodes=len(done),
         assisted=int((done & ASSISTED > 0).sum()),
         updates=learner.state.updates,
         wall_s=learner.wall_s,
         evaluations=evaluations,
         weights_sha256=version,
-        curve=curve(ledger, [phase.name for phase in phases if phase.actors.mode == "collect"]),
+        curve=curve(counters, [phase.name for phase in phases if phase.actors.mode == "collect"]),
     )
     report.show([write(path) for path in files][-1], evaluated=bool(evaluations))

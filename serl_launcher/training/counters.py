@@ -10,7 +10,7 @@ import xxhash
 from serl_client.spec import Array
 
 from serl_launcher.algorithms.base import Algorithm
-from serl_launcher.replay.mixture import Sources
+from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.store import DATASET
 from serl_launcher.training.plan import EVAL, LONGEST_WINDOW
@@ -31,14 +31,14 @@ class _Phase:
     recent: list[EpisodeInfo] = field(default_factory=list)  # the newest LONGEST_WINDOW that finished, by number
 
 
-class Ledger:
+class RunCounters:
     """Counts per phase, kept up to date by what changed; late data count for the phase that their stamp names.
 
     `starts` has the hash of each evaluated episode's first observation, by number. It is taken when the episode is
     first seen, because the episode may have left the store when the evaluation ends.
     """
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: ReplayMixture) -> None:
         self.sources = sources
         self.starts: dict[int, int] = {}
         self.episodes = self.env_steps = 0  # all that were heard of; the steps that a policy may learn from
@@ -134,7 +134,7 @@ class _Recent(Sequence[tuple[bool, bool]]):
 
 
 class _Sizes(Mapping[str, SourceCounts]):
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: ReplayMixture) -> None:
         self._sources = sources
 
     def __getitem__(self, name: str) -> SourceCounts:
@@ -170,18 +170,18 @@ def succeeded(episode: EpisodeInfo) -> bool:
     return bool(counts(episode) and episode.success and not episode.discard)
 
 
-def evaluation(ledger: Ledger, phase: str, begin: int, count: int | None) -> dict[str, Any]:
+def evaluation(counters: RunCounters, phase: str, begin: int, count: int | None) -> dict[str, Any]:
     """The evaluated episodes of a phase from the `begin`-th on, `count` of them or all:
     {episodes, distinct_starts, successes, returns, versions}.
 
     A takeover is a failure; `successes` is None for a task that knows no success. Starts are compared by their first
     observation.
     """
-    done = ledger.finished([phase])[begin:][:count]
+    done = counters.finished([phase])[begin:][:count]
     judged, flags = bool((done["flags"] & JUDGED).any()), done["flags"]
     return {
         "episodes": len(done),
-        "distinct_starts": len({ledger.starts[n] for n in done["number"].tolist() if n in ledger.starts}),
+        "distinct_starts": len({counters.starts[n] for n in done["number"].tolist() if n in counters.starts}),
         "successes": int((flags & (SUCCEEDED | INTERVENED) == SUCCEEDED).sum()) if judged else None,
         "returns": done["reward"].tolist(),
         "versions": sorted(set(done["weights"].tolist())),
@@ -189,7 +189,7 @@ def evaluation(ledger: Ledger, phase: str, begin: int, count: int | None) -> dic
 
 
 def value_error(
-    sources: Sources, algorithm: Algorithm, episodes: Collection[EpisodeInfo], device: str
+    sources: ReplayMixture, algorithm: Algorithm, episodes: Collection[EpisodeInfo], device: str
 ) -> dict[str, float]:
     """How far the values of the first chunks of these episodes, Q, are from the discounted returns that followed, G:
     {value_error: mean |Q - G|, value_bias: mean (Q - G)}. Empty for an algorithm that learns no values.
@@ -204,10 +204,10 @@ def value_error(
     return {"value_error": float(difference.abs().mean()), "value_bias": float(difference.mean())}
 
 
-def curve(ledger: Ledger, phases: Collection[str]) -> list[dict[str, Any]]:
+def curve(counters: RunCounters, phases: Collection[str]) -> list[dict[str, Any]]:
     """The finished episodes of some phases in order, with the env steps up to each one's end."""
-    done = ledger.finished(phases)
-    names = {ledger.index(name): name for name in phases}
+    done = counters.finished(phases)
+    names = {counters.index(name): name for name in phases}
     rows = zip(*(done[name].tolist() for name in ("phase", "flags", "reward")), strict=True)
     return [
         {

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import safetensors.torch
 import torch
 from serl_client import messages as m
+from serl_client.connection import Connection
 from serl_client.console import Console
 from serl_client.errors import Disconnected, RetakeError, ServerFailed, Timeout, full_disk
-from serl_client.link import Link
 
-from serl_launcher.replay.mixture import Sources, statistics
+from serl_launcher.replay.mixture import ReplayMixture, statistics
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store import weights
-from serl_launcher.training.counters import Ledger, evaluation, succeeded, value_error
+from serl_launcher.training.counters import RunCounters, evaluation, succeeded, value_error
 from serl_launcher.training.finite import Refusals, check_finite
 from serl_launcher.training.plan import Phase, Plan
 from serl_launcher.training.plan_state import PlanState
@@ -46,14 +46,15 @@ class Learner:
     """Runs a plan to its end, on all ranks. `run_dir` is the run's folder; a batch has `batch_size` rows."""
 
     def __init__(
-        self, *, run_dir: Path, link: Link, plan: Plan, ranks: Ranks, sources: Sources, checkpoints: Checkpoints,
+        self, *, run_dir: Path, link: Connection, plan: Plan, ranks: Ranks, sources: ReplayMixture,
+        checkpoints: Checkpoints,
         metrics: MetricsLog, console: Console, batch_size: int, checkpoint_s: float, accept_plan: bool,
     ) -> None:  # fmt: skip
         self.run_dir, self.link, self.plan, self.ranks, self.sources = run_dir, link, plan, ranks, sources
         self.algorithm, self.device = ranks.algorithm, ranks.world.device
         self.checkpoints, self.metrics, self.console = checkpoints, metrics, console
         self.batch_size, self.checkpoint_s, self.accept_plan = batch_size, checkpoint_s, accept_plan
-        self.ledger = Ledger(sources)
+        self.counters = RunCounters(sources)
         self.state = PlanState(plan)
         self.version: dict[str, Any] = {}  # the newest published weights: {version, sha256}
         self.evaluations: dict[str, dict[str, Any]] = {}  # the newest result of each phase that evaluates
@@ -149,7 +150,7 @@ class Learner:
 
     def _evaluated(self, phase: Phase, begin: int) -> None:
         """Keep the result of an evaluation. What ran is what was trained, by hash: else raises RetakeError."""
-        result = evaluation(self.ledger, phase.name, begin, phase.episodes)
+        result = evaluation(self.counters, phase.name, begin, phase.episodes)
         if any(version != self.version["version"] for version in result["versions"]):
             versions = result["versions"]
             raise RetakeError(f"{phase.name} was to run weights {self.version['version']}, but {versions} acted")
@@ -157,7 +158,7 @@ class Learner:
             raise RetakeError(f"the weights that {phase.name} ran are not the trained ones")
         self.evaluations[phase.name] = result
         counted = {key: result[key] for key in ("episodes", "distinct_starts", "successes")}
-        counted |= self._value_error(self.ledger.recent(phase.name, result["episodes"]))
+        counted |= self._value_error(self.counters.recent(phase.name, result["episodes"]))
         self._note("evaluation", {"phase": phase.name, **counted})
 
     def _value_error(self, episodes: Sequence[EpisodeInfo]) -> dict[str, float]:
@@ -165,7 +166,7 @@ class Learner:
 
     # -- hearing
     def _progress(self) -> Any:
-        return self.ledger.progress(self.wall_s)
+        return self.counters.progress(self.wall_s)
 
     def _hear(self) -> None:
         """Take what the server has said, and ask again; never waits."""
@@ -187,7 +188,7 @@ class Learner:
         self._asked = False
         self._revision = synced.revision
         self._presence.take(synced.actors)
-        for episode in self.ledger.take(self.sources.update(synced.episodes)):
+        for episode in self.counters.take(self.sources.update(synced.episodes)):
             self._log_episode(episode)
         self._orders += [command for command in synced.commands if command[0] > self._command]
         self._command = max(self._command, *(number for number, _, _ in synced.commands), 0)
@@ -218,7 +219,7 @@ class Learner:
         evaluates = body["mode"] == "evaluate"
         if evaluates and self._body.get("mode") != "evaluate":
             self._publish()
-        allowed = self.state.steps_allowed(self._progress())
+        allowed = self.state.step_limit(self._progress())
         body |= {"weights": self.version["version"] if evaluates else None, "paced": allowed is not None}
         if body != self._body or self.link.welcome is not self._welcome:
             number = self._call(m.Direct(body, allowed)).value
@@ -229,9 +230,9 @@ class Learner:
     def _tell(self) -> None:
         """The pace when it changed, metrics, the console, and a checkpoint when one is due."""
         now = time.monotonic()
-        allowed = None if self._starved else self.state.steps_allowed(self._progress())
+        allowed = None if self._starved else self.state.step_limit(self._progress())
         if self._body.get("paced") and (allowed != self._allowed or now >= self._next_allow):
-            self.link.send(m.Allow(self._number, allowed))
+            self.link.send(m.StepLimit(self._number, allowed))
             self._allowed, self._next_allow = allowed, now + ALLOW_S
         if now >= self._next_metrics:
             self._next_metrics = now + METRICS_S
@@ -298,7 +299,7 @@ class Learner:
             "algorithm": self.ranks.state_dict(), "plan": self.state.state_dict(),
             "sources": self.sources.state_dict(), "torch": torch.get_rng_state(), "command": self._command,
             "wall_s": self.wall_s, "phases": list(self.plan.phases), "evaluations": self.evaluations,
-            "starts": self.ledger.starts, "cost_s": self._schedule.cost,
+            "starts": self.counters.starts, "cost_s": self._schedule.cost,
         }  # fmt: skip
         check_finite(state["algorithm"], f"keeping a checkpoint of update {self.state.updates}")
         self._written(lambda: self.checkpoints.save(self.state.updates, state))
@@ -315,7 +316,7 @@ class Learner:
         torch.set_rng_state(saved["torch"])
         self._wall_s = saved["wall_s"]
         self._schedule = Schedule(self.checkpoint_s, time.monotonic(), saved.get("cost_s", 0.0))
-        self.ledger.starts |= saved.get("starts", {})
+        self.counters.starts |= saved.get("starts", {})
         if saved["phases"] == list(self.plan.phases):
             self.state.load_state_dict(saved["plan"], accept=self.accept_plan)
             self.evaluations = saved["evaluations"]
@@ -334,16 +335,16 @@ class Learner:
         refused = self._refusals.look(self.ranks.steps(), self.state.updates)
         if self._latest and rate:
             values = {name: float(value) for name, value in self._latest.items()}
-            values |= self._value_error(self.ledger.recent(phase.name, 20)) if phase else {}
+            values |= self._value_error(self.counters.recent(phase.name, 20)) if phase else {}
             values |= {"refused": refused} if refused else {}
             self._note("update", {"rate": round(rate, 1), **values})
         name = phase.name if phase else "end"
-        recent = self.ledger.recent(name, 20)
+        recent = self.counters.recent(name, 20)
         assisted = [episode for episode in recent if episode.intervened]
         alone = [episode for episode in recent if not episode.intervened]
         self.console.show({
             "phase": f"{name} ({self._body.get('mode')}), {self.wall_s:.0f} s",
-            "episodes": f"{self.ledger.episodes}",
+            "episodes": f"{self.counters.episodes}",
             "success": f"{_succeeded(alone)} unassisted, {_succeeded(assisted)} assisted, of the last {len(recent)}",
             "return": f"{sum(e.reward for e in recent) / max(1, len(recent)):.2f} mean of the last {len(recent)}",
             "store": ", ".join(f"{n} {b.head - b.tail}" for n, b in self.sources.buffers.items()),

@@ -50,23 +50,23 @@ class Progress:
     wall_s: float = 0.0
 
 
-class Bucket:
+class RateLimiter:
     """A token bucket between env steps and updates: a step pays in `updates_per_step`, an update takes one out.
 
     Either side may run `tolerance` updates ahead, and always far enough for one step or one update, so the two never
     wait for each other. Steps that the learner could not keep up with, beyond the tolerance, pay for nothing: this
-    caps the catching up after a slow stretch or a restart. `unpaid` [steps] is all the state there is.
+    caps the catching up after a slow stretch or a restart. `uncounted_steps` [steps] is all the state there is.
     """
 
-    def __init__(self, pace: Pace | None, unpaid: float) -> None:
-        self.pace, self.unpaid = pace, unpaid
+    def __init__(self, pace: Pace | None, uncounted_steps: float) -> None:
+        self.pace, self.uncounted_steps = pace, uncounted_steps
         self._forgiven, self._report_at = 0.0, 1.0
 
     def may_update(self, env_steps: int, updates: int) -> bool:
         """Whether one more update is paid for."""
         return self.pace is None or self._credit(self.pace, env_steps, updates) >= 1 - self.pace.tolerance
 
-    def steps_allowed(self, env_steps: int, updates: int) -> int | None:
+    def step_limit(self, env_steps: int, updates: int) -> int | None:
         """The env step up to which a simulated actor may go before the next update; None: no limit."""
         if self.pace is None:
             return None
@@ -74,10 +74,10 @@ class Bucket:
         return env_steps + max(0, math.ceil(room / self.pace.updates_per_step - 1e-9))
 
     def _credit(self, pace: Pace, env_steps: int, updates: int) -> float:
-        credit = pace.updates_per_step * (env_steps - self.unpaid) - updates
+        credit = pace.updates_per_step * (env_steps - self.uncounted_steps) - updates
         excess = credit - (pace.tolerance + 1 + pace.updates_per_step)
         if excess > 1e-6:
-            self.unpaid += excess / pace.updates_per_step
+            self.uncounted_steps += excess / pace.updates_per_step
             self._forgiven += excess
             if self._forgiven >= self._report_at:
                 log.warning("the learner is behind: %.0f updates will not be made up for", self._forgiven)
@@ -86,7 +86,7 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class Position:
+class PhasePosition:
     """The place in the plan as plain numbers, all of them in the checkpoint; `phase` None: the plan has ended."""
 
     phase: str | None
@@ -154,11 +154,11 @@ class PlanState:
     def did_publish(self) -> None:
         self.at.published_at = self.at.updates
 
-    def steps_allowed(self, progress: Progress) -> int | None:
+    def step_limit(self, progress: Progress) -> int | None:
         """How far `progress.phases[phase].env_steps` may go by a simulated actor's doing; None: no limit."""
         phase = self.phase
         bucket = self._begin(phase, progress) if phase and phase.updates else None
-        allowed = bucket.steps_allowed(self._env_steps(progress), self.at.updates) if bucket else None
+        allowed = bucket.step_limit(self._env_steps(progress), self.at.updates) if bucket else None
         return None if allowed is None else allowed + int(self.at.base["env_steps"])
 
     def command(self, name: str, argument: str = "") -> None:
@@ -199,15 +199,20 @@ class PlanState:
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain containers, with the phase as it was, so that an edit is noticed."""
-        unpaid = self.bucket.unpaid if self.bucket else None
-        return {"at": asdict(self.at), "unpaid": unpaid, "updates": self.updates, "phase": _plain(self.phase)}
+        uncounted_steps = self.bucket.uncounted_steps if self.bucket else None
+        return {
+            "at": asdict(self.at),
+            "uncounted_steps": uncounted_steps,
+            "updates": self.updates,
+            "phase": _plain(self.phase),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], *, accept: bool = False) -> None:
         """Go on from a checkpoint, by the phase's name.
 
         Raises ConfigError when the plan has no such phase any more, or, without `accept`, when it was edited.
         """
-        at = Position(**{**state["at"], "turn": tuple(state["at"]["turn"])})
+        at = PhasePosition(**{**state["at"], "turn": tuple(state["at"]["turn"])})
         if at.phase is not None:
             known(at.phase, self.plan.phases, "phase", "the checkpoint stands in a phase that the plan does not have")
             then, now = state["phase"], _plain(self.plan.phases[at.phase])
@@ -216,17 +221,17 @@ class PlanState:
                 text = "; ".join(edits)
                 raise ConfigError(f"phase {at.phase!r} was edited since the checkpoint ({text}): restore or accept it")
         self.at, self.updates = at, state["updates"]
-        self.bucket = self._bucket(state["unpaid"])
+        self.bucket = self._bucket(state["uncounted_steps"])
 
     def _enter(self, name: str | None, progress: Progress) -> None:
-        self.at = Position(name, {})
+        self.at = PhasePosition(name, {})
         self.at.base = {unit: self._total(unit, progress) for unit in UNITS if unit != "updates"}
-        self.bucket: Bucket | None = None  # until start_when is met
+        self.bucket: RateLimiter | None = None  # until start_when is met
 
-    def _bucket(self, unpaid: float | None) -> Bucket | None:
-        return None if unpaid is None or self.phase is None else Bucket(self.phase.pace, unpaid)
+    def _bucket(self, uncounted_steps: float | None) -> RateLimiter | None:
+        return None if uncounted_steps is None or self.phase is None else RateLimiter(self.phase.pace, uncounted_steps)
 
-    def _begin(self, phase: Phase, progress: Progress) -> Bucket | None:
+    def _begin(self, phase: Phase, progress: Progress) -> RateLimiter | None:
         """The bucket, made at the first call that sees start_when met: the steps before pay for nothing."""
         if self.bucket is None and (phase.start_when is None or self._met(phase.start_when, progress)):
             self.bucket = self._bucket(self._env_steps(progress))

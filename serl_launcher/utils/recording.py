@@ -25,7 +25,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature, Spec
 
 APPLICATION = "retake"
-FLAGS = ("reward", "intervened", "decision")
+FLAGS = ("reward", "intervened", "chunk_start")
 JPEG_QUALITY = 85
 EPISODES = ("eval", "all", "none")
 TOLD = (

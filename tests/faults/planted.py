@@ -29,24 +29,24 @@ O4 killed Outbox._load: a record that two files hold is read twice
     - del before.ends[max(0, file.first - before.first) :]
     + pass
 O5 equivalent Outbox._looked_at: after one damaged record the others are not checked
-    - self._doubted[file.epoch] = math.inf
+    - self._doubted[file.session] = math.inf
     + pass
 
 == sending: test_client test_outbox test_peer_faults test_protocol_model
 
-S1 killed Stream.put: the end of an episode finds no room in a full queue
+S1 killed SendQueue.put: the end of an episode finds no room in a full queue
     - self._capacity * (2 if ends else 1)
     + self._capacity
-S2 killed Stream.pushes: what stays without an answer is not sent again
-    - if epoch != self._sending or (self._flying and time.monotonic() > self._heard + STALL):
-    + if epoch != self._sending:
-S3 killed Stream.acknowledge: what was acknowledged in the meantime is sent all the same
+S2 killed SendQueue.pushes: what stays without an answer is not sent again
+    - if session != self._sending or (self._flying and time.monotonic() > self._heard + STALL):
+    + if session != self._sending:
+S3 killed SendQueue.acknowledge: what was acknowledged in the meantime is sent all the same
     - self._next = max(self._next, ack.expected)
     + pass
-S4 chance Stream.acknowledge: an acknowledgement of an earlier epoch moves the current one
-    - if ack.epoch != self._sending:
+S4 chance SendQueue.acknowledge: an acknowledgement of an earlier session moves the current one
+    - if ack.session != self._sending:
     + if False:
-S5 killed Stream.resume: a store that has lost data is taken for a good one
+S5 killed SendQueue.resume: a store that has lost data is taken for a good one
     - if seq < first:
     + if seq < 0:
 
@@ -94,11 +94,11 @@ T2 killed Store._make_room: rows are overwritten before the new tail is durable
 T3 survives Store._make_room: rows are overwritten before readers see the new tail
     - self._publish()
     + pass
-T4 survives Epochs.over: lives of other actors of the same outbox are closed, too
+T4 survives Sessions.over: lives of other actors of the same outbox are closed, too
     - living = self._living.get((now.outbox, now.actor), {})
     + living = [name for name, state in self.all.items() if state.outbox == now.outbox and not state.closed]
 T5 killed _judge: the environment overrules the operator
-    - if outcome.by == "operator" or episode.judge != "operator":
+    - if outcome.judged_by == "operator" or episode.judge != "operator":
     + if True:
 
 == index: test_store test_power_loss test_failing_disk
@@ -131,42 +131,42 @@ P5 killed ReplayBuffer._resolve: after the last step comes its own row, not the 
     - after = np.where(self._final[last_slot] == NONE, self._row[last_slot], self._final[last_slot])
     + after = self._row[last_slot]
 
-== sources and ledger: test_replay test_ledger test_learner
+== sources and counters: test_replay test_ledger test_learner
 
-Q1 killed Sources._take: an episode that has left a view is still drawn
+Q1 killed ReplayMixture._take: an episode that has left a view is still drawn
     - (holds := view.holds(now)) != (before is not None and view.holds(before))
     + (holds := view.holds(now))
-Q2 killed Sources._fill: each part of a view gives the same share, however much it holds
+Q2 killed ReplayMixture._fill: each part of a view gives the same share, however much it holds
     - np.array(sizes) / sum(sizes)
     + np.ones(len(sizes)) / len(sizes)
-Q3 survives Sources._refresh: evicted episodes count in the size of a view
+Q3 survives ReplayMixture._refresh: evicted episodes count in the size of a view
     - self._count(episode, -1)
     + pass
-Q4 killed Ledger.take: the newest episodes are in another order after a restart
+Q4 killed RunCounters.take: the newest episodes are in another order after a restart
     - insort(phase.recent, now, key=_number)
     + phase.recent.append(now)
-Q5 survives Sources._fill: steps of two sources have the same ids
+Q5 survives ReplayMixture._fill: steps of two sources have the same ids
     - target["step_id"] += STRIDE * list(self.buffers).index(part)
     + pass
 
 == server: test_service test_store_service test_peer_faults test_limits test_protocol_model
 
 V1 killed Server._take_over: the earlier lives of an actor stay open
-    - self._store.close_before(hello.epoch, session.named)
+    - self._store.close_before(hello.session, peer.named)
     + pass
-V2 killed Server._steps_allowed: each paced actor gets the share of all
+V2 killed Server._step_limit: each paced actor gets the share of all
     - return made + -(-left // max(1, paced))
     + return made + left
-V4 survives Server._take: a second gap of an epoch is not told, so delivery waits for STALL
-    - session.told.discard(epoch)
+V4 survives Server._take: a second gap of a session is not told, so delivery waits for STALL
+    - peer.told.discard(session)
     + pass
 V5 equivalent Server._push: records for a full source are queued, although none is taken
-    - if self.store is None or self.degraded or push.epoch in session.full:
+    - if self.store is None or self.degraded or push.session in peer.full:
     + if self.store is None or self.degraded:
 V6 survives Server._reopen: gaps and full sources from before a disk failed are believed after it
-    - session.waiting.clear()
-    - session.told.clear()
-    - session.full.clear()
+    - peer.waiting.clear()
+    - peer.told.clear()
+    - peer.full.clear()
     + pass
 
 == who may say what: test_service test_security test_limits test_wire
@@ -175,7 +175,7 @@ E1 killed _check_version: a client of another version is let in
     - high < PROTOCOL[0] or low > PROTOCOL[1] or strange
     + high < PROTOCOL[0] and low > PROTOCOL[1] or strange
 E2 killed _check_claim: a viewer's key appends
-    - if hello.role == "actor" and holder.role == "viewer":
+    - if hello.role == "actor" and owner.role == "viewer":
     + if False:
 E3 killed check_hello: a client's name writes lines of the log
     - if not hello.actor.isprintable():
@@ -183,23 +183,23 @@ E3 killed check_hello: a client's name writes lines of the log
 G1 survives AllowList.ban: a ban that cannot be written down does not hold
     - self._stamp = None
     + pass
-G2 killed Gate.blame: a key that was lifted is banned again by its next bad message
+G2 killed AccessControl.blame: a key that was lifted is banned again by its next bad message
     - self._causes.pop(whence, {})
     + self._causes.get(whence, {})
 G3 survives AllowList._refresh: the second of two changes within one tick of the clock is not seen
     - self._stamp = stamp if max(stamp) < time.time_ns() - TICK_NS else None
     + self._stamp = stamp
-G4 killed Gate._happened: there is no limit to connections
+G4 killed AccessControl._happened: there is no limit to connections
     - _cut(value)
     + pass
-G5 killed Gate._asked: a key is refused for good while the list of keys cannot be read
+G5 killed AccessControl._asked: a key is refused for good while the list of keys cannot be read
     - b"300" if self.keys.fails else b"400"
     + b"400"
 
 == progress of the plan: test_plan test_learner
 
-A1 killed Bucket._credit: a learner that is too slow owes all its updates
-    - self.unpaid += excess / pace.updates_per_step
+A1 killed RateLimiter._credit: a learner that is too slow owes all its updates
+    - self.uncounted_steps += excess / pace.updates_per_step
     + pass
 A3 killed PlanState.advance: a plan that is held goes on
     - (phase and not self.at.held and self._ended_by(phase, progress))
@@ -210,7 +210,7 @@ A4 killed PlanState._value: a phase that is entered again looks at what it had b
 A5 killed PlanState._value: an assisted success counts as unassisted
     - success and not (alone and assisted) for
     + success for
-A6 killed PlanState.steps_allowed: steps of an earlier visit to the phase count against this one
+A6 killed PlanState.step_limit: steps of an earlier visit to the phase count against this one
     - return None if allowed is None else allowed + int(self.at.base["env_steps"])
     + return allowed
 
@@ -262,7 +262,7 @@ D3 killed SFT.update: rows without weight are imitated
     - (part.weight * loss).mean()
     + loss.mean()
 D4 survives SFT.__init__: windows start where the robot waits
-    - Window(self.policy.offsets, stillness=_stillness(self.policy, **stillness))
+    - Window(self.policy.offsets, idle_filter=_stillness(self.policy, **idle_filter))
     + Window(self.policy.offsets)
 
 == flow policies that climb critics: test_sac_pi0 test_algorithms

@@ -145,7 +145,7 @@ class Calls:
         ))  # fmt: skip
         self._rows.append(row)
         if len(self._rows) == ROWS:
-            if self._client.room:
+            if self._client.has_room:
                 segment = self._segment()
                 self._timed("push", lambda: self._client.push(segment))
             self._rows = []
@@ -208,5 +208,5 @@ def answer(address: str, size: int) -> None:
     while True:
         identity, *parts = router.recv_multipart(copy=False)
         message = m.decode([part.buffer for part in parts])
-        if isinstance(message, m.Ask):
-            router.send_multipart([identity.bytes, *m.encode(m.Act(message.step, 1, {"action": chunk}))])
+        if isinstance(message, m.InferenceRequest):
+            router.send_multipart([identity.bytes, *m.encode(m.InferenceResponse(message.step, 1, {"action": chunk}))])

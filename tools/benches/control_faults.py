@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from serl_client import messages as m
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection
 from serl_client.controller import RemotePolicy
 from serl_client.errors import TrainerError
-from serl_client.link import Link
 from serl_client.network import Answer
 from serl_client.runner import Observation, Step, run_actor
 from serl_client.spec import Array, Feature
@@ -124,8 +124,8 @@ class Timed(TrainerClient):
 class Nobody:
     """What a runner takes for its client, where nothing is sent and each question has its answer at once."""
 
-    actor, epoch, ordinal, connected, room = "beside", "0" * 32, 1, True, True
-    steps_allowed, fault, pending = None, "", (0, 0)
+    actor, session, ordinal, connected, room = "beside", "0" * 32, 1, True, True
+    step_limit, fault, pending = None, "", (0, 0)
 
     def __init__(self, env: Ticked, until: float) -> None:
         self.spec, self.report, self._until = env.spec, {}, until
@@ -162,7 +162,7 @@ def with_client(queue: Any, address: str, folder: Path, hz: float) -> None:
         while not client.connected:
             client.wait(0.05)
         queue.put("connected")
-        run_actor(env, RemotePolicy(client, deadline=DEADLINE, execute=EXECUTE), client, seed=0)
+        run_actor(env, RemotePolicy(client, deadline=DEADLINE, n_action_steps=EXECUTE), client, seed=0)
         queue.put((env.ticks, client.calls, client.pending[0]))
 
 
@@ -170,7 +170,7 @@ def without_client(queue: Any, until: float, hz: float) -> None:
     """The loop beside it, until a time."""
     with Ticked(hz) as env:
         client: Any = Nobody(env, until)
-        run_actor(env, RemotePolicy(client, deadline=DEADLINE, execute=EXECUTE), client, seed=0)
+        run_actor(env, RemotePolicy(client, deadline=DEADLINE, n_action_steps=EXECUTE), client, seed=0)
         queue.put(env.ticks)
 
 
@@ -206,7 +206,7 @@ def faults(seconds: float, hz: float) -> dict[str, Any]:
 
 def directed(learner: Learner, body: Mapping[str, Any]) -> None:
     """Give a directive; the server may be starting."""
-    with Link(learner.local, m.Hello(m.PROTOCOL, "learner", "bench")) as link:
+    with Connection(learner.local, m.Hello(m.PROTOCOL, "learner", "bench")) as link:
         deadline = time.monotonic() + 30.0
         while True:
             try:

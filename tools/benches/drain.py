@@ -41,7 +41,7 @@ def drain(folder: Path, seconds: float) -> list[Figure]:
         served.direct(away)
         served.kill()
         for segment in rows.episode(records, away.directive["number"]):
-            while not away.room:
+            while not away.has_room:
                 time.sleep(0.001)
             away.push(segment)
         size = away.pending[1]

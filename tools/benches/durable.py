@@ -65,7 +65,7 @@ def stored(folder: Path, rows: Rows, steps: int, records: int) -> Iterator[Calla
     """A call that stages and commits so many groups, in seconds."""
     store = Store.create(folder, SPEC, {"online": steps})
     number = store.direct(BODY)
-    store.hello("bench", "outbox", "epoch", [])
+    store.hello("bench", "outbox", "session", [])
     segments = enumerate(
         segment for _ in itertools.count() for segment in rows.episode(steps // 2 // rows.length, number)
     )
@@ -74,7 +74,7 @@ def stored(folder: Path, rows: Rows, steps: int, records: int) -> Iterator[Calla
         begin = time.perf_counter()
         for _ in range(groups):
             for seq, segment in itertools.islice(segments, records // rows.length):
-                store.stage("epoch", seq, segment)
+                store.stage("session", seq, segment)
             store.commit()
         return time.perf_counter() - begin
 

@@ -16,8 +16,8 @@ from statistics import median
 import numpy as np
 from serl_client import Outcome, Segment, Spec
 from serl_client import messages as m
+from serl_client.connection import Connection
 from serl_client.errors import TrainerError
-from serl_client.link import Link
 
 from tools.fuzzing.hostile import memory
 
@@ -68,9 +68,9 @@ def hostile(folder: Path, records: int, hellos: int, seconds: float, most: float
     return [*figures, Figure("records with NaN that were stored", nans(folder / "nan", rows), "of 3", goal="<= 0")]
 
 
-def connected(served: Served, hello: m.Hello) -> Link:
+def connected(served: Served, hello: m.Hello) -> Connection:
     """A link that speaks for an actor, welcomed by a server that may still be starting."""
-    link = Link(served.address, hello)
+    link = Connection(served.address, hello)
     while True:
         try:
             link.hello(5.0)
@@ -89,16 +89,16 @@ def greeting(name: str, earlier: Sequence[Sequence[object]] = ()) -> m.Hello:
     return m.Hello(m.PROTOCOL, "actor", name, os.urandom(16).hex(), name, "", spec_of(64).to_dict(), earlier)
 
 
-def push(link: Link, begin: int, records: Sequence[Segment | Outcome]) -> None:
+def push(link: Connection, begin: int, records: Sequence[Segment | Outcome]) -> None:
     data = b"".join(bytes(part) for seq, record in enumerate(records, begin) for part in m.seal(seq, record))
-    link.send(m.Push(link.greeting.epoch, {"records": np.frombuffer(data, np.uint8)}))
+    link.send(m.Push(link.greeting.session, {"records": np.frombuffer(data, np.uint8)}))
 
 
 @dataclass
 class Honest:
     """Pushes record after record, and measures the time to each Ack."""
 
-    link: Link
+    link: Connection
     segments: Iterator[Segment]
     seq: int = 0
 
@@ -122,7 +122,7 @@ class Honest:
 # -- attacks: each in a process of its own, for at most `most` seconds
 def flood(address: str, amount: int, most: float) -> None:
     end = time.monotonic() + most
-    with Link(address, greeting("flood")) as link:
+    with Connection(address, greeting("flood")) as link:
         link.hello(20.0)
         for begin in range(0, amount, AT_ONCE):
             push(link, begin, [Outcome(f"e{i}", True) for i in range(AT_ONCE)])
@@ -134,17 +134,17 @@ def flood(address: str, amount: int, most: float) -> None:
 
 
 def storm(address: str, amount: int, most: float) -> None:
-    with Link(address, greeting("storm")) as link:
+    with Connection(address, greeting("storm")) as link:
         link.hello(20.0)
         begin = time.monotonic()
         for i in range(amount):
-            link.send(replace(link.greeting, epoch=os.urandom(16).hex()))
+            link.send(replace(link.greeting, session=os.urandom(16).hex()))
             time.sleep(max(0.0, begin + i / 2000 - time.monotonic()))
         time.sleep(2.0)
 
 
 def many_lives(address: str, amount: int, most: float) -> None:
-    with Link(address, greeting("lives")) as link:
+    with Connection(address, greeting("lives")) as link:
         link.hello(20.0)
         for _ in range(amount):
             link.send(greeting("lives", [[os.urandom(16).hex(), 5] for _ in range(LIVES)]))

@@ -25,7 +25,7 @@ import numpy as np
 from serl_client import Segment
 from serl_client import messages as m
 from serl_client.client import TrainerClient
-from serl_client.link import Link
+from serl_client.connection import Connection
 from serl_client.outbox import SLICE_BYTES
 
 from serl_launcher.store.server import WINDOW
@@ -67,7 +67,7 @@ def ingest(name: str, size: int, total: int, count: int, folder: Path | None) ->
             for i, where in enumerate((served, checked))
         )
         served.direct(client)
-        link = stack.enter_context(Link(checked.address, m.Hello(m.PROTOCOL, "actor", "bench", "memory")))
+        link = stack.enter_context(Connection(checked.address, m.Hello(m.PROTOCOL, "actor", "bench", "memory")))
         link.hello(20.0)
         messages = sealed(rows.episode(rows.pool, 1))
         raw, disk = stack.enter_context(RawTcp()), stack.enter_context(plain_disk(there / "disk", total, rows.records))
@@ -133,7 +133,7 @@ def sealed(segments: Sequence[Segment]) -> list[m.Push]:
     return [*pushes, m.Push("memory", {"records": np.frombuffer(batch, np.uint8)})]
 
 
-def send_all(link: Link, pushes: Sequence[m.Push], total: int) -> float:
+def send_all(link: Connection, pushes: Sequence[m.Push], total: int) -> float:
     """Send these again and again, `total` bytes; seconds until all are acknowledged. WINDOW bytes are on their way."""
     begin, left, sizes = time.perf_counter(), total, deque[int]()
     for push in itertools.cycle(pushes):

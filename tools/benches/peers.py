@@ -275,7 +275,9 @@ def connect_protobuf(port: int) -> Iterator[Call]:
     asked = observation()
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel:
         act = channel.unary_unary(
-            "/bench.Policy/Act", request_serializer=question.SerializeToString, response_deserializer=tensor.FromString
+            "/bench.Policy/Act",
+            request_serializer=question.SerializeToString,
+            response_deserializer=tensor.FromString,
         )
 
         def call() -> Array:

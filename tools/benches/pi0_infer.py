@@ -130,18 +130,18 @@ def made(options: argparse.Namespace, host: PolicyHost, policy: PI0, work: Work)
     return cases
 
 
-def answering(host: PolicyHost, chunks: Chunks, rows: int) -> Callable[[], list[m.Act]]:
+def answering(host: PolicyHost, chunks: Chunks, rows: int) -> Callable[[], list[m.InferenceResponse]]:
     """The host's answer to so many questions, its chunks made in this way."""
     questions = [Question(b"", question(host.spec, i)) for i in range(rows)]
 
-    def answer() -> list[m.Act]:
+    def answer() -> list[m.InferenceResponse]:
         host.acting.chunks = chunks  # type: ignore[assignment]
         return host.answer(questions)
 
     return answer
 
 
-def question(spec: Spec, seed: int) -> m.Ask:
+def question(spec: Spec, seed: int) -> m.InferenceRequest:
     """What an actor asks: images and a state that are random."""
     generator = np.random.default_rng(seed)
     arrays = {
@@ -150,7 +150,7 @@ def question(spec: Spec, seed: int) -> m.Ask:
         else generator.standard_normal(feature.shape, np.float32)
         for name, feature in spec.observation.items()
     }
-    return m.Ask(0, seed, True, True, TASK, arrays)
+    return m.InferenceRequest(0, seed, True, True, TASK, arrays)
 
 
 def several(policy: PI0, samples: int, prepared: Observation, noise: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def uncached(policy: PI0, prepared: Observation, noise: Tensor) -> Tensor:
     return policy.scale.from_unit(chunk[..., : policy.size].clamp(-1, 1)).unsqueeze(0)
 
 
-def lerobot(work: Work, policy: PI0, ask: m.Ask, device: torch.device) -> Callable[[], Tensor]:
+def lerobot(work: Work, policy: PI0, ask: m.InferenceRequest, device: torch.device) -> Callable[[], Tensor]:
     """lerobot's PI0 with random weights, which answers one question. Raises ConfigError with the reason, where it
     cannot be had."""
     if (work.tower.width, work.gemma.width, work.gemma.expert_width) != LEROBOT:

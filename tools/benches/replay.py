@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from serl_client import Feature, Outcome, Spec
 
-from serl_launcher.replay.mixture import Sources
+from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store.layout import Layout
 from serl_launcher.store.store import Store
 from serl_launcher.types import Window
@@ -62,7 +62,7 @@ def replay(
     name: str, folder: Path, spec: Spec, steps: int, theirs: int, count: int, goals: tuple[str, str]
 ) -> list[Figure]:  # fmt: skip
     stored = fill(folder, spec, steps)
-    sources = Sources(folder, spec, {"online": steps}, {}, seed=0)
+    sources = ReplayMixture(folder, spec, {"online": steps}, {}, seed=0)
     sources.update([])
     window = Window({**dict.fromkeys(spec.observation, (0,)), "action": (0,), "next_observation": (1,)})
     frame = sum(feature.nbytes for feature in spec.observation.values())
@@ -91,21 +91,21 @@ def discards(folder: Path, steps: int, count: int) -> list[Figure]:
     cursor, rows = store.index.catalog(0, -1)
     ids = [row[1] for row in rows]
 
-    def opened() -> Sources:
-        sources = Sources(folder, SMALL, {"online": steps}, {}, seed=0)
+    def opened() -> ReplayMixture:
+        sources = ReplayMixture(folder, SMALL, {"online": steps}, {}, seed=0)
         sources.update(rows)
         return sources
 
     def discarded(window: Window) -> float:
         nonlocal cursor
-        store.stage("epoch", store.expected("epoch"), Outcome(ids.pop(len(ids) // 2), None, discard=True))
+        store.stage("session", store.expected("session"), Outcome(ids.pop(len(ids) // 2), None, discard=True))
         store.commit()
         cursor, changed = store.index.catalog(cursor, 100)
         return timed(lambda: (told.update(changed), told.sample(BATCH, window, {"online": 1.0})))()
 
     untold, told, figures = opened(), opened(), []
     offsets = {STATE: (0,), "action": (0,), "next_observation": (1,)}
-    for name, window in (("", Window(offsets)), (", starts of chunks", Window(offsets, starts="decision"))):
+    for name, window in (("", Window(offsets)), (", starts of chunks", Window(offsets, starts="chunk_start"))):
         contenders = {
             "none": timed(lambda window=window: untold.sample(BATCH, window, {"online": 1.0})),
             "one": lambda window=window: discarded(window),
@@ -128,11 +128,11 @@ def fill(folder: Path, spec: Spec, steps: int) -> float:
     """Fill a source with episodes; the bytes that this wrote per byte of frame."""
     store, rows = Store.create(folder, spec, {"online": steps}), Rows(spec)
     number = store.direct(BODY)
-    store.hello("bench", "outbox", "epoch", [])
+    store.hello("bench", "outbox", "session", [])
     seq, per = 0, max(1, EPISODE // rows.length)
     while (seq + per) * rows.length <= steps:
         for segment in rows.episode(per, number):
-            store.stage("epoch", seq, replace(segment, decision=np.arange(len(segment)) % 8 == 0))
+            store.stage("session", seq, replace(segment, chunk_start=np.arange(len(segment)) % 8 == 0))
             seq += 1
         store.commit()
     store.index.probe()  # the log is brought into the database

@@ -45,12 +45,13 @@ def remember(store: Path, count: int) -> None:
     """Let the index of a stopped server know episodes of ten steps each that are there no more."""
     index = Index(store / "index.sqlite")
     (number, revision), demo = index.last_numbers(), index.sources()["demo"]
-    (epoch, *_) = index.epochs().values()
-    ids = [f"{epoch.actor}-{epoch.epoch[:8]}-{k:09d}" for k in range(count + 1)]
+    (session, *_) = index.sessions().values()
+    ids = [f"{session.actor}-{session.session[:8]}-{k:09d}" for k in range(count + 1)]
     for begin in range(1, count + 1, 10_000):
         index.put_episodes(
             Episode(
-                number + k, ids[k], "demo", epoch.epoch, epoch.actor, "a task", 1, "demonstrate", demo.head + 10 * k,
+                number + k, ids[k], "demo", session.session, session.actor, "a task", 1, "demonstrate",
+                demo.head + 10 * k,
                 demo.row_head + 11 * k, ids[k], steps=10, reward=1.0, terminated=True, final=True, sealed=True,
                 success=True, judge="judge", revision=revision + k,
             )

@@ -16,7 +16,7 @@ import zmq
 from serl_client import Feature, Segment, Spec, Stamp
 from serl_client import messages as m
 from serl_client.client import TrainerClient
-from serl_client.link import Link
+from serl_client.connection import Connection
 from serl_client.recorder import segment_rows
 
 from serl_launcher.store.peers import bound, send
@@ -50,7 +50,7 @@ class Served:
         self.local, inference = f"ipc://{folder}/server", inference or free
         self._words = (folder, capacity, self.address, self.local, told or inference)
         self._beside = PROCESSES.Process(target=beside or check, args=(inference,))
-        self.learner = Link(self.local, m.Hello(m.PROTOCOL, "learner", "bench"))
+        self.learner = Connection(self.local, m.Hello(m.PROTOCOL, "learner", "bench"))
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -127,16 +127,16 @@ class Checked:
 def check(address: str) -> None:
     """What the server does with records, without a store: decode them, check them, acknowledge each message."""
     router = bound(zmq.Context.instance(), address)
-    notice = asdict(m.Notice({"number": 1, **BODY}, {}))
+    notice = asdict(m.StateUpdate({"number": 1, **BODY}, {}))
     while True:
         identity, *parts = router.recv_multipart(copy=False)
         message = m.decode([part.buffer for part in parts])
         if isinstance(message, m.Hello):
-            expected = [[message.epoch, 0]]
+            expected = [[message.session, 0]]
             send(router, identity.bytes, m.Welcome("bench", 0, WINDOW, expected, None, address, notice))
         elif isinstance(message, m.Push):
             *_, (seq, _) = m.unseal(message.arrays["records"].data)
-            send(router, identity.bytes, m.Ack(message.epoch, seq + 1))
+            send(router, identity.bytes, m.Ack(message.session, seq + 1))
 
 
 class Rows:
@@ -189,8 +189,8 @@ class Latencies:
     def __init__(self, client: TrainerClient) -> None:
         self.seconds: list[float] = []
         self._client, self._pushed = client, deque[float]()
-        self._seq = client._stream._put
-        self._before, client._stream.acknowledge = client._stream.acknowledge, self._acknowledged
+        self._seq = client._send_queue._put
+        self._before, client._send_queue.acknowledge = client._send_queue.acknowledge, self._acknowledged
 
     def push(self, segment: Segment) -> None:
         self._pushed.append(time.perf_counter())
@@ -208,7 +208,7 @@ def deliver(client: TrainerClient, segments: list[Segment]) -> float:
     """Push them as fast as they are acknowledged, AHEAD bytes before that; seconds until all are."""
     begin = time.perf_counter()
     for segment in segments:
-        while not client.room or client.pending[1] > AHEAD:
+        while not client.has_room or client.pending[1] > AHEAD:
             time.sleep(0.0002)
         client.push(segment)
     while client.pending[0]:

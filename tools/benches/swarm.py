@@ -98,7 +98,7 @@ def run_clients(
                 if not episodes[i]:
                     directive = own[i].directive["number"]
                     episodes[i] = rows.episode(EPISODE // length, directive, prefix=f"actor-{number}")[::-1]
-                if own[i].room:
+                if own[i].has_room:
                     late[i].push(episodes[i].pop())
         time.sleep(max(0.0, begin + seconds - time.monotonic()))
         taken = [len(each.seconds) for each in late]

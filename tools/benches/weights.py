@@ -25,8 +25,8 @@ import numpy as np
 import zmq
 from serl_client import messages as m
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection
 from serl_client.errors import ConfigError
-from serl_client.link import Link
 from serl_client.weights import OPEN_REQUESTS, PART_BYTES
 
 from serl_launcher.store import weights
@@ -143,7 +143,7 @@ def follow(pipe: Any, address: str, folder: Path, number: int) -> None:
 def pull(pipe: Any, address: str, number: int) -> None:
     """A client that pulls as the real one does, without checksum and file."""
     name, spec = f"puller-{number}", spec_of(1000).to_dict()
-    with Link(address, m.Hello(m.PROTOCOL, "actor", name, os.urandom(16).hex(), name, "", spec)) as link:
+    with Connection(address, m.Hello(m.PROTOCOL, "actor", name, os.urandom(16).hex(), name, "", spec)) as link:
         while not link.connected:
             link.receive()
             link.wait(0.05)

@@ -23,12 +23,12 @@ import zmq
 from serl_client import messages as m
 from serl_client import wire
 from serl_client.client import TrainerClient
+from serl_client.connection import Connection, received
 from serl_client.errors import ConfigError
 from serl_client.keys import Key
-from serl_client.link import Link, received
 from serl_client.wire import Buffer
 
-from serl_launcher.store.access import Gate
+from serl_launcher.store.access import AccessControl
 from serl_launcher.store.peers import send
 from serl_launcher.store.server import serve
 from tools.faults.proxy import free_port
@@ -86,15 +86,15 @@ class Stand:
     def warm_up(self, most: int) -> None:
         """There is nothing to be made."""
 
-    def check(self, ask: m.Ask) -> None:
+    def check(self, ask: m.InferenceRequest) -> None:
         if ask.arrays.keys() < SPEC.observation.keys():
             raise m.MessageError("the observation lacks something")
 
-    def answer(self, questions: Sequence[Any]) -> list[m.Act]:
+    def answer(self, questions: Sequence[Any]) -> list[m.InferenceResponse]:
         begin = time.monotonic()
         stamps = [np.array([each.came, begin, time.monotonic()]) for each in questions]
         return [
-            m.Act(each.ask.step, 1, {"action": CHUNK, "times": times})
+            m.InferenceResponse(each.ask.step, 1, {"action": CHUNK, "times": times})
             for each, times in zip(questions, stamps, strict=True)
         ]
 
@@ -165,13 +165,13 @@ class Client:
 def link_to(address: str) -> Iterator[Call]:
     """The same question, asked and answered in the one thread that owns the connection."""
     asked, step = observation(), 0
-    with Link(address, m.Hello(m.PROTOCOL, "actor", "bench")) as link:
+    with Connection(address, m.Hello(m.PROTOCOL, "actor", "bench")) as link:
         link.receive()
 
         def call() -> Any:
             nonlocal step
             step += 1
-            link.send(m.Ask(step, 0, False, False, "bench", asked))
+            link.send(m.InferenceRequest(step, 0, False, False, "bench", asked))
             deadline = time.monotonic() + ANSWER_S
             while (answer := link.receive()) is None:
                 if time.monotonic() > deadline:
@@ -232,7 +232,7 @@ def profile(call: Client, calls: int) -> dict[str, tuple[float, float]]:
     """{stage: (p50, p99)} in us: how long after the one before it each stage of a round trip was reached."""
     stamps: list[tuple[float, ...]] = []
     network: Any = call.client._network
-    link, answered = network._inference, network._handlers[m.Act]
+    link, answered = network._inference, network._handlers[m.InferenceResponse]
     sent, handled = [0.0, 0.0], [0.0]
 
     def send(message: m.Message) -> bool:
@@ -241,11 +241,11 @@ def profile(call: Client, calls: int) -> dict[str, tuple[float, float]]:
         sent[1] = time.monotonic()
         return done
 
-    def handle(act: m.Act) -> None:
+    def handle(act: m.InferenceResponse) -> None:
         handled[0] = time.monotonic()
         answered(act)
 
-    link.send, network._handlers[m.Act] = send, handle
+    link.send, network._handlers[m.InferenceResponse] = send, handle
     ask = call.client.ask
 
     def asking(*words: Any, **more: Any) -> None:
@@ -266,7 +266,7 @@ def profile(call: Client, calls: int) -> dict[str, tuple[float, float]]:
 # -- the parts
 def coding() -> Iterator[Figure]:
     """What encoding and decoding the observation takes, and what of it encoding copies."""
-    ask = m.Ask(1, 0, False, False, "bench", observation())
+    ask = m.InferenceRequest(1, 0, False, False, "bench", observation())
     times = []
     for _ in range(2000):
         begin = time.perf_counter()
@@ -283,7 +283,7 @@ def coding() -> Iterator[Figure]:
     yield Figure("  which takes", median(joining) * 1e6, "us")
 
 
-def copied(ask: m.Ask, frames: Sequence[Buffer]) -> int:
+def copied(ask: m.InferenceRequest, frames: Sequence[Buffer]) -> int:
     """How many bytes of the frames are not the arrays' own memory."""
     arrays = zip(ask.arrays.values(), frames, strict=True)
     return sum(len(frame) for array, frame in arrays if not np.shares_memory(array, np.frombuffer(frame, np.uint8)))
@@ -293,7 +293,7 @@ def copied(ask: m.Ask, frames: Sequence[Buffer]) -> int:
 def absorb(address: str, keys: Path | None, started: Any) -> None:
     """Takes records as the server does, but for their checksums and the store; a question for the status is answered
     after all that came before it."""
-    gate, poller = Gate(address, keys), zmq.Poller()
+    gate, poller = AccessControl(address, keys), zmq.Poller()
     for polled in gate.polled:
         poller.register(polled, zmq.POLLIN)
     started.set()
@@ -325,7 +325,7 @@ def link_sending(size: int, count: int, keys: Path | None) -> Iterator[Call]:
     push = m.Push("bench", {"records": np.random.default_rng(0).integers(0, 256, size, np.uint8)})
     key = Key.read(keys / "bench.key") if keys else None
     hello = m.Hello(m.PROTOCOL, "actor", "bench")
-    with process(absorb, address, keys, started) as receiver, Link(address, hello, key) as link:
+    with process(absorb, address, keys, started) as receiver, Connection(address, hello, key) as link:
         wait(receiver, started)
         link.receive()
 

@@ -10,9 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from serl_client import messages as m
+from serl_client.connection import Connection
 from serl_client.errors import ConfigError, Timeout, TrainerError, VersionMismatch
 from serl_client.keys import Key, known_as, named
-from serl_client.link import Link
 from serl_client.outbox import Outbox
 from serl_client.reach import Look, greeted, judged, look, unwelcome
 from serl_client.spec import Spec
@@ -85,7 +85,7 @@ def keys(run: Run) -> Iterator[Finding]:
     allowed = AllowList(folder)
     entries = [(entry["name"], allowed.find(entry["public"]).role) for entry in allowed.entries()]
     if banned := [name for name, role in entries if role == "banned"]:
-        advice = "; ".join(f"`tools/keys.py lift {name}`" for name in banned)
+        advice = "; ".join(f"`tools/keys.py unban {name}`" for name in banned)
         yield Finding("WARN", f"refused for bad messages: {', '.join(banned)}", f"to let them in again: {advice}")
     said = ", ".join(f"{name} ({role})" for name, role in entries)
     if not {"actor", "operator"} & {role for _, role in entries}:
@@ -140,9 +140,9 @@ def protocol(run: Run) -> Iterator[Finding]:
 
 
 @contextmanager
-def _viewer(host: str, port: int, key: Key | None) -> Iterator[Link]:
+def _viewer(host: str, port: int, key: Key | None) -> Iterator[Connection]:
     """A connection to a learner that takes its leave."""
-    link = Link(f"tcp://{host}:{port}", m.Hello(m.PROTOCOL, "viewer", known_as(key, "doctor")), key)
+    link = Connection(f"tcp://{host}:{port}", m.Hello(m.PROTOCOL, "viewer", known_as(key, "doctor")), key)
     try:
         yield link
     finally:

@@ -57,7 +57,7 @@ def play(part: Part) -> None:
         key=part.key,
     )
     truth = Truth(part.truth)
-    truth.note(actor=part.name, life=part.life, epoch=client.epoch)
+    truth.note(actor=part.name, life=part.life, session=client.session)
     _note_acknowledged(client, truth)
     with client:
         work = _Work(part, client, truth)
@@ -77,9 +77,9 @@ def _note_acknowledged(client: TrainerClient, truth: Truth) -> None:
     outbox = client._outbox
     acknowledge = outbox.acknowledge
 
-    def noted(epoch: str, expected: int) -> None:
-        truth.note(acked=[epoch, expected])
-        acknowledge(epoch, expected)
+    def noted(session: str, expected: int) -> None:
+        truth.note(acked=[session, expected])
+        acknowledge(session, expected)
 
     outbox.acknowledge = noted
 
@@ -99,8 +99,8 @@ class _Work:
             self._client.wait(left)
         self._take_weights()
         directive, steps = self._client.directive, self._random.randint(1, STEPS)
-        allowed = self._client.steps_allowed
-        has_room = self._client.room and self._client.pending[0] < BACKLOG
+        allowed = self._client.step_limit
+        has_room = self._client.has_room and self._client.pending[0] < BACKLOG
         may_go_on = has_room and (allowed is None or self._made + steps <= allowed)
         if self._episode and (directive["number"] != self._directive["number"] or not may_go_on):
             self.end()
@@ -127,10 +127,10 @@ class _Work:
         if self._random.random() < 0.5:
             self._outcome(Outcome(episode, self._random.random() < 0.5))
         if self._random.random() < 0.2:
-            self._outcome(Outcome(episode, None, discard=True, by="operator"))
+            self._outcome(Outcome(episode, None, discard=True, judged_by="operator"))
 
     def _outcome(self, outcome: Outcome) -> None:
-        said = [outcome.success, outcome.discard, outcome.by]
+        said = [outcome.success, outcome.discard, outcome.judged_by]
         self._truth.note(seq=self.pushed, episode=outcome.episode, outcome=said)
         self._push(outcome)
 
@@ -170,7 +170,7 @@ def fingerprint_of(segment: Segment, i: int) -> str:
     """That of step `i` of a segment."""
     last = segment.ends and i == len(segment) - 1
     seen = [array[j] for j in range(i, i + 1 + last) for _, array in sorted(segment.observation.items())]
-    flags = 4 * bool(segment.intervened[i]) + 8 * bool(segment.decision[i])
+    flags = 4 * bool(segment.intervened[i]) + 8 * bool(segment.chunk_start[i])
     return fingerprint(
         seen, segment.action[i], reward=float(segment.reward[i]), time=float(segment.time[i]),
         weights=segment.stamp.weights, directive=segment.stamp.directive, index=segment.start + i,

@@ -41,7 +41,7 @@ class Life:
 
     actor: str
     life: int
-    epoch: str
+    session: str
     records: dict[int, dict[str, Any]]
     acked: int = 0  # the highest watermark that was heard
     spooled: int = 0  # records that lay in the outbox when it was killed, and before
@@ -90,12 +90,12 @@ def check(
 
 
 def spooled(outbox: Path) -> dict[str, int]:
-    """{epoch: end} of the whole records that lie in an outbox whose actor is dead; they have to arrive."""
+    """{session: end} of the whole records that lie in an outbox whose actor is dead; they have to arrive."""
     ends: dict[str, int] = {}
     for file in sorted(outbox.glob("*.records")):
-        _, epoch, first = file.stem.split("-")
+        _, session, first = file.stem.split("-")
         data, seq, begin = file.read_bytes(), int(first), 0
-        if ends.setdefault(epoch, seq) != seq:
+        if ends.setdefault(session, seq) != seq:
             continue
         while len(data) >= begin + RECORD.size:
             magic, _, length, number, checksum = RECORD.unpack_from(data, begin)
@@ -104,7 +104,7 @@ def spooled(outbox: Path) -> dict[str, int]:
             if not whole or xxhash.xxh3_64_intdigest(body, seed=seq) != checksum:
                 break
             begin, seq = begin + RECORD.size + length, seq + 1
-        ends[epoch] = seq
+        ends[session] = seq
     return ends
 
 
@@ -115,20 +115,20 @@ def _lives(truths: Iterable[Path]) -> dict[str, Life]:
     for path in truths:
         life = None
         for note in notes(path):
-            if "epoch" in note:
-                life = lives[note["epoch"]] = Life(note["actor"], note["life"], note["epoch"], {})
+            if "session" in note:
+                life = lives[note["session"]] = Life(note["actor"], note["life"], note["session"], {})
             elif "seq" in note and life:
                 life.records[note["seq"]] = note
             elif "acked" in note:
-                epoch, expected = note["acked"]
-                heard[epoch] = max(heard[epoch], expected)
+                session, expected = note["acked"]
+                heard[session] = max(heard[session], expected)
             elif "spooled" in note:
-                for epoch, end in note["spooled"].items():
-                    lay[epoch] = max(lay[epoch], end)
+                for session, end in note["spooled"].items():
+                    lay[session] = max(lay[session], end)
             elif "drained" in note and life:
                 life.drained = note["drained"]
-    for epoch, life in lives.items():
-        life.acked, life.spooled = heard[epoch], lay[epoch]
+    for session, life in lives.items():
+        life.acked, life.spooled = heard[session], lay[session]
     return lives
 
 
@@ -138,7 +138,7 @@ class Found:
     def __init__(self, store: Path, index: sqlite3.Connection, report: Report) -> None:
         self.spec = json.loads(index.execute("SELECT value FROM meta WHERE key = 'spec'").fetchone()[0])
         self.sources = {row["name"]: row for row in index.execute("SELECT * FROM sources")}
-        self.epochs = {row["epoch"]: row for row in index.execute("SELECT * FROM epochs")}
+        self.sessions = {row["session"]: row for row in index.execute("SELECT * FROM sessions")}
         self.episodes = {row["id"]: row for row in index.execute("SELECT * FROM episodes")}
         self.outcomes = index.execute("SELECT rowid, * FROM outcomes ORDER BY rowid").fetchall()
         self.archived = {row[0] for row in index.execute("SELECT number FROM archived")}
@@ -232,7 +232,7 @@ def _checksum(record: np.ndarray, arrays: Sequence[np.ndarray]) -> int:
 def _check_watermarks(found: Found, lives: dict[str, Life], report: Report) -> None:
     """What was acknowledged, what lay in an outbox and what a drained actor made is there, and nothing beyond."""
     for life in lives.values():
-        state = found.epochs.get(life.epoch)
+        state = found.sessions.get(life.session)
         expected = state["expected"] if state else 0
         has_to_come = max(life.acked, life.spooled, len(life.records) if life.drained else 0)
         if expected < has_to_come:
@@ -245,8 +245,8 @@ def _check_watermarks(found: Found, lives: dict[str, Life], report: Report) -> N
             report.violations.append(
                 f"{life.actor} life {life.life}: {expected} records are there of {len(life.records)}"
             )
-    if strangers := set(found.epochs) - set(lives):
-        report.violations.append(f"epochs that nobody made: {strangers}")
+    if strangers := set(found.sessions) - set(lives):
+        report.violations.append(f"sessions that nobody made: {strangers}")
 
 
 def _check_records(found: Found, lives: dict[str, Life], archived: Collection[str], report: Report) -> None:
@@ -255,11 +255,11 @@ def _check_records(found: Found, lives: dict[str, Life], archived: Collection[st
     if strangers := set(found.steps) - set(by_number):
         report.violations.append(f"steps of episodes {strangers} that are not in the index")
     for episode in found.episodes.values():
-        if episode["epoch"] not in lives:
+        if episode["session"] not in lives:
             continue
         delivered = [
-            note for seq, note in sorted(lives[episode["epoch"]].records.items())
-            if seq < found.epochs[episode["epoch"]]["expected"] and note["episode"] == episode["part_of"]
+            note for seq, note in sorted(lives[episode["session"]].records.items())
+            if seq < found.sessions[episode["session"]]["expected"] and note["episode"] == episode["part_of"]
             and "steps" in note
         ]  # fmt: skip
         _check_episode(found, episode, delivered, report)
@@ -279,7 +279,7 @@ def _check_episode(
     follows = [row["part_start"] for row in parts if row["number"] > episode["number"]][:1] or [len(wanted)]
     wanted = wanted[episode["part_start"] : follows[0]]
     ends = delivered[-1]["ends"] if delivered and is_last else ""
-    is_closed = bool(found.epochs[episode["epoch"]]["closed"])
+    is_closed = bool(found.sessions[episode["session"]]["closed"])
     flags = {name: bool(episode[name]) for name in ("terminated", "truncated", "final", "sealed")}
     cut = not ends and (flags["sealed"] or not is_last)
     due = {
@@ -314,9 +314,9 @@ def _check_order(found: Found, lives: dict[str, Life], report: Report) -> None:
     """The episodes that went through one outbox lie in the order in which they were made, and none is missing."""
     made: dict[str, list[str]] = defaultdict(list)
     for life in sorted(lives.values(), key=lambda life: life.life):
-        if life.epoch not in found.epochs:
+        if life.session not in found.sessions:
             continue
-        state = found.epochs[life.epoch]
+        state = found.sessions[life.session]
         sent = [note for seq, note in sorted(life.records.items()) if seq < state["expected"] and "steps" in note]
         for id in dict.fromkeys(note["episode"] for note in sent):
             if id in found.episodes:
@@ -335,14 +335,14 @@ def _check_order(found: Found, lives: dict[str, Life], report: Report) -> None:
 
 def _check_outcomes(found: Found, lives: dict[str, Life], report: Report) -> None:
     """Every delivered outcome is kept once, and the operator's latest is valid; without one, the judge's."""
-    kept = Counter((row["epoch"], row["seq"]) for row in found.outcomes)
+    kept = Counter((row["session"], row["seq"]) for row in found.outcomes)
     valid: dict[str, list[Any]] = {}
     for life in lives.values():
-        expected = found.epochs[life.epoch]["expected"] if life.epoch in found.epochs else 0
+        expected = found.sessions[life.session]["expected"] if life.session in found.sessions else 0
         for seq, note in sorted(life.records.items()):
             if "outcome" not in note or seq >= expected:
                 continue
-            if (count := kept.pop((life.epoch, seq), 0)) != 1:
+            if (count := kept.pop((life.session, seq), 0)) != 1:
                 report.lost += count == 0
                 report.duplicated += max(0, count - 1)
                 report.violations.append(f"outcome {seq} of {life.actor} life {life.life} is there {count} times")

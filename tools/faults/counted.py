@@ -25,9 +25,9 @@ def layout(store: Path) -> np.dtype:
 
 
 def expected(store: Path) -> dict[str, int]:
-    """{epoch: records} that the store has."""
+    """{session: records} that the store has."""
     with closing(sqlite3.connect(f"file:{store}/index.sqlite?mode=ro", uri=True)) as index:
-        return dict(index.execute("SELECT epoch, expected FROM epochs").fetchall())
+        return dict(index.execute("SELECT session, expected FROM sessions").fetchall())
 
 
 def published(source: Path, kind: np.dtype) -> np.ndarray:
@@ -57,16 +57,16 @@ class Counted:
 
     def check(self, durable: Mapping[str, Mapping[int, int]], spooled: Mapping[str, int]) -> None:
         """Compare with the summary, with {source: {number: checksum}} of steps that were durable at some time, and with
-        {epoch: records} that lay in an outbox then."""
+        {session: records} that lay in an outbox then."""
         for source, steps in durable.items():
             now = published(self.run_dir / "store" / source, checker.kind(self._found.spec))
             there = dict(zip(now["number"].tolist(), now["checksum"].tolist(), strict=True))
             tail = self._found.sources[source]["tail"]
             lost = [number for number, sum_ in steps.items() if number >= tail and there.get(number) != sum_]
             self._expect(f"steps of {source} that were durable and are not there", len(lost), 0)
-        for epoch, end in spooled.items():
-            there = self._found.epochs[epoch]["expected"] if epoch in self._found.epochs else 0
-            self._expect(f"records of epoch {epoch[:8]} that lay on the actor's disk", there, max(end, there))
+        for session, end in spooled.items():
+            there = self._found.sessions[session]["expected"] if session in self._found.sessions else 0
+            self._expect(f"records of session {session[:8]} that lay on the actor's disk", there, max(end, there))
         self._check_summary()
 
     def _expect(self, what: str, said: Any, counted: Any) -> None:

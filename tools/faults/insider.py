@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from serl_client import Segment, Stamp
 from serl_client import messages as m
+from serl_client.connection import Connection
 from serl_client.errors import TrainerError
 from serl_client.keys import Key
-from serl_client.link import Link
 
 from . import actor
 from .truth import Truth
@@ -38,7 +38,7 @@ HOSTILE: dict[str, Callable[[Segment], Mapping[str, Any]]] = {  # what an honest
     "reward 3e38": lambda honest: {"reward": np.full(LENGTH, 3e38, np.float32)},
     "action inf": lambda honest: {"action": np.full((LENGTH, 2), np.inf, np.float32)},
     "no steps": lambda honest: {name: getattr(honest, name)[:0] for name in
-                                ("action", "reward", "intervened", "decision", "time")},
+                                ("action", "reward", "intervened", "chunk_start", "time")},
 }  # fmt: skip
 
 
@@ -51,10 +51,10 @@ class Insider:
         name = f"insider{random.randrange(1 << 32):08x}"
         hello = m.Hello(m.PROTOCOL, "actor", name, f"{name}-0", f"outbox-{name}", "", actor.SPEC.to_dict())
         file = stage.key_file(name)
-        self.link = Link(stage.address, hello, file and Key.read(file))
+        self.link = Connection(stage.address, hello, file and Key.read(file))
         self._truth = Truth(stage.truths / f"{name}.jsonl")
-        self._epoch, self._records = hello.epoch, list[Segment]()
-        self._truth.note(actor=name, life=0, epoch=self._epoch)
+        self._session, self._records = hello.session, list[Segment]()
+        self._truth.note(actor=name, life=0, session=self._session)
 
     def turn(self) -> None:
         """Say what there is to say now; what is refused is said again at the next turn."""
@@ -70,10 +70,10 @@ class Insider:
             self._make(directive["number"])
         sealed = [part for seq, record in enumerate(self._records) for part in m.seal(seq, record)]
         data = b"".join(bytes(part) for part in sealed)
-        self.link.send(m.Push(self._epoch, {"records": np.frombuffer(data, np.uint8)}))
+        self.link.send(m.Push(self._session, {"records": np.frombuffer(data, np.uint8)}))
 
     def _make(self, directive: int) -> None:
-        honest = [_segment(f"{self._epoch}-episode", start, directive) for start in (0, LENGTH)]
+        honest = [_segment(f"{self._session}-episode", start, directive) for start in (0, LENGTH)]
         self._records = [honest[0], dataclasses.replace(honest[1], **self._change(honest[1]))]
         for seq, record in enumerate(self._records):
             steps = [_fingerprint(record, i) for i in range(len(record))]

@@ -23,8 +23,8 @@ from typing import Any, cast
 import numpy as np
 from serl_client import Feature, Outcome, Segment, Spec, Stamp
 from serl_client import messages as m
-from serl_client.episode import Entry, Lost
-from serl_client.link import Link, failure
+from serl_client.connection import Connection, failure
+from serl_client.episode import LostRecord, QueuedRecord
 
 CAPACITIES = {"demo": 48, "online": 64}
 ADDED = {"late": 48}  # a source that the second life of the server adds
@@ -45,16 +45,16 @@ STEP = np.dtype([
 
 
 @cache
-def record(epoch: str, seq: int) -> Entry:
+def record(session: str, seq: int) -> QueuedRecord:
     """What an actor pushes: an episode is a segment, an outcome and the segment that ends it; the first goes into
     `demo`, and the disk of `a1` has damaged its third."""
     number, part = divmod(seq, 3)
-    if (epoch, number) == ("a1", 2) and part != 1:
-        return Lost("its disk")
-    episode = f"{epoch}-{number}"
+    if (session, number) == ("a1", 2) and part != 1:
+        return LostRecord("its disk")
+    episode = f"{session}-{number}"
     if part == 1:
-        return Outcome(episode, number % 2 == 0, by="operator" if number % 3 == 0 else "judge")
-    generator = np.random.default_rng(zlib.crc32(f"{epoch}/{seq}".encode()))
+        return Outcome(episode, number % 2 == 0, judged_by="operator" if number % 3 == 0 else "judge")
+    generator = np.random.default_rng(zlib.crc32(f"{session}/{seq}".encode()))
     start, ends = (0, "") if part == 0 else (STEPS, ("terminated", "truncated")[number % 2])
     rows = STEPS + bool(ends)
     return Segment(
@@ -84,7 +84,7 @@ def _mark_answers() -> None:
 
     def marked(message: m.Message) -> Any:
         if isinstance(message, m.Ack):
-            mark(expected=[[message.epoch, message.expected]])
+            mark(expected=[[message.session, message.expected]])
         elif isinstance(message, m.Welcome):
             mark(run=message.run, expected=message.expected)
         elif isinstance(message, m.Done):
@@ -97,15 +97,15 @@ def _mark_answers() -> None:
 class Actor:
     """One life of an actor: it pushes the next records, and may wait for their acknowledgement."""
 
-    def __init__(self, address: str, name: str, epoch: str, earlier: Sequence[Sequence[Any]]) -> None:
-        hello = m.Hello(m.PROTOCOL, "actor", name, epoch, f"outbox-{name}", "", SPEC.to_dict(), earlier)
-        self.epoch, self.pushed, self.link = epoch, 0, Link(address, hello)
+    def __init__(self, address: str, name: str, session: str, earlier: Sequence[Sequence[Any]]) -> None:
+        hello = m.Hello(m.PROTOCOL, "actor", name, session, f"outbox-{name}", "", SPEC.to_dict(), earlier)
+        self.session, self.pushed, self.link = session, 0, Connection(address, hello)
 
     def push(self, count: int) -> None:
-        sealed = [m.seal(seq, record(self.epoch, seq)) for seq in range(self.pushed, self.pushed + count)]
+        sealed = [m.seal(seq, record(self.session, seq)) for seq in range(self.pushed, self.pushed + count)]
         data = b"".join(bytes(part) for parts in sealed for part in parts)
         self.pushed += count
-        self.link.send(m.Push(self.epoch, {"records": np.frombuffer(data, np.uint8)}))
+        self.link.send(m.Push(self.session, {"records": np.frombuffer(data, np.uint8)}))
 
     def wait(self) -> None:
         expected = 0
@@ -125,7 +125,7 @@ class _Played:
     def __init__(self, folder: Path) -> None:
         self._run_dir, self._public, self._local = folder / "run", f"ipc://{folder}/public", f"ipc://{folder}/local"
         self._chance = random.Random(1)
-        self._trainer = Link(self._local, m.Hello(m.PROTOCOL, "learner", "trainer"))
+        self._trainer = Connection(self._local, m.Hello(m.PROTOCOL, "learner", "trainer"))
         self._versions = 0
 
     def run(self) -> None:
@@ -169,8 +169,8 @@ class _Played:
             thread.join()
             server.close()
 
-    def _actor(self, name: str, epoch: str, earlier: Sequence[Sequence[Any]] = ()) -> Actor:
-        actor = Actor(self._public, name, epoch, earlier)
+    def _actor(self, name: str, session: str, earlier: Sequence[Sequence[Any]] = ()) -> Actor:
+        actor = Actor(self._public, name, session, earlier)
         actor.link.hello(10.0)
         return actor
 
@@ -200,7 +200,7 @@ class _Played:
 # -- what must be left
 @dataclass
 class Promises:
-    """All that was promised by the marks so far: {epoch: records}, and {number: what was asked for} of each kind."""
+    """All that was promised by the marks so far: {session: records}, and {number: what was asked for} of each kind."""
 
     run: str = ""
     expected: dict[str, int] = field(default_factory=dict)
@@ -208,14 +208,14 @@ class Promises:
     weights: dict[int, Any] = field(default_factory=dict)
     commands: dict[int, Any] = field(default_factory=dict)
     archived: dict[int, Any] = field(default_factory=dict)
-    damaged: set[tuple[str, int]] = field(default_factory=set)  # (epoch, seq) of records that could not be sent
+    damaged: set[tuple[str, int]] = field(default_factory=set)  # (session, seq) of records that could not be sent
     _asked: tuple[str, Any] = ("", None)
 
     def add(self, said: dict[str, Any]) -> None:
         """One mark."""
         self.run = said.get("run", self.run)
-        for epoch, expected in said.get("expected", ()):
-            self.expected[epoch] = max(expected, self.expected.get(epoch, 0))
+        for session, expected in said.get("expected", ()):
+            self.expected[session] = max(expected, self.expected.get(session, 0))
         if "asked" in said:
             self._asked = said["asked"]
         if "done" in said:
@@ -233,8 +233,8 @@ class _Reader:
     def __init__(self, run_dir: Path, index: sqlite3.Connection, promises: Promises) -> None:
         self._run_dir, self._index, self._promises = run_dir, index, promises
         self._sources = self._table("sources", "name, capacity, tail, head")
-        self._epochs = dict(self._table("epochs", "epoch, expected"))
-        self._episodes = {row[0]: row[1:] for row in self._table("episodes", "number, id, source, first, epoch")}
+        self._sessions = dict(self._table("sessions", "session, expected"))
+        self._episodes = {row[0]: row[1:] for row in self._table("episodes", "number, id, source, first, session")}
 
     def _table(self, name: str, columns: str) -> list[Any]:
         return self._index.execute(f"SELECT {columns} FROM {name}").fetchall()
@@ -248,11 +248,11 @@ class _Reader:
         steps: dict[tuple[str, int], int] = {}
         for name, capacity, tail, head in self._sources:
             yield from self._source(name, capacity, tail, head, steps)
-        for epoch, expected in promises.expected.items():
-            if self._epochs.get(epoch, 0) < expected:
-                yield f"epoch {epoch} is at {self._epochs.get(epoch)}, {expected} was acknowledged"
-        for epoch, expected in self._epochs.items():
-            yield from self._records(epoch, expected, steps)
+        for session, expected in promises.expected.items():
+            if self._sessions.get(session, 0) < expected:
+                yield f"session {session} is at {self._sessions.get(session)}, {expected} was acknowledged"
+        for session, expected in self._sessions.items():
+            yield from self._records(session, expected, steps)
 
     def _numbers(self) -> Iterator[str]:
         """Directives, weights and commands that were answered."""
@@ -305,24 +305,24 @@ class _Reader:
             if not _is_as_made(id, step, images[seen], states[seen]):
                 yield f"step {step['index']} of {id} is damaged"
 
-    def _records(self, epoch: str, expected: int, steps: dict[tuple[str, int], int]) -> Iterator[str]:
-        """All of this epoch's records below `expected` are there, in order, and none above."""
+    def _records(self, session: str, expected: int, steps: dict[tuple[str, int], int]) -> Iterator[str]:
+        """All of this session's records below `expected` are there, in order, and none above."""
         episodes = {id: (source, first) for id, source, first, _ in self._episodes.values()}
         tails = {name: tail for name, _, tail, *_ in self._sources}
         outcomes = {row[0]: row[1:] for row in self._index.execute(
-            "SELECT seq, episode, success, discard, judge FROM outcomes WHERE epoch = ?", (epoch,)
+            "SELECT seq, episode, success, discard, judge FROM outcomes WHERE session = ?", (session,)
         )}  # fmt: skip
-        lost = {seq for name, seq in self._table("lost", "epoch, seq") if name == epoch}
+        lost = {seq for name, seq in self._table("lost", "session, seq") if name == session}
         mine, order = 0, []
         for seq in range(expected):
-            made = record(epoch, seq)
-            if isinstance(made, Lost) or (epoch, seq) in self._promises.damaged:
+            made = record(session, seq)
+            if isinstance(made, LostRecord) or (session, seq) in self._promises.damaged:
                 if seq not in lost:
-                    yield f"record {seq} of epoch {epoch} is not known as lost"
+                    yield f"record {seq} of session {session} is not known as lost"
                 continue
             if isinstance(made, Outcome):
-                if outcomes.pop(seq, None) != (made.episode, made.success, made.discard, made.by):
-                    yield f"outcome {seq} of epoch {epoch} is not there"
+                if outcomes.pop(seq, None) != (made.episode, made.success, made.discard, made.judged_by):
+                    yield f"outcome {seq} of session {session} is not there"
                 continue
             source, first = episodes.get(made.episode, ("", 0))
             if not source or first >= tails[source]:
@@ -330,13 +330,13 @@ class _Reader:
                 order += [(source, number) for number in numbers]
                 mine += STEPS
                 if None in numbers:
-                    yield f"record {seq} of epoch {epoch} is not there"
+                    yield f"record {seq} of session {session} is not there"
                     return
-        there = sum(id.startswith(f"{epoch}-") for id, _ in steps)
+        there = sum(id.startswith(f"{session}-") for id, _ in steps)
         if outcomes or there != mine:
-            yield f"epoch {epoch} has {there} steps and should have {mine}, and outcomes that nobody sent: {outcomes}"
+            yield f"session {session} has {there} steps and should have {mine}, and of nobody: {outcomes}"
         if order != sorted(order):
-            yield f"the steps of epoch {epoch} do not lie in order"
+            yield f"the steps of session {session} do not lie in order"
 
 
 def _pages(size: int) -> int:
@@ -344,12 +344,12 @@ def _pages(size: int) -> int:
 
 
 def _is_as_made(id: str, step: Any, images: Any, states: Any) -> bool:
-    epoch, number = id.rsplit("-", 1)
+    session, number = id.rsplit("-", 1)
     part, at = divmod(int(step["index"]), STEPS)
-    made = record(epoch, int(number) * 3 + 2 * part)
+    made = record(session, int(number) * 3 + 2 * part)
     assert isinstance(made, Segment)
     last = made.ends and at == STEPS - 1
-    flags = 4 * made.intervened[at] + 8 * made.decision[at] + last * (made.terminated + 2 * made.truncated)
+    flags = 4 * made.intervened[at] + 8 * made.chunk_start[at] + last * (made.terminated + 2 * made.truncated)
     said = (step["time"], step["reward"], step["flags"], step["directive"], step["weights"], *step["action"])
     meant = (made.time[at], made.reward[at], flags, made.stamp.directive, made.stamp.weights, *made.action[at])
     rows = slice(at, at + 1 + last)

@@ -195,15 +195,15 @@ def _go_on(run_dir: Path, store: Store, promises: played.Promises) -> played.Pro
             raise ValueError(f"the number {number} is given again")
         given[number] = value
     store.hello("c", "outbox-c", "c0", [])
-    for epoch in [epoch for epoch, state in store.epochs.items() if not state.closed]:
-        begin = max(store.expected(epoch), grown.expected.get(epoch, 0))  # what was acknowledged comes no more
+    for session in [session for session, state in store.sessions.items() if not state.closed]:
+        begin = max(store.expected(session), grown.expected.get(session, 0))  # what was acknowledged comes no more
         for seq in range(begin, begin + 6):
-            record = played.record(epoch, seq)
+            record = played.record(session, seq)
             if isinstance(record, Segment) and record.stamp.directive not in store.directives:
                 break  # nobody can have made it yet
-            store.stage(epoch, seq, record)
+            store.stage(session, seq, record)
         store.commit()
-        grown.expected[epoch] = store.expected(epoch)
+        grown.expected[session] = store.expected(session)
     return grown
 
 

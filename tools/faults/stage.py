@@ -130,7 +130,7 @@ class Actor(Player):
 
     def _told(self, life: int) -> actor.Part:
         stage, setting, key = self._stage, self._stage.setting, self.outbox.name
-        self._read, self._made, self._acked, self._epoch = 0, {}, 0, ""
+        self._read, self._made, self._acked, self._session = 0, {}, 0, ""
         return actor.Part(
             self.name, self._number, life, stage.seed, stage.address, stage.key_file(self.name), self.outbox,
             self.truth, self.stop_file, stage.disk / f"{key}-weights" if setting.weights_bytes else None,
@@ -153,10 +153,10 @@ class Actor(Player):
     def acknowledged_since(self, moment: float) -> bool:
         """Whether a record that was made after `moment` has been acknowledged."""
         for note in self._news():
-            self._epoch = note.get("epoch", self._epoch)
+            self._session = note.get("session", self._session)
             if "seq" in note:
                 self._made[note["seq"]] = note["t"]
-            elif "acked" in note and note["acked"][0] == self._epoch:
+            elif "acked" in note and note["acked"][0] == self._session:
                 self._acked = note["acked"][1]
         return any(seq < self._acked and t > moment for seq, t in self._made.items())
 

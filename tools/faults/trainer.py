@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serl_client import messages as m
+from serl_client.connection import Connection
 from serl_client.errors import TrainerError
-from serl_client.link import Link
 
 from serl_launcher.store import weights
 
@@ -41,7 +41,7 @@ def play(part: Part) -> None:
     """Work until it is time to stop; a learner that is away is tried again."""
     truth, turn = Truth(part.truth), 0
     greeting = m.Hello(m.PROTOCOL, "learner", "trainer")
-    with Link(part.address, greeting) as link:
+    with Connection(part.address, greeting) as link:
         work = _Work(part, link, truth)
         while not part.stop.exists():
             time.sleep(TURN_S)
@@ -53,7 +53,7 @@ def play(part: Part) -> None:
 
 
 class _Work:
-    def __init__(self, part: Part, link: Link, truth: Truth) -> None:
+    def __init__(self, part: Part, link: Connection, truth: Truth) -> None:
         self._part, self._link, self._truth = part, link, truth
         self._directive, self._revision = 0, 0
         self._sealed: set[int] = set()
@@ -65,7 +65,7 @@ class _Work:
         if not self._directive:
             self._direct()
         allowed = int(PACE * (time.monotonic() - self._part.began))
-        self._link.send(m.Allow(self._directive, allowed if self._part.paced else None))
+        self._link.send(m.StepLimit(self._directive, allowed if self._part.paced else None))
         if self._part.weights_bytes and turn % 6 == 1:
             self._publish()
         if self._part.archives:

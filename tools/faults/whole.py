@@ -50,7 +50,7 @@ class Whole:
         self._struck: list[tuple[float, str, dict[str, int]]] = []  # kills without a durable step since
         self._wanted: int | None = None  # steps that are durable when the last kill is over; None: not all run yet
         self._steps: dict[str, dict[int, int]] = {}  # source -> {number: checksum} of what was durable at a kill
-        self._spooled: dict[str, int] = {}
+        self._written: dict[str, int] = {}
 
     def play(self, seconds: float) -> counted.Counted | None:
         """Run it to its end; None when that did not come within `seconds`."""
@@ -64,7 +64,7 @@ class Whole:
                 process.kill()
                 process.wait()
         found = counted.Counted(self.run_dir, self.violations)
-        found.check(self._steps, self._spooled)
+        found.check(self._steps, self._written)
         self._check_times()
         return found
 
@@ -156,15 +156,15 @@ class Whole:
             there = counted.expected(self.run_dir / "store")
         except sqlite3.Error:
             return 0  # there is no store yet
-        return sum(max(0, end - there.get(epoch, 0)) for epoch, end in self._outboxes().items())
+        return sum(max(0, end - there.get(session, 0)) for session, end in self._outboxes().items())
 
     def _outboxes(self) -> dict[str, int]:
-        """{epoch: end} of the records on the actor's disk."""
+        """{session: end} of the records on the actor's disk."""
         try:
             found = [checker.spooled(outbox) for outbox in self.run_dir.glob("actors/*/outbox")]
         except FileNotFoundError:
             return {}  # one has just been acknowledged
-        return {epoch: end for each in found for epoch, end in each.items()}
+        return {session: end for each in found for session, end in each.items()}
 
     def _durable(self) -> dict[str, np.ndarray]:
         """The steps that each source publishes now."""
@@ -192,7 +192,7 @@ class Whole:
             os.kill(pid, signal.SIGKILL)
         if "actor" in killed:
             self._mine["actor"].wait()
-            self._spooled |= self._outboxes()
+            self._written |= self._outboxes()
 
     def _check_times(self) -> None:
         if self.took_s and (median := statistics.median(self.took_s)) > SLOWER * self.start_s:

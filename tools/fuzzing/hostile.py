@@ -88,7 +88,7 @@ class Peer:
 
 
 HELLO = {
-    "type": "Hello", "protocol": list(PROTOCOL), "role": "viewer", "actor": "hostile", "epoch": "", "outbox": "",
+    "type": "Hello", "protocol": list(PROTOCOL), "role": "viewer", "actor": "hostile", "session": "", "outbox": "",
     "run": "", "spec": None, "earlier": [], "paced": False, "has_operator": False,
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any
 from serl_client import Outcome
 from serl_client import messages as m
 from serl_client.client import TrainerClient
-from serl_client.link import Link
+from serl_client.connection import Connection
 
 from serl_launcher.store.index import Index
 from tools.faults.proxy import free_port
@@ -46,7 +46,7 @@ class Attacked:
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(command, stderr=log)
         self.pid = self.process.pid
-        self.learner: Any = Link(f"ipc://{self.run_dir}/server", m.Hello(m.PROTOCOL, "learner", "trainer"))
+        self.learner: Any = Connection(f"ipc://{self.run_dir}/server", m.Hello(m.PROTOCOL, "learner", "trainer"))
         self.honest = TrainerClient(
             f"tcp://127.0.0.1:{self.port}", actor="honest", spec=SPEC, outbox=scratch / "outbox"
         )
@@ -78,23 +78,24 @@ class Attacked:
     def messages(self, count: int, chance: Random) -> None:
         """Spoiled messages of every kind, after a good Hello of an actor or of a viewer."""
         for number in range(0, count, TURN):
-            epoch = f"{number:032x}"
-            fields = {"role": "actor", "epoch": epoch, "outbox": "o", "spec": SPEC.to_dict()} if number % 24 else {}
+            session = f"{number:032x}"
+            fields = {"role": "actor", "session": session, "outbox": "o", "spec": SPEC.to_dict()} if number % 24 else {}
             with hostile.Peer(self.port) as peer:
                 greeting = {**hostile.HELLO, **fields, "actor": f"hostile-{number % 50}"}
                 parts = [hostile.message(hostile.header(None, **greeting))] if chance.random() < 0.9 else []
-                parts += [hostile.message(*self._spoiled(chance, epoch)) for _ in range(TURN)]
+                parts += [hostile.message(*self._spoiled(chance, session)) for _ in range(TURN)]
                 peer.send(b"".join(parts))
                 peer.is_open(0.002)
 
-    def _spoiled(self, chance: Random, epoch: str) -> list[bytes]:
+    def _spoiled(self, chance: Random, session: str) -> list[bytes]:
         if chance.random() < 0.5:
             return spoiled_frames(chance, chance.choice(CORPUS)) or [b""]
         records = b"".join(
-            resealed(chance, sealed(seq, segment(episode=f"{epoch}-{seq}", directive=self.number))) for seq in range(2)
+            resealed(chance, sealed(seq, segment(episode=f"{session}-{seq}", directive=self.number)))
+            for seq in range(2)
         )
-        named = chance.choice((epoch, epoch, EPOCH))
-        return [hostile.header([["records", "uint8", [len(records)]]], type="Push", epoch=named), records]
+        named = chance.choice((session, session, EPOCH))
+        return [hostile.header([["records", "uint8", [len(records)]]], type="Push", session=named), records]
 
 
 def attack(count: int, seed: int, scratch: Path) -> dict[str, Any]:

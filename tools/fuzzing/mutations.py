@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from serl_client import Feature, Outcome, Segment, Spec, Stamp, wire
 from serl_client import messages as m
-from serl_client.episode import Entry, Lost
+from serl_client.episode import LostRecord, QueuedRecord
 
 STATE, IMAGE = "observation.state", "observation.images.top"
 SPEC = Spec(
@@ -56,30 +56,31 @@ def segment(start: int = 0, steps: int = 2, *, episode: str = "e0", directive: i
     )  # fmt: skip
 
 
-def sealed(seq: int, record: Entry) -> bytes:
+def sealed(seq: int, record: QueuedRecord) -> bytes:
     return b"".join(bytes(part) for part in m.seal(seq, record))
 
 
 RECORDS = (
-    sealed(0, segment()), sealed(1, segment(2, 1, ends=True)), sealed(2, Outcome("e0", True, by="operator")),
+    sealed(0, segment()), sealed(1, segment(2, 1, ends=True)), sealed(2, Outcome("e0", True, judged_by="operator")),
     sealed(0, Outcome("e1", None)),
-    sealed(3, Lost("the disk has damaged it")),
+    sealed(3, LostRecord("the disk has damaged it")),
 )  # fmt: skip
 
 
 def _messages() -> list[m.Message]:
     data = np.arange(40, dtype=np.uint8)
     observation = {name: array[0] for name, array in segment().observation.items()}
-    notice = {"directive": {"number": 1, "mode": "collect"}, "weights": {}, "steps_allowed": 3, "degraded": ""}
+    notice = {"directive": {"number": 1, "mode": "collect"}, "weights": {}, "step_limit": 3, "degraded": ""}
     directive = {"mode": "collect", "into": "online", "phase": "practise"}
     return [
         m.Hello(m.PROTOCOL, "actor", "arm", EPOCH, "o" * 32, "", SPEC.to_dict(), [["f" * 32, 3]], True),
-        m.Hello(m.PROTOCOL, "viewer", "screen"), m.Notice(**notice),
+        m.Hello(m.PROTOCOL, "viewer", "screen"), m.StateUpdate(**notice),
         m.Welcome("r", 1, 1 << 24, [[EPOCH, 0]], None, "", notice),
         m.Push(EPOCH, {"records": np.frombuffer(b"".join(RECORDS), np.uint8)}), m.Ack(EPOCH, 3, True, None),
-        m.Ask(3, 5, True, False, "reach", observation), m.Act(3, 1, {"action": np.zeros((4, 2), np.float32)}),
+        m.InferenceRequest(3, 5, True, False, "reach", observation), m.InferenceResponse(3, 1,
+        {"action": np.zeros((4, 2), np.float32)}),
         m.Heartbeat({"late": 0.1, "rows": [1, 2]}), m.Bye(), m.WeightsRequest("a" * 64, 0, 1 << 20),
-        m.WeightsChunk("a" * 64, 0, {"data": data}), m.Direct(directive, None), m.Allow(1, None),
+        m.WeightsChunk("a" * 64, 0, {"data": data}), m.Direct(directive, None), m.StepLimit(1, None),
         m.Publish("a" * 64, 3, 4), m.Over("no memory"),
         m.Archived([1, 2]), m.Sync(0, 0), m.Synced(1, [[1] * 19], [[1, "next", ""]], ["arm"], False),
         m.Command("goto", "practise"), m.Status({"run": "r"}), m.Done(1), m.Failed("Refused", "no"),

@@ -135,10 +135,10 @@ class Actor:
         assert client is not None
         assert late is not None
         client.check()
-        if not (client.room and client.directive["number"]):
+        if not (client.has_room and client.directive["number"]):
             return
         if not self._segments:
-            prefix = f"{self.name}-{client.epoch[:12]}"
+            prefix = f"{self.name}-{client.session[:12]}"
             *segments, last = self._rows.episode(RECORDS, client.directive["number"], prefix=prefix)
             self._segments = [*segments, _ended(last)][::-1]
         late.push(self._segments.pop())
@@ -153,7 +153,7 @@ class Actor:
 
 def _ended(segment: Segment) -> Segment:
     """The same rows, the last of which is the final observation."""
-    columns = {name: getattr(segment, name)[:-1] for name in ("action", "reward", "intervened", "decision", "time")}
+    columns = {name: getattr(segment, name)[:-1] for name in ("action", "reward", "intervened", "chunk_start", "time")}
     return replace(segment, **columns, truncated=True)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from serl_client.episode import Record
 from serl_client.errors import ConfigError
 from serl_client.keys import Key
-from serl_client.messages import Ask, Command
+from serl_client.messages import Command, InferenceRequest
 from serl_client.network import Answer, Network
 from serl_client.outbox import Outbox
 from serl_client.spec import Array, Spec
@@ -44,7 +44,7 @@ class TrainerClient:
             address, actor=actor, spec=spec, outbox=self._outbox, weights_folder=weights_folder, paced=paced,
             has_operator=has_operator, key=opened,
         )  # fmt: skip
-        self._stream = self._network.stream
+        self._send_queue = self._network.send_queue
         self._news = select.poll()
         self._news.register(self._network.news, select.POLLIN)
         self._asked = self._forgotten = 0  # numbers of questions
@@ -68,24 +68,24 @@ class TrainerClient:
         Raises TrainerError when the queue is full; there is always room for what ends an episode. A segment that does
         not fit the Spec ends the network thread, and the next call says so.
         """
-        self._stream.put(record)
+        self._send_queue.put(record)
         self._network.wake()
         self.check()
 
     @property
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         """Whether an episode may go on: the outbox keeps up with what is pushed."""
-        return self._stream.room
+        return self._send_queue.has_room
 
     def ask(
         self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
         explore: bool, task: str,
     ) -> None:  # fmt: skip
-        """Ask for the actions from row `step` on; a newer question replaces one that was not sent yet."""
+        """InferenceRequest for the actions from row `step` on; a newer question replaces one that was not sent yet."""
         self.check()
         self._asked += 1
         arrays = dict(observation) if previous_action is None else {**observation, "previous_action": previous_action}
-        self._network.questions.append((self._asked, Ask(step, seed, reset, explore, task, arrays)))
+        self._network.questions.append((self._asked, InferenceRequest(step, seed, reset, explore, task, arrays)))
         self._network.wake()
 
     def answer(self) -> Answer | None:
@@ -137,13 +137,13 @@ class TrainerClient:
 
     def check(self) -> None:
         """Raise what ended the work of the network thread, if anything did, and for a segment that does not fit."""
-        if (error := self._network.error or self._stream.error) is not None:
+        if (error := self._network.error or self._send_queue.error) is not None:
             raise error
 
     @property
-    def epoch(self) -> str:
+    def session(self) -> str:
         """Names this start of the actor."""
-        return self._network.epoch
+        return self._network.session
 
     @property
     def ordinal(self) -> int:
@@ -156,9 +156,9 @@ class TrainerClient:
         return self._network.directive
 
     @property
-    def steps_allowed(self) -> int | None:
-        """How many steps this epoch may have made in all; None: no limit."""
-        return self._network.steps_allowed
+    def step_limit(self) -> int | None:
+        """How many steps this session may have made in all; None: no limit."""
+        return self._network.step_limit
 
     @property
     def connected(self) -> bool:
@@ -178,12 +178,12 @@ class TrainerClient:
     @property
     def pending(self) -> tuple[int, int]:
         """(records, bytes) that are not acknowledged."""
-        return self._stream.pending
+        return self._send_queue.pending
 
     @property
     def fault(self) -> str:
         """Why the outbox takes nothing; empty while it does."""
-        return self._stream.fault
+        return self._send_queue.fault
 
     @property
     def report(self) -> Mapping[str, Any]:

@@ -24,9 +24,8 @@ COLOURS = {"POLICY": "30;42", "HUMAN": "30;43", "HELD": "97;41", "IDLE": "97;100
 class Console(logging.Handler):
     """Shows a banner, and `name  value` lines under a title.
 
-    As a logging handler it keeps the last warning in the block. While a Watch draws it, who logs does not wait for the
-    terminal; a terminal that is gone is no error.
-    """
+    As a logging handler it keeps the last warning in the block. While a LiveDisplay draws it, who logs does not wait
+    for the terminal; a terminal that is gone is no error."""
 
     def __init__(self, title: str, stream: TextIO | None = None) -> None:
         super().__init__(logging.INFO)
@@ -63,7 +62,7 @@ class Console(logging.Handler):
         return f"{line}\n" * (line != begin)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a log record above the block, or leave that to the Watch."""
+        """Print a log record above the block, or leave that to the LiveDisplay."""
         text = self.format(record)
         if record.levelno >= logging.WARNING:
             self._warning = f"{time.strftime('%H:%M:%S')} {record.getMessage().splitlines()[0]}"
@@ -104,7 +103,7 @@ class Console(logging.Handler):
             self._stream.flush()
 
 
-class Watch:
+class LiveDisplay:
     """Shows `rows()` on a console every second, and a new `banner()` and the log at once, from a thread of its own: a
     slow terminal delays nobody."""
 

@@ -14,10 +14,10 @@ REPEAT = 1.0  # seconds until a question counts as lost
 
 
 class Controller(Protocol):
-    """Gives the action of each row; `version`, `decision` and `extras` belong to the last one that it gave."""
+    """Gives the action of each row; `version`, `chunk_start` and `extras` belong to the last one that it gave."""
 
     version: int  # weights that acted
-    decision: bool  # a new chunk began with this action
+    chunk_start: bool  # a new chunk began with this action
     extras: Mapping[str, Array]
 
     def begin(self, episode: str, directive: Mapping[str, Any], task: str) -> None:
@@ -52,17 +52,16 @@ class Source(Protocol):
 class RemotePolicy:
     """Asks for chunks of actions [H, A] and gives them out row by row.
 
-    The next chunk is asked for when `execute` rows of one are used (None: all of them; a policy with H = 1 is asked
-    for every row); until it is here the old one goes on. `act` waits at most `deadline` seconds, and only where a new
-    chunk is due in this row. Of a chunk that comes late the rows that have passed are skipped. Where the directive
-    names the weights that must act, answers of others are not used.
-    """
+    The next chunk is asked for when `n_action_steps` rows of one are used (None: all of them; a policy with H = 1 is
+    asked for every row); until it is here the old one goes on. `act` waits at most `deadline` seconds, and only where a
+    new chunk is due in this row. Of a chunk that comes late the rows that have passed are skipped. Where the directive
+    names the weights that must act, answers of others are not used."""
 
-    def __init__(self, source: Source, *, deadline: float, execute: int | None = None) -> None:
+    def __init__(self, source: Source, *, deadline: float, n_action_steps: int | None = None) -> None:
         self.version = 0
-        self.decision = False
+        self.chunk_start = False
         self.extras: Mapping[str, Array] = {}
-        self._source, self._deadline, self._execute = source, deadline, execute
+        self._source, self._deadline, self._n_action_steps = source, deadline, n_action_steps
         self._episode, self._directive, self._task = "", {}, ""
         self._chunk: Answer | None = None
         self._asked: int | None = None  # the row of the oldest question that may still be answered
@@ -79,9 +78,9 @@ class RemotePolicy:
     ) -> Array | None:
         if reset and (not self._reset or step > self._row + 1):
             self._drop()
-        self._row, self.decision = step, False
+        self._row, self.chunk_start = step, False
         deadline = time.monotonic() + self._deadline
-        while not self.decision and self._due(step):
+        while not self.chunk_start and self._due(step):
             if self._asked is None or time.monotonic() > self._asked_at + REPEAT:
                 self._ask(observation, step, previous_action)
             waits = self._left(step) <= 0 or self._asked == step
@@ -103,7 +102,7 @@ class RemotePolicy:
 
     def _due(self, step: int) -> bool:
         used = step - self._chunk.step if self._chunk else 0
-        return self._left(step) <= 0 or (self._execute is not None and used >= self._execute)
+        return self._left(step) <= 0 or (self._n_action_steps is not None and used >= self._n_action_steps)
 
     def _ask(self, observation: Mapping[str, Array], step: int, previous_action: Array | None) -> None:
         self._source.ask(
@@ -120,7 +119,7 @@ class RemotePolicy:
         self._asked = None
         if step - answer.step >= len(answer.action):
             return
-        self._chunk, self._reset, self.decision = answer, False, True
+        self._chunk, self._reset, self.chunk_start = answer, False, True
         self.version, self.extras = answer.version, answer.extras
 
 
@@ -129,7 +128,7 @@ class RandomPolicy:
 
     def __init__(self, spec: Spec, seed: int) -> None:
         self.version = 0
-        self.decision = True
+        self.chunk_start = True
         self.extras: Mapping[str, Array] = {}
         assert spec.action.low is not None
         assert spec.action.high is not None

@@ -33,7 +33,7 @@ class Segment:
 
     observation {name: [T, ...]}, and T+1 rows in the segment that ends the episode (its last row is the final
     observation; an episode that was cut by a crash has none); action [T, A] as executed; reward float32,
-    intervened bool, decision bool (a new chunk of the policy began here), time float64 (when the row's
+    intervened bool, chunk_start bool (a new chunk of the policy began here), time float64 (when the row's
     observation was there: seconds, the robot's clock), all [T]; extras {name: [T, ...]}.
     """
 
@@ -45,7 +45,7 @@ class Segment:
     action: Array
     reward: Array
     intervened: Array
-    decision: Array
+    chunk_start: Array
     time: Array
     terminated: bool = False
     truncated: bool = False
@@ -108,27 +108,27 @@ def not_finite(arrays: Mapping[str, Array]) -> str:
 class Outcome:
     """How an episode ended, as somebody judged it: durable like a segment, and correctable by a later one.
 
-    `by` is `judge` (the environment) or `operator`; the operator's latest wins, all are kept.
+    `judged_by` is `judge` (the environment) or `operator`; the operator's latest wins, all are kept.
     """
 
     episode: str
     success: bool | None
     discard: bool = False
-    by: str = "judge"
+    judged_by: str = "judge"
 
 
 Record = Segment | Outcome
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostRecord:
     """Stands for a record that its actor made and cannot send: its disk has damaged it, or an earlier one of the same
     episode. It is durable and acknowledged as such; the episode that was open ends before it, as truncated."""
 
-    lost: str  # why
+    reason: str
 
 
-Entry = Record | Lost  # what lies under one number of an epoch
+QueuedRecord = Record | LostRecord  # what lies under one number of a session
 
 
 def join(segments: Sequence[Segment]) -> Segment:

@@ -13,25 +13,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serl_client import wire
-from serl_client.episode import COLUMNS, MAX_NAME, Entry, Lost, Outcome, Segment, Stamp
+from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, Outcome, QueuedRecord, Segment, Stamp
 from serl_client.errors import MessageError, VersionMismatch
 from serl_client.spec import Array
 
-PROTOCOL = (4, 4)  # the oldest and the newest version spoken here
+PROTOCOL = (5, 5)  # the oldest and the newest version spoken here
 MAX_REPORT = 8192
-MAX_EARLIER = 64  # epochs that a Hello names besides its own
+MAX_EARLIER = 64  # sessions that a Hello names besides its own
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of every connection. `role` is actor, learner or viewer; `earlier` lists [epoch, last seq] of the
-    epochs before this one that still lie in this outbox, the MAX_EARLIER oldest of them; `run` is "" before the first
+    """First message of every connection. `role` is actor, learner or viewer; `earlier` lists [session, last seq] of the
+    sessions before this one that still lie in this outbox, the MAX_EARLIER oldest of them; `run` is "" before the first
     Welcome."""
 
     protocol: Sequence[int]
     role: str
     actor: str
-    epoch: str = ""
+    session: str = ""
     outbox: str = ""
     run: str = ""
     spec: Mapping[str, Any] | None = None
@@ -41,53 +41,53 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class StateUpdate:
     """What is valid now; sent when it changes and every second: the heartbeat of the server.
 
-    `directive` {number, phase, mode, ...}; `weights` {version, sha256, size} or empty; `steps_allowed` is how many
-    steps this epoch may have made in all (None: no limit); `degraded` is the reason why nothing is acknowledged.
+    `directive` {number, phase, mode, ...}; `weights` {version, sha256, size} or empty; `step_limit` is how many
+    steps this session may have made in all (None: no limit); `degraded` is the reason why nothing is acknowledged.
     """
 
     directive: Mapping[str, Any]
     weights: Mapping[str, Any]
-    steps_allowed: int | None = None
+    step_limit: int | None = None
     degraded: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The answer to Hello. `expected` is [epoch, next seq] of the sender's epochs; `ordinal` numbers the starts of all
-    actors of the run; `window` is how many bytes may be unacknowledged."""
+    """The answer to Hello. `expected` is [session, next seq] of the sender's sessions; `ordinal` numbers the starts of
+    all actors of the run; `window` is how many bytes may be unacknowledged."""
 
     run: str
     ordinal: int
     window: int
     expected: Sequence[Sequence[Any]]
     spec: Mapping[str, Any] | None
-    inference: str  # the address that answers Ask
+    inference: str  # the address that answers InferenceRequest
     notice: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Sealed records of one epoch, in order: arrays {"records": uint8 [bytes]}."""
+    """Sealed records of one session, in order: arrays {"records": uint8 [bytes]}."""
 
-    epoch: str
+    session: str
     arrays: Mapping[str, Array]
 
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Every record of `epoch` below `expected` is durable; `resend`: begin again there, something was missing."""
+    """Every record of `session` below `expected` is durable; `resend`: begin again there, something was missing."""
 
-    epoch: str
+    session: str
     expected: int
     resend: bool = False
-    steps_allowed: int | None = None
+    step_limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class InferenceRequest:
     """One observation, for the action at row `step`: arrays {name: [...]} and, after row 0, `previous_action` [A].
 
     `reset`: the carry begins anew. `seed` names the noise of this decision, so that any host draws the same. `task` is
@@ -107,8 +107,9 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
-    """The answer to the Ask of row `step`: arrays {"action": [H, A], extras}, made with weights `version`."""
+class InferenceResponse:
+    """The answer to the InferenceRequest of row `step`: arrays {"action": [H, A], extras}, made with weights
+    `version`."""
 
     step: int
     version: int
@@ -156,7 +157,7 @@ class WeightsChunk:
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """Learner: from now on this is the directive; `steps` as in Allow. Answered by Done with its number."""
+    """Learner: from now on this is the directive; `steps` as in StepLimit. Answered by Done with its number."""
 
     body: Mapping[str, Any]
     steps: int | None
@@ -164,7 +165,7 @@ class Direct:
 
 
 @dataclass(frozen=True, slots=True)
-class Allow:
+class StepLimit:
     """Learner: paced actors may bring the steps of this directive's phase to `steps`; None: no limit. Not answered."""
 
     directive: int
@@ -246,8 +247,9 @@ class Failed:
 
 
 Message = (
-    Hello | Welcome | Notice | Push | Ack | Ask | Act | Heartbeat | Bye | WeightsRequest | WeightsChunk
-    | Direct | Allow | Publish | Archived | Over | Sync | Synced | Command | Status | Done | Failed
+    Hello | Welcome | StateUpdate | Push | Ack | InferenceRequest | InferenceResponse | Heartbeat | Bye
+    | WeightsRequest | WeightsChunk
+    | Direct | StepLimit | Publish | Archived | Over | Sync | Synced | Command | Status | Done | Failed
 )  # fmt: skip
 NUMBERED = WeightsRequest | Direct | Publish | Archived | Command  # requests whose answer names their number
 TYPES: tuple[type, ...] = Message.__args__
@@ -336,9 +338,9 @@ def _check_version(hello: dict[str, Any]) -> None:
         )
 
 
-def seal(seq: int, record: Entry) -> list[wire.Buffer]:
+def seal(seq: int, record: QueuedRecord) -> list[wire.Buffer]:
     """A record as the outbox keeps it and a Push carries it."""
-    if isinstance(record, Outcome | Lost):
+    if isinstance(record, Outcome | LostRecord):
         return wire.seal(seq, dataclasses.asdict(record), {})
     header = {
         "episode": record.episode, "start": record.start, "task": record.task,
@@ -349,13 +351,13 @@ def seal(seq: int, record: Entry) -> list[wire.Buffer]:
     return wire.seal(seq, header, {**columns, **record.observation, **record.extras})
 
 
-def unseal(data: wire.Buffer) -> list[tuple[int, Entry]]:
+def unseal(data: wire.Buffer) -> list[tuple[int, QueuedRecord]]:
     """(seq, record) of each sealed record in `data`, at most MAX_RECORDS. Raises MessageError; shapes are not checked
     against a Spec yet."""
     return list(records(data))
 
 
-def records(data: wire.Buffer) -> Iterator[tuple[int, Entry]]:
+def records(data: wire.Buffer) -> Iterator[tuple[int, QueuedRecord]]:
     """As `unseal`, one by one: each is looked at when it is asked for."""
     try:
         for seq, header, arrays in wire.unseal(data):
@@ -364,15 +366,15 @@ def records(data: wire.Buffer) -> Iterator[tuple[int, Entry]]:
         raise MessageError(f"this is no record: {error!r}") from None
 
 
-def _record(header: dict[str, Any], arrays: dict[str, Array]) -> Entry:
-    if "lost" in header:
-        lost = Lost(**header)
-        _typed(lost.lost, str)
+def _record(header: dict[str, Any], arrays: dict[str, Array]) -> QueuedRecord:
+    if "reason" in header:
+        lost = LostRecord(**header)
+        _typed(lost.reason, str)
         return lost
-    if "by" in header:
+    if "judged_by" in header:
         outcome = Outcome(**header)
         _typed(outcome.episode, str)
-        _typed(outcome.by, str)
+        _typed(outcome.judged_by, str)
         _typed(outcome.discard, bool)
         if outcome.success is not None:
             _typed(outcome.success, bool)

@@ -16,12 +16,12 @@ import numpy as np
 import zmq
 
 from serl_client import messages as m
+from serl_client.connection import Connection, failure
 from serl_client.errors import MessageError, Refused, TrainerError
 from serl_client.keys import Key
-from serl_client.link import Link, failure
 from serl_client.outbox import Outbox
+from serl_client.send_queue import SendQueue
 from serl_client.spec import Array, Spec
-from serl_client.stream import Stream
 from serl_client.weights import WeightsFolder
 
 log = logging.getLogger(__name__)
@@ -52,33 +52,34 @@ class Network(threading.Thread):
         has_operator: bool, key: Key | None,
     ) -> None:  # fmt: skip
         super().__init__(name=f"network of {actor}", daemon=True)
-        self.epoch = os.urandom(16).hex()
+        self.session = os.urandom(16).hex()
         self.directive: Mapping[str, Any] = {"number": 0, "phase": "", "mode": "idle"}
-        self.steps_allowed = 0 if paced else None
+        self.step_limit = 0 if paced else None
         self.ordinal = 0
         self.degraded = ""
         self.report: Mapping[str, Any] = {}
         self.error: TrainerError | None = None
-        self.questions: deque[tuple[int, m.Ask]] = deque(maxlen=1)  # (number, question): the latest wins
+        self.questions: deque[tuple[int, m.InferenceRequest]] = deque(maxlen=1)  # (number, question): the latest wins
         self.answers: deque[tuple[int, Answer]] = deque(maxlen=1)
         self.commands: deque[m.Command] = deque()
         self.weights = WeightsFolder(weights_folder) if weights_folder else None
-        self.stream = Stream(outbox, self.epoch, spec)
+        self.send_queue = SendQueue(outbox, self.session, spec)
         self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._actor, self._spec, self._outbox = actor, spec, outbox
         self._paced, self._has_operator = paced, has_operator
         self._key = key
-        self.server = Link(address, self._greeting(), key)
-        self._inference: Link | None = None
+        self.server = Connection(address, self._greeting(), key)
+        self._inference: Connection | None = None
         self._asked: deque[tuple[int, int]] = deque(maxlen=64)  # (number, step) of the questions that were sent
         self._asked_at = self._beaten_at = 0.0
         self._commands, self._commanded = PULL, 0  # the latest number of a command; that of the one on its way
-        self._spools = self._misfit_told = False
+        self._is_moving = self._misfit_told = False
         self._complaint = ""
         self._closing = False
         self._handlers = {
-            m.Welcome: self._welcomed, m.Notice: self._noticed, m.Ack: self._acknowledged, m.Act: self._answered,
+            m.Welcome: self._welcomed, m.StateUpdate: self._noticed, m.Ack: self._acknowledged,
+            m.InferenceResponse: self._answered,
             m.WeightsChunk: self._weights_came, m.Done: self._done, m.Failed: self._failed,
         }  # fmt: skip
 
@@ -100,7 +101,7 @@ class Network(threading.Thread):
         try:
             while not self._closing:
                 self._turn()
-            while self.stream.spool():
+            while self.send_queue.move_to_outbox():
                 pass
             if self.error is None:
                 self._send()
@@ -115,20 +116,20 @@ class Network(threading.Thread):
                 self.weights.close()
 
     @property
-    def _links(self) -> list[Link]:
+    def _links(self) -> list[Connection]:
         return [self._inference, self.server] if self._inference else [self.server]  # an answer is waited for
 
     def _turn(self) -> None:
         pulls = self.weights is not None and self.weights.busy and self.server.connected
         polled = [entry for link in self._links for entry in link.polled]
-        ready = zmq.zmq_poll([(self._wake, zmq.POLLIN), *polled], 0 if pulls or self._spools else TURN)
+        ready = zmq.zmq_poll([(self._wake, zmq.POLLIN), *polled], 0 if pulls or self._is_moving else TURN)
         if (self._wake, zmq.POLLIN) in ready:
             os.eventfd_read(self._wake)
         if self.error is None:
             self._ask()
             self._receive()
-        self._spools = self.stream.spool()
-        if self.stream.error and not self._misfit_told:
+        self._is_moving = self.send_queue.move_to_outbox()
+        if self.send_queue.error and not self._misfit_told:
             self._misfit_told = True
             self._tell()
         if self.error is None:
@@ -142,12 +143,12 @@ class Network(threading.Thread):
                 while self.error is None and (message := link.receive()) is not None:
                     if link is not self.server and isinstance(message, m.Failed) and not message.final:
                         self._unanswered(message)
-                    elif link is self.server or isinstance(message, m.Act | m.Failed):
+                    elif link is self.server or isinstance(message, m.InferenceResponse | m.Failed):
                         self._handle(link, message)
         except Refused as error:
             self._fail(error)
 
-    def _handle(self, link: Link, message: m.Message) -> None:
+    def _handle(self, link: Connection, message: m.Message) -> None:
         try:
             self._handlers[type(message)](message)
         except TrainerError as error:
@@ -195,8 +196,8 @@ class Network(threading.Thread):
     def _send(self) -> None:
         try:
             if self.server.connected:
-                self._send_all(self.stream.pushes())
-                if self.stream.needs_hello:
+                self._send_all(self.send_queue.pushes())
+                if self.send_queue.needs_hello:
                     self.server.close()
                     return
                 pulls = self.weights.requests() if self.weights else ()
@@ -225,8 +226,8 @@ class Network(threading.Thread):
 
     def _greeting(self) -> m.Hello:
         return m.Hello(
-            m.PROTOCOL, "actor", self._actor, self.epoch, self._outbox.id, self._outbox.run, self._spec.to_dict(),
-            self.stream.earlier, self._paced, self._has_operator,
+            m.PROTOCOL, "actor", self._actor, self.session, self._outbox.id, self._outbox.run, self._spec.to_dict(),
+            self.send_queue.earlier, self._paced, self._has_operator,
         )  # fmt: skip
 
     # -- from the other side
@@ -240,7 +241,7 @@ class Network(threading.Thread):
             )
         if not bound:
             self._outbox.bind(welcome.run)
-        self.stream.resume(welcome.expected, welcome.window)
+        self.send_queue.resume(welcome.expected, welcome.window)
         if self.weights:
             self.weights.restart()
         if self._commanded:
@@ -250,31 +251,31 @@ class Network(threading.Thread):
         if self._inference is None or self._inference.address != address:
             if self._inference:
                 self._inference.close()
-            self._inference = Link(address, self._greeting(), self._key) if address else None
+            self._inference = Connection(address, self._greeting(), self._key) if address else None
         self.ordinal = welcome.ordinal
         self._noticed(self.server.notice)
 
-    def _noticed(self, notice: m.Notice) -> None:
-        before = self.steps_allowed, self.directive["number"]
+    def _noticed(self, notice: m.StateUpdate) -> None:
+        before = self.step_limit, self.directive["number"]
         if notice.directive and notice.directive["number"] >= self.directive["number"]:
             self.directive = notice.directive
         if self._paced:
-            self.steps_allowed = notice.steps_allowed
+            self.step_limit = notice.step_limit
         if notice.degraded != self.degraded:
             log.warning("the learner acknowledges %s", f"nothing: {notice.degraded}" if notice.degraded else "again")
         self.degraded = notice.degraded
         if self.weights:
             self.weights.offer(notice.weights)
-        if before != (self.steps_allowed, self.directive["number"]):
+        if before != (self.step_limit, self.directive["number"]):
             self._tell()
 
     def _acknowledged(self, ack: m.Ack) -> None:
-        self.stream.acknowledge(ack)
-        if self._paced and ack.steps_allowed != self.steps_allowed:
-            self.steps_allowed = ack.steps_allowed
+        self.send_queue.acknowledge(ack)
+        if self._paced and ack.step_limit != self.step_limit:
+            self.step_limit = ack.step_limit
             self._tell()
 
-    def _answered(self, act: m.Act) -> None:
+    def _answered(self, act: m.InferenceResponse) -> None:
         extras = dict(act.arrays)
         action = extras.pop("action")
         if action.ndim != 2 or action.shape[1:] != self._spec.action.shape or not np.isfinite(action).all():

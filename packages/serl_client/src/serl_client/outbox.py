@@ -1,15 +1,14 @@
 """The outbox: sealed records that nobody has acknowledged yet, in append-only files; what is in them survives kill -9.
 
-A file holds records of one epoch and goes when its last one is acknowledged, which works on a full disk too: it is
+A file holds records of one session and goes when its last one is acknowledged, which works on a full disk too: it is
 unlinked, or, when much is written, written again, since the pages of a new file cost more than all else that is done
-here with a record. What it held before are records of the same epoch with lower numbers, which no scan takes.
+here with a record. What it held before are records of the same session with lower numbers, which no scan takes.
 Nothing is synced. Reading uses pread: a bad sector is then an OSError, and not the SIGBUS of a mapping, which would
 end the process that moves the robot.
 
-A record that the disk has damaged keeps its number, and `Lost` is sent in its place; so it is with those that go on
-with its episode, as they cannot be stored without it. The files stay until all that is acknowledged, so that the next
-start comes to the same result; then they are kept as *.damaged.
-"""
+A record that the disk has damaged keeps its number, and `LostRecord` is sent in its place; so it is with those that go
+on with its episode, as they cannot be stored without it. The files stay until all that is acknowledged, so that the
+next start comes to the same result; then they are kept as *.damaged."""
 
 import errno
 import fcntl
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from serl_client import messages, wire
-from serl_client.episode import Lost
+from serl_client.episode import LostRecord
 from serl_client.errors import ConfigError, MessageError
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ SLICE_BYTES = 512 << 10  # one Push: on a slow link a longer frame would hold up
 @dataclass(slots=True, eq=False)
 class _File:
     path: Path
-    epoch: str
+    session: str
     first: int  # seq of its first record
     ends: list[int] = field(default_factory=list)  # where each record ends
     lost: dict[int, bytes] = field(default_factory=dict)  # seq -> what is sent in place of that record
@@ -75,15 +74,15 @@ class Outbox:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(folder)
         self._files: list[_File] = []  # in the order of writing; replaced, never changed: `pending` reads it
-        self._expected: dict[str, int] = {}  # first unacknowledged seq of an epoch
-        self._writing = ""  # the epoch that grows
-        self._doubted: dict[str, float] = {}  # records of an epoch below this seq are looked at before they are sent,
+        self._expected: dict[str, int] = {}  # first unacknowledged seq of a session
+        self._writing = ""  # the session that grows
+        self._doubted: dict[str, float] = {}  # records of a session below this seq are looked at before they are sent,
         self._seen: dict[str, int] = {}  # and those below this one were
-        self._cut: dict[str, _File] = {}  # the epochs whose latest episode lacks a record, which is in that file
+        self._cut: dict[str, _File] = {}  # the sessions whose latest episode lacks a record, which is in that file
         self._bytes = 0
         self._number = 0
         self._tail: tuple[_File, int] | None = None  # the file that is written, and its descriptor
-        self._spares: list[_File] = []  # of that epoch
+        self._spares: list[_File] = []  # of that session
         try:
             self._load()
             self.run, self.id = self._names()
@@ -102,13 +101,17 @@ class Outbox:
         self.run = run
 
     @property
-    def epochs(self) -> dict[str, tuple[int, int]]:
-        """{epoch: (first unacknowledged seq, end)} of the epochs that have some, oldest first."""
+    def sessions(self) -> dict[str, tuple[int, int]]:
+        """{session: (first unacknowledged seq, end)} of the sessions that have some, oldest first."""
         spans: dict[str, tuple[int, int]] = {}
         for file in self._files:
-            first = spans[file.epoch][0] if file.epoch in spans else max(file.first, self._expected.get(file.epoch, 0))
-            spans[file.epoch] = (first, file.end)
-        return {epoch: (min(first, end), end) for epoch, (first, end) in spans.items()}
+            first = (
+                spans[file.session][0]
+                if file.session in spans
+                else max(file.first, self._expected.get(file.session, 0))
+            )
+            spans[file.session] = (first, file.end)
+        return {session: (min(first, end), end) for session, (first, end) in spans.items()}
 
     @property
     def pending(self) -> tuple[int, int]:
@@ -117,7 +120,7 @@ class Outbox:
         left = [(file.end - self._first(file), file.size - file.size_below(self._first(file))) for file in files]
         return sum(records for records, _ in left), sum(size for _, size in left)
 
-    def append(self, epoch: str, seq: int, record: Sequence[wire.Buffer]) -> bool:
+    def append(self, session: str, seq: int, record: Sequence[wire.Buffer]) -> bool:
         """Write one sealed record. False, with the reason in `fault`, if it is not in the outbox as a whole."""
         size = sum(len(part) for part in record)
         if self._bytes + size + sum(spare.size for spare in self._spares) > self._capacity:
@@ -126,7 +129,7 @@ class Outbox:
             self.fault = f"the outbox {self.folder} is full: {self._capacity >> 20} MiB"
             return False
         try:
-            file, descriptor = self._writable(epoch, seq)
+            file, descriptor = self._writable(session, seq)
             if os.pwritev(descriptor, record, file.size) != size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -135,16 +138,16 @@ class Outbox:
             return False
         if not file.ends:
             self._files = [*self._files, file]
-        self._writing = epoch
+        self._writing = session
         file.ends.append(file.size + size)
         self._bytes += size
         self.fault = ""
         return True
 
-    def read(self, epoch: str, seq: int, limit: int, *, alone: bool = False) -> tuple[int, bytes]:
+    def read(self, session: str, seq: int, limit: int, *, alone: bool = False) -> tuple[int, bytes]:
         """(next seq, bytes) of whole records from `seq` on: about SLICE_BYTES, at most `limit`; with `alone` the first
         one may be larger. Raises OSError."""
-        file = next(file for file in self._files if file.epoch == epoch and file.first <= seq < file.end)
+        file = next(file for file in self._files if file.session == session and file.first <= seq < file.end)
         begin, index = file.size_below(seq), seq - file.first
         if file.ends[index] - begin > limit and not alone:
             return seq, b""
@@ -157,23 +160,23 @@ class Outbox:
                 data = os.pread(opened.fileno(), size, begin)
         if len(data) != size:
             raise OSError(errno.EIO, f"{file.path} is shorter than it was")
-        if file.lost or epoch in self._cut or seq < self._doubted.get(epoch, 0):
+        if file.lost or session in self._cut or seq < self._doubted.get(session, 0):
             data = b"".join(self._looked_at(file, *record) for record in _records(file, index, stop, data))
         return file.first + stop, data
 
-    def doubt(self, epoch: str, end: int) -> None:
-        """What was sent of `epoch` below `end` came damaged: before it is sent again, each record is looked at."""
-        expected = self._expected.get(epoch, 0)
-        self._doubted[epoch] = max(end, self._doubted.get(epoch, 0))
-        self._seen[epoch] = min(expected, self._seen.get(epoch, 0))
-        if any(max(file.lost, default=-1) >= expected for file in self._files if file.epoch == epoch):
-            self._cut.pop(epoch, None)  # it will be met again
+    def recheck(self, session: str, end: int) -> None:
+        """What was sent of `session` below `end` came damaged: before it is sent again, each record is looked at."""
+        expected = self._expected.get(session, 0)
+        self._doubted[session] = max(end, self._doubted.get(session, 0))
+        self._seen[session] = min(expected, self._seen.get(session, 0))
+        if any(max(file.lost, default=-1) >= expected for file in self._files if file.session == session):
+            self._cut.pop(session, None)  # it will be met again
 
-    def acknowledge(self, epoch: str, expected: int) -> None:
-        """Records of `epoch` below `expected` are durable elsewhere; files without any other go."""
-        expected = self._expected[epoch] = max(expected, self._expected.get(epoch, 0))
-        mine = [file for file in self._files if file.epoch == epoch]
-        is_over = bool(mine) and epoch != self._writing and mine[-1].end <= expected
+    def acknowledge(self, session: str, expected: int) -> None:
+        """Records of `session` below `expected` are durable elsewhere; files without any other go."""
+        expected = self._expected[session] = max(expected, self._expected.get(session, 0))
+        mine = [file for file in self._files if file.session == session]
+        is_over = bool(mine) and session != self._writing and mine[-1].end <= expected
         done = list(itertools.takewhile(lambda file: is_over or max(file.end, file.needed) <= expected, mine))
         for file in done:
             if self._tail and self._tail[0] is file:
@@ -193,19 +196,19 @@ class Outbox:
         self._lock.close()
 
     def _first(self, file: _File) -> int:
-        return min(max(file.first, self._expected.get(file.epoch, 0)), file.end)
+        return min(max(file.first, self._expected.get(file.session, 0)), file.end)
 
-    def _writable(self, epoch: str, seq: int) -> tuple[_File, int]:
+    def _writable(self, session: str, seq: int) -> tuple[_File, int]:
         if self._tail and self._tail[0].size >= FILE_BYTES:
             self._close_tail()
-        if epoch != self._writing:
+        if session != self._writing:
             self._drop_spares()
         if self._tail is None:
-            path = self.folder / f"{self._number + 1:08d}-{epoch}-{seq}.records"
+            path = self.folder / f"{self._number + 1:08d}-{session}-{seq}.records"
             if self._spares:
                 with suppress(OSError):
                     self._spares.pop().path.rename(path)
-            self._tail = _File(path, epoch, seq), os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            self._tail = _File(path, session, seq), os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             self._number += 1
         return self._tail
 
@@ -225,7 +228,7 @@ class Outbox:
             kept = file.path.replace(file.path.with_suffix(".damaged"))
             log.warning("%s holds records that could not be sent; it stays until you delete it", kept)
             return
-        is_quick = file.epoch == self._writing and time.monotonic() < file.born + SPARE_SECONDS
+        is_quick = file.session == self._writing and time.monotonic() < file.born + SPARE_SECONDS
         if is_quick and len(self._spares) < SPARE_FILES and file.size <= 2 * FILE_BYTES:
             with suppress(OSError):  # a new name may need room, which a full disk has not
                 file.path = file.path.rename(file.path.with_suffix(".spare"))
@@ -261,44 +264,44 @@ class Outbox:
                 path.unlink()
         latest: dict[str, _File] = {}
         for path in sorted(self.folder.glob("*.records")):
-            number, epoch, first = path.stem.split("-")
+            number, session, first = path.stem.split("-")
             self._number = int(number)
-            file = _scanned(_File(path, epoch, int(first)))
-            if (before := latest.get(epoch)) is not None:
+            file = _scanned(_File(path, session, int(first)))
+            if (before := latest.get(session)) is not None:
                 del before.ends[max(0, file.first - before.first) :]  # a write that failed, whole and not taken back
                 _miss(before, file.first, before.size)
-            latest[epoch] = file
+            latest[session] = file
             self._files.append(file)
         for file in [file for file in self._files if not file.ends]:
             log.warning("%s holds no whole record; dropped", file.path)
             self._files.remove(file)
             file.path.unlink()
-        for epoch in {file.epoch for file in self._files if file.lost}:
-            for file in [file for file in self._files if file.epoch == epoch]:
+        for session in {file.session for file in self._files if file.lost}:
+            for file in [file for file in self._files if file.session == session]:
                 for seq, record in _records(file, 0, len(file.ends), file.path.read_bytes()):
                     self._looked_at(file, seq, record)
         self._bytes = sum(file.size for file in self._files)
 
     def _looked_at(self, file: _File, seq: int, record: bytes) -> bytes:
         """What is sent as the record `seq`: itself, or that it is lost."""
-        if seq < self._seen.get(file.epoch, 0):
+        if seq < self._seen.get(file.session, 0):
             return file.lost.get(seq, record)
-        self._seen[file.epoch] = seq + 1
+        self._seen[file.session] = seq + 1
         header = None if seq in file.lost else _header(record, seq)
         if header is None:
-            self._doubted[file.epoch] = math.inf  # a disk that has damaged one may have damaged more
-            self._cut.setdefault(file.epoch, file).needed = math.inf
+            self._doubted[file.session] = math.inf  # a disk that has damaged one may have damaged more
+            self._cut.setdefault(file.session, file).needed = math.inf
             log.error("%s: record %d is damaged, it and the rest of its episode are lost", file.path, seq)
             self._lose(file, seq, "the actor's disk has damaged it")
-        elif file.epoch in self._cut and header.get("start"):
+        elif file.session in self._cut and header.get("start"):
             self._lose(file, seq, "its episode lacks an earlier record")
-        elif file.epoch in self._cut and "start" in header:
-            self._cut.pop(file.epoch).needed = seq
+        elif file.session in self._cut and "start" in header:
+            self._cut.pop(file.session).needed = seq
         return file.lost.get(seq, record)
 
     @staticmethod
     def _lose(file: _File, seq: int, why: str) -> None:
-        file.lost[seq] = b"".join(bytes(part) for part in messages.seal(seq, Lost(why)))
+        file.lost[seq] = b"".join(bytes(part) for part in messages.seal(seq, LostRecord(why)))
 
 
 def _scanned(file: _File) -> _File:

@@ -51,7 +51,7 @@ class Recorder:
         return self._start + self._state[0]
 
     def add(
-        self, stamp: Stamp, observation: "Observation", observed: float, step: "Step", decision: bool,
+        self, stamp: Stamp, observation: "Observation", observed: float, step: "Step", chunk_start: bool,
         extras: Mapping[str, Array],
     ) -> str:  # fmt: skip
         """Take one row: what was `observed` when (seconds, the robot's clock), and what was done in answer.
@@ -60,7 +60,7 @@ class Recorder:
         dropped, with one warning in an episode. Returns the name of a column that holds NaN or infinity, of this row or
         of the observation after it: then the row is not taken, because no policy may see it; empty when it is taken.
         """
-        values = {"reward": step.reward, "intervened": step.intervened, "decision": decision, "time": observed}
+        values = {"reward": step.reward, "intervened": step.intervened, "chunk_start": chunk_start, "time": observed}
         named = {"action": step.executed, "reward": step.reward, "time": observed, **extras}
         arrays = {name: np.asarray(value) for name, value in named.items()}
         if bad := self.not_finite(step.observation) or not_finite(arrays):

@@ -16,7 +16,7 @@ from serl_client.errors import TrainerError
 from serl_client.recorder import Recorder
 from serl_client.signals import interrupted_by_signals, without_long_collections
 from serl_client.spec import Array, Spec
-from serl_client.status import ActorStatus, Tally
+from serl_client.status import ActorStatus, SuccessCounter
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class _Actor:
         self._is_real = env.clock == "real"
         self._evaluated = 0, 0  # directive, and how many of its episodes have begun
         self._latest = ""  # the episode that a verdict between two episodes is about
-        self._tally = Tally(status)
+        self._successes = SuccessCounter(status)
         self._verdict = ""
         self._paused = False
         self._unanswered: Observation | None = None  # where the robot stands since silence ended its episode
@@ -163,7 +163,7 @@ class _Actor:
             status.warn(f"phase {status.phase} asks for {mode}, which this robot cannot do: it idles")
         if is_new and self._unanswered:
             self._controller.begin(status.episode, directive, self._env.task)  # other weights may have to answer
-        may_begin = able and self._client.room and not self._paused and (mode == "teleop" or self._answers())
+        may_begin = able and self._client.has_room and not self._paused and (mode == "teleop" or self._answers())
         return mode if mode == "stop" or may_begin else "idle"
 
     def _answers(self) -> bool:
@@ -178,8 +178,8 @@ class _Actor:
 
     def _run_episode(self, mode: str) -> None:
         client, number = self._client, self._status.episodes
-        recorder = Recorder(client, f"{client.actor}-{client.epoch[:8]}-{number:06d}", self._env.task)
-        seed = self._evaluation_seed() if mode == "evaluate" else training_seed(self._seed, client.epoch, number)
+        recorder = Recorder(client, f"{client.actor}-{client.session[:8]}-{number:06d}", self._env.task)
+        seed = self._evaluation_seed() if mode == "evaluate" else training_seed(self._seed, client.session, number)
         self._status.episodes += 1
         self._controller.begin(recorder.episode, self._directive, self._env.task)
         self._status.episode = recorder.episode
@@ -225,9 +225,9 @@ class _Actor:
         stamp = Stamp(self._directive["number"], self._directive["phase"], version)
         is_policys = action is not None and not step.intervened
         extras = {**self._controller.extras, **step.extras} if is_policys else step.extras
-        decision = is_policys and self._controller.decision
+        chunk_start = is_policys and self._controller.chunk_start
         recorder = episode.recorder
-        if bad := recorder.add(stamp, episode.observation, episode.observed, step, decision, extras):
+        if bad := recorder.add(stamp, episode.observation, episode.observed, step, chunk_start, extras):
             self._status.warn(f"{bad} is not finite; {recorder.episode} is cut off before row {recorder.steps}")
             self._cut_off(episode)
             return
@@ -292,7 +292,7 @@ class _Actor:
                 self._env.stop()
             self._status.driver, episode.reset = "HELD", True
             return True
-        allowed = self._client.steps_allowed
+        allowed = self._client.step_limit
         if self._is_real or allowed is None or self._status.steps < allowed:
             return False
         episode.recorder.flush()  # the learner counts what it has
@@ -317,7 +317,7 @@ class _Actor:
             self._status.warn(f"no action came for {SILENCE:.0f} s; {recorder.episode} is cut off")
             recorder.end(terminated=False)
             self._unanswered = step.observation
-        elif not self._client.room and not self._has_room():
+        elif not self._client.has_room and not self._has_room():
             self._status.warn(f"{self._client.fault or 'the disk is too slow'}; {recorder.episode} is cut off")
             recorder.end(terminated=False)
         elif recorder.is_full:
@@ -331,9 +331,9 @@ class _Actor:
 
     def _has_room(self) -> bool:
         deadline = time.monotonic() + (0.0 if self._is_real else ROOM_PATIENCE)
-        while not self._client.room and time.monotonic() < deadline:
+        while not self._client.has_room and time.monotonic() < deadline:
             self._client.wait(0.002)
-        return self._client.room
+        return self._client.has_room
 
     def _report(self, episode: _Episode) -> None:
         """Say how the episode ended."""
@@ -344,7 +344,7 @@ class _Actor:
         self._latest = recorder.episode
         success = VERDICTS.get(verdict, step.success)
         if not episode.teleop:
-            self._tally.add(recorder.episode, success, assisted=episode.intervened > 0)
+            self._successes.add(recorder.episode, success, assisted=episode.intervened > 0)
         seconds = time.monotonic() - episode.began
         self._on_episode({
             "episode": recorder.episode, "phase": self._directive["phase"], "mode": self._directive["mode"],
@@ -369,14 +369,14 @@ class _Actor:
         if success is not None:
             self._client.push(Outcome(episode, bool(success)))  # an environment's may be numpy's
         if verdict := self._verdict:
-            self._client.push(Outcome(episode, VERDICTS[verdict], discard=verdict == "discard", by="operator"))
+            self._client.push(Outcome(episode, VERDICTS[verdict], discard=verdict == "discard", judged_by="operator"))
 
     def _judge_latest(self) -> None:
         """The operator's verdict on the episode that ended last, if there is one."""
         if self._latest:
             self._pronounce(self._latest, None)
         if self._verdict:
-            self._tally.correct(self._latest, VERDICTS[self._verdict])
+            self._successes.correct(self._latest, VERDICTS[self._verdict])
         self._verdict = ""
 
     def _nap(self) -> None:
@@ -405,9 +405,9 @@ class _Actor:
         return evaluation_seed(self._client.ordinal, count)
 
 
-def training_seed(seed: int, epoch: str, number: int) -> int:
+def training_seed(seed: int, session: str, number: int) -> int:
     """The start of an actor's episode `number`."""
-    return xxhash.xxh3_64_intdigest(f"{seed}/{epoch}/{number}".encode()) % TRAINING_SEEDS
+    return xxhash.xxh3_64_intdigest(f"{seed}/{session}/{number}".encode()) % TRAINING_SEEDS
 
 
 def evaluation_seed(ordinal: int, number: int) -> int:

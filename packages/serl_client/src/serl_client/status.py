@@ -18,7 +18,7 @@ class ActorStatus:
     driver: str = "IDLE"  # POLICY, HUMAN, HELD or IDLE
     episodes: int = 0
     episode: str = ""  # the one under way, or the latest
-    steps: int = 0  # of this epoch
+    steps: int = 0  # of this session
     rate: float = 0.0  # rows per second
     late: int = 0  # ticks of a real clock that took more than 1.5 of their time
     takeovers: int = 0
@@ -31,7 +31,7 @@ class ActorStatus:
         log.warning("%s", text)
 
 
-class Tally:
+class SuccessCounter:
     """Counts the success of the latest RECENT judged episodes in a status, with and without a human's help apart."""
 
     def __init__(self, status: ActorStatus) -> None:

@@ -5,11 +5,11 @@ from serl_client import Outcome
 from serl_client import messages as m
 from serl_client.episode import MAX_NAME
 
-from serl_launcher.replay.mixture import Sources
+from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store.index import Episode, Index
 from serl_launcher.store.server import page_of
 from serl_launcher.store.store import Store
-from serl_launcher.training.counters import Ledger, curve, evaluation
+from serl_launcher.training.counters import RunCounters, curve, evaluation
 from serl_launcher.training.plan import EVAL
 
 CAPACITY, STEPS, STARTS = 100, 20, 12
@@ -24,8 +24,8 @@ def store(tmp_path, spec):
     opened.close()
 
 
-def played(store, make_segment, ledger, begin, end):
-    """Episodes begin to end, of which the ledger hears one after the other."""
+def played(store, make_segment, counters, begin, end):
+    """Episodes begin to end, of which the counters hears one after the other."""
     revision = 0
     for number in range(begin, end):
         segment = make_segment(
@@ -34,22 +34,22 @@ def played(store, make_segment, ledger, begin, end):
         store.stage("A", number, segment)
         store.commit()
         revision, rows = store.index.catalog(revision, 1000)
-        ledger.take(ledger.sources.update(rows))
+        counters.take(counters.sources.update(rows))
 
 
 def opened(tmp_path, spec):
-    return Ledger(Sources(tmp_path / "store", spec, {EVAL: CAPACITY}, {}, seed=0))
+    return RunCounters(ReplayMixture(tmp_path / "store", spec, {EVAL: CAPACITY}, {}, seed=0))
 
 
 def test_starts_are_counted_when_they_are_seen_and_not_when_most_of_them_are_evicted(
     tmp_path, spec, make_segment, store
 ):
-    ledger = opened(tmp_path, spec)
-    played(store, make_segment, ledger, 0, 2 * STARTS)
-    assert ledger.sources.buffers[EVAL].tail > STEPS * STARTS, "the store holds a fifth of them"
-    result = evaluation(ledger, "evaluate", 0, None)
+    counters = opened(tmp_path, spec)
+    played(store, make_segment, counters, 0, 2 * STARTS)
+    assert counters.sources.buffers[EVAL].tail > STEPS * STARTS, "the store holds a fifth of them"
+    result = evaluation(counters, "evaluate", 0, None)
     assert (result["episodes"], result["distinct_starts"]) == (2 * STARTS, STARTS)
-    assert evaluation(ledger, "evaluate", 2, 5)["distinct_starts"] == 5
+    assert evaluation(counters, "evaluate", 2, 5)["distinct_starts"] == 5
 
 
 def test_after_a_restart_the_checkpoint_knows_the_starts_that_the_store_has_lost(tmp_path, spec, make_segment, store):
@@ -63,15 +63,15 @@ def test_after_a_restart_the_checkpoint_knows_the_starts_that_the_store_has_lost
 
 
 def test_the_steps_of_an_episode_are_finished_with_its_end(tmp_path, spec, make_segment, store):
-    ledger, revision = opened(tmp_path, spec), 0
+    counters, revision = opened(tmp_path, spec), 0
     counted = []
     for number, ends in enumerate(["", "terminated"]):
         segment = make_segment("e0", 0, number * 4, 4, ends=ends, directive=1, phase="evaluate")
         store.stage("A", number, segment)
         store.commit()
         revision, rows = store.index.catalog(revision, 1000)
-        ledger.take(ledger.sources.update(rows))
-        counts = ledger.progress(0.0).phases["evaluate"]
+        counters.take(counters.sources.update(rows))
+        counts = counters.progress(0.0).phases["evaluate"]
         counted.append((counts.env_steps, counts.finished_steps))
     assert counted == [(4, 0), (8, 8)]
 
@@ -80,7 +80,7 @@ def test_the_steps_of_an_episode_are_finished_with_its_end(tmp_path, spec, make_
 def test_the_catalog_comes_in_pages_that_fit_into_a_header_and_has_every_episode_once(tmp_path, name):
     index, heard, revision, more = Index(tmp_path / "index.sqlite"), [], 0, True
     index.put_episodes(
-        Episode(i, f"{name}{i:06d}", name, "epoch", name, name, 1, name, 10 * i, 11 * i, "", revision=i, judge=name)
+        Episode(i, f"{name}{i:06d}", name, "session", name, name, 1, name, 10 * i, 11 * i, "", revision=i, judge=name)
         for i in range(1, 2501)
     )
     index.commit()
@@ -100,14 +100,17 @@ def test_the_counts_are_those_of_all_episodes_whatever_the_order_in_which_they_a
     store = Store.create(tmp_path / "store", spec, {EVAL: CAPACITY, "online": CAPACITY})
     store.direct({"into": "online", "phase": "practise"})
     store.hello("arm", "outbox", "A", [])
-    lives = [Ledger(Sources(store.folder, spec, {EVAL: CAPACITY, "online": CAPACITY}, {}, seed=0)) for _ in range(2)]
+    lives = [
+        RunCounters(ReplayMixture(store.folder, spec, {EVAL: CAPACITY, "online": CAPACITY}, {}, seed=0))
+        for _ in range(2)
+    ]
     revision = 0
     for number in range(60):
         store.stage("A", store.expected("A"), make_segment(f"e{number}", 1, 0, 10, ends="terminated"))
         store.stage("A", store.expected("A"), Outcome(f"e{number}", bool(number % 3)))
         if number % 7 == 6:
             store.stage(
-                "A", store.expected("A"), Outcome(f"e{number - 6}", True, discard=number % 2 == 0, by="operator")
+                "A", store.expected("A"), Outcome(f"e{number - 6}", True, discard=number % 2 == 0, judged_by="operator")
             )
         store.commit()
         revision, rows = store.index.catalog(revision, 1000)

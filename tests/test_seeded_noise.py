@@ -6,11 +6,11 @@ from dataclasses import fields
 import pytest
 import torch
 
-from serl_launcher.networks.chance import normal, uniform
+from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.types import Batch
 
 ROWS, PLACES = 20_000, 8
-SEED = torch.randint(2**62, (ROWS,), generator=torch.Generator().manual_seed(0))  # as Sources draws them
+SEED = torch.randint(2**62, (ROWS,), generator=torch.Generator().manual_seed(0))  # as ReplayMixture draws them
 NEARBY = torch.arange(ROWS)  # and the worst that could come: one bit or two apart
 either = pytest.mark.parametrize("seed", [SEED, NEARBY], ids=["drawn", "counted"])
 

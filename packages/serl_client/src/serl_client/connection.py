@@ -51,7 +51,7 @@ ANSWERS: dict[type, type[m.Message]] = {
 }
 
 
-class Link:
+class Connection:
     """A connection for one thread. Whoever calls `receive` now and then has it connected again when it broke.
 
     With a `key` it is encrypted, and the other side is the one that the key names; there is no way back to clear.
@@ -61,7 +61,7 @@ class Link:
 
     def __init__(self, address: str, greeting: m.Hello, key: Key | None = None) -> None:
         self.address, self.greeting, self.key = address, greeting, key
-        self.notice = m.Notice({}, {})
+        self.notice = m.StateUpdate({}, {})
         self.welcome: m.Welcome | None = None
         self.heard = 0.0
         self.malformed = 0
@@ -73,7 +73,7 @@ class Link:
         self._requests = 0  # that were numbered
         self._backlog: deque[m.Message] = deque()  # what came while `call` waited for something else
 
-    def __enter__(self) -> "Link":
+    def __enter__(self) -> "Connection":
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -181,7 +181,7 @@ class Link:
                 raise failure(message)
             if message is None:
                 self._await(deadline)
-            elif not isinstance(message, m.Notice):
+            elif not isinstance(message, m.StateUpdate):
                 self._backlog.append(message)
 
     def _await(self, deadline: float) -> None:
@@ -231,8 +231,8 @@ class Link:
 
     def _kept(self, message: m.Message) -> m.Message:
         if isinstance(message, m.Welcome):
-            self.notice, self.welcome = m.Notice(**message.notice), message
-        elif isinstance(message, m.Notice):
+            self.notice, self.welcome = m.StateUpdate(**message.notice), message
+        elif isinstance(message, m.StateUpdate):
             self.notice = message
         elif isinstance(message, m.Failed) and (message.kind == "Disconnected" or self.heard < self._opened):
             self.close()  # it does not know us (any more): say Hello again

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from serl_client import messages, wire
-from serl_client.episode import COLUMNS, MAX_NAME, Entry, Lost, NotFinite, Outcome, Record
+from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, NotFinite, Outcome, QueuedRecord, Record
 from serl_client.errors import Refused, TrainerError
 from serl_client.messages import MAX_EARLIER, Ack, Push
 from serl_client.outbox import Outbox
@@ -29,23 +29,23 @@ OUTCOME_BYTES = 1024
 COLUMN_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
 
 
-class Stream:
-    """The records of one actor, numbered from 0 in its `epoch`; the outbox's earlier epochs go before them."""
+class SendQueue:
+    """The records of one actor, numbered from 0 in its `session`; the outbox's earlier sessions go before them."""
 
-    def __init__(self, outbox: Outbox, epoch: str, spec: Spec) -> None:
-        self._outbox, self._epoch, self._spec = outbox, epoch, spec
+    def __init__(self, outbox: Outbox, session: str, spec: Spec) -> None:
+        self._outbox, self._session, self._spec = outbox, session, spec
         features = (*spec.observation.values(), *spec.extras.values(), spec.action)
         row = sum(feature.nbytes for feature in features) + COLUMN_BYTES
         self._capacity = int(row * max(QUEUE_ROWS, QUEUE_SECONDS * spec.fps)) + OUTCOME_BYTES
         self._queue: deque[tuple[Record, int]] = deque()
         self._put = self._put_bytes = 0  # written by the control thread only,
-        self._spooled = self._spooled_bytes = 0  # and these by the network thread only
+        self._written = self._spooled_bytes = 0  # and these by the network thread only
         self._sealed: Sequence[wire.Buffer] | None = None  # the first of the queue
-        self._sending, self._next = "", 0  # the epoch that is on its way, and its next record
+        self._sending, self._next = "", 0  # the session that is on its way, and its next record
         self._flying: deque[tuple[int, int]] = deque()  # (end, bytes) of each Push without an Ack
         self._heard = 0.0  # when the last Ack came
         self._window = 0
-        self._named: Collection[str] = ()  # the epochs that this connection may bring
+        self._named: Collection[str] = ()  # the sessions that this connection may bring
         self.needs_hello = False  # another connection has to name what is next
         self._cut = ""  # the episode that goes on no more, since a segment of it could not be taken
         self.error: TrainerError | None = None  # what was pushed does not fit the Spec
@@ -57,7 +57,7 @@ class Stream:
         if isinstance(record, Outcome):
             if type(record.discard) is not bool or type(record.success) not in (bool, type(None)):
                 raise TypeError(f"an outcome's success and discard are Python's bool (numpy's is not): {record}")
-            if max(len(record.episode), len(record.by)) > MAX_NAME:
+            if max(len(record.episode), len(record.judged_by)) > MAX_NAME:
                 raise TypeError(f"the names in an outcome have at most {MAX_NAME} characters: {record!r:.300}")
         else:
             arrays = (*record.observation.values(), *record.extras.values(), record.action)
@@ -70,7 +70,7 @@ class Stream:
         self._put_bytes += size
 
     @property
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         return (self._put_bytes - self._spooled_bytes) * 2 <= self._capacity
 
     @property
@@ -81,32 +81,32 @@ class Stream:
     def pending(self) -> tuple[int, int]:
         """(records, bytes) that are not acknowledged."""
         queued = (
-            self._put - self._spooled,
+            self._put - self._written,
             self._put_bytes - self._spooled_bytes,
         )  # read before the outbox
         records, size = self._outbox.pending
         return queued[0] + records, queued[1] + size
 
-    def spool(self) -> bool:
+    def move_to_outbox(self) -> bool:
         """Bring what is queued to the outbox, as far as that takes it; True: there is more, which can wait until what
         was brought has been sent."""
         begin = self._spooled_bytes
         while self._queue and self._spooled_bytes < begin + SPOOL_BYTES:
             record, size = self._queue[0]
             if self._sealed is None:
-                self._sealed = messages.seal(self._spooled, self._checked(record))
+                self._sealed = messages.seal(self._written, self._checked(record))
             before = self.fault
-            if not self._outbox.append(self._epoch, self._spooled, self._sealed):
+            if not self._outbox.append(self._session, self._written, self._sealed):
                 if self.fault != before:
                     log.warning("%s", self.fault)
                 return False
             self._sealed = None
             self._queue.popleft()
             self._spooled_bytes += size
-            self._spooled += 1
+            self._written += 1
         return bool(self._queue)
 
-    def _checked(self, record: Record) -> Entry:
+    def _checked(self, record: Record) -> QueuedRecord:
         """The record, or that it is lost: one that does not fit the Spec, and what follows it in its episode.
 
         The network thread checks, because it costs more than the control thread has to give. A value that is not
@@ -115,7 +115,7 @@ class Stream:
         if isinstance(record, Outcome):
             return record
         if record.start and record.episode == self._cut:
-            return Lost("its episode lacks an earlier record")
+            return LostRecord("its episode lacks an earlier record")
         try:
             record.check(self._spec)
         except ValueError as error:
@@ -124,48 +124,49 @@ class Stream:
             self._cut = record.episode
             if not isinstance(error, NotFinite):
                 self.error = self.error or TrainerError(f"a segment does not fit the Spec, so {text}")
-            return Lost(str(error)[:MAX_NAME])
+            return LostRecord(str(error)[:MAX_NAME])
         return record
 
     @property
     def earlier(self) -> list[list[Any]]:
-        """[epoch, last seq] of the epochs before this one that still lie in the outbox: the oldest MAX_EARLIER."""
-        held = [[epoch, end - 1] for epoch, (_, end) in self._outbox.epochs.items() if epoch != self._epoch]
+        """[session, last seq] of the sessions before this one that still lie in the outbox: the oldest MAX_EARLIER."""
+        held = [[session, end - 1] for session, (_, end) in self._outbox.sessions.items() if session != self._session]
         return held[:MAX_EARLIER]
 
     def resume(self, expected: Sequence[Sequence[Any]], window: int) -> None:
-        """A connection begins: the other side wants [epoch, seq] next. Raises Refused when that is here no more."""
+        """A connection begins: the other side wants [session, seq] next. Raises Refused when that is here no more."""
         self._window, self._sending = window, ""
-        wanted = {epoch: seq for epoch, seq in expected}
+        wanted = {session: seq for session, seq in expected}
         self._named, self.needs_hello = wanted.keys(), False
-        for epoch, (first, _) in self._outbox.epochs.items():
-            seq = wanted.get(epoch, first)
+        for session, (first, _) in self._outbox.sessions.items():
+            seq = wanted.get(session, first)
             if seq < first:
                 raise Refused(
-                    f"the learner expects record {seq} of epoch {epoch[:8]} and has acknowledged {first} before: its "
+                    f"the learner expects record {seq} of session {session[:8]} and has acknowledged {first} "
+                    f"before: its "
                     f"store lost data; nothing was deleted from {self._outbox.folder}"
                 )
-            self._outbox.acknowledge(epoch, seq)
+            self._outbox.acknowledge(session, seq)
 
     def pushes(self) -> Iterator[Push]:
         """What may be sent now; one that is taken counts as sent when the next one is asked for. Raises OSError.
 
-        An epoch follows when the one before it is acknowledged.
+        A session follows when the one before it is acknowledged.
         """
-        for epoch, (first, end) in self._outbox.epochs.items():
+        for session, (first, end) in self._outbox.sessions.items():
             if first == end:
                 continue
-            if epoch not in self._named:
-                self.needs_hello = True  # there were more epochs than one Hello names
+            if session not in self._named:
+                self.needs_hello = True  # there were more sessions than one Hello names
                 return
-            if epoch != self._sending or (self._flying and time.monotonic() > self._heard + STALL):
-                self._rewind(epoch, first)
+            if session != self._sending or (self._flying and time.monotonic() > self._heard + STALL):
+                self._rewind(session, first)
             while self._next < end:
                 flying = sum(size for _, size in self._flying)
-                stop, data = self._outbox.read(epoch, self._next, self._window - flying, alone=not flying)
+                stop, data = self._outbox.read(session, self._next, self._window - flying, alone=not flying)
                 if not data:
                     return
-                yield Push(epoch, {"records": np.frombuffer(data, np.uint8)})
+                yield Push(session, {"records": np.frombuffer(data, np.uint8)})
                 if not flying:
                     self._heard = time.monotonic()
                 self._flying.append((stop, len(data)))
@@ -173,19 +174,19 @@ class Stream:
             return
 
     def acknowledge(self, ack: Ack) -> None:
-        self._outbox.acknowledge(ack.epoch, ack.expected)
-        if ack.epoch != self._sending:
+        self._outbox.acknowledge(ack.session, ack.expected)
+        if ack.session != self._sending:
             return
         if ack.resend:
-            self._outbox.doubt(ack.epoch, self._next)
-            self._rewind(ack.epoch, ack.expected)
+            self._outbox.recheck(ack.session, self._next)
+            self._rewind(ack.session, ack.expected)
             return
         while self._flying and self._flying[0][0] <= ack.expected:
             self._flying.popleft()
         self._next = max(self._next, ack.expected)
         self._heard = time.monotonic()
 
-    def _rewind(self, epoch: str, seq: int) -> None:
-        self._sending, self._next = epoch, seq
+    def _rewind(self, session: str, seq: int) -> None:
+        self._sending, self._next = session, seq
         self._flying.clear()
         self._heard = time.monotonic()
