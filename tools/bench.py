@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=BENCHES)
     what = parser.parse_args(sys.argv[1:2]).what
-    importlib.import_module(f"tools.benches.{what.replace('-', '_')}").main(sys.argv[2:], f"{parser.prog} {what}")
+    importlib.import_module(f"tests.benches.{what.replace('-', '_')}").main(sys.argv[2:], f"{parser.prog} {what}")
 
 
 if __name__ == "__main__":

@@ -27,15 +27,15 @@ from random import Random
 
 from serl_client.errors import ConfigError
 
-from tools.faults import checker, shim, trainer
-from tools.faults.nemeses import NEMESES, ON_DISK, ON_FILES, WITH_MOUNT, WITH_SHIM
-from tools.faults.stage import Setting, Stage
-from tools.faults.whole import Whole
+from tests.faults import checker, shim, trainer
+from tests.faults.nemeses import NEMESES, ON_DISK, ON_FILES, WITH_MOUNT, WITH_SHIM
+from tests.faults.stage import Setting, Stage
+from tests.faults.whole import Whole
 
 BLOWS_S = 0.8  # in which they begin
 BOUND_S = 20.0  # to begin, to go on after all is healed, to drain; what takes longer is taken for hanging
 DISK = "160m"  # of the small tmpfs
-MODULES = [f"tools.faults.{name}" for name in ("actor", "trainer", "stage")]  # each process is a fork of one with these
+MODULES = [f"tests.faults.{name}" for name in ("actor", "trainer", "stage")]  # each process is a fork of one with these
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tools.fuzzing import damage, hostile, live
-from tools.fuzzing.targets import TARGETS, Target
+from tests.faults.fuzzing import damage, hostile, live
+from tests.faults.fuzzing.targets import TARGETS, Target
 
 KINDS = {**TARGETS, "store": Target(0.0003, damage.make, damage.run, damage.DECLARED, writes=True)}
 LIVE = 0.02  # share of the messages to the real server

@@ -1,0 +1,115 @@
+"""How soon a learner that was killed takes new records: the real program, with many steps stored, is killed (its other
+processes die with it) and started again, while an actor goes on; the time from that start to the acknowledgement of the
+first record that was pushed after it."""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from serl_client import Feature, Spec
+from serl_client.client import TrainerClient
+
+from serl_launcher.replay.buffer import ReplayBuffer
+from serl_launcher.store.index import Episode, Index
+from serl_launcher.store.layout import Layout
+from tests.faults.proxy import free_port
+
+from .paired import Figure, machine, said
+from .served import STATE, Rows, deliver
+
+TRAIN = Path(__file__).parents[2] / "examples/train.py"
+SPEC = Spec({STATE: Feature((250,))}, Feature((7,), low=-np.ones(7), high=np.ones(7)), fps=300.0)
+
+
+def main(words: Sequence[str], prog: str) -> None:
+    parser = argparse.ArgumentParser(prog, description=__doc__)
+    parser.add_argument("--steps", type=int, default=100_000, help="that are stored, of 1 KB (100000)")
+    parser.add_argument("--episodes", type=int, default=0, help="that the run had before, and that left the store (0)")
+    parser.add_argument("--rounds", type=int, default=3, help="kills (3)")
+    parser.add_argument("--folder", type=Path, help="of the run (the system's for temporary files)")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    options = parser.parse_args(words)
+    before = machine()
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
+        figures = restart(Path(folder), options.steps, options.rounds, options.episodes)
+    said("restart", before, figures, as_json=options.json)
+
+
+def remember(store: Path, count: int) -> None:
+    """Let the index of a stopped server know episodes of ten steps each that are there no more."""
+    index = Index(store / "index.sqlite")
+    (number, revision), demo = index.last_numbers(), index.sources()["demo"]
+    (session, *_) = index.sessions().values()
+    ids = [f"{session.actor}-{session.session[:8]}-{k:09d}" for k in range(count + 1)]
+    for begin in range(1, count + 1, 10_000):
+        index.put_episodes(
+            Episode(
+                number + k, ids[k], "demo", session.session, session.actor, "a task", 1, "demonstrate",
+                demo.head + 10 * k,
+                demo.row_head + 11 * k, ids[k], steps=10, reward=1.0, terminated=True, final=True, sealed=True,
+                success=True, judge="judge", revision=revision + k,
+            )
+            for k in range(begin, min(begin + 10_000, count + 1))
+        )  # fmt: skip
+    demo.tail = demo.head = demo.head + 10 * (count + 1)
+    demo.row_tail = demo.row_head = demo.row_head + 11 * (count + 1)
+    index.put_sources([demo])
+    index.commit()
+    index.close()
+
+
+def restart(folder: Path, steps: int, count: int, episodes: int = 0) -> list[Figure]:
+    rows, ports, capacity = Rows(SPEC), (free_port(), free_port()), steps + 20_000
+    words = [
+        sys.executable, TRAIN, "learner=true", "task=fake", "plan=collect", "wandb=false", f"run_dir={folder / 'run'}",
+        f"port={ports[0]}", f"inference_port={ports[1]}", f"plan.sources.demo.capacity={capacity}",
+        'plan.phases.demonstrate.until=["demo.episodes >= 1000000", operator]',
+    ]  # fmt: skip
+    address, took = f"tcp://127.0.0.1:{ports[0]}", []
+    with (
+        TrainerClient(address, actor="bench", spec=rows.spec, outbox=folder / "outbox") as client,
+        open(folder / "log", "w") as log,
+    ):
+        learner = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        try:
+            while not client.directive["number"]:
+                client.wait(0.1)
+                if learner.poll() is not None:
+                    raise RuntimeError(f"the learner has ended: {(folder / 'log').read_text()}")
+            number = client.directive["number"]
+            if episodes:
+                learner.kill()
+                learner.wait()
+                remember(folder / "run/store", episodes)
+                learner = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            deliver(client, rows.episode(steps // rows.length + 1, number))
+            for segment in rows.episode(count, number):
+                learner.kill()
+                learner.wait()
+                begin = time.monotonic()
+                learner = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                deliver(client, [segment])
+                took.append(time.monotonic() - begin)
+        finally:
+            learner.kill()
+            learner.wait()
+    begin = time.monotonic()
+    buffer = ReplayBuffer(folder / "run/store/demo", Layout(rows.spec, capacity))
+    buffer.refresh()
+    read, held = time.monotonic() - begin, buffer.head - buffer.tail
+    return [
+        Figure(
+            f"start to first acknowledgement, {held:,} steps and {episodes:,} past episodes",
+            max(took),
+            "s",
+            goal="<= 5",
+        ),
+        Figure("  the median", median(took), "s"),
+        Figure("  of it, a trainer's reading of these steps", read, "s"),
+    ]

@@ -1,0 +1,162 @@
+"""An actor that hears nothing says why, in the words of the doctor, and says when its learner is there again."""
+
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import zmq
+from serl_client import reach
+from serl_client.client import TrainerClient
+from serl_client.connection import Connection
+from serl_client.errors import Refused
+from serl_client.messages import PROTOCOL, Hello, Status
+from serl_client.reach import Lookout, look
+
+from serl_launcher.store import server
+from serl_launcher.store.store import Store
+from tests.store.test_service import free_port, wait_until
+from tests.tools.test_doctor import served
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def lookout(monkeypatch, caplog):
+    """lookout(port, ip) -> one that speaks at once, whose `is_there` says whether the learner is; `said` is the log."""
+    monkeypatch.setattr(reach, "SILENCE", 0.0)
+    caplog.set_level(logging.INFO)
+
+    def make(port, ip="127.0.0.1", has_key=False):
+        learner = SimpleNamespace(is_there=False)
+        made = Lookout(lambda: learner.is_there, ip, port, has_key=has_key)
+        return made, learner, lambda: [record.getMessage() for record in caplog.records]
+
+    return make
+
+
+def test_a_closed_port_is_said_once_and_so_is_the_return(lookout):
+    watcher, learner, said = lookout(port := free_port())
+    watcher.watch()
+    watcher.watch()
+    (sentence,) = said()
+    assert sentence.startswith(
+        f"nothing is heard of the learner: nobody listens at 127.0.0.1:{port} (start the learner"
+    )
+    assert sentence.endswith("Ctrl-C ends it")
+    assert str(watcher) == f"AWAY, never heard: nobody listens at 127.0.0.1:{port}"
+    learner.is_there = True
+    watcher.watch()
+    assert said()[1:] == ["the learner is there"]
+    assert str(watcher) == "connected"
+    learner.is_there = False
+    watcher.watch()
+    assert said()[2].startswith("the learner has left: nobody listens")
+    assert str(watcher).startswith("AWAY, last heard 0 s ago: nobody")
+
+
+def test_an_unknown_host_is_told(lookout):
+    watcher, _, said = lookout(5588, "no-such-host.invalid")
+    watcher.watch()
+    assert "no-such-host.invalid is no known name" in said()[0]
+    assert "ip=10.0.0.5" in said()[0]
+
+
+def test_another_program_that_speaks_zeromq_is_no_learner(lookout):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        assert look("127.0.0.1", port, has_key=False).ok
+        watcher, _, said = lookout(port)
+        watcher.watch()
+        assert f"127.0.0.1:{port} does not answer to Hello" in said()[0]
+        keyed, _, said = lookout(port, has_key=True)
+        keyed.watch()
+        assert "has no keys, and key= is given" in said()[-1]
+
+
+def test_what_is_found_later_is_said_too_and_looks_are_rare(lookout, monkeypatch):
+    found = [reach.Look(False, "nobody listens"), reach.Look(True, "answers")]
+    monkeypatch.setattr(reach, "look", lambda *arguments, **options: found.pop(0))
+    watcher, _, said = lookout(1)
+    watcher.watch()
+    watcher.watch()
+    assert len(said()) == len(found) == 1, "the second look comes later"
+    monkeypatch.setattr(reach, "AGAIN", 0.0)
+    watcher.watch()
+    assert "127.0.0.1:1 does not answer to Hello" in said()[1]
+
+
+def test_nothing_is_said_before_the_silence_has_lasted(lookout, monkeypatch):
+    monkeypatch.setattr(reach, "SILENCE", 3600.0)
+    watcher, _, said = lookout(free_port())
+    watcher.watch()
+    assert said() == []
+    assert str(watcher) == "AWAY, never heard"
+
+
+def test_it_looks_by_itself_and_its_end_waits_for_no_look(lookout, monkeypatch):
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        begun.set()
+        assert goes_on.wait(30)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(reach, "WATCH", 0.01)
+    monkeypatch.setattr(reach, "greeted", slow)
+    watcher, _, said = lookout(5588, "nowhere")
+    with watcher:
+        assert begun.wait(30)
+    assert said() == []
+    goes_on.set()
+    wait_until(lambda: not any(thread.name == "lookout" for thread in threading.enumerate()))
+    assert said() == [], "who has left hears no more"
+
+
+def test_an_address_that_is_none_ends_the_actor_with_one_sentence(spec, tmp_path, caplog):
+    with TrainerClient("tcp://no host:1", actor="arm", spec=spec, outbox=tmp_path / "outbox") as client:
+        wait_until(lambda: client._network.error)
+        with pytest.raises(Refused, match="tcp://no host:1 is no address: say ip="):
+            client.check()
+    assert "Traceback" not in caplog.text
+
+
+def test_an_actor_that_is_told_to_wait_is_not_called_refused(spec, tmp_path, monkeypatch, caplog):
+    """The first one of a run, while the learner makes the files of its replay buffer."""
+    goes_on, create, port = threading.Event(), Store.create, free_port()
+
+    def slow(*arguments):
+        assert goes_on.wait(30)
+        return create(*arguments)
+
+    monkeypatch.setattr(Store, "create", slow)
+    monkeypatch.setattr(server, "MAKE_S", 0.0)
+    address = f"tcp://127.0.0.1:{port}"
+    with (
+        served(tmp_path / "run", port),
+        TrainerClient(address, actor="arm", spec=spec, outbox=tmp_path / "outbox") as client,
+        Connection(address, Hello(PROTOCOL, "viewer", "test")) as link,
+    ):
+        wait_until(lambda: "the learner is making the files" in caplog.text)
+        goes_on.set()
+        wait_until(lambda: client.connected)
+        assert link.call(Status(), 10.0).report["refusals"] == {}
+
+
+def test_an_actor_without_learner_terminal_or_interrupts_says_what_it_waits_for_and_ends_with_ctrl_c(tmp_path):
+    """As a script starts it with &: its standard input is no terminal, and SIGINT is ignored."""
+    port, said = free_port(), tmp_path / "said"
+    command = [sys.executable, "examples/train.py", "actor=true", f"port={port}", f"run_dir={tmp_path / 'run'}"]
+    with open(said, "w") as file, subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    ) as actor:  # fmt: skip
+        wait_until(lambda: f"nobody listens at 127.0.0.1:{port}" in said.read_text(), 60)
+        actor.send_signal(signal.SIGINT)
+        assert actor.wait(60) == 130
+    assert "motion keys" not in said.read_text()

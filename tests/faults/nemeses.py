@@ -1,0 +1,206 @@
+"""What may befall a chaos round: each nemesis is a generator that does something, and says how long to wait before it
+goes on; its last word undoes what it did."""
+
+import errno
+import os
+import signal
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+from tests.faults.fuzzing.hostile import contents
+
+from .insider import HOSTILE, Insider
+from .rot import Rot
+from .shim import ALLOCATE, CREATE, READ, RENAME, SYNC, UNLINK, WRITE
+from .stage import Player, Stage
+from .trainer import SOURCE
+
+Nemesis = Callable[[Stage, Random], Iterator[float]]
+NETWORK: dict[str, tuple[str, dict[str, Any]]] = {  # nemesis: the proxy's mode and its options
+    "cut": ("cut", {}), "reset": ("reset", {}), "half-open": ("half_open", {}),
+    "up-only": ("one_way", {"direction": "up"}), "down-only": ("one_way", {"direction": "down"}),
+    "delay": ("delay", {"seconds": 0.1}), "trickle": ("trickle", {"rate": 40_000}),
+}  # fmt: skip
+
+
+def _length(random: Random) -> float:
+    return random.uniform(0.1, 0.9)
+
+
+def _network(mode: str, options: dict[str, Any]) -> Nemesis:
+    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
+        stage.proxy.set(mode, **options)
+        lasts_over_timeout = mode in ("half_open", "one_way") and random.random() < 0.1
+        yield 3.6 if lasts_over_timeout else _length(random)
+        stage.proxy.set("pass")
+
+    return nemesis
+
+
+def _some(stage: Stage, random: Random, who: str) -> list[Player]:
+    actor = random.choice(stage.actors)
+    return {"server": [stage.server], "trainer": [stage.trainer], "actor": [actor], "all": stage.players}[who]
+
+
+def _kill(who: str) -> Nemesis:
+    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
+        for player in _some(stage, random, who):
+            stage.kill(player, random.uniform(0.0, 0.3))
+        yield 0.3
+
+    return nemesis
+
+
+def _stop(who: str) -> Nemesis:
+    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
+        stopped = _some(stage, random, who)
+        for player in stopped:
+            player.signal(signal.SIGSTOP)
+        yield _length(random)
+        for player in stopped:
+            player.signal(signal.SIGCONT)
+
+    return nemesis
+
+
+def _fail_point(side: str) -> Nemesis:
+    """Dies at a call, before it or in the middle of it."""
+
+    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
+        calls, path = {
+            "server": random.choice([
+                (WRITE, "store/main/rows"), (WRITE, "store/main/steps"),
+                (SYNC, "store/main/rows"), (SYNC, "store/main/steps"),
+                (WRITE, "index.sqlite"), (SYNC, "index.sqlite"), (WRITE | SYNC, "run/store"),
+                (CREATE | ALLOCATE | RENAME | SYNC, "run/store"),
+            ]),
+            "trainer": random.choice([(WRITE, "run/weights"), (SYNC, "run/weights"), (RENAME, "run/weights")]),
+            "actor": random.choice([(WRITE, ".records"), (UNLINK | CREATE, ".records")]),
+        }[side]  # fmt: skip
+        assert stage.control
+        stage.control.kill(calls, after=random.randint(0, 30), path=path, short=random.random() < 0.3)
+        for _ in range(random.randint(5, 40)):
+            yield 0.02
+            if stage.control.struck:
+                break  # its next life is not to die of it
+        stage.control.clear()
+
+    return nemesis
+
+
+def _fail(side: str, what: str) -> Nemesis:
+    """A call of one side fails, once or for a while."""
+
+    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
+        calls, error = {
+            "full": (WRITE, errno.ENOSPC),
+            "io": (WRITE | SYNC | READ, errno.EIO),
+            "sync": (SYNC, errno.EIO),
+        }[what]
+        path = ".records" if side == "actor" else random.choice(["run/store", "store/main", "index.sqlite"])
+        lasts = _length(random)
+        stage.sicken(lasts)
+        assert stage.control
+        stage.control.fail(
+            calls, error, after=random.randint(0, 20), sticky=random.random() < 0.6, path=path,
+            short=what == "full" and random.random() < 0.5,
+        )  # fmt: skip
+        yield lasts
+        stage.control.clear()
+
+    return nemesis
+
+
+def _full_disk(stage: Stage, random: Random) -> Iterator[float]:
+    """The disk under everybody's files is full to the last block."""
+    lasts, ballast = _length(random), stage.disk / "ballast"
+    stage.sicken(lasts)
+    file = os.open(ballast, os.O_WRONLY | os.O_CREAT)
+    try:
+        for block in (1 << 20, 4096):
+            while True:
+                try:
+                    os.posix_fallocate(file, os.fstat(file).st_size, block)
+                except OSError:
+                    break
+    finally:
+        os.close(file)
+    yield lasts
+    ballast.unlink(missing_ok=True)  # it may have been drawn twice
+
+
+def _twin(stage: Stage, random: Random) -> Iterator[float]:
+    """Somebody starts a second client of the same name, with an outbox of its own."""
+    name = random.choice(stage.actors).name
+    twin = stage.join(name, outbox=f"{name}-twin{len(stage.actors)}", start=True)
+    yield _length(random)
+    twin.stop_file.touch()
+
+
+def _late(stage: Stage, random: Random) -> Iterator[float]:
+    stage.join(f"late{len(stage.actors)}", start=True)
+    yield 0.1
+
+
+def _insider(stage: Stage, random: Random) -> Iterator[float]:
+    """Records with hostile fields, beside those of honest actors."""
+    for kind in random.sample(list(HOSTILE), 6):
+        insider = Insider(stage, random, kind)
+        for _ in range(random.randint(3, 9)):
+            insider.turn()
+            yield 0.05
+        insider.link.close()
+
+
+def _missing_index(stage: Stage, random: Random) -> Iterator[float]:
+    """The index is not there when the server starts: it has to refuse, and to leave alone what is."""
+    if not stage.halt():
+        return
+    store, aside = stage.disk / "run/store", stage.folder / "aside"
+    aside.mkdir(exist_ok=True)
+    names = ["index.sqlite", *random.choice([(), ("index.sqlite-wal", "index.sqlite-shm")])]
+    moved = [store / name for name in names if (store / name).exists()]
+    for path in moved:
+        path.rename(aside / path.name)
+    before = contents(store)
+    said = stage.served_apart(Insider(stage, random, "start 2^40"))
+    if "index.sqlite" not in said:
+        stage.violations.append(f"a server without its index did not refuse, naming it: {said}")
+    if changed := {path for path, _ in before.items() ^ contents(store).items()}:
+        stage.violations.append(f"a server without its index changed {sorted(changed)}")
+    for path in moved:
+        (aside / path.name).replace(path)
+    stage.go_on()
+    yield 0.1
+
+
+def _bit_rot(stage: Stage, random: Random) -> Iterator[float]:
+    """Bits of stored steps turn over, and back after a while: verify finds these, and no others."""
+    if stage.rotten or not stage.halt():
+        return
+    stage.rotten, rot = True, Rot(stage.disk / "run", SOURCE, random)
+    stage.violations += rot.unseen()
+    stage.go_on()
+    yield _length(random)
+    was_running = stage.halt()
+    rot.mend()
+    stage.rotten = False
+    if was_running:
+        stage.go_on()
+
+
+NEMESES: dict[str, Nemesis] = {
+    **{name: _network(*words) for name, words in NETWORK.items()},
+    **{f"kill-{who}": _kill(who) for who in ("server", "actor", "trainer", "all")},
+    **{f"stop-{who}": _stop(who) for who in ("server", "actor", "trainer")},
+    "twin": _twin, "late": _late, "insider": _insider, "missing-index": _missing_index, "bit-rot": _bit_rot,
+}  # fmt: skip
+WITH_SHIM: dict[str, Nemesis] = {  # where there is a C compiler
+    **{f"die-{side}": _fail_point(side) for side in ("server", "trainer", "actor")},
+    **{f"{what}-server": _fail("server", what) for what in ("full", "io", "sync")},
+    "full-actor": _fail("actor", "full"), "io-actor": _fail("actor", "io"),
+}  # fmt: skip
+ON_FILES = {"missing-index", "bit-rot"}  # they look at what a disk without faults holds
+ON_DISK = {"full-server", "io-server", "sync-server", "full-disk"}  # they fail the learner's disk
+WITH_MOUNT: dict[str, Nemesis] = {"full-disk": _full_disk}  # where a tmpfs may be mounted

@@ -1,0 +1,362 @@
+"""Spoiled bytes and a hostile peer: what is refused is counted, nothing of it is written, and the server goes on."""
+
+import json
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from random import Random
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serl_client import Feature, Outcome, Spec, messages, wire
+from serl_client.errors import ConfigError, MessageError
+
+from serl_launcher.acting.server import PolicyHost
+from serl_launcher.store import store
+from serl_launcher.store.index import Index
+from serl_launcher.store.store import Store
+from tests.faults.fuzzing import damage, hostile, live, mutations
+from tests.faults.fuzzing.targets import TARGETS
+from tests.faults.proxy import free_port
+from tests.store.test_service import wait_until as until
+from tools import fuzz
+
+SHORT = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+numbers = st.integers(-(2**63), 2**64 - 1) | st.floats() | st.sampled_from([True, None, "3", b"", [], {}])
+
+
+# -- the wire and the messages
+@SHORT
+@given(st.sampled_from(sorted(TARGETS)), st.integers(0, 10**9))
+def test_a_spoiled_case_of_any_kind_is_taken_or_refused_as_declared(tmp_path, kind, number):
+    target = TARGETS[kind]
+    case = target.make(Random(number), number)
+    try:
+        target.run(case, tmp_path)
+    except target.declared:
+        return
+
+
+@SHORT
+@given(st.lists(numbers, max_size=10), st.sampled_from([*mutations.NASTY, "uint8", "float64"]), st.binary(max_size=64))
+def test_an_array_has_the_bytes_that_it_says_or_is_refused(shape, dtype, data):
+    try:
+        _, arrays = wire.unpack([msgpack.packb([{}, [["a", dtype, shape]]]), data])
+    except MessageError:
+        return
+    assert arrays["a"].nbytes == len(data)
+    assert list(arrays["a"].shape) == shape
+
+
+@pytest.mark.parametrize("bomb", mutations.BOMBS, ids=lambda bomb: f"{bomb[:6].hex()}-{len(bomb)}")
+def test_a_header_that_unpacks_large_is_refused_before_it_has(bomb):
+    def refused(frames, scratch):
+        with pytest.raises(MessageError):
+            messages.decode(frames)
+        return "refused"
+
+    target = fuzz.Target(1.0, TARGETS["bombs"].make, refused)
+    assert fuzz._once(target, [bomb], Path(), is_watched=True) == "refused"
+
+
+def test_a_header_of_a_full_catalog_is_not_refused():
+    row = [1, "é" * 200, "online", "é" * 200, "é" * 200, 1, "é" * 200, *[1] * 12]
+    synced = messages.Synced(1, [row] * 200, [[1, "next", ""]] * 100, ["arm"] * 64, True)
+    assert messages.decode(messages.encode(synced)).episodes == [row] * 200
+
+
+@pytest.mark.parametrize("count", [wire.MAX_PARTS - 1000, wire.MAX_PARTS + 1])
+def test_a_header_has_at_most_so_many_lists_and_mappings(count):
+    frames = messages.encode(messages.Status({"rows": [[1]] * count}))
+    if count < wire.MAX_PARTS:
+        assert len(messages.decode(frames).report["rows"]) == count
+    else:
+        with pytest.raises(MessageError, match="lists and mappings"):
+            messages.decode(frames)
+
+
+def test_a_report_that_the_server_would_keep_is_short():
+    heartbeat = messages.Heartbeat({"text": "x" * messages.MAX_REPORT})
+    with pytest.raises(MessageError, match="at most 8192 bytes"):
+        messages.encode(heartbeat)
+    with pytest.raises(MessageError, match="at most 8192 bytes"):
+        messages.decode(wire.pack({"type": "Heartbeat", "report": heartbeat.report}, {}))
+
+
+@pytest.mark.parametrize(("name", "reason"), [("observation.state", ""), ("observation.else", "not in the Spec")])
+def test_an_observation_brings_nothing_that_would_only_be_kept(name, reason):
+    spec = Spec({"observation.state": Feature((4,))}, Feature((2,), low=-1, high=1), 10.0)
+    host = PolicyHost.__new__(PolicyHost)
+    host.spec = spec
+    ask = messages.InferenceRequest(
+        0, 1, True, True, "", {"observation.state": np.zeros(4, np.float32), name: np.zeros(4, np.float32)}
+    )
+    with pytest.raises(MessageError, match=reason) if reason else nullcontext():
+        host.check(ask)
+
+
+@pytest.mark.parametrize("dtype", [">f4", "complex64", "U3", "M8[s]", object])
+def test_an_array_of_a_dtype_that_would_arrive_as_another_is_not_sent(dtype):
+    with pytest.raises(MessageError, match="array 'a' has the dtype"):
+        wire.pack({}, {"a": np.zeros(3, dtype)})
+
+
+def test_an_array_without_dimensions_keeps_having_none():
+    frames = [bytes(frame) for frame in wire.pack({}, {"a": np.array(3.5), "b": np.zeros((0, 3))})]
+    _, arrays = wire.unpack(frames)
+    assert (arrays["a"].shape, float(arrays["a"]), arrays["b"].shape) == ((), 3.5, (0, 3))
+
+
+def test_a_record_whose_action_has_no_dimension_is_refused_as_one():
+    columns = {name: np.zeros((), dtype) for name, dtype in [("action", "float32"), *messages.COLUMNS.items()]}
+    header = {"episode": "e", "start": 0, "task": "", "stamp": [1, "p", 1], "extras": []}
+    with pytest.raises(MessageError, match=r"\[T, ...\]"):
+        messages.unseal(b"".join(bytes(part) for part in wire.seal(0, header, columns)))
+
+
+def test_one_run_of_bytes_has_at_most_so_many_records(monkeypatch):
+    monkeypatch.setattr(wire, "MAX_RECORDS", 3)
+    record = mutations.RECORDS[2]
+    assert len(messages.unseal(record * 3)) == 3
+    with pytest.raises(MessageError, match="at most 3 records"):
+        messages.unseal(record * 4)
+
+
+# -- a Spec
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [({"shape": [2**31], "low": -1, "high": 1}, "cannot be stored"), ({"shape": [-2], "low": -1, "high": 1}, "shape"),
+     ({"shape": [0], "low": -1, "high": 1}, "shape"), ({"shape": [5000], "low": -1, "high": 1}, "has no bounds"),
+     ({"shape": [float("inf")]}, "no Spec"), ({"shape": [2], "low": -1, "high": 1, "names": [b"x", 3]}, "names"),
+     ({"shape": [2], "low": -1, "high": 1e308}, "finite")],
+)  # fmt: skip
+def test_a_spec_that_could_not_be_stored_is_refused_before_it_is_built(action, text):
+    with pytest.raises(ConfigError, match=text):
+        Spec.from_dict({**mutations.SPEC.to_dict(), "action": action})
+
+
+@pytest.mark.parametrize("change", [{"fps": float("inf")}, {"fps": float("nan")}, {"extras": {b"x": {"shape": [1]}}},
+                                    {"extras": {"x" * 201: {"shape": [1]}}}])  # fmt: skip
+def test_a_spec_of_no_rate_or_no_names_is_refused(change):
+    with pytest.raises(ConfigError):
+        Spec.from_dict({**mutations.SPEC.to_dict(), **change})
+
+
+def test_a_large_image_is_a_feature_still():
+    assert Feature((1080, 1920, 3), "uint8").nbytes == 1080 * 1920 * 3
+
+
+# -- the store's files
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_store_is_opened_as_it_was_or_refused(tmp_path, seed):
+    outcomes = set()
+    for number in range(40):
+        try:
+            outcomes.add(damage.run(damage.make(Random(f"{seed}/{number}"), number), tmp_path))
+        except ConfigError:
+            outcomes.add("refused")
+    assert outcomes >= {"refused", "sound"}
+
+
+@pytest.mark.parametrize(
+    "sql",
+    ["UPDATE sources SET head = 'many'", "UPDATE sources SET head = tail - 1", "UPDATE sources SET capacity = NULL",
+     "UPDATE sources SET tail = -5", "UPDATE episodes SET steps = x'00ff'", "UPDATE sessions SET actor = x'07'",
+     "UPDATE directives SET body = '[1]'", "UPDATE directives SET body = '{'", "DROP TABLE sessions",
+     "ALTER TABLE episodes RENAME COLUMN steps TO step", "UPDATE meta SET value = '{' WHERE key = 'format'",
+     "UPDATE meta SET value = '{' WHERE key = 'spec'",
+     "UPDATE outcomes SET episode = NULL", "UPDATE sources SET head = head + 100000",
+     "UPDATE sources SET tail = tail + 1", "UPDATE sessions SET expected = expected + 1",
+     "DROP INDEX episodes_by_first"],
+)  # fmt: skip
+def test_an_index_that_we_cannot_have_written_is_refused_with_its_name(tmp_path, sql):
+    folder = damage.template(tmp_path)
+    database = sqlite3.connect(folder / "index.sqlite")
+    tables = database.execute("SELECT sql, name FROM sqlite_master WHERE sql LIKE '% STRICT'").fetchall()
+    database.execute("PRAGMA writable_schema = ON")
+    database.execute("UPDATE sqlite_master SET sql = replace(replace(sql, ' NOT NULL', ''), ' STRICT', '')")
+    database.execute("PRAGMA writable_schema = RESET")  # SQLite itself writes no such thing, a disk does
+    with database:
+        database.execute(sql)
+    if sql.startswith("UPDATE"):
+        database.execute("PRAGMA writable_schema = ON")
+        database.executemany("UPDATE sqlite_master SET sql = ? WHERE name = ?", tables)
+        database.commit()
+    database.close()
+    with pytest.raises(ConfigError, match=r"index\.sqlite is damaged"):
+        Store(folder)
+
+
+def test_an_empty_index_is_refused_and_stays_empty(tmp_path):
+    (tmp_path / "index.sqlite").touch()
+    with pytest.raises(ConfigError, match="is empty"):
+        Index(tmp_path / "index.sqlite")
+    assert (tmp_path / "index.sqlite").stat().st_size == 0
+
+
+@pytest.mark.parametrize("name", ["rows", "steps", "published"])
+@pytest.mark.parametrize("change", ["short", "long", "gone"])
+def test_a_file_of_another_size_is_refused_and_stays_as_it_is(tmp_path, name, change):
+    path = damage.template(tmp_path) / "online" / name
+    data = path.read_bytes()
+    path.unlink()
+    if change != "gone":
+        path.write_bytes(data[:-1] if change == "short" else data + b"x")
+    with pytest.raises(ConfigError, match=f"{name} should have"):
+        Store(tmp_path / "template")
+    assert path.exists() == (change != "gone")
+
+
+def test_a_flood_of_outcomes_is_committed_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "GROUP_OUTCOMES", 10)
+    made = Store.create(tmp_path / "store", mutations.SPEC, {"online": 100})
+    made.hello("arm", "o", "e", [])
+    for seq in range(35):
+        made.stage("e", seq, Outcome(f"e{seq}", True))
+        assert len(made._staged_outcomes) <= 10
+    made.commit()
+    assert made.expected("e") == 35
+    assert sum(len(made.index.outcomes(f"e{seq}")) for seq in range(35)) == 35
+    made.close()
+
+
+def test_an_index_that_lost_what_was_published_is_refused(tmp_path):
+    folder = damage.template(tmp_path)
+    (folder / "index.sqlite-wal").unlink()  # of the last commits
+    (folder / "index.sqlite-shm").unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match="were published"):
+        Store(folder)
+
+
+# -- a hostile peer
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory):
+    with live.Attacked(tmp_path_factory.mktemp("attacked")) as server:
+        assert server.serves()
+        yield server
+
+
+@pytest.mark.parametrize("attack", hostile.ATTACKS, ids=lambda attack: attack.__name__)
+def test_the_server_outlives(attacked, attack):
+    before = hostile.contents(attacked.run_dir / "store")
+    resident, threads = hostile.memory(attacked.pid), hostile.threads(attacked.pid)
+    attack(attacked.port, 20_000)
+    attacked.learner.call(messages.Status(), 10)
+    assert hostile.contents(attacked.run_dir / "store") == before
+    assert hostile.memory(attacked.pid) - resident < live.HELD
+    assert hostile.threads(attacked.pid) == threads
+    assert attacked.serves()
+
+
+def test_what_is_refused_is_counted_and_a_connection_that_goes_on_is_ignored(attacked):
+    def refused():
+        count = attacked.learner.call(messages.Status(), 10).report["refused"]
+        return count if isinstance(count, int) else sum(count.values())
+
+    before = refused()
+    with hostile.Peer(attacked.port) as peer:
+        peer.send(hostile.message(b"no header") * 40)
+        assert peer.read(200)
+        time.sleep(0.2)
+        assert before + 16 <= refused() <= before + 40
+    assert attacked.serves()
+
+
+def test_spoiled_messages_after_a_good_hello_leave_the_server_as_it_was(attacked):
+    resident, threads = hostile.memory(attacked.pid), hostile.threads(attacked.pid)
+    attacked.messages(240, Random(7))
+    assert attacked.serves()
+    assert hostile.memory(attacked.pid) - resident < live.HELD
+    assert hostile.threads(attacked.pid) == threads
+    assert "a handler failed" not in attacked.log.read_text()
+    index = Index(attacked.run_dir / "store" / "index.sqlite")
+    assert damage.verify(attacked.run_dir / "store", index) == 0
+    index.close()
+
+
+def test_an_actor_whose_report_is_too_long_lives_without_one(attacked):
+    def report():
+        clients = attacked.learner.call(messages.Status(), 10).report["clients"]
+        return next(client for client in clients if client["actor"] == "honest")
+
+    attacked.honest.report = {"late": 3}
+    until(lambda: report().get("late") == 3)
+    attacked.honest.report = {"late": 4, "warning": "x" * 100_000}
+    until(lambda: "late" not in report())
+    assert attacked.serves()
+    attacked.honest.report = {}
+
+
+# -- the tool
+def test_the_tool_prints_counts_and_a_last_line_of_json(tmp_path, monkeypatch, capsys):
+    words = ["--cases", "300", "--only", "messages", "--seed", "3", "--failures", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["fuzz.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        fuzz.main()
+    first, *_, last = capsys.readouterr().out.splitlines()
+    wanted = {"cases": 300, "seed": 3, "crashes": 0, "files": [], "threads_lost": 0}
+    assert wanted.items() <= json.loads(last).items()
+    assert first.startswith("messages")
+    assert not ended.value.code
+
+
+def test_a_case_that_crashes_or_writes_is_found_and_kept(tmp_path, monkeypatch):
+    def run(case, scratch):
+        if case == 5:
+            raise RuntimeError("planted")
+        if case == 7:
+            open(tmp_path / "elsewhere", "w").close()
+        return "taken"
+
+    monkeypatch.setitem(fuzz.KINDS, "planted", fuzz.Target(1.0, lambda chance, number: number, run))
+    result = fuzz.apart("planted", 10, 0, 1, tmp_path / "scratch")
+    fuzz.keep(tmp_path / "kept", "planted", 1, result["failures"])
+    kept = json.loads((tmp_path / "kept" / "planted-1-5.json").read_text())
+    assert (result["crashes"], kept["number"], "planted" in kept["why"]) == (1, 5, True)
+    assert result["files"] == [str(tmp_path / "elsewhere")]
+    assert result["outcomes"] == {"taken": 9, "FAILED": 1}
+
+
+def test_what_the_cases_leave_in_memory_is_growth(tmp_path, monkeypatch):
+    left = []
+
+    def run(case, scratch):
+        left.append(b"x" * (1 << 20))
+        return "taken"
+
+    monkeypatch.setitem(fuzz.KINDS, "planted", fuzz.Target(1.0, lambda chance, number: number, run))
+    assert fuzz.apart("planted", 40, 0, 1, tmp_path / "scratch")["growth"] > fuzz.GROWTH
+
+
+BUSY = """
+import sys, time, zmq
+from serl_launcher.store.peers import bound
+socket = bound(zmq.Context(), sys.argv[1])
+print("bound", flush=True)
+time.sleep(1.5)
+count = 0
+while socket.poll(200):
+    socket.recv_multipart()
+    count += 1
+print(count, flush=True)
+"""
+
+
+@pytest.mark.parametrize("ping", [b"", hostile.frame(b"\x04PING\x00\x1e", hostile.COMMAND)], ids=["plain", "pings"])
+def test_a_client_that_floods_a_busy_server_and_is_cut_off_does_not_end_it(ping):
+    port = free_port()
+    words = [sys.executable, "-c", BUSY, f"tcp://127.0.0.1:{port}"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout.readline() == "bound\n"
+        peer = hostile.Peer(port)
+        peer.socket.sendall((hostile.message(b"x" * 50) + ping) * 4000)
+        time.sleep(0.2)
+        peer.reset()
+        assert int(server.stdout.readline()) > 0
+    assert server.returncode == 0

@@ -1,0 +1,526 @@
+"""Acks, sessions, fences and outboxes: every short history of the model keeps the promises, and the real outbox, stream
+and server do in each of them what the model does."""
+
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import zmq
+from serl_client import messages as m
+from serl_client import outbox as outbox_module
+from serl_client import send_queue as stream_module
+from serl_client.errors import Refused
+from serl_client.outbox import Outbox
+from serl_client.send_queue import SendQueue
+
+from serl_launcher.store import peers as peers_module
+from serl_launcher.store import server as server_module
+from serl_launcher.store.server import Server
+from serl_launcher.store.store import Store
+from tests.faults.protocol_model import Protocol, State, Violation, drain, explore, fair, history
+
+# Bounds within which every state is visited: (starts of each client, pushes of each life, faults).
+SMALL = {
+    "one client that lives on": ((1,), 2, 2),
+    "one client that dies": ((2,), 1, 2),
+    "two clients of one name": ((1, 1), 1, 1),
+    "two clients that are started again and again": ((2, 2), 1, 0),
+}
+SHORT = (((1,), 2, 1), 13), (((2,), 1, 1), 999), (((1, 1), 1, 1), 7)  # with a depth
+HISTORIES = 50  # for one server, before a new one is taken
+
+
+@pytest.mark.parametrize("bounds", SMALL.values(), ids=SMALL)
+def test_no_history_breaks_a_promise_and_each_one_goes_on_to_the_end(bounds):
+    protocol = Protocol(*bounds)
+    found, delivered = explore(protocol), set()
+    assert len(found) > 10_000
+    for state in found:
+        try:
+            drain(protocol, state, delivered)
+        except Violation as violation:
+            raise AssertionError(f"{violation}, after {history(found, state)}") from None
+
+
+# ---- mutations of the model, each of which has to be found out
+
+
+class AcknowledgesBeforeTheCommit(Protocol):
+    def stage(self, state, peer, name, seq):
+        state = super().stage(state, peer, name, seq)
+        return self.acknowledge(state, next(each for each in state.server.peers if each.key == peer.key))
+
+
+class KeepsTheWatermarkOfWhatWasLost(Protocol):
+    def restored(self, server):
+        sessions = (session._replace(log=session.log[: session.kept]) for session in server.sessions)
+        return server._replace(sessions=tuple(sessions))
+
+
+class StoresWhatComesAgain(Protocol):
+    def stage(self, state, peer, name, seq):
+        session = state.session(name)
+        if seq < session.expected:
+            sessions = (
+                each._replace(log=(*each.log, seq)) if each is session else each for each in state.server.sessions
+            )
+            return state._replace(server=state.server._replace(sessions=tuple(sessions)))
+        return super().stage(state, peer, name, seq)
+
+
+class StoresBeyondAGap(Protocol):
+    def stage(self, state, peer, name, seq):
+        session = state.session(name)
+        sessions = (each._replace(expected=seq) if each is session else each for each in state.server.sessions)
+        if seq > session.expected:
+            state = state._replace(server=state.server._replace(sessions=tuple(sessions)))
+        return super().stage(state, peer, name, seq)
+
+
+class StopsTheLaterClient(Protocol):
+    def outranked(self, state, name):
+        return any(other.speaks and other.session != name for other in state.server.peers)
+
+
+class ListensToTheLastWhoConnected(Protocol):
+    def outranked(self, state, name):
+        return False
+
+
+class BelievesAHelloThatNothingFollows(Protocol):
+    """As it was: the Hello of a killed life that comes after its next life's closed the living one, for good."""
+
+    def hello(self, state, key, name, earlier):
+        state = super().hello(state, key, name, earlier)
+        peer = next((each for each in state.server.peers if each.key == key), None)
+        return self.take_over(state, peer) if peer else state
+
+
+class ClosesWhatIsNotDrained(Protocol):
+    def without_earlier(self, server, peer):
+        return super().without_earlier(server, peer._replace(named=()))
+
+
+class DeletesWhatWasSent(Protocol):
+    def sent(self, client):
+        spans = tuple(span for span in client.spans if span.session != client.sending or client.next < span.end)
+        return client._replace(spans=spans)
+
+
+class SendsTheNewestLifeFirst(Protocol):
+    def oldest(self, client):
+        return client.spans[-1] if client.spans else None
+
+
+class BeginsEachLifeInTheSameEpoch(Protocol):
+    """agentlace's E1: numbers begin again at 0 below the watermark of the life before."""
+
+    def push(self, state, who):
+        client = state.clients[who]
+        forgotten = tuple(span for span in client.spans if span.session == self.name(who, client.life))
+        clients = (*state.clients[:who], client._replace(spans=forgotten), *state.clients[who + 1 :])
+        return super().push(state._replace(clients=clients), who)
+
+
+class NeverNamesItsEarlierLives(Protocol):
+    def earlier(self, client, mine):
+        return ()
+
+
+class NeverSendsAgain(Protocol):
+    def welcome(self, client, expected):
+        return super().welcome(client, expected)._replace(sending=client.sending)
+
+    def stall(self, state, who):
+        return state
+
+
+MUTATIONS = Protocol.__subclasses__()
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_a_protocol_with_one_fault_is_found_out(mutation):
+    with pytest.raises(Violation):
+        for_all_states(mutation)
+
+
+def for_all_states(kind):
+    for bounds in ((2,), 1, 1), ((1,), 2, 1), ((1, 1), 1, 1):
+        protocol, delivered = kind(*bounds), set()
+        for state in explore(protocol):
+            drain(protocol, state, delivered)
+
+
+# ---- the implementation, step by step beside the model
+
+
+class Real:
+    """Outboxes, streams and a server, joined by queues that the history empties; no time passes by itself."""
+
+    def __init__(self, folder, spec, make_segment):
+        self.folder, self.spec, self.make_segment = folder, spec, make_segment
+        self.played, self.stored, self.disk_fails = 0, {}, False
+        store = Store.create(folder / "run" / "store", spec, {"online": 4096})
+        store.direct({"into": "online", "phase": "practise"})
+        self.run = store.run
+        store.close()
+        self.server = self._serve()
+
+    def _serve(self):
+        return Server(
+            self.folder / "run", {"online": 4096}, public=f"ipc://{self.folder}/public",
+            local=f"ipc://{self.folder}/local", inference="tcp://127.0.0.1:1",
+        )  # fmt: skip
+
+    def close(self):
+        self.begin()
+        self.server.close()
+
+    def begin(self):
+        """A new history: other names, nothing on its way."""
+        for _, outbox in getattr(self, "clients", {}).values():
+            outbox.close()
+        self.server._forget(float("inf"))
+        self.disk_fails = False
+        self._commit(0, None)
+        self.played += 1
+        self.lives, self.clients = {}, {}  # of each client: its starts, its (stream, outbox)
+        self.up, self.down, self.current, self.welcomed = {}, {}, {}, set()  # of each link; its clients
+        self.identities, self.sent = {}, []  # of each link; (identity, message) of the server since the last action
+
+    # -- names of this history: "a0" is the first life of client 0
+    def session(self, name):
+        return f"{self.played:06d}{name}"
+
+    def act(self, action, state):
+        name, who = action
+        getattr(self, f"_{name.replace(' ', '_')}")(who, state)
+        for key, identity in self.identities.items():
+            self.down[key] += _ordered([message for to, message in self.sent if to == identity])
+        self.sent.clear()
+        for key in set(self.identities) - {link.key for link in state.links}:
+            del self.identities[key]
+
+    def send(self, _, identity, message):
+        """In the place of the server's sockets."""
+        self.sent.append((identity, m.decode([bytes(frame) for frame in m.encode(message)])))
+
+    def _start(self, who, _):
+        self.lives[who] = self.lives.get(who, -1) + 1
+        outbox = Outbox(self.folder / f"outbox-{self.played}-{who}", 1 << 20)
+        self.clients[who] = SendQueue(outbox, self.session(f"{'ab'[who]}{self.lives[who]}"), self.spec), outbox
+        self.made = 0
+
+    def _crash(self, who, _):
+        self._cut(who, _)
+        self.clients.pop(who)[1].close()
+
+    def _push(self, who, state):
+        stream, name = self.clients[who][0], f"{'ab'[who]}{self.lives[who]}"
+        start = state.clients[who].made[-1] - 1
+        stream.put(self.make_segment(self.session(name), 0, start, 1))
+        stream.move_to_outbox()
+
+    def _connect(self, who, state):
+        stream, outbox = self.clients[who]
+        key = self.current[who] = (who, state.clients[who].link)
+        actor, mine = f"arm {self.played}", self.session(f"{'ab'[who]}{self.lives[who]}")
+        hello = m.Hello(
+            m.PROTOCOL, "actor", actor, mine, outbox.id, outbox.run, self.spec.to_dict(), stream.earlier
+        )  # fmt: skip
+        self.up[key], self.down[key] = [hello], []
+        self.identities[key] = os.urandom(8)
+
+    def _cut(self, who, _):
+        self.current.pop(who, None)
+        self.welcomed.discard(who)
+
+    def _send(self, who, _):
+        self.up[self.current[who]].extend(self.clients[who][0].pushes())
+
+    def _stall(self, who, _):
+        stream_module.STALL = -1.0
+        self._send(who, _)
+        stream_module.STALL = float("inf")
+
+    def _up(self, key, _):
+        frames, identity = [bytes(frame) for frame in m.encode(self.up[key].pop(0))], self.identities[key]
+        answer = self.server._answer(self.server.public, zmq.Frame(identity), frames)
+        if answer is not None:
+            self.send(None, identity, answer)
+        self.server._welcome()  # as the turn goes on
+        while self.server._has_work():
+            self.server._work()
+
+    def _lose_up(self, key, _):
+        self.up[key].pop(0)
+
+    def _repeat(self, key, _):
+        self.up[key].insert(0, self.up[key][0])
+
+    def _lose_down(self, key, _):
+        self.down[key].pop(0)
+
+    def _down(self, key, _):
+        """As network.py and connection.py handle it."""
+        who, message = key[0], self.down[key].pop(0)
+        if isinstance(message, m.Failed):
+            if message.final:
+                self.clients.pop(who)[1].close()
+            if message.final or message.kind == "Disconnected" or who not in self.welcomed:
+                self._cut(who, None)
+            return
+        stream, outbox = self.clients[who]
+        if isinstance(message, m.Ack):
+            stream.acknowledge(message)
+            return
+        outbox.bind(message.run)
+        stream.resume(message.expected, message.window)
+        self.welcomed.add(who)
+        self.up[key].append(m.Heartbeat({}))
+
+    def _commit(self, _, __):
+        self.server._next_reopen = 0.0
+        self.server._commit()
+
+    def _break_disk(self, _, __):
+        self.disk_fails = True
+
+    def _mend(self, _, __):
+        self.disk_fails = False
+
+    def _kill_server(self, _, __):
+        """What was not committed is gone, and every link."""
+        self.identities, self.current, self.welcomed = {}, {}, set()
+        self.server.close()
+        self.server = self._serve()
+
+    def _forget(self, _, __):
+        self.server._forget(float("inf"))
+
+    # -- what can be seen
+    def seen(self):
+        """The same shape as `shown` gives for the model."""
+        length = len(self.session(""))
+        clients = {who: _spans(outbox, length) for who, (_, outbox) in self.clients.items()}
+        links = {
+            key: ([_plain(message, length) for message in self.up[key]],
+                  [_plain(message, length) for message in self.down[key]] if key in self.current.values() else [])
+            for key in self.identities
+        }  # fmt: skip
+        store, sessions = self.server.store, {}
+        if not self.server.degraded:
+            mine = [session for session in store.sessions.values() if session.session.startswith(self.session(""))]
+            durable = store.index.sessions()
+            sessions = {
+                session.session[length:]: (
+                    session.expected,
+                    durable[session.session].expected,
+                    durable[session.session].closed,
+                )
+                for session in sorted(mine, key=lambda session: session.position)
+            }
+        return clients, links, bool(self.server.degraded), sessions
+
+    def rows(self):
+        """{session: [index of each of its steps, in the order of the store]}, for the sessions of this history."""
+        store = self.server.store
+        layout = store._files["online"].layout
+        steps = layout.steps(store.folder / "online")[: store.sources["online"].head]
+        ids = {row[0]: row[1] for row in store.index.catalog(0, 100_000)[1]}
+        found = {}
+        for step in steps:
+            if (id := ids[int(step["episode"])]).startswith(self.session("")):
+                found.setdefault(id.removeprefix(self.session("")), []).append(int(step["index"]))
+        return found
+
+
+def _ordered(messages):
+    """Acks that one commit gave are in no order."""
+    if all(isinstance(message, m.Ack) for message in messages):
+        return sorted(messages, key=lambda ack: ack.session)
+    return messages
+
+
+def _spans(outbox, length):
+    return [(session[length:], first, end) for session, (first, end) in outbox.sessions.items()]
+
+
+def _plain(message, length):
+    match message:
+        case m.Hello():
+            return (
+                "hello",
+                message.session[length:],
+                tuple((session[length:], last) for session, last in message.earlier),
+            )
+        case m.Push():
+            ((seq, _),) = m.unseal(message.arrays["records"].data)
+            return "push", message.session[length:], seq
+        case m.Heartbeat():
+            return ("beat",)
+        case m.Welcome():
+            return "welcome", tuple((session[length:], seq) for session, seq in message.expected)
+        case m.Ack():
+            return "ack", message.session[length:], message.expected, message.resend
+        case m.Failed():
+            return "failed", message.kind, message.final
+    raise AssertionError(message)
+
+
+def shown(state: State):
+    """What of the model's state can be seen in the implementation."""
+    clients = {
+        who: [(span.session, span.first, span.end) for span in client.spans]
+        for who, client in enumerate(state.clients) if client.state == "alive"
+    }  # fmt: skip
+    links = {link.key: (list(link.up), list(link.down)) for link in state.links}
+    sessions = {session.name: (session.expected, session.durable, session.closed) for session in state.server.sessions}
+    return clients, links, state.server.degraded, {} if state.server.degraded else sessions
+
+
+@pytest.fixture
+def real(spec, make_segment, monkeypatch):
+    """real() -> a Real that begins a new history; on a memory disk where there is one."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    record = sum(len(part) for part in m.seal(0, make_segment("0" * len("000000a0"), 0, 0, 1)))
+    monkeypatch.setattr(server_module, "WINDOW", Protocol.window * record)
+    monkeypatch.setattr(outbox_module, "SLICE_BYTES", 1)
+    monkeypatch.setattr(stream_module, "STALL", float("inf"))
+    monkeypatch.setattr(os, "fdatasync", lambda _: _fail() if made and made[-1].disk_fails else None)
+    for module in server_module, peers_module:
+        monkeypatch.setattr(module, "send", lambda *arguments: made[-1].send(*arguments))
+    made = []
+
+    def begin():
+        if not made or made[-1].played >= HISTORIES:
+            if made:
+                made[-1].close()
+            made.append(Real(folder / str(len(made)), spec, make_segment))
+        made[-1].begin()
+        return made[-1]
+
+    yield begin
+    if made:
+        made[-1].close()
+    shutil.rmtree(folder)
+
+
+def _fail():
+    raise OSError(28, "No space left on device")
+
+
+def play(protocol, real, actions):
+    """Both take the same way. Raises AssertionError where they part."""
+    state, done = protocol.initial, []
+    actions = actions if callable(actions) else iter(actions)
+    while (action := actions(state) if callable(actions) else next(actions, None)) is not None:
+        state = protocol.step(state, action)
+        done.append(action)
+        try:
+            real.act(action, state)
+        except Refused as error:
+            raise AssertionError(f"{error}, after {done}") from error
+        assert real.seen() == shown(state), done
+    return state
+
+
+def short_ones():
+    """(protocol, history): together they take every step that is possible within some depth."""
+    for bounds, depth in SHORT:
+        protocol = Protocol(*bounds)
+        found = explore(protocol, depth)
+        inner = {entry[0] for entry in found.values() if entry}
+        for state in inner:
+            for action in protocol.actions(state):
+                after = protocol.step(state, action)
+                if found[after] != (state, action) or after not in inner:  # or else it is a part of a longer one
+                    yield protocol, [*history(found, state), action]
+
+
+def wild_one(seed):
+    """A protocol, and what chooses its next action: sixty at random, then a fair end."""
+    protocol, generator = Protocol((3, 3), 4, 12), random.Random(seed)
+    left = iter(range(60))
+
+    def choose(state):
+        if next(left, None) is None:
+            return fair(protocol, state)
+        return generator.choice(list(protocol.actions(state)) or [fair(protocol, state)])
+
+    return protocol, choose
+
+
+def test_the_implementation_takes_every_short_step_as_the_model_does(real):
+    count = 0
+    for protocol, actions in short_ones():
+        play(protocol, real(), actions)
+        count += 1
+    assert count > 2000
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_implementation_goes_a_long_way_as_the_model_does_and_delivers_all(real, seed):
+    protocol, choose = wild_one(seed)
+    beside = real()
+    state = play(protocol, beside, choose)
+    made = {f"{'ab'[who]}{life}": n for who, client in enumerate(state.clients) for life, n in enumerate(client.made)}
+    assert beside.rows() == {name: list(range(count)) for name, count in made.items() if count}
+
+
+def _ack_before_commit(monkeypatch):
+    commit = Store.commit
+    monkeypatch.setattr(Store, "commit", lambda store: None if store._staged_bytes else commit(store))
+
+
+def _no_dedupe(monkeypatch):
+    stage = Store._stage_segment
+    monkeypatch.setattr(
+        Store, "stage", lambda store, session, seq, record: stage(store, store.sessions[session], record)
+    )  # fmt: skip
+
+
+def _fence_by_arrival(monkeypatch):
+    monkeypatch.setattr(Server, "_check_outranked", lambda *_: None)
+
+
+def _reopen_without_asking(monkeypatch):
+    monkeypatch.setattr(
+        SendQueue, "acknowledge", lambda stream, ack: stream._outbox.acknowledge(ack.session, ack.expected)
+    )
+
+
+def _believe_any_hello(monkeypatch):
+    hello = Server._hello
+
+    def believing(server, peer, *arguments):
+        answer = hello(server, peer, *arguments)
+        return server._take_over(server._peers[peer]) or answer
+
+    monkeypatch.setattr(Server, "_hello", believing)
+
+
+def _forget_earlier_lives(monkeypatch):
+    monkeypatch.setattr(SendQueue, "earlier", [])
+
+
+FAULTS = (
+    _ack_before_commit, _no_dedupe, _fence_by_arrival, _reopen_without_asking, _believe_any_hello,
+    _forget_earlier_lives,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+def test_an_implementation_with_one_fault_is_found_out(real, fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        play_wild_ones(real, 100)
+
+
+def play_wild_ones(real, count):
+    for seed in range(count):
+        protocol, choose = wild_one(seed)
+        play(protocol, real(), choose)

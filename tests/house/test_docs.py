@@ -1,0 +1,93 @@
+"""What the documents name is there."""
+
+import csv
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from serl_client.errors import ConfigError
+
+from serl_launcher.config import composed
+from tests.faults.mutants import symbols
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_every_test_that_the_table_of_faults_names_exists():
+    rows = [line for line in (ROOT / "docs/faults.md").read_text().splitlines() if line.startswith("| ")][1:]
+    there = {name for file in (ROOT / "tests").glob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())}
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named, row
+        assert not set(named) - there
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_tool_and_page_that_a_document_names_exists(document):
+    text = document.read_text()
+    files = {ROOT / name for name in re.findall(r"\b(?:tools|tests|examples)/[\w/]+\.(?:py|sh)\b", text)}
+    files |= {document.parent / name for name in re.findall(r"\]\(((?!http)[^)#]+)\)", text)}
+    files |= {document.parent / name for name in re.findall(r'<img src="([^"]+)"', text)}
+    assert not [path for path in files if not path.exists()]
+
+
+def runs(text):
+    """The words of each run that a page starts, of lines in a block and of code in a line."""
+    text = text.replace("\\\n", " ")
+    for code in re.findall(r"```bash\n(.*?)```|`([^`\n]+)`", text, re.DOTALL):
+        for line in "".join(code).splitlines():
+            if found := re.match(r"\s*(?:\./start\.sh|\S*/run_(?:learner|actor)\w*\.sh)\b(.*)", line):
+                yield shlex.split(found[1], comments=True)
+
+
+SAID = {tuple(words) for path in DOCUMENTS for words in runs(path.read_text())}
+ITS_OWN = "task=my_robot"  # docs/robot.md brings the yaml itself
+
+
+@pytest.mark.parametrize("words", sorted(words for words in SAID if ITS_OWN not in words), ids=" ".join)
+def test_each_word_that_a_document_gives_to_a_run_is_one(words, tmp_path):
+    assert composed(ROOT / "config", ["learner=true", "task=sim_arm", *words, f"run_dir={tmp_path}"]).task.name
+
+
+def test_the_test_above_reads_blocks_and_lines_and_sees_a_wrong_word():
+    text = "`./start.sh seed=1` and\n```bash\nx/run_actor.sh ip=a \\\n  'name=b c' # d\n./start.sh\n```\n"
+    assert list(runs(text)) == [["seed=1"], ["ip=a", "name=b c"], []]
+    with pytest.raises(ConfigError, match="sead"):
+        composed(ROOT / "config", ["learner=true", "sead=1"])
+
+
+def test_the_robot_of_the_page_on_robots_moves_within_its_limits():
+    """The page's code and yaml together, as a reader would copy them."""
+    text = (ROOT / "docs/robot.md").read_text()
+    (code,), (task,) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
+    written: dict = {}
+    exec(code, written)
+    options = {name: value for name, value in yaml.safe_load(task)["env"].items() if not name.startswith("_")}
+    with written["make"](**options, clock="simulated") as env:
+        env.spec.observation["observation.state"].check("observation.state", env.reset(0)["observation.state"])
+        step = env.step(np.full(2, 9.0, np.float32))
+        np.testing.assert_allclose(step.executed, 0.5)  # the jump, and not what was asked for
+        np.testing.assert_allclose(step.observation["observation.state"], 0.01)
+        assert env.step(None).success is None
+
+
+def test_a_page_that_readers_need_is_one_click_from_the_first():
+    linked = set(re.findall(r"\(docs/(\w+\.md)\)", (ROOT / "README.md").read_text()))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_first_page_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 1200
+
+
+def test_each_question_to_a_newcomer_has_one_file_as_its_answer():
+    """Somebody who has read docs/architecture.md alone is asked them whenever files have moved."""
+    places = symbols(ROOT)
+    with open(ROOT / "tests/questions.csv") as file:
+        answers = {row["question"]: {str(place) for place, *_ in places[row["symbol"]]} for row in csv.DictReader(file)}
+    assert [question for question, files in answers.items() if len(files) != 1] == []
+    assert len(answers) == 20

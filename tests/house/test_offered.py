@@ -1,0 +1,460 @@
+"""Everything that config/ offers, and each word that a page names, goes the way of a run: composed, checked, built,
+every update of the algorithm, actions, published weights, an evaluation, and a resumed trainer.
+
+The choices are found by glob, so that a new yaml is tried too. What goes with one (`policy=flow`) the first line of its
+yaml says. A server, an actor and a trainer run in this process as their programs run them.
+"""
+
+import importlib.util
+import json
+import logging
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zmq
+from omegaconf import DictConfig, OmegaConf
+from serl_client import ConfigError, Feature, Spec
+from serl_client import messages as m
+from serl_client.connection import Connection
+from serl_client.errors import Refused
+
+from robot_infra.cameras import gl
+from serl_launcher import launcher
+from serl_launcher.acting.server import PolicyHost, Question
+from serl_launcher.config import _check as check_word
+from serl_launcher.config import _read as read_word
+from serl_launcher.config import composed, groups
+from serl_launcher.replay.mixture import blank
+from serl_launcher.store.server import Server
+from serl_launcher.training import build as training
+from serl_launcher.training.ranks import Ranks
+from serl_launcher.types import Batch
+from serl_launcher.utils.distributed import World
+
+pytestmark = pytest.mark.usefixtures("one_thread", "_the_same_loggers")
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "config"
+SPECIFIED = importlib.util.spec_from_file_location("train", ROOT / "examples" / "train.py")
+TRAIN = importlib.util.module_from_spec(SPECIFIED)
+SPECIFIED.loader.exec_module(TRAIN)
+OFFERED = groups(CONFIG)
+STEPS = 8  # of an episode of a gymnasium task
+SMALL = ["batch_size=8", "max_env_steps=500", "wandb=false", "seed=3", "checkpoint_s=600"]
+SIZES = {  # of networks, where they have such a setting
+    "algo.hidden": "[16,16]", "policy.hidden": "[16,16]", "policy.steps": "2", "policy.encoder.channels": "[8,8]",
+    "policy.encoder.latent": "4", "algo.num_critics": "2", "algo.encoder.latent": "4",
+}  # fmt: skip
+PI0 = ("vision", "gemma", "horizon", "width", "state_size", "prompt_tokens", "precision")
+CHOICE = re.compile(r"\b(?:algo|policy|plan|task)=\w+")
+ONE_ACTION = Spec({"observation.state": Feature((3,))}, Feature((1,), low=-2, high=2), fps=10.0)
+SEEN = Spec(
+    {"observation.state": Feature((4,)), "observation.images.top": Feature((16, 16, 3), "uint8")},
+    Feature((3,), low=-np.ones(3), high=np.ones(3)), fps=10.0,
+)  # fmt: skip
+
+
+@pytest.fixture
+def _the_same_loggers():
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = before, level
+
+
+# -- what there is to try
+
+
+def head(group: str, name: str, folder: Path = CONFIG) -> str:
+    """What the comment at the beginning of a yaml says."""
+    lines = (folder / group / f"{name}.yaml").read_text().splitlines()
+    return " ".join(line.lstrip("# ") for line in lines[: next(i for i, line in enumerate(lines) if line[:1] != "#")])
+
+
+def words_of(group: str, name: str, folder: Path = CONFIG) -> list[str]:
+    """The words with which a person chooses this yaml, and what its head says goes with it: of each group the first."""
+    words = [f"{group}={name}"]
+    for word in CHOICE.findall(head(group, name, folder)):
+        if word.partition("=")[0] not in {known.partition("=")[0] for known in words}:
+            words.append(word)
+    if words[0] == "task=gym":
+        words.append("task.env_id=Pendulum-v1")
+    return [*words, "ranks=2", *words_of("algo", "rejection")] if group == "sharding" else words
+
+
+PATIENCE = 30.0  # seconds
+CHOICES = [(group, name) for group, names in sorted(OFFERED.items()) for name in names]
+
+
+def small(words: list[str], folder: Path = CONFIG) -> list[str]:
+    """The words, and those that make networks and episodes small, and end each phase of the plan early."""
+    said = [*SMALL, *words]
+    config = composed(folder, said)
+    if "gemma" in config.policy:
+        tiny = composed(CONFIG, ["policy=pi0_tiny"]).policy
+        said += [f"policy.{name}={_word(tiny[name])}" for name in PI0]
+    said += [f"{name}={value}" for name, value in SIZES.items() if OmegaConf.select(config, name) is not None]
+    if "options" in config.task.env:
+        said.append(f"+task.env.options.max_episode_steps={STEPS}")
+    if "image_size" in config.task:
+        said.append("task.image_size=16")
+    return [*said, *_short(config)]
+
+
+def _word(value: object) -> str:
+    """A value of a config as a word of the command line writes it."""
+    plain = json.dumps(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
+    return plain.replace('"', "").replace(": ", ":").replace(", ", ",")
+
+
+def _short(config: DictConfig) -> Iterator[str]:
+    """Each phase of the plan ends after two episodes, or two rounds of its updates."""
+    for name, phase in config.plan.phases.items():
+        mode, into = phase.actors.mode, phase.actors.get("into")
+        rounds = 2 * len(phase.get("updates", []))
+        until = {"teleop": f"{into}.episodes >= 2", "evaluate": "episodes >= 2"}.get(mode, f"updates >= {rounds}")
+        yield f'plan.phases.{name}.until=["{until}"]'
+        if "start_when" in phase:
+            yield f'plan.phases.{name}.start_when="{into}.episodes >= 1"'
+
+
+# -- the way of a run
+
+
+@contextmanager
+def thread(target: Callable[[], object], failed: Callable[[], object] = list) -> Iterator[list[BaseException]]:
+    """What a thread with `target` raises; then it calls `failed`. It has ended when this ends."""
+    errors: list[BaseException] = []
+
+    def caught() -> None:
+        try:
+            target()
+        except BaseException as error:
+            errors.append(error)
+            failed()
+
+    started = threading.Thread(target=caught, daemon=True)
+    started.start()
+    try:
+        yield errors
+    finally:
+        started.join(PATIENCE)
+        assert not started.is_alive(), "it goes on"
+
+
+@contextmanager
+def serving(config: DictConfig) -> Iterator[tuple[str, int]]:
+    """(the learner's own address, the actors' port) of a server."""
+    plan, local = launcher.plan_of(config), f"ipc://{config.run_dir}/server"
+    server = Server(
+        Path(config.run_dir), plan.capacities, public="tcp://127.0.0.1:0", local=local,
+        inference="tcp://127.0.0.1:1", archived=launcher.archived(plan), on_silence=plan.on_silence,
+    )  # fmt: skip
+    with thread(server.run) as errors:
+        try:
+            yield local, int(server.public.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").rpartition(b":")[2])
+        finally:
+            server.stop()
+    server.close()
+    assert not errors
+
+
+def stop(port: int) -> None:
+    """Say to a learner that nobody acts any more."""
+    with Connection(f"tcp://127.0.0.1:{port}", m.Hello(m.PROTOCOL, "viewer", "operator")) as link:
+        link.call(m.Command("stop"), PATIENCE)
+
+
+@contextmanager
+def building_by_turns() -> Iterator[None]:
+    """Trainer and actor are threads here, so neither may draw from the seed of what the other builds."""
+    turn, build = threading.Lock(), training.build
+
+    def built(config: DictConfig, spec: Spec) -> object:
+        with turn, torch.random.fork_rng(devices=[]):
+            training.seed(config)
+            return build(config, spec)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "build", built)
+        yield
+
+
+def start(run_dir: Path, words: list[str], folder: Path = CONFIG, *, acts: bool = True) -> DictConfig:
+    """Run the plan of these words to its end, as the programs of both sides do; returns the learner's config."""
+    config = composed(folder, ["learner=true", f"run_dir={run_dir}", *words])
+    config.ranks = launcher.ranks_of(config)
+    OmegaConf.save(config, launcher.writable(run_dir) / "config.yaml", resolve=True)
+    with serving(config) as (local, port), building_by_turns():
+        actor = OmegaConf.merge(config, {"learner": False, "actor": True, "inference": "local", "port": port})
+        with thread(partial(TRAIN.act, actor), partial(stop, port)) if acts else nullcontext([]) as errors:
+            status = trained(run_dir, local, config.ranks)
+    failures = run_dir / launcher.ERRORS
+    if errors:
+        raise errors[0]
+    assert status == 0, failures.read_text() if failures.exists() else "see the sentence above"
+    return config
+
+
+def trained(run_dir: Path, local: str, ranks: int) -> int:
+    """The exit status of a trainer; more ranks are processes, and take over the signals of the one that starts them."""
+    if ranks == 1:
+        return launcher.child("trainer", str(run_dir), local)
+    return subprocess.run([sys.executable, "-m", launcher.__name__, "trainer", run_dir, local], check=False).returncode
+
+
+def goes_its_way(run_dir: Path, words: list[str], folder: Path = CONFIG) -> None:
+    """A run of these words from its demonstrations to its evaluation, and another start that goes on from there."""
+    words = small(words, folder)
+    if demo_is_missing(composed(folder, words).plan):
+        others = [word for word in words if not word.startswith("plan")]
+        start(run_dir, small([*others, "plan=collect"], folder), folder)
+    config = start(run_dir, words, folder)
+    plan, updates = launcher.plan_of(config), done(run_dir)["updates"]
+    learning = [phase for phase in plan.phases.values() if phase.updates]
+    assert updates >= sum(2 * len(phase.updates) for phase in learning)
+    assert list((run_dir / "weights").glob("*.safetensors"))
+    more = [f"phase={learning[-1].name}"] if learning else []
+    start(run_dir, [*words, *more], folder, acts=False)
+    assert done(run_dir)["updates"] >= updates + 2 * len(learning[-1].updates if learning else ())
+
+
+def demo_is_missing(plan: DictConfig) -> bool:
+    """Whether the plan trains on demonstrations that another plan has to collect before."""
+    used = {name for phase in plan.phases.values() for name in phase.get("data", {})}
+    filled = {phase.actors.get("into") for phase in plan.phases.values()}
+    return "demo" in used - filled
+
+
+def done(run_dir: Path) -> dict:
+    """What the newest checkpoint says of itself."""
+    return json.loads(max((run_dir / "checkpoints").glob("[0-9]*/manifest.json")).read_text())
+
+
+def needs(words: list[str]) -> None:
+    """Skip what this machine cannot do."""
+    said = " ".join(words)
+    lacks = any(importlib.util.find_spec(name) is None for name in ("transformers", "peft"))
+    if lacks and "pi0" in said.replace("sac_pi0", ""):
+        pytest.skip("needs the extra `vla`")
+    if re.search(r"pixels|cameras=true", said) and not gl.backend():
+        pytest.skip("needs OpenGL: apt-get install libegl1 libosmesa6")
+
+
+def placed(words: list[str]) -> list[str]:
+    """The words, on a task that is cheap and has what they need."""
+    if any(word.startswith("task=") for word in words):
+        return words
+    config = composed(CONFIG, words)
+    sees = config.algo.augment is not None or OmegaConf.select(config, "policy.encoder.cameras")
+    return [*words, *(["task=sim_arm", "task.cameras=true"] if sees else ["task=fake"])]
+
+
+def _marked(group: str, name: str):
+    marks = [pytest.mark.slow] if group == "sharding" or re.search(r"pixels|^pi0|_pi0", name) else []
+    return pytest.param(group, name, marks=marks, id=f"{group}-{name}")
+
+
+@pytest.mark.parametrize(("group", "name"), [_marked(group, name) for group, name in CHOICES])
+def test_every_yaml_makes_a_run(group, name, tmp_path):
+    words = placed(words_of(group, name))
+    needs(words)
+    goes_its_way(tmp_path / "run", words)
+
+
+# -- what can be tried without a run
+
+
+def counted(batch: Batch) -> Batch:
+    """The batch with rows that count: in those that only take memory nothing is valid."""
+    whole = torch.full_like(batch.length, batch.valid.shape[1])
+    return replace(batch, valid=torch.ones_like(batch.valid), weight=torch.ones_like(batch.weight), length=whole)
+
+
+def checked(words: list[str], spec: Spec, folder: Path = CONFIG) -> None:
+    """Compose, check the memory, build, make every update and an action: as a trainer and an actor begin."""
+    config = composed(folder, ["learner=true", *small(words, folder)])
+    config.ranks = launcher.ranks_of(config)
+    launcher.plan_of(config)
+    training.check_memory(config, spec, "cpu", 1, config.sharding.zero_optimization.stage)
+    algorithm = training.build(config, spec)
+    training.plan_of(config, set(algorithm.windows))
+    Ranks(algorithm, World(), config.sharding).check(config.batch_size)
+    for name, window in algorithm.windows.items():
+        metrics = getattr(algorithm, name)(counted(blank(spec, window, int(config.batch_size))))
+        assert all(value.isfinite() for value in metrics.values()), name
+    host = PolicyHost(algorithm, spec, "cpu")
+    host.version = 1
+    observation = {name: np.zeros(feature.shape, feature.dtype) for name, feature in spec.observation.items()}
+    for explores in (True, False):
+        answer = host.answer([Question(b"", m.InferenceRequest(0, 0, True, explores, "", observation))])[0]
+        assert np.isfinite(answer.arrays["action"]).all()
+        assert answer.arrays["action"].shape[-1:] == spec.action.shape
+
+
+@pytest.mark.parametrize("name", OFFERED["algo"])
+def test_every_algorithm_takes_a_robot_with_one_action(name):
+    """torch keeps the value of a fake tensor with one element: what copies it under the memory check fails there."""
+    words = words_of("algo", name)
+    needs(words)
+    config = composed(CONFIG, words)
+    sees = config.algo.augment is not None or OmegaConf.select(config, "policy.encoder.cameras")
+    camera = {"observation.images.top": SEEN.observation["observation.images.top"]} if sees else {}
+    checked(words, Spec({**ONE_ACTION.observation, **camera}, ONE_ACTION.action, fps=10.0))
+
+
+@pytest.mark.parametrize("name", OFFERED["policy"])
+@pytest.mark.parametrize(
+    "option", ["noise_level=0.1", "imitation_target=observation.state", "layer_norm=false", "lora=2"]
+)
+def test_every_option_of_a_policy_can_be_chosen(name, option):
+    words = words_of("policy", name)
+    needs(words)
+    if option.partition("=")[0] not in composed(CONFIG, words).policy:
+        pytest.skip("this policy has no such option")
+    state = Feature((3,), names=("x", "y", "z"))
+    action = Feature((3,), names=("x", "y", "z"), low=-1, high=1)
+    checked([*words, f"policy.{option}"], Spec({**SEEN.observation, "observation.state": state}, action, fps=10.0))
+
+
+@pytest.mark.parametrize("algo", ["sac_pi0", "sft", "rejection"])
+def test_a_stochastic_sampler_is_trained_by_every_algorithm_for_chunks(algo):
+    checked([f"algo={algo}", "policy=flow", "policy.noise_level=0.05"], SEEN)
+
+
+# -- words of the pages
+
+
+def named() -> list[str]:
+    """The words `name=value` of README and docs that choose or set something of the config, each once."""
+    known = set(OFFERED) | set(composed(CONFIG, []).keys())
+    found = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        code = re.findall(r"```(?:bash)?\n(.*?)```|`([^`\n]+)`", page.read_text(), re.DOTALL)
+        for word in shlex.split("\n".join(a or b for a, b in code).replace("'\"", "'"), comments=True):
+            name, _, value = word.partition("=")
+            if re.fullmatch(r"[+~]?[a-z_]+(\.\w+)*", name) and name.lstrip("+~").partition(".")[0] in known and value:
+                found.append(word if "[" in word else word.rstrip("],"))
+    return sorted({word for word in found if "..." not in word and word != "task=my_robot"})
+
+
+def homes() -> Iterator[list[str]]:
+    """Choices under which a word may have its place: none, then what each plan and each policy comes with."""
+    yield []
+    for group in ("plan", "policy", "task", "algo"):
+        yield from (words_of(group, name) for name in OFFERED[group])
+    yield ["plan=hiors", "task=fake"]
+
+
+@cache
+def made(*words: str) -> DictConfig:
+    return composed(CONFIG, words)
+
+
+@pytest.mark.parametrize("word", named())
+def test_every_word_that_a_page_names_is_taken(word):
+    """It chooses what there is, or has a place and a value of the right kind under one of the choices."""
+    override, complaints = read_word(word), []
+    for home in homes():
+        try:
+            if override.key_or_group in OFFERED:
+                assert override.value() in OFFERED[override.key_or_group]
+            else:
+                check_word(override, made(*home))
+            return
+        except ConfigError as error:
+            complaints.append(str(error))
+    pytest.fail(complaints[0])
+
+
+# -- the tests above see what is wrong
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "line", "complaint"),
+    [
+        ("algo", "sac", "  discont: 0.9\n", "discont"),
+        ("policy", "flow", "horizons: 3\n", "horizons"),
+        ("plan", "collect", "    updates: [updat]\n    data: {demo: 1.0}\n", "updat"),
+        ("policy", "flow", "horizon: none\n", "none|str|int"),
+    ],
+)
+def test_a_yaml_made_wrong_on_purpose_is_found(tmp_path, group, name, line, complaint):
+    folder = Path(shutil.copytree(CONFIG, tmp_path / "config"))
+    file = folder / group / f"{name}.yaml"
+    old = re.compile(rf"^{line.partition(':')[0]}:.*\n", re.MULTILINE)
+    file.write_text(old.sub("", file.read_text()) + line)
+    with pytest.raises((ConfigError, TypeError, AttributeError), match=complaint):
+        checked([f"{group}={name}", *words_of(group, name)[1:]], SEEN, folder)
+
+
+# -- a start that fails
+
+
+def test_a_start_that_fails_is_one_sentence_on_both_sides_and_its_traceback_is_in_a_file(tmp_path, monkeypatch, capfd):
+    def fail(*_):
+        raise RuntimeError("no such storage\nin two lines")
+
+    monkeypatch.setattr(training, "check_memory", fail)
+    why = r"trainer: it failed: RuntimeError: no such storage \(where: .*errors\.log\)"
+    with pytest.raises(Refused, match=f"^the learner has ended: {why}$"):
+        start(tmp_path / "run", small(["task=fake"]))
+    said = capfd.readouterr().err
+    assert len(re.findall(why, said)) == 1
+    assert "Traceback" not in said
+    assert "in two lines" in (tmp_path / "run" / launcher.ERRORS).read_text()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_actors_end_with_a_run_that_never_began_and_wait_for_one_that_did(tmp_path, begun):
+    config = composed(CONFIG, ["learner=true", "task=fake", f"run_dir={tmp_path}"])
+    hello = m.Hello(m.PROTOCOL, "actor", "arm", "e" * 32, "o" * 32, "", ONE_ACTION.to_dict(), [], True)
+    with serving(config) as (local, port), Connection(f"tcp://127.0.0.1:{port}", hello) as actor:
+        actor.hello(PATIENCE)
+        with Connection(local, m.Hello(m.PROTOCOL, "learner", "trainer")) as trainer:
+            if begun:
+                trainer.call(m.Direct({"mode": "idle", "phase": "clone", "into": None}, None), PATIENCE)
+            trainer.call(m.Over("trainer: no memory"), PATIENCE)
+        heard = []
+        while not any(isinstance(message, m.Failed) for message in heard):
+            actor.wait(PATIENCE)
+            heard.append(actor.receive())
+        assert heard[-1] == m.Failed("Refused", "the learner has ended: trainer: no memory", final=not begun)
+        with Connection(f"tcp://127.0.0.1:{port}", hello) as late:
+            if begun:
+                late.hello(PATIENCE)
+            else:
+                with pytest.raises(Refused, match="the learner has ended: trainer: no memory"):
+                    late.hello(PATIENCE)
+
+
+@pytest.mark.parametrize(("works", "given_up"), [(False, 4), (True, None)])
+def test_a_process_that_dies_slowly_before_it_does_anything_is_not_started_for_ever(
+    tmp_path, monkeypatch, caplog, works, given_up
+):
+    now, started = [0.0], []
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: now[0])
+    family = launcher._Family(tmp_path, f"ipc://{tmp_path}/server", [], archives=False)
+    monkeypatch.setattr(family, "_start", started.append)
+    if works:
+        launcher._sign("inference", f"ipc://{tmp_path}/server").touch()
+    deaths = 0
+    while deaths < 10 and (over := family._ended("inference", -9)) is None:
+        now[0] += 30.0  # never more than two within a minute
+        deaths += 1
+    assert (over, deaths) == ((1, given_up - 1) if given_up else (None, 10))
+    if given_up:
+        assert "inference ended 4 times before it could do anything: giving up" in caplog.text
+        assert "give the same command again" in caplog.text

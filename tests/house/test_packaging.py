@@ -1,0 +1,150 @@
+"""What an installation needs, as far as it can be seen without the network."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from serl_client.errors import ConfigError
+
+from serl_launcher.config import composed, factory, groups
+from serl_launcher.launcher import NEEDED
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "config"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CLIENT = tomllib.loads((ROOT / "packages/serl_client/pyproject.toml").read_text())["project"]
+MODULES = {"pyzmq": "zmq", "hydra-core": "hydra", "serl-client": "serl_client"}  # where the name to import is another
+HEAVY = ("torch", "torchvision", "lerobot", "mujoco", "gymnasium", "transformers", "matplotlib", "wandb")
+
+# Imports every module of a package while nothing else can be imported but the standard library, what is allowed, and
+# what that itself imports.
+IMPORT_ALONE = """
+import importlib, importlib.abc, pkgutil, sys
+package, allowed = sys.argv[1], {*sys.argv[1:], *sys.stdlib_module_names}
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        asking = sys._getframe(1)
+        while asking.f_globals["__name__"].startswith("importlib"):
+            asking = asking.f_back
+        mine = asking.f_globals["__name__"].partition(".")[0] in (package, "__main__")
+        if mine and name.partition(".")[0] not in allowed:
+            raise ModuleNotFoundError(f"{asking.f_globals['__name__']} imports {name}")
+sys.meta_path.insert(0, Refuse())
+for found in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
+    importlib.import_module(found.name)
+for name in set(sys.modules) & set(sys.argv[2:]):
+    print(name)
+"""
+
+
+def names(requirements):
+    return [re.match(r"[\w-]+", requirement)[0] for requirement in requirements]
+
+
+def modules(requirements):
+    return {MODULES.get(name, name) for name in names(requirements)}
+
+
+def test_the_client_imports_its_four_dependencies_and_nothing_else():
+    allowed = modules(CLIENT["dependencies"])
+    assert allowed == {"numpy", "msgpack", "zmq", "xxhash"}
+    command = [sys.executable, "-c", IMPORT_ALONE, "serl_client", *allowed]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == allowed, "a dependency that nothing imports"
+
+
+def test_the_test_above_would_see_a_fifth_dependency():
+    command = [sys.executable, "-c", IMPORT_ALONE, "serl_client", "numpy", "msgpack", "xxhash"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert re.search(r"serl_client\.\w+ imports zmq", done.stderr)
+
+
+def test_a_base_install_lists_nothing_heavy():
+    assert not {*HEAVY} & {*names(PROJECT["dependencies"]), *names(CLIENT["dependencies"])}
+
+
+@pytest.mark.parametrize("package", ["", "packages/serl_client"])
+def test_each_package_names_its_licence_and_brings_the_text(package):
+    """Nobody may use a package without a licence."""
+    metadata = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]
+    assert metadata["license"] == "Apache-2.0"
+    (name,) = metadata["license-files"]
+    text = (ROOT / package / name).read_text()
+    assert "Apache License" in text
+    assert "Copyright 2026 the Retake authors" in text
+
+
+def test_the_repository_holds_no_empty_file_and_nothing_that_runs_leave_behind():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("no git here")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    empty = {file.name for file in files if file.exists() and not file.stat().st_size}
+    assert empty <= {"__init__.py"}
+    assert not [file for file in files if file.suffix in (".log", ".rrd", ".mp4", ".sqlite")]
+
+
+def test_what_the_learner_looks_for_is_in_its_extra():
+    assert set(NEEDED) <= set(names(PROJECT["optional-dependencies"]["learner"]))
+
+
+def test_an_actor_and_the_learners_parent_and_server_start_without_any_extra():
+    """What examples/train.py imports, and the simplest task, as a base install has them."""
+    extras = {name for listed in PROJECT["optional-dependencies"].values() for name in names(listed)}
+    code = f"import sys\nfor name in {sorted(extras)}: sys.modules[name] = None\n" + (
+        "import serl_launcher.config, serl_launcher.launcher, serl_launcher.store.server\n"
+        "import serl_client, robot_infra.teleop.keyboard, robot_infra.robots.fake as fake\n"
+        "fake.make(max_steps=5, noise=0.0, clock='simulated').reset(0, teleop=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("group", sorted(groups(CONFIG)))
+def test_every_yaml_composes_without_a_value_that_nobody_gave(group):
+    for name in groups(CONFIG)[group]:
+        asked = ["task.env_id=Pendulum-v1"] if (group, name) == ("task", "gym") else []
+        config = composed(CONFIG, [f"{group}={name}", *asked])
+        assert config.run_dir == f"runs/{config.task.name}"
+
+
+@pytest.mark.parametrize("name", groups(CONFIG)["task"])
+def test_every_task_yaml_fits_what_it_makes(name):
+    asked = ["task.env_id=Pendulum-v1"] if name == "gym" else []
+    config = composed(CONFIG, [f"task={name}", *asked])
+    assert isinstance(config.task.has_operator, bool)
+    factory(config, "task.env")
+
+
+def test_a_plan_may_choose_its_algorithm_and_a_word_still_wins(tmp_path):
+    words = ["learner=true", f"run_dir={tmp_path}", "plan=hiors"]
+    assert composed(CONFIG, words).remembered == ["algo=rejection", "policy=flow"]
+    assert composed(CONFIG, [*words, "algo=sft"]).remembered == ["algo=sft", "policy=flow"]
+
+
+def test_a_run_folder_remembers_what_policy_and_algorithm_it_was_begun_with(tmp_path):
+    words = ["learner=true", f"run_dir={tmp_path}"]
+    begun = composed(CONFIG, [*words, "plan=sft", "policy.horizon=6", "seed=4"])
+    OmegaConf.save(begun, tmp_path / "config.yaml")
+    again = composed(CONFIG, [*words, "plan=evaluate", "policy.horizon=12"])
+    assert (again.policy.horizon, again.policy.steps) == (12, begun.policy.steps)
+    assert (again.algo.idle_filter, again.seed) == (begun.algo.idle_filter, 0)
+    OmegaConf.save(again, tmp_path / "config.yaml")
+    assert composed(CONFIG, words).policy.horizon == 12
+    assert composed(CONFIG, [*words, "plan=hiors"]).policy.horizon == 12
+    assert composed(CONFIG, [*words, "policy=gaussian", "algo=sac"]).algo.discount == 0.99  # what is said holds
+    assert composed(CONFIG, [*words[:1], f"run_dir={tmp_path}/other"]).algo._target_.endswith("SAC")
+
+
+def test_a_plan_for_another_algorithm_than_the_runs_is_refused(tmp_path):
+    words = ["learner=true", f"run_dir={tmp_path}"]
+    OmegaConf.save(composed(CONFIG, [*words, "algo=sac"]), tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match=r"made for (algo=rejection|policy=flow), and the run in .* was begun with"):
+        composed(CONFIG, [*words, "plan=hiors"])
+    assert composed(CONFIG, [*words, "plan=hiors", "algo=rejection", "policy=flow"]).policy.horizon
+    assert composed(CONFIG, [*words, "plan=evaluate"]).remembered == ["algo=sac", "policy=gaussian"]

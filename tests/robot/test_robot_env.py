@@ -1,0 +1,370 @@
+"""RobotEnv over the fake robot: its rate, its ways out, who drives, and what the safety wrapper lets through."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from serl_client.errors import ConfigError
+from serl_client.spec import Feature
+
+from robot_infra.env import RobotEnv
+from robot_infra.interfaces import Frame, RobotFault, Verdict
+from robot_infra.judges import lifted
+from robot_infra.robots.fake import FakeRobot, make
+from robot_infra.safety import SafeRobot
+from robot_infra.teleop.scripted import Scripted
+
+TASKS = Path(__file__).parents[2] / "config" / "task"
+RIGHT = np.array([1, 0], np.float32)
+
+
+class Clock:
+    """Stands in for the module time: sleeping is what makes it pass."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class FakeCamera:
+    feature = Feature((4, 6, 3), "uint8")
+    closed = False
+
+    def latest(self):
+        return Frame(np.full((4, 6, 3), 7, np.uint8), 0.0)
+
+    def close(self):
+        self.closed = True
+
+
+class IdleTeleop:
+    """An operator whose hands are off the device."""
+
+    space = "ee_delta"
+    closed = False
+
+    def reset(self, seed, *, demonstrate=True):
+        pass
+
+    def read(self):
+        return None
+
+    def close(self):
+        self.closed = True
+
+
+def never(observation):
+    return Verdict(0.0, False, False)
+
+
+def at_once(observation):
+    return Verdict(1.0, True, True)
+
+
+def build(robot=None, **changes):
+    arguments = {"judge": never, "task": "test", "fps": 10, "max_steps": 1000, "clock": "simulated"}
+    return RobotEnv(robot or FakeRobot(), **(arguments | changes))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("robot_infra.env.time", clock)
+    monkeypatch.setattr("robot_infra.robots.fake.time", clock)
+    return clock
+
+
+def test_the_spec_and_the_rows_agree():
+    env = build(cameras={"cam_high": FakeCamera()})
+    assert sorted(env.spec.observation) == ["observation.images.cam_high", "observation.state"]
+    for observation in (env.reset(0), env.step(RIGHT).observation):
+        assert sorted(observation) == sorted(env.spec.observation)
+        for name, feature in env.spec.observation.items():
+            feature.check(name, observation[name])
+    assert (observation["observation.images.cam_high"] == 7).all()
+    env.spec.action.check("action", env.step(RIGHT).executed)
+
+
+def test_a_real_clock_keeps_its_rate_however_long_the_work_takes(clock):
+    env = build(FakeRobot(latency=0.03), clock="real")
+    env.reset(0)
+    start = clock.now
+    for step in range(50):
+        clock.now += 0.01 * (step % 5)  # the policy thinks
+        env.step(RIGHT)
+    assert clock.now - start == pytest.approx(5.0)
+    assert env.late == 0
+
+
+def test_after_a_late_step_the_robot_is_not_hurried(clock):
+    env = build(clock="real")
+    env.reset(0)
+    clock.now += 0.35
+    env.step(RIGHT)
+    start = clock.now
+    env.step(RIGHT)
+    assert clock.now - start == pytest.approx(0.1)
+    assert env.late == 1
+
+
+def test_a_simulated_clock_waits_for_nothing(clock):
+    env = build(clock="simulated")
+    env.reset(0)
+    start = clock.now
+    env.step(RIGHT)
+    assert clock.now == start
+
+
+def test_no_action_holds():
+    env = build()
+    state = env.reset(0)["observation.state"]
+    step = env.step(None)
+    np.testing.assert_array_equal(step.executed, [0, 0])
+    np.testing.assert_allclose(step.observation["observation.state"], state)
+    assert not step.intervened
+
+
+def test_a_time_limit_truncates_and_only_then_is_failure_certain():
+    env = build(max_steps=3)
+    env.reset(0)
+    steps = [env.step(RIGHT) for _ in range(3)]
+    assert [step.truncated for step in steps] == [False, False, True]
+    assert [step.success for step in steps] == [None, None, False]
+    assert not any(step.terminated for step in steps)
+    env.reset(1)
+    assert not env.step(RIGHT).truncated
+
+
+def test_an_episode_that_ends_in_its_last_step_is_terminated_not_truncated():
+    env = build(max_steps=1, judge=at_once)
+    env.reset(0)
+    step = env.step(RIGHT)
+    assert (step.terminated, step.truncated, step.success, step.reward) == (True, False, True, 1.0)
+
+
+def test_in_a_teleop_episode_the_operator_drives_and_the_policy_in_the_next_one():
+    left = np.array([-1, 0], np.float32)
+    env = build(teleop=Scripted(lambda: left, noise=0.0))
+    assert env.has_operator
+    env.reset(0, teleop=True)
+    step = env.step(RIGHT)
+    np.testing.assert_array_equal(step.executed, left)
+    assert step.intervened
+    env.reset(1)
+    step = env.step(RIGHT)
+    np.testing.assert_array_equal(step.executed, RIGHT)
+    assert not step.intervened
+
+
+def test_hands_off_the_device_hold():
+    env = build(teleop=IdleTeleop())
+    env.reset(0, teleop=True)
+    step = env.step(RIGHT)
+    np.testing.assert_array_equal(step.executed, [0, 0])
+    assert step.intervened
+
+
+def test_without_an_operator_there_is_no_teleop_episode():
+    env = build()
+    assert not env.has_operator
+    with pytest.raises(ConfigError, match="no teleop"):
+        env.reset(0, teleop=True)
+
+
+def test_what_does_not_fit_is_refused_before_anything_moves():
+    teleop = IdleTeleop()
+    teleop.space = "joint_position"
+    with pytest.raises(ConfigError, match="joint_position"):
+        build(teleop=teleop)
+    with pytest.raises(ConfigError, match="clock"):
+        build(clock="wall")
+
+
+@pytest.mark.parametrize("stop_fails", [False, True])
+def test_every_way_out_stops_the_robot_and_gives_each_device_back(stop_fails):
+    class Stubborn(FakeRobot):
+        def stop(self):
+            super().stop()
+            if stop_fails:
+                raise RobotFault("stop failed")
+
+    robot, camera, teleop = Stubborn(), FakeCamera(), IdleTeleop()
+
+    def run():
+        with build(robot, cameras={"cam": camera}, teleop=teleop) as env:
+            env.reset(0)
+            raise KeyboardInterrupt
+
+    with pytest.raises(RobotFault if stop_fails else KeyboardInterrupt):
+        run()
+    assert robot.stopped
+    assert robot.closed
+    assert camera.closed
+    assert teleop.closed
+
+
+def test_a_command_outside_the_bounds_is_clipped_and_the_clipped_one_reported():
+    env = build(SafeRobot(FakeRobot()))
+    env.reset(0)
+    np.testing.assert_array_equal(env.step(np.array([3.0, -0.5])).executed, np.array([1, -0.5], np.float32))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_command_that_is_not_finite_holds_and_counts(value):
+    robot = FakeRobot()
+    safe = SafeRobot(robot)
+    before = robot.position
+    np.testing.assert_array_equal(safe.command(np.array([0.5, value], np.float32)), [0, 0])
+    np.testing.assert_allclose(robot.position, before)
+    assert safe.refused == 1
+
+
+def test_commands_change_by_no_more_than_the_jump_limit():
+    safe = SafeRobot(FakeRobot(), jump=0.4)
+    sent = [safe.command(RIGHT)[0] for _ in range(3)]
+    np.testing.assert_allclose(sent, [0.4, 0.8, 1.0], rtol=1e-6)
+    assert safe.command(-RIGHT)[0] == pytest.approx(0.6)
+    safe.home(0)
+    assert safe.command(RIGHT)[0] == pytest.approx(0.4)
+
+
+def test_a_box_narrows_the_entry_it_names_and_no_other():
+    safe = SafeRobot(FakeRobot(), box={"y": (-0.2, 0.3)})
+    np.testing.assert_allclose(safe.command(np.array([1, 1])), [1, 0.3], rtol=1e-6)
+    np.testing.assert_allclose(safe.command(np.array([-1, -1])), [-1, -0.2], rtol=1e-6)
+    with pytest.raises(ConfigError, match="wrist"):
+        SafeRobot(FakeRobot(), box={"wrist": (0, 1)})
+
+
+def test_a_box_never_widens_the_bounds():
+    safe = SafeRobot(FakeRobot(), box={"x": (-5.0, 5.0), "y": (-0.2, 5.0)})
+    np.testing.assert_allclose(safe.command(np.array([3, 3])), [1, 1], rtol=1e-6)
+    np.testing.assert_allclose(safe.command(np.array([-3, -3])), [-1, -0.2], rtol=1e-6)
+
+
+class OutsideRobot(FakeRobot):
+    """Was pushed by hand: it stands at 2, outside of its bounds of +-1."""
+
+    def hold_action(self):
+        return np.array([2.0, 0.0], np.float32)
+
+
+def test_a_robot_outside_of_its_bounds_comes_back_no_faster_than_the_jump_limit():
+    safe = SafeRobot(OutsideRobot(), jump=0.25)
+    sent = [safe.command(np.zeros(2, np.float32))[0] for _ in range(9)]
+    np.testing.assert_allclose(sent, [1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.25, 0, 0], atol=1e-6)
+
+
+class SlowRobot(FakeRobot):
+    """Takes half of what it is asked for, as a robot does that limits its own speed."""
+
+    def command(self, action):
+        return super().command(np.asarray(action) / 2)
+
+
+def test_the_jump_limit_counts_from_what_the_robot_really_took():
+    safe = SafeRobot(SlowRobot(), jump=0.4)
+    taken = [safe.command(RIGHT)[0] for _ in range(3)]
+    np.testing.assert_allclose(taken, [0.2, 0.3, 0.35], rtol=1e-6)  # half of 0.4, of 0.2 + 0.4, of 0.3 + 0.4
+
+
+def test_an_action_of_another_shape_is_an_error_not_a_broadcast():
+    with pytest.raises(ValueError, match="action"):
+        SafeRobot(FakeRobot()).command(np.ones(1))
+
+
+def test_a_fault_stops_the_robot_and_is_told():
+    robot = FakeRobot(faults={"raise": 2})
+    env = build(SafeRobot(robot))
+    env.reset(0)
+    env.step(RIGHT)
+    assert not robot.stopped
+    with pytest.raises(RobotFault):
+        env.step(RIGHT)
+    assert robot.stopped
+
+
+def test_a_broken_sensor_stops_the_robot_before_a_policy_sees_it():
+    robot = FakeRobot(faults={"nan": 1})
+    env = build(SafeRobot(robot))
+    env.reset(0)
+    with pytest.raises(RobotFault, match=r"observation\.state"):
+        env.step(RIGHT)
+    assert robot.stopped
+
+
+def test_a_frozen_robot_takes_commands_and_stays():
+    env = build(FakeRobot(faults={"freeze": 2}))
+    start = env.reset(0)["observation.state"]
+    moved, frozen = (env.step(RIGHT).observation["observation.state"] for _ in range(2))
+    assert moved[0] > start[0]
+    np.testing.assert_array_equal(frozen, moved)
+
+
+def test_an_unknown_fault_is_refused():
+    with pytest.raises(ConfigError, match="explode"):
+        FakeRobot(faults={"explode": 1})
+
+
+def test_a_start_is_named_by_its_seed():
+    env = build()
+    starts = [env.reset(seed)["observation.state"] for seed in range(20)]
+    assert len({start.tobytes() for start in starts}) == 20
+    np.testing.assert_array_equal(env.reset(7)["observation.state"], starts[7])
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_the_scripted_operator_reaches_the_goal(noise):
+    env = make(max_steps=50, noise=noise, clock="simulated")
+    successes = 0
+    for seed in range(50):
+        env.reset(seed, teleop=True)
+        step = env.step(None)
+        while not (step.terminated or step.truncated):
+            step = env.step(None)
+        successes += bool(step.success)
+    assert successes >= 48
+
+
+def test_demonstrations_repeat_with_their_seed_and_differ_between_seeds():
+    teleop = Scripted(lambda: np.zeros(2), noise=0.3)
+
+    def noise(seed):
+        teleop.reset(seed)
+        return np.stack([teleop.read() for _ in range(5)])
+
+    np.testing.assert_array_equal(noise(3), noise(3))
+    assert (noise(3) != noise(4)).all()
+
+
+def test_a_block_counts_as_lifted_only_while_it_is_held():
+    tool = np.array([0.4, 0.0, 0.2])
+    assert lifted(tool, tool - [0, 0, 0.01])
+    assert not lifted(tool, tool - [0, 0, -0.1])  # thrown
+    assert not lifted(tool - [0, 0, 0.15], tool - [0, 0, 0.15])  # not high enough
+
+
+def test_the_fake_task_yaml_makes_an_env_with_an_operator():
+    config = OmegaConf.create({"task": OmegaConf.load(TASKS / "fake.yaml")})
+    with instantiate(config.task.env)() as env:
+        assert env.has_operator is config.task.has_operator
+        env.reset(0, teleop=True)
+        assert env.step(None).intervened
+
+
+def test_the_fake_robot_runs_where_no_simulator_is_installed():
+    code = (
+        "import sys; sys.modules.update(mujoco=None, gymnasium=None, torch=None)\n"
+        "from robot_infra.robots.fake import make\n"
+        "env = make(max_steps=5, noise=0.1, clock='simulated'); env.reset(0, teleop=True); env.step(None)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,424 @@
+"""tools/doctor.py: each failure that needs no hardware is provoked, and each says what to do."""
+
+import fcntl
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+from serl_client import Feature, Outcome, Spec, messages
+from serl_client.client import TrainerClient
+from serl_client.errors import ConfigError
+from serl_client.outbox import Outbox
+
+from robot_infra.env import RobotEnv
+from robot_infra.interfaces import Frame, Verdict
+from robot_infra.robots.fake import FakeRobot
+from serl_launcher.config import composed
+from serl_launcher.store.server import Server
+from serl_launcher.store.store import Store
+from tests.store.test_service import free_port, wait_until
+from tools.checks import machine, network, robot
+from tools.checks.common import CONFIG, Run
+from tools.checks.sides import examined, looked
+from tools.keys import locked, make, revoke
+
+DOCTOR = Path(__file__).parents[2] / "tools/doctor.py"
+OTHER_PROTOCOL = """
+import sys
+from pathlib import Path
+from serl_client import messages
+from serl_launcher.store.server import serve
+messages.PROTOCOL = (90, 91)
+serve(Path(sys.argv[1]), {"online": 100}, public=sys.argv[2], local=sys.argv[3], inference="tcp://127.0.0.1:1")
+"""
+
+
+@cache
+def base(side):
+    return composed(CONFIG, [f"{side}=true", "task=fake"])
+
+
+def planned(side, run_dir, *words, **options):
+    """The run that these words make of the fake robot."""
+    return Run(side, OmegaConf.merge(base(side), OmegaConf.from_dotlist([f"run_dir={run_dir}", *words])), **options)
+
+
+def found(check, run):
+    """(the worst state, all that was said) by a check; every failure comes with advice."""
+    findings = list(check(run))
+    assert all(finding.advice for finding in findings if finding.state != "ok")
+    worst = max((finding.state for finding in findings), key=["ok", "WARN", "FAIL"].index)
+    return worst, "\n".join(f"{finding.text}: {finding.advice}" for finding in findings)
+
+
+def doctor(*words, before=()):
+    """(exit status, {check: the worst state}, all that was said) of the program."""
+    command = [*before, sys.executable, str(DOCTOR), *map(str, words), "task=fake", "--json", "--seconds", "0.2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    said = json.loads(done.stdout)
+    assert said["failed"] == sum(check["state"] == "FAIL" for check in said["checks"])
+    return done.returncode, states((check["check"], check["state"]) for check in said["checks"]), done.stdout
+
+
+def states(found):
+    worst = {}
+    for name, state in found:
+        worst[name] = max(state, worst.get(name, "ok"), key=["ok", "WARN", "FAIL"].index)
+    return worst
+
+
+def all_of(side, *words):
+    """({check: the worst state}, all that was said) of all checks of a side."""
+    findings = list(examined(side, ["task=fake", *words], move=False, seconds=0.2))
+    return states((name, finding.state) for name, finding in findings), "\n".join(f.text for _, f in findings)
+
+
+@contextmanager
+def served(run_dir, port, **options):
+    """A server with nobody connected."""
+    server = Server(
+        run_dir, {"online": 100}, public=f"tcp://127.0.0.1:{port}", local=f"ipc://{run_dir}.local",
+        inference="tcp://127.0.0.1:1", **options,
+    )  # fmt: skip
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.stop()
+        thread.join()
+        server.close()
+
+
+@pytest.fixture
+def learner(tmp_path):
+    """The port of one."""
+    port = free_port()
+    with served(tmp_path / "served", port):
+        yield port
+
+
+class Contains(str):
+    """Equals each text that it is a part of."""
+
+    def __eq__(self, other):
+        return self in other
+
+    __hash__ = None
+
+
+def test_both_sides_of_a_run_that_can_start_are_told_so(learner, tmp_path):
+    found, said = all_of("learner", f"run_dir={tmp_path}/run", f"port={free_port()}", f"inference_port={free_port()}")
+    assert found.pop("processors") in ("ok", "WARN")
+    assert set(found.values()) == {"ok"}, said
+    code, found, said = doctor("actor", f"run_dir={tmp_path}/run", f"port={learner}")
+    assert code == 0, said
+    assert {found[name] for name in ("robot", "control", "reachable", "protocol", "same_robot", "clocks")} == {"ok"}
+    assert "the run is new: it will be of this robot" in said
+
+
+def test_words_that_make_no_run_are_one_failure_in_words(tmp_path):
+    code, found, said = doctor("actor", "tsak=fake", f"run_dir={tmp_path}")
+    assert (code, found) == (1, {"words": "FAIL"})
+    assert "did you mean 'task'?" in said
+
+
+def test_a_plan_that_the_launcher_refuses_is_refused_and_nothing_said_of_what_follows(tmp_path):
+    found, said = all_of("learner", f"run_dir={tmp_path}", "node_rank=1")
+    assert found["plan"] == "FAIL"
+    assert "the 1 nodes are 0 to 0" in said
+    assert "memory" not in found
+
+
+@pytest.mark.parametrize(("side", "is_told"), [("learner", True), ("actor", False)])
+def test_a_python_that_was_not_tried_on_a_side_is_told(tmp_path, monkeypatch, side, is_told):
+    run, sentence = planned(side, tmp_path), "Python 3.12 is allowed, but this side was tried with 3.11 alone"
+    assert sentence not in found(machine.packages, run)[1]
+    monkeypatch.setattr(machine.platform, "python_version_tuple", lambda: ("3", "12", "1"))
+    assert (sentence in found(machine.packages, run)[1]) is is_told
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch):
+    run = planned("learner", tmp_path)
+    assert found(machine.packages, run)[0] in ("ok", "WARN")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert found(machine.packages, run) == (
+        "FAIL", "not installed: safetensors: run `uv sync --inexact --extra learner` here",
+    )  # fmt: skip
+    assert found(machine.packages, planned("actor", tmp_path))[0] in ("ok", "WARN")  # which needs none
+
+
+@pytest.mark.parametrize(
+    ("words", "extras"),
+    [
+        (["actor=true"], set()),
+        (["actor=true", "task=sim_arm"], {"sim"}),
+        (["actor=true", "inference=local", "policy=pi0", "algo=rejection"], {"learner", "vla"}),
+        (["learner=true", "record=all", "wandb=offline"], {"learner", "data", "wandb"}),
+        (["learner=true", "+plan.sources.online.archive=lerobot"], {"learner", "data"}),
+    ],
+)
+def test_which_extras_a_run_needs(words, extras):
+    config = composed(CONFIG, ["task=fake", *words])
+    assert {name for name, needs in machine.EXTRAS.items() if needs(config)} == extras
+
+
+def test_a_port_that_is_taken_is_named_with_who_has_it(learner, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        state, said = found(network.ports, planned("learner", tmp_path, f"port={learner}", f"inference_port={taken}"))
+    assert state == "FAIL"
+    assert f"127.0.0.1:{learner}: Address already in use (a learner, run new): stop what listens there" in said
+    assert f"127.0.0.1:{taken}: Address already in use: stop" in said
+    assert "choose inference_port=" in said
+
+
+def test_nobody_and_somebody_else_at_the_learners_port(tmp_path):
+    def state_at(port, ip="127.0.0.1"):
+        return found(network.reachable, planned("actor", tmp_path, f"ip={ip}", f"port={port}"))
+
+    state, said = state_at(free_port())
+    assert (state, "nobody listens" in said, "ssh -L" in said) == ("FAIL", True, True)
+    state, said = state_at(5588, "no-such-host.invalid")
+    assert (state, "is no known name" in said) == ("FAIL", True)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        def answer(words):
+            peer, _ = other.accept()
+            with peer:
+                peer.sendall(words)
+                peer.shutdown(socket.SHUT_WR)
+                while peer.recv(100):
+                    pass
+
+        for words, expected in (
+            (b"SSH-2.0-OpenSSH\n", "no learner, it says b'SSH-2.0"),
+            (b"", "says nothing"),
+        ):
+            thread = threading.Thread(target=answer, args=(words,))
+            thread.start()
+            state, said = state_at(port)
+            thread.join()
+            assert (state, expected in said) == ("FAIL", True), said
+
+
+def test_a_learner_of_another_protocol_is_told_with_both_numbers(tmp_path):
+    port = free_port()
+    run = planned("actor", tmp_path, f"port={port}")
+    address = f"tcp://127.0.0.1:{port}"
+    server = subprocess.Popen([sys.executable, "-c", OTHER_PROTOCOL, tmp_path, address, f"ipc://{tmp_path}/local"])
+    try:
+        wait_until(lambda: found(network.reachable, run)[0] == "ok")
+        state, said = found(network.protocol, run)
+    finally:
+        server.kill()
+        server.wait()
+    assert state == "FAIL"
+    assert "90-91" in said
+    assert "git pull" in said
+
+
+def test_another_robot_and_another_run_are_refused(learner, tmp_path):
+    run = planned("actor", tmp_path, f"port={learner}", "name=actor")
+    here = Spec({"observation.state": Feature((7,))}, Feature((2,), low=-1, high=1), fps=10.0)
+    with TrainerClient(
+        f"tcp://127.0.0.1:{learner}", actor="actor", spec=here, outbox=tmp_path / "actors/actor/outbox"
+    ) as client:
+        wait_until(lambda: client.connected)
+        assert found(network.protocol, run)[0] == "ok"
+        with FakeEnv() as run.env:
+            run.spec = run.env.spec
+        state, said = found(network.same_robot, run)
+        assert (state, "observation.state.shape: [7], [6]" in said) == ("FAIL", True), said
+        state, said = found(network.name, run)
+        assert (state, "an actor named actor is connected: stop it" in said) == ("FAIL", True), said
+        assert "actor" not in found(network.clocks, run)[1], "that is no matter of clocks"
+        run.config.name = "right"
+        assert found(network.name, run) == ("ok", "right; connected are actor: ")
+        run.config.name = "actor"
+        assert (found(network.outbox, run)[0]) == "FAIL"  # that process has it
+    with closing(Outbox(tmp_path / "actors/actor/outbox", 1 << 20)) as box:
+        box.bind("q" * 32)
+        assert box.append("e" * 32, 0, messages.seal(0, Outcome("e0", True)))
+    state, said = found(network.outbox, run)
+    assert (state, f"1 records of run {'q' * 12} wait" in said) == ("FAIL", True), said
+
+
+def test_inference_that_is_not_there_yet_is_no_failure_and_a_port_that_says_nothing_is(tmp_path, monkeypatch):
+    run, address = planned("actor", tmp_path), f"tcp://127.0.0.1:{free_port()}"
+    run.welcome = messages.Welcome("", 0, 1, [], None, address, {})
+    assert found(network.inference, run)[0] == "ok", "it waits for the first actor"
+    run.welcome = replace(run.welcome, spec={})
+    state, said = found(network.inference, run)
+    assert (state, "needs some seconds" in said) == ("WARN", True), said
+    monkeypatch.setattr(network, "greeted", lambda *_: (_ for _ in ()).throw(TimeoutError("timed out")))
+    state, said = found(network.inference, run)
+    assert (state, "firewall" in said) == ("FAIL", True), said
+
+
+def test_keys_that_are_missing_open_to_others_of_another_name_or_revoked(tmp_path):
+    folder, port = tmp_path / "keys", free_port()
+    with locked(folder, is_new=True):
+        make(folder, "eve", "viewer")
+        assert found(network.keys, planned("learner", tmp_path, f"keys={folder}"))[0] == "FAIL"
+        make(folder, "left", "actor")
+    assert found(network.keys, planned("learner", tmp_path, f"keys={folder}", "host=0.0.0.0"))[0] == "ok"
+    with pytest.raises(ConfigError, match="without keys the learner listens on loopback only"):
+        found(network.keys, planned("learner", tmp_path, "host=0.0.0.0"))
+
+    def asked(key, name):
+        """The first check that fails with this key, and all that was said."""
+        words = [f"key={folder / key}"] if key else []
+        run, said = planned("actor", tmp_path, f"port={port}", f"name={name}", *words), ""
+        for check in (network.key, network.reachable, network.protocol):
+            for finding in looked(check, run):
+                said += f"{finding.text} {finding.advice}"
+                if finding.state == "FAIL":
+                    return check.__name__, said
+        return "", said
+
+    with served(tmp_path / "served", port, keys=folder):
+        assert asked("left.key", "left") == ("", ANY)
+        assert asked("left.key", "left/2") == ("", ANY)
+        assert asked("left.key", "auto") == ("", ANY), "an actor that is given no name goes by that of its key"
+        assert asked("", "left") == ("reachable", Contains("lets in only who has a key"))
+        assert asked("left.key", "right") == ("key", Contains("say name=left"))
+        assert asked("eve.key", "eve") == ("key", Contains("tools/keys.py make eve --role actor"))
+        (folder / "left.key").chmod(0o644)
+        assert asked("left.key", "left") == ("key", Contains("chmod 600"))
+        (folder / "left.key").chmod(0o600)
+        revoke(folder, "left")
+        assert asked("left.key", "left") == ("protocol", Contains("does not let the key left in"))
+    with served(tmp_path / "open", port):
+        assert asked("left.key", "left") == ("reachable", Contains("leave key= out"))
+
+
+def test_a_full_disk_and_a_plan_that_is_too_large(tmp_path):
+    run = planned("learner", tmp_path, "plan.sources.online.capacity=1000000000000")
+    assert found(robot.described_robot, run)[0] == "ok"
+    state, said = found(machine.disk, run)
+    assert state == "FAIL"
+    assert "the replay buffer does not fit" in said
+    run = planned("actor", tmp_path, "outbox_gb=0.000001")
+    with FakeEnv() as run.env:
+        run.spec = run.env.spec
+        state, said = found(machine.disk, run)
+    assert state == "FAIL"
+    assert "a larger outbox_gb" in said
+    assert found(machine.disk, planned("actor", tmp_path, "outbox_gb=1000000"))[0] == "WARN"
+
+
+def test_a_store_that_is_there_tells_its_robot_and_keeps_its_capacities(tmp_path):
+    with FakeEnv() as env:
+        store = Store.create(tmp_path / "store", env.spec, {"online": 100, "demo": 50})
+    with closing(store):
+        run = planned("learner", tmp_path, "plan.sources.online.capacity=100", "plan.sources.demo.capacity=60")
+        assert found(robot.described_robot, run)[0] == "ok"
+        assert run.spec.fps == env.spec.fps
+        state, said = found(machine.disk, run)
+    assert (state, "{'demo': 50} steps, the plan says {'demo': 60}" in said) == ("FAIL", True), said
+
+
+def test_a_folder_that_a_learner_has_is_left_alone(tmp_path):
+    with open(tmp_path / "lock", "w") as lock:
+        lock.write("4711")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found, said = all_of("learner", f"run_dir={tmp_path}", "node_rank=1")  # the plan's failure spares time
+    assert found["folder"] == "FAIL"
+    assert "in use by the learner with process 4711" in said
+    assert not {"described_robot", "disk"} & set(found)
+
+
+def test_a_disk_without_room_is_a_failure(tmp_path):
+    mount = f'mount -t tmpfs -o size=64k none {tmp_path} && exec "$@"'
+    before = ["unshare", "-rm", "sh", "-c", mount, "sh"]
+    if not shutil.which("unshare") or subprocess.run([*before, "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    code, found, said = doctor("actor", f"run_dir={tmp_path}", before=before)
+    assert (code, found["disk"]) == (1, "FAIL")
+    assert "make room there" in said
+
+
+class Camera:
+    """Gives a new image `rate` times a second, each `age` seconds old, after `waits` seconds."""
+
+    feature = Feature((4, 6, 3), "uint8")
+
+    def __init__(self, rate=1000.0, age=0.0, shape=(4, 6, 3), pixels=(0, 255), waits=0.0):
+        self.rate, self.age, self.waits = rate, age, waits
+        self.image = np.resize(np.array(pixels, np.uint8), shape)
+
+    def latest(self):
+        time.sleep(self.waits)
+        return Frame(self.image, int(time.monotonic() * self.rate) / self.rate - self.age)
+
+    def close(self):
+        pass
+
+
+class FakeEnv(RobotEnv):
+    """The fake robot on the real clock with these cameras; `slow` seconds pass in each observation."""
+
+    def __init__(self, *, slow=0.0, **cameras):
+        self.device = FakeRobot()
+        self.device.observe = lambda observe=self.device.observe: (time.sleep(slow), observe())[1]
+        super().__init__(
+            self.device, judge=lambda observation: Verdict(0.0, False, None), task="", fps=20.0, max_steps=9,
+            clock="real", cameras=cameras,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("camera", "state", "words"),
+    [
+        (Camera(), "ok", "4x6x3"),
+        (Camera(rate=3.0), "FAIL", "rows come at 20 Hz"),
+        (Camera(rate=12.0), "WARN", "some show one twice"),
+        (Camera(waits=0.05), "WARN", "it should not wait for the next image"),
+        (Camera(age=5.0), "FAIL", "it stands still"),
+        (Camera(shape=(8, 6, 3)), "FAIL", "declared are uint8 [4, 6, 3]"),
+        (Camera(pixels=(0,)), "WARN", "lens is covered"),
+    ],
+)
+def test_a_camera_is_judged_by_rate_age_size_and_image(tmp_path, camera, state, words):
+    with FakeEnv(high=camera) as env:
+        result, said = found(robot.cameras, planned("actor", tmp_path, env=env, seconds=0.4))
+    assert result == state, said
+    assert words in said
+
+
+def test_a_loop_that_is_too_slow_fails_and_names_the_slow_part(tmp_path):
+    with FakeEnv(slow=0.08, high=Camera()) as env:
+        state, said = found(robot.control, planned("actor", tmp_path, env=env, seconds=0.4))
+    assert state == "FAIL"
+    assert "robot 8" in said  # ms
+    assert env.device.commands == 0
+
+
+def test_a_real_robot_is_commanded_only_when_it_may_move(tmp_path):
+    with FakeEnv() as env:
+        for move in (False, True):
+            said = found(robot.control, planned("actor", tmp_path, env=env, move=move, seconds=0.2))[1]
+            assert (env.device.commands > 0) == move, said
+
+
+def test_a_robot_that_does_not_open_is_a_failure_and_the_rest_goes_on(learner, tmp_path):
+    found, said = all_of("actor", f"run_dir={tmp_path}", f"port={learner}", "+task.env.faults.burn=1")
+    assert (found["robot"], found["reachable"]) == ("FAIL", "ok")
+    assert not {"cameras", "control"} & set(found)
+    assert "fault 'burn' is unknown" in said

@@ -1,0 +1,145 @@
+"""The moving picture shows what a run's store holds: the simulator repeats it, or the picture is refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from serl_client import Outcome, Segment, Stamp
+from serl_client.errors import ConfigError
+from serl_client.runner import evaluation_seed
+
+from robot_infra.cameras import gl
+from robot_infra.robots.sim_arm import FPS, make
+from serl_launcher.store.store import Store
+
+pytest.importorskip("mujoco", reason="needs the extra `sim`")
+Image = pytest.importorskip("PIL.Image", reason="needs Pillow, which the extra `learner` brings")
+from tools import picture  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+STATE = "observation.state"
+
+
+def recorded(env, number, drive, directive, phase):
+    """An evaluated episode as an actor records it: 12 rows of standing still, or the scripted operator's pick."""
+    rows = [env.reset(evaluation_seed(0, number), teleop=drive)[STATE]]
+    steps = []
+    while not steps or not (steps[-1].terminated or len(steps) == 40 or (not drive and len(steps) == 12)):
+        steps.append(env.step(None))
+        rows.append(steps[-1].observation[STATE])
+    done = bool(steps[-1].terminated)
+    zeros = np.zeros(len(steps), bool)
+    return Segment(
+        f"arm-{phase}-{number}", 0, env.task, Stamp(directive, phase, 1), {STATE: np.stack(rows)},
+        np.stack([step.executed for step in steps]), np.array([step.reward for step in steps], np.float32),
+        zeros, zeros, np.arange(len(steps)) / FPS, terminated=done, truncated=not done,
+        extras={name: np.stack([step.extras[name] for step in steps]) for name in env.spec.extras},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Makes a run of the arm that was evaluated once for each word: `drive` whether it picks up the block."""
+
+    def make_run(*evaluated, spoil=lambda segment: None):
+        env = make(max_steps=60, noise=0.0, clock="simulated")
+        store = Store.create(tmp_path / "store", env.spec, {"eval": 500}, ())
+        store.hello("arm", "outbox", "A", [])
+        sequence = 0
+        for phase, drive in enumerate(evaluated):
+            directive = store.direct({"into": "eval", "phase": f"phase{phase}"})
+            for number in range(2):
+                segment = recorded(env, number, drive, directive, f"phase{phase}")
+                spoil(segment)
+                store.stage("A", sequence, segment)
+                store.stage(
+                    "A", sequence + 1, Outcome(segment.episode, success=bool(segment.terminated), judged_by="judge")
+                )
+                sequence += 2
+        store.commit()
+        store.close()
+        return tmp_path
+
+    return make_run
+
+
+def needs_a_renderer():
+    if not gl.backend():
+        pytest.skip("this machine can draw no images")
+
+
+def test_the_picture_shows_the_first_evaluation_beside_the_last(run):
+    needs_a_renderer()
+    out = run(False, False, True) / "both.gif"
+    done = subprocess.run(
+        [sys.executable, picture.__file__, out.parent, "--out", out, "--size", "64", "--seconds", "3"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{out}: 30 frames, ")
+    with Image.open(out) as animation:
+        assert animation.size == (128, 64 + picture.BAR)
+        shown = [np.asarray(image.convert("RGB"), int) for image in ticks(animation)]
+    assert len(shown) == 30
+    moved = np.stack([np.abs(image - shown[0])[picture.BAR + 8 : -8].mean(axis=(0, 2)) for image in shown[:12]])
+    assert moved[:, 72:120].max() > 3 * moved[:, 8:56].max()  # it stood still before training
+
+
+def ticks(animation):
+    """What is seen in each tick of the robot; frames that are alike are stored once, and shown longer."""
+    for number in range(animation.n_frames):
+        animation.seek(number)
+        for _ in range(round(animation.info["duration"] * FPS / 1000)):
+            yield animation.copy()
+
+
+def test_the_captions_count_what_the_store_holds(run):
+    (before, first), (after, last) = picture.evaluations(run(False, True))
+    assert (before, after) == ("before training: 0 of 2 picked up", "after training: 2 of 2 picked up")
+    assert [len(rows["action"]) for rows in first] == [12, 12]
+    assert all(rows["terminated"][-1] for rows in last)
+
+
+class Blind:
+    """A scene that draws nothing."""
+
+    def __init__(self):
+        self.arm = picture.SimArm()
+
+    def draw(self):
+        return np.zeros((4, 4, 3), np.uint8)
+
+
+def test_what_the_simulator_does_not_repeat_is_refused(run):
+    def shift(segment):
+        segment.action[5, 0] += 0.5
+
+    (_, first), _ = picture.evaluations(run(False, True, spoil=shift))
+    with pytest.raises(ConfigError, match="does not repeat this run"):
+        list(picture.played(Blind(), first[0]))
+    with pytest.raises(ConfigError, match="no start of an evaluation"):
+        picture.start(picture.SimArm(), first[0][STATE][0] + 1)
+
+
+def test_the_end_of_an_episode_stands_still_and_tells_how_it_ended(run):
+    (_, first), (_, last) = picture.evaluations(run(False, True))
+    for rows, succeeded in ((first[0], False), (last[1], True)):
+        shown = [success for _, success in picture.played(Blind(), rows)]
+        assert shown == [None] * len(rows["action"]) + [succeeded] * picture.PAUSE
+
+
+def test_a_run_without_two_evaluations_is_refused(run, tmp_path):
+    with pytest.raises(ConfigError, match="holds no store"):
+        picture.evaluations(tmp_path / "none")
+    with pytest.raises(ConfigError, match="has 1 phases with evaluated episodes; a picture needs two"):
+        picture.evaluations(run(True))
+
+
+def test_the_readme_shows_a_small_moving_picture_of_a_run():
+    path = ROOT / "docs/before_after.gif"
+    assert f"({path.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
+    assert path.stat().st_size < 3_000_000
+    with Image.open(path) as animation:
+        assert 5 <= len(list(ticks(animation))) / FPS <= 8

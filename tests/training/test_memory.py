@@ -1,0 +1,200 @@
+"""What training will take is known before it is taken: about right, and refused where it is not there.
+
+This file is also a program: test_memory.py WORD ... trains for two steps, and prints the bytes that this took.
+"""
+
+import logging
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from serl_client import ConfigError, Feature, Spec
+from torch._subclasses import fake_tensor
+
+from serl_launcher.config import composed
+from serl_launcher.replay.mixture import blank
+from serl_launcher.training import memory
+from serl_launcher.training.build import build, check_memory
+from serl_launcher.types import Window
+from serl_launcher.utils.optim import Optimizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONFIG = Path(__file__).resolve().parents[2] / "config"
+GB = 1e9
+WIDE = ["algo=sft", "policy=flow", "policy.hidden=[3000,3000]", "batch_size=8192"]
+FULL = ["algo=sft", "policy=pi0", "batch_size=8"]
+IMAGES = {f"observation.images.{name}": Feature((224, 224, 3), "uint8") for name in ("high", "left", "right")}
+SPEC = Spec(
+    {**IMAGES, "observation.state": Feature((7,))}, Feature((7,), low=-np.ones(7), high=np.ones(7)), fps=30.0
+)  # fmt: skip
+ONE_ACTION = Spec({"observation.state": Feature((3,))}, Feature((1,), low=[-2.0], high=[2.0]), fps=20.0)
+ONE_NUMBER = Spec({"observation.state": Feature((1,))}, Feature((1,), low=[-2.0], high=[2.0]), fps=20.0)
+SMALL = Spec(
+    {"observation.images.high": Feature((32, 32, 3), "uint8"), "observation.state": Feature((3,))},
+    Feature((3,), low=-np.ones(3), high=np.ones(3)), fps=30.0,
+)  # fmt: skip
+FLOW, TINY = ["algo=sft", "policy=flow"], ["algo=rejection_pi0", "policy=pi0_tiny"]
+OPTIONS = [  # that config/policy documents
+    [*FLOW, "policy.noise_level=0.1"], [*FLOW, "policy.layer_norm=false"], [*FLOW,
+    "policy.imitation_target=observation.state"],
+    ["algo=sac_pi0", "policy=flow", "policy.noise_level=0.1"], ["algo=sac_pi0", "policy=flow"],
+    ["algo=sac_pi0_pixels", "policy=flow_pixels", "policy.noise_level=0.1"],
+    ["algo=rejection_pixels", "policy=flow_pixels", "policy.encoder.cameras=[high]"],
+    ["algo=rlpd_pixels", "policy=gaussian_pixels", "batch_size=8"], ["algo=sac", "policy.layer_norm=false"],
+    [*TINY, "policy.noise_level=0.1"], [*TINY, "policy.checkpointing=true"], [*TINY, "policy.precision=bfloat16"],
+    [*TINY, "policy.lora=4"], [*TINY, "policy.freeze=[vision,language]"], [*TINY, "policy.cameras=[high]"],
+    ["algo=sac_pi0_pixels", "policy=pi0_tiny", "policy.noise_level=0.1", "batch_size=8"],
+]  # fmt: skip
+
+
+class Looks(torch.nn.Module):
+    """Asks for the value of a tensor in one of its two updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = torch.nn.Linear(4, 4_000_000)
+        self.optimizer = Optimizer(self.network, learning_rate=1e-3)
+        self.windows = {"update": Window({"action": (0,)}), "update_other": Window({"action": (0,)})}
+
+    def update(self, batch):
+        loss = self.optimizer(torch.ones(10, 4)).square().mean()
+        if loss.item() > 0:
+            self.optimizer.step(loss)
+
+    def update_other(self, batch):
+        self.optimizer.step(self.optimizer(torch.ones(100, 4)).square().mean())
+
+
+def need_of(words, ranks=1, stage=0):
+    config = composed(CONFIG, words)
+    return memory.needed(lambda: build(config, SPEC), SPEC, config.batch_size, ranks, stage)
+
+
+def take(*words):
+    def peak():  # of this program alone: what getrusage says begins at its parent's
+        status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return int(status["VmHWM"].split()[0]) * 1024
+
+    torch.set_num_threads(1)
+    config = composed(CONFIG, words)
+    small = build(composed(CONFIG, [*words, "policy.hidden=[8]"]), SPEC)
+    small.update(blank(SPEC, small.windows["update"], 8))  # what is loaded once does not count
+    before, algorithm = peak(), build(config, SPEC)
+    for _ in range(2):
+        algorithm.update(blank(SPEC, algorithm.windows["update"], config.batch_size))
+    sys.stdout.write(str(peak() - before))
+
+
+def test_what_is_predicted_is_what_training_takes():
+    done = subprocess.run([sys.executable, __file__, *WIDE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert need_of(WIDE).total == pytest.approx(int(done.stdout), rel=0.15)
+
+
+@pytest.mark.parametrize("words", [["policy.freeze=[vision,language]"], ["policy.lora=4"]], ids=["expert", "lora"])
+def test_what_is_frozen_is_there_once_and_has_no_gradient(words):
+    tiny = ["algo=sft", "policy=pi0_tiny", "batch_size=4"]
+    whole, part = need_of(tiny), need_of([*tiny, *words])
+    assert 0 < part.gradients == part.weights == part.optimizer / 2 < whole.weights
+    assert part.copies + part.weights < whole.copies + whole.weights
+
+
+def test_what_is_spread_is_divided_by_the_ranks():
+    alone, states, gradients, all_of_it = (need_of(WIDE, 4, stage) for stage in range(4))
+    weights = alone.weights
+    assert alone.optimizer == 2 * weights
+    assert states.optimizer == pytest.approx(weights * 3 / 4, rel=1e-6)  # two moments, and DeepSpeed's own weights
+    assert states.gradients == weights
+    assert gradients.gradients == all_of_it.gradients == pytest.approx(weights / 4, rel=1e-6)
+    assert all_of_it.weights == pytest.approx(weights / 4, rel=1e-6)
+    assert {need.copies for need in (alone, states, gradients, all_of_it)} == {alone.copies}
+
+
+def test_parts_of_a_batch_take_the_memory_of_one():
+    whole, parts = need_of(WIDE), need_of([*WIDE, "algo.optimizer.accumulation=8"])
+    assert parts.activations < whole.activations / 3
+    assert parts.weights == whole.weights
+
+
+@pytest.mark.parametrize("spec", [ONE_ACTION, ONE_NUMBER], ids=["one_action", "one_number_of_each"])
+@pytest.mark.parametrize(
+    "words", [["algo=sac"], FLOW, ["algo=rejection", "policy=gaussian"], ["algo=sac_pi0", "policy=flow"]]
+)
+@pytest.mark.parametrize("small", [memory.SMALL, 0], ids=["small", "large"])
+def test_a_robot_with_one_action_is_counted(words, spec, small, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "SMALL", small)
+    need = check_memory(composed(CONFIG, [*words, "ranks=1"]), spec, "cpu", 1, 0)
+    assert min(need.weights, need.copies, need.gradients, need.optimizer, need.activations) > 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("small", [memory.SMALL, pytest.param(0, marks=pytest.mark.slow)], ids=["small", "large"])
+@pytest.mark.parametrize("words", OPTIONS, ids=" ".join)
+def test_every_documented_option_of_a_policy_is_counted(words, small, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "SMALL", small)
+    spec = SMALL
+    if "policy.imitation_target=observation.state" in words:
+        names = ("x", "y", "z")
+        positions = Feature((3,), names=names, low=-np.ones(3), high=np.ones(3))
+        spec = Spec({"observation.state": Feature((3,), names=names)}, positions, fps=30.0)
+    need = check_memory(composed(CONFIG, [*words, "ranks=1"]), spec, "cpu", 1, 0)
+    assert min(need.weights, need.gradients, need.optimizer, need.activations) > 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("words", [["algo=rlpd"], ["algo=rejection_pixels", "policy=flow_pixels"], TINY], ids=" ".join)
+def test_both_ways_to_count_agree(words, monkeypatch):
+    config = composed(CONFIG, words)
+    small = memory.needed(lambda: build(config, SMALL), SMALL, 32, 1, 0)
+    monkeypatch.setattr(memory, "SMALL", 0)
+    large = memory.needed(lambda: build(config, SMALL), SMALL, 32, 1, 0)
+    assert small.activations == pytest.approx(large.activations, rel=0.15)
+    assert replace(small, activations=0) == replace(large, activations=0)
+
+
+def test_counting_for_a_small_policy_imports_no_compiler():
+    code = (
+        "import sys; from test_memory import *; sys.modules.pop('torch._dynamo', None)\n"
+        "config = composed(CONFIG, ['algo=rlpd', 'ranks=1']); check_memory(config, SPEC, 'cpu', 1, 0)\n"
+        "learned = build(config, SPEC); learned.update(blank(SPEC, learned.windows['update'], 8))\n"
+        "sys.exit('torch._dynamo' in sys.modules or 'sympy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_an_update_that_looks_at_values_is_left_out_and_named(caplog):
+    caplog.set_level(logging.WARNING)
+    need = memory.needed(Looks, ONE_ACTION, 32, 1, 0)
+    assert need.activations >= 100 * 4_000_000 * 4  # of the other update
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the memory that update takes is not counted")
+
+
+def test_nothing_stays_changed_after_counting(monkeypatch):
+    monkeypatch.setattr(memory, "SMALL", 0)
+    to, limit = torch.nn.Module.to, fake_tensor.CONSTANT_NUMEL_LIMIT
+    need_of([*TINY, "policy.precision=bfloat16"])
+    assert (torch.nn.Module.to, fake_tensor.CONSTANT_NUMEL_LIMIT) == (to, limit)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra `vla`")
+def test_a_full_size_pi0_is_refused_with_what_to_change_before_it_is_built():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    need = need_of(FULL)
+    assert 3.0 * 4 * GB < need.weights < 3.4 * 4 * GB
+    with pytest.raises(ConfigError, match=r"GB are free on cpu. What helps: .*policy=pi0_expert.*sharding=zero3"):
+        memory.check(need, int(24 * GB), "cpu")
+    memory.check(need, int(2 * need.total), "cpu")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1e6  # kilobytes
+
+
+if __name__ == "__main__":
+    take(*sys.argv[1:])

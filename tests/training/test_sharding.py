@@ -1,0 +1,377 @@
+"""Two real processes train one algorithm: to the same end as one process, whatever is spread over them.
+
+This file is also the program of such a process: test_sharding.py FOLDER FUNCTION [ARGUMENT ...]
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from serl_client import ConfigError, Feature, Spec
+
+from serl_launcher.training.ranks import Ranks
+from serl_launcher.types import Batch
+from serl_launcher.utils.checkpoint import Checkpoints
+from serl_launcher.utils.distributed import World, join
+from tests.faults.proxy import free_port
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        not all(map(find_spec, ("accelerate", "deepspeed", "transformers"))), reason="needs the extra `vla`"
+    ),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 240.0
+UPDATES, KEPT = 20, 10  # how many there are, and after how many a checkpoint is kept
+WAYS = ("replicas", "zero1", "zero2", "zero3")
+IMAGE = "observation.images.top"
+SPEC = Spec(
+    {"observation.state": Feature((4,)), IMAGE: Feature((16, 16, 3), "uint8")}, Feature((2,), low=-1, high=1), fps=10.0
+)
+TINY = ["+algo=sft", "+policy=pi0_tiny", "algo.optimizer.learning_rate=1e-3"]
+HALF = ["policy.precision=bfloat16", "policy.checkpointing=true", "policy.vision.image=16", "policy.vision.depth=1"]
+CASES = {  # words, how it is spread, and how far the loss may be from that of one process
+    "flow": (["+algo=sft", "+policy=flow", "policy.hidden=[64,64]", "algo.optimizer.accumulation=2"], WAYS, 1e-4),
+    "pi0": (TINY, ("replicas", "zero2", "zero3"), 1e-3),
+    "pi0 bf16": ([*TINY, *HALF], ("replicas", "zero3"), 2e-2),
+    "rlpd": (["+algo=rlpd", "+policy=gaussian"], ("replicas", "zero2"), 1e-3),
+}
+
+
+def config_of(words):
+    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        return compose(overrides=list(words))
+
+
+def ranks_of(words, world, way="replicas"):
+    torch.manual_seed(0)
+    config = config_of([*words, f"+sharding={way}"])
+    return Ranks(instantiate(config.algo)(SPEC), world, OmegaConf.to_container(config.sharding))
+
+
+def batch_of(window, number, size=8):
+    """The batch of update `number`: the same for whoever asks."""
+    generator, steps = torch.Generator().manual_seed(number), (size, window.horizon)
+
+    def observation():
+        return {column: drawn(column, len(at)) for column, at in window.offsets.items() if column in SPEC.observation}
+
+    def drawn(column, count):
+        shape = (size, count, *SPEC.observation[column].shape)
+        if column == IMAGE:
+            return torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+        return torch.randn(shape, generator=generator)
+
+    yes = torch.ones(steps, dtype=torch.bool)
+    return Batch(
+        observation=observation(), action=torch.rand(*steps, 2, generator=generator) * 2 - 1,
+        reward=torch.rand(steps, generator=generator), valid=yes, terminated=~yes, truncated=~yes, intervened=~yes,
+        length=torch.full((size,), window.horizon), weight=torch.rand(size, generator=generator),
+        step_id=torch.arange(size), seed=torch.randint(2**62, (size,), generator=generator),
+        next_observation=observation() if "next_observation" in window.offsets else None, task=("reach",) * size,
+    )  # fmt: skip
+
+
+def train(ranks, begin, end, update="update"):
+    """The metrics of some updates, as numbers."""
+    window = ranks.algorithm.windows[update]
+    metrics = [ranks.update(update, batch_of(window, number)) for number in range(begin, end)]
+    return [{name: float(value) for name, value in each.items()} for each in metrics]
+
+
+def digest(state):
+    """A hash of a tree of tensors and plain data."""
+    if isinstance(state, torch.Tensor):
+        return hashlib.sha256(state.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    if isinstance(state, dict):
+        return hashlib.sha256(json.dumps({str(key): digest(state[key]) for key in state}).encode()).hexdigest()
+    return repr(state)
+
+
+def alone(words, begin=0, state=None):
+    """The metrics of one process that trains to the end."""
+    ranks = ranks_of(words, World())
+    ranks.begin(state)
+    return train(ranks, begin, UPDATES)
+
+
+# -- what a rank does
+
+
+def each_case(folder, world, life):
+    """`first`: keep a checkpoint on the way to the end; `second`: from there to the end. Then wait to be killed."""
+    for case, (words, ways, _) in CASES.items():
+        for way in ways:
+            ranks = ranks_of(words, world, way)
+            if world.rank != 0:
+                ranks.follow()
+                continue
+            place = Checkpoints(folder / case / way, spec=SPEC, config={})
+            ranks.begin(None if life == "first" else place.load())
+            metrics = [] if life == "second" else train(ranks, 0, KEPT)
+            if life == "first":
+                place.save(KEPT, ranks.state_dict())
+            metrics += train(ranks, KEPT, UPDATES)
+            safetensors.torch.save_file(ranks.published(), folder / case / f"{way}.{life}.safetensors")
+            (folder / case / f"{way}.{life}.json").write_text(json.dumps([metrics, digest(ranks.state_dict())]))
+            ranks.end()
+    if life == "second":
+        moved(folder, world)
+        refused(folder, world)
+    (folder / life).touch()
+    time.sleep(PATIENCE)
+
+
+def moved(folder, world):
+    """Go on from ZeRO-2's checkpoint with ZeRO-3."""
+    ranks = ranks_of(CASES["flow"][0], world, "zero3")
+    if world.rank != 0:
+        ranks.follow()
+        return
+    ranks.begin(Checkpoints(folder / "flow/zero2", spec=SPEC, config={}).load())
+    (folder / "moved.json").write_text(json.dumps(train(ranks, KEPT, UPDATES)))
+    ranks.end()
+
+
+def refused(folder, world):
+    """Rank 1 refuses; what each rank makes of it goes into a file."""
+    try:
+        with world.together():
+            if world.rank == 1:
+                raise ConfigError("there is no room here")
+    except ConfigError as error:
+        (folder / f"refused{world.rank}").write_text(repr(error))
+
+
+def main(folder, function, *arguments):
+    torch.set_num_threads(1)
+    globals()[function](Path(folder), join("cpu"), *map(json.loads, arguments))
+
+
+# -- the tests
+
+
+class Two:
+    """The two processes of one program, as `accelerate launch` starts them."""
+
+    def __init__(self, folder, function, *arguments):
+        port = free_port()
+        self.log, self.processes = folder / f"{function}.{port}.log", []
+        command = [sys.executable, __file__, str(folder), function, *map(json.dumps, arguments)]
+        for rank in ("0", "1"):
+            environment = os.environ | {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }  # fmt: skip
+            with open(self.log, "a") as log:
+                self.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+
+    def until(self, condition):
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            over = [process.poll() for process in self.processes]
+            assert not any(over), f"{over}: {self.said()}"
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.02)
+
+    def said(self):
+        return self.log.read_text()[-4000:]
+
+    def end(self):
+        self.until(lambda: all(process.poll() == 0 for process in self.processes))
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def two(tmp_path):
+    made = []
+    yield lambda *arguments: made.append(Two(tmp_path, *arguments)) or made[-1]
+    for each in made:
+        each.kill()
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory):
+    """Where two processes trained every case in every way, were killed, and went on from their checkpoints: a folder
+    that takes minutes to make, and that the processes of a parallel run share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "lives"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for life in ("first", "second"):
+            if not (folder / life).exists():
+                processes = Two(folder, "each_case", life)
+                try:
+                    processes.until((folder / life).exists)
+                finally:
+                    processes.kill()
+    return folder
+
+
+def told(folder, case, way, life):
+    return json.loads((folder / case / f"{way}.{life}.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_however_it_is_spread_it_learns_what_one_process_learns(lives, case):
+    words, ways, tolerance = CASES[case]
+    expected = alone(words)
+    for way in ways:
+        metrics, _ = told(lives, case, way, "first")
+        assert metrics[0] == pytest.approx(expected[0], rel=max(1e-3, tolerance)), way
+        last = {name: value for name, value in expected[-1].items() if "loss" in name}
+        assert {name: metrics[-1][name] for name in last} == pytest.approx(last, abs=tolerance), way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_after_a_kill_it_goes_on_bit_for_bit(lives, case):
+    for way in CASES[case][1]:
+        (metrics, trained), (again, resumed) = told(lives, case, way, "first"), told(lives, case, way, "second")
+        assert again == metrics[KEPT:]
+        assert resumed == trained
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_from_any_sharding_to_any_other_and_to_one_process(lives):
+    expected = told(lives, "flow", "zero2", "first")[0][KEPT:]
+    place = Checkpoints(lives / "flow/zero2", spec=SPEC, config={})
+    for metrics in (json.loads((lives / "moved.json").read_text()), alone(CASES["flow"][0], KEPT, place.load())):
+        assert [each["loss"] for each in metrics] == pytest.approx([each["loss"] for each in expected], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_what_one_rank_refuses_all_refuse_and_rank_0_alone_says_why(lives):
+    told = [(lives / f"refused{rank}").read_text() for rank in (0, 1)]
+    assert told == ["ConfigError('rank 1: there is no room here')", "ConfigError('')"]
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused():
+    words = [*CASES["flow"][0], "algo.optimizer.accumulation=3"]
+    with pytest.raises(ConfigError, match=r"batch_size=16 cannot be cut into 6 equal parts .* say batch_size=18"):
+        ranks_of(words, World(size=2)).check(16)
+    ranks_of(words, World(size=2)).check(18)
+
+
+def test_zero_3_is_refused_where_several_networks_are_trained():
+    with pytest.raises(ConfigError, match="sharding=zero2"):
+        ranks_of(CASES["rlpd"][0], World(size=2), "zero3").check(16)
+
+
+# -- whole runs
+
+
+class Run:
+    """The learner and the actor of a run, started as a person starts them."""
+
+    def __init__(self, folder):
+        self.run_dir, self.log, self.started = folder / "run", folder / "log", []
+        self.ports = [f"{name}={free_port()}" for name in ("port", "inference_port")]
+
+    def start(self, side, *words):
+        command = [sys.executable, ROOT / "examples/train.py", f"{side}=true", f"run_dir={self.run_dir}", *self.ports]
+        with open(self.log, "a") as log:
+            process = subprocess.Popen([*command, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self.started.append(process)
+        return process
+
+    def trainers(self):
+        """{rank: process id}, the parent of the ranks being rank None."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                words, environment = (
+                    (path / name).read_bytes().decode().split("\0") for name in ("cmdline", "environ")
+                )
+            except OSError:
+                continue
+            if str(self.run_dir) in words and "trainer" in words:
+                rank = next((word for word in environment if word.startswith("RANK=")), None)
+                found[rank and int(rank.removeprefix("RANK="))] = int(path.name)
+        return found
+
+    def until(self, condition):
+        """Wait for it; a program that failed before the last one was started is no surprise."""
+        deadline = time.monotonic() + PATIENCE
+        while not (value := condition()):
+            assert time.monotonic() < deadline, self.said()
+            assert not self.started[-1].poll(), self.said()
+            time.sleep(0.02)
+        return value
+
+    def said(self):
+        return self.log.read_text()[-6000:]
+
+    def status(self, process):
+        return self.until(lambda: [process.poll()] if process.poll() is not None else None)[0]
+
+    def checkpointed(self):
+        manifests = sorted((self.run_dir / "checkpoints").glob("[0-9]*/manifest.json"))
+        return json.loads(manifests[-1].read_text())["updates"] if manifests else 0
+
+    def end(self):
+        for process in self.started:
+            process.kill()
+            process.wait()
+        self.until(lambda: not self.trainers())
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = Run(tmp_path)
+    yield made
+    made.end()
+
+
+WORDS = [
+    "task=fake", "plan=hiors", "policy=pi0_tiny", "batch_size=8", "checkpoint_s=0.5", "wandb=false",
+    'plan.phases.demonstrate.until=["demo.episodes >= 3"]', 'plan.phases.clone.until=["updates >= 40"]',
+    "~plan.phases.baseline", "~plan.phases.practise", 'plan.phases.evaluate.until=["episodes >= 4"]',
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_whose_rank_was_killed_says_so_and_goes_on_to_act_with_what_was_trained(run):
+    """The actor pulls the weights and checks their hash; the trainer checks the hash of what acted when evaluated."""
+    words = [*WORDS, "ranks=2", "sharding=zero2", "inference=local"]
+    actor, learner = (run.start(side, *words) for side in ("actor", "learner"))
+    run.until(lambda: run.checkpointed() > 0)
+    os.kill(run.trainers()[1], signal.SIGKILL)
+    assert run.status(learner) == 1
+    assert "rank 1 was killed by signal 9" in run.log.read_text()
+    run.until(lambda: not run.trainers())
+    before = run.checkpointed()
+    learner = run.start("learner", *WORDS, "ranks=2", "sharding=zero3")
+    assert [run.status(process) for process in (learner, actor)] == [0, 0]
+    assert f"after {before} updates" in run.log.read_text()
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    file = run.run_dir / "weights" / f"{summary['eval']['weights_sha256']}.safetensors"
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == file.stem
+    assert summary["updates"] == 40
+    assert summary["eval"]["episodes"] == 4
+    assert not {word for word in ("Traceback", "errors.log") if word in run.log.read_text()}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
