@@ -35,7 +35,8 @@ class Window:
     - an observation's name (`observation.state`): that observation at t + offset, {name: [B, To, ...]}. A step before
       the episode's first or after its final observation repeats that one;
     - `action`: always there, and always 0..H-1. The columns of a step (reward, terminated, truncated, intervened,
-      valid) come at the same offsets, [B, H]; what lies past the episode's end is zero with valid False;
+      valid) come at the same offsets, [B, H]; what lies past the episode's end is zero with valid False. A gap, where
+      time passed without a step, is such an end, too;
     - `next_observation`: (H,) if it is wanted at all. Every observation of this window at its own offsets plus the
       number of valid steps, so that a window that the end cut short sees the episode's final observation;
     - any other name: one of Spec.extras, or a derived column, at the action's offsets, in `Batch.extras`, [B, H, ...].

@@ -69,8 +69,8 @@ def listed(run_dir: Path) -> Iterator[str]:
         raise ConfigError(f"there is no episode in {run_dir} on this machine yet; the actor's console shows its names")
     for episode in episodes:
         verdict = "discarded" if episode.discard else ENDS[None if episode.success is None else bool(episode.success)]
-        said = f" ({episode.judge})" if episode.judge else ""
-        goes_on = "" if episode.sealed else ", goes on"
+        said = f" ({episode.judged_by})" if episode.judged_by else ""
+        goes_on = "" if episode.closed else ", goes on"
         yield f"{episode.id:32} {episode.phase:12} {episode.steps:5} steps  {verdict}{said}{goes_on}"
 
 

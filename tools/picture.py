@@ -84,7 +84,7 @@ def evaluations(run: Path) -> tuple[Evaluation, Evaluation]:
     with closing(Index(path)) as index:
         spec, source = Spec.from_dict(index.meta("spec")), index.sources().get(EVAL)
         infos = [EpisodeInfo(*row) for row in index.catalog(0, -1)[1]]
-    evaluated = [info for info in infos if info.source == EVAL and info.sealed and info.success is not None]
+    evaluated = [info for info in infos if info.source == EVAL and info.closed and info.success is not None]
     evaluated.sort(key=lambda info: info.number)
     phases = list(dict.fromkeys(info.phase for info in evaluated))
     if source is None or len(phases) < 2:

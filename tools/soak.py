@@ -136,12 +136,12 @@ class Soak:
         return {"run": ""}
 
     def _archive(self) -> None:
-        """What the export says: every sealed episode may leave the store."""
+        """What the export says: every closed episode may leave the store."""
         page: Any = self.link.call(m.Sync(self._revision, 0), 20.0)
         self._revision = page.revision
         rows = [dict(zip(EPISODE, row, strict=True)) for row in page.episodes]
-        if sealed := [row["number"] for row in rows if row["sealed"]]:
-            self.link.call(m.Archived(sealed), 20.0)
+        if closed := [row["number"] for row in rows if row["closed"]]:
+            self.link.call(m.Archived(closed), 20.0)
 
     def _publish(self) -> None:
         sha256, size = write(self.folder / "run" / "weights", os.urandom(WEIGHTS))

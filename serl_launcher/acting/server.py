@@ -370,7 +370,7 @@ class InferenceServer:
             if isinstance(message, m.Hello):
                 return self._welcome(message, owner)
             if not isinstance(message, m.InferenceRequest):
-                raise MessageError(f"a {type(message).__name__} is not for the inference process")
+                raise MessageError(f"{type(message).__name__} is not for the inference process")
             self.host.check(message)
             self._put(Question(identity.bytes, message, now))
         except (MessageError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The export process: it turns sealed episodes into LeRobot shards, in the background, and tells the server which may
+"""The export process: it turns closed episodes into LeRobot shards, in the background, and tells the server which may
 leave the store; and it records them for people to look at. No torch before there is something to write.
 
 `export` is the process, a client of the server like the trainer; `export_run` does the same for a run that is stopped.
@@ -84,7 +84,7 @@ class Exporter:
     then `work` until there is nothing to do.
 
     `capacities` are those of all physical sources, `sources` those to be exported; `count` episodes make a shard. Each
-    sink is called once in the life of this object for every sealed episode of any source: sink(info, rows, spec), where
+    sink is called once in the life of this object for every closed episode of any source: sink(info, rows, spec), where
     rows() reads them from the store, and raises Gone; what it made in an earlier life it finds itself. `committed`
     {source: (tail, head)}: for a run without a server, what its index says.
     """
@@ -144,10 +144,10 @@ class Exporter:
                 self._held[info.source].put(info)
             else:
                 self._gone.add(info.number)
-            if info.sealed:
+            if info.closed:
                 if info.source in self._pending:
                     self._sort(info)
-                if self.sinks and is_there and (before is None or not before.sealed):
+                if self.sinks and is_there and (before is None or not before.closed):
                     self._unseen[info.number] = None
         self._drop_gone()
 

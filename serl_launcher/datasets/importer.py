@@ -144,7 +144,7 @@ class _Import:
                 parts = self._parts.get(id, {}).values()
                 if not parts:
                     missing.append(_Missing(index, id, tuple(cut)))
-                if not parts or (all(part.sealed for part in parts) and sum(part.steps for part in parts) == length):
+                if not parts or (all(part.closed for part in parts) and sum(part.steps for part in parts) == length):
                     break
                 cut += [id] * (not all(part.discard for part in parts))
         return missing
@@ -152,7 +152,7 @@ class _Import:
     def _await_closed(self, client: TrainerClient) -> None:
         """Wait until no episode of this dataset is open any more: the server closes those of earlier lives."""
         self._hear()
-        while any(not part.sealed for parts in self._parts.values() for part in parts.values()):
+        while any(not part.closed for parts in self._parts.values() for part in parts.values()):
             _nap(client)
             self._hear()
 

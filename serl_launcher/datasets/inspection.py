@@ -104,7 +104,7 @@ def _sources(run: Path) -> Iterator[tuple[str, Spec, Iterator[Recorded]]]:
 def _stored(reader: EpisodeReader, spec: Spec, infos: list[EpisodeInfo]) -> Iterator[Recorded]:
     judged = any(info.success is not None for info in infos)
     for info in infos:
-        if not info.sealed:
+        if not info.closed:
             continue
         try:
             rows = reader.rows(info)

@@ -32,7 +32,7 @@ WIDENED = 0.05  # of the range of each action, on either side: the statistics ar
 CONSTANT = 0.01  # half the range that is given to an action which never changed, of its size where that is above 1
 REWARD, DONE, SUCCESS = "next.reward", "next.done", "next.success"
 TERMINATED, TRUNCATED = "next.terminated", "next.truncated"  # these and the next four: of our shards (shards.py)
-INTERVENED, CHUNK_START, TIME = "intervened", "chunk_start", "time"
+INTERVENED, CHUNK_START, GAP, CHUNK_DELAY, TIME = "intervened", "chunk_start", "gap", "chunk_delay", "time"
 OUTCOME = "outcome"  # -1 unknown, 0 failure, 1 success
 ENDS = (DONE, SUCCESS, TERMINATED, TRUNCATED)
 
@@ -240,9 +240,11 @@ class Episode:
     def _columns(self) -> dict[str, Any]:
         reward = self.column(REWARD) if self.has(REWARD) else np.zeros(len(self))
         time = self.column(TIME if self.has(TIME) else "timestamp")
+        delay = self.column(CHUNK_DELAY) if self.has(CHUNK_DELAY) else np.zeros(len(self))
         return {
             "reward": reward.reshape(-1).astype(np.float32), "intervened": self.flag(INTERVENED),
-            "chunk_start": self.flag(CHUNK_START), "time": time.reshape(-1).astype(np.float64),
+            "chunk_start": self.flag(CHUNK_START), "time": time.reshape(-1).astype(np.float64), "gap": self.flag(GAP),
+            "chunk_delay": delay.reshape(-1).astype(np.uint16),
         }  # fmt: skip
 
     def _extra(self, name: str, feature: Feature) -> Array:

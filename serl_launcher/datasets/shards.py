@@ -30,14 +30,14 @@ from serl_client.spec import Array, Feature, Spec
 
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.files import sync_folder
-from serl_launcher.store.layout import CHUNK_START, INTERVENED, TERMINATED, TRUNCATED, Layout, published
+from serl_launcher.store.layout import CHUNK_START, GAP, INTERVENED, TERMINATED, TRUNCATED, Layout, published
 
 log = logging.getLogger(__name__)
 
 Rows = dict[str, Any]  # {name: [T, ...]}, each an Array or StoredImages
 NEEDED = ("lerobot", "av", "torchcodec")
 MANIFEST = "retake.json"
-FORMAT = 1
+FORMAT = 2
 PART = ".part"  # what is being written, or was when its writer died
 OLD = ".old.part"  # the version before, where the file system cannot exchange two folders
 CODECS = ("libsvtav1", "h264")  # the first one that can be written and read here
@@ -46,11 +46,12 @@ CHUNK = 4096
 FLAG, NUMBER = Feature((1,), "bool"), Feature((1,), "int64")
 COLUMNS = {
     "next.reward": Feature((1,)), "next.done": FLAG, "next.terminated": FLAG, "next.truncated": FLAG,
-    "next.success": FLAG, "intervened": FLAG, "chunk_start": FLAG, "time": Feature((1,), "float64"), "weights": NUMBER,
+    "next.success": FLAG, "intervened": FLAG, "chunk_start": FLAG, "gap": FLAG, "chunk_delay": NUMBER,
+    "time": Feature((1,), "float64"), "weights": NUMBER,
     "directive": NUMBER, "phase": NUMBER, "outcome": NUMBER,
 }  # fmt: skip
 RESERVED = {*COLUMNS, "timestamp", "frame_index", "episode_index", "index", "task_index", "task"}
-VERDICT = ("success", "discard", "judge")
+VERDICT = ("success", "discard", "judged_by")
 MARK = (*VERDICT, "steps", "terminated", "truncated", "final")  # a shard that differs from the store here is remade
 
 
@@ -112,9 +113,9 @@ class EpisodeReader:
         return max(int(self._published[1]), self._committed[1])
 
     def rows(self, info: EpisodeInfo) -> Rows:
-        """{name: [T, ...]} of all that the store holds of a sealed episode: observations (T + 1 of them when it has a
-        final one), action, reward, terminated, truncated, intervened, chunk_start, time, weights, directive and extras.
-        Images are StoredImages, so that a long episode takes no more memory than a short one.
+        """{name: [T, ...]} of all that the store holds of a closed episode: observations (T + 1 of them when it has a
+        final one), action, reward, terminated, truncated, intervened, chunk_start, gap, chunk_delay, time, weights,
+        directive and extras. Images are StoredImages, so that a long episode takes no more memory than a short one.
 
         Raises Gone when it was evicted, before or meanwhile.
         """
@@ -129,9 +130,9 @@ class EpisodeReader:
         flags = records["flags"]
         terminated, truncated = flags & TERMINATED > 0, flags & TRUNCATED > 0
         truncated[-1] |= bool(info.truncated)  # an episode that was cut has no flag of its own
-        found |= {"intervened": flags & INTERVENED > 0, "chunk_start": flags & CHUNK_START > 0}
+        found |= {"intervened": flags & INTERVENED > 0, "chunk_start": flags & CHUNK_START > 0, "gap": flags & GAP > 0}
         found |= {"terminated": terminated, "truncated": truncated}
-        found |= {name: records[name] for name in ("action", "reward", "time", "weights", "directive")}
+        found |= {name: records[name] for name in ("action", "reward", "time", "chunk_delay", "weights", "directive")}
         found |= {name: records[f"extras.{name}"] for name in self.layout.spec.extras}
         if self.tail > info.first:  # asked after copying
             raise Gone(info.id)
@@ -186,7 +187,8 @@ def table(info: EpisodeInfo, rows: Rows, spec: Spec, phases: Sequence[str]) -> R
     made = {
         "next.reward": rows["reward"], "next.done": last, "next.terminated": rows["terminated"],
         "next.truncated": rows["truncated"], "next.success": last & success, "intervened": rows["intervened"],
-        "chunk_start": rows["chunk_start"], "time": rows["time"], "weights": rows["weights"],
+        "chunk_start": rows["chunk_start"], "gap": rows["gap"], "chunk_delay": rows["chunk_delay"],
+        "time": rows["time"], "weights": rows["weights"],
         "directive": rows["directive"],
         "phase": np.full(length, phases.index(info.phase)), "outcome": np.full(length, outcome),
     }  # fmt: skip
@@ -417,7 +419,7 @@ def manifest(
 
 def _entry(info: EpisodeInfo) -> dict[str, Any]:
     flags = ("terminated", "truncated", "final", "discard")
-    entry = {name: value for name, value in info._asdict().items() if name not in ("source", "sealed", "first")}
+    entry = {name: value for name, value in info._asdict().items() if name not in ("source", "closed", "first")}
     entry |= {name: bool(entry[name]) for name in flags}
     return entry | {"success": None if info.success is None else bool(info.success)}
 
@@ -435,7 +437,7 @@ def mark_now(info: EpisodeInfo) -> tuple[Any, ...]:
 def info_of(entry: Mapping[str, Any], source: str) -> EpisodeInfo:
     """An episode that has left the store, from the manifest's entry of it."""
     known = {name: value for name, value in entry.items() if name in EpisodeInfo._fields}
-    return EpisodeInfo(**known, source=source, first=-1, sealed=True)
+    return EpisodeInfo(**known, source=source, first=-1, closed=True)
 
 
 def read_manifest(shard: Path) -> dict[str, Any]:
@@ -476,5 +478,5 @@ def rows_of(shard: Path, entry: int, info: EpisodeInfo, spec: Spec) -> Rows:
             stored = episode.column(column(name, spec)).astype(feature.dtype)
             rows[name] = stored.reshape(info.steps, *feature.shape)
     named = {"reward": "next.reward", "terminated": "next.terminated", "truncated": "next.truncated"}
-    same = ("intervened", "chunk_start", "time", "weights", "directive")
+    same = ("intervened", "chunk_start", "gap", "chunk_delay", "time", "weights", "directive")
     return rows | {name: episode.column(named.get(name, name)).reshape(-1) for name in (*named, *same)}

@@ -17,7 +17,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Array, Spec
 
 from serl_launcher.replay.choice import Choice, Numbers
-from serl_launcher.store.layout import CHUNK_START, INTERVENED, TERMINATED, TRUNCATED, Layout, published
+from serl_launcher.store.layout import CHUNK_START, GAP, INTERVENED, TERMINATED, TRUNCATED, Layout, published
 from serl_launcher.types import IdleFilter, Window
 
 NONE = -1
@@ -76,11 +76,13 @@ class ReplayBuffer:
         self._link(numbers[whole], records[whole])
 
     def _link(self, numbers: Numbers, records: Array) -> None:
-        """Join the steps of each episode: runs at once, and across what other actors put between them."""
+        """Join the steps of each episode, but for gaps: runs at once, and across what other actors put between them."""
         if not len(numbers):
             return
         size, episodes, indices = self.layout.capacity, records["episode"], records["index"]
+        gaps = records["flags"] & GAP > 0
         follows = (episodes[1:] == episodes[:-1]) & (indices[1:] == indices[:-1] + 1) & (np.diff(numbers) == 1)
+        follows &= ~gaps[1:]
         self._join(numbers[:-1][follows], numbers[1:][follows])
         begins = np.flatnonzero(np.r_[True, ~follows])
         finishes = np.r_[begins[1:] - 1, len(numbers) - 1]
@@ -88,7 +90,10 @@ class ReplayBuffer:
             episode = int(episodes[begin])
             before = self._last.get(episode)
             if before is not None and indices[begin] > 0 and before >= self.tail:
-                self._join(np.array([before]), numbers[begin : begin + 1])
+                if gaps[begin]:
+                    self._ends[before % size] = True
+                else:
+                    self._join(np.array([before]), numbers[begin : begin + 1])
             self._last[episode] = int(numbers[finish])
             if self._ends[numbers[finish] % size]:
                 del self._last[episode]

@@ -54,7 +54,7 @@ class ReplayMixture:
                 self._take(episode, self.held[episode.source].put(episode))
             if episode.discard:
                 self._discarded.add(episode.source)
-            if episode.sealed and not episode.final:
+            if episode.closed and not episode.final:
                 buffer.cut([episode.number])
         return changed
 
@@ -78,7 +78,7 @@ class ReplayMixture:
         for name, view in self.views.items():
             if view.holds(episode):
                 self._sizes[name][0] += sign * view.count(episode)
-                self._sizes[name][1] += sign * bool(episode.sealed)
+                self._sizes[name][1] += sign * bool(episode.closed)
 
     def size(self, name: str) -> tuple[int, int]:
         """(steps, episodes) that a source or view holds now; evicted episodes do not count."""

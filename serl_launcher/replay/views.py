@@ -31,10 +31,10 @@ class EpisodeInfo(NamedTuple):
     terminated: bool
     truncated: bool
     final: bool
-    sealed: bool
+    closed: bool
     success: bool | None
     discard: bool
-    judge: str
+    judged_by: str
 
 
 assert EpisodeInfo._fields == EPISODE
@@ -85,11 +85,11 @@ class View:
             return False
         kept = {
             "all": True,
-            "successful": episode.sealed and episode.success is not None and bool(episode.success),
-            "failed": episode.sealed and episode.success is not None and not episode.success,
+            "successful": episode.closed and episode.success is not None and bool(episode.success),
+            "failed": episode.closed and episode.success is not None and not episode.success,
             "intervened": episode.intervened > 0,
             "rewarded": episode.reward > 0,
-            "unrewarded": episode.sealed and episode.reward <= 0,
+            "unrewarded": episode.closed and episode.reward <= 0,
         }
         return any(kept[name] for name in self.keep)
 

@@ -19,7 +19,7 @@ from serl_client.episode import Outcome
 from serl_client.errors import ConfigError
 from serl_client.messages import EPISODE
 
-FORMAT = 2
+FORMAT = 3
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE sources (name TEXT PRIMARY KEY, capacity INTEGER NOT NULL, tail INTEGER NOT NULL, head INTEGER NOT NULL,
@@ -31,17 +31,17 @@ CREATE TABLE episodes (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, sour
     actor TEXT NOT NULL, task TEXT NOT NULL, directive INTEGER NOT NULL, phase TEXT NOT NULL, first INTEGER NOT NULL,
     first_row INTEGER NOT NULL, part_of TEXT NOT NULL, part_start INTEGER NOT NULL, steps INTEGER NOT NULL,
     reward REAL NOT NULL, intervened INTEGER NOT NULL, weights INTEGER NOT NULL, terminated INTEGER NOT NULL,
-    truncated INTEGER NOT NULL, final INTEGER NOT NULL, sealed INTEGER NOT NULL, success INTEGER,
-    discard INTEGER NOT NULL, judge TEXT NOT NULL, revision INTEGER NOT NULL, checksum INTEGER NOT NULL) STRICT;
+    truncated INTEGER NOT NULL, final INTEGER NOT NULL, closed INTEGER NOT NULL, success INTEGER,
+    discard INTEGER NOT NULL, judged_by TEXT NOT NULL, revision INTEGER NOT NULL, checksum INTEGER NOT NULL) STRICT;
 CREATE INDEX episodes_by_revision ON episodes (revision);
 CREATE INDEX episodes_by_first ON episodes (source, first);
 CREATE INDEX episodes_by_session ON episodes (session);
-CREATE INDEX episodes_open ON episodes (sealed) WHERE sealed = 0;
+CREATE INDEX episodes_open ON episodes (closed) WHERE closed = 0;
 CREATE INDEX episodes_parts ON episodes (part_of) WHERE part_start > 0;
 CREATE TABLE phases (phase TEXT PRIMARY KEY, steps INTEGER NOT NULL, checksum INTEGER NOT NULL) STRICT;
 CREATE TABLE archived (number INTEGER PRIMARY KEY, checksum INTEGER NOT NULL) STRICT;
 CREATE TABLE outcomes (session TEXT, seq INTEGER, episode TEXT NOT NULL, success INTEGER, discard INTEGER NOT NULL,
-    judge TEXT NOT NULL, at REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (session, seq)) STRICT;
+    judged_by TEXT NOT NULL, at REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (session, seq)) STRICT;
 CREATE INDEX outcomes_by_episode ON outcomes (episode);
 CREATE TABLE lost (session TEXT, seq INTEGER, reason TEXT NOT NULL, at REAL NOT NULL, checksum INTEGER NOT NULL,
     PRIMARY KEY (session, seq)) STRICT;
@@ -114,10 +114,10 @@ class Episode:
     terminated: bool = False
     truncated: bool = False
     final: bool = False
-    sealed: bool = False
+    closed: bool = False
     success: bool | None = None
     discard: bool = False
-    judge: str = ""
+    judged_by: str = ""
     revision: int = 0
 
 
@@ -265,7 +265,7 @@ class Index:
 
     def open_episodes(self) -> dict[str, Episode]:
         """The unsealed episode of each session."""
-        return {episode.session: episode for episode in self._get(Episode, "episodes", "sealed = 0")}
+        return {episode.session: episode for episode in self._get(Episode, "episodes", "closed = 0")}
 
     def episode(self, id: str) -> Episode | None:
         return next(iter(self._get(Episode, "episodes", "id = ?", id)), None)
@@ -340,10 +340,10 @@ class Index:
 
     def outcomes(self, episode: str) -> list[Outcome]:
         """All outcomes of an episode, in the order of their arrival."""
-        sql = "SELECT episode, success, discard, judge FROM outcomes WHERE episode = ? ORDER BY rowid"
+        sql = "SELECT episode, success, discard, judged_by FROM outcomes WHERE episode = ? ORDER BY rowid"
         return [
-            Outcome(id, None if success is None else bool(success), bool(discard), judge)
-            for id, success, discard, judge in self._db.execute(sql, (episode,))
+            Outcome(id, None if success is None else bool(success), bool(discard), judged_by)
+            for id, success, discard, judged_by in self._db.execute(sql, (episode,))
         ]
 
     # -- numbers that never go back

@@ -21,7 +21,7 @@ from serl_client.spec import Array, Spec
 
 PAGE = 4096
 SPARE = 64 << 20  # bytes that must stay free for the index, the weights and the log
-TERMINATED, TRUNCATED, INTERVENED, CHUNK_START = 1, 2, 4, 8
+TERMINATED, TRUNCATED, INTERVENED, CHUNK_START, GAP = 1, 2, 4, 8, 16
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Layout:
         fields: list[tuple] = [
             ("number", "<u8"), ("episode", "<u8"), ("first", "<u8"), ("row", "<u8"), ("final_row", "<i8"),
             ("checksum", "<u8"), ("time", "<f8"), ("weights", "<u8"), ("index", "<u4"), ("directive", "<u4"),
-            ("flags", "<u4"), ("reward", "<f4"), ("action", self.spec.action.dtype, self.spec.action.shape),
+            ("flags", "<u2"), ("chunk_delay", "<u2"), ("reward", "<f4"), ("action", self.spec.action.dtype,
+            self.spec.action.shape),
         ]  # fmt: skip
         fields += [(f"extras.{name}", item.dtype, item.shape) for name, item in sorted(self.spec.extras.items())]
         size = np.dtype(fields).itemsize

@@ -106,7 +106,7 @@ def cost(report: Mapping[str, Any]) -> int:
 def check_role(message: m.Message, owner: KeyOwner) -> None:
     """Raise Forbidden for a message that the owner of this key may not send."""
     if type(message) not in GRANTS[owner.role]:
-        raise Forbidden(f"a {type(message).__name__} is not for the key {owner.name}, whose role is {owner.role}")
+        raise Forbidden(f"{type(message).__name__} is not for the key {owner.name}, whose role is {owner.role}")
 
 
 def check_hello(hello: m.Hello, owner: KeyOwner | None, *, run: str) -> None:

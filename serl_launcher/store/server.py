@@ -217,7 +217,7 @@ class Server:
             return m.Failed("Disconnected", "say Hello first")
         peer.seen = time.monotonic()
         if type(message) not in ROLES[peer.hello.role]:
-            raise Forbidden(f"a {type(message).__name__} is not for the role {peer.hello.role}")
+            raise Forbidden(f"{type(message).__name__} is not for the role {peer.hello.role}")
         if owner is not None:
             check_role(message, owner)
         is_over = isinstance(message, m.Bye)  # of a life that never spoke: it stops nobody

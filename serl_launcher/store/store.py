@@ -196,7 +196,7 @@ class Store:
     def cut(self, session: str) -> None:
         """Truncate the open episode of this session, without a final observation; not durable before commit()."""
         if episode := self._open.pop(session, None):
-            episode.truncated = episode.sealed = True
+            episode.truncated = episode.closed = True
             self._changed_episodes[episode.id] = episode
 
     def expected(self, session: str) -> int:
@@ -251,7 +251,7 @@ class Store:
         episode.intervened += int(segment.intervened.sum())
         episode.weights = min(episode.weights, segment.stamp.weights)
         episode.terminated, episode.truncated = segment.terminated, segment.truncated
-        episode.final = episode.sealed = segment.ends
+        episode.final = episode.closed = segment.ends
         self._changed_episodes[episode.id] = episode
         if segment.ends:
             del self._open[state.session]
@@ -587,8 +587,8 @@ def _end(episode: Episode) -> int:
 
 def _judge(episode: Episode, outcome: Outcome) -> None:
     """The operator's latest word wins; without one, the judge's."""
-    if outcome.judged_by == "operator" or episode.judge != "operator":
-        episode.success, episode.discard, episode.judge = outcome.success, outcome.discard, outcome.judged_by
+    if outcome.judged_by == "operator" or episode.judged_by != "operator":
+        episode.success, episode.discard, episode.judged_by = outcome.success, outcome.discard, outcome.judged_by
 
 
 def _records(segment: Segment, kind: np.dtype) -> Array:
@@ -597,7 +597,13 @@ def _records(segment: Segment, kind: np.dtype) -> Array:
     records["final_row"] = -1
     records["directive"], records["weights"] = segment.stamp.directive, segment.stamp.weights
     records["time"], records["reward"], records["action"] = segment.time, segment.reward, segment.action
-    records["flags"] = segment.intervened * layout.INTERVENED + segment.chunk_start * layout.CHUNK_START
+    records["chunk_delay"] = segment.chunk_delay
+    flags = (
+        (segment.intervened, layout.INTERVENED),
+        (segment.chunk_start, layout.CHUNK_START),
+        (segment.gap, layout.GAP),
+    )
+    records["flags"] = sum(flag * bit for flag, bit in flags)
     for name, extra in segment.extras.items():
         records[f"extras.{name}"] = extra
     if segment.ends:

@@ -162,7 +162,7 @@ def _flags(episode: EpisodeInfo) -> int:
 
 def counts(episode: EpisodeInfo) -> bool:
     """Whether an episode is over and was seen to its end; one that a crash cut has no verdict."""
-    return bool(episode.sealed and episode.final)
+    return bool(episode.closed and episode.final)
 
 
 def succeeded(episode: EpisodeInfo) -> bool:

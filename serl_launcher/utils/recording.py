@@ -30,7 +30,7 @@ JPEG_QUALITY = 85
 EPISODES = ("eval", "all", "none")
 TOLD = (
     "id", "number", "source", "task", "phase", "weights", "steps", "reward", "intervened", "success",
-    "discard", "judge",
+    "discard", "judged_by",
 )  # fmt: skip
 CHUNK = 64  # images that are sent at once
 LOOPBACK = "127.0.0.1"
@@ -53,7 +53,7 @@ def cameras(spec: Spec) -> list[str]:
 
 
 class Recordings:
-    """Called for each sealed episode: `recordings/<number>.rrd` and, where there are cameras, `videos/<number>.mp4`.
+    """Called for each closed episode: `recordings/<number>.rrd` and, where there are cameras, `videos/<number>.mp4`.
 
     episodes: "eval" (those of evaluations), "all" or "none"; a discarded one is left out, and a file that is there
     already stays. live: the port of a live viewer, which shows every episode. Without rerun-sdk or av, one sentence

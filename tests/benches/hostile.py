@@ -90,7 +90,7 @@ def greeting(name: str, earlier: Sequence[Sequence[object]] = ()) -> m.Hello:
 
 
 def push(link: Connection, begin: int, records: Sequence[Segment | Outcome]) -> None:
-    data = b"".join(bytes(part) for seq, record in enumerate(records, begin) for part in m.seal(seq, record))
+    data = b"".join(bytes(part) for seq, record in enumerate(records, begin) for part in m.encode_record(seq, record))
     link.send(m.Push(link.greeting.session, {"records": np.frombuffer(data, np.uint8)}))
 
 

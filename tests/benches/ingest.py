@@ -125,7 +125,7 @@ def sealed(segments: Sequence[Segment]) -> list[m.Push]:
     """These segments in messages as the outbox gives them."""
     pushes, batch = [], bytearray()
     for seq, segment in enumerate(segments):
-        record = b"".join(m.seal(seq, segment))
+        record = b"".join(m.encode_record(seq, segment))
         if batch and len(batch) + len(record) > SLICE_BYTES:
             pushes.append(m.Push("memory", {"records": np.frombuffer(batch, np.uint8)}))
             batch = bytearray()

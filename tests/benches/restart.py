@@ -52,8 +52,8 @@ def remember(store: Path, count: int) -> None:
             Episode(
                 number + k, ids[k], "demo", session.session, session.actor, "a task", 1, "demonstrate",
                 demo.head + 10 * k,
-                demo.row_head + 11 * k, ids[k], steps=10, reward=1.0, terminated=True, final=True, sealed=True,
-                success=True, judge="judge", revision=revision + k,
+                demo.row_head + 11 * k, ids[k], steps=10, reward=1.0, terminated=True, final=True, closed=True,
+                success=True, judged_by="judge", revision=revision + k,
             )
             for k in range(begin, min(begin + 10_000, count + 1))
         )  # fmt: skip

@@ -135,7 +135,7 @@ def check(address: str) -> None:
             expected = [[message.session, 0]]
             send(router, identity.bytes, m.Welcome("bench", 0, WINDOW, expected, None, address, notice))
         elif isinstance(message, m.Push):
-            *_, (seq, _) = m.unseal(message.arrays["records"].data)
+            *_, (seq, _) = m.decode_records(message.arrays["records"].data)
             send(router, identity.bytes, m.Ack(message.session, seq + 1))
 
 

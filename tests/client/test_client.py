@@ -131,7 +131,7 @@ class FakeLearner:
         if self.lost_pushes:
             self.lost_pushes -= 1
             return None
-        for seq, record in m.unseal(push.arrays["records"].data):
+        for seq, record in m.decode_records(push.arrays["records"].data):
             expected = self.expected.get(push.session, 0)
             if seq > expected:
                 if push.session in self._gaps:
@@ -154,7 +154,7 @@ class FakeLearner:
             len(record) for there, _, record in self.records if there == session and not isinstance(record, Outcome)
         )
 
-    def _ask(self, identity, ask):
+    def _inferencerequest(self, identity, ask):
         self._asker = identity
         return self.act(ask.step) if self.answers else None
 
@@ -274,7 +274,7 @@ def test_an_acknowledgement_that_overtakes_a_second_sending_is_taken(tmp_path, s
     stream.acknowledge(m.Ack("session", 1, resend=True))
     stream.acknowledge(m.Ack("session", 2))  # to the first sending
     (push,) = stream.pushes()
-    assert [seq for seq, _ in m.unseal(push.arrays["records"].data)] == [2]
+    assert [seq for seq, _ in m.decode_records(push.arrays["records"].data)] == [2]
     stream.acknowledge(m.Ack("session", 3))
     assert list(stream.pushes()) == []
     outbox.close()
@@ -506,7 +506,7 @@ def test_messages_that_are_none_are_counted_and_dropped(learner, connect, make_s
 def test_the_end_of_the_network_thread_is_seen_by_the_next_call(connect, monkeypatch, caplog):
     client = connect()
     until(lambda: client.connected)
-    monkeypatch.setattr(client._stream, "move_to_outbox", lambda: 1 / 0)
+    monkeypatch.setattr(client._send_queue, "move_to_outbox", lambda: 1 / 0)
     with pytest.raises(TrainerError, match="ZeroDivisionError"):
         client.wait_answer(0, PATIENCE)
     assert "Traceback" in caplog.text

@@ -20,7 +20,7 @@ EPOCH = "e" * 32
 
 
 def record(seq, size=100):
-    return wire.seal(seq, {"seq": seq, "fill": "x" * size}, {})
+    return wire.encode_record(seq, {"seq": seq, "fill": "x" * size}, {})
 
 
 def fill(outbox, count, *, session=EPOCH, size=100, start=0):
@@ -33,7 +33,7 @@ def content(outbox, session=EPOCH):
     seqs, (seq, end) = [], outbox.sessions.get(session, (0, 0))
     while seq < end:
         seq, data = outbox.read(session, seq, MIB)
-        seqs += [number for number, _, _ in wire.unseal(data)]
+        seqs += [number for number, _, _ in wire.decode_records(data)]
     return seqs
 
 
@@ -58,7 +58,7 @@ def test_records_are_read_in_order_in_slices_of_whole_ones(opened, monkeypatch):
     assert content(outbox) == list(range(50))
     after, data = outbox.read(EPOCH, 7, MIB)
     assert len(data) <= 1000
-    assert [seq for seq, _, _ in wire.unseal(data)] == list(range(7, after))
+    assert [seq for seq, _, _ in wire.decode_records(data)] == list(range(7, after))
 
 
 def test_a_slice_keeps_to_its_limit_and_one_large_record_goes_alone(opened, monkeypatch):
@@ -150,7 +150,7 @@ def episode(make_segment, name, ends="terminated"):
 
 def move_to_outbox(outbox, records, start=0):
     for seq, record in enumerate(records, start):
-        assert outbox.append(EPOCH, seq, messages.seal(seq, record))
+        assert outbox.append(EPOCH, seq, messages.encode_record(seq, record))
 
 
 def damage(outbox, seq, byte=-1):
@@ -167,7 +167,9 @@ def sent(outbox, session=EPOCH):
     found, (seq, end) = {}, outbox.sessions.get(session, (0, 0))
     while seq < end:
         seq, data = outbox.read(session, seq, MIB)
-        found |= {number: "lost" if isinstance(each, LostRecord) else each for number, each in messages.unseal(data)}
+        found |= {
+            number: "lost" if isinstance(each, LostRecord) else each for number, each in messages.decode_records(data)
+        }
     return found
 
 
@@ -435,7 +437,7 @@ from serl_client.outbox import Outbox
 outbox = Outbox(Path({str(folder)!r}), 1 << 30)
 seq = 0
 while True:
-    assert outbox.append("e" * 32, seq, wire.seal(seq, {{"fill": "x" * 20000}}, {{}}))
+    assert outbox.append("e" * 32, seq, wire.encode_record(seq, {{"fill": "x" * 20000}}, {{}}))
     seq += 1
     if seq == 200:
         print("ready", flush=True)
@@ -478,7 +480,7 @@ class Learner:
     def take(self, data):
         """False: something came damaged, and nothing of it was taken."""
         try:
-            records = messages.unseal(data)
+            records = messages.decode_records(data)
         except wire.MessageError:
             return False
         for seq, record in records:

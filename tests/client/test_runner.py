@@ -714,7 +714,16 @@ def test_extras_that_the_spec_lacks_are_told_once_for_each_episode(spec, caplog)
     observation, recorder = env.reset(0), Recorder(FakeClient(spec), "e", "test")
     for _ in range(3):
         step = env.step(np.zeros(2, np.float32))
-        recorder.add(Stamp(1, "collect", 0), observation, 0.0, step, True, {"behaviour_mean": np.zeros(2)})
+        recorder.add(
+            Stamp(1, "collect", 0),
+            observation,
+            0.0,
+            step,
+            {"behaviour_mean": np.zeros(2)},
+            chunk_start=True,
+            chunk_delay=0,
+            gap=False,
+        )
         observation = step.observation
     assert [record.getMessage() for record in caplog.records] == [
         "e: extras behaviour_mean are not stored: the Spec lacks them"

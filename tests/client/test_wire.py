@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from serl_client import Outcome, Stamp, messages, wire
-from serl_client.episode import MAX_NAME
+from serl_client.episode import COLUMNS, MAX_NAME
 from serl_client.errors import MessageError
 from serl_client.messages import Ack, Hello, InferenceRequest, Push
 from serl_client.spec import DTYPES
@@ -61,8 +61,8 @@ def test_a_frame_of_joined_arrays_of_another_length_is_refused(change):
 
 @given(st.dictionaries(names, arrays, max_size=4), st.integers(0, 2**64 - 1), st.integers(1, 3))
 def test_sealed_records_follow_each_other_in_one_run_of_bytes(named, seq, count):
-    data = b"".join(bytes(part) for _ in range(count) for part in wire.seal(seq, {"a": 1}, named))
-    records = list(wire.unseal(data))
+    data = b"".join(bytes(part) for _ in range(count) for part in wire.encode_record(seq, {"a": 1}, named))
+    records = list(wire.decode_records(data))
     assert [number for number, _, _ in records] == [seq] * count
     for _, header, copies in records:
         assert header == {"a": 1}
@@ -115,24 +115,26 @@ def test_a_protocol_that_is_none_is_a_bad_message(protocol):
 def test_records_travel(make_segment):
     segment = make_segment(steps=5, ends="terminated")
     outcome = Outcome("e0", None, discard=True, judged_by="operator")
-    data = b"".join(bytes(part) for seq, it in enumerate((segment, outcome)) for part in messages.seal(seq, it))
-    (first, copy), (second, other) = messages.unseal(data)
+    data = b"".join(
+        bytes(part) for seq, it in enumerate((segment, outcome)) for part in messages.encode_record(seq, it)
+    )
+    (first, copy), (second, other) = messages.decode_records(data)
     assert (first, second, other) == (0, 1, outcome)
     assert copy.stamp == Stamp(1, "practise", 1)
     assert copy.terminated
     assert not copy.truncated
-    for column in ("action", "reward", "intervened", "chunk_start", "time"):
+    for column in ("action", *COLUMNS):
         assert same(getattr(copy, column), getattr(segment, column))
     assert same(copy.observation["observation.state"], segment.observation["observation.state"])
 
 
 @pytest.mark.parametrize("ends", ["", "truncated"])
 def test_every_flipped_bit_of_a_sealed_record_is_noticed(make_segment, ends):
-    data = bytearray(b"".join(bytes(part) for part in messages.seal(7, make_segment(steps=1, ends=ends))))
+    data = bytearray(b"".join(bytes(part) for part in messages.encode_record(7, make_segment(steps=1, ends=ends))))
     for bit in range(len(data) * 8):
         data[bit // 8] ^= 1 << bit % 8
         try:
-            seqs = [seq for seq, _, _ in wire.unseal(data)]
+            seqs = [seq for seq, _, _ in wire.decode_records(data)]
         except MessageError:
             seqs = []
         assert seqs != [7], f"bit {bit} of {len(data) * 8}"  # another number is a gap, which the receiver notices
@@ -140,10 +142,10 @@ def test_every_flipped_bit_of_a_sealed_record_is_noticed(make_segment, ends):
 
 
 def test_a_record_that_was_cut_off_anywhere_is_refused(make_segment):
-    data = b"".join(bytes(part) for part in messages.seal(0, make_segment(steps=2)))
+    data = b"".join(bytes(part) for part in messages.encode_record(0, make_segment(steps=2)))
     for length in range(1, len(data)):
         with pytest.raises(MessageError):
-            list(wire.unseal(data[:length]))
+            list(wire.decode_records(data[:length]))
 
 
 @given(st.lists(st.binary(max_size=60), max_size=5))
@@ -163,7 +165,7 @@ def test_well_formed_nonsense_is_no_message(header, layout, frames):
 @given(st.binary(min_size=1, max_size=80))
 def test_random_bytes_are_no_record(data):
     with pytest.raises(MessageError):
-        list(wire.unseal(data))
+        list(wire.decode_records(data))
 
 
 HOSTILE = {
@@ -257,7 +259,7 @@ def test_a_missing_field_and_an_array_too_many_are_refused():
 def test_a_sealed_record_of_wrong_types_is_refused(change):
     header = dataclasses.asdict(Outcome("e", True)) | change
     with pytest.raises(MessageError):
-        messages.unseal(b"".join(bytes(part) for part in wire.seal(0, header, {})))
+        messages.decode_records(b"".join(bytes(part) for part in wire.encode_record(0, header, {})))
 
 
 def test_arrays_are_not_copied_on_their_way():

@@ -273,7 +273,7 @@ def assert_there_once(run_dir, dataset, capacity=1000):
     """Every episode of the dataset is in the store as a whole, once; what else there is, is discarded."""
     kept = [episode for episode in catalog(run_dir) if not episode.discard]
     assert [episode.steps for episode in kept] == dataset.lengths
-    assert all(episode.sealed and episode.source == "demo" for episode in kept)
+    assert all(episode.closed and episode.source == "demo" for episode in kept)
     index = Index(run_dir / "store/index.sqlite")
     spec = Spec.from_dict(index.meta("spec"))
     index.close()
@@ -392,13 +392,13 @@ def test_after_kill_9_of_the_importer_nothing_is_doubled(tmp_path, made):
                 time.sleep(0.005)
             process.send_signal(signal.SIGKILL)
             process.wait()
-            half |= any(not episode.sealed for episode in catalog(serving.run_dir))
+            half |= any(not episode.closed for episode in catalog(serving.run_dir))
         assert subprocess.run(command).returncode == 0
         assert half, "no kill has hit an episode"
         there = catalog(serving.run_dir)
         assert [e.steps for e in there if not e.discard] == dataset.lengths
         assert len({e.id.partition("~")[0] for e in there}) == len(dataset.lengths)
-        assert all(e.sealed and not e.final for e in there)
+        assert all(e.closed and not e.final for e in there)
         assert subprocess.run(command).returncode == 0
         assert catalog(serving.run_dir) == there
 

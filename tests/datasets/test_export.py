@@ -215,7 +215,7 @@ def test_an_outcome_after_the_export_makes_the_next_version_at_once(tmp_path, bl
     assert table["outcome"].reshape(2, 6)[:, 0].tolist() == [1, 0]
     assert len(before.hf_dataset.with_format("arrow")[:]) == 12, "who has the old one open keeps it"
     assert run.manifest("000001-000002")["version"] == 2
-    assert run.manifest("000001-000002")["episodes"][1]["judge"] == "operator"
+    assert run.manifest("000001-000002")["episodes"][1]["judged_by"] == "operator"
     run.add(Outcome("e0", True, discard=True, judged_by="operator"))
     run.work()
     dataset, table = run.opened("000001-000002")
@@ -611,7 +611,7 @@ def test_an_open_episode_that_a_full_source_waits_for_is_cut_and_nothing_of_it_l
     with pytest.raises(Full, match="its episode long waits for its export"):
         run.episodes("e9", steps=10)
     run.store.commit()
-    assert run.store.index.episode("long").sealed
+    assert run.store.index.episode("long").closed
     rest = segment(blind, "long", start=10, steps=10)
     with pytest.raises(Full, match="its episode long waits for its export"):
         run.store.stage("B", 1, rest)
@@ -631,7 +631,7 @@ def test_an_episode_that_never_ends_waits_for_the_export_of_its_parts(tmp_path, 
         run.add(segment(blind, "endless", start=100, steps=10, ends=""))
     run.store.commit()
     parts = run.store.index.parts("endless")
-    assert [(part.part_start, part.steps, part.sealed) for part in parts] == [
+    assert [(part.part_start, part.steps, part.closed) for part in parts] == [
         (start, 20, start < 80) for start in range(0, 100, 20)
     ]  # fmt: skip
     run.store.archive(part.number for part in parts[:-1])

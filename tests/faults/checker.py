@@ -280,13 +280,13 @@ def _check_episode(
     wanted = wanted[episode["part_start"] : follows[0]]
     ends = delivered[-1]["ends"] if delivered and is_last else ""
     is_closed = bool(found.sessions[episode["session"]]["closed"])
-    flags = {name: bool(episode[name]) for name in ("terminated", "truncated", "final", "sealed")}
-    cut = not ends and (flags["sealed"] or not is_last)
+    flags = {name: bool(episode[name]) for name in ("terminated", "truncated", "final", "closed")}
+    cut = not ends and (flags["closed"] or not is_last)
     due = {
         "terminated": ends == "terminated", "truncated": ends == "truncated" or cut, "final": bool(ends),
-        "sealed": bool(ends) or cut,
+        "closed": bool(ends) or cut,
     }  # fmt: skip
-    if episode["steps"] != len(wanted) or flags != due or (is_closed and not flags["sealed"]):
+    if episode["steps"] != len(wanted) or flags != due or (is_closed and not flags["closed"]):
         report.violations.append(
             f"episode {id}: {episode['steps']} steps, {flags}; its actor sent {len(wanted)}, ending by {ends or 'none'}"
         )
@@ -352,7 +352,7 @@ def _check_outcomes(found: Found, lives: dict[str, Life], report: Report) -> Non
         report.violations.append(f"outcomes that nobody sent: {list(kept)}")
     for id, (success, discard, by) in valid.items():
         for row in found.parts[id]:
-            there = [None if row["success"] is None else bool(row["success"]), bool(row["discard"]), row["judge"]]
+            there = [None if row["success"] is None else bool(row["success"]), bool(row["discard"]), row["judged_by"]]
             if there != [success, discard, by]:
                 said = [success, discard, by]
                 report.violations.append(f"the outcome of {row['id']} is {there}, and was said to be {said}")

@@ -86,7 +86,7 @@ class Counted:
                     self._expect(f"reward of {episode['id']}", episode["reward"], reward)
 
     def _done(self, *phases: str) -> list[dict[str, Any]]:
-        return [one for one in self._episodes if one["phase"] in phases and one["sealed"] and one["final"]]
+        return [one for one in self._episodes if one["phase"] in phases and one["closed"] and one["final"]]
 
     def _phases(self, *modes: str) -> list[str]:
         return [phase for phase, mode in self._modes.items() if mode in modes]

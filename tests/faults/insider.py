@@ -10,6 +10,7 @@ import numpy as np
 from serl_client import Segment, Stamp
 from serl_client import messages as m
 from serl_client.connection import Connection
+from serl_client.episode import COLUMNS
 from serl_client.errors import TrainerError
 from serl_client.keys import Key
 
@@ -38,7 +39,7 @@ HOSTILE: dict[str, Callable[[Segment], Mapping[str, Any]]] = {  # what an honest
     "reward 3e38": lambda honest: {"reward": np.full(LENGTH, 3e38, np.float32)},
     "action inf": lambda honest: {"action": np.full((LENGTH, 2), np.inf, np.float32)},
     "no steps": lambda honest: {name: getattr(honest, name)[:0] for name in
-                                ("action", "reward", "intervened", "chunk_start", "time")},
+                                ("action", *COLUMNS)},
 }  # fmt: skip
 
 
@@ -68,7 +69,7 @@ class Insider:
             return
         if not self._records:
             self._make(directive["number"])
-        sealed = [part for seq, record in enumerate(self._records) for part in m.seal(seq, record)]
+        sealed = [part for seq, record in enumerate(self._records) for part in m.encode_record(seq, record)]
         data = b"".join(bytes(part) for part in sealed)
         self.link.send(m.Push(self._session, {"records": np.frombuffer(data, np.uint8)}))
 

@@ -59,8 +59,9 @@ def read(table: str = TABLE) -> list[Mutant]:
     for area in table.split("\n== ")[1:]:
         heading, _, entries = area.partition("\n")
         tests = tuple(heading.partition(": ")[2].split())
-        for *named, old, new in ENTRY.findall(entries):
-            found.append(Mutant(*named, *(re.sub("^ {4}[-+] ", "", t, flags=re.M)[:-1] for t in (old, new)), tests))
+        for id, known, symbol, meaning, *texts in ENTRY.findall(entries):
+            old, new = (re.sub("^ {4}[-+] ", "", text, flags=re.MULTILINE)[:-1] for text in texts)
+            found.append(Mutant(id, known, symbol, meaning, old, new, tests))
         if rest := ENTRY.sub("", entries).strip():
             raise ValueError(f"no mutant: {rest}")
     return found
@@ -93,7 +94,8 @@ def plant(mutant: Mutant, places: Places) -> tuple[Path, str]:
         first, last = len("".join(lines[:begin])), len("".join(lines[:end]))
         for match in re.finditer(re.escape(mutant.old.split("\n")[0]), text[first:last]):
             at = first + match.start()
-            margin = "\n" + re.match(" *", text[text.rindex("\n", 0, at) + 1 :]).group()
+            line = text[text.rindex("\n", 0, at) + 1 :]
+            margin = "\n" + line[: len(line) - len(line.lstrip(" "))]
             old, new = mutant.old.replace("\n", margin), mutant.new.replace("\n", margin)
             if text.startswith(old, at):
                 fits.append((file, text, text[:at] + new + text[at + len(old) :]))

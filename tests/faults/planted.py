@@ -98,7 +98,7 @@ T4 survives Sessions.over: lives of other actors of the same outbox are closed, 
     - living = self._living.get((now.outbox, now.actor), {})
     + living = [name for name, state in self.all.items() if state.outbox == now.outbox and not state.closed]
 T5 killed _judge: the environment overrules the operator
-    - if outcome.judged_by == "operator" or episode.judge != "operator":
+    - if outcome.judged_by == "operator" or episode.judged_by != "operator":
     + if True:
 
 == index: test_store test_power_loss test_failing_disk
@@ -131,7 +131,7 @@ P5 killed ReplayBuffer._resolve: after the last step comes its own row, not the 
     - after = np.where(self._final[last_slot] == NONE, self._row[last_slot], self._final[last_slot])
     + after = self._row[last_slot]
 
-== sources and counters: test_replay test_ledger test_learner
+== sources and counters: test_replay test_counters test_learner
 
 Q1 killed ReplayMixture._take: an episode that has left a view is still drawn
     - (holds := view.holds(now)) != (before is not None and view.holds(before))

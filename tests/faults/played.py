@@ -102,7 +102,7 @@ class Actor:
         self.session, self.pushed, self.link = session, 0, Connection(address, hello)
 
     def push(self, count: int) -> None:
-        sealed = [m.seal(seq, record(self.session, seq)) for seq in range(self.pushed, self.pushed + count)]
+        sealed = [m.encode_record(seq, record(self.session, seq)) for seq in range(self.pushed, self.pushed + count)]
         data = b"".join(bytes(part) for parts in sealed for part in parts)
         self.pushed += count
         self.link.send(m.Push(self.session, {"records": np.frombuffer(data, np.uint8)}))
@@ -310,7 +310,7 @@ class _Reader:
         episodes = {id: (source, first) for id, source, first, _ in self._episodes.values()}
         tails = {name: tail for name, _, tail, *_ in self._sources}
         outcomes = {row[0]: row[1:] for row in self._index.execute(
-            "SELECT seq, episode, success, discard, judge FROM outcomes WHERE session = ?", (session,)
+            "SELECT seq, episode, success, discard, judged_by FROM outcomes WHERE session = ?", (session,)
         )}  # fmt: skip
         lost = {seq for name, seq in self._table("lost", "session, seq") if name == session}
         mine, order = 0, []

@@ -114,7 +114,7 @@ class Kept:
             if self.steps[other]["episode"] != self.steps[slot]["episode"] and self.steps[other]["final_row"] < 0
         )  # fmt: skip
 
-    def seal(self, slot):
+    def encode_record(self, slot):
         """Make the checksum of a step right again."""
         record = self.steps[slot]
         seen = [row for row in (int(record["row"]), int(record["final_row"])) if row >= 0]
@@ -146,14 +146,14 @@ def lose_an_outcome(kept):
 def store_a_step_twice(kept):
     one, two = kept.pair()
     kept.steps[two]["index"], kept.steps[two]["row"] = kept.steps[one]["index"], kept.steps[one]["row"]
-    kept.seal(two)
+    kept.encode_record(two)
 
 
 def swap_two_steps(kept):
     one, two = kept.pair()
     kept.steps[[one, two]] = kept.steps[[two, one]]
     kept.steps["number"][[one, two]] = kept.steps["number"][[two, one]]
-    kept.seal(one), kept.seal(two)
+    kept.encode_record(one), kept.encode_record(two)
 
 
 def swap_two_episodes(kept):
@@ -168,7 +168,7 @@ def swap_two_episodes(kept):
 def put_a_row_into_another_episode(kept):
     one, _ = kept.pair()
     kept.steps[one]["row"] = kept.steps[kept.stranger(one)]["row"]
-    kept.seal(one)
+    kept.encode_record(one)
 
 
 def flip_a_bit_of_an_image(kept):
@@ -179,7 +179,7 @@ def flip_a_bit_of_an_image(kept):
 def flip_a_bit_and_seal_it(kept):
     one, _ = kept.pair()
     kept.steps[one]["action"][1] = np.nextafter(kept.steps[one]["action"][1], np.float32(2))
-    kept.seal(one)
+    kept.encode_record(one)
 
 
 def terminate_a_truncated_episode(kept):

@@ -117,15 +117,15 @@ def test_a_record_whose_action_has_no_dimension_is_refused_as_one():
     columns = {name: np.zeros((), dtype) for name, dtype in [("action", "float32"), *messages.COLUMNS.items()]}
     header = {"episode": "e", "start": 0, "task": "", "stamp": [1, "p", 1], "extras": []}
     with pytest.raises(MessageError, match=r"\[T, ...\]"):
-        messages.unseal(b"".join(bytes(part) for part in wire.seal(0, header, columns)))
+        messages.decode_records(b"".join(bytes(part) for part in wire.encode_record(0, header, columns)))
 
 
 def test_one_run_of_bytes_has_at_most_so_many_records(monkeypatch):
     monkeypatch.setattr(wire, "MAX_RECORDS", 3)
     record = mutations.RECORDS[2]
-    assert len(messages.unseal(record * 3)) == 3
+    assert len(messages.decode_records(record * 3)) == 3
     with pytest.raises(MessageError, match="at most 3 records"):
-        messages.unseal(record * 4)
+        messages.decode_records(record * 4)
 
 
 # -- a Spec

@@ -358,7 +358,7 @@ def _plain(message, length):
                 tuple((session[length:], last) for session, last in message.earlier),
             )
         case m.Push():
-            ((seq, _),) = m.unseal(message.arrays["records"].data)
+            ((seq, _),) = m.decode_records(message.arrays["records"].data)
             return "push", message.session[length:], seq
         case m.Heartbeat():
             return ("beat",)
@@ -386,7 +386,7 @@ def shown(state: State):
 def real(spec, make_segment, monkeypatch):
     """real() -> a Real that begins a new history; on a memory disk where there is one."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
-    record = sum(len(part) for part in m.seal(0, make_segment("0" * len("000000a0"), 0, 0, 1)))
+    record = sum(len(part) for part in m.encode_record(0, make_segment("0" * len("000000a0"), 0, 0, 1)))
     monkeypatch.setattr(server_module, "WINDOW", Protocol.window * record)
     monkeypatch.setattr(outbox_module, "SLICE_BYTES", 1)
     monkeypatch.setattr(stream_module, "STALL", float("inf"))

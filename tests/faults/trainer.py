@@ -17,7 +17,7 @@ TURN_S = 0.05
 PATIENCE_S = 2.0
 SOURCE = "main"
 PACE = 1000  # steps/s that paced actors are allowed in all
-COLUMNS = {name: m.EPISODE.index(name) for name in ("number", "sealed")}
+COLUMNS = {name: m.EPISODE.index(name) for name in ("number", "closed")}
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class _Work:
         return done.value
 
     def _archive(self) -> None:
-        """All that is sealed; what was said and not answered is said again."""
+        """All that is closed; what was said and not answered is said again."""
         synced = self._link.call(m.Sync(self._revision, 0), PATIENCE_S)
         assert isinstance(synced, m.Synced)
         self._revision = synced.revision
-        self._sealed |= {row[COLUMNS["number"]] for row in synced.episodes if row[COLUMNS["sealed"]]}
+        self._sealed |= {row[COLUMNS["number"]] for row in synced.episodes if row[COLUMNS["closed"]]}
         if self._sealed and not self._part.asleep.exists():
             numbers = sorted(self._sealed)
             self._truth.note(archiving=numbers)

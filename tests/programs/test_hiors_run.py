@@ -227,8 +227,8 @@ class Run:
 
     def all_whole_shards(self):
         """Whether all that fills a shard is in one."""
-        there, sealed = self.exported(), [info for info in self.catalog() if info.sealed and not info.discard]
-        waiting = Counter(info.source for info in sealed if info.id not in there)
+        there, closed = self.exported(), [info for info in self.catalog() if info.closed and not info.discard]
+        waiting = Counter(info.source for info in closed if info.id not in there)
         return all(count < SHARD for count in waiting.values())
 
 
@@ -393,7 +393,7 @@ def test_late_verdicts_arrive_in_store_views_and_shards_within_seconds(run):
     verdicts = {last: False, first: False, doubted: False, restored: True, thrown: None}
     infos = {info.id: info for info in run.catalog()}
     for episode, success in verdicts.items():
-        judged = infos[episode].success, infos[episode].discard, infos[episode].judge
+        judged = infos[episode].success, infos[episode].discard, infos[episode].judged_by
         assert judged == (success, episode == thrown, "operator")
     assert_views(run)
     gone = {key for e in run.episodes() if e.info.id in {last, first, doubted, thrown} for key in e.keys}
@@ -402,7 +402,7 @@ def test_late_verdicts_arrive_in_store_views_and_shards_within_seconds(run):
         assert drawn[view].keys() & gone
 
     run.until(lambda: thrown not in (now := run.exported()) and all(
-        now[e][1]["success"] == verdicts[e] and now[e][1]["judge"] == "operator" for e in (first, doubted, restored)
+        now[e][1]["success"] == verdicts[e] and now[e][1]["judged_by"] == "operator" for e in (first, doubted, restored)
     ), SOON)  # fmt: skip
     run.until(run.all_whole_shards)
     after = run.exported()
@@ -435,7 +435,7 @@ def test_at_the_end_everything_is_there_once(finished):
     stored = run.episodes()
     names = [e.info.id for e in stored]
     assert sorted(int(name.rpartition("-")[2]) for name in names) == list(range(len(names)))
-    assert all(e.info.sealed for e in stored)
+    assert all(e.info.closed for e in stored)
     exported = run.exported()
     assert exported.keys() == {e.info.id for e in stored if not e.info.discard}
     for info in run.catalog():

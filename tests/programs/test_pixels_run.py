@@ -73,7 +73,7 @@ def stored(finished):
 @pytest.mark.slow
 def test_every_phase_has_its_episodes_and_the_human_helped(stored):
     _, _, episodes, _ = stored
-    ended = [episode.phase for episode in episodes if episode.sealed and episode.final]
+    ended = [episode.phase for episode in episodes if episode.closed and episode.final]
     assert all(ended.count(phase) >= count for phase, count in EPISODES.items())
     assert any(episode.intervened for episode in episodes if episode.phase == "practise")
     assert not any(episode.intervened for episode in episodes if episode.source == "eval")

@@ -178,13 +178,13 @@ def assert_whole(run_dir, *, cut):
     assert checked.returncode == 0, checked.stdout
     found = stored_steps(run_dir)
     with closing(sqlite3.connect(run_dir / "store/index.sqlite")) as index:
-        rows = index.execute("SELECT number, session, steps, sealed, final FROM episodes ORDER BY number").fetchall()
+        rows = index.execute("SELECT number, session, steps, closed, final FROM episodes ORDER BY number").fetchall()
         outcomes = index.execute("SELECT count(*) FROM outcomes GROUP BY episode").fetchall()
     assert set(found) == {number for number, *_ in rows}
     stamps, last = defaultdict(list), {session: number for number, session, *_ in rows}
-    for number, session, steps, sealed, _ in rows:
+    for number, session, steps, closed, _ in rows:
         assert [index for index, _, _ in found[number]] == list(range(steps))
-        assert sealed or number == last[session]
+        assert closed or number == last[session]
         stamps[session] += [stamp for _, *stamp in found[number]]
     assert sum(not final for *_, final in rows) <= cut + len(last)
     assert all(count == (1,) for count in outcomes)

@@ -97,6 +97,25 @@ def test_a_chunk_stops_at_the_end_of_its_episode(push, sources, make_segment):
     assert (batch.terminated.any(1) | batch.truncated.any(1))[ends].all()
 
 
+@pytest.mark.parametrize("parts", [(6, 6), (2, 4, 2, 4)])
+def test_a_gap_ends_windows_as_the_end_of_an_episode_does(push, sources, make_segment, parts):
+    start = 0
+    for count in parts:
+        push("A", dataclasses.replace(part := make_segment("e0", 1, start, count), gap=part.reward == 6))
+        push("B", make_segment("e1", 2, start, count))  # lies between them
+        start += count
+    chunks = sources().sample(400, CHUNK, {"online": 1.0})
+    own = chunks.observation[STATE][:, 0, 0] == 1
+    index = chunks.observation[STATE][own, 0, 1]
+    assert set(index.tolist()) == {*range(8)}, "the last steps wait for those after them"
+    assert (chunks.length[own] == torch.where(index < 6, (6 - index).clamp(max=5), 5)).all()
+    assert starts(sources().sample(400, SAC, {"online": 1.0})) >= {(1, i) for i in (4, 6)}
+    assert (1, 5) not in starts(sources().sample(400, SAC, {"online": 1.0})), "nobody saw what followed it"
+    before = sources().sample(400, SEQUENCE, {"online": 1.0}).observation[STATE]
+    at = before[(before[:, 2, 0] == 1) & (before[:, 2, 1] == 6)]
+    assert (at[:, :2, 1] == 6).all(), "what came before the gap is no history"
+
+
 def test_chunks_of_interleaved_actors_follow_their_own_episode(push, sources, make_segment):
     for start in range(0, 12, 2):
         last = start == 10
@@ -338,7 +357,7 @@ def _same_as_a_look_at_all(store, sources, views):
             usable = {int(n) for n in chosen if buffer._first[n % 200] >= buffer.tail}
             assert usable == expected
         alive = [info for info in infos.values() if info.first >= buffer.tail and view.holds(info)]
-        assert sources.size(name) == (sum(map(view.count, alive)), sum(bool(info.sealed) for info in alive))
+        assert sources.size(name) == (sum(map(view.count, alive)), sum(bool(info.closed) for info in alive))
 
 
 def test_a_discard_and_a_verdict_look_at_no_steps_but_their_episodes_and_the_new_ones(tmp_path, spec, make_segment):

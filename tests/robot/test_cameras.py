@@ -309,7 +309,7 @@ def test_each_row_holds_the_age_of_its_own_images(monkeypatch):
     for _ in range(2):
         observed, clock.now = clock.now, clock.now + 0.1
         step = env.step(np.zeros(2, np.float32))
-        recorder.add(stamp, observation, observed, step, False, step.extras)
+        recorder.add(stamp, observation, observed, step, step.extras, chunk_start=False, chunk_delay=0, gap=False)
         observation = step.observation
     recorder.end(terminated=False)
     (segment,) = client.segments
@@ -364,7 +364,7 @@ def test_an_episode_with_images_comes_in_segments_and_whole(arm):
     while not recorder.ended:
         seen.append(observation)
         step = env.step(None)
-        recorder.add(stamp, observation, 0.0, step, False, step.extras)
+        recorder.add(stamp, observation, 0.0, step, step.extras, chunk_start=False, chunk_delay=0, gap=False)
         observation = step.observation
         if step.terminated or step.truncated:
             recorder.end(terminated=step.terminated)

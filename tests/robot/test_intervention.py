@@ -13,7 +13,7 @@ from serl_client import Feature, Outcome
 from serl_client.controller import RandomPolicy, RemotePolicy
 from serl_client.episode import join
 from serl_client.errors import ConfigError
-from serl_client.messages import seal, unseal
+from serl_client.messages import decode_records, encode_record
 from serl_client.network import Answer
 from serl_client.runner import ActorStatus, run_actor
 
@@ -192,7 +192,7 @@ def test_a_takeover_and_both_actions_reach_the_store(tmp_path):
     store.direct({"into": "online", "phase": "practise"})
     store.hello(client.actor, "outbox", client.session, [])
     for seq, record in enumerate(client.records):
-        store.stage(client.session, seq, unseal(b"".join(seal(seq, record)))[0][1])
+        store.stage(client.session, seq, decode_records(b"".join(encode_record(seq, record)))[0][1])
     store.commit()
     rows = Layout(env.spec, 200).steps(store.folder / "online")[:8]
     (episode,) = client.episodes

@@ -44,7 +44,7 @@ class Turns:
                                  self.spec.to_dict(), earlier))  # fmt: skip
 
     def push(self, client, *records, begin=0):
-        data = b"".join(bytes(part) for seq, it in enumerate(records, begin) for part in m.seal(seq, it))
+        data = b"".join(bytes(part) for seq, it in enumerate(records, begin) for part in m.encode_record(seq, it))
         self.say(client, m.Push(epoch_of(client), {"records": np.frombuffer(data, np.uint8)}))
 
     def got(self, client, kind):
@@ -244,7 +244,7 @@ def test_the_largest_row_that_is_accepted_arrives():
         np.zeros((1, 2), np.float32), zeros, flags, flags, np.zeros(1), truncated=True,
     )  # fmt: skip
     segment.check(spec)
-    data = b"".join(bytes(part) for part in m.seal(0, segment))
+    data = b"".join(bytes(part) for part in m.encode_record(0, segment))
     frames = wire.joined(m.encode(m.Push("e" * 32, {"records": np.frombuffer(data, np.uint8)})))
     assert max(map(len, frames)) <= wire.MAX_ARRAY
-    assert len(m.unseal(m.decode(frames).arrays["records"].data)) == 1
+    assert len(m.decode_records(m.decode(frames).arrays["records"].data)) == 1

@@ -331,7 +331,7 @@ def test_what_a_revoked_client_sends_at_once_is_not_stored(keys, serve, spec, ma
         link.hello(PATIENCE)
         served.direct()
         do("revoke", keys, "left")
-        record = b"".join(bytes(part) for part in m.seal(0, make_segment("e0")))
+        record = b"".join(bytes(part) for part in m.encode_record(0, make_segment("e0")))
         link.send(m.Push(session, {"records": np.frombuffer(record, np.uint8)}))
         until(lambda: served.refusals() == {"revoked key": 1})
     assert served.report()["sources"]["online"]["head"] == 0
@@ -345,7 +345,7 @@ def test_a_viewer_that_appends_is_refused_logged_and_counted(keys, serve, actor,
     robot = actor(served, "eye")
     with pytest.raises(Refused, match="the key eye has the role viewer, and appends nothing"):
         until(lambda: robot.check())
-    record = b"".join(bytes(part) for part in m.seal(0, make_segment("e0")))
+    record = b"".join(bytes(part) for part in m.encode_record(0, make_segment("e0")))
     push = m.Push("e" * 32, {"records": np.frombuffer(record, np.uint8)})
     with served.link("viewer", "eye", key="eye") as link:
         link.hello(PATIENCE)
@@ -437,7 +437,7 @@ def test_bad_messages_of_several_kinds_ban_a_key_until_it_is_lifted(keys, serve,
     with served.link("viewer", "eye", key="eye") as link:
         link.hello(PATIENCE)
         link.send(KINDS[0])
-        with pytest.raises(Refused, match="a Publish is not for the role viewer"):
+        with pytest.raises(Refused, match="Publish is not for the role viewer"):
             link.call(m.Status(), PATIENCE)
         link.call(m.Status(), PATIENCE)
         assert served.refusals() == {"role": CAUSES + 1, "banned key": 2}
@@ -521,7 +521,7 @@ def test_nobody_writes_in_the_name_of_another_though_he_knows_its_numbers(keys, 
         return Connection(served.address, hello, Key.read(keys / f"{name}.key"))
 
     def push(opened, session, seq, record):
-        data = b"".join(bytes(part) for part in m.seal(seq, record))
+        data = b"".join(bytes(part) for part in m.encode_record(seq, record))
         opened.send(m.Push(session, {"records": np.frombuffer(data, np.uint8)}))
 
     mine, his = "a" * 32, "b" * 32
@@ -557,7 +557,7 @@ def test_a_person_at_the_keyboard_of_an_actor_is_refused_to_steer_and_gets_no_ke
     served = serve(keys)
     with served.link("viewer", "left/console", key="left") as link:
         for _ in range(2 * BAD_MESSAGES):
-            with pytest.raises(Refused, match="a Command is not for the key left"):
+            with pytest.raises(Refused, match="Command is not for the key left"):
                 link.call(m.Command("next"), PATIENCE)
         link.call(m.Status(), PATIENCE)
     assert served.refusals() == {"role": 2 * BAD_MESSAGES}
@@ -748,7 +748,7 @@ def test_the_inference_process_lets_in_and_refuses_as_the_server_does(keys, answ
         return until(first)
 
     with link("viewer", "eye", "eye") as eye:
-        assert "a Ask is not for the key eye" in answer(eye).text
+        assert "InferenceRequest is not for the key eye" in answer(eye).text
     with link("actor", "right", "left") as claimed, pytest.raises(Refused, match="is not that of 'right'"):
         claimed.hello(PATIENCE)
     with link("actor", "left", None) as plain, pytest.raises(Disconnected):

@@ -186,7 +186,7 @@ def test_what_an_actor_pushes_is_stored_once_and_in_order(server, connect, make_
     assert_whole(server, [client], 50)
     known = server.episodes().values()
     assert [e["success"] for e in known] == [1, 0] * 25
-    assert all(e["sealed"] and e["final"] and e["terminated"] for e in known)
+    assert all(e["closed"] and e["final"] and e["terminated"] for e in known)
 
 
 def test_a_record_that_fails_is_answered_and_the_server_goes_on(server, connect, make_segment):
@@ -272,7 +272,7 @@ def test_an_actor_that_is_killed_leaves_a_prefix_which_its_next_life_delivers(se
     last = connect()
     push_all(last, episode(make_segment, 0, client=last))
     assert last.drain(30)
-    wait_until(lambda: all(e["sealed"] for e in server.episodes().values()))
+    wait_until(lambda: all(e["closed"] for e in server.episodes().values()))
     found, known = stored(server), server.episodes()
     for session in sessions:
         mine = sorted(name for name in found if session[:8] in name)
@@ -319,7 +319,7 @@ def welcomed(link):
 
 
 def push_raw(link, session, *records):
-    data = b"".join(bytes(part) for seq, record in records for part in m.seal(seq, record))
+    data = b"".join(bytes(part) for seq, record in records for part in m.encode_record(seq, record))
     link.send(m.Push(session, {"records": np.frombuffer(data, np.uint8)}))
 
 
@@ -382,7 +382,7 @@ def test_a_sensor_that_fails_ends_the_episode_before_it_and_its_actor_goes_on(se
     assert client.drain(20)
     found, known = stored(server), server.episodes()
     assert found == {name: list(range(4)), name[:-1] + "1": list(range(8))}
-    assert (known[name]["sealed"], known[name]["truncated"], known[name]["final"]) == (1, 1, 0)
+    assert (known[name]["closed"], known[name]["truncated"], known[name]["final"]) == (1, 1, 0)
     assert f"{name} ends before row 4: observation.state must be finite" in caplog.text
 
 
@@ -429,7 +429,7 @@ def test_a_life_that_died_before_it_saw_its_last_ack_is_closed_all_the_same(serv
     with raw_actor(server, spec, second, [[first, 1]]) as link:
         assert dict(welcomed(link).expected) == {first: 2, second: 0}
         episode = server.episodes()["e0"]
-        assert (episode["sealed"], episode["truncated"], episode["final"]) == (1, 1, 0)
+        assert (episode["closed"], episode["truncated"], episode["final"]) == (1, 1, 0)
         push_raw(link, first, (1, make_segment("e0", start=4)))  # once more: acknowledged, not stored again
         wait_until(lambda: acks(link, 0.1) == [(2, False)])
         assert server.episodes()["e0"]["steps"] == 8
@@ -459,7 +459,9 @@ def test_an_outbox_of_more_lives_than_a_hello_names_is_delivered_in_order(server
         server.direct()
     for i, life in enumerate(lives):
         box = Outbox(tmp_path / "outbox-arm", 1 << 30)
-        box.append(life, 0, [b"".join(bytes(part) for part in m.seal(0, make_segment(f"e{i:02}", ends="terminated")))])
+        box.append(
+            life, 0, [b"".join(bytes(part) for part in m.encode_record(0, make_segment(f"e{i:02}", ends="terminated")))]
+        )
         earlier = [[session, 0] for session in lives[:i]][: m.MAX_EARLIER]
         with Connection(
             server.address, m.Hello(m.PROTOCOL, "actor", "arm", life, box.id, "", spec.to_dict(), earlier)
@@ -530,7 +532,7 @@ def test_a_second_client_of_one_name_stops_the_first_and_its_records_wait(server
         wait_until(lambda: first.check())
     push_all(second, episode(make_segment, 0, client=second))
     assert second.drain(20)
-    assert not server.episodes()[f"arm-{first.session[:8]}-000000"]["sealed"], "silence never closes an episode"
+    assert not server.episodes()[f"arm-{first.session[:8]}-000000"]["closed"], "silence never closes an episode"
 
 
 def test_the_first_of_two_clients_does_not_push_the_second_out_when_its_link_comes_back(server, spec):
@@ -687,7 +689,7 @@ def test_the_end_of_a_run_leaves_no_episode_open(server, spec, make_segment):
     server.start()
     server.admin.close()
     episode = server.episodes()["e0"]
-    assert (episode["steps"], episode["sealed"], episode["truncated"], episode["final"]) == (4, 1, 1, 0)
+    assert (episode["steps"], episode["closed"], episode["truncated"], episode["final"]) == (4, 1, 1, 0)
 
 
 def test_a_clock_that_is_an_hour_off_changes_nothing(server, connect, make_segment, tmp_path):

@@ -61,7 +61,7 @@ def test_what_was_committed_is_there_after_reopening(tmp_path, spec, make_segmen
     opened = Store(tmp_path / "store")
     assert opened.expected("A") == 3
     episode = opened.index.episode("e0")
-    assert (episode.steps, episode.success, episode.sealed, episode.final) == (7, 1, 1, 1)
+    assert (episode.steps, episode.success, episode.closed, episode.final) == (7, 1, 1, 1)
 
 
 def test_a_repeated_record_is_ignored_and_a_gap_is_named(tmp_path, spec, make_segment):
@@ -160,13 +160,13 @@ def test_an_actor_that_died_leaves_a_truncated_episode_only_when_its_next_life_h
     made.stage("A", 0, make_segment("e0"))
     made.commit()
     made.hello("arm", "outbox", "A2", [("A", 1)])  # record 1 of A still lies in the outbox
-    assert not made.index.episode("e0").sealed
+    assert not made.index.episode("e0").closed
     made.stage("A", 1, make_segment("e0", start=4))
     made.commit()
     made.close_session("A")
     made.commit()
     episode = made.index.episode("e0")
-    assert (episode.steps, episode.truncated, episode.terminated, episode.sealed, episode.final) == (8, 1, 0, 1, 0)
+    assert (episode.steps, episode.truncated, episode.terminated, episode.closed, episode.final) == (8, 1, 0, 1, 0)
     with pytest.raises(Refused, match="is over"):
         made.stage("A", 2, make_segment("e0", start=8))
 
@@ -231,7 +231,7 @@ def test_an_outcome_of_an_episode_holds_for_all_its_parts_whenever_they_come(tmp
     assert [each.success for each in made.index.parts("e0")] == [1, 0, 1]
     made.stage("B", 1, Outcome("e0", None, discard=True, judged_by="operator"))
     made.commit()
-    assert [(each.discard, each.sealed) for each in made.index.parts("e0")] == [(1, 1)] * 3
+    assert [(each.discard, each.closed) for each in made.index.parts("e0")] == [(1, 1)] * 3
 
 
 def test_a_part_does_not_take_the_name_of_another_episode(tmp_path, spec, make_segment):
@@ -248,12 +248,12 @@ def test_the_operator_closes_an_episode_whose_actor_is_gone(tmp_path, spec, make
     made = founded(tmp_path, spec)
     made.stage("A", 0, make_segment("e0"))
     made.stage("A", 1, Outcome("e0", True, judged_by="operator"))
-    assert not made._find("e0").sealed  # its own actor says so, and goes on
+    assert not made._find("e0").closed  # its own actor says so, and goes on
     made.hello("desk", "another outbox", "B", [])
     made.stage("B", 0, Outcome("e0", False, judged_by="operator"))
     made.commit()
     episode = made.index.episode("e0")
-    assert (episode.sealed, episode.truncated, episode.terminated, episode.success) == (1, 1, 0, 0)
+    assert (episode.closed, episode.truncated, episode.terminated, episode.success) == (1, 1, 0, 0)
 
 
 def test_an_epoch_of_another_outbox_is_never_closed_by_a_hello(tmp_path, spec, make_segment):
@@ -277,7 +277,7 @@ def test_the_operator_overrules_the_judge_whenever_he_speaks(tmp_path, spec, mak
     made.stage("A", 4, Outcome("e0", False, discard=True, judged_by="operator"))
     made.commit()
     episode = made.index.episode("e0")
-    assert (episode.success, episode.discard, episode.judge) == (0, 1, "operator")
+    assert (episode.success, episode.discard, episode.judged_by) == (0, 1, "operator")
     assert len(made.index.outcomes("e0")) == 4
 
 
@@ -649,12 +649,12 @@ def test_an_open_episode_that_is_archived_later_is_cut_rather_than_waited_for_or
                     made.commit()
                     waited += 1
                     rows = made.index.catalog(0, 1000)[1]
-                    made.archive(row[0] for row in rows if row[m.EPISODE.index("sealed")])
+                    made.archive(row[0] for row in rows if row[m.EPISODE.index("closed")])
             seq += 1
     assert waited > 1
     made.stage("A", 1, make_segment("open", start=4, ends="terminated"))
     made.commit()
-    assert [(each.id, each.steps, each.sealed) for each in made.index.parts("open")] == [
+    assert [(each.id, each.steps, each.closed) for each in made.index.parts("open")] == [
         ("open", 4, 1), ("open.part2", 4, 1)
     ]  # fmt: skip
     assert made.sources["online"].tail > 4

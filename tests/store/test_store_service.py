@@ -65,7 +65,7 @@ class Actor:
         self.link = Connection(running.address, hello)
 
     def push(self, seq, *records):
-        data = b"".join(bytes(part) for i, record in enumerate(records) for part in m.seal(seq + i, record))
+        data = b"".join(bytes(part) for i, record in enumerate(records) for part in m.encode_record(seq + i, record))
         self.link.send(m.Push(self.session, {"records": np.frombuffer(data, np.uint8)}))
 
     def hear(self):
@@ -122,7 +122,7 @@ def test_a_dead_actors_episode_is_truncated_after_as_much_silence_as_its_source_
     actor.push(0, make_segment("e0"))
     wait_until(lambda: actor.hear() == 1)
     actor.link.send(m.Bye())
-    wait_until(lambda: not [s for s in running.server._sessions.values() if s.hello.role == "actor"])
+    wait_until(lambda: not [s for s in running.server._peers.values() if s.hello.role == "actor"])
     running.server.stop()
     running.thread.join()
     now = time.monotonic()
@@ -132,7 +132,7 @@ def test_a_dead_actors_episode_is_truncated_after_as_much_silence_as_its_source_
         assert bool(running.server.store.open_episodes) == is_open
     running.server._commit()
     episode = running.server.store.index.episode("e0")
-    assert (episode.sealed, episode.truncated, episode.terminated, episode.final) == (not is_open, not is_open, 0, 0)
+    assert (episode.closed, episode.truncated, episode.terminated, episode.final) == (not is_open, not is_open, 0, 0)
 
 
 def test_an_actor_that_lives_keeps_its_episode_and_the_rest_of_a_silent_one_is_a_part(
@@ -147,10 +147,10 @@ def test_an_actor_that_lives_keeps_its_episode_and_the_rest_of_a_silent_one_is_a
 
     def sealed():
         other.link.send(m.Heartbeat({}))
-        return running.episodes()["e0"]["sealed"]
+        return running.episodes()["e0"]["closed"]
 
     wait_until(sealed)
-    assert not running.episodes()["f0"]["sealed"]
+    assert not running.episodes()["f0"]["closed"]
     actor.push(1, make_segment("e0", start=4, ends="terminated"))
     wait_until(lambda: actor.hear() == 2)
     found = running.episodes()

@@ -253,7 +253,7 @@ def test_another_robot_and_another_run_are_refused(learner, tmp_path):
         assert (found(network.outbox, run)[0]) == "FAIL"  # that process has it
     with closing(Outbox(tmp_path / "actors/actor/outbox", 1 << 20)) as box:
         box.bind("q" * 32)
-        assert box.append("e" * 32, 0, messages.seal(0, Outcome("e0", True)))
+        assert box.append("e" * 32, 0, messages.encode_record(0, Outcome("e0", True)))
     state, said = found(network.outbox, run)
     assert (state, f"1 records of run {'q' * 12} wait" in said) == ("FAIL", True), said
 

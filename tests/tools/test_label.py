@@ -66,7 +66,7 @@ class Run:
     def verdicts(self):
         """{episode: (success, discard, whose word it is)}."""
         rows = [dict(zip(m.EPISODE, row, strict=True)) for row in self.ask(m.Sync(0, 0)).episodes]
-        return {row["id"]: (row["success"], row["discard"], row["judge"]) for row in rows}
+        return {row["id"]: (row["success"], row["discard"], row["judged_by"]) for row in rows}
 
 
 @pytest.fixture

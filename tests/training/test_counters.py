@@ -80,7 +80,9 @@ def test_the_steps_of_an_episode_are_finished_with_its_end(tmp_path, spec, make_
 def test_the_catalog_comes_in_pages_that_fit_into_a_header_and_has_every_episode_once(tmp_path, name):
     index, heard, revision, more = Index(tmp_path / "index.sqlite"), [], 0, True
     index.put_episodes(
-        Episode(i, f"{name}{i:06d}", name, "session", name, name, 1, name, 10 * i, 11 * i, "", revision=i, judge=name)
+        Episode(
+            i, f"{name}{i:06d}", name, "session", name, name, 1, name, 10 * i, 11 * i, "", revision=i, judged_by=name
+        )
         for i in range(1, 2501)
     )
     index.commit()

@@ -127,7 +127,7 @@ EVALUATE = {"evaluate": {"actors": {"mode": "evaluate"}, "until": "episodes >= 5
 def ended(run_dir, phases, *, updates, sha256, evaluated=None):
     """Summarise a run with 20 demonstrations, 3 of which a script shared with the policy."""
     plan = load_plan({"sources": {"demo": {"capacity": 100}}, "phases": phases}, methods=None, has_operator=True)
-    told = {field: 0 for field in EpisodeInfo._fields} | {"source": "demo", "final": True, "sealed": True, "steps": 10}
+    told = {field: 0 for field in EpisodeInfo._fields} | {"source": "demo", "final": True, "closed": True, "steps": 10}
     told = [told | {"number": n, "phase": "demonstrate", "intervened": 4 if n < 3 else 10} for n in range(20)]
     counters = RunCounters(SimpleNamespace(buffers={}, views={}))
     counters.take(EpisodeInfo(**episode) for episode in told)

@@ -57,7 +57,7 @@ def segment(start: int = 0, steps: int = 2, *, episode: str = "e0", directive: i
 
 
 def sealed(seq: int, record: QueuedRecord) -> bytes:
-    return b"".join(bytes(part) for part in m.seal(seq, record))
+    return b"".join(bytes(part) for part in m.encode_record(seq, record))
 
 
 RECORDS = (

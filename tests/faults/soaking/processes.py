@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from serl_client import Feature, Segment, Spec
 from serl_client.client import TrainerClient
+from serl_client.episode import COLUMNS
 from serl_client.errors import TrainerError
 
 from serl_launcher.store.server import Server
@@ -153,7 +154,7 @@ class Actor:
 
 def _ended(segment: Segment) -> Segment:
     """The same rows, the last of which is the final observation."""
-    columns = {name: getattr(segment, name)[:-1] for name in ("action", "reward", "intervened", "chunk_start", "time")}
+    columns = {name: getattr(segment, name)[:-1] for name in ("action", *COLUMNS)}
     return replace(segment, **columns, truncated=True)
 
 

@@ -14,10 +14,12 @@ REPEAT = 1.0  # seconds until a question counts as lost
 
 
 class Controller(Protocol):
-    """Gives the action of each row; `version`, `chunk_start` and `extras` belong to the last one that it gave."""
+    """Gives the action of each row; `version`, `chunk_start`, `chunk_delay` and `extras` belong to the last one that it
+    gave."""
 
     version: int  # weights that acted
     chunk_start: bool  # a new chunk began with this action
+    chunk_delay: int  # how many actions of that chunk were skipped, because it came late
     extras: Mapping[str, Array]
 
     def begin(self, episode: str, directive: Mapping[str, Any], task: str) -> None:
@@ -59,7 +61,7 @@ class RemotePolicy:
 
     def __init__(self, source: Source, *, deadline: float, n_action_steps: int | None = None) -> None:
         self.version = 0
-        self.chunk_start = False
+        self.chunk_start, self.chunk_delay = False, 0
         self.extras: Mapping[str, Array] = {}
         self._source, self._deadline, self._n_action_steps = source, deadline, n_action_steps
         self._episode, self._directive, self._task = "", {}, ""
@@ -78,7 +80,7 @@ class RemotePolicy:
     ) -> Array | None:
         if reset and (not self._reset or step > self._row + 1):
             self._drop()
-        self._row, self.chunk_start = step, False
+        self._row, self.chunk_start, self.chunk_delay = step, False, 0
         deadline = time.monotonic() + self._deadline
         while not self.chunk_start and self._due(step):
             if self._asked is None or time.monotonic() > self._asked_at + REPEAT:
@@ -119,7 +121,7 @@ class RemotePolicy:
         self._asked = None
         if step - answer.step >= len(answer.action):
             return
-        self._chunk, self._reset, self.chunk_start = answer, False, True
+        self._chunk, self._reset, self.chunk_start, self.chunk_delay = answer, False, True, step - answer.step
         self.version, self.extras = answer.version, answer.extras
 
 
@@ -128,7 +130,7 @@ class RandomPolicy:
 
     def __init__(self, spec: Spec, seed: int) -> None:
         self.version = 0
-        self.chunk_start = True
+        self.chunk_start, self.chunk_delay = True, 0
         self.extras: Mapping[str, Array] = {}
         assert spec.action.low is not None
         assert spec.action.high is not None

@@ -11,6 +11,7 @@ from serl_client.spec import ROW, Array, Spec
 COLUMNS = ROW  # each [T]
 MAX_NAME = 200  # characters of an episode's, a task's or a phase's name
 MAX_NUMBER = 1 << 53
+UNSET = np.empty(0)
 BEYOND = 100  # an executed action may lie outside its bounds by this many times their distance
 
 
@@ -34,7 +35,9 @@ class Segment:
     observation {name: [T, ...]}, and T+1 rows in the segment that ends the episode (its last row is the final
     observation; an episode that was cut by a crash has none); action [T, A] as executed; reward float32,
     intervened bool, chunk_start bool (a new chunk of the policy began here), time float64 (when the row's
-    observation was there: seconds, the robot's clock), all [T]; extras {name: [T, ...]}.
+    observation was there: seconds, the robot's clock), gap bool (time passed without a step just before this one, so
+    that no window joins the two; default: never), chunk_delay uint16 (where a chunk starts, how many of its first
+    actions came too late and were skipped; default: 0), all [T]; extras {name: [T, ...]}.
     """
 
     episode: str
@@ -47,9 +50,16 @@ class Segment:
     intervened: Array
     chunk_start: Array
     time: Array
+    gap: Array = field(default_factory=lambda: UNSET)
+    chunk_delay: Array = field(default_factory=lambda: UNSET)
     terminated: bool = False
     truncated: bool = False
     extras: Mapping[str, Array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("gap", "chunk_delay"):
+            if getattr(self, name) is UNSET:
+                object.__setattr__(self, name, np.zeros(len(self.action), COLUMNS[name]))
 
     def __len__(self) -> int:
         return len(self.action)

@@ -258,7 +258,7 @@ FIELDS = {kind: {f.name: f.type for f in dataclasses.fields(kind) if f.name != "
 # One row of Synced.episodes.
 EPISODE = (
     "number", "id", "source", "actor", "task", "directive", "phase", "first", "steps", "reward", "intervened",
-    "weights", "terminated", "truncated", "final", "sealed", "success", "discard", "judge",
+    "weights", "terminated", "truncated", "final", "closed", "success", "discard", "judged_by",
 )  # fmt: skip
 
 
@@ -338,29 +338,29 @@ def _check_version(hello: dict[str, Any]) -> None:
         )
 
 
-def seal(seq: int, record: QueuedRecord) -> list[wire.Buffer]:
+def encode_record(seq: int, record: QueuedRecord) -> list[wire.Buffer]:
     """A record as the outbox keeps it and a Push carries it."""
     if isinstance(record, Outcome | LostRecord):
-        return wire.seal(seq, dataclasses.asdict(record), {})
+        return wire.encode_record(seq, dataclasses.asdict(record), {})
     header = {
         "episode": record.episode, "start": record.start, "task": record.task,
         "stamp": [record.stamp.directive, record.stamp.phase, record.stamp.weights],
         "terminated": record.terminated, "truncated": record.truncated, "extras": list(record.extras),
     }  # fmt: skip
     columns = {name: getattr(record, name) for name in ("action", *COLUMNS)}
-    return wire.seal(seq, header, {**columns, **record.observation, **record.extras})
+    return wire.encode_record(seq, header, {**columns, **record.observation, **record.extras})
 
 
-def unseal(data: wire.Buffer) -> list[tuple[int, QueuedRecord]]:
-    """(seq, record) of each sealed record in `data`, at most MAX_RECORDS. Raises MessageError; shapes are not checked
+def decode_records(data: wire.Buffer) -> list[tuple[int, QueuedRecord]]:
+    """(seq, record) of each encoded record in `data`, at most MAX_RECORDS. Raises MessageError; shapes are not checked
     against a Spec yet."""
     return list(records(data))
 
 
 def records(data: wire.Buffer) -> Iterator[tuple[int, QueuedRecord]]:
-    """As `unseal`, one by one: each is looked at when it is asked for."""
+    """As `decode_records`, one by one: each is looked at when it is asked for."""
     try:
-        for seq, header, arrays in wire.unseal(data):
+        for seq, header, arrays in wire.decode_records(data):
             yield seq, _record(header, arrays)
     except (TypeError, KeyError, ValueError) as error:
         raise MessageError(f"this is no record: {error!r}") from None

@@ -1,4 +1,4 @@
-"""The outbox: sealed records that nobody has acknowledged yet, in append-only files; what is in them survives kill -9.
+"""The outbox: encoded records that nobody has acknowledged yet, in append-only files; what is in them survives kill -9.
 
 A file holds records of one session and goes when its last one is acknowledged, which works on a full disk too: it is
 unlinked, or, when much is written, written again, since the pages of a new file cost more than all else that is done
@@ -121,7 +121,7 @@ class Outbox:
         return sum(records for records, _ in left), sum(size for _, size in left)
 
     def append(self, session: str, seq: int, record: Sequence[wire.Buffer]) -> bool:
-        """Write one sealed record. False, with the reason in `fault`, if it is not in the outbox as a whole."""
+        """Write one encoded record. False, with the reason in `fault`, if it is not in the outbox as a whole."""
         size = sum(len(part) for part in record)
         if self._bytes + size + sum(spare.size for spare in self._spares) > self._capacity:
             self._drop_spares()
@@ -301,7 +301,7 @@ class Outbox:
 
     @staticmethod
     def _lose(file: _File, seq: int, why: str) -> None:
-        file.lost[seq] = b"".join(bytes(part) for part in messages.seal(seq, LostRecord(why)))
+        file.lost[seq] = b"".join(bytes(part) for part in messages.encode_record(seq, LostRecord(why)))
 
 
 def _scanned(file: _File) -> _File:
@@ -335,7 +335,7 @@ def _next_record(data: bytes, begin: int, seq: int) -> tuple[int, int, int] | No
     while (begin := data.find(wire.MAGIC, begin)) >= 0:
         with suppress(MessageError):
             end = begin + wire.sealed_length(view[begin:])
-            number, _, _ = next(wire.unseal(view[begin:end]))
+            number, _, _ = next(wire.decode_records(view[begin:end]))
             if 0 <= (number - seq) * wire.PREFIX.size <= begin - start:  # as many as can lie before it
                 return number, begin, end
         begin += 1
@@ -353,7 +353,7 @@ def _records(file: _File, begin: int, stop: int, data: bytes) -> Iterator[tuple[
 def _header(record: bytes, seq: int) -> dict[str, Any] | None:
     """The header of one record; None: it is damaged."""
     try:
-        (number, header, _), *others = wire.unseal(record)
+        (number, header, _), *others = wire.decode_records(record)
     except (MessageError, ValueError):
         return None
     return header if number == seq and not others else None

@@ -51,16 +51,20 @@ class Recorder:
         return self._start + self._state[0]
 
     def add(
-        self, stamp: Stamp, observation: "Observation", observed: float, step: "Step", chunk_start: bool,
-        extras: Mapping[str, Array],
+        self, stamp: Stamp, observation: "Observation", observed: float, step: "Step", extras: Mapping[str, Array], *,
+        chunk_start: bool, chunk_delay: int, gap: bool,
     ) -> str:  # fmt: skip
-        """Take one row: what was `observed` when (seconds, the robot's clock), and what was done in answer.
+        """Take one row: what was `observed` when (seconds, the robot's clock), and what was done in answer;
+        `chunk_start`, `chunk_delay` and `gap` as in Segment.
 
         The row's time is that of its observation. Extras that are missing are zero. Those that the Spec lacks are
         dropped, with one warning in an episode. Returns the name of a column that holds NaN or infinity, of this row or
         of the observation after it: then the row is not taken, because no policy may see it; empty when it is taken.
         """
-        values = {"reward": step.reward, "intervened": step.intervened, "chunk_start": chunk_start, "time": observed}
+        values = {
+            "reward": step.reward, "intervened": step.intervened, "time": observed, "chunk_start": chunk_start,
+            "chunk_delay": chunk_delay, "gap": gap,
+        }  # fmt: skip
         named = {"action": step.executed, "reward": step.reward, "time": observed, **extras}
         arrays = {name: np.asarray(value) for name, value in named.items()}
         if bad := self.not_finite(step.observation) or not_finite(arrays):

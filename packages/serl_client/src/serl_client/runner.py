@@ -215,7 +215,7 @@ class _Actor:
         self._client.wait(NAP)
 
     def _row(self, episode: _Episode) -> None:
-        goes_on, action = self._action(episode)
+        goes_on, waited, action = self._action(episode)
         if not goes_on:
             self._cut_off(episode)
             return
@@ -225,9 +225,12 @@ class _Actor:
         stamp = Stamp(self._directive["number"], self._directive["phase"], version)
         is_policys = action is not None and not step.intervened
         extras = {**self._controller.extras, **step.extras} if is_policys else step.extras
-        chunk_start = is_policys and self._controller.chunk_start
         recorder = episode.recorder
-        if bad := recorder.add(stamp, episode.observation, episode.observed, step, chunk_start, extras):
+        if bad := recorder.add(
+            stamp, episode.observation, episode.observed, step, extras, gap=waited and self._is_real,
+            chunk_start=is_policys and self._controller.chunk_start,
+            chunk_delay=self._controller.chunk_delay if is_policys else 0,
+        ):  # fmt: skip
             self._status.warn(f"{bad} is not finite; {recorder.episode} is cut off before row {recorder.steps}")
             self._cut_off(episode)
             return
@@ -254,24 +257,24 @@ class _Actor:
         episode.human = episode.human + 1 if is_human else 0
         episode.held = 0 if is_human else episode.held
 
-    def _action(self, episode: _Episode) -> tuple[bool, Array | None]:
-        """(whether the episode goes on, the action of its next row); waits for permission and, as far as time does
-        not go on without us, for the action."""
+    def _action(self, episode: _Episode) -> tuple[bool, bool, Array | None]:
+        """(whether the episode goes on, whether its next row had to wait, the action of that); waits for permission
+        and, as far as time does not go on without us, for the action."""
         waited = False
         while not self._called_off(waited) and not episode.recorder.ended:
             if not self._blocked(episode):
                 if episode.teleop or episode.human:
-                    return True, None
+                    return True, waited, None
                 action = self._ask(episode)
                 if action is not None or (self._is_real and episode.last is not None):
-                    return True, action
+                    return True, waited, action
             waited, self._ticked = True, None
             self._nap()
             if episode.last is None:
                 self._judge_latest()  # of this one there is nothing to judge yet
             elif self._verdict and not episode.recorder.is_empty:
                 self._close(episode)
-        return False, None
+        return False, waited, None
 
     def _ask(self, episode: _Episode) -> Array | None:
         previous = None if episode.last is None else episode.last.executed

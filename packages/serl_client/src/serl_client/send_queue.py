@@ -94,7 +94,7 @@ class SendQueue:
         while self._queue and self._spooled_bytes < begin + SPOOL_BYTES:
             record, size = self._queue[0]
             if self._sealed is None:
-                self._sealed = messages.seal(self._written, self._checked(record))
+                self._sealed = messages.encode_record(self._written, self._checked(record))
             before = self.fault
             if not self._outbox.append(self._session, self._written, self._sealed):
                 if self.fault != before:

@@ -33,7 +33,10 @@ MAX_FEATURES = 240  # each is an array of a record
 MAX_SPEC = 512 << 10  # bytes of a Spec in a Hello
 MAX_BOUNDS = 4096  # numbers in a lower or an upper bound: they travel in the header of a Hello
 MAX_TEXT = 200  # characters of a feature's name, or of one of its entries'
-ROW = {"reward": "float32", "intervened": "bool", "chunk_start": "bool", "time": "float64"}  # columns of every row
+ROW = {  # columns of every row
+    "reward": "float32", "intervened": "bool", "chunk_start": "bool", "time": "float64", "gap": "bool",
+    "chunk_delay": "uint16",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,7 @@ before anything is allocated, and nothing here can run code.
 
 Two forms of one thing. A *message* is multipart: the header is one frame, each array another (no payload is copied); or
 all arrays together are one, as in a record.
-A *sealed record* is one run of bytes with a sequence number and a checksum; the outbox stores it, the wire carries
+An *encoded record* is one run of bytes with a sequence number and a checksum; the outbox stores it, the wire carries
 many of them in one frame, and the server checks it, all in the same form:
 
     magic 4s | header length u32 | body length u64 | seq u64 | xxh3_64 of the body, seeded with seq, u64 | body
@@ -29,7 +29,7 @@ JOIN_BELOW = 1 << 20  # measured: a copy of it takes as long as two frames
 MAX_HEADER = 1 << 20
 MAX_ARRAY = 64 << 20  # also the socket's MAXMSGSIZE
 MAX_MESSAGE = 256 << 20
-MAX_RECORDS = 10_000  # in one run of sealed ones
+MAX_RECORDS = 10_000  # in one run of encoded ones
 MAX_PARTS = 10_000  # lists and mappings in a header: each is 1 byte there, and 72 here; else it is below 30 for 1
 MAX_LENGTH = 100_000  # of a list or a mapping in a header
 
@@ -85,8 +85,8 @@ def unpack(frames: Sequence[Buffer]) -> tuple[dict[str, Any], dict[str, Array]]:
     return header, arrays
 
 
-def seal(seq: int, header: Mapping[str, Any], arrays: Mapping[str, Array]) -> list[Buffer]:
-    """A sealed record as buffers to be written one after the other; the arrays are not copied."""
+def encode_record(seq: int, header: Mapping[str, Any], arrays: Mapping[str, Array]) -> list[Buffer]:
+    """An encoded record as buffers to be written one after the other; the arrays are not copied."""
     head, *memory = pack(header, arrays)
     body: list[Buffer] = []
     for part in (head, *memory):
@@ -101,7 +101,7 @@ def seal(seq: int, header: Mapping[str, Any], arrays: Mapping[str, Array]) -> li
 
 
 def sealed_length(data: Buffer) -> int:
-    """Bytes of the sealed record that begins `data`. Raises MessageError when no whole record begins there."""
+    """Bytes of the encoded record that begins `data`. Raises MessageError when no whole record begins there."""
     if len(data) < PREFIX.size:
         raise MessageError("a record was cut off")
     magic, header_length, body_length, _, _ = PREFIX.unpack_from(data)
@@ -112,8 +112,8 @@ def sealed_length(data: Buffer) -> int:
     return PREFIX.size + body_length
 
 
-def unseal(data: Buffer) -> Iterator[tuple[int, dict[str, Any], dict[str, Array]]]:
-    """(seq, header, arrays) of each sealed record in `data`; the arrays are views. Raises MessageError."""
+def decode_records(data: Buffer) -> Iterator[tuple[int, dict[str, Any], dict[str, Array]]]:
+    """(seq, header, arrays) of each encoded record in `data`; the arrays are views. Raises MessageError."""
     view = memoryview(data).cast("B")
     for _ in range(MAX_RECORDS):
         if not len(view):
