@@ -46,7 +46,7 @@ def main() -> None:
     exporting.add_argument("--episodes", type=int, default=10, help="episodes in one dataset (10)")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("serl_launcher.datasets.export").setLevel(logging.INFO)  # how far it is
+    logging.getLogger("serl_launcher.datasets").setLevel(logging.INFO)  # how far it is
     try:
         if options.command == "export":
             print(*export_run(options.run, max(1, options.episodes), options.source), sep="\n")

@@ -24,7 +24,7 @@ from serl_client.spec import Array, Spec
 from robot_infra.cameras import gl
 from robot_infra.cameras.mujoco import Renderer
 from robot_infra.robots.sim_arm import FPS, SimArm
-from serl_launcher.datasets.shards import EpisodeReader
+from serl_launcher.datasets.episodes import EpisodeReader
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.index import Index
 from serl_launcher.store.layout import Layout

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from serl_client.spec import Array, Feature, Spec
 
-from serl_launcher.datasets import reader
-from serl_launcher.datasets.reader import Dataset
-from serl_launcher.datasets.shards import EpisodeReader, Gone, is_image
+from serl_launcher.datasets.episodes import EpisodeReader, Gone
+from serl_launcher.datasets.names import ENDS, OUTCOME, SUCCESS, TIME, is_image
+from serl_launcher.datasets.reader import Dataset, Episode
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.index import Index
 from serl_launcher.store.layout import Layout
@@ -121,16 +121,16 @@ def _stored(reader: EpisodeReader, spec: Spec, infos: list[EpisodeInfo]) -> Iter
         )  # fmt: skip
 
 
-def _of_dataset(episode: reader.Episode) -> Recorded:
+def _of_dataset(episode: Episode) -> Recorded:
     features, length = episode.dataset.features, len(episode)
     images = {name: lambda name=name: episode.images(name) for name in episode.dataset.cameras}
     numbers = {name: episode.column(name) for name in features if name not in images}
-    numbers["time"] = numbers.get(reader.TIME, numbers["timestamp"]).reshape(length)
-    said = [name for name in reader.ENDS if episode.has(name)]
-    ends = np.any([episode.flag(name) for name in said if name != reader.SUCCESS] or [[False] * length], axis=0)
-    ended = bool(ends[-1] or episode.flag(reader.SUCCESS)[-1]) if said else None
+    numbers["time"] = numbers.get(TIME, numbers["timestamp"]).reshape(length)
+    said = [name for name in ENDS if episode.has(name)]
+    ends = np.any([episode.flag(name) for name in said if name != SUCCESS] or [[False] * length], axis=0)
+    ended = bool(ends[-1] or episode.flag(SUCCESS)[-1]) if said else None
     notes = () if said else ("nothing says how it ended",)
-    has_outcome = episode.has(reader.SUCCESS) or episode.has(reader.OUTCOME)
+    has_outcome = episode.has(SUCCESS) or episode.has(OUTCOME)
     where = f"episode {episode.entry['episode_index']}"
     return Recorded(where, numbers, images, ended, episode.terminated, ends, episode.success, has_outcome, notes)
 

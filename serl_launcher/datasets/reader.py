@@ -24,17 +24,27 @@ from serl_client.errors import ConfigError
 from serl_client.recorder import segment_rows
 from serl_client.spec import DTYPES, Array, Feature, Spec
 
-from serl_launcher.datasets.shards import MANIFEST, column
+from serl_launcher.datasets.names import (
+    CHUNK_DELAY,
+    CHUNK_START,
+    DONE,
+    GAP,
+    INSTALL,
+    INTERVENED,
+    MANIFEST,
+    OUTCOME,
+    REWARD,
+    SUCCESS,
+    TERMINATED,
+    TIME,
+    TRUNCATED,
+    column,
+)  # fmt: skip
 
 NEEDED = ("pyarrow", "av", "PIL")
 IMAGES = ("image", "video")
 WIDENED = 0.05  # of the range of each action, on either side: the statistics are of what happened, not of what may
 CONSTANT = 0.01  # half the range that is given to an action which never changed, of its size where that is above 1
-REWARD, DONE, SUCCESS = "next.reward", "next.done", "next.success"
-TERMINATED, TRUNCATED = "next.terminated", "next.truncated"  # these and the next four: of our shards (shards.py)
-INTERVENED, CHUNK_START, GAP, CHUNK_DELAY, TIME = "intervened", "chunk_start", "gap", "chunk_delay", "time"
-OUTCOME = "outcome"  # -1 unknown, 0 failure, 1 success
-ENDS = (DONE, SUCCESS, TERMINATED, TRUNCATED)
 
 
 class Dataset:
@@ -44,7 +54,7 @@ class Dataset:
 
     def __init__(self, folder: Path) -> None:
         if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-            raise ConfigError(f"a dataset needs {', '.join(missing)}: run `uv sync --inexact --extra data` here")
+            raise ConfigError(f"a dataset needs {', '.join(missing)}: {INSTALL}")
         self.folder, self.name = folder, folder.resolve().name
         self.info = _json(folder, "meta/info.json")
         version = str(self.info.get("codebase_version"))

@@ -25,42 +25,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serl_client.errors import ConfigError, RetakeError
+from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature, Spec
 
+from serl_launcher.datasets.episodes import Mismatch, Rows
+from serl_launcher.datasets.names import COLUMNS, DONE, MANIFEST, OUTCOME, PHASE, STORED, SUCCESS, cameras, column
+from serl_launcher.datasets.reader import Dataset
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.files import sync_folder
-from serl_launcher.store.layout import CHUNK_START, GAP, INTERVENED, TERMINATED, TRUNCATED, Layout, published
 
 log = logging.getLogger(__name__)
 
-Rows = dict[str, Any]  # {name: [T, ...]}, each an Array or StoredImages
 NEEDED = ("lerobot", "av", "torchcodec")
-MANIFEST = "retake.json"
 FORMAT = 2
 PART = ".part"  # what is being written, or was when its writer died
 OLD = ".old.part"  # the version before, where the file system cannot exchange two folders
 CODECS = ("libsvtav1", "h264")  # the first one that can be written and read here
 WIDER = {"float16": "float32"}  # LeRobot's statistics fail on the former
-CHUNK = 4096
-FLAG, NUMBER = Feature((1,), "bool"), Feature((1,), "int64")
-COLUMNS = {
-    "next.reward": Feature((1,)), "next.done": FLAG, "next.terminated": FLAG, "next.truncated": FLAG,
-    "next.success": FLAG, "intervened": FLAG, "chunk_start": FLAG, "gap": FLAG, "chunk_delay": NUMBER,
-    "time": Feature((1,), "float64"), "weights": NUMBER,
-    "directive": NUMBER, "phase": NUMBER, "outcome": NUMBER,
-}  # fmt: skip
-RESERVED = {*COLUMNS, "timestamp", "frame_index", "episode_index", "index", "task_index", "task"}
 VERDICT = ("success", "discard", "judged_by")
 MARK = (*VERDICT, "steps", "terminated", "truncated", "final")  # a shard that differs from the store here is remade
-
-
-class Gone(Exception):
-    """The store holds this episode no more."""
-
-
-class Mismatch(RetakeError):
-    """What was written is not what the store holds."""
 
 
 def missing() -> list[str]:
@@ -68,129 +51,16 @@ def missing() -> list[str]:
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
-class StoredImages:
-    """The images of one camera in an episode, [T, H, W, C]: each is read from the store when it is asked for.
-
-    Raises Gone when the episode was evicted, before or meanwhile.
-    """
-
-    def __init__(self, reader: "EpisodeReader", info: EpisodeInfo, images: Array, rows: Array) -> None:
-        self._reader, self._info, self._images, self._rows = reader, info, images, rows
-        self.dtype, self.shape = images.dtype, (len(rows), *images.shape[1:])
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return StoredImages(self._reader, self._info, self._images, self._rows[index])
-        image = self._images[self._rows[index] % self._reader.layout.rows].copy()
-        if self._reader.tail > self._info.first:  # asked after copying
-            raise Gone(self._info.id)
-        return image
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
-        return np.stack([self[index] for index in range(len(self))]).astype(dtype or self.dtype, copy=False)
-
-
-class EpisodeReader:
-    """Reads whole episodes of one source from the files that the server writes.
-
-    `committed`: (tail, head) of the index; what is published may be older where a server died and none came after it.
-    """
-
-    def __init__(self, folder: Path, layout: Layout, committed: tuple[int, int] = (0, 0)) -> None:
-        self.layout, self._committed = layout, committed
-        self._published, self._steps = published(folder), layout.steps(folder)
-        self._observations = layout.observations(folder)
-
-    @property
-    def tail(self) -> int:
-        return max(int(self._published[0]), self._committed[0])
-
-    @property
-    def head(self) -> int:
-        return max(int(self._published[1]), self._committed[1])
-
-    def rows(self, info: EpisodeInfo) -> Rows:
-        """{name: [T, ...]} of all that the store holds of a closed episode: observations (T + 1 of them when it has a
-        final one), action, reward, terminated, truncated, intervened, chunk_start, gap, chunk_delay, time, weights,
-        directive and extras. Images are StoredImages, so that a long episode takes no more memory than a short one.
-
-        Raises Gone when it was evicted, before or meanwhile.
-        """
-        records = self._records(info)
-        rows = records["row"].astype(np.int64)
-        if info.final:
-            rows = np.append(rows, records["final_row"][-1])
-        found: Rows = {
-            name: StoredImages(self, info, array, rows) if is_image(self.layout.spec.observation[name])
-            else array[rows % self.layout.rows] for name, array in self._observations.items()
-        }  # fmt: skip
-        flags = records["flags"]
-        terminated, truncated = flags & TERMINATED > 0, flags & TRUNCATED > 0
-        truncated[-1] |= bool(info.truncated)  # an episode that was cut has no flag of its own
-        found |= {"intervened": flags & INTERVENED > 0, "chunk_start": flags & CHUNK_START > 0, "gap": flags & GAP > 0}
-        found |= {"terminated": terminated, "truncated": truncated}
-        found |= {name: records[name] for name in ("action", "reward", "time", "chunk_delay", "weights", "directive")}
-        found |= {name: records[f"extras.{name}"] for name in self.layout.spec.extras}
-        if self.tail > info.first:  # asked after copying
-            raise Gone(info.id)
-        return found
-
-    def _records(self, info: EpisodeInfo) -> Array:
-        """Its [T] step records; the steps of other actors lie between them."""
-        found, begin, count = [], info.first, 0
-        while count < info.steps and begin < self.head and self.tail <= info.first:
-            numbers = np.arange(begin, min(begin + CHUNK, self.head))
-            records = self._steps[numbers % self.layout.capacity]
-            records = records[(records["number"] == numbers) & (records["episode"] == info.number)]
-            found.append(records)
-            begin, count = begin + CHUNK, count + len(records)
-        if self.tail > info.first:
-            raise Gone(info.id)
-        records = np.concatenate(found) if found else self._steps[:0]
-        if not np.array_equal(records["index"], np.arange(info.steps)):
-            raise Mismatch(f"{info.id} has {len(records)} steps in the store, {info.steps} were acknowledged")
-        return records
-
-
 # -- one shard
-def is_image(feature: Feature) -> bool:
-    """Whether an observation is a picture, so that an episode of them may not fit into memory."""
-    return feature.dtype == "uint8" and len(feature.shape) == 3
-
-
-def cameras(spec: Spec) -> list[str]:
-    """The observations that LeRobot takes for images."""
-    return [
-        name for name, f in spec.observation.items()
-        if name.startswith("observation.images.") and f.dtype == "uint8" and len(f.shape) == 3 and f.shape[2] == 3
-    ]  # fmt: skip
-
-
-def column(name: str, spec: Spec) -> str:
-    """What a feature of the Spec is called in a shard: the same, unless LeRobot or we need that name; what has "image"
-    in it must be one there."""
-    if name not in cameras(spec):
-        name = name.replace("image", "picture")
-    name = name.replace("/", ".")
-    return f"extras.{name}" if name in RESERVED else name
-
-
 def table(info: EpisodeInfo, rows: Rows, spec: Spec, phases: Sequence[str]) -> Rows:
     """{column: [T, ...]} of a shard, images included."""
     length = info.steps
     last = np.arange(length) == length - 1
     success = info.success is not None and bool(info.success)
     outcome = -1 if info.success is None else int(success)
-    made = {
-        "next.reward": rows["reward"], "next.done": last, "next.terminated": rows["terminated"],
-        "next.truncated": rows["truncated"], "next.success": last & success, "intervened": rows["intervened"],
-        "chunk_start": rows["chunk_start"], "gap": rows["gap"], "chunk_delay": rows["chunk_delay"],
-        "time": rows["time"], "weights": rows["weights"],
-        "directive": rows["directive"],
-        "phase": np.full(length, phases.index(info.phase)), "outcome": np.full(length, outcome),
+    made = {stored: rows[name] for name, stored in STORED.items()} | {
+        DONE: last, SUCCESS: last & success,
+        PHASE: np.full(length, phases.index(info.phase)), OUTCOME: np.full(length, outcome),
     }  # fmt: skip
     made = {name: array.reshape(length, 1).astype(COLUMNS[name].dtype) for name, array in made.items()}
     for name in [*spec.observation, "action", *spec.extras]:
@@ -266,8 +136,6 @@ def verify(part: Path, spec: Spec, written: Sequence[tuple[EpisodeInfo, Rows]]) 
 
 
 def _compare(part: Path, written: Sequence[tuple[EpisodeInfo, Rows]]) -> None:
-    from serl_launcher.datasets.reader import Dataset  # another reader than LeRobot's, and an exact one
-
     for episode, (info, columns) in zip(Dataset(part), written, strict=True):
         for name, expected in columns.items():
             stored = episode.column(name)
@@ -468,8 +336,6 @@ class _InOrder:
 def rows_of(shard: Path, entry: int, info: EpisodeInfo, spec: Spec) -> Rows:
     """The rows of the shard's episode number `entry`, as `EpisodeReader.rows` gives them, but without a final
     observation: for an episode that the store holds no more."""
-    from serl_launcher.datasets.reader import Dataset
-
     episode = Dataset(shard).episode(entry)
     images = set(cameras(spec))
     rows: Rows = {name: _InOrder(episode.images(column(name, spec))) for name in images}
@@ -477,6 +343,4 @@ def rows_of(shard: Path, entry: int, info: EpisodeInfo, spec: Spec) -> Rows:
         if name not in images:
             stored = episode.column(column(name, spec)).astype(feature.dtype)
             rows[name] = stored.reshape(info.steps, *feature.shape)
-    named = {"reward": "next.reward", "terminated": "next.terminated", "truncated": "next.truncated"}
-    same = ("intervened", "chunk_start", "gap", "chunk_delay", "time", "weights", "directive")
-    return rows | {name: episode.column(named.get(name, name)).reshape(-1) for name in (*named, *same)}
+    return rows | {name: episode.column(stored).reshape(-1) for name, stored in STORED.items()}

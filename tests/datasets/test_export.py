@@ -20,8 +20,10 @@ from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 from serl_client.errors import ConfigError, TrainerError
 
-from serl_launcher.datasets import export, shards
-from serl_launcher.datasets.export import Exporter, export_run
+from serl_launcher.datasets import episodes, export, exporter, shards
+from serl_launcher.datasets.export import export_run
+from serl_launcher.datasets.exporter import Exporter
+from serl_launcher.datasets.names import MANIFEST
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.index import Index
@@ -109,7 +111,7 @@ class Run:
         return opened(self.folder / "datasets" / source / name)
 
     def manifest(self, name, source="online"):
-        return json.loads((self.folder / "datasets" / source / name / shards.MANIFEST).read_text())
+        return json.loads((self.folder / "datasets" / source / name / MANIFEST).read_text())
 
 
 class Silent:
@@ -269,7 +271,7 @@ def test_a_shard_is_remade_when_it_does_not_hold_what_the_store_does(tmp_path, b
     run.work()
     manifest = run.manifest("000001-000002")
     manifest["episodes"][0][field] = value
-    (tmp_path / "datasets/online/000001-000002" / shards.MANIFEST).write_text(json.dumps(manifest))
+    (tmp_path / "datasets/online/000001-000002" / MANIFEST).write_text(json.dumps(manifest))
     run.exporter = run.started()
     run.hear()
     assert run.exporter.settled == [2], "what is in no shard as a whole stays in the store"
@@ -289,7 +291,7 @@ def test_steps_that_a_shard_lacked_are_exported_although_somebody_took_it_away(t
     path = tmp_path / "datasets/online/000001-000002"
     manifest = run.manifest(path.name)
     manifest["episodes"][0]["steps"] = 4
-    (path / shards.MANIFEST).write_text(json.dumps(manifest))
+    (path / MANIFEST).write_text(json.dumps(manifest))
     run.exporter = run.started()
     os.rename(path, tmp_path / "away")
     run.work(rest=True)
@@ -320,7 +322,7 @@ def test_an_episodes_images_are_never_in_memory_at_once(tmp_path, seen, monkeypa
     def refuse(*_, **__):
         raise AssertionError("all images of an episode were asked for")
 
-    monkeypatch.setattr(shards.StoredImages, "__array__", refuse)
+    monkeypatch.setattr(episodes.StoredImages, "__array__", refuse)
     run, shown = Run(tmp_path, seen), []
     run.exporter = run.started(sinks=[lambda info, rows, spec: shown.extend(rows()[CAMERA])])
     run.episodes("e0", "e1")
@@ -333,7 +335,7 @@ def test_an_episodes_images_are_never_in_memory_at_once(tmp_path, seen, monkeypa
 def test_an_episode_that_leaves_the_store_while_its_images_are_read_is_taken_from_its_shard(
     tmp_path, seen, monkeypatch
 ):
-    run, read, reads = Run(tmp_path, seen, capacity=100), shards.StoredImages.__getitem__, []
+    run, read, reads = Run(tmp_path, seen, capacity=100), episodes.StoredImages.__getitem__, []
     run.episodes("e0", "e1", steps=10)
     run.work()
     run.add(Outcome("e0", True, judged_by="operator"))
@@ -347,7 +349,7 @@ def test_an_episode_that_leaves_the_store_while_its_images_are_read_is_taken_fro
                 found = read(images, index)
         return found
 
-    monkeypatch.setattr(shards.StoredImages, "__getitem__", overtaken)
+    monkeypatch.setattr(episodes.StoredImages, "__getitem__", overtaken)
     run.exporter.count = 100  # the later ones wait
     run.work()
     assert reads == [0, 1, 2, 3, 4], "it was begun again, and not from the store"
@@ -379,8 +381,8 @@ def test_the_export_keeps_of_a_long_history_what_the_store_holds_and_corrects_th
 
 @needs_lerobot
 def test_the_end_of_a_run_says_how_far_the_export_is_and_how_to_go_on(tmp_path, blind, caplog, monkeypatch):
-    monkeypatch.setattr(export, "TELL_S", 0.0)
-    caplog.set_level("INFO", "serl_launcher.datasets.export")
+    monkeypatch.setattr(exporter, "TELL_S", 0.0)
+    caplog.set_level("INFO", "serl_launcher.datasets")
     run = Run(tmp_path, blind)
     run.episodes("e0", "e1", "e2", "e3", "e4")
     run.work()
@@ -904,7 +906,7 @@ def test_a_run_ends_with_all_of_its_archived_episodes_in_datasets_although_the_e
     index = Index(tmp_path / "run/store/index.sqlite")
     rows = [EpisodeInfo(*row) for row in index.catalog(0, -1)[1]]
     index.close()
-    folders = [path.parent for path in tmp_path.glob(f"run/datasets/*/*/{shards.MANIFEST}")]
+    folders = [path.parent for path in tmp_path.glob(f"run/datasets/*/*/{MANIFEST}")]
     exported = [entry["id"] for folder in folders for entry in shards.read_manifest(folder)["episodes"]]
     assert sorted(exported) == sorted(info.id for info in rows if info.source == "online")
     assert sum(len(opened(folder)[0]) for folder in folders) == sum(i.steps for i in rows if i.source == "online")

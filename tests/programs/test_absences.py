@@ -14,6 +14,7 @@ import pytest
 
 from robot_infra.cameras import gl
 from serl_launcher.datasets import shards
+from serl_launcher.datasets.names import MANIFEST
 from tests.faults.proxy import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +120,6 @@ def test_images_of_a_machine_whose_torchcodec_finds_no_ffmpeg_are_exported_as_th
     (sentence,) = [line for line in said if "apt-get" in line]
     assert "no video can be written and read here" in sentence
     assert "(apt-get install ffmpeg)" in sentence
-    made = [shards.read_manifest(path.parent) for path in tmp_path.glob(f"run/datasets/demo/*/{shards.MANIFEST}")]
+    made = [shards.read_manifest(path.parent) for path in tmp_path.glob(f"run/datasets/demo/*/{MANIFEST}")]
     assert len(made) >= 2
     assert {manifest["images"]["stored_as"] for manifest in made} == {"image"}

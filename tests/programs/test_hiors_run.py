@@ -27,6 +27,7 @@ from serl_client.spec import Spec
 from serl_launcher.acting.server import PolicyHost, Question
 from serl_launcher.config import composed
 from serl_launcher.datasets import shards
+from serl_launcher.datasets.names import MANIFEST
 from serl_launcher.replay.mixture import STRIDE, ReplayMixture
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.index import Index
@@ -216,7 +217,7 @@ class Run:
 
     def manifests(self):
         """{shard: what its manifest says}; one that is replaced meanwhile is there in its old or its new version."""
-        folders = [path.parent for path in self.run_dir.glob(f"datasets/*/[0-9]*/{shards.MANIFEST}")]
+        folders = [path.parent for path in self.run_dir.glob(f"datasets/*/[0-9]*/{MANIFEST}")]
         return {path: shards.read_manifest(path) for path in sorted(folders) if path.suffix != shards.PART}
 
     def exported(self):

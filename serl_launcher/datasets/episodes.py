@@ -1,0 +1,114 @@
+"""Reads whole episodes from the files of the store, while the server writes there. No torch.
+
+The store may evict an episode while it is read. The reader looks at the store's tail after each copy, and raises Gone
+instead of returning steps that were overwritten.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from serl_client.errors import RetakeError
+from serl_client.spec import Array
+
+from serl_launcher.datasets.names import is_image
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.layout import CHUNK_START, GAP, INTERVENED, TERMINATED, TRUNCATED, Layout, published
+
+SCAN = 4096  # steps looked at at once
+Rows = dict[str, Any]  # {name: [T, ...]}, each an Array or StoredImages
+
+
+class Gone(Exception):
+    """The store holds this episode no more."""
+
+
+class Mismatch(RetakeError):
+    """What was written is not what the store holds."""
+
+
+class StoredImages:
+    """The images of one camera in an episode, [T, H, W, C]: each is read from the store when it is asked for.
+
+    Raises Gone when the episode was evicted, before or meanwhile.
+    """
+
+    def __init__(self, reader: "EpisodeReader", info: EpisodeInfo, images: Array, rows: Array) -> None:
+        self._reader, self._info, self._images, self._rows = reader, info, images, rows
+        self.dtype, self.shape = images.dtype, (len(rows), *images.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return StoredImages(self._reader, self._info, self._images, self._rows[index])
+        image = self._images[self._rows[index] % self._reader.layout.rows].copy()
+        if self._reader.tail > self._info.first:  # asked after copying
+            raise Gone(self._info.id)
+        return image
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
+        return np.stack([self[index] for index in range(len(self))]).astype(dtype or self.dtype, copy=False)
+
+
+class EpisodeReader:
+    """Reads whole episodes of one source from the files that the server writes.
+
+    `committed`: (tail, head) of the index; what is published may be older where a server died and none came after it.
+    """
+
+    def __init__(self, folder: Path, layout: Layout, committed: tuple[int, int] = (0, 0)) -> None:
+        self.layout, self._committed = layout, committed
+        self._published, self._steps = published(folder), layout.steps(folder)
+        self._observations = layout.observations(folder)
+
+    @property
+    def tail(self) -> int:
+        return max(int(self._published[0]), self._committed[0])
+
+    @property
+    def head(self) -> int:
+        return max(int(self._published[1]), self._committed[1])
+
+    def rows(self, info: EpisodeInfo) -> Rows:
+        """{name: [T, ...]} of all that the store holds of a closed episode: observations (T + 1 of them when it has a
+        final one), action, reward, terminated, truncated, intervened, chunk_start, gap, chunk_delay, time, weights,
+        directive and extras. Images are StoredImages, so that a long episode takes no more memory than a short one.
+
+        Raises Gone when it was evicted, before or meanwhile.
+        """
+        records = self._records(info)
+        rows = records["row"].astype(np.int64)
+        if info.final:
+            rows = np.append(rows, records["final_row"][-1])
+        found: Rows = {
+            name: StoredImages(self, info, array, rows) if is_image(self.layout.spec.observation[name])
+            else array[rows % self.layout.rows] for name, array in self._observations.items()
+        }  # fmt: skip
+        flags = records["flags"]
+        terminated, truncated = flags & TERMINATED > 0, flags & TRUNCATED > 0
+        truncated[-1] |= bool(info.truncated)  # an episode that was cut has no flag of its own
+        found |= {"intervened": flags & INTERVENED > 0, "chunk_start": flags & CHUNK_START > 0, "gap": flags & GAP > 0}
+        found |= {"terminated": terminated, "truncated": truncated}
+        found |= {name: records[name] for name in ("action", "reward", "time", "chunk_delay", "weights", "directive")}
+        found |= {name: records[f"extras.{name}"] for name in self.layout.spec.extras}
+        if self.tail > info.first:  # asked after copying
+            raise Gone(info.id)
+        return found
+
+    def _records(self, info: EpisodeInfo) -> Array:
+        """Its [T] step records; the steps of other actors lie between them."""
+        found, begin, count = [], info.first, 0
+        while count < info.steps and begin < self.head and self.tail <= info.first:
+            numbers = np.arange(begin, min(begin + SCAN, self.head))
+            records = self._steps[numbers % self.layout.capacity]
+            records = records[(records["number"] == numbers) & (records["episode"] == info.number)]
+            found.append(records)
+            begin, count = begin + SCAN, count + len(records)
+        if self.tail > info.first:
+            raise Gone(info.id)
+        records = np.concatenate(found) if found else self._steps[:0]
+        if not np.array_equal(records["index"], np.arange(info.steps)):
+            raise Mismatch(f"{info.id} has {len(records)} steps in the store, {info.steps} were acknowledged")
+        return records

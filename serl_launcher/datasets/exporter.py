@@ -1,0 +1,311 @@
+"""Brings closed episodes into shards, and shows them to sinks such as the recordings. No torch, no server.
+
+`Exporter` knows which episodes there are, which shards hold them, and what to write next. Who calls it is in export.py;
+what one shard looks like is in shards.py.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from serl_client.errors import ConfigError, RetakeError
+from serl_client.spec import Spec
+
+from serl_launcher.datasets import shards
+from serl_launcher.datasets.episodes import EpisodeReader, Gone, Rows
+from serl_launcher.datasets.names import MANIFEST
+from serl_launcher.replay.views import EpisodeInfo, Held
+from serl_launcher.store.layout import Layout
+
+log = logging.getLogger(__name__)
+
+TELL_S = 2.0  # seconds between two lines of progress at the end of a run
+Sink = Callable[[EpisodeInfo, Callable[[], Rows], Spec], None]
+
+
+class Exporter:
+    """Which episodes there are, which shards hold them, and the next thing to write; `take` what the catalog says,
+    then `work` until there is nothing to do.
+
+    `capacities` are those of all physical sources, `sources` those to be exported; `count` episodes make a shard. Each
+    sink is called once in the life of this object for every closed episode of any source: sink(info, rows, spec), where
+    rows() reads them from the store, and raises Gone; what it made in an earlier life it finds itself. `committed`
+    {source: (tail, head)}: for a run without a server, what its index says.
+    """
+
+    def __init__(
+        self, run_dir: Path, run: str, spec: Spec, capacities: Mapping[str, int], sources: Iterable[str], count: int,
+        sinks: Sequence[Sink] = (), committed: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:  # fmt: skip
+        self.folder, self.run, self.spec, self.count, self.sinks = run_dir / "datasets", run, spec, count, list(sinks)
+        self.episodes: dict[int, EpisodeInfo] = {}  # those that the store holds, or with which something is to be done
+        self.rest = False  # the run is over, so fewer episodes make a shard, too
+        self._readers = {
+            name: EpisodeReader(run_dir / "store" / name, Layout(spec, capacity), (committed or {}).get(name, (0, 0)))
+            for name, capacity in capacities.items()
+        }
+        self._capacities = dict(capacities)
+        self._held = {name: Held() for name in capacities}
+        self._gone: set[int] = set()  # those of `episodes` that have left the store
+        self._pending: dict[str, set[int]] = {name: set() for name in sources}
+        self._stale: set[Path] = set()
+        self._unseen: dict[int, None] = {}  # in this order
+        self._written, self._all, self._told = 0, 0, time.monotonic()
+        self._phases: dict[str, int] = {}  # phase -> its first episode
+        self._settled: set[int] = set()  # what may leave the store, and nobody was told
+        self._shard: dict[int, Path] = {}  # episode -> its shard
+        self._mark: dict[int, tuple[Any, ...]] = {}  # episode -> what that shard holds of it
+        self._marks: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # each different one once
+        shards.clean(self.folder)
+        for name in self._pending:
+            for shard in sorted(path for path in (self.folder / name).glob("*") if path.is_dir()):
+                if (shard / MANIFEST).exists():
+                    self._adopt(shard, shards.read_manifest(shard))
+                else:
+                    log.warning("export: %s has no %s: it is not ours and is left alone", shard, MANIFEST)
+
+    def _adopt(self, shard: Path, manifest: Mapping[str, Any]) -> None:
+        if manifest["run"] != self.run:
+            raise ConfigError(f"{shard} is of run {manifest['run'][:12]}, not of this one: move {self.folder} away")
+        for entry in [*manifest["episodes"], *manifest["left_out"]]:
+            number, mark = entry["number"], shards.mark(entry)
+            self._shard[number], self._mark[number] = shard, self._marks.setdefault(mark, mark)
+            self._settled.add(number)
+
+    # -- what there is to do
+    def take(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Hear of episodes that are new or have changed."""
+        for row in rows:
+            info = EpisodeInfo(*row)
+            first = self._phases.get(info.phase, info.number)
+            self._phases[info.phase] = min(first, info.number)
+            if info.source not in self._readers:
+                continue
+            is_there = info.first >= self._readers[info.source].tail
+            before = self.episodes.get(info.number)
+            self.episodes[info.number] = info
+            if is_there:
+                self._held[info.source].put(info)
+            else:
+                self._gone.add(info.number)
+            if info.closed:
+                if info.source in self._pending:
+                    self._sort(info)
+                if self.sinks and is_there and (before is None or not before.closed):
+                    self._unseen[info.number] = None
+        self._drop_gone()
+
+    def _drop_gone(self) -> None:
+        """Forget what has left the store and needs nothing more, so that a long history takes no memory."""
+        for name, held in self._held.items():
+            self._gone.update(info.number for info in held.evict(self._readers[name].tail))
+        for number in list(self._gone):
+            is_pending = number in self._pending.get(self.episodes[number].source, ())
+            if not (is_pending or number in self._unseen or self._shard.get(number) in self._stale):
+                del self.episodes[number]
+                self._gone.discard(number)
+                self._settled.discard(number)
+
+    def _sort(self, info: EpisodeInfo) -> None:
+        number = info.number
+        if number in self._shard:
+            if self._differs(info):
+                self._stale.add(self._shard[number])
+                self._settled.discard(number)  # until the shard holds all that the store does
+        elif info.discard:
+            self._pending[info.source].discard(number)
+            self._settled.add(number)
+        elif info.first >= self._readers[info.source].tail:  # else it left before there was an export
+            self._settled.discard(number)
+            self._pending[info.source].add(number)
+
+    def _differs(self, info: EpisodeInfo) -> bool:
+        """Whether its shard would be another one if it was made now: of what left the store only the verdict counts."""
+        there, now, count = self._mark[info.number], shards.mark_now(info), len(shards.VERDICT)
+        is_there = info.first >= self._readers[info.source].tail
+        return there != now if is_there else there[:count] != now[:count]
+
+    @property
+    def remaining(self) -> int:
+        """Sealed episodes that are in no shard yet."""
+        return sum(map(len, self._pending.values()))
+
+    @property
+    def settled(self) -> list[int]:
+        """The numbers of the episodes that the store still holds and that may leave it, until they are `told`."""
+        held = {name: reader.tail for name, reader in self._readers.items()}
+        return sorted(
+            number for number in self._settled
+            if (info := self.episodes.get(number)) is not None and info.first >= held[info.source]
+        )  # fmt: skip
+
+    def told(self) -> None:
+        """The store knows durably what is `settled`."""
+        self._settled = {number for number in self._settled if number not in self.episodes}
+
+    @cached_property
+    def _codec(self) -> str | None:
+        return shards.codec_for(self.spec)
+
+    # -- doing it
+    def work(self, *, rest: bool = False) -> bool:
+        """Write the next shard, or show the next episode to the sinks; False when nothing is due.
+
+        `rest`: the run is over, so fewer episodes make a shard, too. Raises OSError when the disk is full.
+        """
+        if rest and not self.rest and self.remaining:
+            self._written, self._all = 0, self.remaining
+            log.info(
+                "export: %d episodes go into datasets; Ctrl-C is safe, `tools/data.py export %s` goes on where it was",
+                self.remaining, self.folder.parent,
+            )  # fmt: skip
+        self.rest = rest
+        try:
+            worked = self._work()
+        except Gone as gone:  # what is still to be had of it is found the next time
+            log.info("export: %s left the store while it was read: its shard is begun again", gone)
+            worked = True
+        self._drop_gone()
+        return worked
+
+    def _work(self) -> bool:
+        if self._unseen:
+            number = next(iter(self._unseen))
+            self._show(self.episodes[number])
+            del self._unseen[number]
+            return True
+        for source, pending in self._pending.items():
+            if numbers := self._due(source, sorted(pending), self.rest):
+                self._write(self._free(self.folder / source / f"{numbers[0]:06d}-{numbers[-1]:06d}"), source, numbers)
+                return True
+        if self._stale:
+            shard = min(self._stale)
+            try:
+                self._rewrite(shard)
+            except ConfigError as error:  # somebody has taken it away
+                self._is_away(shard, error)
+            self._stale.discard(shard)
+            return True
+        return False
+
+    def _free(self, shard: Path) -> Path:
+        """This name, or one beside it where a folder that is not ours has it."""
+        is_strange = shard.exists() and not (shard / MANIFEST).exists()
+        return self._free(shard.with_name(shard.name + "~")) if is_strange else shard
+
+    def _is_away(self, shard: Path, error: ConfigError) -> None:
+        """Leave the verdicts of a shard that was moved away; steps that it lacks go into a new one."""
+        log.warning("export: what was judged anew stays as it was: %s", error)
+        for number in [number for number, place in self._shard.items() if place == shard]:
+            info, count = self.episodes.get(number), len(shards.VERDICT)
+            if info and self._differs(info) and self._mark[number][count:] != shards.mark_now(info)[count:]:
+                del self._shard[number], self._mark[number]
+                self._sort(info)
+
+    def _due(self, source: str, pending: list[int], rest: bool) -> list[int]:
+        """The members of the next shard: all that it takes, or fewer at the end, and when the store fills up."""
+        if not pending:
+            return []
+        waits = self._readers[source].head - self.episodes[pending[0]].first
+        whole = len(pending) >= self.count or rest or waits >= self._capacities[source] // 4
+        return pending[: self.count] if whole else []
+
+    def _show(self, info: EpisodeInfo) -> None:
+        for sink in list(self.sinks):
+            try:
+                sink(info, lambda: self._readers[info.source].rows(info), self.spec)
+            except Gone:
+                log.info("%s left the store before it was recorded", info.id)
+            except OSError as error:
+                log.warning("export: %s is not recorded: %s", info.id, error)
+            except RetakeError as error:
+                log.warning("export: %s; episodes are not recorded any more", error)
+                self.sinks.remove(sink)
+            except Exception:  # pictures for people must not keep episodes in the store
+                log.exception("export: %s cannot be recorded; episodes are not recorded any more", info.id)
+                self.sinks.remove(sink)
+
+    def _write(self, shard: Path, source: str, numbers: Sequence[int]) -> None:
+        self._make(shard, source, [self.episodes[number] for number in numbers], None)
+        self._pending[source].difference_update(numbers)
+
+    def _rewrite(self, shard: Path) -> None:
+        """The next version of a shard, after somebody judged some of its episodes anew."""
+        before = shards.read_manifest(shard)
+        entries = sorted([*before["episodes"], *before["left_out"]], key=lambda entry: entry["number"])
+        tail, infos = self._readers[before["source"]].tail, []
+        for entry in entries:
+            info = self.episodes.get(entry["number"]) or shards.info_of(entry, before["source"])
+            if info.first < tail:  # only what the shard holds is left of it
+                info = info._replace(**{name: entry[name] for name in shards.MARK if name not in shards.VERDICT})
+            infos.append(info)
+        self._make(shard, before["source"], infos, before)
+
+    def _make(
+        self, shard: Path, source: str, infos: Sequence[EpisodeInfo], before: Mapping[str, Any] | None
+    ) -> None:  # fmt: skip
+        phases = sorted(self._phases, key=lambda phase: self._phases[phase])
+        left_out: list[tuple[EpisodeInfo, str]] = []
+        again: list[int] = []  # those whose images were decoded from the version before
+
+        def tables() -> Iterator[tuple[EpisodeInfo, Rows]]:
+            for info in infos:
+                rows = None if info.discard else self._rows(shard, info, before, again)
+                if rows is None:
+                    left_out.append((info, "discarded" if info.discard else "no longer in the store"))
+                else:
+                    yield info, shards.table(info, rows, self.spec, phases)
+                self._tell(before is None)
+
+        part = shard.with_name(shard.name + shards.PART)
+        codec = self._codec
+        written = shards.write(part, self.spec, codec, tables())
+        if not written:
+            self._forget(shard, before, left_out, part)
+            return
+        shards.verify(part, self.spec, written)
+        encodings = 1 + ((before or {}).get("images") or {}).get("encodings", 0) if again else 1
+        version = before["version"] + 1 if before else 1
+        manifest = shards.manifest(
+            self.run, source, version, self.spec, phases, codec, encodings, [info for info, _ in written], left_out
+        )
+        (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        shards.place(part, shard)
+        self._adopt(shard, manifest)
+
+    def _tell(self, counts: bool) -> None:
+        """Say how far the export is, while people wait for it."""
+        self._written += counts
+        if self.rest and time.monotonic() > self._told + TELL_S:
+            self._told = time.monotonic()
+            log.info("export: episode %d of %d is written", self._written, max(self._written, self._all))
+
+    def _rows(
+        self, shard: Path, info: EpisodeInfo, before: Mapping[str, Any] | None, again: list[int]
+    ) -> Rows | None:  # fmt: skip
+        try:
+            return self._readers[info.source].rows(info)
+        except Gone:
+            numbers = [entry["number"] for entry in before["episodes"]] if before else []
+            if info.number not in numbers:
+                log.warning("export: %s left the store before it was in a shard", info.id)
+                return None
+            again.append(info.number)
+            return shards.rows_of(shard, numbers.index(info.number), info, self.spec)
+
+    def _forget(
+        self, shard: Path, before: Mapping[str, Any] | None, left_out: Sequence[tuple[EpisodeInfo, str]], part: Path
+    ) -> None:  # fmt: skip
+        """Nothing is left of a shard: LeRobot has no dataset without episodes."""
+        shards.remove(part)
+        if before:
+            shards.drop(shard)
+        for info, _ in left_out:
+            self._shard.pop(info.number, None)
+            self._mark.pop(info.number, None)
+            if info.discard:
+                self._settled.add(info.number)

@@ -1,0 +1,53 @@
+"""Names the columns of a shard: what the writer (shards.py) and the reader (reader.py) share. No torch.
+
+What one row of a shard holds:
+    observation.*, action, the Spec's extras    as in the store; images are uint8 there, and their video is lossy
+    next.reward, next.done, next.terminated, next.truncated, next.success    of the step that begins in this row
+    intervened, chunk_start, gap, chunk_delay, time, weights, directive      as in the store
+    phase      an index into the manifest's `phases`
+    outcome    of the whole episode: -1 unknown, 0 failure, 1 success
+LeRobot has no row for the observation after the last action: it stays in the store.
+"""
+
+from serl_client.spec import Feature, Spec
+
+MANIFEST = "retake.json"  # the file in which a shard says what LeRobot has no place for
+INSTALL = "run `uv sync --inexact --extra data` here"
+REWARD, DONE, SUCCESS = "next.reward", "next.done", "next.success"
+TERMINATED, TRUNCATED = "next.terminated", "next.truncated"
+INTERVENED, CHUNK_START, GAP, CHUNK_DELAY, TIME = "intervened", "chunk_start", "gap", "chunk_delay", "time"
+WEIGHTS, DIRECTIVE, PHASE, OUTCOME = "weights", "directive", "phase", "outcome"
+ENDS = (DONE, SUCCESS, TERMINATED, TRUNCATED)
+FLAG, NUMBER = Feature((1,), "bool"), Feature((1,), "int64")
+COLUMNS = {
+    REWARD: Feature((1,)), DONE: FLAG, TERMINATED: FLAG, TRUNCATED: FLAG, SUCCESS: FLAG,
+    INTERVENED: FLAG, CHUNK_START: FLAG, GAP: FLAG, CHUNK_DELAY: NUMBER, TIME: Feature((1,), "float64"),
+    WEIGHTS: NUMBER, DIRECTIVE: NUMBER, PHASE: NUMBER, OUTCOME: NUMBER,
+}  # fmt: skip
+STORED = {  # a step's field in the store: its column in a shard
+    "reward": REWARD, "terminated": TERMINATED, "truncated": TRUNCATED,
+    **{name: name for name in (INTERVENED, CHUNK_START, GAP, CHUNK_DELAY, TIME, WEIGHTS, DIRECTIVE)},
+}  # fmt: skip
+RESERVED = {*COLUMNS, "timestamp", "frame_index", "episode_index", "index", "task_index", "task"}
+
+
+def is_image(feature: Feature) -> bool:
+    """Whether an observation is a picture, so that an episode of them may not fit into memory."""
+    return feature.dtype == "uint8" and len(feature.shape) == 3
+
+
+def cameras(spec: Spec) -> list[str]:
+    """The observations that LeRobot takes for images."""
+    return [
+        name for name, f in spec.observation.items()
+        if name.startswith("observation.images.") and f.dtype == "uint8" and len(f.shape) == 3 and f.shape[2] == 3
+    ]  # fmt: skip
+
+
+def column(name: str, spec: Spec) -> str:
+    """What a feature of the Spec is called in a shard: the same, unless LeRobot or we need that name; what has "image"
+    in it must be one there."""
+    if name not in cameras(spec):
+        name = name.replace("image", "picture")
+    name = name.replace("/", ".")
+    return f"extras.{name}" if name in RESERVED else name
