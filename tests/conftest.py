@@ -6,9 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
-from serl_client import Feature, Segment, Spec, Stamp
 
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # else each program that a test starts compiles all of torch again
     sys.dont_write_bytecode = False
@@ -26,7 +24,7 @@ if WATCH not in sys.path:  # the processes of a parallel run have it from the on
     sys.path.append(WATCH)
 import sitecustomize  # noqa: E402, F401
 
-STATE, ACTION = "observation.state", 2
+from tests.shared import data  # noqa: E402
 
 
 def pytest_sessionfinish(session):
@@ -56,32 +54,12 @@ def taken_violations():
 
 @pytest.fixture
 def spec():
-    return Spec({STATE: Feature((8,))}, Feature((ACTION,), low=-1, high=1), fps=10.0)
+    return data.tiny_spec()
 
 
 @pytest.fixture
 def make_segment():
-    """Every observation is [key, index, key, index, ...] and every reward is the index: a mixed row shows at once."""
-
-    def make(episode="e0", key=0, start=0, steps=4, *, ends="", directive=1, phase="practise", weights=1):
-        rows = np.arange(start, start + steps + bool(ends), dtype=np.float32)
-        state = np.stack([np.full_like(rows, key), rows] * 4, axis=1)
-        return Segment(
-            episode,
-            start,
-            "reach",
-            Stamp(directive, phase, weights),
-            {STATE: state},
-            np.full((steps, ACTION), 0.5, np.float32),
-            rows[:steps].copy(),
-            np.zeros(steps, bool),
-            np.arange(start, start + steps) % 4 == 0,
-            rows[:steps].astype(np.float64),
-            terminated=ends == "terminated",
-            truncated=ends == "truncated",
-        )
-
-    return make
+    return data.make_segment
 
 
 @pytest.fixture

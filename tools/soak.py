@@ -31,9 +31,9 @@ from serl_client.messages import EPISODE
 
 from serl_launcher.store.weights import write
 from tests.benches.served import BODY, check
-from tests.faults.proxy import free_port
 from tests.faults.soaking.drift import Drift, broken, drift
 from tests.faults.soaking.processes import run_actors, run_server
+from tests.shared.common import free_port
 
 PROCESSES = multiprocessing.get_context("spawn")  # each reads the environment of its own start
 LIFE = 8.0  # seconds that an actor lives, on average

@@ -33,7 +33,7 @@ from serl_launcher.policies.base import Policy
 from serl_launcher.store import weights
 from serl_launcher.store.server import Server
 from serl_launcher.types import Decision
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 CONFIG = Path(__file__).parents[2] / "config"
 STATE = "observation.state"

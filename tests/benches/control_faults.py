@@ -35,7 +35,8 @@ from robot_infra.interfaces import Frame
 from robot_infra.judges import Predicate, near
 from robot_infra.robots.fake import FakeRobot
 from robot_infra.safety import SafeRobot
-from tests.faults.proxy import Proxy, free_port
+from tests.faults.proxy import Proxy
+from tests.shared.common import free_port
 
 from .control import Learner
 from .served import PROCESSES

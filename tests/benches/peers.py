@@ -27,7 +27,7 @@ import zmq
 from serl_client.errors import ConfigError
 from serl_client.spec import Array
 
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 from .control import SPEC
 from .served import PROCESSES

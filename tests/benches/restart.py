@@ -18,7 +18,7 @@ from serl_client.client import TrainerClient
 from serl_launcher.replay.buffer import ReplayBuffer
 from serl_launcher.store.index import Episode, Index
 from serl_launcher.store.layout import Layout
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 from .paired import Figure, machine, said
 from .served import STATE, Rows, deliver

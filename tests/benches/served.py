@@ -21,7 +21,7 @@ from serl_client.recorder import segment_rows
 
 from serl_launcher.store.peers import bound, send
 from serl_launcher.store.server import WINDOW, serve
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 PROCESSES = multiprocessing.get_context("forkserver")  # each process has this module as soon as it starts
 PROCESSES.set_forkserver_preload([__name__])

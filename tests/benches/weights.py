@@ -30,7 +30,8 @@ from serl_client.errors import ConfigError
 from serl_client.weights import OPEN_REQUESTS, PART_BYTES
 
 from serl_launcher.store import weights
-from tests.faults.proxy import Proxy, free_port
+from tests.faults.proxy import Proxy
+from tests.shared.common import free_port
 
 from .paired import Figure, cpu_seconds, machine, ratio, rounds, said
 from .peers import connected, receive

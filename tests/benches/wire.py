@@ -31,7 +31,7 @@ from serl_client.wire import Buffer
 from serl_launcher.store.access import AccessControl
 from serl_launcher.store.peers import send
 from serl_launcher.store.server import serve
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 from tools.keys import locked, make
 
 from .control import SPEC

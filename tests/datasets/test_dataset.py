@@ -31,7 +31,7 @@ from serl_launcher.store.layout import Layout
 from serl_launcher.store.server import Server
 from serl_launcher.store.store import DATASET, Store
 from serl_launcher.training.plan import Plan, Source
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE, CAMERA = "observation.state", "observation.images.front"

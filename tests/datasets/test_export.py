@@ -31,7 +31,7 @@ from serl_launcher.store.layout import published
 from serl_launcher.store.server import Server
 from serl_launcher.store.store import Full, Store
 from serl_launcher.training.plan import Plan, Source
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 STATE, CAMERA = "observation.state", "observation.images.cam_high"
 PROPOSED = {"policy_action": Feature((2,))}

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.shared import oracle
+
 from . import checker
 
 INTERVENED = 4  # a flag of a step
@@ -21,7 +23,7 @@ EVALUATED = {"before": 0, "eval": -1}  # summary's key -> which of the phases th
 def layout(store: Path) -> np.dtype:
     """What a step looks like in this store."""
     with closing(sqlite3.connect(f"file:{store}/index.sqlite?mode=ro", uri=True)) as index:
-        return checker.kind(json.loads(index.execute("SELECT value FROM meta WHERE key = 'spec'").fetchone()[0]))
+        return oracle.kind(json.loads(index.execute("SELECT value FROM meta WHERE key = 'spec'").fetchone()[0]))
 
 
 def expected(store: Path) -> dict[str, int]:
@@ -46,7 +48,7 @@ class Counted:
         report = checker.Report()
         with closing(sqlite3.connect(f"file:{run_dir}/store/index.sqlite?mode=ro", uri=True)) as index:
             index.row_factory = sqlite3.Row
-            self._found = checker.Found(run_dir / "store", index, report)
+            self._found = oracle.Found(run_dir / "store", index, report.violations)
             self._weights = dict(index.execute("SELECT version, sha256 FROM weights").fetchall())
             bodies = index.execute("SELECT body FROM directives ORDER BY number").fetchall()
             checker.check_weights(run_dir / "weights", index, report)
@@ -59,7 +61,7 @@ class Counted:
         """Compare with the summary, with {source: {number: checksum}} of steps that were durable at some time, and with
         {session: records} that lay in an outbox then."""
         for source, steps in durable.items():
-            now = published(self.run_dir / "store" / source, checker.kind(self._found.spec))
+            now = published(self.run_dir / "store" / source, oracle.kind(self._found.spec))
             there = dict(zip(now["number"].tolist(), now["checksum"].tolist(), strict=True))
             tail = self._found.sources[source]["tail"]
             lost = [number for number, sum_ in steps.items() if number >= tail and there.get(number) != sum_]

@@ -1,6 +1,5 @@
 """A TCP proxy with faults, to stand between an actor and its learner: cut, half open, one way, slow, reset."""
 
-import random
 import select
 import socket
 import struct
@@ -19,14 +18,6 @@ BUFFER = 4 << 20  # bytes that one direction of a connection holds here
 CHUNK = 256 << 10
 TICK = 0.01  # seconds between two drops of a trickle
 ABORT = struct.pack("ii", 1, 0)  # for SO_LINGER: closing sends RST and not FIN
-
-
-def free_port() -> int:
-    """A port on loopback that nobody has now, and that no outgoing connection takes: those begin at 32768."""
-    while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_000)))
-            return probe.getsockname()[1]
 
 
 class Proxy:

@@ -11,7 +11,7 @@ from random import Random
 
 import numpy as np
 
-from . import checker
+from tests.shared import oracle
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 3  # steps of which something turns over
@@ -28,12 +28,12 @@ class Rot:
             tail, head, capacity = index.execute(words, (source,)).fetchone()
         self._run_dir = run_dir
         self._turned: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # a place, what was there, what is there now
-        steps = np.memmap(store / source / "steps", checker.kind(spec), "r+")
-        rows = checker.rows(store / source / "rows", spec, checker.slots(capacity), "r+")
+        steps = np.memmap(store / source / "steps", oracle.kind(spec), "r+")
+        rows = oracle.rows(store / source / "rows", spec, oracle.slots(capacity), "r+")
         self.numbers = set(random.sample(range(tail, head), min(MOST, head - tail)))
         for number in sorted(self.numbers):
             record = steps[number % capacity : number % capacity + 1]
-            row = int(record["row"][0]) % checker.slots(capacity)
+            row = int(record["row"][0]) % oracle.slots(capacity)
             places = [record, *(column[row : row + 1] for column in rows.values())]
             self._turn(random.choice(places).view("u1").reshape(-1), random)
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from serl_launcher.store.server import serve
+from tests.shared.common import free_port
 from tools import keys
 
 from . import actor, checker, trainer
 from .insider import Insider
-from .proxy import Proxy, free_port
+from .proxy import Proxy
 from .shim import Control
 from .truth import Truth, notes
 

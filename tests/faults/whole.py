@@ -19,8 +19,9 @@ from random import Random
 
 import numpy as np
 
+from tests.shared.common import free_port
+
 from . import checker, counted
-from .proxy import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLED = ("launcher", "server", "trainer", "inference", "actor", "all")

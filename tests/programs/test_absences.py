@@ -15,7 +15,7 @@ import pytest
 from robot_infra.cameras import gl
 from serl_launcher.datasets import shards
 from serl_launcher.datasets.names import MANIFEST
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(ROOT / "examples" / "train.py")]

@@ -25,7 +25,7 @@ from serl_launcher import launcher
 from serl_launcher.config import composed
 from serl_launcher.store import weights
 from serl_launcher.store.store import Store
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(ROOT / "examples" / "train.py")]

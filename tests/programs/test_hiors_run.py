@@ -34,7 +34,7 @@ from serl_launcher.store.index import Index
 from serl_launcher.store.layout import CHUNK_START, INTERVENED, Layout
 from serl_launcher.training.build import build, plan_of
 from serl_launcher.types import Window
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.skipif(bool(shards.missing()), reason="needs the extra `data`"),

@@ -16,7 +16,7 @@ from robot_infra.cameras import gl
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.index import Index
 from serl_launcher.store.layout import Layout
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 CAMERAS, SIZE = ("cam_high", "cam_wrist"), 32

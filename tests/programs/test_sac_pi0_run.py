@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 EPISODES = {"demonstrate": 6, "baseline": 4, "evaluate": 6}

@@ -23,7 +23,7 @@ from serl_client.outbox import Outbox
 from serl_launcher.store import weights
 from serl_launcher.store.layout import Layout
 from serl_launcher.store.store import Store
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 SERVE = """
 import json, os, sys, errno

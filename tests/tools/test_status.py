@@ -15,7 +15,7 @@ from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 from serl_client.errors import TrainerError
 
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 STATUS = Path(__file__).resolve().parents[2] / "tools" / "status.py"
 SERVE = """

@@ -40,7 +40,7 @@ from serl_launcher.utils import checkpoint
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.distributed import World
 from serl_launcher.utils.logging import MetricsLog
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 CONFIG = Path(__file__).parents[2] / "config"
 STATE = "observation.state"

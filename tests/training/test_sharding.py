@@ -26,7 +26,7 @@ from serl_launcher.training.ranks import Ranks
 from serl_launcher.types import Batch
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.distributed import World, join
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -14,7 +14,7 @@ from serl_client import Feature, Spec
 from serl_client.errors import ConfigError
 
 from serl_launcher.utils import recording
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 HIGH, WRIST = "observation.images.cam_high", "observation.images.cam_wrist"
 INFO = {"id": "actor-1-7", "success": True, "discard": False, "phase": "practise", "weights": 5, "intervened": 3}

@@ -14,7 +14,7 @@ from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 
 from serl_launcher.store.index import Index
-from tests.faults.proxy import free_port
+from tests.shared.common import free_port
 
 from . import hostile
 from .damage import verify

@@ -1,0 +1,41 @@
+"""Paths of the repository, waiting for a condition, and ports: what nearly every test file needs."""
+
+import os
+import random
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG, TOOLS, TASKS, TRAIN = ROOT / "config", ROOT / "tools", ROOT / "config/task", ROOT / "examples/train.py"
+STATE = "observation.state"
+SCALE = float(os.environ.get("RETAKE_PATIENCE", "1"))  # every limit on waiting is multiplied by it; raise it when slow
+PATIENCE = 30.0 * SCALE  # seconds
+PORTS = range(10_000, 32_000)  # outgoing connections take theirs from 32768 on
+WORKERS = 16  # of xdist; each has a range of ports of its own
+_given: set[int] = set()
+
+
+def until(condition, seconds=30.0, *, every=0.005, why="this never happened"):
+    """Wait until `condition()` is true and return its value; fail with `why` (or what it returns) after `seconds`."""
+    deadline = time.monotonic() + seconds * SCALE
+    while not (value := condition()):
+        assert time.monotonic() < deadline, why() if callable(why) else why
+        time.sleep(every)
+    return value
+
+
+def free_port() -> int:
+    """Return a port of loopback that is free, was not returned before, and belongs to this xdist worker alone."""
+    ports = PORTS
+    if worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
+        share, number = len(PORTS) // WORKERS, int(worker.removeprefix("gw")) % WORKERS
+        ports = PORTS[number * share : (number + 1) * share]
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            port = random.SystemRandom().choice(ports)
+            probe.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                return port

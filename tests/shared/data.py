@@ -1,0 +1,57 @@
+"""A tiny Spec, and segments whose content tells where they belong."""
+
+import dataclasses
+
+import numpy as np
+from serl_client import Feature, Outcome, Segment, Spec, Stamp
+
+from .common import STATE
+
+ACTION = 2  # numbers
+
+
+def tiny_spec(**changes):
+    """A state of 8 numbers, an action of 2 in [-1, 1], 10 steps/s; `changes` are fields of Spec."""
+    return Spec(**{
+        "observation": {STATE: Feature((8,))}, "action": Feature((ACTION,), low=-1, high=1), "fps": 10.0, **changes
+    })  # fmt: skip
+
+
+def make_segment(
+    episode="e0", key=0, start=0, steps=4, *, ends="", directive=1, phase="practise", weights=1
+):  # fmt: skip
+    """Every observation is [key, index, key, index, ...] and every reward is the index: a mixed row shows at once."""
+    rows = np.arange(start, start + steps + bool(ends), dtype=np.float32)
+    return Segment(
+        episode,
+        start,
+        "reach",
+        Stamp(directive, phase, weights),
+        {STATE: np.stack([np.full_like(rows, key), rows] * 4, axis=1)},
+        np.full((steps, ACTION), 0.5, np.float32),
+        rows[:steps].copy(),
+        np.zeros(steps, bool),
+        np.arange(start, start + steps) % 4 == 0,
+        rows[:steps].astype(np.float64),
+        terminated=ends == "terminated",
+        truncated=ends == "truncated",
+    )
+
+
+def make_episode(name, key=0, *, steps=8, success=None, **stamp):
+    """The records of one episode as a runner pushes them: its first half, its outcome, the half that ends it."""
+    half = steps // 2
+    return [
+        make_segment(name, key, 0, half, **stamp),
+        Outcome(name, key % 2 == 0 if success is None else success),
+        make_segment(name, key, half, steps - half, ends="terminated", **stamp),
+    ]
+
+
+def changed(segment, column, value):
+    """The segment with `value` in the middle of a column: one of the observation, or time, reward, action."""
+    is_seen = column.startswith("observation")
+    array = np.array(segment.observation[column] if is_seen else getattr(segment, column))
+    array[len(array) // 2] = value
+    fields = {"observation": {**segment.observation, column: array}} if is_seen else {column: array}
+    return dataclasses.replace(segment, **fields)

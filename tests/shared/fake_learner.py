@@ -1,0 +1,153 @@
+"""A learner for clients under test: what the contract asks of it, in memory, and every fault that a test wants."""
+
+import dataclasses
+import threading
+
+import numpy as np
+import zmq
+from serl_client import messages as m
+from serl_client.episode import Outcome
+
+from .common import until
+
+
+class FakeLearner:
+    """What the contract asks of the learner, in memory; `stop` and `start` are its death and its return."""
+
+    def __init__(self, run="run-a", window=1 << 20):
+        self.run, self.window = run, window
+        self.notice = m.StateUpdate({"number": 1, "phase": "practise", "mode": "idle", "boundary": "episode"}, {})
+        self.expected, self.records = {}, []  # session -> next seq; (session, seq, record)
+        self.acknowledges, self.answers = True, True
+        self.lost_pushes = 0  # so many are still to be lost
+        self.pushed_bytes = 0
+        self.refusal = None
+        self.files, self.parts = {}, 1 << 30  # sha256 -> bytes; how many parts are given before this learner dies
+        self.heard = []  # all but records, in order
+        self.steps_per_ack = None  # a paced actor may be so many steps ahead of what is here
+        self.port = 0
+        self._gaps, self._peers = set(), {}
+        self._outgoing = []
+        self.start()
+
+    @property
+    def address(self):
+        return f"tcp://127.0.0.1:{self.port}"
+
+    def start(self):
+        self._stopping = False
+        self._router = zmq.Context.instance().socket(zmq.ROUTER)
+        self._router.set(zmq.LINGER, 0)
+        if self.port:
+            until(self._bound)
+        else:
+            self.port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _bound(self):
+        try:
+            self._router.bind(self.address)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def stop(self):
+        self._stopping = True
+        self._thread.join()
+
+    def tell(self, **changes):
+        """A notice to everybody."""
+        self.notice = dataclasses.replace(self.notice, **changes)
+        self.say(self.notice)
+
+    def say(self, message):
+        self._outgoing.append(message)
+
+    def hear(self, kind):
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def _serve(self):
+        while not self._stopping:
+            while self._outgoing:
+                message = self._outgoing.pop(0)
+                for identity in [self._asker] if isinstance(message, m.InferenceResponse) else list(self._peers):
+                    self._send(identity, message)
+            if self._router.poll(5):
+                identity, *frames = self._router.recv_multipart()
+                answer = self._handle(identity, m.decode(frames))
+                if answer is not None:
+                    self._send(identity, answer)
+        self._peers.clear()
+        self._gaps.clear()
+        self._router.close()
+
+    def _send(self, identity, message):
+        frames = message if isinstance(message, list) else m.encode(message)
+        self._router.send_multipart([identity, *frames])
+
+    def _handle(self, identity, message):
+        if not isinstance(message, m.Push):
+            self.heard.append(message)
+        handler = getattr(self, f"_{type(message).__name__.lower()}", None)
+        return handler(identity, message) if handler else None
+
+    def _hello(self, identity, hello):
+        if self.refusal:
+            return self.refusal
+        self._peers[identity] = hello
+        sessions = [*(session for session, _ in hello.earlier), hello.session]
+        expected = [[session, self.expected.get(session, 0)] for session in sessions]
+        notice = dataclasses.replace(self.notice, step_limit=self.allowed(hello.session))
+        inference = f"tcp://*:{self.port}"
+        return m.Welcome(self.run, 3, self.window, expected, None, inference, dataclasses.asdict(notice))
+
+    def _push(self, identity, push):
+        self.pushed_bytes += push.arrays["records"].nbytes
+        if self.lost_pushes:
+            self.lost_pushes -= 1
+            return None
+        for seq, record in m.decode_records(push.arrays["records"].data):
+            expected = self.expected.get(push.session, 0)
+            if seq > expected:
+                if push.session in self._gaps:
+                    return None
+                self._gaps.add(push.session)
+                return m.Ack(push.session, expected, resend=True, step_limit=self.allowed(push.session))
+            if seq == expected:
+                self._gaps.discard(push.session)
+                self.expected[push.session] = seq + 1
+                self.records.append((push.session, seq, record))
+        return self.ack(push.session) if self.acknowledges else None
+
+    def ack(self, session):
+        return m.Ack(session, self.expected.get(session, 0), step_limit=self.allowed(session))
+
+    def allowed(self, session):
+        if self.steps_per_ack is None:
+            return self.notice.step_limit
+        return self.steps_per_ack + sum(
+            len(record) for there, _, record in self.records if there == session and not isinstance(record, Outcome)
+        )
+
+    def _inferencerequest(self, identity, ask):
+        self._asker = identity
+        return self.act(ask.step) if self.answers else None
+
+    @staticmethod
+    def act(step, version=1, length=1):
+        return m.InferenceResponse(step, version, {"action": np.full((length, 2), step / 1000, np.float32)})
+
+    def _command(self, identity, command):
+        return m.Done(7, command.request)
+
+    def _status(self, identity, status):
+        return m.Status({"fine": True})
+
+    def _weightsrequest(self, identity, request):
+        if not self.parts:
+            self._stopping = True
+            return None
+        self.parts -= 1
+        data = np.frombuffer(self.files[request.sha256], np.uint8)[request.offset : request.offset + request.length]
+        return m.WeightsChunk(request.sha256, request.offset, {"data": data})

@@ -1,0 +1,114 @@
+"""A learner and its actors as an operator starts them: the programs, their processes, and what their run holds."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from serl_client import messages as m
+from serl_client.connection import Connection
+
+from .common import SCALE, TRAIN, free_port, until
+
+PATIENCE = 60.0 * SCALE
+PROMPT = 8.0  # seconds within which a signal ends a program; the launcher loses patience with a child after ten
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a run has on its disk at one moment."""
+
+    episodes: dict  # id: steps
+    practised: int  # steps
+    directives: list  # [(number, what)]
+    weights: list  # [(version, sha256, update)]
+    checkpointed: int  # updates
+
+
+class Programs:
+    """The learner and the actors of one run; every process of theirs has the run's folder on its command line."""
+
+    def __init__(self, folder):
+        self.run_dir, self.log = folder / "run", folder / "log"
+        self.ports = free_port(), free_port()
+        self._started = []
+
+    def start(self, side, *words):
+        """`side` is learner or actor; in a process group of its own, like a job of a shell."""
+        port, inference_port = self.ports
+        command = [
+            sys.executable, TRAIN, f"{side}=true", f"run_dir={self.run_dir}", f"port={port}",
+            f"inference_port={inference_port}", *words,
+        ]  # fmt: skip
+        with open(self.log, "a") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.log.parent, start_new_session=True
+            )  # fmt: skip
+        self._started.append(process)
+        return process
+
+    def alive(self):
+        """{name: process id}: launcher, server, trainer, inference, actor."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if any(str(self.run_dir) in word for word in words):
+                child = words[words.index("-m") + 2] if "-m" in words else ""
+                found["actor" if "actor=true" in words else child or "launcher"] = int(path.parent.name)
+        return found
+
+    def order(self, command):
+        """Say it to the plan, as an operator does."""
+        with Connection(f"tcp://127.0.0.1:{self.ports[0]}", m.Hello(m.PROTOCOL, "viewer", "operator")) as link:
+            link.call(m.Command(command), PATIENCE)
+
+    def kill(self, *names):
+        alive = self.alive()
+        for name in names:
+            os.kill(alive[name], signal.SIGKILL)
+
+    def until(self, condition, seconds=60.0):
+        return until(condition, seconds, every=0.02, why=lambda: f"this never happened:\n{self.said()[-4000:]}")
+
+    def said(self):
+        return self.log.read_text() if self.log.exists() else ""
+
+    def status(self, process):
+        """The exit status of a program that ends by itself."""
+        return self.until(lambda: [process.poll()] if process.poll() is not None else None)[0]
+
+    def facts(self):
+        path = self.run_dir / "store/index.sqlite"
+        if not path.exists():
+            return Facts({}, 0, [], [], 0)
+        with closing(sqlite3.connect(path, timeout=10)) as index:
+            rows = index.execute("SELECT id, steps, phase FROM episodes").fetchall()
+            directives = index.execute("SELECT number, body FROM directives ORDER BY number").fetchall()
+            weights = index.execute("SELECT version, sha256, update_ FROM weights ORDER BY version").fetchall()
+        manifests = sorted((self.run_dir / "checkpoints").glob("[0-9]*/manifest.json"))
+        updates = json.loads(manifests[-1].read_text())["updates"] if manifests else 0
+        episodes = {name: steps for name, steps, _ in rows}
+        practised = sum(steps for _, steps, phase in rows if phase == "practise")
+        return Facts(episodes, practised, directives, weights, updates)
+
+    def practised(self, steps):
+        """Wait until so many steps of practice are stored, and some updates since then are in a checkpoint."""
+        self.until(lambda: self.facts().practised >= steps)
+        before = self.facts().checkpointed
+        self.until(lambda: self.facts().checkpointed > before)
+        return self.facts()
+
+    def end(self):
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        self.until(lambda: not self.alive(), PROMPT)
