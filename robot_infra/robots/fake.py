@@ -76,13 +76,13 @@ class FakeRobot:
 
 def make(
     *, max_steps: int, noise: float, clock: str, latency: float = 0.0, faults: Mapping[str, int] | None = None,
-    operator: str = "scripted", patience: int = 12, hold: int = 10,
+    operator: str = "scripted", takeover_after: int = 12, handback_after: int = 10,
 ) -> RobotEnv:  # fmt: skip
     """The reaching task as an Env; the scripted operator's actions carry Gaussian noise, and see Rescuer."""
     robot = FakeRobot(latency=latency, faults=faults)
     scripted = Rescuer(
         partial(reach, robot), lambda: float(np.linalg.norm(robot.goal - robot.position)),
-        noise=noise, margin=robot.stroke / 4, patience=patience, hold=hold,
+        noise=noise, margin=robot.stroke / 4, takeover_after=takeover_after, handback_after=handback_after,
     )  # fmt: skip
     teleop, keyboard = chosen(operator, scripted, robot.action, clock=clock)
     return RobotEnv(

@@ -128,8 +128,8 @@ class SimArm:
 
 
 def make(
-    *, max_steps: int, noise: float, clock: str, operator: str = "scripted", patience: int = 12, hold: int = 10,
-    cameras: bool | str = False, image_size: int = 128, block_in_state: bool = True,
+    *, max_steps: int, noise: float, clock: str, operator: str = "scripted", takeover_after: int = 12,
+    handback_after: int = 10, cameras: bool | str = False, image_size: int = 128, block_in_state: bool = True,
 ) -> RobotEnv:  # fmt: skip
     """Picking up the block as an Env; the scripted operator's actions carry Gaussian noise, and see Rescuer.
 
@@ -141,7 +141,12 @@ def make(
     if not (backend or block_in_state):
         raise ConfigError("nothing would show the block: say task.cameras=true or task.block_in_state=true")
     scripted = Rescuer(
-        partial(pick, arm), partial(left_to_pick, arm), noise=noise, margin=arm.stroke / 4, patience=patience, hold=hold
+        partial(pick, arm),
+        partial(left_to_pick, arm),
+        noise=noise,
+        margin=arm.stroke / 4,
+        takeover_after=takeover_after,
+        handback_after=handback_after,
     )
     teleop, keyboard = chosen(operator, scripted, arm.action, clock=clock)
     return RobotEnv(

@@ -37,27 +37,34 @@ class Scripted:
 
 
 class Rescuer(Scripted):
-    """A Scripted operator that, unless it demonstrates, takes over where the policy is stuck, and hands back.
+    """Take over where the policy is stuck, and hand back once the task makes progress again.
 
-    `remaining` tells what is left of the task, in metres; a row makes progress when that falls below the least so far
-    by more than `margin`. After `patience` rows in succession without progress the script drives, until it has made
-    progress in `hold` rows; then the policy has `patience` rows again. Raises ConfigError when either is less than 1.
+    While it demonstrates, the script drives every step.
+    remaining: returns how much of the task is left, metres.
+    margin: a step makes progress if it lowers the least `remaining` so far by more than this, metres.
+    takeover_after: steps in succession without progress, after which the script drives; at least 1.
+    handback_after: steps with progress, after which the policy drives again; at least 1.
+    Raises ConfigError if takeover_after or handback_after is less than 1.
     """
 
     def __init__(
         self, intent: Callable[[], Array], remaining: Callable[[], float], *, noise: float, margin: float,
-        patience: int, hold: int,
+        takeover_after: int, handback_after: int,
     ) -> None:  # fmt: skip
-        if patience < 1 or hold < 1:
-            raise ConfigError(f"the operator's patience and hold are at least 1 row, not {patience} and {hold}")
-        self._remaining, self._margin, self._patience, self._hold = remaining, margin, patience, hold
+        if takeover_after < 1 or handback_after < 1:
+            raise ConfigError(
+                "takeover_after and handback_after of the scripted operator are at least 1 step, not "
+                f"{takeover_after} and {handback_after}"
+            )
+        self._remaining, self._margin = remaining, margin
+        self._takeover_after, self._handback_after = takeover_after, handback_after
         super().__init__(intent, noise=noise)
 
     def reset(self, seed: int, *, demonstrate: bool = True) -> None:
         super().reset(seed)
         self._demonstrates = self._drives = demonstrate
         self._least = math.inf
-        self._rows = 0  # without progress while the policy drives, with progress while we do
+        self._steps = 0  # without progress while the policy drives, with progress while the script does
 
     def read(self) -> Array | None:
         if not self._demonstrates:
@@ -65,18 +72,18 @@ class Rescuer(Scripted):
         return super().read() if self._drives else None
 
     def _watch(self) -> None:
-        """Decide who drives this row, from what the row before has changed."""
+        """Decide who drives this step, by the progress of the step before."""
         remaining = self._remaining()
         progressed = remaining < self._least - self._margin
         if progressed:
             self._least = remaining
         if self._drives:
-            self._rows += progressed
+            self._steps += progressed
         else:
-            self._rows = 0 if progressed else self._rows + 1
-        if self._rows >= (self._hold if self._drives else self._patience):
-            self._drives, self._rows = not self._drives, 0
-            self._least = remaining  # whoever drives now is measured from here
+            self._steps = 0 if progressed else self._steps + 1
+        if self._steps >= (self._handback_after if self._drives else self._takeover_after):
+            self._drives, self._steps = not self._drives, 0
+            self._least = remaining  # progress of the new driver counts from here
 
 
 def reach(robot: "FakeRobot") -> Array:

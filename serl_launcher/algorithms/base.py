@@ -1,4 +1,4 @@
-"""What every algorithm offers to the learner that trains it and to whoever acts with it."""
+"""The interface of every algorithm: training for the learner, acting for inference."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from serl_launcher.utils.optim import Optimizer
 
 
 class Algorithm(nn.Module, ABC):
-    """Networks, optimisers and random numbers of one method; its state_dict holds all three, so that a resumed run
+    """The networks, optimisers and random state of one method. Its state_dict holds all three, so that a resumed run
     continues bit by bit.
 
-    An update is any method `(batch) -> metrics` whose name begins with `update`: one step of training, whose metrics
-    are scalars without a gradient on the module's device. `windows` names what the batch of each holds. Chance in
-    a row comes from its seed (networks/seeded_noise.py), any other from `generator`, which lives on the CPU and is
-    seeded from torch's global one, as the weights are."""
+    An update is a method `(batch) -> metrics` whose name begins with `update`. It takes one training step and returns
+    scalar metrics without a gradient, on the module's device. Random numbers of a row come from the row's seed
+    (networks/seeded_noise.py). All others come from `generator`, on the CPU, seeded from torch's global generator.
+    """
 
-    windows: dict[str, Window]
-    discount: float = 1.0
+    windows: dict[str, Window]  # name of an update: the columns and steps of its batch
+    discount: float = 1.0  # per step
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,28 +32,35 @@ class Algorithm(nn.Module, ABC):
     @property
     @abstractmethod
     def acting(self) -> Policy:
-        """All that `act` needs; what it publishes is sent to actors."""
+        """The policy that `act` uses. Its `published()` weights are sent to actors."""
 
     @abstractmethod
     def act(
         self, observation: Observation, previous_action: Tensor, carry: Carry, *, task: Sequence[str], noise: Tensor,
         explore: bool,
     ) -> tuple[Decision, Carry]:  # fmt: skip
-        """What to do for B observations {[B, ...]} and tasks in words, without a gradient.
+        """Choose actions for B observations, without a gradient.
 
-        previous_action [B, A] is what the robot really did; `carry` is what the last call returned, None at an
-        episode's start; `noise` [B, *noise_shape] is used if `explore`, and by a policy that needs it to be at its best
-        (see Policy.mode_at_zero).
+        observation: {name: [B, ...]}.
+        previous_action: [B, A], the action that the robot executed last, in its units.
+        carry: the carry that the last call returned; None at an episode's start.
+        task: B tasks in words.
+        noise: [B, *noise_shape], standard normal. Without `explore` it is used only by policies that always act with
+            noise (see Policy.mode_at_zero).
+        explore: True: sample as in practice. False: act as in an evaluation.
+        Returns the Decision, with action [B, H, A] in the robot's units, and the carry of the next call.
         """
 
     def value(self, batch: Batch) -> Tensor | None:
-        """What it expects as the return of these rows, discounted by `discount` each row, [B]; None: it learns no
-        values. The batch has the window of `update`, or of the first update where none has that name."""
+        """Estimate the return of each row [B], discounted by `discount` per step; None: no values are learned.
+
+        The batch has the window of `update`, or of the first update if none has that name.
+        """
         return None
 
     def only_acting(self) -> None:
-        """Drop all that `act` does not need: optimisers, and every network but the acting one. It cannot be trained
-        any more."""
+        """Delete what `act` does not need: the optimisers, and all networks but the acting one. Training is no longer
+        possible."""
         acting = self.acting
         for name in [name for name, child in self.named_children() if child is not acting]:
             delattr(self, name)
@@ -62,7 +69,7 @@ class Algorithm(nn.Module, ABC):
         self.requires_grad_(False)
 
     def set_statistics(self, statistics: Statistics) -> None:
-        """Freeze in every network how states are normalised and how actions are scaled."""
+        """Set, in every network, how states are normalised and actions are scaled."""
         for module in self.modules():
             if isinstance(module, StateEncoder | ActionScale):
                 module.set_statistics(statistics)
@@ -80,13 +87,16 @@ class Algorithm(nn.Module, ABC):
 def value_target(batch: Batch, next_value: Tensor, discount: float) -> Tensor:
     """y = sum_{i < length} discount^i r_i + discount^length (1 - terminated) V(next_observation) -> [B].
 
-    next_value [B] is V at the batch's next_observation. Truncation does not end a value: only `terminated` does.
+    next_value: [B], V at the batch's next_observation.
+    discount: per step.
+    Only `terminated` ends the value; `truncated` does not.
     """
     discounts = discount ** torch.arange(batch.reward.shape[1], device=batch.reward.device)
-    rewards = (batch.reward * discounts).sum(1)  # past the episode's end both columns are zero
+    rewards = (batch.reward * discounts).sum(1)  # past the episode's end the reward is zero
     return rewards + discount**batch.length * ~batch.terminated.any(1) * next_value
 
 
 def critic_weight(batch: Batch) -> Tensor:
-    """The rows' weights [B], zero for a row that truncation cut short: the actions it did not run are unknown."""
+    """Return the rows' weights [B], with zero for a window that truncation cut short: the actions that would have
+    followed are unknown."""
     return batch.weight * (batch.valid.all(1) | batch.terminated.any(1))

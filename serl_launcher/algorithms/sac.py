@@ -1,10 +1,10 @@
-"""Soft actor-critic, and RLPD, which is this file with another yaml and half of each batch from demonstrations.
+"""Soft actor-critic and RLPD. RLPD is the same code with rlpd.yaml and half of each batch from demonstrations.
 
-Haarnoja et al. 2018b, "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905), whose equations are
-numbered here; Ball et al. 2023, "Efficient Online Reinforcement Learning with Offline Data" (arXiv 2302.02948): an
-ensemble of critics with LayerNorm, a target from a random few of them, and several critic updates per policy update.
-Images are learned from as in DrQ (Kostrikov et al. 2020, arXiv 2004.13649): shifted at random, and the convolutions
-are trained by the critics alone; the policy has a copy of them, so that what is published is whole.
+SAC: Haarnoja et al. 2018b, "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905); equation numbers here
+are of that paper. RLPD: Ball et al. 2023, "Efficient Online Reinforcement Learning with Offline Data" (arXiv
+2302.02948): an ensemble of critics with LayerNorm, a target from a random subset of them, and several critic updates
+per policy update. Images: DrQ (Kostrikov et al. 2020, arXiv 2004.13649): random shifts, and convolutions that the
+critics alone train. The policy keeps a copy of the convolutions, so that its published weights are complete.
 """
 
 import copy
@@ -26,7 +26,7 @@ from serl_launcher.utils.optim import Optimizer
 
 
 class LogTemperature(nn.Module):
-    """log alpha, where alpha > 0 is the price of entropy."""
+    """log alpha, where the temperature alpha > 0 weights the entropy. initial: the initial alpha."""
 
     def __init__(self, initial: float) -> None:
         super().__init__()
@@ -37,13 +37,21 @@ class LogTemperature(nn.Module):
 
 
 class SAC(Algorithm):
-    """Maximises return + alpha * entropy, off policy, with an ensemble of critics.
+    """Maximise return + alpha * entropy, off policy, with an ensemble of critics.
 
-    The target takes the minimum over `num_target_critics` of `num_critics` critics, drawn anew each time;
-    `backup_entropy` puts the entropy of the next action into it. The policy's entropy is held at -entropy_per_action
-    per dimension of the action (of actions scaled to [-1, 1]). `tau` is the step of the target networks towards the
-    critics. `augment` changes the images of each batch; None: they stay as they are. The critics begin with a copy of
-    the policy's encoder. Raises ConfigError for a policy without a density, and for `augment` where it sees no images.
+    spec: shapes and names of the robot's observations and actions.
+    policy: makes the policy from the Spec; it needs `rsample` and an `encoder`, of which the critics begin with a copy.
+    hidden: widths of the critics' layers. layer_norm: LayerNorm in the critics.
+    num_critics: size of the ensemble.
+    num_target_critics: critics drawn for each target, which takes their minimum.
+    discount: per step.
+    tau: share by which the target critics move towards the critics at each update.
+    learning_rate: of policy, critics and temperature.
+    initial_temperature: initial alpha.
+    entropy_per_action: alpha holds the entropy at minus this per dimension of the action, scaled to [-1, 1].
+    backup_entropy: True: the target includes the entropy of the next action.
+    augment: makes the image augmentation; None: images stay as they are.
+    Raises ConfigError for a policy without a density, and if `augment` is given and the policy reads no images.
     """
 
     def __init__(
@@ -64,7 +72,7 @@ class SAC(Algorithm):
         augment: Callable[[], Augment] | None,
     ) -> None:
         super().__init__()
-        self.policy: Any = policy(spec)  # and a density, which not every Policy has
+        self.policy: Any = policy(spec)  # a Policy with rsample and encoder, which the base class does not declare
         if not (hasattr(self.policy, "rsample") and hasattr(self.policy, "encoder")):
             raise ConfigError(
                 "algo=sac and algo=rlpd need a policy with a density and an encoder: say policy=gaussian, or "
@@ -100,12 +108,12 @@ class SAC(Algorithm):
         return Decision(self.policy.sample(observation, task=task, noise=noise.unsqueeze(0))[0]), carry
 
     def update(self, batch: Batch) -> Metrics:
-        """One step of the critics, then one of the policy and of the temperature."""
+        """Take one step of the critics, then one of the policy and of the temperature."""
         batch = self._augmented(batch)
         return self._update_critic(batch) | self._update_policy(batch)
 
     def update_critic(self, batch: Batch) -> Metrics:
-        """One step of the critics and of their targets; the policy stays as it is."""
+        """Take one step of the critics and of their targets; the policy does not change."""
         return self._update_critic(self._augmented(batch))
 
     def _augmented(self, batch: Batch) -> Batch:
@@ -139,7 +147,8 @@ class SAC(Algorithm):
 
     @torch.no_grad()
     def target(self, batch: Batch) -> Tensor:
-        """The soft Bellman backup of (5), with the soft value of (3) and RLPD's minimum over a random few -> [B]."""
+        """Compute the soft Bellman target of (5), with the soft value of (3) and RLPD's minimum over a random subset of
+        the critics -> [B]."""
         assert batch.next_observation is not None  # the window asks for it
         action, log_prob = self.policy.rsample(batch.next_observation, seed=batch.seed, stream=1)
         values = self.target_critic.value(batch.next_observation, action)  # [E, B]
@@ -151,7 +160,10 @@ class SAC(Algorithm):
         return value_target(batch, value, self.discount)
 
     def policy_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """alpha log pi(f(noise; s) | s) - Q(s, f(noise; s)), (9), with Q the ensemble's mean as in RLPD -> [], [B]."""
+        """Compute alpha log pi(f(noise; s) | s) - Q(s, f(noise; s)), (9), with Q the ensemble's mean as in RLPD.
+
+        Returns the mean loss [] and log pi [B].
+        """
         action, log_prob = self.policy.rsample(batch.observation, seed=batch.seed)
         value = self.critic.value(batch.observation, action).mean(0)
         loss = self.log_temperature().detach().exp() * log_prob - value

@@ -1,14 +1,15 @@
 """Actor-critic through a flow policy, over chunks of actions: what Hi-ORS calls sac_pi0 (arXiv 2510.26406).
 
-An ensemble of critics learns Q(s, a_1..a_h), off policy, of the h actions of a chunk that are run before the next chunk
-is asked for. The policy climbs it by the gradient through all K steps of its own sampler (the deterministic policy
-gradient, Silver et al. 2014, with the noise as a part of the state), and is held near a frozen reference, the policy as
-it was cloned, by how far apart the two end from the same noise:
+An ensemble of critics learns Q(s, a_1..a_h) off policy, for the h actions of a chunk that run before the next chunk is
+requested. The policy ascends Q by the gradient through all K steps of its own sampler. This is the deterministic policy
+gradient (Silver et al. 2014), with the noise as part of the state. The policy is held near a frozen reference, which is
+the policy after cloning, by the distance between their chunks from the same noise:
     (1) y = sum_{i < h} gamma^i r_i + gamma^h (1 - terminated) min_e Q'_e(s_h, pi(s_h; noise')),
     (2) L = -mean_e Q_e(s, pi(s; noise)) + distill_weight |pi(s; noise) - pi_ref(s; noise)|^2 / (H A) + alpha log pi.
-What is not run is not judged: nobody would see what it leads to, and the policy would climb what the critics believe.
-The last term is there for a policy with a `noise_level`, whose sampler is stochastic (equation 5 of policies/flow.py);
-alpha holds its entropy at a target (Haarnoja et al. 2018b, arXiv 1812.05905, 18). As in HIL-SERL, (1) has none of it.
+The critics judge no action beyond the h that run, because the data never show its outcome and the policy would ascend
+the critics' errors. The last term of (2) applies only to a policy with a `noise_level`, whose sampler is stochastic
+(equation 5 of policies/flow.py). There alpha holds the entropy at a target (Haarnoja et al. 2018b, arXiv 1812.05905,
+18). As in HIL-SERL, (1) has no entropy term.
 """
 
 import copy
@@ -33,17 +34,27 @@ from serl_launcher.utils.optim import Optimizer
 
 
 class SACPI0(Algorithm):
-    """Clones, learns values, then climbs them.
+    """Clone demonstrations, train critics, then improve the policy by the critics' gradient.
 
-    `update_clone` imitates, and what it leaves is the reference. `update_critic` leaves the policy as it is: a plan
-    begins with it, or the policy would climb what critics say that have seen nothing. `update` does both.
-    `critic_horizon` is h, at most the chunk's H. Windows begin at any row: the h actions that were executed from there
-    on are a chunk, whether they were decided as one or not.
+    `update_clone` imitates; the cloned policy becomes the reference. `update_critic` trains the critics alone. A plan
+    needs some of these before `update`, which trains critics and policy: untrained critics would mislead the policy.
+    Windows begin at any step: the h actions executed from there count as a chunk, even if they come from two chunks.
 
-    `encoder` makes the critics' features and is trained with them; None: those of the reference, which are frozen.
-    `optimizer` is the policy's. Where the policy has a `noise_level`, its entropy is held at -entropy_per_action for
-    each number of a chunk (of actions scaled to [-1, 1]); without one there is no temperature. `augment` changes the
-    images of a batch. Raises ConfigError for a policy that is no flow, and for `augment` where nobody sees images."""
+    spec: shapes and names of the robot's observations and actions.
+    policy: makes the policy from the Spec; it must be a FlowMatching.
+    critic_horizon: h, actions of a chunk that the critics judge; cut to the chunk's length H.
+    encoder: makes the critics' encoder, trained with them; None: the frozen features of the reference.
+    optimizer: makes the policy's optimiser. critic_optimizer: makes the critics'.
+    hidden: widths of the critics' layers. layer_norm: LayerNorm in the critics.
+    num_critics: size of the ensemble.
+    discount: per step.
+    tau: share by which the target critics move towards the critics at each update.
+    distill_weight: weight of the mean squared distance to the reference's actions, scaled to [-1, 1].
+    initial_temperature: initial alpha; used only if the policy has a `noise_level`.
+    entropy_per_action: the target entropy is minus this per number of a chunk, scaled to [-1, 1]; likewise.
+    augment: makes the image augmentation; None: images stay as they are.
+    Raises ConfigError for a policy that is no FlowMatching, and if `augment` is given and nothing reads images.
+    """
 
     def __init__(
         self,
@@ -101,21 +112,21 @@ class SACPI0(Algorithm):
         self, observation: Observation, previous_action: Tensor, carry: Carry, *, task: Sequence[str], noise: Tensor,
         explore: bool,
     ) -> tuple[Decision, Carry]:  # fmt: skip
-        noise = noise if explore else noise[:, :1]  # where the sample starts, which any flow needs to be at its best
+        noise = noise if explore else noise[:, :1]  # only the noise at which the sample starts: every flow needs it
         return Decision(self.policy.sample(observation, task=task, noise=noise.unsqueeze(0))[0]), carry
 
     def update_clone(self, batch: Batch) -> Metrics:
-        """One step down the policy's own loss of imitation; the reference becomes what it is then."""
+        """Take one step down the policy's imitation loss, then copy the policy to the reference."""
         metrics = _descend(self.policy_optimizer, self._augmented(batch), self.imitation_loss)
         self._keep_reference()
         return metrics
 
     def update_critic(self, batch: Batch) -> Metrics:
-        """One step of the critics and of their targets; the policy stays as it is."""
+        """Take one step of the critics and of their targets; the policy does not change."""
         return self._update_critic(self._augmented(batch))
 
     def update(self, batch: Batch) -> Metrics:
-        """One step of the critics, then one of the policy, and of the temperature if there is one."""
+        """Take one step of the critics, then one of the policy, and of the temperature if there is one."""
         batch = self._augmented(batch)
         return self._update_critic(batch) | self._update_policy(batch)
 
@@ -141,21 +152,21 @@ class SACPI0(Algorithm):
         return loss, {"loss": loss.detach()}
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """The squared error of each critic against (1); a chunk that a truncation cut has no weight."""
+        """Compute each critic's squared error against (1). Chunks that truncation cut short have weight zero."""
         prediction = self.critic_optimizer(_now(batch.observation), self._executed(batch))  # [E, B]
         loss = (critic_weight(batch) * self.critic.loss(prediction, self.target(batch))).mean()
         return loss, {"critic_loss": loss.detach(), "value": prediction.detach().mean()}
 
     @torch.no_grad()
     def target(self, batch: Batch) -> Tensor:
-        """(1) -> [B]."""
+        """Compute the target (1) -> [B]."""
         assert batch.next_observation is not None  # the window asks for it
         following = _now(batch.next_observation)
         action, _ = self.policy.rsample(following, seed=batch.seed, stream=1, task=batch.task)
         return value_target(batch, self._value(self.target_critic, following, action).amin(0), self.discount)
 
     def policy_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """(2). The critics are asked for their slope alone, so that nothing of it reaches them."""
+        """Compute (2). The critics give only their gradient by the action, so that their weights get no gradient."""
         observation = _now(batch.observation)
         action, log_prob = self.policy_optimizer(batch, False)  # [B, H, A], [B]
         with torch.no_grad():
@@ -172,14 +183,14 @@ class SACPI0(Algorithm):
         return loss, {"policy_loss": loss.detach(), **{name: row.detach().mean() for name, row in metrics.items()}}
 
     def _climbed(self, observation: Observation, action: Tensor) -> Tensor:
-        """mean_e Q_e(s, a) [B], whose gradient is with respect to the action and to nothing else."""
+        """Compute mean_e Q_e(s, a) [B] with a gradient with respect to the action [B, H, A] alone."""
         tried = action.detach().requires_grad_()
         value = self._value(self.critic, observation, tried).mean(0)
         (slope,) = torch.autograd.grad(value.sum(), tried)
         return value.detach() + (slope * (action - tried.detach())).sum((1, 2))
 
     def _value(self, critic: Critic, observation: Observation, action: Tensor) -> Tensor:
-        """What the critics say of the chunks action [B, H, A] -> [E, B]."""
+        """Return each critic's value of the chunks' first h actions; action [B, H, A] -> [E, B]."""
         return critic.value(observation, action[:, : self.critic_horizon])
 
     @torch.no_grad()
@@ -187,8 +198,8 @@ class SACPI0(Algorithm):
         return self.critic.value(_now(batch.observation), self._executed(batch)).mean(0)
 
     def _executed(self, batch: Batch) -> Tensor:
-        """The batch's chunks [B, h, A]. What an end cut off is centred: the batch has zeros there, which may lie far
-        outside of an action's bounds."""
+        """Return the chunks [B, h, A], with the centre of the action range after an episode's end: the batch has
+        zeros there, which may lie far outside its bounds."""
         return torch.where(batch.valid.unsqueeze(-1), batch.action, self.critic.scale.center)
 
     @torch.no_grad()
@@ -205,7 +216,7 @@ class SACPI0(Algorithm):
 
 
 class ReferenceFeatures(nn.Module):
-    """What a frozen policy makes of an observation, {[B, ...]} -> [B, size]; the policy is no part of this module."""
+    """The features of a frozen policy: {name: [B, ...]} -> [B, size]. The policy is not a submodule of this module."""
 
     def __init__(self, policy: FlowMatching) -> None:
         super().__init__()
@@ -218,7 +229,7 @@ class ReferenceFeatures(nn.Module):
 
 
 class _Trained(nn.Module):
-    """What the optimiser of a policy runs: its loss of imitation, or chunks with a gradient."""
+    """The module that the policy's optimiser runs: the imitation loss, or chunks with a gradient."""
 
     def __init__(self, policy: FlowMatching) -> None:
         super().__init__()
@@ -233,23 +244,23 @@ class _Trained(nn.Module):
 def _flow(policy: Policy) -> FlowMatching:
     if not isinstance(policy, FlowMatching):
         raise ConfigError(
-            f"sac_pi0 goes through the sampler of a flow: say policy=flow or policy=pi0, not {type(policy).__name__}"
+            f"algo=sac_pi0 needs a flow policy: say policy=flow or policy=pi0, not {type(policy).__name__}"
         )
     return policy
 
 
 def _frozen(policy: nn.Module) -> dict[int, nn.Parameter]:
-    """What a copy shares with the policy: the weights that nobody trains."""
+    """Return the frozen weights by id, for copy.deepcopy: a copy shares them with the policy."""
     return {id(weight): weight for weight in policy.parameters() if not weight.requires_grad}
 
 
 def _now(observation: Observation) -> dict[str, Tensor]:
-    """{name: [B, To, ...]} -> {name: [B, ...]}."""
+    """Select the first time step: {name: [B, To, ...]} -> {name: [B, ...]}."""
     return {name: value[:, 0] for name, value in observation.items()}
 
 
 def _descend(optimizer: Optimizer, batch: Batch, loss: Callable[[Batch], tuple[Tensor, Metrics]]) -> Metrics:
-    """One step down the mean of the loss over the parts of a batch; returns the mean of its metrics."""
+    """Take one step down the mean loss over the parts of a batch; return the mean of the metrics."""
     found = []
     for part in optimizer.parts(batch):
         value, metrics = loss(part)

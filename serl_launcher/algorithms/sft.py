@@ -1,8 +1,8 @@
-"""Imitation of what the batch holds: supervised fine-tuning, and Hi-ORS rejection sampling, which is a plan around it.
+"""Imitation of the batch's actions: supervised fine-tuning, and the loss of Hi-ORS rejection sampling.
 
-Hi-ORS (arXiv 2510.26406) imitates, with the policy's own loss, the episodes of the newest policies that succeeded,
-human corrections among them: L = E[1_m(episode) loss(row)]. Which episodes count is the plan's choice of data (a view
-that keeps the successful ones); no value is learned.
+Hi-ORS (arXiv 2510.26406) imitates the successful episodes of the newest policies, human corrections included, with the
+policy's own loss: L = E[1_m(episode) loss(row)]. The plan selects these episodes by a view with `keep: [successful]`.
+No value is learned.
 """
 
 import copy
@@ -22,14 +22,18 @@ from serl_launcher.utils.optim import Optimizer
 
 
 class SFT(Algorithm):
-    """Minimises the policy's loss of imitation; acts with the moving average of its weights.
+    """Minimise the policy's imitation loss; act with the exponential moving average (EMA) of its weights.
 
-    `average`: the share of the old average that each update keeps, at most. The k-th update keeps (1 + k) / (10 + k),
-    so that the random weights of the beginning are soon forgotten. What is frozen exists once.
-    `idle_filter`: {threshold, column, entries} as in types.IdleFilter; no window starts where the robot waits. Column
-    None: what the policy imitates; threshold 0: windows start anywhere.
-    `augment` changes the images of each batch; None: they stay as they are.
-    Raises ConfigError for `augment` where the policy sees no images.
+    spec: shapes and names of the robot's observations and actions.
+    policy: makes the policy from the Spec.
+    optimizer: makes the optimiser from the policy.
+    ema_decay: share of the old average that an update keeps, 0 to 1. Update k, counted from 0, keeps
+        min(ema_decay, (1 + k) / (10 + k)), so that the initial random weights are soon forgotten.
+    idle_filter: {threshold, column, entries} as in types.IdleFilter; no window starts where the robot stands still.
+        column None: the column that the policy imitates. threshold 0: windows start at any step.
+    augment: makes the image augmentation; None: images stay as they are.
+
+    Policy and average share frozen weights. Raises ConfigError if `augment` is given and the policy reads no images.
     """
 
     def __init__(
@@ -38,7 +42,7 @@ class SFT(Algorithm):
         *,
         policy: Callable[[Spec], Policy],
         optimizer: Callable[[nn.Module], Optimizer],
-        average: float,
+        ema_decay: float,
         idle_filter: Mapping[str, Any],
         augment: Callable[[], Augment] | None,
     ) -> None:
@@ -47,9 +51,9 @@ class SFT(Algorithm):
         frozen = {id(weight): weight for weight in self.policy.parameters() if not weight.requires_grad}
         self.averaged = copy.deepcopy(self.policy, frozen).requires_grad_(False)
         self.optimizer = optimizer(self.policy)
-        self.average = average
+        self.ema_decay = ema_decay
         self.augment = augmentation(augment, self.policy.inputs)
-        self.windows = {"update": Window(self.policy.offsets, idle_filter=_stillness(self.policy, **idle_filter))}
+        self.windows = {"update": Window(self.policy.offsets, idle_filter=_idle_filter(self.policy, **idle_filter))}
 
     @property
     def acting(self) -> Policy:
@@ -64,7 +68,7 @@ class SFT(Algorithm):
         return Decision(self.averaged.sample(observation, task=task, noise=noise.unsqueeze(0))[0]), carry
 
     def update(self, batch: Batch) -> Metrics:
-        """One step down the loss, its rows weighted by the batch's weights."""
+        """Take one step down the mean loss, weighted by the batch's `weight`."""
         batch = self.augment(batch) if self.augment else batch
         found = []
         for part in self.optimizer.parts(batch):
@@ -79,14 +83,14 @@ class SFT(Algorithm):
     @torch.no_grad()
     def _follow(self) -> None:
         before = self.optimizer.steps - 1
-        average = min(self.average, (1 + before) / (10 + before))
+        decay = min(self.ema_decay, (1 + before) / (10 + before))
         for averaged, current in zip(self.averaged.parameters(), self.policy.parameters(), strict=True):
             if current.requires_grad:
                 with gathered([current]):
-                    averaged.lerp_(current, 1 - average)
+                    averaged.lerp_(current, 1 - decay)
 
 
-def _stillness(
+def _idle_filter(
     policy: Policy, *, threshold: float, column: str | None, entries: Sequence[int] | None
 ) -> IdleFilter | None:
     if not threshold:

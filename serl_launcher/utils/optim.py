@@ -1,8 +1,9 @@
-"""The optimiser of one module; the only place that knows how a module is spread over the ranks.
+"""The optimiser of one module, and how that module is replicated or sharded over the ranks.
 
-A module is replicated, its gradients averaged while they are made (what PyTorch calls DDP), or sharded by DeepSpeed
-(Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054): stage 1 spreads the optimiser's state, 2 also gradients, 3 also the
-weights. Weights, gradients and states are float32 everywhere, so that all of these take the same steps.
+A replicated module averages its gradients during the backward pass, as PyTorch's DDP does. A sharded module uses
+DeepSpeed (Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054): stage 1 splits the optimiser state over the ranks, stage
+2 also the gradients, stage 3 also the weights. Weights, gradients and states are float32 in each case, so that all
+take the same steps.
 """
 
 import importlib
@@ -23,23 +24,31 @@ State = dict[str, Tensor]  # step and MOMENTS of one weight, whole
 
 
 class Optimizer:
-    """Adam (Loshchilov and Hutter 2019, arXiv 1711.05101) on the parameters of `module` that ask for a gradient.
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) on the trainable parameters of `module`.
 
-    Calling it runs the module. A step differentiates for these parameters alone: a policy's loss that passes through
-    a critic leaves nothing in the critic. `clip` is the gradient's largest norm. The learning rate grows over `warmup`
-    steps and falls until step `decay` to `final` times itself (see schedule.rate). A step's gradient is the mean over
-    `accumulation` parts of a batch (see `parts`), so that a batch need not fit the memory at once.
+    Calling it runs the module. A step differentiates with respect to these parameters alone: a policy loss that passes
+    through a critic leaves no gradient in the critic.
 
-    A gradient that is not finite changes no weight and no moment, because one such value would stay in every weight for
-    good. `steps` counts the steps that were asked for, and `refused` those among them. DeepSpeed's shards refuse none.
+    learning_rate: the largest of the schedule (see schedule.rate).
+    betas: decay rates of the first and second moment.
+    weight_decay: decoupled, as a share of the learning rate.
+    grad_clip_norm: largest norm of the gradient; None: not clipped.
+    warmup: steps in which the learning rate grows. decay: step at which it has fallen; None: it does not fall.
+    final: learning rate after the decay, as a factor.
+    accumulation: parts of a batch (see `parts`) whose mean gradient makes one step, so that a batch may exceed memory.
+
+    A gradient that is not finite changes no weight and no moment, because one such value would stay in every weight
+    for good. `steps` counts the steps that were asked for, `refused` the steps with such a gradient. DeepSpeed's
+    shards refuse none.
     """
 
     def __init__(
         self, module: nn.Module, *, learning_rate: float, betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0, clip: float | None = None, warmup: int = 0, decay: int | None = None,
+        weight_decay: float = 0.0, grad_clip_norm: float | None = None, warmup: int = 0, decay: int | None = None,
         final: float = 0.1, accumulation: int = 1,
     ) -> None:  # fmt: skip
-        self.module, self.learning_rate, self.clip, self.accumulation = module, learning_rate, clip, accumulation
+        self.module, self.learning_rate, self.accumulation = module, learning_rate, accumulation
+        self.grad_clip_norm = grad_clip_norm
         self.parameters = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
         self._schedule: dict[str, Any] = {"warmup": warmup, "decay": decay, "final": final}
         self._adam = {"lr": learning_rate, "betas": tuple(betas), "weight_decay": weight_decay}
@@ -67,7 +76,7 @@ class Optimizer:
             return
         self.steps, names = world.broadcast([self.steps, list(self._loaded)])
         own = (self.module, self.parameters, self._adam, world)
-        self._way = _Shards(*own, sharding, self.accumulation, self.clip) if sharding else _Replica(*own)
+        self._way = _Shards(*own, sharding, self.accumulation, self.grad_clip_norm) if sharding else _Replica(*own)
         for name in names:
             self._way.load(name, world.broadcast(self._loaded.get(name)))
         self._loaded = {}
@@ -87,7 +96,7 @@ class Optimizer:
         self.way.differentiate(loss / self.accumulation, is_first=self._part == 1, is_last=is_last)
         if not is_last:
             return torch.zeros((), device=loss.device)
-        norm = self.way.step(self.learning_rate * rate(self.steps, **self._schedule), self.clip)
+        norm = self.way.step(self.learning_rate * rate(self.steps, **self._schedule), self.grad_clip_norm)
         self._part, self.steps = 0, self.steps + 1
         return norm
 
@@ -136,14 +145,14 @@ class _Replica:
             weight.grad /= self._world.size
             self._averaging.append(distributed.all_reduce(weight.grad, async_op=True))
 
-    def step(self, learning_rate: float, clip: float | None) -> Tensor:
+    def step(self, learning_rate: float, grad_clip_norm: float | None) -> Tensor:
         for work in self._averaging:
             work.wait()
         self._averaging.clear()
         weights = list(self._parameters.values())
         norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
-        if clip is not None:
-            nn.utils.clip_grads_with_norm_(weights, clip, norm)
+        if grad_clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(weights, grad_clip_norm, norm)
         is_bad = norm.isfinite().logical_not_().float()  # on the device: nobody waits for it
         self._adam.step(learning_rate, is_bad)
         self.refused += is_bad
@@ -196,7 +205,7 @@ class _Shards:
 
     def __init__(
         self, module: nn.Module, parameters: Parameters, adam: Mapping[str, Any], world: World,
-        sharding: Mapping[str, Any], accumulation: int, clip: float | None,
+        sharding: Mapping[str, Any], accumulation: int, grad_clip_norm: float | None,
     ) -> None:  # fmt: skip
         deepspeed: Any = importlib.import_module("deepspeed")
         deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled: all that is used of it is Python
@@ -207,7 +216,7 @@ class _Shards:
             self.run, self._zero, *_ = deepspeed.initialize(
                 model=module, model_parameters=list(parameters.values()),
                 optimizer=torch.optim.AdamW(parameters.values(), fused=True, **adam),
-                config={**sharding, **counted, "gradient_clipping": clip or 0.0},
+                config={**sharding, **counted, "gradient_clipping": grad_clip_norm or 0.0},
             )  # fmt: skip
 
     def differentiate(self, loss: Tensor, *, is_first: bool, is_last: bool) -> None:
@@ -215,7 +224,7 @@ class _Shards:
         if not is_last:
             self.run.step()  # it counts parts by this
 
-    def step(self, learning_rate: float, clip: float | None) -> Tensor:
+    def step(self, learning_rate: float, grad_clip_norm: float | None) -> Tensor:
         self._zero.param_groups[0]["lr"] = learning_rate
         self.run.step()
         return torch.as_tensor(self.run.get_global_grad_norm(), dtype=torch.float32, device=self.run.device)

@@ -253,16 +253,16 @@ C5 killed SAC._update_critic: rows without weight move the critic
 == imitation: test_flow test_algorithms test_replay
 
 D1 killed SFT._follow: the average is nearly the newest weights
-    - averaged.lerp_(current, 1 - average)
-    + averaged.lerp_(current, average)
+    - averaged.lerp_(current, 1 - decay)
+    + averaged.lerp_(current, decay)
 D2 killed SFT.act: every policy is evaluated at noise zero
     - if self.averaged.mode_at_zero and not explore
     + if not explore
 D3 killed SFT.update: rows without weight are imitated
     - (part.weight * loss).mean()
     + loss.mean()
-D4 survives SFT.__init__: windows start where the robot waits
-    - Window(self.policy.offsets, idle_filter=_stillness(self.policy, **idle_filter))
+D4 survives SFT.__init__: windows start where the robot stands still
+    - Window(self.policy.offsets, idle_filter=_idle_filter(self.policy, **idle_filter))
     + Window(self.policy.offsets)
 
 == flow policies that climb critics: test_sac_pi0 test_algorithms

@@ -19,7 +19,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 def test_every_test_that_the_table_of_faults_names_exists():
     rows = [line for line in (ROOT / "docs/faults.md").read_text().splitlines() if line.startswith("| ")][1:]
-    there = {name for file in (ROOT / "tests").glob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())}
+    there = {name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())}
     for row in rows:
         named = re.findall(r"`(test_\w+)`", row)
         assert named, row
@@ -87,7 +87,7 @@ def test_the_first_page_is_short():
 def test_each_question_to_a_newcomer_has_one_file_as_its_answer():
     """Somebody who has read docs/architecture.md alone is asked them whenever files have moved."""
     places = symbols(ROOT)
-    with open(ROOT / "tests/questions.csv") as file:
+    with open(ROOT / "tests/house/questions.csv") as file:
         answers = {row["question"]: {str(place) for place, *_ in places[row["symbol"]]} for row in csv.DictReader(file)}
     assert [question for question, files in answers.items() if len(files) != 1] == []
     assert len(answers) == 20

@@ -56,7 +56,7 @@ def seeds(count, seed=0):
 
 def sft(spec, **options):
     optimizer = partial(Optimizer, learning_rate=3e-3)
-    known = {"optimizer": optimizer, "average": 0.95, "idle_filter": STILL, "augment": None}
+    known = {"optimizer": optimizer, "ema_decay": 0.95, "idle_filter": STILL, "augment": None}
     return SFT(spec, **{**known, "policy": policy_of, **options})
 
 
@@ -151,9 +151,11 @@ def test_rows_without_weight_are_not_imitated(spec):
     assert all(torch.equal(old, new) for old, new in zip(before, algorithm.policy.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(("average", "shares"), [(0.75, [0.1, 2 / 11, 3 / 12, 4 / 13]), (0.2, [0.1, 2 / 11, 0.2, 0.2])])
-def test_what_acts_is_the_moving_average_which_warms_up(spec, average, shares):
-    algorithm = sft(spec, average=average)
+@pytest.mark.parametrize(
+    ("ema_decay", "shares"), [(0.75, [0.1, 2 / 11, 3 / 12, 4 / 13]), (0.2, [0.1, 2 / 11, 0.2, 0.2])]
+)
+def test_what_acts_is_the_moving_average_which_warms_up(spec, ema_decay, shares):
+    algorithm = sft(spec, ema_decay=ema_decay)
     for share in shares:
         before = [parameter.clone() for parameter in algorithm.acting.parameters()]
         algorithm.update(batch_of(torch.ones(8, HORIZON, 2)))
@@ -344,7 +346,7 @@ def test_a_sample_has_a_gradient_through_every_step(spec):
 def reaching(scale, bound, updates=200):
     """The mean error of the actions of a clone that was to learn a = -state, in -1..1, of a robot with +-bound."""
     wide = Spec({STATE: Feature((2,))}, Feature((2,), low=-bound, high=bound), fps=10.0)
-    algorithm = sft(wide, policy=partial(policy_of, scale=scale, hidden=[64, 64]), average=0.9)
+    algorithm = sft(wide, policy=partial(policy_of, scale=scale, hidden=[64, 64]), ema_decay=0.9)
     generator = torch.Generator().manual_seed(0)
     column = {"mean": np.zeros(2), "std": np.full(2, 0.58), "low": np.full(2, -1.0), "high": np.ones(2)}
     algorithm.set_statistics({kind: {"action": value, STATE: value} for kind, value in column.items()})

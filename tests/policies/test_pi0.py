@@ -616,7 +616,7 @@ def test_imitation_teaches_it_a_toy_task():
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
         config = compose(
             overrides=[
-                "+algo=sft", "+policy=pi0_tiny", "algo.optimizer.learning_rate=3e-3", "algo.average=0.95",
+                "+algo=sft", "+policy=pi0_tiny", "algo.optimizer.learning_rate=3e-3", "algo.ema_decay=0.95",
                 "policy.horizon=2", "policy.gemma.depth=2", "policy.prompt_tokens=4", "policy.steps=5",
             ]
         )  # fmt: skip

@@ -47,7 +47,7 @@ SOON = 30.0  # seconds within which a verdict has reached everything
 VIEWS = ("success", "corrected")
 HORIZON, SHARD, EVALUATED = 8, 8, 20
 WORDS = [
-    "task=fake", "task.env.max_steps=100", "task.env.patience=3", "task.env.hold=2", "deadline_s=10",
+    "task=fake", "task.env.max_steps=100", "task.env.takeover_after=3", "task.env.handback_after=2", "deadline_s=10",
     f"n_action_steps={HORIZON}",  # rows, the whole chunk
     "plan=hiors", "utd=6", "batch_size=64", "algo=rejection", "policy=flow", "policy.hidden=[64,64]", "policy.steps=4",
     f"policy.horizon={HORIZON}", "checkpoint_s=1", "export.sources=all", f"export.episodes={SHARD}",

@@ -293,7 +293,7 @@ def runs(flags):
 
 
 def test_the_scripted_operator_takes_over_where_the_policy_is_stuck_and_hands_back_when_it_goes_on():
-    env = fake.make(max_steps=60, noise=0.0, clock="simulated", patience=6, hold=3)
+    env = fake.make(max_steps=60, noise=0.0, clock="simulated", takeover_after=6, handback_after=3)
     far = next(seed for seed in range(99) if np.linalg.norm(env.reset(seed)["observation.state"][4:]) > 1)
     steps = frozen(env, far, intervene=True)
     lengths = runs([step.intervened for step in steps])
@@ -305,7 +305,7 @@ def test_the_scripted_operator_takes_over_where_the_policy_is_stuck_and_hands_ba
 
 
 def test_a_policy_that_gets_on_is_left_alone():
-    env = fake.make(max_steps=60, noise=0.2, clock="simulated", patience=4)
+    env = fake.make(max_steps=60, noise=0.2, clock="simulated", takeover_after=4)
     for seed in range(10):
         step, state = None, env.reset(seed, intervene=True)["observation.state"]
         while step is None or not (step.terminated or step.truncated):
@@ -315,11 +315,11 @@ def test_a_policy_that_gets_on_is_left_alone():
         assert step.success
 
 
-def test_the_patience_and_hold_of_the_yaml_are_the_operators():
+def test_the_takeover_and_handback_steps_of_the_yaml_are_the_operators():
     for name in ("fake", "sim_arm"):
         pytest.importorskip("mujoco") if name == "sim_arm" else None
         config = OmegaConf.create({"task": OmegaConf.load(TASKS / f"{name}.yaml")})
-        with instantiate(config.task.env)(patience=3, hold=2) as env:
+        with instantiate(config.task.env)(takeover_after=3, handback_after=2) as env:
             env.reset(0, intervene=True)
             still = np.zeros(env.spec.action.shape, np.float32)
             assert [env.step(still).intervened for _ in range(5)] == [False] * 3 + [True] * 2
@@ -327,9 +327,11 @@ def test_the_patience_and_hold_of_the_yaml_are_the_operators():
             assert env.spec.extras["policy_action"].shape == still.shape
 
 
-@pytest.mark.parametrize("options", [{"patience": 0, "hold": 3}, {"patience": 3, "hold": 0}])
-def test_an_operator_without_patience_or_hold_is_refused(options):
-    with pytest.raises(ConfigError, match="at least 1 row"):
+@pytest.mark.parametrize(
+    "options", [{"takeover_after": 0, "handback_after": 3}, {"takeover_after": 3, "handback_after": 0}]
+)
+def test_an_operator_that_takes_over_or_hands_back_after_no_step_is_refused(options):
+    with pytest.raises(ConfigError, match="at least 1 step"):
         fake.make(max_steps=9, noise=0.0, clock="simulated", **options)
 
 
@@ -346,7 +348,7 @@ def test_help_on_the_arm_brings_a_policy_that_does_nothing_to_success():
 
 
 def test_a_rescuer_that_demonstrates_drives_every_row():
-    rescuer = Rescuer(lambda: np.zeros(2), lambda: 1.0, noise=0.3, margin=0.1, patience=2, hold=2)
+    rescuer = Rescuer(lambda: np.zeros(2), lambda: 1.0, noise=0.3, margin=0.1, takeover_after=2, handback_after=2)
     rescuer.reset(3, demonstrate=True)
     drawn = [rescuer.read() for _ in range(9)]
     assert not any(action is None for action in drawn)

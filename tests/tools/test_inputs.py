@@ -29,7 +29,7 @@ SPEC = Spec(
 )  # fmt: skip
 SMALL = [
     "policy.horizon=1", "policy.hidden=[64]", "policy.encoder.channels=[8,8]", "policy.encoder.latent=16",
-    "algo.optimizer.learning_rate=3e-3", "algo.average=0.9", "algo.idle_filter.threshold=0", "batch_size=32",
+    "algo.optimizer.learning_rate=3e-3", "algo.ema_decay=0.9", "algo.idle_filter.threshold=0", "batch_size=32",
 ]  # fmt: skip
 SEES = ["algo=rejection_pixels", "policy=flow_pixels", "algo.augment=null", *SMALL]
 BLIND = [*SEES, "policy.encoder.cameras=[]"]

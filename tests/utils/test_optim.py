@@ -84,14 +84,16 @@ def test_a_loss_that_passes_through_another_network_leaves_nothing_in_it():
 @pytest.mark.parametrize("accumulation", [2, 4])
 def test_parts_of_a_batch_make_the_step_of_the_whole(accumulation):
     whole, parts = net(), net()
-    norms = steps(Optimizer(whole, learning_rate=0.01, clip=0.5), 3)
-    assert steps(Optimizer(parts, learning_rate=0.01, clip=0.5, accumulation=accumulation), 3) == pytest.approx(norms)
+    norms = steps(Optimizer(whole, learning_rate=0.01, grad_clip_norm=0.5), 3)
+    assert steps(
+        Optimizer(parts, learning_rate=0.01, grad_clip_norm=0.5, accumulation=accumulation), 3
+    ) == pytest.approx(norms)
     torch.testing.assert_close(weights(parts), weights(whole))
 
 
 def test_a_gradient_is_cut_to_its_largest_norm():
     """With Adam a constant factor changes nothing but the share of epsilon, so the second moment is looked at."""
-    optimizers = [Optimizer(net(), learning_rate=0.01, clip=clip) for clip in (None, 0.01)]
+    optimizers = [Optimizer(net(), learning_rate=0.01, grad_clip_norm=clip) for clip in (None, 0.01)]
     free, cut = (steps(optimizer, 1)[0] for optimizer in optimizers)
     assert free == cut > 0.01
     moments = [each.state_dict()["states"]["last.weight"]["exp_avg"] for each in optimizers]
@@ -116,7 +118,7 @@ def test_a_step_goes_as_far_as_the_learning_rate_of_its_time():
 
 
 def test_it_goes_on_bit_for_bit_from_its_state():
-    options = {"learning_rate": 0.01, "warmup": 2, "decay": 6, "clip": 1.0, "accumulation": 2}
+    options = {"learning_rate": 0.01, "warmup": 2, "decay": 6, "grad_clip_norm": 1.0, "accumulation": 2}
     module = net()
     optimizer = Optimizer(module, **options)
     steps(optimizer, 3)
