@@ -1,7 +1,7 @@
-"""Changes to the images of a batch that leave their meaning: random shifts (DrQ) and colour jitter.
+"""Image augmentation of batches: random shifts (DrQ) and colour jitter.
 
 Kostrikov et al. 2020, "Image Augmentation Is All You Need" (arXiv 2004.13649): without random shifts of a few pixels, a
-critic that sees images fits their noise.
+critic of images overfits.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -15,17 +15,19 @@ from serl_launcher.networks.seeded_noise import uniform
 from serl_launcher.networks.vision import IMAGES
 from serl_launcher.types import Batch
 
-GREY = 127.5  # contrast turns about it
-STREAM = 1000  # of a row's chance: what a loss draws lies below
+GREY = 127.5  # value that a change of contrast leaves as it is
+STREAM = 1000  # of a row's random numbers; losses use streams below
 
 
 @dataclass(frozen=True, slots=True)
 class Augment:
-    """Shifts each image by up to `shift` pixels either way in height and in width, its border repeated, and multiplies
-    brightness and contrast by a number drawn from 1 - x .. 1 + x.
+    """Shift images at random, and change their brightness and contrast.
 
-    Every row, camera and observation draws for itself, `next_observation` again; the time steps of one window share
-    what was drawn. Raises ConfigError for a shift below 0, and for a brightness or a contrast outside 0..1.
+    shift: pixels, at most, up or down and left or right; the border is repeated. 0: no shift.
+    brightness, contrast: 0 to 1; a value x draws a factor between 1 - x and 1 + x. 0: no change.
+
+    Each row and camera has its own random numbers, and `next_observation` draws anew. The time steps of one window
+    share them. Raises ConfigError for a shift below 0, and for a brightness or contrast outside 0 to 1.
     """
 
     shift: int
@@ -40,7 +42,7 @@ class Augment:
             )
 
     def __call__(self, batch: Batch) -> Batch:
-        """A batch with changed images (uint8 [B, To, H, W, C], wherever they are); chance is that of its rows."""
+        """Return the batch with changed images, uint8 [B, To, H, W, C]. Random numbers come from the rows' seeds."""
         following = batch.next_observation
         return replace(
             batch,
@@ -55,7 +57,7 @@ class Augment:
         }
 
     def _images(self, images: Tensor, drawn: Tensor) -> Tensor:
-        """`drawn` [B, 4] within (0, 1): down, right, brightness, contrast."""
+        """Change images [B, To, H, W, C] by `drawn` [B, 4] in (0, 1): down, right, brightness, contrast."""
         if self.shift:
             moved = (drawn[:, :2] * (2 * self.shift + 1)).floor().long() - self.shift
             images = shifted(images, *moved.T)
@@ -66,7 +68,10 @@ class Augment:
 
 
 def augmentation(made: Callable[[], Augment] | None, inputs: Collection[str]) -> Augment | None:
-    """What changes the batches of a policy that reads `inputs`. Raises ConfigError where it sees no images."""
+    """Make the augmentation of a policy that reads the observations `inputs`; None: no augmentation.
+
+    Raises ConfigError if `inputs` has no images.
+    """
     if made and not any(name.startswith(IMAGES) for name in inputs):
         raise ConfigError(
             "augment changes images, and this policy sees none: say algo.augment=null, or a policy that sees "
@@ -76,7 +81,7 @@ def augmentation(made: Callable[[], Augment] | None, inputs: Collection[str]) ->
 
 
 def shifted(images: Tensor, down: Tensor, right: Tensor) -> Tensor:
-    """Images [B, T, H, W, C] moved by down [B] and right [B] pixels; what comes in repeats the border."""
+    """Move images [B, T, H, W, C] by down [B] and right [B] pixels; repeat the border."""
     count, time, height, width, channels = images.shape
     rows = _positions(height, down.repeat_interleave(time))  # [B T, H]
     columns = _positions(width, right.repeat_interleave(time))  # [B T, W]
@@ -86,11 +91,11 @@ def shifted(images: Tensor, down: Tensor, right: Tensor) -> Tensor:
 
 
 def _positions(size: int, offset: Tensor) -> Tensor:
-    """Where the pixels 0..size-1 of a line come from when it moves by offset [B] -> [B, size]."""
+    """Return the source pixels of a line of `size` pixels that moves by offset [B] -> [B, size]."""
     return (torch.arange(size, device=offset.device) - offset[:, None]).clamp(0, size - 1)
 
 
 def coloured(images: Tensor, brightness: Tensor, contrast: Tensor) -> Tensor:
-    """Images [B, ...] times brightness [B], then spread about grey by contrast [B]; rounded, and cut to 0..255."""
+    """Multiply images [B, ...] by brightness [B], then scale them about grey by contrast [B]; round, clip to 0..255."""
     scale, offset = (factor.view(-1, *[1] * (images.ndim - 1)) for factor in (brightness * contrast, 1 - contrast))
     return (images * scale).add_(GREY * offset + 0.5).clamp_(0, 255).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""An ensemble of state-action values, computed side by side in batched matrix products."""
+"""An ensemble of state-action values, computed together by batched matrix products."""
 
 import copy
 import math
@@ -27,9 +27,10 @@ class EnsembleLinear(nn.Module):
 
 
 class EnsembleHead(nn.Module):
-    """E linear layers to one number each: [E, B, inputs] -> [E, B].
+    """E linear layers with one output each: [E, B, inputs] -> [E, B].
 
-    A product and a sum: on a CPU twice as fast, forward and back, as a matrix product with one column.
+    It uses a product and a sum: on a CPU these are twice as fast, forward and backward, as a matrix product with one
+    column.
     """
 
     def __init__(self, num_critics: int, inputs: int) -> None:
@@ -43,12 +44,16 @@ class EnsembleHead(nn.Module):
 
 
 class Critic(nn.Module):
-    """E estimates of Q(observation, actions): MLPs that share their encoder and nothing else.
+    """E estimates of Q(observation, actions): MLPs that share only their encoder.
 
-    `horizon` is the number of actions of one decision (a chunk is one action of horizon * A numbers). LayerNorm
-    bounds the values of actions that the data do not hold (RLPD, Ball et al. 2023, section 4.2); it has no gain and no
-    bias, which slow the update down and were seen to add nothing. `scale` is the policy's, so that both see the same
-    numbers; None: the Spec's bounds.
+    spec: shapes and bounds of the robot's observations and actions.
+    encoder: encodes the observation.
+    horizon: actions of one decision; a chunk counts as one action of horizon * A numbers.
+    num_critics: E.
+    hidden: widths of the layers.
+    layer_norm: LayerNorm in each hidden layer. It bounds the values of actions that are not in the data (RLPD, Ball et
+        al. 2023, section 4.2). It has no gain and bias: they slowed the update down without a gain in our runs.
+    scale: scale of actions, copied; the policy's, so that both see the same numbers. None: the Spec's bounds.
     """
 
     def __init__(
@@ -75,14 +80,14 @@ class Critic(nn.Module):
         self.network = nn.Sequential(*layers, EnsembleHead(num_critics, inputs))
 
     def forward(self, observation: Observation, action: Tensor) -> Tensor:
-        """observation {[B, ...]} and action [B, H, A] in the robot's units -> predictions [E, B]."""
+        """Predict values [E, B] of observation {name: [B, ...]} and action [B, H, A] in the robot's units."""
         inputs = torch.cat([self.encoder(observation), self.scale.to_unit(action).flatten(1)], -1)
         return self.network(inputs.expand(self.num_critics, -1, -1))
 
     def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Squared error of predictions [E, B] against targets [B], summed over the ensemble -> [B]."""
+        """Sum the squared errors of predictions [E, B] against targets [B] over the ensemble -> [B]."""
         return (prediction - target).square().sum(0)
 
     def value(self, observation: Observation, action: Tensor) -> Tensor:
-        """Q(observation, action) of each member -> [E, B], in the units of the return."""
+        """Return Q(observation, action) of each critic [E, B], in the units of the return."""
         return self(observation, action)

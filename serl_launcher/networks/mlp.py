@@ -1,4 +1,4 @@
-"""Plain networks over states: what turns a robot's observation and action into numbers, and the MLP between them."""
+"""The MLP, the normalisation of states and the scaling of actions."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,15 +11,18 @@ from torch import Tensor, nn
 
 from serl_launcher.types import Observation
 
-Statistics = Mapping[str, Mapping[str, Array]]  # mean, std, low and high of columns: {"mean": {"action": [...]}, ...}
+Statistics = Mapping[str, Mapping[str, Array]]  # mean, std, low, high of columns: {"mean": {"action": [...]}, ...}
 
 SCALES = ("bounds", "range", "std")
-CONSTANT = 1e-3  # an action that varies by less than this share of its bounds is constant but for noise
-SMALLEST_STD = 1e-4  # what varies less (0.1 mm, 0.1 mrad) is noise around a constant: it is centred and not scaled
+CONSTANT = 1e-3  # an action that varies by less than this share of its bounds counts as constant
+SMALLEST_STD = 1e-4  # a state with less (0.1 mm, 0.1 mrad) is noise around a constant: it is centred, not scaled
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, *, layer_norm: bool) -> nn.Sequential:
-    """[B, inputs] -> [B, outputs]: linear layers, each but the last followed by an optional LayerNorm and by a ReLU."""
+    """Make an MLP [B, inputs] -> [B, outputs]. Each hidden layer has an optional LayerNorm and a ReLU.
+
+    hidden: widths of the hidden layers.
+    """
     layers: list[nn.Module] = []
     for width in hidden:
         layers += [nn.Linear(inputs, width), *([nn.LayerNorm(width)] if layer_norm else []), nn.ReLU()]
@@ -28,10 +31,10 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int, *, layer_norm: bool) -
 
 
 class StateEncoder(nn.Module):
-    """The float features of a Spec side by side, in the order of their names, each normalised by a frozen mean and std.
+    """Concatenate the float features of a Spec, sorted by name, normalised by a fixed mean and std.
 
-    The statistics (identity until `set_statistics`) are buffers: they travel with the weights and never run along.
-    Raises ConfigError for a Spec without float features.
+    Until `set_statistics`, mean is 0 and std is 1. Both are buffers: they are stored and published with the weights,
+    and do not change during training. Raises ConfigError for a Spec without float features.
     """
 
     mean: Tensor
@@ -48,24 +51,26 @@ class StateEncoder(nn.Module):
         self.register_buffer("std", torch.ones(self.size))
 
     def set_statistics(self, statistics: Statistics) -> None:
-        """Normalise by mean and std, {name: [...]} shaped as in the Spec; names that are not read here are ignored."""
+        """Set mean and std, {name: [...]} shaped as in the Spec. Other names are ignored."""
         for buffer, statistic in ((self.mean, statistics["mean"]), (self.std, statistics["std"])):
             buffer.copy_(torch.cat([torch.as_tensor(statistic[name]).reshape(-1) for name in self.sizes]))
         self.std[self.std < SMALLEST_STD] = 1
 
     def forward(self, observation: Observation) -> Tensor:
-        """{name: [B, ...]}, with or without a time axis of one step -> [B, size]."""
+        """Encode {name: [B, ...]}, with or without a time axis of one step -> [B, size]."""
         columns = [observation[name].reshape(len(observation[name]), -1) for name in self.sizes]
         return (torch.cat(columns, -1).to(self.mean.dtype) - self.mean) / self.std
 
 
 class ActionScale(nn.Module):
-    """Maps actions [..., A] between the robot's units and the numbers near [-1, 1] that networks see.
+    """Map actions [..., A] between the robot's units and the network's numbers near [-1, 1].
 
-    kind: `bounds`: the Spec's bounds become -1 and 1. `range`: the smallest and largest action of the data do. `std`:
-    the data get mean 0 and standard deviation 1. The last two are for bounds far wider than what the robot does. They
-    begin as `bounds`, until `set_statistics` freezes them, and travel with the weights.
-    column, entries: the data's column that holds the actions, and which of its flattened values they are (None: all).
+    action: the Spec's action, with its bounds.
+    kind: `bounds`: the Spec's bounds become -1 and 1. `range`: the smallest and largest action of the data become -1
+        and 1. `std`: the data get mean 0 and standard deviation 1. `range` and `std` are for bounds much wider than the
+        actions that the robot uses. They equal `bounds` until `set_statistics`, and are published with the weights.
+    column: column of the data that holds the actions.
+    entries: indices of the actions in that column's flattened values; None: all.
     Raises ConfigError for another kind.
     """
 
@@ -82,14 +87,17 @@ class ActionScale(nn.Module):
             raise ConfigError(f"policy.scale={kind}: say one of {', '.join(SCALES)}")
         self.kind, self.column, self.entries = kind, column, entries
         low, high = (np.asarray(bound, np.float32) for bound in (action.low, action.high))
-        self.register_buffer("low", torch.as_tensor(low), persistent=False)  # known from the Spec
+        self.register_buffer("low", torch.as_tensor(low), persistent=False)  # not stored: known from the Spec
         self.register_buffer("high", torch.as_tensor(high), persistent=False)
         self.register_buffer("center", torch.as_tensor((high + low) / 2), persistent=kind != "bounds")
         self.register_buffer("half_range", torch.as_tensor((high - low) / 2), persistent=kind != "bounds")
 
     def set_statistics(self, statistics: Statistics) -> None:
-        """Scale by these from now on, unless the kind is `bounds`. What the data hold outside of the bounds does not
-        count. A constant entry is scaled by ten times CONSTANT, so that what it does later stays of a size to learn."""
+        """Scale by the data's statistics from now on, unless the kind is `bounds`.
+
+        Data outside the Spec's bounds do not count. A constant entry is scaled by 10 * CONSTANT of its bounds, so that
+        its later values stay small enough to learn.
+        """
         if self.kind == "bounds":
             return
         mean, std, low, high = (self._own(statistics[name]) for name in ("mean", "std", "low", "high"))
@@ -105,13 +113,13 @@ class ActionScale(nn.Module):
         return values if self.entries is None else values[list(self.entries)]
 
     def to_unit(self, action: Tensor) -> Tensor:
-        """[..., A] in the robot's units -> [..., A]."""
+        """Map [..., A] in the robot's units to [..., A] near [-1, 1]."""
         return (action.to(self.center.dtype) - self.center) / self.half_range
 
     def from_unit(self, action: Tensor) -> Tensor:
-        """[..., A] near [-1, 1] -> [..., A] in the robot's units."""
+        """Map [..., A] near [-1, 1] to [..., A] in the robot's units."""
         return torch.addcmul(self.center, action, self.half_range)
 
     def limits(self) -> tuple[Tensor, Tensor]:
-        """The Spec's bounds as `to_unit` maps them: [A], [A]."""
+        """Return the Spec's bounds, mapped by `to_unit`: low [A], high [A]."""
         return self.to_unit(self.low), self.to_unit(self.high)

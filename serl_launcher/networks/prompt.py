@@ -1,4 +1,4 @@
-"""Tasks in words as tokens: by the tokenizer of a pre-trained model, or byte by byte where there is none."""
+"""Tokens of tasks in words: by a pre-trained model's tokenizer, or byte by byte without one."""
 
 import logging
 from collections.abc import Sequence
@@ -12,16 +12,19 @@ from torch.nn import functional
 log = logging.getLogger(__name__)
 
 PAD, BOS, BYTES = 0, 1, 2  # of the byte tokenizer: byte b is the token BYTES + b
-KNOWN = 1000  # tasks whose tokens are kept
+KNOWN = 1000  # tasks whose tokens are cached
 
 
 class Prompt:
-    """Tokens [B, length] of B tasks, as pi0 was trained on them: <bos>, the words, a line feed; then padding.
+    """Turn B tasks into tokens [B, length], in pi0's format: <bos>, the words, a line feed, then padding.
 
-    `tokenizer` is a tokenizer.json (PaliGemma's for pi0_base), or the folder that holds it; None stands for bytes. What
-    is longer than `length` is cut, and a token that is not among the first `vocabulary` is left out (PaliGemma's has
-    one more than pi0, <image>), both with a warning: actors choose their tasks, and none may end the run. Raises
-    ConfigError when there is no such file.
+    tokenizer: path of a tokenizer.json or of its folder (PaliGemma's for pi0_base); None: bytes.
+    length: tokens per task. Longer tasks are cut, with a warning.
+    vocabulary: number of tokens that the policy knows. Others are left out, with a warning: PaliGemma's tokenizer has
+        one more than pi0, <image>.
+
+    Both cases only warn, because actors choose their tasks and no task may end the run. Raises ConfigError if the file
+    does not exist or has more than `vocabulary` regular tokens.
     """
 
     def __init__(self, tokenizer: str | None, *, length: int, vocabulary: int) -> None:
@@ -33,7 +36,7 @@ class Prompt:
         self._known: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, task: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """(tokens [B, length] int64, which of them are none of the padding [B, length] bool), on the CPU."""
+        """Return tokens [B, length] int64 and a mask [B, length] bool, False for padding; both on the CPU."""
         tokens, words = zip(*(self._row(text) for text in task), strict=True)
         return torch.stack(tokens), torch.stack(words)
 
@@ -44,9 +47,9 @@ class Prompt:
             found = self._tokens(text.strip().replace("_", " ").replace("\n", " ") + "\n")
             tokens = [token for token in found if token < self.vocabulary]
             if len(tokens) < len(found):
-                log.warning("the task %r has the token %d; the policy has %d", text, max(found), self.vocabulary)
+                log.warning("task %r: token %d is left out; the policy knows %d", text, max(found), self.vocabulary)
             if len(tokens) > self.length:
-                log.warning("the task %r has %d tokens; the policy reads %d", text, len(tokens), self.length)
+                log.warning("task %r: cut from %d to %d tokens", text, len(tokens), self.length)
             kept = torch.tensor(tokens[: self.length], dtype=torch.int64)
             row = functional.pad(kept, (0, self.length - len(kept)), value=PAD)
             self._known[text] = row, torch.arange(self.length) < len(kept)
@@ -55,7 +58,7 @@ class Prompt:
     def _tokens(self, words: str) -> list[int]:
         if self._tokenizer is None:
             return [BOS, *(BYTES + byte for byte in words.encode())]
-        begin = self._tokenizer.token_to_id("<bos>")  # files differ in whether they add it by themselves
+        begin = self._tokenizer.token_to_id("<bos>")  # not every tokenizer.json adds it by itself
         tokens = self._tokenizer.encode(words, add_special_tokens=False).ids
         return tokens if begin is None else [begin, *tokens]
 

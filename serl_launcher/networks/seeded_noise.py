@@ -1,6 +1,6 @@
-"""Random numbers that belong to the rows of a batch: pure functions of a row's seed.
+"""Random numbers for the rows of a batch, as pure functions of each row's seed.
 
-A row has the same noise on whatever rank, in whatever micro-batch and on whatever device it is trained.
+A row gets the same noise on every rank, in every micro-batch and on every device.
 """
 
 import math
@@ -11,22 +11,24 @@ from torch import Tensor
 
 
 def normal(seed: Tensor, shape: Sequence[int], stream: int = 0) -> Tensor:
-    """Standard normal float32 [B, *shape] from the rows' seeds [B]: the same wherever and with whomever a row is.
+    """Draw standard normal float32 [B, *shape] from the rows' seeds (Box and Muller 1958).
 
-    `stream` tells draws from one seed apart. Box and Muller 1958.
+    seed: [B] int64. stream: number that separates draws from one seed.
     """
     first, second = (_uniform(seed, shape, 2 * stream + half) for half in (0, 1))
     return ((-2 * first.log()).sqrt() * (math.tau * second).cos()).float()
 
 
 def uniform(seed: Tensor, shape: Sequence[int], stream: int) -> Tensor:
-    """Uniform float32 within (0, 1), [B, *shape], from the rows' seeds [B]; `stream` as in `normal`, from which it
-    differs."""
+    """Draw uniform float32 in (0, 1), [B, *shape], from the rows' seeds.
+
+    seed: [B] int64. stream: number that separates draws from one seed; none collides with a draw of `normal`.
+    """
     return _uniform(seed, shape, 2 * stream + 2**32).float().clamp(1e-7, 1 - 1e-7)
 
 
 def _uniform(seed: Tensor, shape: Sequence[int], stream: int) -> Tensor:
-    """float64 within (0, 1): SplitMix64 (Steele et al. 2014) of seed, stream and place, in wrapping int64."""
+    """Draw float64 in (0, 1): SplitMix64 (Steele et al. 2014) of seed, stream and place, in wrapping int64."""
     place = torch.arange(1, 1 + math.prod(shape), device=seed.device)
     bits = _mixed(_mixed(_mixed(seed) + stream).unsqueeze(1) + 0x1E3779B97F4A7C15 * place)
     return (((bits >> 11) & (2**53 - 1)).double() + 0.5).mul_(2.0**-53).view(len(seed), *shape)

@@ -1,4 +1,4 @@
-"""What turns a robot's states and camera images into features: a small convolutional network per camera."""
+"""The encoder of states and camera images, with a small convolutional network per camera."""
 
 from collections.abc import Sequence
 
@@ -12,16 +12,19 @@ from serl_launcher.types import Observation
 
 IMAGES = "observation.images."
 ALL = "all"
-GROUP = 8  # channels that GroupNorm normalises together; BatchNorm would make an update depend on who is in the batch
+GROUP = 8  # channels per group of GroupNorm; BatchNorm would make a row's result depend on the rest of the batch
 
 
 class ImageTrunk(nn.Module):
-    """Convolutions of stride 2, each followed by GroupNorm and ReLU; what they leave is flattened.
+    """Encode images by convolutions of stride 2, each with GroupNorm and ReLU: uint8 [B, *shape] -> [B, size].
 
-    uint8 [B, *shape] -> [B, size], for images of one `shape`, [height, width, channel]. `channels` has one entry per
-    layer and says how many channels it puts out, a multiple of 8. Flattened maps move far more from one image to the
-    next than the mean places of a spatial softmax do: on the arm, whose state alone nearly explains a demonstration,
-    cloning looked at the images within a few hundred updates with these, and hardly at all with those.
+    shape: [height, width, channel] of the images.
+    channels: output channels of each layer, multiples of 8.
+
+    The last maps are flattened, because they change much more from image to image than the mean positions of a spatial
+    softmax. On the arm, whose state alone nearly explains a demonstration, cloning used the images within a few hundred
+    updates with flattened maps, and hardly at all with a spatial softmax.
+    Raises ConfigError for channels that are no multiple of 8.
     """
 
     def __init__(self, shape: Sequence[int], channels: Sequence[int]) -> None:
@@ -43,11 +46,14 @@ class ImageTrunk(nn.Module):
 
 
 class ObservationEncoder(nn.Module):
-    """The states of a Spec, normalised, beside `latent` features of each of its cameras.
+    """Concatenate the normalised states of a Spec and `latent` features of each camera.
 
-    `cameras` names them as in `observation.images.<name>`; `all` are all that the Spec has, and none leaves the states.
-    Each camera has a trunk of convolutions and a projection of what it sees to `latent` numbers within (-1, 1)
-    (Yarats et al. 2021, arXiv 2107.09645). Raises ConfigError for a camera that the Spec lacks.
+    Each camera has its own convolutions and a projection to `latent` numbers in (-1, 1) (Yarats et al. 2021, arXiv
+    2107.09645).
+    cameras: names, as in `observation.images.<name>`; `all`: every camera of the Spec; empty: states alone.
+    channels: output channels of each convolution, multiples of 8.
+    latent: features per camera.
+    Raises ConfigError for a camera that the Spec lacks.
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class ObservationEncoder(nn.Module):
         )
 
     def forward(self, observation: Observation) -> Tensor:
-        """{name: [B, ...]}, with or without a time axis of one step -> [B, size]."""
+        """Encode {name: [B, ...]}, with or without a time axis of one step -> [B, size]."""
         features = [] if self.state is None else [self.state(observation)]
         for name, trunk, project in zip(self._images, self.trunks, self.projections, strict=True):
             image = observation[name]
@@ -78,12 +84,12 @@ class ObservationEncoder(nn.Module):
 
 
 def _images(spec: Spec, cameras: Sequence[str]) -> tuple[str, ...]:
-    """The observations' names of these cameras, in the Spec's order of names."""
+    """Return the observation names of these cameras, sorted."""
     there = sorted(name for name in spec.observation if name.startswith(IMAGES))
     if ALL in cameras:
         if not there:
             raise ConfigError(
-                "the policy wants cameras and this robot has none: say task.cameras=true where the task offers it, "
+                "the policy needs cameras, and this robot has none: say task.cameras=true if the task offers it, "
                 "or policy.encoder.cameras=[] for a policy over states alone"
             )
         return tuple(there)

@@ -1,4 +1,4 @@
-"""What every policy offers: a loss, samples, and what it publishes to those who act."""
+"""The interface of every policy: an imitation loss, samples, and the weights that actors receive."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,51 +10,53 @@ from serl_launcher.types import Batch, Metrics, Observation
 
 
 class Policy(nn.Module, ABC):
-    """Maps observations to chunks of H actions in the robot's units.
+    """Map observations to chunks of H actions in the robot's units.
 
-    A policy whose samples have a gradient has `rsample(...) -> (action [B, H, A], log_prob [B])`; one that is a
-    tractable density also `log_prob(observation, action [B, H, A]) -> [B]`. Algorithms that need them refuse others.
-    Densities are over actions scaled to [-1, 1], so that an entropy means the same in radians and metres.
-    `task` are the B tasks in words; most policies do not read them.
+    A policy whose samples have a gradient also has `rsample(...) -> (action [B, H, A], log_prob [B])`. A policy with a
+    tractable density also has `log_prob(observation, action [B, H, A]) -> [B]`. Algorithms that need these methods
+    refuse other policies. Densities are over actions scaled to [-1, 1], so that an entropy means the same in radians
+    and metres. `task` is always B tasks in words; most policies do not read them.
     """
 
-    inputs: tuple[str, ...]  # the observations that it reads
-    horizon: int  # H, the number of actions of one decision
-    imitation_target = "action"  # the column that a chunk is made of
-    entries: Sequence[int] | None = None  # of that column, flattened, that are imitated; None: all
-    mode_at_zero = False  # noise of zeros gives the most likely action, which is what acts where nothing is explored
-    precision = torch.float32  # of its products; weights that are trained are float32 in any case
-    graph: str | None = (
-        None  # the method (inputs {name: tensor}, noise) that a GPU may run as one graph, if there is one
-    )
+    inputs: tuple[str, ...]  # names of the observations that it reads
+    horizon: int  # H, actions of one decision
+    imitation_target = "action"  # column that a chunk imitates
+    entries: Sequence[int] | None = None  # indices of that column's flattened values that are imitated; None: all
+    mode_at_zero = False  # True: zero noise gives the most likely action, which acts without exploration
+    precision = torch.float32  # of matrix products; trained weights are always float32
+    graph: str | None = None  # name of a method (inputs {name: tensor}, noise) that a GPU may run as one CUDA graph
 
     @property
     @abstractmethod
     def noise_shape(self) -> tuple[int, ...]:
-        """The shape of the standard normal noise of one decision: the same noise gives the same action anywhere."""
+        """The shape of one decision's standard normal noise. Equal noise gives equal actions in every process."""
 
     @property
     def offsets(self) -> dict[str, tuple[int, ...]]:
-        """What the batch of `forward` holds, as Window.offsets."""
+        """The columns and steps of the batch of `forward`, as in Window.offsets."""
         return {**dict.fromkeys(self.inputs, (0,)), "action": tuple(range(self.horizon))}
 
     @abstractmethod
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """The loss of imitating the batch, one per row [B], and metrics; chance comes from the rows' seeds."""
+        """Return the imitation loss of each row [B], and metrics. Random numbers come from the rows' seeds."""
 
     @abstractmethod
     def sample(
         self, observation: Observation, *, task: Sequence[str] = (), n: int = 1, noise: Tensor | None = None
     ) -> Tensor:
-        """n chunks per observation {[B, ...]} -> [n, B, H, A]; `noise` [n, B, *noise_shape] is drawn unless given."""
+        """Sample n chunks per observation -> [n, B, H, A], in the robot's units.
+
+        observation: {name: [B, ...]}.
+        noise: [n, B, *noise_shape], standard normal; None: drawn here.
+        """
 
     def compile_layers(self) -> None:
-        """Fuse what is done often, before a GPU makes graphs of it."""
+        """Compile the layers, before CUDA graphs are captured."""
 
     def published(self) -> dict[str, Tensor]:
-        """What whoever acts has to be sent."""
+        """Return the tensors that an acting process needs, by name."""
         return self.state_dict()
 
     def load_published(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what another process published, in place. Raises RuntimeError when it is of another policy."""
+        """Load, in place, tensors that another process published. Raises RuntimeError if they are of another policy."""
         self.load_state_dict(tensors)

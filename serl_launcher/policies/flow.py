@@ -3,7 +3,7 @@
 Time t runs from 1 (noise) to 0 (action). With the chunk a, scaled to about [-1, 1], and noise e ~ N(0, I):
     (1) x_t = t e + (1 - t) a,
     (2) the network v(x_t, t, observation) learns  dx/dt = e - a,
-    (3) with t = 0.001 + 0.999 b and b ~ Beta(1.5, 1), which dwells where there is most noise.
+    (3) with t = 0.001 + 0.999 b and b ~ Beta(1.5, 1), which draws mostly times with much noise.
 A sample starts at t = 1 with noise and takes N Euler steps of
     (4) x <- x - v / N.
 A policy with a `noise_level` s is sampled stochastically, with the same marginals (Flow-GRPO, Liu et al. 2025,
@@ -29,19 +29,25 @@ from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, Metrics, Observation
 
 FREQUENCIES = 16  # of the time features, from 1 to 100 turns
-TIME = 1  # stream of a row's chance; 0 is the noise
+TIME = 1  # stream of a row's random numbers for the time; stream 0 is the noise
 
 
 class FlowMatching(Policy):
-    """The loss and the samplers of a velocity v(x_t, t, condition); a subclass gives the network.
+    """The loss and the samplers of a velocity v(x_t, t, condition). A subclass adds the network.
 
-    `imitation_target` names what a chunk is made of: `action`, or an observation with the measured positions that the
-    robot reached after each of these steps (Hi-ORS: what a human does to the arm is in it, whatever channel it came
-    by). For that the action must be positions, too: its names must be among that observation's; else raises
-    ConfigError. `scale` says by what actions are scaled (see ActionScale); samples keep within the Spec's bounds in any
-    case. `width` D is how many numbers the network sees of each action: the Spec's A and then zeros, of which no loss
-    is taken. Noise chooses among the ways to do a task, and zeros lie between them: this policy always acts with noise.
-    With a `noise_level`, which is learned from there, (5) makes samples of which a density can be told; None: (4)."""
+    spec: shapes, names and bounds of the robot's observations and actions.
+    horizon: H, actions of a chunk.
+    steps: N, Euler steps of the sampler.
+    imitation_target: column that a chunk imitates: `action`, or an observation with the positions that the robot
+        reached after each step (as in Hi-ORS). Such positions include every human correction, by whatever device. The
+        action must be positions too, with names among the observation's names.
+    width: D, numbers per action in the network: the Spec's A, then zeros without a loss.
+    noise_level: initial s of (5), which is trained from there; None: the deterministic sampler (4), without a density.
+    scale: how actions are scaled, see ActionScale. Samples stay within the Spec's bounds with every scale.
+
+    This policy always acts with noise. The noise chooses among several ways to do a task; zero noise lies between them.
+    Raises ConfigError if the action's names are not among those of `imitation_target`.
+    """
 
     graph = "chunks"
     feature_size: int
@@ -65,28 +71,28 @@ class FlowMatching(Policy):
         self.scale = ActionScale(spec.action, scale, imitation_target, self.entries)
 
     def prepared(self, observation: Observation, task: Sequence[str]) -> Observation:
-        """The observation with what `condition` needs of the task; all that follows is tensors and no words."""
+        """Add to the observation what `condition` needs of the task, so that the rest works on tensors alone."""
         return observation
 
     @abstractmethod
     def condition(self, prepared: Observation) -> Any:
-        """What the velocity depends on besides chunk and time, computed once for all steps of a sample."""
+        """Compute what the velocity depends on besides chunk and time, once for all steps of a sample."""
 
     @abstractmethod
     def repeated(self, condition: Any, n: int) -> Any:
-        """The condition of B rows for n samples of each, [n B]: rows 0..B-1, then again."""
+        """Repeat the condition of B rows for n samples each -> [n B], in the order rows 0..B-1, n times."""
 
     @abstractmethod
     def features(self, observation: Observation) -> Tensor:
-        """What a critic may look at instead of the observation {[B, ...]} -> [B, feature_size]."""
+        """Encode the observation {name: [B, ...]} for a critic -> [B, feature_size]."""
 
     @abstractmethod
     def velocity(self, chunk: Tensor, time: Tensor, condition: Any) -> Tensor:
-        """v(x_t [B, H, D], t [B], condition) -> [B, H, D]."""
+        """Compute v(x_t, t, condition) -> [B, H, D], for chunk x_t [B, H, D] and time t [B]."""
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """[1 (and one for each step of the stochastic sampler), H, D]."""
+        """[1, H, D]; with a noise level [1 + steps, H, D], one noise more for each step of the stochastic sampler."""
         return (1 if self.log_noise_level is None else 1 + self.steps, self.horizon, self.width)
 
     @property
@@ -97,14 +103,17 @@ class FlowMatching(Policy):
         return offsets
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """The mean squared error of the velocity over the steps that are valid, [B]: (1) to (3).
+        """Compute the velocity's mean squared error over the valid steps [B], (1) to (3).
 
-        The others are centred: the batch has zeros there, which may lie far outside of an action's bounds.
+        Steps after the episode's end become the centre of the action range: the batch has zeros there, which may lie
+        far outside the action's bounds.
         """
         action = self.scale.to_unit(self._imitated(batch)) * batch.valid.unsqueeze(-1)  # [B, H, A]
         chunk = functional.pad(action, (0, self.width - self.size))  # [B, H, D]
         noise = normal(batch.seed, (self.horizon, self.width))
-        time = 0.001 + 0.999 * uniform(batch.seed, (), TIME) ** (1 / 1.5)  # Beta(1.5, 1) by its inverse distribution
+        time = 0.001 + 0.999 * uniform(batch.seed, (), TIME) ** (
+            1 / 1.5
+        )  # Beta(1.5, 1), by the inverse of its distribution
         t = time[:, None, None]
         observation = {name: batch.observation[name][:, 0] for name in self.inputs}
         condition = self.condition(self.prepared(observation, batch.task))
@@ -115,13 +124,16 @@ class FlowMatching(Policy):
     def sample(
         self, observation: Observation, *, task: Sequence[str] = (), n: int = 1, noise: Tensor | None = None
     ) -> Tensor:
-        """As in Policy; noise with its first part alone, [n, B, 1, H, D], leaves the others out: (4)."""
+        """Sample n chunks per observation -> [n, B, H, A], see Policy.sample.
+
+        noise: [n, B, *noise_shape]; [n, B, 1, H, D], the initial noise alone, selects the deterministic sampler (4).
+        """
         count, device = len(next(iter(observation.values()))), self.scale.center.device
         noise = torch.randn(n, count, *self.noise_shape, device=device) if noise is None else noise
         return self.chunks(self.prepared(observation, task), noise)
 
     def chunks(self, prepared: Observation, noise: Tensor) -> Tensor:
-        """`sample` after its preparation: one graph of tensors."""
+        """Do what `sample` does after `prepared`: tensors alone, so that it can be one CUDA graph."""
         condition = self.repeated(self.condition(prepared), len(noise))
         chunk, _ = self._integrate(noise.flatten(0, 1), condition)
         return self._action(chunk).unflatten(0, noise.shape[:2])  # [n, B, H, A]
@@ -129,11 +141,11 @@ class FlowMatching(Policy):
     def rsample(
         self, observation: Observation, *, seed: Tensor, stream: int = 0, task: Sequence[str] = ()
     ) -> tuple[Tensor, Tensor]:
-        """One chunk per observation, with a gradient through all steps -> action [B, H, A], log_prob [B].
+        """Sample one chunk per observation, with a gradient through all steps -> action [B, H, A], log_prob [B].
 
-        log_prob is the log density of the last step of (5), given those before and cut to no bounds: minus its mean is
-        a lower bound of the entropy, and falls with the noise level. Without one no density can be told, and it
-        is zero.
+        seed: [B] int64, of the rows. stream: number that separates draws from one seed.
+        log_prob is the log density of the last step of (5), given the steps before and without clipping. Minus its
+        mean is a lower bound of the entropy, and falls with the noise level. Without a noise level it is zero.
         """
         condition = self.condition(self.prepared(observation, task))
         chunk, log_prob = self._integrate(normal(seed, self.noise_shape, stream), condition)
@@ -141,7 +153,7 @@ class FlowMatching(Policy):
         return self.scale.from_unit(bounded), log_prob
 
     def _integrate(self, noise: Tensor, condition: Any) -> tuple[Tensor, Tensor]:
-        """From noise [B, 1 or 1 + N, H, D] at t = 1 to a chunk at t = 0 -> [B, H, D], log_prob [B]."""
+        """Integrate noise [B, 1 or 1 + N, H, D] from t = 1 to t = 0 -> chunk [B, H, D], log_prob [B]."""
         chunk, log_prob = noise[:, 0], noise.new_zeros(len(noise))
         stochastic = noise.shape[1] > 1
         for step in range(self.steps):
@@ -169,7 +181,12 @@ class FlowMatching(Policy):
 
 
 class FlowPolicy(FlowMatching):
-    """Chunks of `horizon` actions from an MLP over noisy chunk, time and encoded observation."""
+    """A flow policy whose velocity is an MLP of noisy chunk, time and encoded observation.
+
+    encoder: makes the observation's encoder from the Spec.
+    hidden: widths of the layers. layer_norm: LayerNorm after each hidden layer.
+    The other arguments are those of FlowMatching, with D = A.
+    """
 
     frequencies: Tensor
 
@@ -217,8 +234,8 @@ class FlowPolicy(FlowMatching):
 
 
 class _Bounded(torch.autograd.Function):
-    """Cuts to [low, high]. The gradient of a number outside passes if a step down it leads back, or it would stay
-    there."""
+    """Clip to [low, high]. A number outside keeps its gradient if a descent step leads back inside. Without that it
+    would stay outside for ever."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -233,13 +250,12 @@ class _Bounded(torch.autograd.Function):
 
 
 def _entries(spec: Spec, name: str) -> list[int]:
-    """Where in the observation `name` the entries of the action are."""
+    """Return the indices of the action's entries in the observation `name`."""
     names = list(spec.observation[name].names) if name in spec.observation else []
     missing = [entry for entry in spec.action.names or ("?",) if entry not in names]
     if missing:
         raise ConfigError(
-            f"imitation_target={name} needs an action of measured positions, but {missing} of the action is not "
-            f"among its "
-            f"names {names}: say imitation_target=action"
+            f"imitation_target={name} has names {names}, which lack {missing} of the action: "
+            "say imitation_target=action"
         )
     return [names.index(entry) for entry in spec.action.names]

@@ -14,13 +14,16 @@ from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, Metrics, Observation
 
-LARGEST_UNIT = 1 - 1e-6  # executed actions on their bound would lie at infinity before the tanh
+LARGEST_UNIT = 1 - 1e-6  # an executed action on its bound would be infinite before the tanh
 
 
 class GaussianPolicy(Policy):
     """action = tanh(mean + std * noise), scaled to the Spec's bounds; one action per decision.
 
-    Noise of zeros gives the deterministic action, tanh(mean).
+    Zero noise gives the deterministic action, tanh(mean).
+    encoder: makes the observation's encoder from the Spec.
+    hidden: widths of the layers. layer_norm: LayerNorm after each hidden layer.
+    log_std_low, log_std_high: bounds of the log standard deviation, before the tanh.
     """
 
     horizon = 1
@@ -48,7 +51,7 @@ class GaussianPolicy(Policy):
         return (self.horizon, *self.scale.center.shape)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Behaviour cloning: the negative log density of the batch's actions, [B]."""
+        """Return the behaviour cloning loss: the negative log density of the batch's actions, [B]."""
         return -self.log_prob(batch.observation, batch.action), {}
 
     def sample(
@@ -59,14 +62,17 @@ class GaussianPolicy(Policy):
         return self.scale.from_unit(torch.tanh(mean + log_std.exp() * noise))  # [n, B, 1, A]
 
     def rsample(self, observation: Observation, *, seed: Tensor, stream: int = 0) -> tuple[Tensor, Tensor]:
-        """One action per observation, with a gradient -> action [B, 1, A], log_prob [B]; chance from seed [B]."""
+        """Sample one action per observation, with a gradient -> action [B, 1, A], log_prob [B].
+
+        seed: [B] int64, of the rows. stream: number that separates draws from one seed.
+        """
         mean, log_std = self._gaussian(observation)
         noise = normal(seed, mean.shape[1:], stream)
         raw = mean + log_std.exp() * noise
         return self.scale.from_unit(torch.tanh(raw)), _log_prob(noise, log_std, raw)
 
     def log_prob(self, observation: Observation, action: Tensor) -> Tensor:
-        """The log density of action [B, 1, A], in the robot's units, over actions scaled to [-1, 1] -> [B]."""
+        """Return the log density [B] of action [B, 1, A], in the robot's units; it is over actions in [-1, 1]."""
         mean, log_std = self._gaussian(observation)
         raw = torch.atanh(self.scale.to_unit(action).clamp(-LARGEST_UNIT, LARGEST_UNIT))
         return _log_prob((raw - mean) * (-log_std).exp(), log_std, raw)
@@ -77,10 +83,10 @@ class GaussianPolicy(Policy):
 
 
 def _log_prob(noise: Tensor, log_std: Tensor, raw: Tensor) -> Tensor:
-    """log N(raw) - log |d tanh(raw) / d raw|, summed over [B, 1, A] -> [B].
+    """Compute log N(raw) - log |d tanh(raw) / d raw|, summed over [B, 1, A] -> [B].
 
-    log(1 - tanh(u)^2) is written as 2 (log 2 - u - softplus(-2u)), which does not round to log 0; what is constant is
-    added once.
+    log(1 - tanh(u)^2) is written as 2 (log 2 - u - softplus(-2u)), which does not round to log 0. The constant terms
+    are added once.
     """
     log_density = 2 * (raw + functional.softplus(-2 * raw)) - log_std - 0.5 * noise.square()
     constant = raw[0].numel() * (0.5 * math.log(2 * math.pi) + 2 * math.log(2))

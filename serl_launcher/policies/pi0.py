@@ -1,14 +1,14 @@
 """PI0, a vision-language-action model with a flow-matching action expert (Black et al. 2024, arXiv 2410.24164).
 
-Two transformers share their attention, layer by layer. The backbone (PaliGemma: a SigLIP tower and Gemma 2B) reads what
-does not change while a chunk is made, the prefix; the action expert (a narrower Gemma) reads the suffix:
+Two transformers share their attention, layer by layer. The backbone (PaliGemma: a SigLIP tower and Gemma 2B) reads the
+prefix, which does not change while a chunk is sampled. The action expert (a narrower Gemma) reads the suffix:
     prefix   the image tokens of each camera, the tokens of the task      every token sees the whole prefix
     suffix   the state                                                    sees the prefix and itself
              the H noisy actions x_t                                      see prefix, state and all actions
-so the prefix is computed once, and its keys and values are all that the suffix needs of it (appendix B of the paper).
-Loss, sampler and time are those of flow.py, (1) to (4), which are the paper's (section IV): the velocity is
+So the prefix is computed once, and the suffix needs only its keys and values (appendix B of the paper).
+Loss, sampler and time are (1) to (4) of flow.py, as in section IV of the paper. The velocity is
     v = W_out expert(...),   of tokens   W_3 silu(W_2 [W_1 x_t, phi(t)])   with sines and cosines phi of t.
-The layers are those of transformers, called one by one: nothing of them is changed, and 4.57 and 5 do the same.
+The layers are the unchanged ones of the transformers package, called one by one; versions 4.57 and 5 agree.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ from serl_launcher.types import Observation
 log = logging.getLogger(__name__)
 
 SHORTEST, LONGEST = 4e-3, 4.0  # periods of the time features
-TOKENS, WORDS = "task.tokens", "task.words"  # what `prepared` adds to an observation
-FROZEN = "frozen.sha256"  # what is published of the weights that nobody trains
+TOKENS, WORDS = "task.tokens", "task.words"  # added to an observation by `prepared`
+FROZEN = "frozen.sha256"  # published in place of the frozen weights
 PARTS = {"vision": ("vision", "image_projection"), "language": ("language",), "expert": ("expert",)}
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LORA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -48,7 +48,7 @@ KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, T, head_dim] each
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """Sizes of the SigLIP tower: images of `image` pixels, cut into squares of `patch`."""
+    """Sizes of the SigLIP tower: square images of `image` pixels a side, cut into squares of `patch` pixels."""
 
     width: int
     depth: int
@@ -60,7 +60,7 @@ class Tower:
 
 @dataclass(frozen=True, slots=True)
 class Gemma:
-    """Sizes of both Gemma stacks: backbone and expert differ in `width` and `mlp` alone."""
+    """Sizes of both Gemma stacks. The expert differs only in `expert_width` and `expert_mlp`."""
 
     width: int
     mlp: int
@@ -74,23 +74,31 @@ class Gemma:
 
 
 class Prefix(NamedTuple):
-    """What the suffix needs of the prefix: keys and values per layer, which tokens there are, and the state."""
+    """What the suffix needs: keys and values of the prefix per layer, the mask of its tokens, and the state."""
 
     layers: list[KeysValues]
-    there: Tensor  # [B, P] bool
+    there: Tensor  # [B, P] bool, False for padding
     state: Tensor  # [B, 1, expert width]
 
 
 class PI0(FlowMatching):
-    """PI0 for any robot: its cameras and its state come from the Spec, its prompt is the task.
+    """PI0 for any robot: cameras and state come from the Spec, and the task is the prompt.
 
-    `cameras` names them in the order in which the backbone reads them (`all`: by name); one that the robot lacks is
-    left out, which is what masking its tokens would do. States and actions fill the first of `state_size` and `width`
-    numbers. `weights` is a pi0_base checkpoint of lerobot or openpi (model.safetensors or its folder); without one they
-    are random. `freeze` lists parts that are not trained (vision, language, expert); with `lora` (a rank) all three are
-    frozen, and low-rank updates of both stacks' projections are trained instead (Hu et al. 2021). `checkpointing`
-    computes tower and layers again in the backward pass instead of keeping what is in them.
-    Raises ConfigError for sizes that do not fit the Spec or the checkpoint.
+    vision, gemma: fields of Tower and of Gemma.
+    cameras: names in the order in which the backbone reads them; `all`: every camera, by name. A camera that the robot
+        lacks is left out, which has the effect of masking its tokens.
+    state_size, width: sizes of state and action in the network; shorter ones are padded with zeros.
+    prompt_tokens: tokens of the task; longer tasks are cut.
+    tokenizer: tokenizer.json or its folder; None: the task is read as bytes.
+    weights: pi0_base checkpoint of lerobot or openpi, model.safetensors or its folder; None: random weights.
+    freeze: parts that are not trained, of vision, language and expert.
+    lora: rank of LoRA (Hu et al. 2021): all three parts are frozen, and low-rank updates of both stacks' projections
+        are trained; None: no LoRA.
+    precision: float32 or bfloat16, of matrix products; trained weights stay float32.
+    checkpointing: True: recompute tower and layers in the backward pass to save memory.
+    The other arguments are those of FlowMatching.
+    Raises ConfigError for sizes that do not fit the Spec or the checkpoint, and if a robot with cameras has none of
+    those named.
     """
 
     frequencies: Tensor
@@ -128,13 +136,15 @@ class PI0(FlowMatching):
     def _build(self, tower: Tower, gemma: Gemma) -> None:
         if self._images:
             vision = SiglipVisionModel(_siglip(tower))
-            self.vision = getattr(vision, "vision_model", vision)  # transformers 4 wraps it, so that its names differ
+            self.vision = getattr(vision, "vision_model", vision)  # transformers 4 wraps it, which changes its names
             self.image_projection = nn.Linear(tower.width, gemma.width)
         self.language = GemmaModel(_gemma(gemma, gemma.width, gemma.mlp))
         self.expert: Any = GemmaModel(_gemma(gemma, gemma.expert_width, gemma.expert_mlp))
         words = torch.randn(gemma.vocabulary, gemma.width) / math.sqrt(gemma.width)
-        self.language.embed_tokens = nn.Embedding.from_pretrained(words, freeze=False)  # in transformers 5 it scales
-        self.expert.embed_tokens = None  # its tokens come from numbers
+        self.language.embed_tokens = nn.Embedding.from_pretrained(
+            words, freeze=False
+        )  # the class of transformers 5 would scale its output
+        self.expert.embed_tokens = None  # its tokens come from state and actions
         _drop_unused(self.language)
         size = gemma.expert_width
         self.state_projection = nn.Linear(self.state_size, size)
@@ -168,7 +178,7 @@ class PI0(FlowMatching):
             words = prepared[WORDS]
             there = torch.cat([words.new_ones(len(words), hidden.shape[1] - words.shape[1]), words], 1)
             turned = self._turned(self.language, hidden, there.cumsum(1) - 1)
-            mask = there[:, None, None, :]  # every token sees all that is there
+            mask = there[:, None, None, :]  # every token sees every token that is no padding
             layers = []
             for layer in self.language.layers:
                 hidden, keys_values = self._run(self._attend, layer, hidden, turned, mask, None)
@@ -181,13 +191,13 @@ class PI0(FlowMatching):
         return Prefix(layers, condition.there.repeat(n, 1), condition.state.repeat(n, 1, 1))
 
     def _seen(self, image: Tensor) -> Tensor:
-        """Image tokens of one camera: uint8 [B, h, w, 3] -> [B, patches, width]."""
+        """Encode the images of one camera: uint8 [B, h, w, 3] -> tokens [B, patches, width]."""
         pixels = fitted(image.flatten(0, image.ndim - 4).permute(0, 3, 1, 2).float() / 127.5 - 1, self.image)
         features = self.vision(pixel_values=pixels.to(self.precision)).last_hidden_state
         return _linear(self.image_projection, features)
 
     def features(self, observation: Observation) -> Tensor:
-        """The state beside the mean token of each camera."""
+        """Concatenate the state and the mean token of each camera -> [B, feature_size]."""
         with self._autocast():
             means = [self._seen(observation[name]).mean(1).float() for name in self._images]
         return torch.cat([self.state(observation), *means], -1)
@@ -223,10 +233,13 @@ class PI0(FlowMatching):
     def _attend(
         self, layer: Any, hidden: Tensor, turned: tuple[Tensor, Tensor], mask: Tensor, past: KeysValues | None
     ) -> tuple[Tensor, KeysValues]:
-        """One pre-norm layer over hidden [B, T, width], which sees `past` and itself through mask [B, 1, 1 or T, .]."""
+        """Run one pre-norm layer on hidden [B, T, width] -> new hidden, keys and values.
+
+        past: keys and values of earlier tokens, or None. mask: [B, 1, 1 or T, all tokens], True where a token sees.
+        """
         attention, normed = layer.self_attn, layer.input_layernorm(hidden)
         keys, values = self._heads(attention.k_proj(normed)), self._heads(attention.v_proj(normed))
-        if attention.q_proj is None:  # the backbone's last layer: only its keys and values are read
+        if attention.q_proj is None:  # the backbone's last layer: only its keys and values are needed
             return hidden, (apply_rotary_pos_emb(keys, keys, *turned)[1], values)
         query, keys = apply_rotary_pos_emb(self._heads(attention.q_proj(normed)), keys, *turned)
         seen = (keys, values)
@@ -245,15 +258,15 @@ class PI0(FlowMatching):
         return projected.unflatten(-1, (-1, self.sizes.head_dim)).transpose(1, 2)  # [B, heads, T, head_dim]
 
     def _turned(self, stack: Any, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary embedding at positions [B, T]."""
+        """Return cosines and sines of the rotary embedding at positions [B, T]."""
         return stack.rotary_emb(hidden, positions)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.frequencies.device.type, self.precision, enabled=self.precision != torch.float32)
 
-    # -- what is sent to those who act
+    # -- the weights that actors receive
     def published(self) -> dict[str, Tensor]:
-        """What is trained, in `precision`, the state's statistics, and a digest of what is frozen."""
+        """Return the trained weights in `precision`, the statistics, and a digest of the frozen weights."""
         weights = dict(self.named_parameters())
         tensors = {
             name: tensor.to(self.precision) if name in weights else tensor
@@ -265,7 +278,7 @@ class PI0(FlowMatching):
         tensors = dict(tensors)
         frozen = tensors.pop(FROZEN, None)
         if differing := sorted(tensors.keys() ^ (self.state_dict().keys() - self._frozen)):
-            raise RuntimeError(f"{differing[0]} is trained by one of the two alone")
+            raise RuntimeError(f"weight {differing[0]}: trained by one of the two alone")
         if frozen is None or not torch.equal(frozen.cpu(), self._digest()):
             raise RuntimeError(
                 "the frozen weights differ: give the same policy.weights and policy.freeze as the learner"
@@ -273,7 +286,7 @@ class PI0(FlowMatching):
         self.load_state_dict(tensors, strict=False)
 
     def _digest(self) -> Tensor:
-        """SHA-256 of the frozen weights, uint8 [32]; they never change, so that it is computed once."""
+        """Return the SHA-256 of the frozen weights, uint8 [32]. They never change, so it is computed once."""
         if self._frozen_digest is None:
             digest = hashlib.sha256()
             for name, weight in sorted(self.named_parameters()):
@@ -285,7 +298,7 @@ class PI0(FlowMatching):
 
 
 def fitted(pixels: Tensor, size: int) -> Tensor:
-    """Images [B, 3, h, w] in [-1, 1] resized into a square of `size`, their shape kept, the rest black (-1)."""
+    """Resize images [B, 3, h, w] in [-1, 1] into a square of `size` pixels; keep their aspect, fill with black (-1)."""
     height, width = pixels.shape[-2:]
     longest = max(height, width)
     inner = (max(1, height * size // longest), max(1, width * size // longest))
@@ -296,7 +309,7 @@ def fitted(pixels: Tensor, size: int) -> Tensor:
 
 
 def _linear(layer: nn.Linear, inputs: Tensor) -> Tensor:
-    """A projection in the precision of its own weights."""
+    """Apply a projection in the precision of its own weights."""
     return layer(inputs.to(layer.weight.dtype))
 
 
@@ -309,7 +322,7 @@ def _siglip(tower: Tower) -> SiglipVisionConfig:
 
 
 def _gemma(sizes: Gemma, width: int, mlp: int) -> GemmaConfig:
-    """Of one stack, without the embeddings of words."""
+    """Return the config of one stack, without word embeddings."""
     return GemmaConfig(
         vocab_size=1, pad_token_id=0, bos_token_id=0, eos_token_id=0, hidden_size=width,
         intermediate_size=mlp, num_hidden_layers=sizes.depth, num_attention_heads=sizes.heads,
@@ -318,14 +331,14 @@ def _gemma(sizes: Gemma, width: int, mlp: int) -> GemmaConfig:
 
 
 def _drop_unused(language: Any) -> None:
-    """Of the backbone's last layer only keys and values are read: the rest of it is not kept."""
+    """Delete the rest of the backbone's last layer: only its keys and values are needed."""
     last = language.layers[-1]
     last.self_attn.q_proj = last.self_attn.o_proj = None
     last.mlp = last.post_attention_layernorm = language.norm = None
 
 
 def _images(spec: Spec, cameras: Sequence[str]) -> tuple[str, ...]:
-    """The observations' names of these cameras, of those that there are."""
+    """Return the observation names of these cameras; warn of cameras that the robot lacks."""
     there = sorted(name.removeprefix(IMAGES) for name in spec.observation if name.startswith(IMAGES))
     named = there if ALL in cameras else list(dict.fromkeys(cameras))
     if lacking := [name for name in named if name not in there]:

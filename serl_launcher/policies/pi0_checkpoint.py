@@ -1,7 +1,8 @@
-"""PI0 checkpoints of others: which name of theirs is which of ours.
+"""Load PI0 checkpoints of lerobot and openpi: a table from their tensor names to ours.
 
-lerobot (`model.` before every name; its port of January 2025 names the backbone's parts otherwise) and openpi's
-PyTorch conversion share one layout. Embeddings are tied to the language head there, and may be stored under its name.
+lerobot and openpi's PyTorch conversion share one layout. lerobot puts `model.` before every name, and its port of
+January 2025 names the backbone's parts differently. In both, the word embeddings are tied to the language head and may
+be stored under its name.
 """
 
 import logging
@@ -30,7 +31,7 @@ TABLE = (  # (their name, ours)
     (r"action_time_mlp_in\.", "action_time_in."),
     (r"action_time_mlp_out\.", "action_time_out."),
 )
-UNUSED = (  # what the model never reads: the expert's words, what follows the keys and values of the last layer, and
+UNUSED = (  # tensors that are not needed: the expert's word embeddings, the last layer beyond its keys and values, and
     # the statistics of other robots
     r"expert\.embed_tokens\.", EXPERT + r"lm_head\.", r"language\.norm\.", r"vision\.head\.",
     r"(un)?normalize_(inputs|targets|outputs)\.",
@@ -39,10 +40,11 @@ UNUSED = (  # what the model never reads: the expert's words, what follows the k
 
 
 def load_pretrained(policy: nn.Module, weights: str) -> None:
-    """Fill the policy with a checkpoint: `model.safetensors`, or the folder that holds it.
+    """Load a checkpoint into the policy.
 
-    Raises ConfigError, and changes nothing, when a tensor of the policy is missing or has another shape, and when the
-    file has tensors that nobody knows.
+    weights: path of a `model.safetensors`, or of its folder.
+    Raises ConfigError, and changes nothing, if the file does not exist, if a tensor of the policy is missing or has
+    another shape, or if the file has unknown tensors.
     """
     file = Path(weights).expanduser()
     file = file / "model.safetensors" if file.is_dir() else file
@@ -67,12 +69,12 @@ def load_pretrained(policy: nn.Module, weights: str) -> None:
     with torch.no_grad():
         for name in own.keys() & found.keys():
             own[name].copy_(found[name])
-    log.info("%d tensors from %s", len(found), file)
+    log.info("policy.weights: %d tensors loaded from %s", len(found), file)
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """The file's tensors by our names. Where it has both embeddings and language head, the embeddings count: lerobot
-    of 2026 does not tie them, trains the embeddings alone, and stores a head of old."""
+    """Read the file's tensors under our names. If it has both embeddings and language head, the embeddings count:
+    lerobot of 2026 does not tie them, trains only the embeddings, and stores an outdated head."""
     try:
         tensors = safetensors.torch.load_file(file)
     except safetensors.SafetensorError as error:
@@ -81,7 +83,7 @@ def _read(file: Path) -> dict[str, Tensor]:
 
 
 def translated(name: str) -> str:
-    """Our name of a checkpoint's tensor; its own name where the table has none."""
+    """Return our name of a checkpoint's tensor, or its own name if the table has none."""
     name = name.removeprefix("model.")
     for pattern, ours in TABLE:
         if (match := re.match(pattern, name)) is not None:

@@ -19,7 +19,9 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 def test_every_test_that_the_table_of_faults_names_exists():
     rows = [line for line in (ROOT / "docs/faults.md").read_text().splitlines() if line.startswith("| ")][1:]
-    there = {name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())}
+    there = {
+        name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
+    }
     for row in rows:
         named = re.findall(r"`(test_\w+)`", row)
         assert named, row

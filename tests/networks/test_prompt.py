@@ -74,14 +74,14 @@ def test_what_is_too_long_is_cut_and_said_once(caplog):
             tokens, words = prompt(["push"])
     assert tokens.tolist() == [[BOS, *(BYTES + byte for byte in b"pus")]]
     assert words.all()
-    assert [record.getMessage() for record in caplog.records] == ["the task 'push' has 6 tokens; the policy reads 4"]
+    assert [record.getMessage() for record in caplog.records] == ["task 'push': cut from 6 to 4 tokens"]
 
 
 def test_a_special_token_more_than_the_policy_has_is_left_out_and_said(make_tokenizer, caplog):
     prompt = Prompt(make_tokenizer(images=True), length=6, vocabulary=8)
     assert prompt(["push <image>"])[0].tolist() == prompt(["push"])[0].tolist() == [[2, 3, 6, 0, 0, 0]]
     assert [record.getMessage() for record in caplog.records] == [
-        "the task 'push <image>' has the token 8; the policy has 8"
+        "task 'push <image>': token 8 is left out; the policy knows 8"
     ]
 
 
