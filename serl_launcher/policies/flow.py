@@ -111,9 +111,7 @@ class FlowMatching(Policy):
         action = self.scale.to_unit(self._imitated(batch)) * batch.valid.unsqueeze(-1)  # [B, H, A]
         chunk = functional.pad(action, (0, self.width - self.size))  # [B, H, D]
         noise = normal(batch.seed, (self.horizon, self.width))
-        time = 0.001 + 0.999 * uniform(batch.seed, (), TIME) ** (
-            1 / 1.5
-        )  # Beta(1.5, 1), by the inverse of its distribution
+        time = 0.001 + 0.999 * uniform(batch.seed, (), TIME) ** (1 / 1.5)  # Beta(1.5, 1) by its inverse distribution
         t = time[:, None, None]
         observation = {name: batch.observation[name][:, 0] for name in self.inputs}
         condition = self.condition(self.prepared(observation, batch.task))

@@ -141,9 +141,7 @@ class PI0(FlowMatching):
         self.language = GemmaModel(_gemma(gemma, gemma.width, gemma.mlp))
         self.expert: Any = GemmaModel(_gemma(gemma, gemma.expert_width, gemma.expert_mlp))
         words = torch.randn(gemma.vocabulary, gemma.width) / math.sqrt(gemma.width)
-        self.language.embed_tokens = nn.Embedding.from_pretrained(
-            words, freeze=False
-        )  # the class of transformers 5 would scale its output
+        self.language.embed_tokens = nn.Embedding.from_pretrained(words, freeze=False)  # that of transformers 5 scales
         self.expert.embed_tokens = None  # its tokens come from state and actions
         _drop_unused(self.language)
         size = gemma.expert_width
