@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from typing import Self
 
 import numpy as np
+from serl_client.env import Observation, Step
 from serl_client.errors import ConfigError
-from serl_client.runner import Observation, Step
 from serl_client.spec import Array, Feature, Spec
 
 from robot_infra.interfaces import Camera, Judge, Operator, Robot, Teleop
@@ -18,7 +18,7 @@ IMAGES, AGE = "observation.images.", "age."  # and a camera's name
 
 
 class RobotEnv:
-    """The Env of serl_client.runner over a robot; a context manager, so that every way out stops the robot.
+    """The Env of serl_client.env over a robot; a context manager, so that every way out stops the robot.
 
     On the real clock a step lasts 1/fps seconds, counted by deadline; `late` counts the steps that took longer, and
     after one of them the count goes on from there. On the simulated clock nothing waits. An episode of `max_steps`

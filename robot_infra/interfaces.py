@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from serl_client.env import Observation
 from serl_client.errors import RetakeError
-from serl_client.runner import Observation
 from serl_client.spec import Array, Feature
 
 

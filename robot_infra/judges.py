@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
-from serl_client.runner import Observation
+from serl_client.env import Observation
 from serl_client.spec import Array
 
 from robot_infra.interfaces import Verdict

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
+from serl_client.env import Observation
 from serl_client.errors import ConfigError
-from serl_client.runner import Observation
 from serl_client.spec import Array
 
 from robot_infra.interfaces import Robot, RobotFault

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
+from serl_client.env import Observation
 from serl_client.errors import ConfigError
-from serl_client.runner import Observation
 from serl_client.spec import Array, Feature
 
 from robot_infra.env import RobotEnv
@@ -14,7 +14,7 @@ from robot_infra.interfaces import RobotFault
 from robot_infra.judges import Predicate, near
 from robot_infra.safety import SafeRobot
 from robot_infra.teleop.keyboard import chosen
-from robot_infra.teleop.scripted import Rescuer, reach
+from robot_infra.teleop.scripted import Rescuer
 
 FAULTS = ("raise", "nan", "freeze")
 FPS = 10.0
@@ -72,6 +72,11 @@ class FakeRobot:
 
     def close(self) -> None:
         self.closed = True
+
+
+def reach(robot: FakeRobot) -> Array:
+    """Straight to the goal: [x, y], more than 1 when it is far."""
+    return (robot.goal - robot.position) / robot.stroke
 
 
 def make(

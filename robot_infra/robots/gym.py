@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 import numpy as np
+from serl_client.env import Observation, Step
 from serl_client.errors import ConfigError, RetakeError
-from serl_client.runner import Observation, Step
 from serl_client.spec import Array, Feature, Spec
 
 from robot_infra.interfaces import RobotFault
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class GymEnv:
-    """The Env of serl_client.runner over `gymnasium.make(env_id, **options)`, on the simulated clock.
+    """The Env of serl_client.env over `gymnasium.make(env_id, **options)`, on the simulated clock.
 
     A Box observation becomes `observation.state`, flattened to float32; each Box of a Dict `observation.<key>`; an
     image, uint8 [height, width, channel], `observation.images.<key>` (`camera` where it has no key). The action is

@@ -7,8 +7,8 @@ from importlib.resources import files
 from typing import Any
 
 import numpy as np
+from serl_client.env import Observation
 from serl_client.errors import ConfigError
-from serl_client.runner import Observation
 from serl_client.spec import Array, Feature
 
 from robot_infra.cameras import gl
@@ -17,7 +17,7 @@ from robot_infra.interfaces import Camera
 from robot_infra.judges import Predicate, lifted
 from robot_infra.safety import SafeRobot
 from robot_infra.teleop.keyboard import chosen
-from robot_infra.teleop.scripted import Rescuer, left_to_pick, pick
+from robot_infra.teleop.scripted import Rescuer
 
 FPS = 10.0
 SUBSTEPS = 25  # physics steps of 4 ms in one tick
@@ -125,6 +125,20 @@ class SimArm:
 
     def _steer(self) -> None:
         self._data.ctrl[:5], self._data.ctrl[5] = inverse_kinematics(self._target), self._opening
+
+
+def pick(arm: SimArm) -> Array:
+    """Above the block, down, close, up: [x, y, z, gripper]; from the scene alone, so it also recovers a lost block."""
+    x, y, z = arm.block - arm.tool
+    beside = math.hypot(x, y) > 0.02
+    if beside or abs(z) > 0.025:
+        return np.array([x, y, z + 0.08 * beside, -arm.stroke]) / arm.stroke
+    return np.array([0.0, 0.0, 1.0 if arm.holds else 0.0, 1.0])
+
+
+def left_to_pick(arm: SimArm, height: float = 0.12) -> float:
+    """Metres from the tool to the block, and from the block to `height`."""
+    return float(np.linalg.norm(arm.block - arm.tool)) + max(0.0, height - float(arm.block[2]))
 
 
 def make(

@@ -2,15 +2,10 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from serl_client.errors import ConfigError
 from serl_client.spec import Array
-
-if TYPE_CHECKING:
-    from robot_infra.robots.fake import FakeRobot
-    from robot_infra.robots.sim_arm import SimArm
 
 
 class Scripted:
@@ -84,22 +79,3 @@ class Rescuer(Scripted):
         if self._steps >= (self._handback_after if self._drives else self._takeover_after):
             self._drives, self._steps = not self._drives, 0
             self._least = remaining  # progress of the new driver counts from here
-
-
-def reach(robot: "FakeRobot") -> Array:
-    """Straight to the goal: [x, y], more than 1 when it is far."""
-    return (robot.goal - robot.position) / robot.stroke
-
-
-def pick(arm: "SimArm") -> Array:
-    """Above the block, down, close, up: [x, y, z, gripper]; from the scene alone, so it also recovers a lost block."""
-    x, y, z = arm.block - arm.tool
-    beside = math.hypot(x, y) > 0.02
-    if beside or abs(z) > 0.025:
-        return np.array([x, y, z + 0.08 * beside, -arm.stroke]) / arm.stroke
-    return np.array([0.0, 0.0, 1.0 if arm.holds else 0.0, 1.0])
-
-
-def left_to_pick(arm: "SimArm", height: float = 0.12) -> float:
-    """Metres from the tool to the block, and from the block to `height`."""
-    return float(np.linalg.norm(arm.block - arm.tool)) + max(0.0, height - float(arm.block[2]))

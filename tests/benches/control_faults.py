@@ -25,9 +25,10 @@ from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 from serl_client.controller import RemotePolicy
+from serl_client.env import Observation, Step
 from serl_client.errors import TrainerError
 from serl_client.network import Answer
-from serl_client.runner import Observation, Step, run_actor
+from serl_client.runner import run_actor
 from serl_client.spec import Array, Feature
 
 from robot_infra.env import RobotEnv
@@ -125,7 +126,7 @@ class Timed(TrainerClient):
 class Nobody:
     """What a runner takes for its client, where nothing is sent and each question has its answer at once."""
 
-    actor, session, ordinal, connected, room = "beside", "0" * 32, 1, True, True
+    actor, session, ordinal, connected, has_room = "beside", "0" * 32, 1, True, True
     step_limit, fault, pending = None, "", (0, 0)
 
     def __init__(self, env: Ticked, until: float) -> None:

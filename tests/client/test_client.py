@@ -17,10 +17,11 @@ from serl_client import wire
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 from serl_client.controller import RemotePolicy
+from serl_client.env import Step
 from serl_client.episode import LostRecord, Outcome, Segment
 from serl_client.errors import Disconnected, Refused, ServerFailed, Timeout, TrainerError
 from serl_client.outbox import Outbox
-from serl_client.runner import Step, run_actor
+from serl_client.runner import run_actor
 from serl_client.send_queue import SendQueue
 
 from tests.shared.common import until

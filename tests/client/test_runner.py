@@ -13,11 +13,12 @@ import pytest
 from serl_client import Outcome
 from serl_client import runner as module
 from serl_client.controller import RandomPolicy, RemotePolicy, decision_seed
+from serl_client.env import Step
 from serl_client.episode import Stamp, join
 from serl_client.errors import Refused
 from serl_client.network import Answer
 from serl_client.recorder import Recorder
-from serl_client.runner import ActorStatus, Step, evaluation_seed, run_actor, training_seed
+from serl_client.runner import ActorStatus, evaluation_seed, run_actor, training_seed
 
 STATE = "observation.state"
 
@@ -358,7 +359,7 @@ def test_out_of_room_the_episode_is_cut_off_and_the_actor_goes_on_when_there_is_
 
 def test_a_simulated_robot_gives_the_outbox_a_moment_to_catch_up(spec):
     client = FakeClient(spec)
-    client.script = {1: lambda: setattr(client, "room", False), "wait 3": lambda: setattr(client, "room", True)}
+    client.script = {1: lambda: setattr(client, "has_room", False), "wait 3": lambda: setattr(client, "has_room", True)}
     run(TinyEnv(spec), client, episodes=1)
     assert [len(episode) for episode in client.episodes] == [13]
 

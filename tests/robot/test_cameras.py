@@ -59,7 +59,7 @@ class LateCamera:
 class Client:
     """Keeps what a Recorder pushes, and asks an actor for episodes until one has ended."""
 
-    actor, session, ordinal, room, step_limit, fault = "robot", "0123456789abcdef", 0, True, None, ""
+    actor, session, ordinal, has_room, step_limit, fault = "robot", "0123456789abcdef", 0, True, None, ""
     pending = 0, 0
 
     def __init__(self, spec):

@@ -57,7 +57,7 @@ class FakeClient:
     """A client whose learner takes everything and directs one mode."""
 
     actor, session, ordinal = "robot", "0123456789abcdef", 0
-    report, room, fault, step_limit, pending = {}, True, "", None, (0, 0)
+    report, has_room, fault, step_limit, pending = {}, True, "", None, (0, 0)
 
     def __init__(self, spec, mode="collect", **directive):
         self.spec, self.records = spec, []

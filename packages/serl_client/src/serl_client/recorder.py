@@ -2,16 +2,13 @@
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from serl_client.client import TrainerClient
+from serl_client.env import Observation, Step
 from serl_client.episode import COLUMNS, Segment, Stamp, not_finite
 from serl_client.spec import Array, Feature, Spec
-
-if TYPE_CHECKING:
-    from serl_client.runner import Observation, Step
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +48,7 @@ class Recorder:
         return self._start + self._state[0]
 
     def add(
-        self, stamp: Stamp, observation: "Observation", observed: float, step: "Step", extras: Mapping[str, Array], *,
+        self, stamp: Stamp, observation: Observation, observed: float, step: Step, extras: Mapping[str, Array], *,
         chunk_start: bool, chunk_delay: int, gap: bool,
     ) -> str:  # fmt: skip
         """Take one row: what was `observed` when (seconds, the robot's clock), and what was done in answer;
@@ -87,7 +84,7 @@ class Recorder:
         self._state = row + 1, step.observation
         return ""
 
-    def not_finite(self, observation: "Observation") -> str:
+    def not_finite(self, observation: Observation) -> str:
         """The name of an entry of an observation that holds NaN or infinity, as it would be stored; or empty."""
         with np.errstate(over="ignore"):  # what is too large for its dtype becomes infinite
             return not_finite({name: np.asarray(observation[name], dtype) for name, dtype in self._floats.items()})
@@ -118,7 +115,7 @@ class Recorder:
         self._state = 0, self._state[1]
         self._client.push(segment)
 
-    def _write(self, row: int, observation: "Observation") -> None:
+    def _write(self, row: int, observation: Observation) -> None:
         for name, array in self._observation.items():
             array[row] = observation[name]
 

@@ -4,18 +4,19 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import xxhash
 
 from serl_client.client import TrainerClient
 from serl_client.controller import Controller
+from serl_client.env import Env, Observation, Step
 from serl_client.episode import Outcome, Stamp
 from serl_client.errors import TrainerError
 from serl_client.recorder import Recorder
 from serl_client.signals import interrupted_by_signals, without_long_collections
-from serl_client.spec import Array, Spec
+from serl_client.spec import Array
 from serl_client.status import ActorStatus, SuccessCounter
 
 log = logging.getLogger(__name__)
@@ -29,50 +30,6 @@ TRAINING_SEEDS = 1_000_000_000
 EVALUATION_SEEDS = 10_000  # of one start of an actor
 MODES = ("collect", "teleop", "evaluate")  # with episodes; the others are idle and stop
 VERDICTS = {"success": True, "failure": False, "discard": None}
-
-Observation = dict[str, Array]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one tick gave: the next observation, and what was really executed for it.
-
-    `success` is None while undecided (and always, where the task knows no success). `extras` are columns of this row
-    that the Spec names and the environment knows, such as the age of each camera's image.
-    """
-
-    observation: Observation
-    reward: float
-    executed: Array  # [A]
-    intervened: bool
-    terminated: bool
-    truncated: bool
-    success: bool | None
-    extras: Mapping[str, Array] = field(default_factory=dict)
-
-
-class Env(Protocol):
-    """What the runner drives: a RobotEnv, or any gymnasium task."""
-
-    spec: Spec
-    task: str  # the task in words: the prompt of a policy that reads one
-    clock: str  # "real": step() takes 1/fps; "simulated": it takes what it takes, and waits for nobody's permission
-    has_operator: bool  # a teleop that can demonstrate
-
-    def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
-        """Begin an episode at the start that `seed` names; with `teleop` the operator drives all of it, with
-        `intervene` the rows that they want, and otherwise none."""
-        ...
-
-    def step(self, action: Array | None) -> Step:
-        """One tick. None: no action came in time, hold. In a row that the operator drives theirs is executed."""
-        ...
-
-    def stop(self) -> None:
-        """Hold now; may be called twice."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class Operator(Protocol):

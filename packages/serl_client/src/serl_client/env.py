@@ -1,0 +1,59 @@
+"""The Env protocol: what the actor's loop drives, and what one step of it returns."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from serl_client.spec import Array, Spec
+
+Observation = dict[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Holds what one control step gave: the next observation, and what was really executed for it.
+
+    success: None while undecided, and always None where the task knows no success.
+    extras: columns of this step that the Spec names and the environment knows, such as the age of a camera's image.
+    """
+
+    observation: Observation
+    reward: float
+    executed: Array  # [A]
+    intervened: bool
+    terminated: bool
+    truncated: bool
+    success: bool | None
+    extras: Mapping[str, Array] = field(default_factory=dict)
+
+
+class Env(Protocol):
+    """Describes what the runner drives: a RobotEnv, or any gymnasium task."""
+
+    spec: Spec
+    task: str  # the task in words: the prompt of a policy that reads one
+    clock: str  # "real": step() takes 1/fps seconds; "simulated": it waits for nothing
+    has_operator: bool  # a teleop that can demonstrate
+
+    def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
+        """Begin an episode at the start that `seed` names, and return its first observation.
+
+        teleop: the operator drives the whole episode.
+        intervene: the operator may take over single steps. Otherwise nobody intervenes.
+        """
+        ...
+
+    def step(self, action: Array | None) -> Step:
+        """Make one control step with `action` [A]; None: hold, because no action came in time.
+
+        In a step that the operator drives, the operator's action is executed instead.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Hold now; may be called twice."""
+        ...
+
+    def close(self) -> None:
+        """Give the devices back; may be called twice."""
+        ...
