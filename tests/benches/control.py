@@ -8,24 +8,19 @@ its learner is killed, stopped, cut off and out of disk in turn.
 
 import argparse
 import json
-import os
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zmq
 from serl_client import Feature, Segment, Spec, Stamp
-from serl_client import messages as m
 from serl_client.client import TrainerClient
 
-from .served import PROCESSES, Served
+from .control_faults import faults, lines
+from .learner_states import Learner
+from .served import PROCESSES
 
 CAMERAS = [f"observation.images.cam_{i}" for i in range(3)]
 SPEC = Spec(
@@ -45,8 +40,6 @@ def main(words: Sequence[str], prog: str) -> None:
     parser.add_argument("--json", action="store_true", help="print one list of objects, or with --faults one object")
     options = parser.parse_args(words)
     if options.faults:
-        from .control_faults import faults, lines
-
         result = faults(options.seconds, options.hz)
         print(json.dumps(result) if options.json else "\n".join(lines(result)))
         return
@@ -170,43 +163,3 @@ class Calls:
             cpu, wall = np.array(times or [(0, 0)]).T / 1e3
             figures |= {f"{name}_cpu": float(np.median(cpu)), f"{name}_wall": float(np.quantile(wall, 0.999))}
         return figures
-
-
-class Learner(Served):
-    """A real server and a stand-in for inference that answers at once with actions of `size` entries."""
-
-    def __init__(self, folder: Path, inference: str = "", told: str = "", *, size: int = 14) -> None:
-        super().__init__(folder / "run", 2000, partial(answer, size=size), inference, told)
-        self._ended = threading.Event()
-
-    def enter(self, state: str) -> None:
-        if state == "stopped":
-            os.kill(self.pid, signal.SIGSTOP)
-        elif state in ("dead", "full"):
-            os.kill(self.pid, signal.SIGKILL)
-        elif state == "slow":
-            threading.Thread(target=self._stutter, args=(self.pid,), daemon=True).start()
-
-    def _stutter(self, pid: int) -> None:
-        """Stop the server for nine tenths of each second."""
-        with suppress(ProcessLookupError):
-            while not self._ended.wait(0.1):
-                os.kill(pid, signal.SIGSTOP)
-                self._ended.wait(0.9)
-                os.kill(pid, signal.SIGCONT)
-
-    def __exit__(self, *exception: object) -> None:
-        self._ended.set()
-        super().__exit__(*exception)
-
-
-def answer(address: str, size: int) -> None:
-    """Answers every Ask with a chunk of zeros."""
-    router = zmq.Context.instance().socket(zmq.ROUTER)
-    router.bind(address)
-    chunk = np.zeros((50, size), np.float32)
-    while True:
-        identity, *parts = router.recv_multipart(copy=False)
-        message = m.decode([part.buffer for part in parts])
-        if isinstance(message, m.InferenceRequest):
-            router.send_multipart([identity.bytes, *m.encode(m.InferenceResponse(message.step, 1, {"action": chunk}))])

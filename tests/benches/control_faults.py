@@ -39,7 +39,7 @@ from robot_infra.safety import SafeRobot
 from tests.faults.proxy import Proxy
 from tests.shared.common import free_port
 
-from .control import Learner
+from .learner_states import Learner
 from .served import PROCESSES
 
 FAULTS = ("killed", "stopped", "cut off", "no disk")

@@ -3,8 +3,9 @@
 import dataclasses
 import struct
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from serl_client import Segment, Stamp
@@ -16,9 +17,6 @@ from serl_client.keys import Key
 
 from . import actor
 from .truth import Truth
-
-if TYPE_CHECKING:
-    from .stage import Stage
 
 LENGTH = 3  # steps of a segment
 
@@ -47,13 +45,15 @@ class Insider:
     """One life of such a peer: an honest segment, then the hostile one, again and again, as one does that obeys when it
     is asked to send it again. What is stored of it has to be what it sent."""
 
-    def __init__(self, stage: "Stage", random: Random, kind: str) -> None:
+    def __init__(
+        self, address: str, key_file: Callable[[str], Path | None], truths: Path, random: Random, kind: str
+    ) -> None:
         self._change = HOSTILE[kind]
         name = f"insider{random.randrange(1 << 32):08x}"
         hello = m.Hello(m.PROTOCOL, "actor", name, f"{name}-0", f"outbox-{name}", "", actor.SPEC.to_dict())
-        file = stage.key_file(name)
-        self.link = Connection(stage.address, hello, file and Key.read(file))
-        self._truth = Truth(stage.truths / f"{name}.jsonl")
+        file = key_file(name)
+        self.link = Connection(address, hello, file and Key.read(file))
+        self._truth = Truth(truths / f"{name}.jsonl")
         self._session, self._records = hello.session, list[Segment]()
         self._truth.note(actor=name, life=0, session=self._session)
 

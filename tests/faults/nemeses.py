@@ -146,7 +146,7 @@ def _late(stage: Stage, random: Random) -> Iterator[float]:
 def _insider(stage: Stage, random: Random) -> Iterator[float]:
     """Records with hostile fields, beside those of honest actors."""
     for kind in random.sample(list(HOSTILE), 6):
-        insider = Insider(stage, random, kind)
+        insider = Insider(stage.address, stage.key_file, stage.truths, random, kind)
         for _ in range(random.randint(3, 9)):
             insider.turn()
             yield 0.05
@@ -164,7 +164,7 @@ def _missing_index(stage: Stage, random: Random) -> Iterator[float]:
     for path in moved:
         path.rename(aside / path.name)
     before = contents(store)
-    said = stage.served_apart(Insider(stage, random, "start 2^40"))
+    said = stage.served_apart(Insider(stage.address, stage.key_file, stage.truths, random, "start 2^40"))
     if "index.sqlite" not in said:
         stage.violations.append(f"a server without its index did not refuse, naming it: {said}")
     if changed := {path for path, _ in before.items() ^ contents(store).items()}:
