@@ -1,8 +1,8 @@
-"""The reader of one source: it maps the files that the server writes, and turns a Window into arrays.
+"""Draws windows of steps from one source, by mapping the files that the server writes.
 
-It never asks the server. What it may draw is [tail, head) of the mapped word; after copying it reads tail again, and
-what fell below it in the meantime is drawn anew, so a row that is being overwritten is never used. The links between
-the steps of an episode are derived here, because the steps of several actors lie between each other.
+The reader never asks the server. The server publishes (tail, head): steps tail <= number < head may be drawn. After
+copying, the reader looks at tail again. The caller redraws what fell below it, so no overwritten row is ever used.
+The steps of several actors lie between each other. So the reader links the steps of each episode itself.
 """
 
 import math
@@ -20,23 +20,28 @@ from serl_launcher.replay.choice import Choice, Numbers
 from serl_launcher.store.layout import CHUNK_START, GAP, INTERVENED, TERMINATED, TRUNCATED, Layout, published
 from serl_launcher.types import IdleFilter, Window
 
-NONE = -1
-CHUNK = 65536
+NONE = -1  # no such step, or no such row
+SCAN = 65536  # steps taken in at once
+TRIES = 64  # draws before `draw` says that nothing is usable
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """B windows, resolved to step and row numbers."""
+    """B windows as step and row numbers: H steps each, observed from P steps before the first to K after it."""
 
     steps: Numbers  # [B, H], the last valid one repeated where `valid` is False
     valid: NDArray[np.bool_]  # [B, H]
-    length: Numbers  # [B]
+    length: Numbers  # [B], valid steps
     rows: Numbers  # [B, P + K + 1]: the row at each offset -P..K, clamped to the episode
     first: int  # P
 
 
 class ReplayBuffer:
-    """What a source holds now, to be drawn from. `refresh` sees new steps; everything between two calls is fixed."""
+    """Holds the links between the steps of one source, and draws windows from them.
+
+    `refresh` takes in new steps; between two calls nothing changes.
+    folder: the source's folder in the store. layout: of its files.
+    """
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         self.layout = layout
@@ -44,7 +49,7 @@ class ReplayBuffer:
         self._published = published(folder)
         self._steps = layout.steps(folder)
         self._observations = layout.observations(folder)
-        size = layout.capacity
+        size = layout.capacity  # of the arrays below; a step's slot in them is its number % size
         self._next, self._previous, self._row, self._final, self._first, self._episode = (
             np.full(size, NONE, np.int64) for _ in range(6)
         )
@@ -53,11 +58,11 @@ class ReplayBuffer:
 
     # -- what is there
     def refresh(self) -> None:
-        """Take in every step that became durable since the last call."""
+        """Take in each step that became durable since the last call, and the new tail."""
         self.tail, head = (int(word) for word in self._published)
         begin = max(self.head, self.tail)
         while begin < head:
-            end = min(begin + CHUNK, head)
+            end = min(begin + SCAN, head)
             self._take_in(np.arange(begin, end))
             begin = end
         self.head = max(head, self.tail)
@@ -65,7 +70,8 @@ class ReplayBuffer:
     def _take_in(self, numbers: Numbers) -> None:
         slots = numbers % self.layout.capacity
         records = self._steps[slots]
-        whole = (records["number"] == numbers) & (numbers >= int(self._published[0]))  # else overwritten meanwhile
+        # The others were overwritten while they were read.
+        whole = (records["number"] == numbers) & (numbers >= int(self._published[0]))
         self._next[slots] = self._previous[slots] = NONE
         self._row[slots], self._final[slots] = records["row"], records["final_row"]
         self._first[slots] = np.where(whole, records["first"], NONE)
@@ -76,7 +82,10 @@ class ReplayBuffer:
         self._link(numbers[whole], records[whole])
 
     def _link(self, numbers: Numbers, records: Array) -> None:
-        """Join the steps of each episode, but for gaps: runs at once, and across what other actors put between them."""
+        """Link each step to the one before it in its episode, unless a gap lies between them.
+
+        Neighbours are linked as arrays; a run of them is linked to its episode's newest step so far.
+        """
         if not len(numbers):
             return
         size, episodes, indices = self.layout.capacity, records["episode"], records["index"]
@@ -103,25 +112,27 @@ class ReplayBuffer:
         self._previous[after % self.layout.capacity] = before
 
     def cut(self, episodes: Collection[int]) -> None:
-        """These episodes ended without a final observation: their last step is the end."""
+        """Mark the last step of these episodes as their end: they closed without a final observation."""
         for episode in episodes:
             last = self._last.pop(episode, None)
             if last is not None and last >= self.tail:
                 self._ends[last % self.layout.capacity] = True
 
     def may_start(self, numbers: Numbers, rows: str, starts: str) -> NDArray[np.bool_]:
-        """[n]: whether windows may start at these steps, `rows` as in View and `starts` as in Window."""
+        """Return [n] bool: whether windows may start at these steps. `rows` as in View, `starts` as in Window."""
         slots = numbers % self.layout.capacity
         allowed = np.ones(len(numbers), bool) if rows == "all" else self._intervened[slots] == (rows == "intervened")
         return allowed & self._chunk_start[slots] if starts == "chunk_start" else allowed
 
     def episodes(self, numbers: Numbers) -> Numbers:
-        """[n]: the episodes of these steps."""
+        """Return the episode number of each of these steps, [n]."""
         return self._episode[numbers % self.layout.capacity]
 
     def steps_of(self, episode: int, first: int, count: int, end: int) -> Numbers:
-        """The steps below `end` of an episode that begins at step `first` and has `count` steps; others' steps may lie
-        between them. None of an episode whose beginning was evicted."""
+        """Return the steps of an episode, [n <= count]; empty if its beginning was evicted.
+
+        first: its first step. count: how many steps it has. end: look at steps below this number only.
+        """
         found, begin = [np.empty(0, np.int64)], first
         while begin < end and count > 0 and first >= self.tail:
             numbers = np.arange(begin, min(begin + max(count, 1024), end))
@@ -130,8 +141,10 @@ class ReplayBuffer:
         return np.concatenate(found)
 
     def observed(self, name: str, among: Numbers | None) -> Array:
-        """[n, *shape]: the observations, without final ones, or with the name `action` the actions, of these steps (or
-        of all) that are still there after they were copied."""
+        """Copy one column of many steps, [n, *shape]. Steps that were evicted meanwhile are left out.
+
+        name: an observation, of which final ones are left out, or `action`. among: steps to copy; None: all.
+        """
         numbers = np.arange(self.tail, self.head) if among is None else among
         first = self._first[numbers % self.layout.capacity]
         numbers, first = numbers[first >= self.tail], first[first >= self.tail]
@@ -144,8 +157,10 @@ class ReplayBuffer:
         return found if tail <= self.tail else found[first >= tail]
 
     def returns(self, numbers: Numbers, discount: float) -> Array | None:
-        """The rewards from these steps to the ends of their episodes, each step discounted, [n]; None when the writer
-        overwrote some of them meanwhile."""
+        """Return the discounted sum of rewards from each of these steps to its episode's end, [n].
+
+        None if the server overwrote some of them meanwhile.
+        """
         first = self._first[numbers % self.layout.capacity]
         total, factor = np.zeros(len(numbers)), 1.0
         while (there := numbers != NONE).any():
@@ -156,34 +171,34 @@ class ReplayBuffer:
         return total if tail <= self.tail or bool((first >= tail).all()) else None
 
     def windows(self, numbers: Numbers, window: Window) -> Drawn:
-        """The windows that begin at these steps."""
-        return self._resolve(numbers, window)
+        """Return the windows that begin at these steps."""
+        return self._resolve(*self._chain(numbers, _reach(window)), window)
 
     def episode_of(self, drawn: Drawn) -> list[int]:
-        """[B] episode numbers."""
-        return self._episode[drawn.steps[:, 0] % self.layout.capacity].tolist()
+        """Return the episode number of each window, B of them."""
+        return self.episodes(drawn.steps[:, 0]).tolist()
 
     # -- drawing
     def draw(self, count: int, window: Window, generator: np.random.Generator, among: Choice | None) -> Drawn | None:
-        """`count` windows whose first step is uniform over the usable ones (`among` these, or all).
+        """Draw `count` windows whose first step is uniform over the usable ones. None if there are none.
 
-        A step is usable when all that the window asks of it is durable: its rows, or its episode's end. None when
-        none was found.
+        A step is usable if all that the window asks of it is durable: its rows, or its episode's end.
+        among: the steps to draw from; None: all.
         """
         size = self.head - self.tail if among is None else len(among)
         if size <= 0:
             return None
-        found, missing = [], count
-        for _ in range(64):
+        chains, lasts, missing = [], [], count
+        for _ in range(TRIES):
             picks = generator.integers(size, size=missing)
-            numbers = self.tail + picks if among is None else among.nth(picks)
-            found.append(self._usable(numbers, window))
-            missing -= len(found[-1])
+            chain, last = self._usable(self.tail + picks if among is None else among.nth(picks), window)
+            chains, lasts, missing = [*chains, chain], [*lasts, last], missing - len(last)
             if not missing:
-                return self._resolve(np.concatenate(found), window)
+                return self._resolve(np.concatenate(chains), np.concatenate(lasts), window)
         return None
 
-    def _usable(self, numbers: Numbers, window: Window) -> Numbers:
+    def _usable(self, numbers: Numbers, window: Window) -> tuple[Numbers, Numbers]:
+        """Return `_chain` of those of these steps at which a window may start."""
         slots = numbers % self.layout.capacity
         usable = (self._first[slots] >= self.tail) & (numbers >= self.tail)
         chain, last = self._chain(numbers, _reach(window))
@@ -195,10 +210,10 @@ class ReplayBuffer:
             usable &= whole | ends
         if window.idle_filter is not None:
             usable &= self._moves(chain, last, window.idle_filter)
-        return numbers[usable]
+        return chain[usable], last[usable]
 
     def _moves(self, chain: Numbers, last: Numbers, idle_filter: IdleFilter) -> NDArray[np.bool_]:
-        """[B]: whether some entry of the column varies by more than the threshold over the steps [B, K + 1]."""
+        """Return [B] bool: whether an entry of the filter's column varies by more than the threshold in the chain."""
         slots = np.where(chain == NONE, last[:, None], chain) % self.layout.capacity
         if idle_filter.column == "action":
             values = self._steps["action"][slots]
@@ -211,7 +226,10 @@ class ReplayBuffer:
         return moves | (chain[:, 0] == last)  # one step alone cannot show whether the robot moves
 
     def _chain(self, numbers: Numbers, reach: int) -> tuple[Numbers, Numbers]:
-        """([B, reach + 1] steps from each number on, NONE after its episode's newest, [B] the last that is there)."""
+        """Follow each step through its episode.
+
+        Returns the steps [B, reach + 1], NONE behind the episode's newest, and the last one that is there [B].
+        """
         size = self.layout.capacity
         chain = np.empty((len(numbers), reach + 1), np.int64)
         chain[:, 0] = last = numbers
@@ -221,9 +239,9 @@ class ReplayBuffer:
             last = np.where(chain[:, k] == NONE, last, chain[:, k])
         return chain, last
 
-    def _resolve(self, numbers: Numbers, window: Window) -> Drawn:
-        size, horizon = self.layout.capacity, window.horizon
-        chain, last = self._chain(numbers, _reach(window))
+    def _resolve(self, chain: Numbers, last: Numbers, window: Window) -> Drawn:
+        """Return the windows of these chains: which rows they see, before, in and after their steps."""
+        size, horizon, numbers = self.layout.capacity, window.horizon, chain[:, 0]
         there = chain != NONE
         last_slot = last % size
         after = np.where(self._final[last_slot] == NONE, self._row[last_slot], self._final[last_slot])
@@ -238,8 +256,10 @@ class ReplayBuffer:
         return Drawn(steps, valid, valid.sum(1), np.concatenate([*past, rows], axis=1), len(past))
 
     def gather(self, drawn: Drawn, window: Window, into: Mapping[str, Array]) -> bool:
-        """Copy the windows into the arrays of `batch_arrays` ([B, ...] each); False when the writer overwrote some of
-        them meanwhile: draw again."""
+        """Copy the windows into the arrays of `batch_arrays`, [B, ...] each.
+
+        Returns False if the server overwrote some of them meanwhile: draw again.
+        """
         records = self._steps[drawn.steps % self.layout.capacity]  # [B, H]
         flags, valid = records["flags"], drawn.valid
         columns = {
@@ -270,7 +290,10 @@ class ReplayBuffer:
 
 
 def batch_arrays(layout: Layout, count: int, window: Window) -> dict[str, tuple[tuple[int, ...], str]]:
-    """{name: (shape, dtype)} of all that `gather` fills for `count` windows; next observations are `next.<name>`."""
+    """Return {name: (shape, dtype)} of all arrays that `gather` fills. Next observations are `next.<name>`.
+
+    Raises ValueError for a column that no row has, and ConfigError for an idle filter that fits no column.
+    """
     spec, steps = layout.spec, (count, window.horizon)
     arrays: dict[str, tuple[tuple[int, ...], Any]] = {
         "action": ((*steps, *spec.action.shape), spec.action.dtype), "reward": (steps, "float32"),
@@ -285,46 +308,52 @@ def batch_arrays(layout: Layout, count: int, window: Window) -> dict[str, tuple[
                 arrays[prefix + name] = ((count, len(offsets), *feature.shape), feature.dtype)
         elif name in spec.extras:
             if offsets != window.offsets["action"]:
-                raise ValueError(f"{name} is wanted at {offsets}; a step's column comes at the action's offsets")
+                raise ValueError(
+                    f"column {name!r} has offsets {offsets}; it must use the action's: {window.offsets['action']}"
+                )
             arrays[name] = ((*steps, *spec.extras[name].shape), spec.extras[name].dtype)
         elif name not in ("action", "next_observation"):
             raise ValueError(f"a window asks for {name!r}, which no row has; there are {sorted(spec.observation)}")
     if window.idle_filter is not None:
-        _check_stillness(window.idle_filter, spec)
+        _check_idle_filter(window.idle_filter, spec)
     return arrays
 
 
-def _check_stillness(idle_filter: IdleFilter, spec: Spec) -> None:
+def _check_idle_filter(idle_filter: IdleFilter, spec: Spec) -> None:
     feature = {"action": spec.action, **spec.observation}.get(idle_filter.column)
     if feature is None or not feature.dtype.startswith("float"):
         floats = [name for name, feature in spec.observation.items() if feature.dtype.startswith("float")]
-        raise ConfigError(f"idle_filter.column={idle_filter.column!r}: name one of {['action', *sorted(floats)]}")
+        raise ConfigError(
+            f"idle_filter.column={idle_filter.column!r}: no float column; name one of {['action', *sorted(floats)]}"
+        )
     size = math.prod(feature.shape)
     if idle_filter.entries is not None and not (idle_filter.entries and set(idle_filter.entries) <= {*range(size)}):
         raise ConfigError(
-            f"idle_filter.entries={list(idle_filter.entries)}: {idle_filter.column} has the entries 0 to {size - 1}"
+            f"idle_filter.entries={list(idle_filter.entries)}: {idle_filter.column} has the entries 0 to {size - 1}; "
+            "name some of these, or null for all"
         )
 
 
 def _observed(window: Window) -> list[int]:
-    return [
-        o for name, offsets in window.offsets.items() if name not in ("action", "next_observation") for o in offsets
-    ]
+    """Return 0 and all offsets of observations and extras."""
+    names = [name for name in window.offsets if name not in ("action", "next_observation")]
+    return [0, *(offset for name in names for offset in window.offsets[name])]
 
 
 def _reach(window: Window) -> int:
-    """K: how many steps after the first one a window may look at."""
-    furthest = max([0, *_observed(window)])
+    """Return K, the number of steps after the first one that a window may look at."""
+    furthest = max(_observed(window))
     return max(window.horizon - 1, furthest) if not _wants_next(window) else window.horizon + furthest
 
 
 def _past(window: Window) -> int:
-    return -min([0, *_observed(window)])
+    """Return P, the number of steps before the first one that a window looks at."""
+    return -min(_observed(window))
 
 
 def _sees_after(window: Window) -> bool:
-    """Whether the window needs what was seen after its last step."""
-    return _wants_next(window) or max([0, *_observed(window)]) >= window.horizon
+    """Return whether the window needs an observation after its last step."""
+    return _wants_next(window) or max(_observed(window)) >= window.horizon
 
 
 def _wants_next(window: Window) -> bool:

@@ -1,4 +1,4 @@
-"""Which steps of a source windows may start at: one bool per slot, so that a change costs what it changes."""
+"""Holds which steps of a source windows may start at: one bool per slot, so a change costs only what it changes."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,7 @@ BLOCK = 128  # slots that are counted together
 class Choice:
     """A set of the steps [tail, head) of a ring with `capacity` slots.
 
-    `put` and `evict` cost what they change; `nth` costs a look at one block of slots for each step that it finds.
+    `put` and `evict` cost as much as they change. `nth` looks at one block of slots for each step that it finds.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -18,10 +18,10 @@ class Choice:
         self._capacity = capacity
         self._chosen = np.zeros((-(-capacity // BLOCK), BLOCK), bool)
         self._counts = np.zeros(len(self._chosen), np.int64)
-        self._ends: Numbers | None = None  # how many steps are chosen up to each block's end
+        self._ends: Numbers | None = None  # [blocks] steps chosen up to each block's end; None: count again
 
     def put(self, numbers: Numbers, chosen: NDArray[np.bool_]) -> None:
-        """Say of each of these steps [n], no two of one slot, whether it is chosen [n]."""
+        """Set for each of these steps [n] whether it is chosen [n]. No two of them may share a slot."""
         slots, flat = numbers % self._capacity, self._chosen.reshape(-1)
         changed = chosen != flat[slots]
         if changed.any():
@@ -40,7 +40,7 @@ class Choice:
         return int(self._totals()[-1])
 
     def nth(self, ranks: Numbers) -> Numbers:
-        """The steps [n] with these ranks [n] among the chosen ones, in the order of their slots."""
+        """Return the chosen steps [n] with these ranks [n], counted in the order of their slots from 0."""
         totals = self._totals()
         blocks = np.searchsorted(totals, ranks, side="right")
         inside = ranks - (totals[blocks] - self._counts[blocks])

@@ -1,4 +1,4 @@
-"""ReplayMixture as an algorithm sees them: physical ones and views of them, mixed by shares into one Batch."""
+"""Draws batches from all replay buffers of a run: each source and view gives its share of a Batch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -9,20 +9,21 @@ import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Spec
 
-from serl_launcher.replay.buffer import CHUNK, Drawn, ReplayBuffer, batch_arrays
+from serl_launcher.replay.buffer import SCAN, Drawn, ReplayBuffer, batch_arrays
 from serl_launcher.replay.choice import Choice, Numbers
 from serl_launcher.replay.views import EpisodeInfo, Held, View
 from serl_launcher.store.layout import Layout
 from serl_launcher.types import Batch, Window
 
 STRIDE = 1 << 48  # step ids of different sources are this far apart
-TRIES = 8  # to read beginnings of episodes before the writer is past one of them
+TRIES = 8  # reads of first steps, each overtaken by the server, before giving up
 
 
 class ReplayMixture:
-    """All sources of a run for one trainer rank: what lies in them, and batches drawn from them.
+    """Reads all sources of a run for one trainer rank, and draws batches from them.
 
-    `generator` (numpy) is part of the trainer's state. With `pinned` the batches lie in pinned memory.
+    folder: the run's `store` folder. capacities: {source: steps}. views: {name: View}; each source is a view, too.
+    seed: of `generator` (numpy), which is part of the trainer's state. pinned: put batches into pinned memory.
     """
 
     def __init__(
@@ -34,16 +35,16 @@ class ReplayMixture:
             name: ReplayBuffer(folder / name, Layout(spec, capacity)) for name, capacity in capacities.items()
         }
         self.views = {**{name: View((name,)) for name in capacities}, **views}
-        self.held = {name: Held() for name in capacities}  # what has left the store is not known here any more
+        self.held = {name: Held() for name in capacities}  # without those that left the store
         self.generator = np.random.default_rng(seed)
         self._pinned = pinned
         self._memory: dict[Any, torch.Tensor] = {}
-        self._choices: dict[tuple[str, str, str], Choice] = {}  # of (view, source, where windows start)
-        self._sizes = {name: [0, 0] for name in self.views}
-        self._discarded: set[str] = set()  # sources with a discarded episode: their plain view is a filter, too
+        self._choices: dict[tuple[str, str, str], Choice] = {}  # by (view, source, Window.starts)
+        self._sizes = {name: [0, 0] for name in self.views}  # [steps, closed episodes]
+        self._discarded: set[str] = set()  # sources with a discarded episode: their plain view needs a Choice, too
 
     def update(self, rows: Sequence[Sequence[Any]]) -> list[EpisodeInfo]:
-        """Take in every new step, then what the server said of episodes; returns those that have changed."""
+        """Take in all new steps, then the server's rows of changed episodes (messages.EPISODE). Returns these."""
         for name, buffer in self.buffers.items():
             self._refresh(name, buffer)
         changed = [EpisodeInfo(*row) for row in rows]
@@ -64,7 +65,7 @@ class ReplayMixture:
             self._count(episode, -1)
 
     def _take(self, now: EpisodeInfo, before: EpisodeInfo | None) -> None:
-        """Count an episode that has changed, and choose its steps anew where a view sees it otherwise than before."""
+        """Count a changed episode. Choose its steps again in each view that it has entered or left."""
         if before is not None:
             self._count(before, -1)
         self._count(now, 1)
@@ -81,14 +82,15 @@ class ReplayMixture:
                 self._sizes[name][1] += sign * bool(episode.closed)
 
     def size(self, name: str) -> tuple[int, int]:
-        """(steps, episodes) that a source or view holds now; evicted episodes do not count."""
+        """Return (steps, closed episodes) that a source or view holds now, without evicted ones."""
         steps, episodes = self._sizes[name]
         return steps, episodes
 
     def sample(self, count: int, window: Window, shares: Mapping[str, float]) -> Batch | None:
-        """A batch of `count` windows, each source giving its share (rounded, in the order of `shares`).
+        """Draw a batch of `count` windows. None if a source or view has nothing usable yet.
 
-        None when a source has nothing usable yet. The batch is valid until the next call: its memory is used again.
+        shares: {source or view: its part}, rounded to whole windows in this order.
+        The batch is valid until the next call, which uses its memory again.
         """
         layout = next(iter(self.buffers.values())).layout
         arrays = {
@@ -112,9 +114,9 @@ class ReplayMixture:
     def beginnings(
         self, episodes: Collection[EpisodeInfo], window: Window, discount: float
     ) -> tuple[Batch, torch.Tensor] | None:
-        """(windows at the first steps of these episodes of one source, their discounted returns [B] as they came).
+        """Return the windows at the first steps of these episodes, and their discounted returns [B].
 
-        Episodes that have left the store are left out; None when nothing is left.
+        episodes: of one source; those that have left the store are left out. None if nothing is left.
         """
         for _ in range(TRIES):
             there = [episode for episode in episodes if episode.first >= self.buffers[episode.source].tail]
@@ -122,7 +124,7 @@ class ReplayMixture:
                 return None
             if found := self._beginnings(there, window, discount):
                 return found
-            self._refresh(there[0].source, self.buffers[there[0].source])  # the writer went past some of them
+            self._refresh(there[0].source, self.buffers[there[0].source])  # the server overwrote some of them
         return None
 
     def _beginnings(
@@ -142,7 +144,10 @@ class ReplayMixture:
         return _batch(arrays, self.spec, window, seed, tasks), torch.from_numpy(returns).float()
 
     def _fill(self, name: str, count: int, window: Window, into: Mapping[str, Array]) -> list[str] | None:
-        """Draw `count` windows of one source or view into arrays; a view's parts get what they hold of it."""
+        """Draw `count` windows of one source or view into arrays. Returns their tasks, or None if nothing is usable.
+
+        The sources of a view give windows in proportion to the steps that each has in it.
+        """
         parts = list(self.views[name].of)
         sizes = [self._startable(name, part, window.starts) for part in parts]
         if count and not sum(sizes):
@@ -173,10 +178,10 @@ class ReplayMixture:
             drawn = buffer.draw(count, window, self.generator, self._choice(name, part, window.starts))
             if drawn is None or buffer.gather(drawn, window, into):
                 return drawn
-            self._refresh(part, buffer)  # the writer went past what was drawn
+            self._refresh(part, buffer)  # the server overwrote what was drawn
 
     def _choice(self, name: str, part: str, starts: str = "any") -> Choice | None:
-        """The steps of `part` that windows of the view may start at; None when all of them are."""
+        """Return the steps of source `part` at which windows of the view may start. None: all of them."""
         view, buffer = self.views[name], self.buffers[part]
         if view == View(view.of) and part not in self._discarded and starts == "any":
             return None
@@ -186,7 +191,7 @@ class ReplayMixture:
         choice = self._choices[key]
         choice.evict(buffer.tail)
         while choice.head < buffer.head:
-            numbers = np.arange(choice.head, min(choice.head + CHUNK, buffer.head))
+            numbers = np.arange(choice.head, min(choice.head + SCAN, buffer.head))
             episodes, where = np.unique(buffer.episodes(numbers), return_inverse=True)
             known = (self.held[part].get(number) for number in episodes.tolist())
             holds = np.array([info is not None and view.holds(info) for info in known], bool)
@@ -199,7 +204,7 @@ class ReplayMixture:
         return ["" if episode is None else episode.task for episode in found]
 
     def chosen(self, name: str, part: str) -> Numbers | None:
-        """The steps of `part` that are in the view; None: all of them."""
+        """Return the steps of source `part` that are in the view. None: all of them."""
         choice = self._choice(name, part)
         return None if choice is None else choice.nth(np.arange(len(choice)))
 
@@ -214,7 +219,7 @@ class ReplayMixture:
         return memory
 
     def state_dict(self) -> dict[str, Any]:
-        """The generator, and what was visible: {source: [tail, head]}."""
+        """Return the generator's state, and {source: [tail, head]} as this reader saw them."""
         seen = {name: [buffer.tail, buffer.head] for name, buffer in self.buffers.items()}
         return {"generator": self.generator.bit_generator.state, "seen": seen}
 
@@ -240,7 +245,7 @@ def _batch(
 
 
 def blank(spec: Spec, window: Window, count: int) -> Batch:
-    """A batch of zeros, shaped as those that ReplayMixture.sample gives."""
+    """Return a batch of zeros in the shapes of ReplayMixture.sample."""
     arrays = {
         name: torch.zeros(shape, dtype=getattr(torch, dtype))
         for name, (shape, dtype) in batch_arrays(Layout(spec, 1), count, window).items()
@@ -248,17 +253,19 @@ def blank(spec: Spec, window: Window, count: int) -> Batch:
     return _batch(arrays, spec, window, torch.zeros(count, dtype=torch.int64), ("",) * count)
 
 
-def statistics(sources: ReplayMixture, name: str) -> dict[str, dict[str, Array]]:
-    """{mean, std, low, high: {column: [...]}} of the actions and of each float observation, over all steps of a source
-    or view whose values are finite."""
+def statistics(mixture: ReplayMixture, name: str) -> dict[str, dict[str, Array]]:
+    """Return {mean, std, low, high: {column: [*shape]}} of the actions and of each float observation.
+
+    name: the source or view. Steps with values that are not finite are left out. Raises ConfigError if it is empty.
+    """
     found: dict[str, dict[str, Array]] = {"mean": {}, "std": {}, "low": {}, "high": {}}
-    parts: Collection[str] = sources.views[name].of
-    features = {"action": sources.spec.action, **sources.spec.observation}
+    parts = mixture.views[name].of
+    features = {"action": mixture.spec.action, **mixture.spec.observation}
     for key in [key for key, feature in features.items() if feature.dtype.startswith("float")]:
-        rows = np.concatenate([sources.buffers[part].observed(key, sources.chosen(name, part)) for part in parts])
+        rows = np.concatenate([mixture.buffers[part].observed(key, mixture.chosen(name, part)) for part in parts])
         rows = rows[np.isfinite(rows.reshape(len(rows), -1)).all(1)]
         if not len(rows):
-            raise ConfigError(f"the statistics of {key} are to come from {name}, which holds nothing yet")
+            raise ConfigError(f"no statistics of {key}: source or view {name!r} holds no steps yet; collect some first")
         found["mean"][key], found["std"][key] = rows.mean(0, dtype=np.float64), rows.std(0, dtype=np.float64)
         found["low"][key], found["high"][key] = rows.min(0), rows.max(0)
     return found

@@ -1,4 +1,4 @@
-"""What the server tells of an episode, and which episodes a view holds. No torch."""
+"""Describes episodes as the server reports them, and selects those of a view. No torch."""
 
 import hashlib
 import heapq
@@ -14,7 +14,7 @@ HELD_OUT = 0.1  # the share of episodes in the fold `held_out`
 
 
 class EpisodeInfo(NamedTuple):
-    """What the server tells of an episode: the fields of messages.EPISODE."""
+    """Holds what the server reports of one episode: the fields of messages.EPISODE."""
 
     number: int
     id: str
@@ -41,14 +41,14 @@ assert EpisodeInfo._fields == EPISODE
 
 
 class Held(dict[int, EpisodeInfo]):
-    """The episodes of one source that the store still holds, by number."""
+    """{number: episode} of one source, for the episodes that the store still holds."""
 
     def __init__(self) -> None:
         super().__init__()
         self._oldest: list[tuple[int, int]] = []  # a heap of (first, number)
 
     def put(self, episode: EpisodeInfo) -> EpisodeInfo | None:
-        """Take in an episode that is new or has changed; returns what it was before."""
+        """Add or replace an episode. Returns what was known of it before, or None."""
         before = self.get(episode.number)
         if before is None:
             heapq.heappush(self._oldest, (episode.first, episode.number))
@@ -56,7 +56,7 @@ class Held(dict[int, EpisodeInfo]):
         return before
 
     def evict(self, tail: int) -> list[EpisodeInfo]:
-        """Drop, and return, the episodes that begin below step `tail`."""
+        """Drop and return the episodes that begin below step `tail`."""
         gone = []
         while self._oldest and self._oldest[0][0] < tail:
             gone.append(self.pop(heapq.heappop(self._oldest)[1]))
@@ -65,10 +65,12 @@ class Held(dict[int, EpisodeInfo]):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Whole episodes of some physical sources: those that any of `keep` lets in, from `min_length` steps on.
+    """Selects whole episodes of some sources, and the steps at which windows may start.
 
-    `rows` says where windows may start: at all steps, at those of the human, or at those of the policy. No row is left
-    out, so a window goes on over those of the other.
+    of: names of sources. keep: an episode is in the view if one of these (see KEEP) holds for it.
+    min_length: least steps of an episode. fold: `train`, `held_out`, or None for both.
+    rows: start windows at `all` steps, at the human's (`intervened`) or at the policy's (`autonomous`). A window that
+    has started continues over all steps.
     """
 
     of: tuple[str, ...]
@@ -78,7 +80,7 @@ class View:
     rows: str = "all"
 
     def holds(self, episode: EpisodeInfo) -> bool:
-        """Whether an episode is in this view; a discarded one is in none."""
+        """Return whether an episode is in this view. A discarded one is in none."""
         if episode.source not in self.of or episode.discard or episode.steps < self.min_length:
             return False
         if self.fold is not None and (self.fold == "held_out") != _held_out(episode.id):
@@ -94,7 +96,7 @@ class View:
         return any(kept[name] for name in self.keep)
 
     def count(self, episode: EpisodeInfo) -> int:
-        """How many steps of an episode in this view windows may start at."""
+        """Return at how many steps of an episode in this view windows may start."""
         shares = {"all": episode.steps, "intervened": episode.intervened}
         return shares.get(self.rows, episode.steps - episode.intervened)
 
