@@ -14,9 +14,10 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
 from serl_launcher.store import layout
+from serl_launcher.store.creation import is_there
 from serl_launcher.store.files import SourceFiles
-from serl_launcher.store.index import Index, Source
-from serl_launcher.store.store import is_there
+from serl_launcher.store.index import Index
+from serl_launcher.store.schema import Source
 
 
 def main() -> None:

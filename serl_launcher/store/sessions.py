@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from serl_client.errors import Refused
 from serl_client.keys import owns
 
-from serl_launcher.store.index import Session
+from serl_launcher.store.schema import Session
 
 EMPTY = 4096  # sessions without a record that are known: the latest
 

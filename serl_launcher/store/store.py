@@ -13,54 +13,29 @@ If a write or a sync fails, nothing unacknowledged is trusted: close the store, 
 
 import logging
 import sqlite3
-import uuid
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from serl_client.episode import MAX_NAME, LostRecord, Outcome, QueuedRecord, Segment
 from serl_client.errors import ConfigError, Refused, RetakeError
 from serl_client.spec import Array, Spec
 
-from serl_launcher.store import layout
-from serl_launcher.store.files import SourceFiles, allocate, make_folder, sync_folder
-from serl_launcher.store.index import Episode, Index, Session, Source
-from serl_launcher.store.layout import Layout
+from serl_launcher.store.archive import Archive
+from serl_launcher.store.creation import INDEX, is_there, make_store
+from serl_launcher.store.episodes import Episodes, next_step
+from serl_launcher.store.errors import Full, Gap, GroupFailed
+from serl_launcher.store.files import allocate
+from serl_launcher.store.index import Index
+from serl_launcher.store.ring import Ring, step_records
+from serl_launcher.store.schema import Session, Source
 from serl_launcher.store.sessions import Sessions
 
 log = logging.getLogger(__name__)
 
 DATASET = "dataset"  # the mode of a directive that no actor hears of: an importer's
 GROUP_BYTES = 64 << 20  # a group this large is committed before more is staged
-MAKING = "index.making"  # the index of a store that is being made
 GROUP_OUTCOMES = 10_000  # and so is one with so many outcomes, or records that are lost
-
-
-class Gap(Exception):
-    """A record came whose predecessor is missing; `expected` is the seq to begin again from."""
-
-    def __init__(self, expected: int) -> None:
-        super().__init__(expected)
-        self.expected = expected
-
-
-class Full(Exception):
-    """A source has no room before the export has brought its oldest episodes into shards; the text says so."""
-
-
-class GroupFailed(Exception):
-    """A group could not be written, and not because of the disk: one of its records has set off a bug."""
-
-
-@dataclass
-class _Group:
-    """What is staged for one source, and how many steps and rows that is."""
-
-    segments: list[tuple[Segment, Array]] = field(default_factory=list)
-    steps: int = 0
-    rows: int = 0
 
 
 class Store:
@@ -74,7 +49,7 @@ class Store:
         if not is_there(folder):
             raise ConfigError(f"there is no store in {folder}")
         self.folder = folder
-        self.index, self._files = Index(folder / "index.sqlite"), {}
+        self.index, self.rings = Index(folder / INDEX), dict[str, Ring]()
         try:
             self._load(archived)
         except BaseException:
@@ -94,18 +69,16 @@ class Store:
         self.directives = self.index.directives()
         self.newest_weights = next(iter(self.index.weights(1)), None)
         self.phase_steps = self.index.phases()
-        self._open = self.index.open_episodes()
-        self._episode_number, self._revision = self.index.last_numbers()
+        self.episodes = Episodes(self.index)
         for name, source in self.sources.items():
-            files = self._files[name] = SourceFiles(self.folder / name, Layout(self.spec, source.capacity))
+            files = (ring := Ring(self.folder / name, source, self.spec)).files
+            self.rings[name] = ring
             if files.published > source.head:
                 raise ConfigError(
                     f"the index of {self.folder} knows {source.head} steps of {name}, and {files.published} were "
                     "published: one of both was damaged; take a copy of the run's folder, or begin another run_dir"
                 )
-        self.archived = frozenset(archived) & frozenset(self.sources)
-        self._kept = {name: self._first_kept(name) for name in self.archived}
-        self.released = False  # since somebody last set it so: whether what was Full may find room now
+        self.kept = Archive(self.index, self.sources, archived)
 
     @classmethod
     def create(
@@ -117,7 +90,7 @@ class Store:
         is there, or when the disk cannot hold it.
         """
         if not is_there(folder):
-            _found(folder, spec, capacities)
+            make_store(folder, spec, capacities)
         store = cls.resume(folder, capacities, archived)
         if difference := store.spec.difference(spec):
             store.close()
@@ -148,8 +121,8 @@ class Store:
 
     def close(self) -> None:
         self.index.close()
-        for files in self._files.values():
-            files.close()
+        for ring in self.rings.values():
+            ring.files.close()
 
     # -- connections
     def hello(
@@ -184,20 +157,13 @@ class Store:
 
     def close_open(self) -> None:
         """The run is over: what is open is truncated, durably; what its actor brings of it later is a part."""
-        for session in list(self._open):
+        for session in list(self.episodes.open):
             self.cut(session)
         self.commit()
 
-    @property
-    def open_episodes(self) -> Collection[Episode]:
-        """Those that have not ended."""
-        return self._open.values()
-
     def cut(self, session: str) -> None:
         """Truncate the open episode of this session, without a final observation; not durable before commit()."""
-        if episode := self._open.pop(session, None):
-            episode.truncated = episode.closed = True
-            self._changed_episodes[episode.id] = episode
+        self.episodes.cut(session)
 
     def expected(self, session: str) -> int:
         """The seq that this session's next record must have; 0 for one that is not known (any more)."""
@@ -209,7 +175,7 @@ class Store:
         """Take a record into the current group; False when it is there already. Not durable before commit().
 
         Raises Gap when an earlier record is missing, Refused (and stages nothing) when the record is wrong, and Full
-        (and stages nothing of it) when it has to wait for the export, until `released` says that it may come again.
+        (and stages nothing of it) when it waits for the export, until `kept.released` says that it may come again.
         """
         state = self.sessions[session]
         if seq < state.expected:
@@ -236,38 +202,19 @@ class Store:
             self.cut(state.session)  # even if this segment has to wait: what is open is never exported
         self._wait_for_archive(source, segment)
         nbytes = sum(array.nbytes for array in segment.observation.values())
-        full = self._staged[source.name].steps + len(segment) > source.capacity // 2
-        if full or self._staged_bytes + nbytes > GROUP_BYTES:
+        ring = self.rings[source.name]
+        if ring.is_half_full(len(segment)) or self._staged_bytes + nbytes > GROUP_BYTES:
             self.commit()
-        self._cut_long(state.session, source, segment)
-        episode = self._open.get(state.session) or self._begin(state, source, segment)
-        self._place(records, segment, source, episode)
+        self.episodes.cut_long(state.session, source, segment)
+        if (episode := self.episodes.open.get(state.session)) is None:
+            episode = self.episodes.begin(state, ring, segment)
+            self.kept.begun(episode)
+        ring.place(records, segment, episode)
         self._staged_bytes += nbytes
         state.steps += len(segment)
         self.phase_steps[episode.phase] = self.phase_steps.get(episode.phase, 0) + len(segment)
         self._changed_phases.add(episode.phase)
-        episode.steps += len(segment)
-        episode.reward += float(segment.reward.sum(dtype=np.float64))
-        episode.intervened += int(segment.intervened.sum())
-        episode.weights = min(episode.weights, segment.stamp.weights)
-        episode.terminated, episode.truncated = segment.terminated, segment.truncated
-        episode.final = episode.closed = segment.ends
-        self._changed_episodes[episode.id] = episode
-        if segment.ends:
-            del self._open[state.session]
-
-    def _place(self, records: Array, segment: Segment, source: Source, episode: Episode) -> None:
-        """Give the steps of a segment their numbers, and add them to the group."""
-        group, count = self._staged[source.name], len(segment)
-        step, row = source.head + group.steps, source.row_head + group.rows
-        records["number"], records["row"] = np.arange(step, step + count), np.arange(row, row + count)
-        records["episode"], records["first"] = episode.number, episode.first
-        records["index"] = np.arange(episode.steps, episode.steps + count)
-        if segment.ends:
-            records["final_row"][-1] = row + count
-        group.segments.append((segment, records))
-        group.steps += count
-        group.rows += count + segment.ends
+        self.episodes.grow(episode, segment)
 
     def _checked(self, state: Session, segment: Segment) -> tuple[Source, Array]:
         """The source that this segment goes to, and its [T] records, not numbered yet. Raises Refused, and has changed
@@ -275,7 +222,7 @@ class Store:
         try:
             segment.check(self.spec)
             source = self._source_of(state, segment)
-            return source, _records(segment, self._files[source.name].layout.step)
+            return source, step_records(segment, self.rings[source.name].layout.step)
         except RetakeError:
             raise
         except Exception as error:
@@ -284,9 +231,9 @@ class Store:
     def _source_of(self, state: Session, segment: Segment) -> Source:
         body = self.directives.get(segment.stamp.directive, {})
         if segment.start > 0:
-            episode = self._open.get(state.session) or self._cut_from_elsewhere(state)
-            if episode is None or (episode.part_of, _end(episode)) != (segment.episode, segment.start):
-                there = f"{episode.part_of}[{_end(episode)}]" if episode else "the start of an episode"
+            episode = self.episodes.continued(state)
+            if episode is None or (episode.part_of, next_step(episode)) != (segment.episode, segment.start):
+                there = f"{episode.part_of}[{next_step(episode)}]" if episode else "the start of an episode"
                 raise Refused(f"step {segment.episode}[{segment.start}] came where {there} was to come")
             if not body:
                 raise Refused(f"no directive {segment.stamp.directive}, of {segment.episode}, was ever given")
@@ -295,54 +242,12 @@ class Store:
             name = body.get("into")
             if name not in self.sources:
                 raise Refused(f"directive {segment.stamp.directive} of {segment.episode} collects into no source")
-            if self._find(segment.episode) is not None:
+            if self.episodes.find(segment.episode) is not None:
                 raise Refused(f"episode {segment.episode} is there already")
             source = self.sources[name]
         if len(segment) > source.capacity // 2:
             raise Refused(f"a segment of {len(segment)} steps does not fit source {source.name} of {source.capacity}")
         return source
-
-    def _cut_from_elsewhere(self, state: Session) -> Episode | None:
-        """The newest episode of a living session, when it ended without its actor's doing, who may bring the rest."""
-        staged = [episode for episode in self._changed_episodes.values() if episode.session == state.session]
-        newest = max([*staged, *self.index.newest(state.session)], key=lambda episode: episode.number, default=None)
-        return None if state.closed or newest is None or newest.final else newest
-
-    def _cut_long(self, session: str, source: Source, segment: Segment) -> None:
-        """End the open episode before it takes more than a quarter of its source, or when its begin has left that: what
-        comes goes on as a part, so that a source is never one open episode alone."""
-        episode, most = self._open.get(session), source.capacity // 4
-        if episode is None or (episode.steps + len(segment) <= most and episode.first >= source.tail):
-            return
-        log.warning("%s goes on as another episode from step %d on: one takes at most %d steps, a quarter of source %s",
-                    episode.part_of, segment.start, most, source.name)  # fmt: skip
-        self.cut(session)
-
-    def _begin(self, state: Session, source: Source, segment: Segment) -> Episode:
-        self._episode_number += 1
-        group = self._staged[source.name]
-        episode = Episode(
-            self._episode_number, self._free_id(segment), source.name, state.session, state.actor, segment.task,
-            segment.stamp.directive, segment.stamp.phase,
-            first=source.head + group.steps, first_row=source.row_head + group.rows,
-            part_of=segment.episode, part_start=segment.start, weights=segment.stamp.weights,
-        )  # fmt: skip
-        for id in dict.fromkeys((episode.part_of, episode.id)):
-            self._begun.setdefault(id, []).append(episode)
-            for outcome in [*self.index.outcomes(id), *self._said.get(id, ())]:
-                _judge(episode, outcome)
-        self._open[state.session] = episode
-        if source.name in self.archived and self._kept[source.name] is None:
-            self._kept[source.name] = (episode.first, episode.first_row, episode.id)
-        return episode
-
-    def _free_id(self, segment: Segment) -> str:
-        """What the episode is called that begins with this segment: a part is <its episode>.part<its number>."""
-        id, number = segment.episode, len(self._parts(segment.episode))
-        while segment.start and self._find(id):
-            number += 1
-            id = f"{segment.episode}.part{number}"
-        return id
 
     def _stage_lost(self, state: Session, seq: int, lost: LostRecord) -> None:
         """What an actor cannot send any more may have been a part of its open episode."""
@@ -359,56 +264,32 @@ class Store:
         if len(self._staged_outcomes) >= GROUP_OUTCOMES:
             self.commit()
         self._staged_outcomes.append((state.session, seq, outcome))
-        self._said.setdefault(outcome.episode, []).append(outcome)
-        for episode in self._parts(outcome.episode):
-            _judge(episode, outcome)
-            self._changed_episodes[episode.id] = episode
-            is_open = episode is self._open.get(episode.session)
-            if outcome.judged_by == "operator" and is_open and episode.session != state.session:
-                self.cut(episode.session)  # said from elsewhere, as its actor is gone
-
-    def _find(self, id: str) -> Episode | None:
-        return next((episode for episode in self._parts(id) if episode.id == id), None)
-
-    def _parts(self, id: str) -> list[Episode]:
-        """The episode of this id and the parts that came after it, in order, as they are now."""
-        found = {}
-        for each in self.index.parts(id):
-            still_open = self._open.get(each.session)
-            is_open = still_open is not None and still_open.number == each.number
-            found[each.number] = still_open if is_open else self._changed_episodes.get(each.id, each)
-        return [*found.values(), *(each for each in self._begun.get(id, ()) if each.number not in found)]
+        self.episodes.judge(outcome, state.session)
 
     def actors_of(self, id: str) -> set[str]:
         """Whose episode this is; before it begins, who names episodes so (actor-session-number); empty: anybody may."""
-        if episode := self._find(id):
+        if episode := self.episodes.find(id):
             return {episode.actor}
         return self.lives.actors_of(id)
 
     # -- the archive
     def archive(self, episodes: Iterable[int]) -> None:
-        """These episodes, by number, may leave the store from now on, durably."""
-        self.index.add_archived(episodes)
+        """Let these episodes, by number, leave the store from now on, durably."""
+        self.kept.add(episodes)
         self.commit()
-        self._kept = {name: self._first_kept(name) for name in self.archived}
-        self.released = True
-
-    def _first_kept(self, source: str) -> tuple[int, int, str] | None:
-        return self.index.first_kept(source, self.sources[source].tail)
+        self.kept.release()
 
     def _wait_for_archive(self, source: Source, segment: Segment) -> None:
         """Raise Full when this segment needs the place of an episode that is kept.
 
         When that is still open, it is cut, so that it can be exported: nobody waits for an actor that may be gone.
         """
-        if (kept := self._kept.get(source.name)) is None:
+        if (kept := self.kept.oldest(source.name)) is None:
             return
         first, first_row, id = kept
-        files, group = self._files[source.name].layout, self._staged[source.name]
-        steps, rows = source.head + group.steps - first, source.row_head + group.rows - first_row
-        if steps + len(segment) <= files.capacity and rows + len(segment) + segment.ends <= files.rows:
+        if not self.rings[source.name].would_overwrite(first, first_row, segment):
             return
-        for episode in [episode for episode in self._open.values() if episode.id == id]:
+        for episode in [episode for episode in self.episodes.open.values() if episode.id == id]:
             self.cut(episode.session)
         raise Full(f"source {source.name} is full, and its episode {id} waits for its export")
 
@@ -416,7 +297,7 @@ class Store:
     @property
     def staged(self) -> bool:
         """Whether there is anything to commit."""
-        return bool(self.lives.changed or self.lives.forgotten or self._changed_episodes)
+        return bool(self.lives.changed or self.lives.forgotten or self.episodes.changed)
 
     def commit(self) -> None:
         """Make all that was staged durable, then visible to readers. After whatever it raises this object is of no use,
@@ -432,20 +313,17 @@ class Store:
             raise GroupFailed(f"a group could not be written: {error!r}") from error
 
     def _commit(self) -> None:
-        busy = [name for name, group in self._staged.items() if group.segments]
-        for name in busy:
-            self._make_room(self.sources[name], self._staged[name])
-        for name in busy:
-            self._write(self.sources[name], self._staged[name])
-        for name in busy:
-            self._files[name].sync()
-        for episode in self._changed_episodes.values():
-            self._revision += 1
-            episode.revision = self._revision
-        self.index.put_sources(self.sources[name] for name in busy)
+        busy = [ring for ring in self.rings.values() if ring.segments]
+        for ring in busy:
+            self._make_room(ring)
+        for ring in busy:
+            ring.write()
+        for ring in busy:
+            ring.files.sync()
+        self.index.put_sources(ring.source for ring in busy)
         self.index.put_sessions(self.lives.changed.values())
         self.index.drop_sessions(self.lives.forgotten)
-        self.index.put_episodes(self._changed_episodes.values())
+        self.index.put_episodes(self.episodes.number_revisions())
         self.index.put_phases({phase: self.phase_steps[phase] for phase in self._changed_phases})
         self.index.add_outcomes(self._staged_outcomes)
         self.index.add_lost(self._staged_lost)
@@ -454,51 +332,28 @@ class Store:
         self._publish()
 
     def _clear(self) -> None:
-        self._staged = {name: _Group() for name in self.sources}
         self._staged_bytes, self._staged_outcomes, self._staged_lost = 0, [], []
-        self._changed_episodes, self._changed_phases = {}, set()
+        self._changed_phases: set[str] = set()
         self.lives.committed()
-        self._begun: dict[str, list[Episode]] = {}  # in this group, by their ids and those of what they are parts of
-        self._said: dict[str, list[Outcome]] = {}  # in this group, of an episode
+        self.episodes.committed()
 
-    def _make_room(self, source: Source, group: _Group) -> None:
+    def _make_room(self, ring: Ring) -> None:
         """Evict the oldest episodes, whole, until the group fits; the new tail is committed and published first."""
-        files = self._files[source.name].layout
-        tail = source.head + group.steps - files.capacity
-        row_tail = source.row_head + group.rows - files.rows
-        if tail <= source.tail and row_tail <= source.row_tail:
+        if (least := ring.least_tails()) is None:
             return
-        spare = files.capacity // 64  # so that not every group evicts
-        least = (max(tail + spare, source.tail), max(row_tail + spare, source.row_tail))
+        source = ring.source
         found = self.index.first_from(source.name, *least)
         source.tail, source.row_tail = found or (source.head, source.row_head)
-        if (kept := self._kept.get(source.name)) is not None and kept[0] < source.tail:
+        if (kept := self.kept.oldest(source.name)) is not None and kept[0] < source.tail:
             source.tail, source.row_tail, _ = kept
         # What is staged is not in this transaction: a tail may move without the group that needs it.
         self.index.put_sources([source])
         self.index.commit()
         self._publish()
 
-    def _write(self, source: Source, group: _Group) -> None:
-        """Write the group's rows and steps behind the head, and move the head (in memory).
-
-        The rows are on their way to the disk while the steps are made of them.
-        """
-        files = self._files[source.name]
-        for name, offset in files.layout.blocks.items():
-            arrays = [segment.observation[name] for segment, _ in group.segments]
-            files.write("rows", offset, files.layout.rows, source.row_head, arrays)
-        files.begin_sync("rows")
-        for segment, records in group.segments:
-            columns = [array for _, array in sorted(segment.observation.items())]
-            records["checksum"] = layout.checksums(records, columns)
-        records = np.concatenate([records for _, records in group.segments])
-        files.write("steps", 0, files.layout.capacity, source.head, [records])
-        source.head, source.row_head = source.head + group.steps, source.row_head + group.rows
-
     def _publish(self) -> None:
-        for name, source in self.sources.items():
-            self._files[name].publish(source.tail, source.head)
+        for ring in self.rings.values():
+            ring.publish()
 
     # -- numbers that never go back
     @property
@@ -534,78 +389,10 @@ class Store:
 
     def probe(self) -> None:
         """Write and sync something; raises OSError or sqlite3.Error while the disk still fails."""
-        for files in self._files.values():
-            files.sync()
+        for ring in self.rings.values():
+            ring.files.sync()
         self.index.probe()
 
     def manifest(self) -> dict[str, dict[str, int]]:
         """{source: {capacity, tail, head}} as committed."""
         return {s.name: {"capacity": s.capacity, "tail": s.tail, "head": s.head} for s in self.sources.values()}
-
-
-def is_there(folder: Path) -> bool:
-    """Whether a store lies here. Raises ConfigError when only its files do: without the index they are not readable,
-    and a new one would overwrite them."""
-    if (folder / "index.sqlite").exists():
-        return True
-    if (folder / MAKING).exists():  # somebody died while making it, before anything could be stored
-        return False
-    left = [
-        *folder.glob("*/rows"),
-        *folder.glob("*/steps"),
-        *folder.glob("*/published"),
-        *folder.glob("index.sqlite-*"),
-    ]
-    if left:
-        raise ConfigError(
-            f"{folder} holds {left[0].relative_to(folder)}, but no index.sqlite, without which nobody can read it: "
-            "bring that file back, or begin another run_dir. Nothing was changed"
-        )
-    return False
-
-
-def _found(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
-    """Make a new store. The index comes first under another name, and gets its own, by rename, when all is there."""
-    make_folder(folder)
-    making = folder / MAKING
-    making.unlink(missing_ok=True)
-    index = Index(making)
-    index.set_meta("run", uuid.uuid4().hex)
-    index.set_meta("spec", spec.to_dict())
-    index.put_sources(Source(name, capacity) for name, capacity in capacities.items())
-    index.commit()  # SQLite has synced the folder by now, so the files below are never there without it
-    index.close()
-    allocate(folder, spec, capacities)
-    making.rename(folder / "index.sqlite")
-    sync_folder(folder)
-
-
-def _end(episode: Episode) -> int:
-    """The step of its actor's episode that comes next."""
-    return episode.part_start + episode.steps
-
-
-def _judge(episode: Episode, outcome: Outcome) -> None:
-    """The operator's latest word wins; without one, the judge's."""
-    if outcome.judged_by == "operator" or episode.judged_by != "operator":
-        episode.success, episode.discard, episode.judged_by = outcome.success, outcome.discard, outcome.judged_by
-
-
-def _records(segment: Segment, kind: np.dtype) -> Array:
-    """The [T] step records of a segment, without their numbers and checksums."""
-    records = np.zeros(len(segment), kind)
-    records["final_row"] = -1
-    records["directive"], records["weights"] = segment.stamp.directive, segment.stamp.weights
-    records["time"], records["reward"], records["action"] = segment.time, segment.reward, segment.action
-    records["chunk_delay"] = segment.chunk_delay
-    flags = (
-        (segment.intervened, layout.INTERVENED),
-        (segment.chunk_start, layout.CHUNK_START),
-        (segment.gap, layout.GAP),
-    )
-    records["flags"] = sum(flag * bit for flag, bit in flags)
-    for name, extra in segment.extras.items():
-        records[f"extras.{name}"] = extra
-    if segment.ends:
-        records["flags"][-1] |= segment.terminated * layout.TERMINATED + segment.truncated * layout.TRUNCATED
-    return records

@@ -16,8 +16,9 @@ from serl_client import Feature, Spec
 from serl_client.client import TrainerClient
 
 from serl_launcher.replay.buffer import ReplayBuffer
-from serl_launcher.store.index import Episode, Index
+from serl_launcher.store.index import Index
 from serl_launcher.store.layout import Layout
+from serl_launcher.store.schema import Episode
 from tests.shared.common import free_port
 
 from .paired import Figure, machine, said

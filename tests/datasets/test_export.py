@@ -26,10 +26,11 @@ from serl_launcher.datasets.exporter import Exporter
 from serl_launcher.datasets.names import MANIFEST
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.errors import Full
 from serl_launcher.store.index import Index
 from serl_launcher.store.layout import published
 from serl_launcher.store.server import Server
-from serl_launcher.store.store import Full, Store
+from serl_launcher.store.store import Store
 from serl_launcher.training.plan import Plan, Source
 from tests.shared.common import free_port
 

@@ -328,7 +328,7 @@ class Real:
     def rows(self):
         """{session: [index of each of its steps, in the order of the store]}, for the sessions of this history."""
         store = self.server.store
-        layout = store._files["online"].layout
+        layout = store.rings["online"].layout
         steps = layout.steps(store.folder / "online")[: store.sources["online"].head]
         ids = {row[0]: row[1] for row in store.index.catalog(0, 100_000)[1]}
         found = {}

@@ -17,7 +17,8 @@ from serl_client.errors import Refused
 
 from serl_launcher.replay.buffer import ReplayBuffer
 from serl_launcher.store import files, index, layout, store
-from serl_launcher.store.store import Full, Gap, Store
+from serl_launcher.store.errors import Full, Gap
+from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 
 STATE = "observation.state"
@@ -115,7 +116,7 @@ def test_whatever_a_record_sets_off_while_it_is_looked_at_is_its_own_fault(tmp_p
         raise OverflowError("a number that no column holds")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_records", fail)
+        patch.setattr(store, "step_records", fail)
         with pytest.raises(Refused, match="a number that no column holds"):
             made.stage("A", 1, make_segment("e0", start=4))
     made.stage("A", 1, make_segment("e0", start=4))
@@ -248,7 +249,7 @@ def test_the_operator_closes_an_episode_whose_actor_is_gone(tmp_path, spec, make
     made = founded(tmp_path, spec)
     made.stage("A", 0, make_segment("e0"))
     made.stage("A", 1, Outcome("e0", True, judged_by="operator"))
-    assert not made._find("e0").closed  # its own actor says so, and goes on
+    assert not made.episodes.find("e0").closed  # its own actor says so, and goes on
     made.hello("desk", "another outbox", "B", [])
     made.stage("B", 0, Outcome("e0", False, judged_by="operator"))
     made.commit()

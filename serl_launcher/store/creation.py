@@ -1,0 +1,47 @@
+"""Makes a new store, and tells whether one is there."""
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from serl_client.errors import ConfigError
+from serl_client.spec import Spec
+
+from serl_launcher.store.files import allocate, make_folder, sync_folder
+from serl_launcher.store.index import Index
+from serl_launcher.store.schema import Source
+
+INDEX = "index.sqlite"
+MAKING = "index.making"  # the index of a store that is being made
+FILES = ("*/rows", "*/steps", "*/published", "index.sqlite-*")
+
+
+def is_there(folder: Path) -> bool:
+    """Return whether a store lies here. Raises ConfigError for files without their index: nobody can read them, and a
+    new store would overwrite them."""
+    if (folder / INDEX).exists():
+        return True
+    if (folder / MAKING).exists():  # somebody died while making it, before anything could be stored
+        return False
+    if left := [path for pattern in FILES for path in folder.glob(pattern)]:
+        raise ConfigError(
+            f"{folder} holds {left[0].relative_to(folder)}, but no index.sqlite, without which nobody can read it: "
+            "bring that file back, or begin another run_dir. Nothing was changed"
+        )
+    return False
+
+
+def make_store(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
+    """Make a new store. The index is made under another name and renamed last, when all files are there."""
+    make_folder(folder)
+    making = folder / MAKING
+    making.unlink(missing_ok=True)
+    index = Index(making)
+    index.set_meta("run", uuid.uuid4().hex)
+    index.set_meta("spec", spec.to_dict())
+    index.put_sources(Source(name, capacity) for name, capacity in capacities.items())
+    index.commit()  # SQLite has synced the folder by now, so the files below are never there without it
+    index.close()
+    allocate(folder, spec, capacities)
+    making.rename(folder / INDEX)
+    sync_folder(folder)

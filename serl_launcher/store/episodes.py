@@ -1,0 +1,134 @@
+"""The episodes of a store: which are open, what the group being staged changes of them, and what parts they have.
+
+An episode that was closed from elsewhere (by an operator, by silence, for an export) is never opened again: what its
+actor still brings of it is a part, an episode of its own named `<id>.part<number>`. An outcome of `<id>` holds for all
+its parts.
+"""
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+from serl_client.episode import Outcome, Segment
+
+from serl_launcher.store.index import Index
+from serl_launcher.store.ring import Ring
+from serl_launcher.store.schema import Episode, Session, Source
+
+log = logging.getLogger(__name__)
+
+
+class Episodes:
+    """`open` is {session: its open episode}; `changed` is {id: episode} that the next commit writes."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self.open = index.open_episodes()
+        self._number, self._revision = index.last_numbers()
+        self.committed()
+
+    def committed(self) -> None:
+        """Begin a new group."""
+        self.changed: dict[str, Episode] = {}
+        self._begun: dict[str, list[Episode]] = {}  # in this group, by their ids and those of what they are parts of
+        self._said: dict[str, list[Outcome]] = {}  # in this group, of an episode
+
+    def number_revisions(self) -> Iterable[Episode]:
+        """Give each changed episode the next revision, by which readers find it, and return them all."""
+        for episode in self.changed.values():
+            self._revision += 1
+            episode.revision = self._revision
+        return self.changed.values()
+
+    def cut(self, session: str) -> None:
+        """Truncate the open episode of this session, if there is one, without a final observation."""
+        if episode := self.open.pop(session, None):
+            episode.truncated = episode.closed = True
+            self.changed[episode.id] = episode
+
+    def cut_long(self, session: str, source: Source, segment: Segment) -> None:
+        """Truncate the open episode before it takes more than a quarter of its source, or when its first steps have
+        left that. What comes goes on as a part, so that a source is never one open episode alone."""
+        episode, most = self.open.get(session), source.capacity // 4
+        if episode is None or (episode.steps + len(segment) <= most and episode.first >= source.tail):
+            return
+        log.warning("%s goes on as another episode from step %d on: one takes at most %d steps, a quarter of source %s",
+                    episode.part_of, segment.start, most, source.name)  # fmt: skip
+        self.cut(session)
+
+    def begin(self, state: Session, ring: Ring, segment: Segment) -> Episode:
+        """Open the episode that begins with this segment, at the next step and row of its source."""
+        self._number += 1
+        episode = Episode(
+            self._number, self._free_id(segment), ring.source.name, state.session, state.actor, segment.task,
+            segment.stamp.directive, segment.stamp.phase, first=ring.next_step, first_row=ring.next_row,
+            part_of=segment.episode, part_start=segment.start, weights=segment.stamp.weights,
+        )  # fmt: skip
+        for id in dict.fromkeys((episode.part_of, episode.id)):
+            self._begun.setdefault(id, []).append(episode)
+            for outcome in [*self._index.outcomes(id), *self._said.get(id, ())]:
+                _judge(episode, outcome)
+        self.open[state.session] = episode
+        return episode
+
+    def grow(self, episode: Episode, segment: Segment) -> None:
+        """Add the steps of a segment to its open episode, and close it if the segment ends it."""
+        episode.steps += len(segment)
+        episode.reward += float(segment.reward.sum(dtype=np.float64))
+        episode.intervened += int(segment.intervened.sum())
+        episode.weights = min(episode.weights, segment.stamp.weights)
+        episode.terminated, episode.truncated = segment.terminated, segment.truncated
+        episode.final = episode.closed = segment.ends
+        self.changed[episode.id] = episode
+        if segment.ends:
+            del self.open[episode.session]
+
+    def judge(self, outcome: Outcome, session: str) -> None:
+        """Apply an outcome that this session brought to the episode and its parts; it may come before the episode."""
+        self._said.setdefault(outcome.episode, []).append(outcome)
+        for episode in self.parts(outcome.episode):
+            _judge(episode, outcome)
+            self.changed[episode.id] = episode
+            is_open = episode is self.open.get(episode.session)
+            if outcome.judged_by == "operator" and is_open and episode.session != session:
+                self.cut(episode.session)  # its actor is gone, or somebody else would not label it
+
+    def find(self, id: str) -> Episode | None:
+        """Return the episode of exactly this id, as it is now."""
+        return next((episode for episode in self.parts(id) if episode.id == id), None)
+
+    def parts(self, id: str) -> list[Episode]:
+        """Return the episode of this id and the parts that came after it, in order, as they are now."""
+        found = {}
+        for each in self._index.parts(id):
+            still_open = self.open.get(each.session)
+            is_open = still_open is not None and still_open.number == each.number
+            found[each.number] = still_open if is_open else self.changed.get(each.id, each)
+        return [*found.values(), *(each for each in self._begun.get(id, ()) if each.number not in found)]
+
+    def continued(self, state: Session) -> Episode | None:
+        """Return the episode that this session's next segment goes on with: its open one, or its newest one if that
+        was closed from elsewhere; None if there is neither."""
+        if episode := self.open.get(state.session):
+            return episode
+        staged = [episode for episode in self.changed.values() if episode.session == state.session]
+        newest = max([*staged, *self._index.newest(state.session)], key=lambda episode: episode.number, default=None)
+        return None if state.closed or newest is None or newest.final else newest
+
+    def _free_id(self, segment: Segment) -> str:
+        id, number = segment.episode, len(self.parts(segment.episode))
+        while segment.start and self.find(id):
+            number += 1
+            id = f"{segment.episode}.part{number}"
+        return id
+
+
+def next_step(episode: Episode) -> int:
+    """Return the step of its actor's episode that comes next."""
+    return episode.part_start + episode.steps
+
+
+def _judge(episode: Episode, outcome: Outcome) -> None:
+    """Apply one outcome: the operator's latest word wins; without one, the judge's."""
+    if outcome.judged_by == "operator" or episode.judged_by != "operator":
+        episode.success, episode.discard, episode.judged_by = outcome.success, outcome.discard, outcome.judged_by
