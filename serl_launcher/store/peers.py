@@ -30,6 +30,9 @@ ACTING = (*WATCHING, m.Push, m.WeightsRequest, m.InferenceRequest)
 GRANTS: dict[str, tuple[type, ...]] = {"viewer": WATCHING, "actor": ACTING, "operator": (*ACTING, m.Command)}  # of keys
 
 
+Address = tuple[zmq.Socket, bytes]  # of a connection
+
+
 class Forbidden(MessageError):
     """A message that the sender's role does not allow."""
 
@@ -51,6 +54,17 @@ class Batch:
     records: Iterator[tuple[int, QueuedRecord]]
 
 
+@dataclass(slots=True)
+class Incoming:
+    """What one connection brings of one session."""
+
+    last: int | None = None  # the number of an earlier session's last record, until all of them have come
+    due: bool = False  # an acknowledgement follows the commit
+    has_gap: bool = False  # a record is missing, until it has come
+    is_told: bool = False  # and its sender knows that
+    full: str = ""  # why its source takes nothing now
+
+
 @dataclass
 class Peer:
     """One connection, from its Hello on."""
@@ -66,15 +80,11 @@ class Peer:
     queued: int = 0  # bytes of it
     report: Mapping[str, Any] = field(default_factory=dict)
     cost: int = 0  # of the report
-    earlier: dict[str, int] = field(default_factory=dict)  # session -> last seq, not drained yet
-    touched: set[str] = field(default_factory=set)  # sessions to acknowledge after the commit
-    waiting: set[str] = field(default_factory=set)  # sessions with a gap, until what was missing has come
-    told: set[str] = field(default_factory=set)  # those of them that were answered
-    full: dict[str, str] = field(default_factory=dict)  # session -> why its source takes nothing now
-    noticed: m.StateUpdate | None = None
+    updated: m.StateUpdate | None = None
 
     def __post_init__(self) -> None:
         self.named = frozenset(session for session, _ in self.hello.earlier)
+        self.incoming = {session: Incoming() for session in (*self.named, self.hello.session)}
         self.account = self.owner.name if self.owner and self.owner.name else self.hello.actor
 
     def drop_batch(self) -> None:
@@ -85,7 +95,17 @@ class Peer:
     @property
     def waits_for(self) -> str:
         """Why nothing more of this actor is acknowledged; empty when nothing holds it up."""
-        return next(iter(self.full.values()), "")
+        return next((each.full for each in self.incoming.values() if each.full), "")
+
+    @property
+    def address(self) -> Address:
+        return self.socket, self.identity
+
+    @property
+    def living(self) -> list[str]:
+        """The sessions that this connection goes on with: its own, and earlier ones of which not all has come."""
+        earlier = [session for session, each in self.incoming.items() if each.last is not None]
+        return [*earlier, self.hello.session]
 
     def send(self, message: m.Message) -> None:
         send(self.socket, self.identity, message)

@@ -28,7 +28,7 @@ from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 from serl_client.outbox import SLICE_BYTES
 
-from serl_launcher.store.server import WINDOW
+from serl_launcher.store.intake import MAX_UNACKNOWLEDGED
 
 from .paired import Figure, cpu_seconds, machine, ratio, rounds, said
 from .served import PROCESSES, Checked, Rows, Served, deliver, spec_of
@@ -134,11 +134,11 @@ def sealed(segments: Sequence[Segment]) -> list[m.Push]:
 
 
 def send_all(link: Connection, pushes: Sequence[m.Push], total: int) -> float:
-    """Send these again and again, `total` bytes; seconds until all are acknowledged. WINDOW bytes are on their way."""
+    """Send these again and again, `total` bytes; seconds until all are acknowledged. MAX_UNACKNOWLEDGED bytes are on their way."""
     begin, left, sizes = time.perf_counter(), total, deque[int]()
     for push in itertools.cycle(pushes):
         size = push.arrays["records"].nbytes
-        while sizes and (left <= 0 or sum(sizes) + size > WINDOW):
+        while sizes and (left <= 0 or sum(sizes) + size > MAX_UNACKNOWLEDGED):
             link.wait(1.0)
             while (message := link.receive()) is not None:
                 if isinstance(message, m.Ack):

@@ -19,15 +19,16 @@ from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 from serl_client.recorder import segment_rows
 
+from serl_launcher.store.intake import MAX_UNACKNOWLEDGED
 from serl_launcher.store.peers import bound, send
-from serl_launcher.store.server import WINDOW, serve
+from serl_launcher.store.server import serve
 from tests.shared.common import free_port
 
 PROCESSES = multiprocessing.get_context("forkserver")  # each process has this module as soon as it starts
 PROCESSES.set_forkserver_preload([__name__])
 BODY = {"phase": "bench", "mode": "collect", "into": "online"}
 STATE = "observation.state"
-AHEAD = 2 * WINDOW  # bytes
+AHEAD = 2 * MAX_UNACKNOWLEDGED  # bytes
 
 
 class Served:
@@ -133,7 +134,7 @@ def check(address: str) -> None:
         message = m.decode([part.buffer for part in parts])
         if isinstance(message, m.Hello):
             expected = [[message.session, 0]]
-            send(router, identity.bytes, m.Welcome("bench", 0, WINDOW, expected, None, address, notice))
+            send(router, identity.bytes, m.Welcome("bench", 0, MAX_UNACKNOWLEDGED, expected, None, address, notice))
         elif isinstance(message, m.Push):
             *_, (seq, _) = m.decode_records(message.arrays["records"].data)
             send(router, identity.bytes, m.Ack(message.session, seq + 1))

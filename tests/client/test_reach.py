@@ -18,7 +18,7 @@ from serl_client.errors import Refused
 from serl_client.messages import PROTOCOL, Hello, Status
 from serl_client.reach import Lookout, look
 
-from serl_launcher.store import server
+from serl_launcher.store import keeper
 from serl_launcher.store.store import Store
 from tests.store.test_service import free_port, wait_until
 from tests.tools.test_doctor import served
@@ -135,7 +135,7 @@ def test_an_actor_that_is_told_to_wait_is_not_called_refused(spec, tmp_path, mon
         return create(*arguments)
 
     monkeypatch.setattr(Store, "create", slow)
-    monkeypatch.setattr(server, "MAKE_S", 0.0)
+    monkeypatch.setattr(keeper, "MAKE_S", 0.0)
     address = f"tcp://127.0.0.1:{port}"
     with (
         served(tmp_path / "run", port),

@@ -86,7 +86,7 @@ R4 killed Recorder._push: a signal within the push records the same steps twice
 == store: test_store test_replay test_label test_limits test_protocol_model test_power_loss test_export
 
 T1 survives Store._make_room: an archived episode is evicted before it was exported
-    - if (kept := self._kept.get(source.name)) is not None and kept[0] < source.tail:
+    - if (kept := self.kept.oldest(source.name)) is not None and kept[0] < source.tail:
     + if False:
 T2 killed Store._make_room: rows are overwritten before the new tail is durable
     - self.index.commit()
@@ -151,22 +151,21 @@ Q5 survives ReplayMixture._fill: steps of two sources have the same ids
 
 == server: test_service test_store_service test_peer_faults test_limits test_protocol_model
 
-V1 killed Server._take_over: the earlier lives of an actor stay open
-    - self._store.close_before(hello.session, peer.named)
+V1 killed Welcomes.take_over: the earlier lives of an actor stay open
+    - self._keeper.ready.close_before(hello.session, peer.named)
     + pass
-V2 killed Server._step_limit: each paced actor gets the share of all
+V2 killed StateUpdates.step_limit: each paced actor gets the share of all
     - return made + -(-left // max(1, paced))
     + return made + left
-V4 survives Server._take: a second gap of a session is not told, so delivery waits for STALL
-    - peer.told.discard(session)
-    + pass
-V5 equivalent Server._push: records for a full source are queued, although none is taken
-    - if self.store is None or self.degraded or push.session in peer.full:
-    + if self.store is None or self.degraded:
-V6 survives Server._reopen: gaps and full sources from before a disk failed are believed after it
-    - peer.waiting.clear()
-    - peer.told.clear()
-    - peer.full.clear()
+V4 survives Intake._take: a second gap of a session is not told, so delivery waits for STALL
+    - incoming.has_gap = incoming.is_told = False
+    + incoming.has_gap = False
+V5 equivalent Intake.push: records for a full source are queued, although none is taken
+    - if store is None or self._keeper.degraded or peer.incoming[push.session].full:
+    + if store is None or self._keeper.degraded:
+V6 survives Intake._reopen: gaps and full sources from before a disk failed are believed after it
+    - incoming.has_gap = incoming.is_told = False
+    - incoming.full = ""
     + pass
 
 == who may say what: test_service test_security test_limits test_wire

@@ -16,6 +16,7 @@ from serl_client.errors import Refused
 from serl_client.outbox import Outbox
 from serl_client.send_queue import SendQueue
 
+from serl_launcher.store import intake, welcome
 from serl_launcher.store import peers as peers_module
 from serl_launcher.store import server as server_module
 from serl_launcher.store.server import Server
@@ -183,7 +184,7 @@ class Real:
         """A new history: other names, nothing on its way."""
         for _, outbox in getattr(self, "clients", {}).values():
             outbox.close()
-        self.server._forget(float("inf"))
+        self.server.updates.forget(float("inf"))
         self.disk_fails = False
         self._commit(0, None)
         self.played += 1
@@ -251,9 +252,9 @@ class Real:
         answer = self.server._answer(self.server.public, zmq.Frame(identity), frames)
         if answer is not None:
             self.send(None, identity, answer)
-        self.server._welcome()  # as the turn goes on
-        while self.server._has_work():
-            self.server._work()
+        self.server.welcomes.send()  # as the turn goes on
+        while self.server.intake.has_work:
+            self.server.intake.work()
 
     def _lose_up(self, key, _):
         self.up[key].pop(0)
@@ -283,8 +284,8 @@ class Real:
         self.up[key].append(m.Heartbeat({}))
 
     def _commit(self, _, __):
-        self.server._next_reopen = 0.0
-        self.server._commit()
+        self.server.keeper._next_reopen = 0.0
+        self.server.intake.commit()
 
     def _break_disk(self, _, __):
         self.disk_fails = True
@@ -299,7 +300,7 @@ class Real:
         self.server = self._serve()
 
     def _forget(self, _, __):
-        self.server._forget(float("inf"))
+        self.server.updates.forget(float("inf"))
 
     # -- what can be seen
     def seen(self):
@@ -387,7 +388,8 @@ def real(spec, make_segment, monkeypatch):
     """real() -> a Real that begins a new history; on a memory disk where there is one."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     record = sum(len(part) for part in m.encode_record(0, make_segment("0" * len("000000a0"), 0, 0, 1)))
-    monkeypatch.setattr(server_module, "WINDOW", Protocol.window * record)
+    for module in intake, welcome:
+        monkeypatch.setattr(module, "MAX_UNACKNOWLEDGED", Protocol.window * record)
     monkeypatch.setattr(outbox_module, "SLICE_BYTES", 1)
     monkeypatch.setattr(stream_module, "STALL", float("inf"))
     monkeypatch.setattr(os, "fdatasync", lambda _: _fail() if made and made[-1].disk_fails else None)
@@ -484,7 +486,7 @@ def _no_dedupe(monkeypatch):
 
 
 def _fence_by_arrival(monkeypatch):
-    monkeypatch.setattr(Server, "_check_outranked", lambda *_: None)
+    monkeypatch.setattr(welcome.Welcomes, "_check_outranked", lambda *_: None)
 
 
 def _reopen_without_asking(monkeypatch):
@@ -494,13 +496,13 @@ def _reopen_without_asking(monkeypatch):
 
 
 def _believe_any_hello(monkeypatch):
-    hello = Server._hello
+    hello = welcome.Welcomes.hello
 
-    def believing(server, peer, *arguments):
-        answer = hello(server, peer, *arguments)
-        return server._take_over(server._peers[peer]) or answer
+    def believing(welcomes, address, *arguments):
+        answer = hello(welcomes, address, *arguments)
+        return welcomes.take_over(welcomes._peers[address]) or answer
 
-    monkeypatch.setattr(Server, "_hello", believing)
+    monkeypatch.setattr(welcome.Welcomes, "hello", believing)
 
 
 def _forget_earlier_lives(monkeypatch):

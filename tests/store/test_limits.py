@@ -9,6 +9,7 @@ from serl_client import ConfigError, Feature, Outcome, Segment, Spec, Stamp, wir
 from serl_client import messages as m
 
 from serl_launcher.store import access as gate
+from serl_launcher.store import intake
 from serl_launcher.store import peers as peers_module
 from serl_launcher.store import server as module
 from serl_launcher.store import sessions as sessions
@@ -53,7 +54,7 @@ class Turns:
     def welcome(self, *clients):
         for client in clients:
             self.hello(client)
-        self.server._welcome()
+        self.server.welcomes.send()
 
 
 def epoch_of(client):
@@ -72,27 +73,27 @@ def outcomes(count):
 
 
 def test_a_flood_leaves_a_part_of_each_group_to_the_others(turns, make_segment, monkeypatch):
-    monkeypatch.setattr(module, "GROUP_S", 0.005)
+    monkeypatch.setattr(intake, "GROUP_S", 0.005)
     turns.welcome(0, 1)
     turns.push(0, *outcomes(9_000))
     turns.push(1, make_segment("x", directive=turns.number))
-    turns.server._work()
-    turns.server._commit()
+    turns.server.intake.work()
+    turns.server.intake.commit()
     assert [ack.expected for ack in turns.got(1, m.Ack)] == [1]
     assert 0 < turns.store.expected(epoch_of(0)) < 9_000
-    assert turns.server._has_work()
+    assert turns.server.intake.has_work
 
 
 def test_what_waits_for_its_turn_is_staged_in_order_and_all_of_it(turns, monkeypatch):
     monkeypatch.setattr(gate, "RECORDS", 10**9)
-    monkeypatch.setattr(module, "SLICE_S", 0.0)  # one record at each turn
+    monkeypatch.setattr(intake, "SLICE_S", 0.0)  # one record at each turn
     turns.welcome(0, 1)
     for client in (0, 1):
         for begin in range(0, 90, 30):
             turns.push(client, *outcomes(30), begin=begin)
-    while turns.server._has_work():
-        turns.server._work()
-    turns.server._commit()
+    while turns.server.intake.has_work:
+        turns.server.intake.work()
+    turns.server.intake.commit()
     assert [turns.got(client, m.Ack)[-1].expected for client in (0, 1)] == [90, 90]
     assert not turns.got(0, m.Failed)
 
@@ -101,10 +102,10 @@ def test_a_farewell_waits_for_what_was_said_before_it(turns):
     turns.welcome(0)
     turns.push(0, *outcomes(3_000))
     turns.say(0, m.Bye())
-    while turns.server._has_work():
-        turns.server._work()
+    while turns.server.intake.has_work:
+        turns.server.intake.work()
         turns.server.access._second = 0.0
-    assert (turns.store.expected(epoch_of(0)), turns.server._peers) == (3_000, {})
+    assert (turns.store.expected(epoch_of(0)), turns.server.peers) == (3_000, {})
 
 
 def test_records_are_limited_by_their_number_and_wait_for_the_next_second(turns, monkeypatch):
@@ -113,28 +114,28 @@ def test_records_are_limited_by_their_number_and_wait_for_the_next_second(turns,
     turns.server.access._second = float("inf")  # time stands still
     turns.push(0, *outcomes(250))
     for expected in (100, 200, 250):
-        while turns.server._has_work():
-            turns.server._work()
+        while turns.server.intake.has_work:
+            turns.server.intake.work()
         assert turns.store.expected(epoch_of(0)) == expected
         turns.server.access._counts.clear()
 
 
 def test_more_than_the_window_holds_is_not_kept_and_asked_for_again(turns, monkeypatch):
-    monkeypatch.setattr(module, "WINDOW", 1 << 12)
+    monkeypatch.setattr(intake, "MAX_UNACKNOWLEDGED", 1 << 12)
     monkeypatch.setattr(gate, "RECORDS", 1)
     turns.welcome(0)
     for begin in range(0, 1000, 50):
         turns.push(0, *outcomes(50), begin=begin)
-    (peer,) = turns.server._peers.values()
+    (peer,) = turns.server.peers.values()
     assert peer.queued <= 2 << 12
     assert turns.server.access.refused.keys() == {"too fast"}
     monkeypatch.setattr(gate, "RECORDS", 10**9)
-    while turns.server._has_work():
-        turns.server._work()
+    while turns.server.intake.has_work:
+        turns.server.intake.work()
     reached = turns.store.expected(epoch_of(0))
     turns.push(0, *outcomes(50), begin=950)
-    turns.server._work()
-    turns.server._commit()
+    turns.server.intake.work()
+    turns.server.intake.commit()
     assert (turns.got(0, m.Ack)[-1].expected, turns.got(0, m.Ack)[-1].resend) == (reached, True)
 
 
@@ -160,7 +161,7 @@ def test_a_storm_of_hellos_is_told_to_come_again(turns):
     turns.server.access._second = float("inf")
     for i in range(gate.LIMITS[m.Hello] + 10):
         turns.hello(0, session=epoch_of(1000 + i))
-    turns.server._welcome()
+    turns.server.welcomes.send()
     told = turns.got(0, m.Failed)
     assert len(told) == 10
     assert (told[0].kind, told[0].final, "too many Hellos" in told[0].text) == ("ServerFailed", False, True)
@@ -175,7 +176,7 @@ def test_lives_without_a_record_are_forgotten_and_the_others_are_not(turns, make
     monkeypatch.setattr(sessions, "EMPTY", 20)
     turns.welcome(0)
     turns.push(0, make_segment("x", directive=turns.number))
-    turns.server._commit()
+    turns.server.intake.commit()
     turns.welcome(*range(1, 100))
     assert len(turns.store.sessions) == len(turns.store.index.sessions()) == 21
     assert turns.store.index.sessions()[epoch_of(0)].expected == 1
@@ -193,7 +194,7 @@ def test_closing_what_is_over_looks_at_one_outbox_only(turns):
     for _ in range(3):
         assert turns.store.lives.over(epoch_of(29), ()) == []
     turns.hello(3, session=epoch_of(333))
-    turns.server._welcome()
+    turns.server.welcomes.send()
     assert turns.store.lives.over(epoch_of(333), ()) == [epoch_of(3)]
 
 
@@ -205,12 +206,12 @@ def test_a_status_fits_however_much_the_clients_report(turns):
     with contextlib.ExitStack():
         for i in range(256):
             hello, report = m.Hello(m.PROTOCOL, "actor", f"{i:03}" + "\u00e9" * 197), reports[i % 3]
-            turns.server._peers[None, b"%d" % i] = Peer(
+            turns.server.peers[None, b"%d" % i] = Peer(
                 None, b"%d" % i, hello, None, 0.0, report=report, cost=cost(report)
             )
         asking = Peer(None, b"", m.Hello(m.PROTOCOL, "viewer", "eye"), None, 0.0)
         status = m.decode(m.encode(turns.server._status(asking, m.Status())))
-        turns.server._peers.clear()
+        turns.server.peers.clear()
     clients = status.report["clients"]
     assert len(clients) == 256
     assert sum("rate" in client for client in clients) == 85, "small reports are all there"

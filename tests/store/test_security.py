@@ -30,8 +30,9 @@ from serl_launcher.acting.server import InferenceServer, PolicyHost
 from serl_launcher.store import access as module
 from serl_launcher.store import weights
 from serl_launcher.store.access import BAD_MESSAGES, BAN_S, CAUSES, AllowList
-from serl_launcher.store.server import MISSING, Server
+from serl_launcher.store.server import Server
 from serl_launcher.store.store import Store
+from serl_launcher.store.updates import MISSING
 from tests.store.test_service import free_port
 from tests.store.test_service import wait_until as until
 from tools import keys as tool
@@ -660,8 +661,8 @@ def test_clients_that_come_and_go_leave_nothing_that_grows(serve, spec):
     server = served.server
     for number in range(4):
         served.link("actor", f"arm{number}", spec=spec).close()
-    server._missing.update({f"gone{number}": 0.0 for number in range(10 * MISSING)})
-    until(lambda: len(server._missing) <= MISSING)
+    server.updates.missing.update({f"gone{number}": 0.0 for number in range(10 * MISSING)})
+    until(lambda: len(server.updates.missing) <= MISSING)
     limit = 4 * module.CONNECTIONS
     for number in range(2 * limit):
         server.access._peer(b"%d" % number)

@@ -157,7 +157,7 @@ def push_all(client, records):
 def stored(server, source="online"):
     """{episode id: [index, ...]} in the order in which the steps lie in the store, each row checked for its episode."""
     opened = Store(server.run_dir / "store")
-    layout = opened._files[source].layout
+    layout = opened.rings[source].layout
     steps, rows = layout.steps(opened.folder / source), layout.observations(opened.folder / source)
     ids = {row[0]: row[1] for row in opened.index.catalog(0, 100_000)[1]}
     found = {}

@@ -13,8 +13,7 @@ from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 from serl_client.errors import TrainerError
 
-from serl_launcher.store import layout
-from serl_launcher.store import server as service
+from serl_launcher.store import keeper, layout, updates
 from serl_launcher.store.server import Server
 from tests.store.test_service import episode, free_port, push_all, wait_until
 
@@ -122,15 +121,15 @@ def test_a_dead_actors_episode_is_truncated_after_as_much_silence_as_its_source_
     actor.push(0, make_segment("e0"))
     wait_until(lambda: actor.hear() == 1)
     actor.link.send(m.Bye())
-    wait_until(lambda: not [s for s in running.server._peers.values() if s.hello.role == "actor"])
+    wait_until(lambda: not [s for s in running.server.peers.values() if s.hello.role == "actor"])
     running.server.stop()
     running.thread.join()
     now = time.monotonic()
-    running.server._cut_silent(now)
+    running.server.updates.cut_silent(now)
     for silence, is_open in ((0.9, True), (1.1, math.isinf(after))):
-        running.server._cut_silent(now + silence * min(after, 1e6))
-        assert bool(running.server.store.open_episodes) == is_open
-    running.server._commit()
+        running.server.updates.cut_silent(now + silence * min(after, 1e6))
+        assert bool(running.server.store.episodes.open) == is_open
+    running.server.intake.commit()
     episode = running.server.store.index.episode("e0")
     assert (episode.closed, episode.truncated, episode.terminated, episode.final) == (not is_open, not is_open, 0, 0)
 
@@ -138,7 +137,7 @@ def test_a_dead_actors_episode_is_truncated_after_as_much_silence_as_its_source_
 def test_an_actor_that_lives_keeps_its_episode_and_the_rest_of_a_silent_one_is_a_part(
     run, act, make_segment, monkeypatch
 ):
-    monkeypatch.setattr(service, "NOTICE_S", 0.05)
+    monkeypatch.setattr(updates, "UPDATE_S", 0.05)
     running = run(on_silence={"online": 1.0})
     actor, other = act(running), act(running, name="other", session="B")
     actor.push(0, make_segment("e0"))
@@ -194,7 +193,7 @@ def test_a_record_that_sets_off_a_bug_when_its_group_is_written_costs_the_others
     honest.push(0, make_segment("f0", ends="terminated"))
     wait_until(lambda: honest.hear() == 1)
     hostile.push(0, make_segment("e0", steps=8))
-    wait_until(lambda: running.server._alone_until)
+    wait_until(lambda: running.server.keeper.is_suspicious)
     pushed = 1
     while not hostile.failed:
         hostile.push(0, make_segment("e0", steps=8))
@@ -240,7 +239,7 @@ def test_while_large_files_are_made_others_are_answered_and_the_actor_waits(
         allocate(*arguments)
 
     monkeypatch.setattr(os, "posix_fallocate", slow)
-    monkeypatch.setattr(service, "MAKE_S", 0.01)
+    monkeypatch.setattr(keeper, "MAKE_S", 0.01)
     running = run()
     with TrainerClient(running.address, actor="arm", spec=spec, outbox=tmp_path / "outbox") as client:
         assert begun.wait(10)
