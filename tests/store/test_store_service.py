@@ -163,7 +163,7 @@ def test_a_record_with_a_hostile_number_is_its_senders_fault_and_holds_up_nobody
     running = run()
     hostile, honest = act(running), act(running, name="honest", session="B")
     degraded = []
-    monkeypatch.setattr(running.server, "_degrade", degraded.append)
+    monkeypatch.setattr(running.server.intake, "degrade", degraded.append)
     hostile.push(0, make_segment("e0"))
     wait_until(lambda: hostile.hear() == 1)
     for number in range(20):
