@@ -134,7 +134,8 @@ def sealed(segments: Sequence[Segment]) -> list[m.Push]:
 
 
 def send_all(link: Connection, pushes: Sequence[m.Push], total: int) -> float:
-    """Send these again and again, `total` bytes; seconds until all are acknowledged. MAX_UNACKNOWLEDGED bytes are on their way."""
+    """Send these again and again, `total` bytes, MAX_UNACKNOWLEDGED at a time. Return the seconds until all are
+    acknowledged."""
     begin, left, sizes = time.perf_counter(), total, deque[int]()
     for push in itertools.cycle(pushes):
         size = push.arrays["records"].nbytes
