@@ -1,22 +1,19 @@
 """What one client can cost the others: a server whose turns the test takes by hand, and limits of what is kept."""
 
-import contextlib
-
 import numpy as np
 import pytest
 import zmq
 from serl_client import ConfigError, Feature, Outcome, Segment, Spec, Stamp, wire
 from serl_client import messages as m
 
-from serl_launcher.store import access as gate
-from serl_launcher.store import intake
-from serl_launcher.store import peers as peers_module
+from serl_launcher.store import access, peers, sessions
 from serl_launcher.store import server as module
-from serl_launcher.store import sessions as sessions
 from serl_launcher.store.index import Index
 from serl_launcher.store.peers import Peer, cost
 from serl_launcher.store.server import Server
 from serl_launcher.store.store import Store
+from tests.shared.clients import push_of
+from tests.shared.data import make_segment
 
 
 class Turns:
@@ -30,7 +27,7 @@ class Turns:
         )
         self.store = self.server.store
         self.number = self.store.direct({"into": "online", "phase": "practise", "mode": "collect"})
-        for patched in (module, peers_module):
+        for patched in (module, peers):
             monkeypatch.setattr(patched, "send", lambda _, identity, message: self.sent.append((identity, message)))
 
     def say(self, client, message):
@@ -41,12 +38,17 @@ class Turns:
 
     def hello(self, client, session=None, earlier=()):
         name = f"arm{client}"
-        self.say(client, m.Hello(m.PROTOCOL, "actor", name, session or epoch_of(client), f"box of {name}", "",
+        self.say(client, m.Hello(m.PROTOCOL, "actor", name, session or session_of(client), f"box of {name}", "",
                                  self.spec.to_dict(), earlier))  # fmt: skip
 
     def push(self, client, *records, begin=0):
-        data = b"".join(bytes(part) for seq, it in enumerate(records, begin) for part in m.encode_record(seq, it))
-        self.say(client, m.Push(epoch_of(client), {"records": np.frombuffer(data, np.uint8)}))
+        self.say(client, push_of(session_of(client), *records, begin=begin))
+
+    def work(self):
+        """Take turns until nothing waits; then commit."""
+        while self.server._has_work():
+            self.server._work()
+        self.server._commit()
 
     def got(self, client, kind):
         return [message for to, message in self.sent if to == b"client %d" % client and isinstance(message, kind)]
@@ -57,7 +59,7 @@ class Turns:
         self.server.welcomes.send()
 
 
-def epoch_of(client):
+def session_of(client):
     return f"{client:032x}"
 
 
@@ -72,28 +74,26 @@ def outcomes(count):
     return [Outcome(f"e{i}", True) for i in range(count)]
 
 
-def test_a_flood_leaves_a_part_of_each_group_to_the_others(turns, make_segment, monkeypatch):
-    monkeypatch.setattr(intake, "GROUP_S", 0.005)
+def test_a_flood_leaves_a_part_of_each_group_to_the_others(turns, monkeypatch):
+    monkeypatch.setattr(module, "GROUP_S", 0.005)
     turns.welcome(0, 1)
     turns.push(0, *outcomes(9_000))
     turns.push(1, make_segment("x", directive=turns.number))
     turns.server.intake.work()
     turns.server.intake.commit()
     assert [ack.expected for ack in turns.got(1, m.Ack)] == [1]
-    assert 0 < turns.store.expected(epoch_of(0)) < 9_000
-    assert turns.server.intake.has_work
+    assert 0 < turns.store.expected(session_of(0)) < 9_000
+    assert turns.server._has_work()
 
 
 def test_what_waits_for_its_turn_is_staged_in_order_and_all_of_it(turns, monkeypatch):
-    monkeypatch.setattr(gate, "RECORDS", 10**9)
-    monkeypatch.setattr(intake, "SLICE_S", 0.0)  # one record at each turn
+    monkeypatch.setattr(access, "RECORDS", 10**9)
+    monkeypatch.setattr(module, "SLICE_S", 0.0)  # one record at each turn
     turns.welcome(0, 1)
     for client in (0, 1):
         for begin in range(0, 90, 30):
             turns.push(client, *outcomes(30), begin=begin)
-    while turns.server.intake.has_work:
-        turns.server.intake.work()
-    turns.server.intake.commit()
+    turns.work()
     assert [turns.got(client, m.Ack)[-1].expected for client in (0, 1)] == [90, 90]
     assert not turns.got(0, m.Failed)
 
@@ -105,38 +105,56 @@ def test_a_farewell_waits_for_what_was_said_before_it(turns):
     while turns.server.intake.has_work:
         turns.server.intake.work()
         turns.server.access._second = 0.0
-    assert (turns.store.expected(epoch_of(0)), turns.server.peers) == (3_000, {})
+    assert (turns.store.expected(session_of(0)), turns.server._peers) == (3_000, {})
 
 
 def test_records_are_limited_by_their_number_and_wait_for_the_next_second(turns, monkeypatch):
-    monkeypatch.setattr(gate, "RECORDS", 100)
+    monkeypatch.setattr(access, "RECORDS", 100)
     turns.welcome(0)
     turns.server.access._second = float("inf")  # time stands still
     turns.push(0, *outcomes(250))
     for expected in (100, 200, 250):
-        while turns.server.intake.has_work:
-            turns.server.intake.work()
-        assert turns.store.expected(epoch_of(0)) == expected
+        while turns.server._has_work():
+            turns.server._work()
+        assert turns.store.expected(session_of(0)) == expected
         turns.server.access._counts.clear()
 
 
 def test_more_than_the_window_holds_is_not_kept_and_asked_for_again(turns, monkeypatch):
-    monkeypatch.setattr(intake, "MAX_UNACKNOWLEDGED", 1 << 12)
-    monkeypatch.setattr(gate, "RECORDS", 1)
+    monkeypatch.setattr(module, "WINDOW", 1 << 12)
+    monkeypatch.setattr(access, "RECORDS", 1)
     turns.welcome(0)
     for begin in range(0, 1000, 50):
         turns.push(0, *outcomes(50), begin=begin)
     (peer,) = turns.server.peers.values()
     assert peer.queued <= 2 << 12
     assert turns.server.access.refused.keys() == {"too fast"}
-    monkeypatch.setattr(gate, "RECORDS", 10**9)
-    while turns.server.intake.has_work:
-        turns.server.intake.work()
-    reached = turns.store.expected(epoch_of(0))
+    monkeypatch.setattr(access, "RECORDS", 10**9)
+    while turns.server._has_work():
+        turns.server._work()
+    reached = turns.store.expected(session_of(0))
     turns.push(0, *outcomes(50), begin=950)
     turns.server.intake.work()
     turns.server.intake.commit()
     assert (turns.got(0, m.Ack)[-1].expected, turns.got(0, m.Ack)[-1].resend) == (reached, True)
+
+
+def test_what_a_peer_was_told_before_the_disk_failed_counts_no_more_after_it(turns):
+    """Its records of the meantime were dropped: a gap is told again, and no source is taken for full."""
+    turns.welcome(0, 1)
+    segments = [make_segment("x", start=4 * i, directive=turns.number) for i in range(3)]
+    turns.push(0, segments[1], begin=1)
+    turns.work()
+    turns.server._peers[turns.server.public, b"client 1"].full[session_of(1)] = "online"
+    turns.server._degrade(OSError(28, "No space left on device"))
+    turns.server._next_reopen = 0.0
+    turns.server._commit()
+    turns.sent.clear()
+    turns.push(0, segments[2], begin=2)
+    turns.push(1, make_segment("y", directive=turns.number))
+    turns.work()
+    assert [(ack.expected, ack.resend) for ack in turns.got(0, m.Ack)] == [(0, True)]
+    assert turns.got(1, m.Ack)[-1].expected == 1
 
 
 # -- Hello
@@ -159,27 +177,27 @@ def test_all_hellos_of_a_turn_cost_one_commit_and_one_that_says_nothing_new_none
 
 def test_a_storm_of_hellos_is_told_to_come_again(turns):
     turns.server.access._second = float("inf")
-    for i in range(gate.LIMITS[m.Hello] + 10):
-        turns.hello(0, session=epoch_of(1000 + i))
-    turns.server.welcomes.send()
+    for i in range(access.LIMITS[m.Hello] + 10):
+        turns.hello(0, session=session_of(1000 + i))
+    turns.server._welcome()
     told = turns.got(0, m.Failed)
     assert len(told) == 10
     assert (told[0].kind, told[0].final, "too many Hellos" in told[0].text) == ("ServerFailed", False, True)
     turns.server.access._counts.clear()
-    lives = [[epoch_of(5000 + i), 0] for i in range(m.MAX_EARLIER)]
+    lives = [[session_of(5000 + i), 0] for i in range(m.MAX_EARLIER)]
     for _ in range(3):  # each one that is named counts
         turns.hello(0, earlier=lives)
     assert len(turns.got(0, m.Failed)) == 12
 
 
-def test_lives_without_a_record_are_forgotten_and_the_others_are_not(turns, make_segment, monkeypatch):
+def test_lives_without_a_record_are_forgotten_and_the_others_are_not(turns, monkeypatch):
     monkeypatch.setattr(sessions, "EMPTY", 20)
     turns.welcome(0)
     turns.push(0, make_segment("x", directive=turns.number))
     turns.server.intake.commit()
     turns.welcome(*range(1, 100))
     assert len(turns.store.sessions) == len(turns.store.index.sessions()) == 21
-    assert turns.store.index.sessions()[epoch_of(0)].expected == 1
+    assert turns.store.index.sessions()[session_of(0)].expected == 1
     turns.say(1, m.Heartbeat({}))
     assert [failed.kind for failed in turns.got(1, m.Failed)] == ["Disconnected"]
     turns.say(99, m.Heartbeat({}))
@@ -192,10 +210,10 @@ def test_lives_without_a_record_are_forgotten_and_the_others_are_not(turns, make
 def test_closing_what_is_over_looks_at_one_outbox_only(turns):
     turns.welcome(*range(30))
     for _ in range(3):
-        assert turns.store.lives.over(epoch_of(29), ()) == []
-    turns.hello(3, session=epoch_of(333))
-    turns.server.welcomes.send()
-    assert turns.store.lives.over(epoch_of(333), ()) == [epoch_of(3)]
+        assert turns.store.lives.over(session_of(29), ()) == []
+    turns.hello(3, session=session_of(333))
+    turns.server._welcome()
+    assert turns.store.lives.over(session_of(333), ()) == [session_of(3)]
 
 
 # -- status, and the size of things
@@ -203,15 +221,13 @@ def test_closing_what_is_over_looks_at_one_outbox_only(turns):
 
 def test_a_status_fits_however_much_the_clients_report(turns):
     reports = [{"text": "x" * 7900}, {"lists": [[] for _ in range(2000)]}, {"rate": 1.0}]
-    with contextlib.ExitStack():
-        for i in range(256):
-            hello, report = m.Hello(m.PROTOCOL, "actor", f"{i:03}" + "\u00e9" * 197), reports[i % 3]
-            turns.server.peers[None, b"%d" % i] = Peer(
-                None, b"%d" % i, hello, None, 0.0, report=report, cost=cost(report)
-            )
-        asking = Peer(None, b"", m.Hello(m.PROTOCOL, "viewer", "eye"), None, 0.0)
-        status = m.decode(m.encode(turns.server._status(asking, m.Status())))
-        turns.server.peers.clear()
+    for i in range(256):
+        hello, report = m.Hello(m.PROTOCOL, "actor", f"{i:03}" + "\u00e9" * 197), reports[i % 3]
+        peer = Peer(None, b"%d" % i, hello, None, 0.0, report=report, cost=cost(report))
+        turns.server._peers[None, b"%d" % i] = peer
+    asking = Peer(None, b"", m.Hello(m.PROTOCOL, "viewer", "eye"), None, 0.0)
+    status = m.decode(m.encode(turns.server._status(asking, m.Status())))
+    turns.server._peers.clear()
     clients = status.report["clients"]
     assert len(clients) == 256
     assert sum("rate" in client for client in clients) == 85, "small reports are all there"
@@ -245,7 +261,6 @@ def test_the_largest_row_that_is_accepted_arrives():
         np.zeros((1, 2), np.float32), zeros, flags, flags, np.zeros(1), truncated=True,
     )  # fmt: skip
     segment.check(spec)
-    data = b"".join(bytes(part) for part in m.encode_record(0, segment))
-    frames = wire.joined(m.encode(m.Push("e" * 32, {"records": np.frombuffer(data, np.uint8)})))
+    frames = wire.joined(m.encode(push_of("e" * 32, segment)))
     assert max(map(len, frames)) <= wire.MAX_ARRAY
     assert len(m.decode_records(m.decode(frames).arrays["records"].data)) == 1

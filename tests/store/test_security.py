@@ -37,73 +37,7 @@ from tests.store.test_service import free_port
 from tests.store.test_service import wait_until as until
 from tools import keys as tool
 
-ROOT = Path(__file__).resolve().parents[2]
-STATE = "observation.state"
 PATIENCE = 15.0
-PEOPLE = {"left": "actor", "right": "actor", "boss": "operator", "eye": "viewer"}
-
-
-@pytest.fixture
-def keys(tmp_path):
-    """A folder with a key for everybody in PEOPLE, made by the tool."""
-    folder = tmp_path / "keys"
-    for name, role in PEOPLE.items():
-        do("make", folder, name, role)
-    return folder
-
-
-def do(what, folder, name=None, role=None):
-    with tool.locked(folder, what == "make"):
-        return tool.act(what, folder, name, role)
-
-
-class Served:
-    """A server in a thread; what the learner's own processes say goes by its local address."""
-
-    def __init__(self, run_dir, keys=None, inference="tcp://127.0.0.1:1"):
-        run_dir.mkdir()
-        self.run_dir, self.keys = run_dir, keys
-        self.address, self.local = f"tcp://127.0.0.1:{free_port()}", f"ipc://{run_dir}/server"
-        self.server = Server(
-            run_dir, {"online": 1000}, public=self.address, local=self.local, inference=inference, keys=keys
-        )
-        self.thread = threading.Thread(target=self.server.run)
-        self.thread.start()
-        self.trainer = Connection(self.local, m.Hello(m.PROTOCOL, "learner", "trainer"))
-
-    def close(self):
-        self.trainer.close()
-        self.server.stop()
-        self.thread.join()
-        self.server.close()
-
-    def report(self):
-        return self.trainer.call(m.Status(), PATIENCE).report
-
-    def refusals(self):
-        return self.report()["refusals"]
-
-    def direct(self):
-        self.trainer.call(m.Direct({"phase": "practise", "mode": "collect", "into": "online"}, None), PATIENCE)
-
-    def link(self, role, name, *, key=None, spec=None):
-        """A connection by hand; `key` is the name of one."""
-        opened = Key.read(self.keys / f"{key}.key") if key else None
-        record = {} if spec is None else {"session": f"{name:e<32}"[:32], "outbox": name, "spec": spec.to_dict()}
-        return Connection(self.address, m.Hello(m.PROTOCOL, role, name, **record), opened)
-
-
-@pytest.fixture
-def serve(tmp_path):
-    """serve(keys) -> Served."""
-    with contextlib.ExitStack() as stack:
-
-        def serve(keys=None, **options):
-            made = Served(tmp_path / "run", keys, **options)
-            stack.callback(made.close)
-            return made
-
-        yield serve
 
 
 @pytest.fixture
@@ -128,82 +62,6 @@ def collect(served, client, make_segment, episode="e0", **options):
 
 
 # -- keys as files
-
-
-def test_a_key_file_that_others_may_read_is_refused_on_either_side(keys, spec, tmp_path):
-    (keys / "left.key").chmod(0o644)
-    with pytest.raises(ConfigError, match=r"left\.key has mode 0644.*chmod 600"):
-        TrainerClient("tcp://127.0.0.1:1", actor="left", spec=spec, outbox=tmp_path / "box", key=keys / "left.key")
-    (keys / "server.key").chmod(0o640)
-    with pytest.raises(ConfigError, match=r"server\.key has mode 0640"):
-        AllowList(keys)
-
-
-def test_the_tool_makes_private_files_and_says_what_is_wrong(keys, tmp_path):
-    assert {file.name: file.stat().st_mode & 0o777 for file in keys.iterdir()} == {
-        name: 0o600 for name in ("server.key", "allowed.json", *(f"{name}.key" for name in PEOPLE))
-    }
-    assert keys.stat().st_mode & 0o777 == 0o700
-    for arguments, sentence in {
-        ("make", "left", "actor"): "there is a key left already",
-        ("make", "server", "actor"): "is not server",
-        ("make", "../up", "actor"): "a name has letters",
-        ("revoke", "nobody"): "nobody is let in as nobody",
-        ("unban", "left"): "left is not refused for bad messages",
-    }.items():
-        with pytest.raises(ConfigError, match=re.escape(sentence)):
-            do(arguments[0], keys, *arguments[1:])
-    assert do("revoke", keys, "left") == "left is refused from its next message on"
-    assert "left                 revoked" in do("list", keys)
-    with pytest.raises(ConfigError, match="there are no keys in"):
-        do("list", tmp_path / "nowhere")
-
-
-def test_the_tool_as_it_is_typed(tmp_path):
-    def typed(*words):
-        command = [sys.executable, ROOT / "tools/keys.py", *words, "--keys", tmp_path / "made"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        return done.returncode, done.stdout + done.stderr
-
-    assert typed("make", "left", "--role", "actor")[0] == 0
-    secret = Key.read(tmp_path / "made/left.key").secret
-    code, said = typed("list")
-    assert (code, said.split()[:2], secret in said) == (0, ["left", "actor"], False)
-    code, said = typed("revoke", "right")
-    assert (code, said.count("\n"), said[:7]) == (1, 1, "error: ")
-
-
-def test_a_damaged_key_is_told_in_one_sentence(keys):
-    for text in ("", "[]", '{"name": "left"}', (keys / "left.key").read_text().replace('"actor"', '"learner"')):
-        (keys / "left.key").write_text(text)
-        with pytest.raises(ConfigError, match="make"):
-            Key.read(keys / "left.key")
-
-
-def test_actors_of_several_machines_and_jobs_have_names_of_their_own_without_being_told(keys, monkeypatch, tmp_path):
-    for name in ("SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("socket.gethostname", lambda: "robot-7.lab.example")
-    key = Key.read(keys / "left.key")
-    assert [named(*words) for words in (("auto", None), ("auto", key), ("arm", key), ("arm", None))] == [
-        "robot-7", "left", "arm", "arm"
-    ]  # fmt: skip
-    assert named("auto", None) == named("auto", None), "a restart finds its outbox"
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    assert named("auto", None) == "robot-7", "one process a machine"
-    names = set()
-    for task, process in (("1", "0"), ("1", "1"), ("2", "0")):
-        for variable, value in zip(("ARRAY_TASK_ID", "PROCID", "NTASKS"), (task, process, "2"), strict=True):
-            monkeypatch.setenv(f"SLURM_{variable}", value)
-        names.add(named("auto", None))
-    assert names == {"robot-7-1-0", "robot-7-1-1", "robot-7-2-0"}
-    monkeypatch.setattr("socket.gethostname", lambda: "a/b c")
-    assert "/" not in named("auto", None)
-
-
-def test_no_secret_is_shown_by_a_key(keys):
-    key = Key.read(keys / "left.key")
-    assert key.secret not in repr(key)
 
 
 # -- addresses
@@ -468,51 +326,6 @@ def test_another_version_is_told_so_for_ever_and_bans_no_key(keys, serve):
     assert served.refusals() == {"other version": 20}
 
 
-def test_a_ban_ends_after_ten_minutes_and_a_clock_that_was_put_back_ends_it_too(keys, monkeypatch):
-    allowed, public = AllowList(keys), Key.read(keys / "left.key").public
-    for later in (BAN_S + 2, -3600.0):
-        allowed.ban("left")
-        assert allowed.find(public).role == "banned"
-        began = time.time()
-        monkeypatch.setattr(module.time, "time", lambda began=began, later=later: began + later)
-        allowed._stamp = (
-            None if later < 0 else allowed._stamp
-        )  # it looks again when a ban ends, and when a file changed
-        assert allowed.find(public).role == "actor"
-        assert AllowList(keys).find(public).role == "actor"
-        monkeypatch.undo()
-
-
-def test_a_ban_that_cannot_be_written_down_holds_in_this_process(keys, monkeypatch):
-    allowed, public = AllowList(keys), Key.read(keys / "left.key").public
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module.os, "open", full)
-    allowed.ban("left")
-    assert allowed.find(public).role == "banned"
-    assert not list(keys.glob("*.banned"))
-    began = time.time()
-    monkeypatch.setattr(module.time, "time", lambda: began + BAN_S + 2)
-    assert allowed.find(public).role == "actor"
-
-
-def test_two_changes_within_one_tick_of_the_clock_are_both_seen(keys):
-    allowed, public = AllowList(keys), Key.read(keys / "left.key").public
-    tick = time.time_ns()
-
-    def changed(role):
-        for path in (keys / "allowed.json", keys):
-            os.utime(path, ns=(tick, tick))
-        return allowed.find(public).role == role
-
-    allowed.ban("left")
-    assert changed("banned")
-    (keys / "left.banned").unlink()
-    assert changed("actor")
-
-
 def test_nobody_writes_in_the_name_of_another_though_he_knows_its_numbers(keys, serve, spec, make_segment):
     """The numbers lie in the files of the other's outbox."""
     served = serve(keys)
@@ -540,20 +353,6 @@ def test_nobody_writes_in_the_name_of_another_though_he_knows_its_numbers(keys, 
     assert (row[1], row[3], row[8]) == ("e0", "left", 8)
 
 
-def test_the_owner_of_a_life_outlives_the_server(keys, tmp_path, spec):
-    store = Store.create(tmp_path / "store", spec, {"online": 100})
-    store.hello("left", "box", "a" * 32, [], owner="left")
-    store.commit()
-    store.close()
-    store = Store(tmp_path / "store")
-    for owner in ("right", "lef"):
-        with pytest.raises(Refused, match="or to another key"):
-            store.hello("left", "box", "b" * 32, [("a" * 32, 0)], owner=owner)
-    for owner in ("left", ""):  # "": a learner without keys trusts whoever is there
-        store.hello("left", "box", "b" * 32, [("a" * 32, 0)], owner=owner)
-    store.close()
-
-
 def test_a_person_at_the_keyboard_of_an_actor_is_refused_to_steer_and_gets_no_key_banned(keys, serve):
     served = serve(keys)
     with served.link("viewer", "left/console", key="left") as link:
@@ -572,23 +371,6 @@ def test_what_a_client_reports_does_not_change_who_it_is(serve):
         until(lambda: any("rate" in client for client in served.report()["clients"]))
         (client,) = served.report()["clients"]
     assert (client["role"], client["actor"], type(client["seen_s"])) == ("viewer", "eve", float)
-
-
-def test_a_ban_outlives_the_server_and_an_allow_list_that_is_gone_lets_nobody_in(keys):
-    allowed = AllowList(keys)
-    public = Key.read(keys / "left.key").public
-    allowed.ban("left")
-    assert AllowList(keys).find(public).role == "banned"
-    do("unban", keys, "left")
-    assert allowed.find(public).role == "actor"
-    (keys / "allowed.json").chmod(0o666)
-    (keys / "allowed.json").touch()
-    assert allowed.find(public).role == "unknown"
-    (keys / "allowed.json").chmod(0o600)
-    (keys / "allowed.json").touch()
-    assert allowed.find(public).role == "actor"
-    (keys / "allowed.json").unlink()
-    assert allowed.find(public).role == "unknown"
 
 
 def test_while_the_allow_list_cannot_be_read_all_wait_and_afterwards_go_on(keys, serve, actor, make_segment):
