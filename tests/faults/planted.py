@@ -83,7 +83,7 @@ R4 killed Recorder._push: a signal within the push records the same steps twice
     + self._client.push(segment)
     + self._state = 0, self._state[1]
 
-== store: test_store test_replay test_label test_limits test_protocol_model test_power_loss test_export
+== store: test_store test_durability test_replay test_label test_limits test_protocol_model test_power_loss test_export
 
 T1 survives Store._make_room: an archived episode is evicted before it was exported
     - if (kept := self.kept.oldest(source.name)) is not None and kept[0] < source.tail:
@@ -101,7 +101,7 @@ T5 killed _judge: the environment overrules the operator
     - if outcome.judged_by == "operator" or episode.judged_by != "operator":
     + if True:
 
-== index: test_store test_power_loss test_failing_disk
+== index: test_store test_durability test_power_loss test_failing_disk
 
 I1 killed Index._begin: a commit is not synced
     - PRAGMA synchronous = FULL
@@ -168,7 +168,7 @@ V6 survives Intake._reopen: gaps and full sources from before a disk failed are 
     - incoming.full = ""
     + pass
 
-== who may say what: test_service test_security test_limits test_wire
+== who may say what: test_service test_security test_keys test_limits test_wire
 
 E1 killed _check_version: a client of another version is let in
     - high < PROTOCOL[0] or low > PROTOCOL[1] or strange

@@ -46,8 +46,10 @@ serve(run_dir, capacities, public=public, local=local, inference="tcp://127.0.0.
 class _Asked:
     """What a test asks a server for as its trainer does; the connection is opened when it is first used."""
 
-    def __init__(self, run_dir, port=None):
-        self.run_dir, self.port = run_dir, port or free_port()
+    keys = None  # a folder
+
+    def __init__(self, run_dir):
+        self.run_dir, self.port = run_dir, free_port()
         self.address, self.local = f"tcp://127.0.0.1:{self.port}", f"ipc://{run_dir}/server"
         self._admin = None
         run_dir.mkdir(exist_ok=True)
@@ -100,10 +102,11 @@ class _Asked:
         """{episode id: [index, ...]} in the order in which its steps lie in the store."""
         return oracle.indices(self.run_dir / "store", source)
 
-    def link(self, role, name, *, key=None, **record):
-        """A connection by hand; `key` is a file."""
-        hello = m.Hello(m.PROTOCOL, role, name, **record)
-        return Connection(self.address, hello, Key.read(key) if key else None)
+    def link(self, role, name, *, key=None, spec=None):
+        """A connection by hand, with the key of that name; with a Spec it is that of an actor."""
+        opened = Key.read(self.keys / f"{key}.key") if key else None
+        record = {} if spec is None else {"session": f"{name:e<32}"[:32], "outbox": name, "spec": spec.to_dict()}
+        return Connection(self.address, m.Hello(m.PROTOCOL, role, name, **record), opened)
 
     def hang_up(self):
         if self._admin is not None:
@@ -148,11 +151,12 @@ class ServerProcess(_Asked):
 class ServerThread(_Asked):
     """A server in a thread of this process; `ended` is what it refused to go on with."""
 
-    def __init__(self, run_dir, capacities=None, *, inference="tcp://127.0.0.1:1", **options):
+    def __init__(self, run_dir, capacities=None, *, inference="tcp://127.0.0.1:1", host="127.0.0.1", **options):
         super().__init__(run_dir)
+        public = f"tcp://{host}:{self.port}"
         self.keys = options.get("keys")
         self.server = Server(
-            run_dir, capacities or {"online": 400}, public=self.address, local=self.local, inference=inference,
+            run_dir, capacities or {"online": 400}, public=public, local=self.local, inference=inference,
             **options,
         )  # fmt: skip
         self.ended = ""

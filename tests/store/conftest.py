@@ -5,8 +5,8 @@ import contextlib
 import pytest
 from serl_client.client import TrainerClient
 
-from tests.shared.clients import RawActor, connected, directed
 from tests.shared import keys as shared_keys
+from tests.shared.clients import RawActor, connected, directed
 from tests.shared.servers import ServerProcess, ServerThread
 
 

@@ -19,7 +19,6 @@ from tests.shared.common import ROOT
 from tests.shared.keys import PEOPLE, do
 
 
-
 def test_a_key_file_that_others_may_read_is_refused_on_either_side(keys, spec, tmp_path):
     (keys / "left.key").chmod(0o644)
     with pytest.raises(ConfigError, match=r"left\.key has mode 0644.*chmod 600"):
@@ -117,6 +116,9 @@ def test_a_ban_that_cannot_be_written_down_holds_in_this_process(keys, monkeypat
     def full(*_):
         raise OSError(28, "No space left on device")
 
+    for path in (keys / "allowed.json", keys):
+        os.utime(path, (1, 1))  # the folder is as it was for long
+    assert allowed.find(public).role == "actor"
     monkeypatch.setattr(module.os, "open", full)
     allowed.ban("left")
     assert allowed.find(public).role == "banned"

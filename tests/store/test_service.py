@@ -385,17 +385,3 @@ def test_the_end_of_a_run_leaves_no_episode_open(serve, act, tmp_path):
     server.close()
     (episode,) = oracle.whole(tmp_path / "run/store").episodes.values()
     assert (episode["steps"], episode["closed"], episode["truncated"], episode["final"]) == (4, 1, 1, 0)
-
-
-def test_a_clock_that_is_an_hour_off_changes_nothing(server, join):
-    early, late = join(server, "early"), join(server, "late")
-    number = early.directive["number"]
-    for i in range(3):
-        for client, hours in ((early, -1 + 2 * (i % 2)), (late, 1)):  # one clock jumps, the other is ahead
-            segment = make_segment(client.actor, start=4 * i, ends="terminated" * (i == 2), directive=number)
-            client.push(dataclasses.replace(segment, time=segment.time + 3600.0 * hours))
-    assert early.drain(15)
-    assert late.drain(15)
-    assert all(episode["terminated"] for episode in server.episodes().values())
-    assert server.stored() == {name: list(range(12)) for name in server.episodes()}
-    assert set(server.stored()) == {"early", "late"}

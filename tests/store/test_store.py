@@ -2,9 +2,7 @@
 
 import os
 import signal
-import sqlite3
 import time
-from contextlib import closing
 
 import numpy as np
 import pytest

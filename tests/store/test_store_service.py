@@ -1,5 +1,6 @@
 """The server and its store: an actor that falls silent, a record that is wrong, a store that is made, or gone."""
 
+import dataclasses
 import math
 import os
 import threading
@@ -160,3 +161,17 @@ def test_while_large_files_are_made_others_are_answered_and_the_actor_waits(serv
     assert client.drain(10)
     (found,) = running.episodes().values()
     assert (found["steps"], found["terminated"]) == (8, 1)
+
+
+def test_a_clock_that_is_an_hour_off_changes_nothing(server, join):
+    early, late = join(server, "early"), join(server, "late")
+    number = early.directive["number"]
+    for i in range(3):
+        for client, hours in ((early, -1 + 2 * (i % 2)), (late, 1)):  # one clock jumps, the other is ahead
+            segment = make_segment(client.actor, start=4 * i, ends="terminated" * (i == 2), directive=number)
+            client.push(dataclasses.replace(segment, time=segment.time + 3600.0 * hours))
+    assert early.drain(15)
+    assert late.drain(15)
+    assert all(episode["terminated"] for episode in server.episodes().values())
+    assert server.stored() == {name: list(range(12)) for name in server.episodes()}
+    assert set(server.stored()) == {"early", "late"}
