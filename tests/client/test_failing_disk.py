@@ -15,7 +15,8 @@ from serl_client import wire
 
 from tests.faults import played, shim
 from tests.faults.shim import READ, RENAME, UNLINK, WRITE
-from tests.store.test_service import ServerProcess, wait_until
+from tests.shared.common import until as wait_until
+from tests.shared.servers import ServerProcess
 
 EIO = "Input/output error"
 ACTOR = """

@@ -20,7 +20,8 @@ from serl_client.reach import Lookout, look
 
 from serl_launcher.store import keeper
 from serl_launcher.store.store import Store
-from tests.store.test_service import free_port, wait_until
+from tests.shared.common import free_port
+from tests.shared.common import until as wait_until
 from tests.tools.test_doctor import served
 
 ROOT = Path(__file__).resolve().parents[2]

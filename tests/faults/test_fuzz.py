@@ -23,8 +23,7 @@ from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
 from tests.faults.fuzzing import damage, hostile, live, mutations
 from tests.faults.fuzzing.targets import TARGETS
-from tests.shared.common import free_port
-from tests.store.test_service import wait_until as until
+from tests.shared.common import free_port, until
 from tools import fuzz
 
 SHORT = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

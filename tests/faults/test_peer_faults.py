@@ -23,7 +23,10 @@ from serl_client.client import TrainerClient
 from serl_client.errors import Refused, TrainerError
 
 from tests.faults.proxy import Proxy
-from tests.store.test_service import ServerProcess, episode, publish, push_all, stored, wait_until
+from tests.shared.clients import own_name, push_all
+from tests.shared.common import until as wait_until
+from tests.shared.data import make_episode
+from tests.shared.servers import ServerProcess
 
 CAMERAS = Spec(
     {f"observation.images.cam_{i}": Feature((224, 298, 3), "uint8") for i in range(3)},
@@ -68,7 +71,7 @@ def connect(server, spec, tmp_path):
 
 def arrived(server, client, since=0):
     """The numbers, from `since` on, of the episodes of this client's life in the store, each whole and in order."""
-    mine = {name: indices for name, indices in stored(server).items() if f"-{client.session[:8]}-" in name}
+    mine = {name: indices for name, indices in server.stored().items() if f"-{client.session[:8]}-" in name}
     found = {number: mine[name] for name in mine if (number := int(name.rsplit("-", 1)[1])) >= since}
     assert all(indices == list(range(8)) for indices in found.values())
     return sorted(found)
@@ -76,7 +79,7 @@ def arrived(server, client, since=0):
 
 def push_episodes(client, make_segment, numbers):
     for number in numbers:
-        push_all(client, episode(make_segment, number, client=client))
+        push_all(client, make_episode(own_name(client, number), number))
 
 
 class Relay:
@@ -147,7 +150,7 @@ def test_e2_the_first_of_two_actors_of_one_name_is_told_and_its_records_come_lat
     second = connect("e2", outbox="two")
     with pytest.raises(Refused, match="another client named e2 has connected"):
         wait_until(lambda: first.check())
-    for record in episode(make_segment, 5, client=first):
+    for record in make_episode(own_name(first, 5), 5):
         with pytest.raises(Refused, match="another client"):
             first.push(record)
     push_episodes(second, make_segment, range(5))
@@ -272,7 +275,7 @@ def test_e8_a_little_outbox_says_that_it_is_full_and_loses_nothing(server, conne
     taken = 0
     with suppress(TrainerError):
         for number in range(250):
-            for record in episode(make_segment, number, client=client):
+            for record in make_episode(own_name(client, number), number):
                 client.push(record)
                 taken += 1
     assert 0 < taken < 300
@@ -284,7 +287,7 @@ def test_e8_a_little_outbox_says_that_it_is_full_and_loses_nothing(server, conne
     assert client.drain(30)
     assert client.has_room
     for number in range(1000, 1125):  # 1000 steps
-        push_all(client, episode(make_segment, number, client=client))
+        push_all(client, make_episode(own_name(client, number), number))
     assert client.drain(30)
     assert arrived(server, client, since=1000) == list(range(1000, 1125))
     assert client.pending == (0, 0)
@@ -294,10 +297,10 @@ def test_e9_a_receiver_that_was_away_gets_the_newest_weights_alone(server, conne
     """There: a slow actor went through all twelve versions one after the other."""
     with Proxy("127.0.0.1", server.port) as proxy:
         client = connect("e9", port=proxy.port, weights_folder=tmp_path / "weights")
-        first = publish(server, os.urandom(100_000))
+        first = server.publish(os.urandom(100_000))
         wait_until(lambda: client.weights(0))
         proxy.set("half_open")
-        last = [publish(server, os.urandom(100_000)) for _ in range(11)][-1]
+        last = [server.publish(os.urandom(100_000)) for _ in range(11)][-1]
         proxy.set("pass")
         seen = {first}
         wait_until(lambda: seen.add(client.weights(0)[0]) or last in seen)
@@ -308,7 +311,7 @@ def test_e9b_a_late_joiner_is_told_of_the_weights_with_its_welcome(server, conne
     """There: what was published before it came never reached it."""
     connect("e9b-early")
     content = os.urandom(300_000)
-    version = publish(server, content)
+    version = server.publish(content)
     client = connect("e9b", weights_folder=tmp_path / "weights")
     assert client._network.server.welcome.notice["weights"]["version"] == version
     wait_until(lambda: client.weights(0))
@@ -347,7 +350,7 @@ def test_e11_weights_travel_as_they_are_and_a_cut_repeats_nothing_of_them(server
     content = os.urandom(12 << 20)
     with Relay(server.port, cut_after=6 << 20) as relay:
         client = connect("e11", port=relay.port, weights_folder=tmp_path / "weights")
-        version = publish(server, content)
+        version = server.publish(content)
         wait_until(lambda: client.weights(version - 1), 30)
         assert client.weights(0)[1].read_bytes() == content
         assert relay.cuts == 1
@@ -359,7 +362,7 @@ def test_e12_a_control_loop_that_hangs_does_not_break_the_link(server, connect, 
     """There: a blocking call inside the handler froze the event loop, and the keepalive ended the connection."""
     client = connect("e12")
     welcome = client._network.server.welcome
-    push_all(client, episode(make_segment, 0, client=client))
+    push_all(client, make_episode(own_name(client, 0), 0))
     with pytest.raises(queue.Empty):
         queue.Queue().get(timeout=3.5)  # longer than any heartbeat's patience
     (seen,) = [each for each in server.ask(m.Status()).report["clients"] if each["actor"] == "e12"]
@@ -388,7 +391,7 @@ def test_e13_nobody_reads_a_mix_of_two_versions(server, connect, tmp_path):
     reading = threading.Thread(target=read)
     reading.start()
     for number in range(1, 21):
-        version = publish(server, bytes([number]) * 500_000)
+        version = server.publish(bytes([number]) * 500_000)
         wait_until(lambda newest=version: client.weights(newest - 1))
     over.set()
     reading.join()

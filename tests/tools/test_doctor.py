@@ -28,7 +28,8 @@ from robot_infra.robots.fake import FakeRobot
 from serl_launcher.config import composed
 from serl_launcher.store.server import Server
 from serl_launcher.store.store import Store
-from tests.store.test_service import free_port, wait_until
+from tests.shared.common import free_port
+from tests.shared.common import until as wait_until
 from tools.checks import machine, network, robot
 from tools.checks.common import CONFIG, Run
 from tools.checks.sides import examined, looked
