@@ -6,7 +6,7 @@ import zmq
 from serl_client import ConfigError, Feature, Outcome, Segment, Spec, Stamp, wire
 from serl_client import messages as m
 
-from serl_launcher.store import access, peers, sessions
+from serl_launcher.store import access, intake, peers, sessions
 from serl_launcher.store import server as module
 from serl_launcher.store.index import Index
 from serl_launcher.store.peers import Peer, cost
@@ -46,9 +46,9 @@ class Turns:
 
     def work(self):
         """Take turns until nothing waits; then commit."""
-        while self.server._has_work():
-            self.server._work()
-        self.server._commit()
+        while self.server.intake.has_work:
+            self.server.intake.work()
+        self.server.intake.commit()
 
     def got(self, client, kind):
         return [message for to, message in self.sent if to == b"client %d" % client and isinstance(message, kind)]
@@ -75,7 +75,7 @@ def outcomes(count):
 
 
 def test_a_flood_leaves_a_part_of_each_group_to_the_others(turns, monkeypatch):
-    monkeypatch.setattr(module, "GROUP_S", 0.005)
+    monkeypatch.setattr(intake, "GROUP_S", 0.005)
     turns.welcome(0, 1)
     turns.push(0, *outcomes(9_000))
     turns.push(1, make_segment("x", directive=turns.number))
@@ -83,12 +83,12 @@ def test_a_flood_leaves_a_part_of_each_group_to_the_others(turns, monkeypatch):
     turns.server.intake.commit()
     assert [ack.expected for ack in turns.got(1, m.Ack)] == [1]
     assert 0 < turns.store.expected(session_of(0)) < 9_000
-    assert turns.server._has_work()
+    assert turns.server.intake.has_work
 
 
 def test_what_waits_for_its_turn_is_staged_in_order_and_all_of_it(turns, monkeypatch):
     monkeypatch.setattr(access, "RECORDS", 10**9)
-    monkeypatch.setattr(module, "SLICE_S", 0.0)  # one record at each turn
+    monkeypatch.setattr(intake, "SLICE_S", 0.0)  # one record at each turn
     turns.welcome(0, 1)
     for client in (0, 1):
         for begin in range(0, 90, 30):
@@ -105,7 +105,7 @@ def test_a_farewell_waits_for_what_was_said_before_it(turns):
     while turns.server.intake.has_work:
         turns.server.intake.work()
         turns.server.access._second = 0.0
-    assert (turns.store.expected(session_of(0)), turns.server._peers) == (3_000, {})
+    assert (turns.store.expected(session_of(0)), turns.server.peers) == (3_000, {})
 
 
 def test_records_are_limited_by_their_number_and_wait_for_the_next_second(turns, monkeypatch):
@@ -114,14 +114,14 @@ def test_records_are_limited_by_their_number_and_wait_for_the_next_second(turns,
     turns.server.access._second = float("inf")  # time stands still
     turns.push(0, *outcomes(250))
     for expected in (100, 200, 250):
-        while turns.server._has_work():
-            turns.server._work()
+        while turns.server.intake.has_work:
+            turns.server.intake.work()
         assert turns.store.expected(session_of(0)) == expected
         turns.server.access._counts.clear()
 
 
 def test_more_than_the_window_holds_is_not_kept_and_asked_for_again(turns, monkeypatch):
-    monkeypatch.setattr(module, "WINDOW", 1 << 12)
+    monkeypatch.setattr(intake, "MAX_UNACKNOWLEDGED", 1 << 12)
     monkeypatch.setattr(access, "RECORDS", 1)
     turns.welcome(0)
     for begin in range(0, 1000, 50):
@@ -130,8 +130,8 @@ def test_more_than_the_window_holds_is_not_kept_and_asked_for_again(turns, monke
     assert peer.queued <= 2 << 12
     assert turns.server.access.refused.keys() == {"too fast"}
     monkeypatch.setattr(access, "RECORDS", 10**9)
-    while turns.server._has_work():
-        turns.server._work()
+    while turns.server.intake.has_work:
+        turns.server.intake.work()
     reached = turns.store.expected(session_of(0))
     turns.push(0, *outcomes(50), begin=950)
     turns.server.intake.work()
@@ -145,10 +145,10 @@ def test_what_a_peer_was_told_before_the_disk_failed_counts_no_more_after_it(tur
     segments = [make_segment("x", start=4 * i, directive=turns.number) for i in range(3)]
     turns.push(0, segments[1], begin=1)
     turns.work()
-    turns.server._peers[turns.server.public, b"client 1"].full[session_of(1)] = "online"
-    turns.server._degrade(OSError(28, "No space left on device"))
-    turns.server._next_reopen = 0.0
-    turns.server._commit()
+    turns.server.peers[turns.server.public, b"client 1"].incoming[session_of(1)].full = "online"
+    turns.server.intake.degrade(OSError(28, "No space left on device"))
+    turns.server.keeper._next_reopen = 0.0
+    turns.server.intake.commit()
     turns.sent.clear()
     turns.push(0, segments[2], begin=2)
     turns.push(1, make_segment("y", directive=turns.number))
@@ -179,7 +179,7 @@ def test_a_storm_of_hellos_is_told_to_come_again(turns):
     turns.server.access._second = float("inf")
     for i in range(access.LIMITS[m.Hello] + 10):
         turns.hello(0, session=session_of(1000 + i))
-    turns.server._welcome()
+    turns.server.welcomes.send()
     told = turns.got(0, m.Failed)
     assert len(told) == 10
     assert (told[0].kind, told[0].final, "too many Hellos" in told[0].text) == ("ServerFailed", False, True)
@@ -212,7 +212,7 @@ def test_closing_what_is_over_looks_at_one_outbox_only(turns):
     for _ in range(3):
         assert turns.store.lives.over(session_of(29), ()) == []
     turns.hello(3, session=session_of(333))
-    turns.server._welcome()
+    turns.server.welcomes.send()
     assert turns.store.lives.over(session_of(333), ()) == [session_of(3)]
 
 
@@ -224,10 +224,10 @@ def test_a_status_fits_however_much_the_clients_report(turns):
     for i in range(256):
         hello, report = m.Hello(m.PROTOCOL, "actor", f"{i:03}" + "\u00e9" * 197), reports[i % 3]
         peer = Peer(None, b"%d" % i, hello, None, 0.0, report=report, cost=cost(report))
-        turns.server._peers[None, b"%d" % i] = peer
+        turns.server.peers[None, b"%d" % i] = peer
     asking = Peer(None, b"", m.Hello(m.PROTOCOL, "viewer", "eye"), None, 0.0)
     status = m.decode(m.encode(turns.server._status(asking, m.Status())))
-    turns.server._peers.clear()
+    turns.server.peers.clear()
     clients = status.report["clients"]
     assert len(clients) == 256
     assert sum("rate" in client for client in clients) == 85, "small reports are all there"

@@ -16,7 +16,7 @@ from serl_client.keys import Key, known_as
 
 from serl_launcher.store import access as module
 from serl_launcher.store.access import BAD_MESSAGES, CAUSES
-from serl_launcher.store.server import MISSING
+from serl_launcher.store.updates import MISSING
 from tests.shared.clients import RawActor, connected, directed, push_of
 from tests.shared.common import PATIENCE, until
 from tests.shared.data import make_segment
@@ -387,8 +387,8 @@ def test_clients_that_come_and_go_leave_nothing_that_grows(serve, spec):
     server = (served := serve()).server
     for number in range(4):
         served.link("actor", f"arm{number}", spec=spec).close()
-    server._missing.update({f"gone{number}": 0.0 for number in range(10 * MISSING)})
-    until(lambda: len(server._missing) <= MISSING)
+    server.updates.missing.update({f"gone{number}": 0.0 for number in range(10 * MISSING)})
+    until(lambda: len(server.updates.missing) <= MISSING)
     limit = 4 * module.CONNECTIONS
     for number in range(2 * limit):
         server.access._peer(b"%d" % number)

@@ -14,7 +14,8 @@ from serl_client.errors import Refused
 
 from serl_launcher.replay.buffer import ReplayBuffer
 from serl_launcher.store import files, layout, store
-from serl_launcher.store.store import Full, Gap, Store
+from serl_launcher.store.errors import Full, Gap
+from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 from tests.shared.common import STATE
 from tests.shared.data import make_episode, make_segment, tiny_spec
@@ -88,14 +89,14 @@ def test_a_segment_that_cannot_go_on_is_its_senders_fault_and_the_others_are_kep
     tmp_path, made, monkeypatch, segment, says
 ):
     """Also one that sets off an error of ours while it is looked at."""
-    records = store._records
+    records = store.step_records
 
     def fail(*arguments):
         if any(getattr(argument, "stamp", None) and argument.stamp.weights == 77 for argument in arguments):
             raise OverflowError("a number that no column holds")
         return records(*arguments)
 
-    monkeypatch.setattr(store, "_records", fail)
+    monkeypatch.setattr(store, "step_records", fail)
     made.hello("other", "box", "B", [])
     made.stage("A", 0, make_segment("e0"))
     made.stage("B", 0, make_segment("f0", ends="terminated"))
@@ -209,7 +210,7 @@ def test_a_part_does_not_take_the_name_of_another_episode(made):
 def test_the_operator_closes_an_episode_whose_actor_is_gone(made):
     made.stage("A", 0, make_segment("e0"))
     made.stage("A", 1, Outcome("e0", True, judged_by="operator"))
-    assert not made._find("e0").closed  # its own actor says so, and goes on
+    assert not made.episodes.find("e0").closed  # its own actor says so, and goes on
     made.hello(*DESK)
     made.stage("B", 0, Outcome("e0", False, judged_by="operator"))
     made.commit()

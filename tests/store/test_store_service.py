@@ -11,8 +11,7 @@ from serl_client import ConfigError
 from serl_client import messages as m
 from serl_client.errors import TrainerError
 
-from serl_launcher.store import layout
-from serl_launcher.store import server as module
+from serl_launcher.store import keeper, layout, updates
 from tests.shared.clients import push_episodes
 from tests.shared.common import until
 from tests.shared.data import make_segment
@@ -33,7 +32,7 @@ def test_a_dead_actors_episode_is_truncated_after_as_much_silence_as_its_source_
     actor.push(0, make_segment("e0"))
     actor.told(1)
     actor.link.send(m.Bye())
-    until(lambda: not [peer for peer in running.server._peers.values() if peer.hello.role == "actor"])
+    until(lambda: not [peer for peer in running.server.peers.values() if peer.hello.role == "actor"])
     running.stop()
     now = time.monotonic()
     running.server.updates.cut_silent(now)
@@ -46,7 +45,7 @@ def test_a_dead_actors_episode_is_truncated_after_as_much_silence_as_its_source_
 
 
 def test_an_actor_that_lives_keeps_its_episode_and_the_rest_of_a_silent_one_is_a_part(serve, act, monkeypatch):
-    monkeypatch.setattr(module, "NOTICE_S", 0.05)
+    monkeypatch.setattr(updates, "UPDATE_S", 0.05)
     running = serve(on_silence={"online": 0.5})
     actor, other = act(running), act(running, "other", session=SECOND, outbox="box of other")
     actor.push(0, make_segment("e0"))
@@ -72,7 +71,7 @@ def test_an_actor_that_lives_keeps_its_episode_and_the_rest_of_a_silent_one_is_a
 def test_a_record_with_a_hostile_number_is_its_senders_fault_and_holds_up_nobody(serve, act, monkeypatch):
     running, degraded = serve(), []
     hostile, honest = act(running), act(running, "honest", session=SECOND, outbox="box of honest")
-    monkeypatch.setattr(running.server, "_degrade", degraded.append)
+    monkeypatch.setattr(running.server.intake, "degrade", degraded.append)
     hostile.push(0, make_segment("e0"))
     hostile.told(1)
     for number in range(20):
@@ -99,7 +98,7 @@ def test_a_record_that_sets_off_a_bug_when_its_group_is_written_costs_the_others
     honest.push(0, make_segment("f0", ends="terminated"))
     honest.told(1)
     hostile.push(0, make_segment("e0", steps=8))
-    until(lambda: running.server._alone_until)
+    until(lambda: running.server.keeper.is_suspicious)
 
     def blamed():
         hostile.push(0, make_segment("e0", steps=8))
@@ -109,7 +108,7 @@ def test_a_record_that_sets_off_a_bug_when_its_group_is_written_costs_the_others
 
     until(blamed, every=0.05)
     assert "record 0 cannot be written: a group could not be written: OverflowError('a bug')" in hostile.failed[0].text
-    until(lambda: not running.server.degraded)
+    until(lambda: not running.server.keeper.degraded)
     before = honest.hear()
     honest.push(before, make_segment(f"f{before}", ends="terminated"))
     until(lambda: honest.hear() > before)
@@ -142,7 +141,7 @@ def test_while_large_files_are_made_others_are_answered_and_the_actor_waits(serv
         allocate(*arguments)
 
     monkeypatch.setattr(os, "posix_fallocate", slow)
-    monkeypatch.setattr(module, "MAKE_S", 0.01)
+    monkeypatch.setattr(keeper, "MAKE_S", 0.01)
     running = serve()
     client = join(running, told=False)
     assert begun.wait(10)
