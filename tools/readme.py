@@ -61,7 +61,7 @@ NOT_RUN = {  # a regular expression of whole commands: why nobody gives them her
     r".*tools/chaos\.py --quickstart.*": "kills a whole run again and again, for ten minutes or more",
     r"\.venv/bin/python": "is only the beginning of a command",
     r".*tools/doctor\.py actor": "needs a learner that runs; README gives it one",
-    r".*tools/keys\.py lift .*": "needs a key that was banned",
+    r".*tools/keys\.py unban .*": "needs a key that was banned",
     r"tmux .*": "needs a run that goes on in tmux",
 }
 
