@@ -12,11 +12,11 @@ import matplotlib
 
 from .paired import Figure
 
-TITLE = """# What the data path does, beside its peers and its ceilings
+TITLE = """# Speed of the data path, beside other systems and the limits of the machine
 
-Each figure was measured in the same run as what it is compared with, in turn; a ratio is the median of those within the
-rounds. In the picture 1 is the goal, and what lies right of it holds; what has to be 0 is in the tables alone. How to
-repeat it: `.venv/bin/python tools/bench.py NAME --help`.
+Each system and its baseline alternate within one run. A ratio is the median of the rounds' ratios. In the plot, bars that
+reach beyond 1 meet the goal. Figures whose goal is 0 are only in the tables. `.venv/bin/python tools/bench.py NAME --help`
+says how to repeat a measurement.
 """
 
 
