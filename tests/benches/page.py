@@ -14,9 +14,9 @@ from .paired import Figure
 
 TITLE = """# Speed of the data path, beside other systems and the limits of the machine
 
-Each system and its baseline alternate within one run. A ratio is the median of the rounds' ratios. In the plot, bars that
-reach beyond 1 meet the goal. Figures whose goal is 0 are only in the tables. `.venv/bin/python tools/bench.py NAME --help`
-says how to repeat a measurement.
+Each system and its baseline alternate within one run. A ratio is the median of the rounds' ratios. In the plot, bars
+that reach beyond 1 meet the goal. Figures whose goal is 0 are only in the tables.
+`.venv/bin/python tools/bench.py NAME --help` says how to repeat a measurement.
 """
 
 
