@@ -1,53 +1,42 @@
-"""Terminal keys: what they say, and that the terminal is given back."""
+"""Terminal keys: what they say, that the terminal is given back, and how a person drives a robot with them."""
 
 import os
+import re
 import subprocess
 import sys
 import termios
 import time
 
+import numpy as np
 import pytest
+from serl_client import Feature
+from serl_client.errors import ConfigError
 
-from robot_infra.teleop.keyboard import KEYS, LEGEND, MOTION_LEGEND, MOTIONS, TOGGLE, Keyboard
+from robot_infra.robots import fake
+from robot_infra.robots.fake import FakeRobot
+from robot_infra.teleop import keyboard as keyboard_module
+from robot_infra.teleop.keyboard import KEYS, LEGEND, MOTION_LEGEND, MOTIONS, TOGGLE, Keyboard, KeyboardTeleop, chosen
+from tests.shared.robots import Hand, build
 
 
 @pytest.fixture
-def terminal():
-    """A pseudo-terminal: the end that a person types into, and the end that the program reads."""
-    person, program = os.openpty()
-    yield person, program
-    os.close(person)
-    os.close(program)
-
-
-def test_keys_become_events_in_order(terminal):
-    person, program = terminal
-    with Keyboard(program) as keyboard:
-        os.write(person, b"pnsfdq")
-        assert keyboard.poll() == ["pause", "next", "success", "failure", "discard", "stop"]
-        assert keyboard.poll() == []
-
-
-def test_caps_lock_does_not_keep_anybody_from_stopping(terminal):
-    person, program = terminal
-    with Keyboard(program) as keyboard:
-        os.write(person, b"Q")
-        assert keyboard.poll() == ["stop"]
-
-
-@pytest.mark.parametrize("typed", [b"xyz \n", b"\x1b[D\x1b[A", b"\x1bOS", b"\x1b[15~", "ü".encode()])
-def test_other_keys_say_nothing(terminal, typed):
-    person, program = terminal
-    with Keyboard(program) as keyboard:
-        os.write(person, typed)
-        assert keyboard.poll() == []
-
-
-def test_asking_does_not_wait(terminal):
+def typed(terminal):
+    """typed(bytes) -> the keyboard, which has them to read."""
     with Keyboard(terminal[1]) as keyboard:
-        start = time.monotonic()
-        assert keyboard.poll() == []
-        assert time.monotonic() - start < 0.5
+        yield lambda data: os.write(terminal[0], data) and keyboard
+
+
+@pytest.mark.parametrize(
+    ("keys", "events"),
+    [
+        (b"pnsfdq", ["pause", "next", "success", "failure", "discard", "stop"]), (b"Q", ["stop"]),  # caps lock
+        (b"xyz \n", []), (b"\x1b[D\x1b[A", []), (b"\x1bOS", []), (b"\x1b[15~", []), ("ü".encode(), []),
+    ],
+)  # fmt: skip
+def test_keys_become_events_in_order_and_others_say_nothing(typed, keys, events):
+    keyboard, start = typed(keys), time.monotonic()
+    assert (keyboard.poll(), keyboard.poll()) == (events, [])
+    assert time.monotonic() - start < 0.5, "asking does not wait"
 
 
 def test_the_terminal_is_given_back_on_an_exception_and_twice(terminal):
@@ -57,19 +46,15 @@ def test_the_terminal_is_given_back_on_an_exception_and_twice(terminal):
     def use():
         with keyboard:
             assert termios.tcgetattr(terminal[1]) != before
+            assert termios.tcgetattr(terminal[1])[3] & termios.ISIG, "ctrl-C still interrupts"
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         use()
-    assert termios.tcgetattr(terminal[1]) == before
-    keyboard.close()
-    assert termios.tcgetattr(terminal[1]) == before
+    for _ in range(2):
+        assert termios.tcgetattr(terminal[1]) == before
+        keyboard.close()
     assert keyboard.poll() == []
-
-
-def test_ctrl_c_still_interrupts(terminal):
-    with Keyboard(terminal[1]):
-        assert termios.tcgetattr(terminal[1])[3] & termios.ISIG
 
 
 def test_a_stdin_that_is_no_terminal_gives_no_events():
@@ -108,34 +93,24 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_keys_are_for_those_who_ask_for_them(terminal):
-    person, program = terminal
-    with Keyboard(program) as keyboard:
-        os.write(person, b"ipJt\x1b[A\x1bOBs\x1b[1;5C\x1b[D")
-        assert keyboard.poll() == ["pause", "success"]
-        assert keyboard.motions() == ["i", "j", "t", "i", "k", "l", "j"]
-        assert (keyboard.poll(), keyboard.motions()) == ([], [])
+def test_keys_are_for_those_who_ask_for_them(typed):
+    keyboard = typed(b"ipJt\x1b[A\x1bOBs\x1b[1;5C\x1b[D")
+    assert keyboard.poll() == ["pause", "success"]
+    assert keyboard.motions() == ["i", "j", "t", "i", "k", "l", "j"]
+    assert (keyboard.poll(), keyboard.motions()) == ([], [])
 
 
 @pytest.mark.parametrize("parts", [(b"\x1b", b"[D"), (b"\x1b[", b"D"), (b"\x1bO", b"D"), (b"\x1b[1;", b"5D")])
-def test_an_arrow_that_comes_in_two_parts_discards_nothing(terminal, parts):
-    person, program = terminal
-    with Keyboard(program) as keyboard:
-        for part in parts:
-            os.write(person, part)
-            assert keyboard.poll() == []
-        assert keyboard.motions() == ["j"]
+def test_an_arrow_that_comes_in_two_parts_discards_nothing(typed, parts):
+    assert [typed(part).poll() for part in parts] == [[], []]
+    assert typed(b" ").motions() == ["j"]
 
 
-def test_motions_that_nobody_asks_for_are_forgotten_in_the_end(terminal):
-    person, program = terminal
-    with Keyboard(program) as keyboard:
-        for _ in range(4):
-            os.write(person, b"i" * 100)
-            keyboard.poll()
-        os.write(person, b"k")
-        motions = keyboard.motions()
-        assert (len(motions), motions[-1]) == (256, "k")
+def test_motions_that_nobody_asks_for_are_forgotten_in_the_end(typed):
+    for _ in range(4):
+        typed(b"i" * 100).poll()
+    motions = typed(b"k").motions()
+    assert (len(motions), motions[-1]) == (256, "k")
 
 
 def test_no_key_means_two_things():
@@ -146,3 +121,105 @@ def test_the_legend_names_every_key():
     words = MOTION_LEGEND.split()
     assert all(key in words for key in (*MOTIONS, TOGGLE))
     assert [entry.split()[0] for entry in LEGEND.split("   ")] == ["p", "n", "s", "f", "d", "q"] == list(KEYS)
+
+
+# -- a person drives
+
+
+@pytest.fixture
+def at_keys(terminal, monkeypatch):
+    """(press(bytes), teleop, pass_time(seconds)) of a robot with x, y, z and gripper."""
+    clock = type("Clock", (), {"now": 100.0, "monotonic": lambda self: self.now})()
+    monkeypatch.setattr(keyboard_module, "time", clock)
+    action = Feature((4,), names=("x", "y", "z", "gripper"), low=np.array(-1), high=np.array(1))
+    with Keyboard(terminal[1]) as keyboard:
+        teleop = KeyboardTeleop(keyboard, action)
+        teleop.reset(0, demonstrate=False)
+
+        def pass_time(seconds):
+            clock.now += seconds
+
+        yield (lambda typed: os.write(terminal[0], typed)), teleop, pass_time
+
+
+def test_what_was_pressed_while_nobody_read_moves_nothing(at_keys):
+    press, teleop, pass_time = at_keys
+    teleop.reset(0, demonstrate=False)
+    press(b"ig")
+    pass_time(5)  # on its way home
+    assert teleop.read() is None
+    press(b"i")
+    assert teleop.read().tolist() == [0.5, 0, 0, 0]
+    press(b"ktt")
+    pass_time(5)  # a pause, in which the toggle counts
+    assert teleop.read().tolist() == [0, 0, 0, 0]
+
+
+def test_a_motion_key_takes_over_moves_for_a_moment_and_then_the_robot_holds(at_keys):
+    press, teleop, pass_time = at_keys
+    assert teleop.read() is None
+    press(b"i")
+    assert teleop.read().tolist() == [0.5, 0, 0, 0]
+    pass_time(0.1)
+    press(b"l")
+    assert teleop.read().tolist() == [0.5, -0.5, 0, 0]
+    pass_time(0.1)
+    assert teleop.read().tolist() == [0, -0.5, 0, 0]
+    pass_time(0.1)
+    assert teleop.read().tolist() == [0, 0, 0, 0]
+    for _ in range(9):  # a held key comes again and again
+        press(b"\x1b[B")
+        assert teleop.read().tolist() == [-0.5, 0, 0, 0]
+        pass_time(0.033)
+
+
+def test_a_key_toggles_the_takeover_and_the_gripper_keeps_what_it_was_told(at_keys):
+    press, teleop, pass_time = at_keys
+    press(b"t")
+    assert teleop.read().tolist() == [0, 0, 0, 0]
+    press(b"gu")
+    assert teleop.read().tolist() == [0, 0, 0.5, 1]
+    pass_time(9)
+    assert teleop.read().tolist() == [0, 0, 0, 1]
+    press(b"h")
+    assert teleop.read().tolist() == [0, 0, 0, -1]
+    press(b"t")
+    assert teleop.read() is None
+    press(b"o")
+    assert teleop.read().tolist() == [0, 0, -0.5, 0]
+    teleop.reset(1, demonstrate=False)
+    assert teleop.read() is None
+    press(b"i")
+    teleop.reset(1, demonstrate=True)  # a demonstration begins at rest
+    assert teleop.read().tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("word", "clock", "match"),
+    [
+        ("gamepad", "real", "gamepad is unknown; use scripted or keyboard"),
+        ("keyboard", "simulated", "needs task.env.clock=real"),
+        ("keyboard", "real", "needs a terminal"),
+    ],
+)
+def test_an_operator_that_cannot_be_is_refused_in_one_sentence(word, clock, match, monkeypatch):
+    monkeypatch.setattr(keyboard_module, "_in_front", lambda descriptor: False)
+    with pytest.raises(ConfigError, match=match):
+        fake.make(max_steps=9, noise=0.0, clock=clock, operator=word)
+
+
+def test_a_keyboard_refuses_a_robot_whose_action_it_cannot_give(terminal, monkeypatch):
+    monkeypatch.setattr(keyboard_module, "Keyboard", lambda: Keyboard(terminal[1]))
+    bounds = {"low": np.array(-1), "high": np.array(1)}
+    for action, named in (
+        (Feature((2,), names=("x", "wrist"), **bounds), "x, wrist"),
+        (Feature((6,), **bounds), "6 entries without names"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(named)):
+            chosen("keyboard", Hand(), action, clock="real")
+    teleop, keys = chosen("keyboard", Hand(), FakeRobot.action, clock="real")
+    assert isinstance(teleop, KeyboardTeleop)
+    assert keys.has_terminal
+    env = build(teleop=teleop, operator=keys)
+    env.close()
+    assert not keys.has_terminal

@@ -2,77 +2,17 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from serl_client.errors import ConfigError
-from serl_client.spec import Feature
 
-from robot_infra.env import RobotEnv
-from robot_infra.interfaces import Frame, RobotFault, Verdict
+from robot_infra.interfaces import RobotFault, Verdict
 from robot_infra.judges import lifted
 from robot_infra.robots.fake import FakeRobot, make
 from robot_infra.safety import SafeRobot
 from robot_infra.teleop.scripted import Scripted
-
-TASKS = Path(__file__).parents[2] / "config" / "task"
-RIGHT = np.array([1, 0], np.float32)
-
-
-class Clock:
-    """Stands in for the module time: sleeping is what makes it pass."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
-class FakeCamera:
-    feature = Feature((4, 6, 3), "uint8")
-    closed = False
-
-    def latest(self):
-        return Frame(np.full((4, 6, 3), 7, np.uint8), 0.0)
-
-    def close(self):
-        self.closed = True
-
-
-class IdleTeleop:
-    """An operator whose hands are off the device."""
-
-    space = "ee_delta"
-    closed = False
-
-    def reset(self, seed, *, demonstrate=True):
-        pass
-
-    def read(self):
-        return None
-
-    def close(self):
-        self.closed = True
-
-
-def never(observation):
-    return Verdict(0.0, False, False)
-
-
-def at_once(observation):
-    return Verdict(1.0, True, True)
-
-
-def build(robot=None, **changes):
-    arguments = {"judge": never, "task": "test", "fps": 10, "max_steps": 1000, "clock": "simulated"}
-    return RobotEnv(robot or FakeRobot(), **(arguments | changes))
+from tests.shared.robots import LEFT, RIGHT, Clock, FakeCamera, Hand, build, from_yaml, play
 
 
 @pytest.fixture
@@ -86,12 +26,15 @@ def clock(monkeypatch):
 def test_the_spec_and_the_rows_agree():
     env = build(cameras={"cam_high": FakeCamera()})
     assert sorted(env.spec.observation) == ["observation.images.cam_high", "observation.state"]
-    for observation in (env.reset(0), env.step(RIGHT).observation):
+    for number, observation in enumerate((env.reset(0), env.step(RIGHT).observation)):
         assert sorted(observation) == sorted(env.spec.observation)
         for name, feature in env.spec.observation.items():
             feature.check(name, observation[name])
-    assert (observation["observation.images.cam_high"] == 7).all()
+        assert (observation["observation.images.cam_high"] == number).all()
     env.spec.action.check("action", env.step(RIGHT).executed)
+
+
+# -- time
 
 
 def test_a_real_clock_keeps_its_rate_however_long_the_work_takes(clock):
@@ -101,8 +44,7 @@ def test_a_real_clock_keeps_its_rate_however_long_the_work_takes(clock):
     for step in range(50):
         clock.now += 0.01 * (step % 5)  # the policy thinks
         env.step(RIGHT)
-    assert clock.now - start == pytest.approx(5.0)
-    assert env.late == 0
+    assert (clock.now - start, env.late) == (pytest.approx(5.0), 0)
 
 
 def test_after_a_late_step_the_robot_is_not_hurried(clock):
@@ -112,16 +54,17 @@ def test_after_a_late_step_the_robot_is_not_hurried(clock):
     env.step(RIGHT)
     start = clock.now
     env.step(RIGHT)
-    assert clock.now - start == pytest.approx(0.1)
-    assert env.late == 1
+    assert (clock.now - start, env.late) == (pytest.approx(0.1), 1)
 
 
 def test_a_simulated_clock_waits_for_nothing(clock):
-    env = build(clock="simulated")
+    env = build()
     env.reset(0)
-    start = clock.now
     env.step(RIGHT)
-    assert clock.now == start
+    assert clock.now == 100.0
+
+
+# -- who drives, and how an episode ends
 
 
 def test_no_action_holds():
@@ -135,8 +78,7 @@ def test_no_action_holds():
 
 def test_a_time_limit_truncates_and_only_then_is_failure_certain():
     env = build(max_steps=3)
-    env.reset(0)
-    steps = [env.step(RIGHT) for _ in range(3)]
+    steps = play(env, 0, RIGHT)
     assert [step.truncated for step in steps] == [False, False, True]
     assert [step.success for step in steps] == [None, None, False]
     assert not any(step.terminated for step in steps)
@@ -145,48 +87,36 @@ def test_a_time_limit_truncates_and_only_then_is_failure_certain():
 
 
 def test_an_episode_that_ends_in_its_last_step_is_terminated_not_truncated():
-    env = build(max_steps=1, judge=at_once)
-    env.reset(0)
-    step = env.step(RIGHT)
+    (step,) = play(build(max_steps=1, judge=lambda observation: Verdict(1.0, True, True)), 0, RIGHT)
     assert (step.terminated, step.truncated, step.success, step.reward) == (True, False, True, 1.0)
 
 
-def test_in_a_teleop_episode_the_operator_drives_and_the_policy_in_the_next_one():
-    left = np.array([-1, 0], np.float32)
-    env = build(teleop=Scripted(lambda: left, noise=0.0))
+@pytest.mark.parametrize(
+    ("teleop", "driven"), [(Scripted(lambda: LEFT, noise=0.0), LEFT), (Hand(), [0, 0])], ids=["on", "hands off"]
+)
+def test_in_a_teleop_episode_the_operator_drives_and_the_policy_in_the_next_one(teleop, driven):
+    env = build(teleop=teleop)
     assert env.has_operator
-    env.reset(0, teleop=True)
-    step = env.step(RIGHT)
-    np.testing.assert_array_equal(step.executed, left)
-    assert step.intervened
-    env.reset(1)
-    step = env.step(RIGHT)
-    np.testing.assert_array_equal(step.executed, RIGHT)
-    assert not step.intervened
-
-
-def test_hands_off_the_device_hold():
-    env = build(teleop=IdleTeleop())
-    env.reset(0, teleop=True)
-    step = env.step(RIGHT)
-    np.testing.assert_array_equal(step.executed, [0, 0])
-    assert step.intervened
-
-
-def test_without_an_operator_there_is_no_teleop_episode():
-    env = build()
-    assert not env.has_operator
-    with pytest.raises(ConfigError, match="no teleop"):
-        env.reset(0, teleop=True)
+    for options, executed in (({"teleop": True}, driven), ({}, RIGHT)):
+        env.reset(0, **options)
+        step = env.step(RIGHT)
+        np.testing.assert_array_equal(step.executed, executed)
+        assert step.intervened == bool(options)
 
 
 def test_what_does_not_fit_is_refused_before_anything_moves():
-    teleop = IdleTeleop()
+    teleop = Hand()
     teleop.space = "joint_position"
     with pytest.raises(ConfigError, match="joint_position"):
         build(teleop=teleop)
     with pytest.raises(ConfigError, match="clock"):
         build(clock="wall")
+    with pytest.raises(ConfigError, match="explode"):
+        FakeRobot(faults={"explode": 1})
+    env = build()
+    assert not env.has_operator
+    with pytest.raises(ConfigError, match="no teleop"):
+        env.reset(0, teleop=True)
 
 
 @pytest.mark.parametrize("stop_fails", [False, True])
@@ -197,7 +127,7 @@ def test_every_way_out_stops_the_robot_and_gives_each_device_back(stop_fails):
             if stop_fails:
                 raise RobotFault("stop failed")
 
-    robot, camera, teleop = Stubborn(), FakeCamera(), IdleTeleop()
+    robot, camera, teleop = Stubborn(), FakeCamera(), Hand()
 
     def run():
         with build(robot, cameras={"cam": camera}, teleop=teleop) as env:
@@ -206,10 +136,10 @@ def test_every_way_out_stops_the_robot_and_gives_each_device_back(stop_fails):
 
     with pytest.raises(RobotFault if stop_fails else KeyboardInterrupt):
         run()
-    assert robot.stopped
-    assert robot.closed
-    assert camera.closed
-    assert teleop.closed
+    assert (robot.stopped, robot.closed, camera.closed, teleop.closed) == (True,) * 4
+
+
+# -- the safety wrapper
 
 
 def test_a_command_outside_the_bounds_is_clipped_and_the_clipped_one_reported():
@@ -221,8 +151,7 @@ def test_a_command_outside_the_bounds_is_clipped_and_the_clipped_one_reported():
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_command_that_is_not_finite_holds_and_counts(value):
     robot = FakeRobot()
-    safe = SafeRobot(robot)
-    before = robot.position
+    safe, before = SafeRobot(robot), robot.position
     np.testing.assert_array_equal(safe.command(np.array([0.5, value], np.float32)), [0, 0])
     np.testing.assert_allclose(robot.position, before)
     assert safe.refused == 1
@@ -230,25 +159,22 @@ def test_a_command_that_is_not_finite_holds_and_counts(value):
 
 def test_commands_change_by_no_more_than_the_jump_limit():
     safe = SafeRobot(FakeRobot(), jump=0.4)
-    sent = [safe.command(RIGHT)[0] for _ in range(3)]
-    np.testing.assert_allclose(sent, [0.4, 0.8, 1.0], rtol=1e-6)
+    np.testing.assert_allclose([safe.command(RIGHT)[0] for _ in range(3)], [0.4, 0.8, 1.0], rtol=1e-6)
     assert safe.command(-RIGHT)[0] == pytest.approx(0.6)
     safe.home(0)
     assert safe.command(RIGHT)[0] == pytest.approx(0.4)
 
 
-def test_a_box_narrows_the_entry_it_names_and_no_other():
-    safe = SafeRobot(FakeRobot(), box={"y": (-0.2, 0.3)})
-    np.testing.assert_allclose(safe.command(np.array([1, 1])), [1, 0.3], rtol=1e-6)
-    np.testing.assert_allclose(safe.command(np.array([-1, -1])), [-1, -0.2], rtol=1e-6)
+@pytest.mark.parametrize(
+    ("box", "low", "high"),
+    [({"y": (-0.2, 0.3)}, [-1, -0.2], [1, 0.3]), ({"x": (-5.0, 5.0), "y": (-0.2, 5.0)}, [-1, -0.2], [1, 1])],
+)
+def test_a_box_narrows_the_entry_it_names_and_never_widens_the_bounds(box, low, high):
+    safe = SafeRobot(FakeRobot(), box=box)
+    np.testing.assert_allclose(safe.command(np.array([3, 3])), high, rtol=1e-6)
+    np.testing.assert_allclose(safe.command(np.array([-3, -3])), low, rtol=1e-6)
     with pytest.raises(ConfigError, match="wrist"):
         SafeRobot(FakeRobot(), box={"wrist": (0, 1)})
-
-
-def test_a_box_never_widens_the_bounds():
-    safe = SafeRobot(FakeRobot(), box={"x": (-5.0, 5.0), "y": (-0.2, 5.0)})
-    np.testing.assert_allclose(safe.command(np.array([3, 3])), [1, 1], rtol=1e-6)
-    np.testing.assert_allclose(safe.command(np.array([-3, -3])), [-1, -0.2], rtol=1e-6)
 
 
 class OutsideRobot(FakeRobot):
@@ -282,22 +208,16 @@ def test_an_action_of_another_shape_is_an_error_not_a_broadcast():
         SafeRobot(FakeRobot()).command(np.ones(1))
 
 
-def test_a_fault_stops_the_robot_and_is_told():
-    robot = FakeRobot(faults={"raise": 2})
+@pytest.mark.parametrize(
+    ("faults", "said"), [({"raise": 2}, "told to fail"), ({"nan": 2}, r"observation\.state")], ids=["robot", "sensor"]
+)
+def test_a_fault_stops_the_robot_before_a_policy_sees_it_and_is_told(faults, said):
+    robot = FakeRobot(faults=faults)
     env = build(SafeRobot(robot))
     env.reset(0)
     env.step(RIGHT)
     assert not robot.stopped
-    with pytest.raises(RobotFault):
-        env.step(RIGHT)
-    assert robot.stopped
-
-
-def test_a_broken_sensor_stops_the_robot_before_a_policy_sees_it():
-    robot = FakeRobot(faults={"nan": 1})
-    env = build(SafeRobot(robot))
-    env.reset(0)
-    with pytest.raises(RobotFault, match=r"observation\.state"):
+    with pytest.raises(RobotFault, match=said):
         env.step(RIGHT)
     assert robot.stopped
 
@@ -310,9 +230,7 @@ def test_a_frozen_robot_takes_commands_and_stays():
     np.testing.assert_array_equal(frozen, moved)
 
 
-def test_an_unknown_fault_is_refused():
-    with pytest.raises(ConfigError, match="explode"):
-        FakeRobot(faults={"explode": 1})
+# -- starts, the scripted operator, the task
 
 
 def test_a_start_is_named_by_its_seed():
@@ -325,14 +243,7 @@ def test_a_start_is_named_by_its_seed():
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 def test_the_scripted_operator_reaches_the_goal(noise):
     env = make(max_steps=50, noise=noise, clock="simulated")
-    successes = 0
-    for seed in range(50):
-        env.reset(seed, teleop=True)
-        step = env.step(None)
-        while not (step.terminated or step.truncated):
-            step = env.step(None)
-        successes += bool(step.success)
-    assert successes >= 48
+    assert sum(bool(play(env, seed, teleop=True)[-1].success) for seed in range(50)) >= 48
 
 
 def test_demonstrations_repeat_with_their_seed_and_differ_between_seeds():
@@ -354,9 +265,7 @@ def test_a_block_counts_as_lifted_only_while_it_is_held():
 
 
 def test_the_fake_task_yaml_makes_an_env_with_an_operator():
-    config = OmegaConf.create({"task": OmegaConf.load(TASKS / "fake.yaml")})
-    with instantiate(config.task.env)() as env:
-        assert env.has_operator is config.task.has_operator
+    with from_yaml("fake") as env:
         env.reset(0, teleop=True)
         assert env.step(None).intervened
 

@@ -1,0 +1,139 @@
+"""A policy that answers from elsewhere: which row of a chunk is given out, and when it is asked again."""
+
+import numpy as np
+import pytest
+from serl_client import runner
+from serl_client.controller import RemotePolicy, decision_seed
+from serl_client.runner import ActorStatus
+
+from tests.shared.actors import STATE, Chunks, CountingEnv, FakeClient, run
+
+
+def policy(source, weights=None, **options):
+    policy = RemotePolicy(source, deadline=0.0, **options)
+    policy.begin("e0", {"explore": weights is None, "weights": weights}, "count")
+    return policy
+
+
+def act(policy, step):
+    action = policy.act({}, step=step, previous_action=None, reset=step == 0)
+    return None if action is None else round(float(action[0]), 2)
+
+
+def test_a_policy_of_single_actions_is_asked_for_every_row():
+    source = Chunks()
+    remote = policy(source)
+    assert [act(remote, step) for step in range(4)] == [0, 1, 2, 3]
+    assert source.questions == [(0, True), (1, False), (2, False), (3, False)]
+    assert (remote.version, remote.chunk_start, remote.extras["noise"].tolist()) == (1, True, [4, 4])
+    assert source.seed == decision_seed("e0", 3) < 2**63
+
+
+def test_a_chunk_is_given_out_row_by_row_and_decision_marks_its_first():
+    source = Chunks(length=3)
+    remote = policy(source)
+    rows = [(act(remote, step), remote.chunk_start) for step in range(6)]
+    assert rows == [(0, True), (0.01, False), (0.02, False), (3, True), (3.01, False), (3.02, False)]
+    assert [step for step, _ in source.questions] == [0, 3]
+
+
+def test_the_rows_that_have_passed_are_skipped_in_a_late_chunk():
+    source = Chunks(length=5, delay=2)
+    remote = policy(source)
+    assert [act(remote, step) for step in range(5)] == [None, None, 0.02, 0.03, 0.04]
+    assert remote.chunk_start is False
+    assert source.questions == [(0, True)]
+
+
+def test_the_old_chunk_goes_on_until_the_next_one_is_here():
+    source = Chunks(length=6)
+    remote = policy(source, n_action_steps=2)
+    assert [act(remote, 0), act(remote, 1)] == [0, 0.01]
+    source.delay = 2
+    assert [act(remote, step) for step in (2, 3, 4)] == [0.02, 0.03, 2.02]
+    assert remote.chunk_start is True
+
+
+def test_a_chunk_that_is_too_late_as_a_whole_is_asked_for_again():
+    source = Chunks(length=1, delay=1)
+    remote = policy(source)
+    assert act(remote, 0) is None
+    source.delay = 0
+    assert act(remote, 1) == 1
+    assert source.questions == [(0, True), (1, True)]  # the reset stays until there is an action
+
+
+def test_a_lost_question_is_repeated(monkeypatch):
+    monkeypatch.setattr("serl_client.controller.REPEAT", 0.0)
+    source = Chunks(delay=10**9)
+    remote = policy(source)
+    assert [act(remote, step) for step in range(3)] == [None] * 3
+    assert len(source.questions) == 3
+
+
+def test_only_the_weights_that_must_act_do():
+    source = Chunks(version=4)
+    remote = policy(source, weights=5)
+    assert act(remote, 0) is None
+    source.version = 5
+    remote._asked_at = -1e9  # as if time had passed
+    assert act(remote, 0) == 0
+    assert (remote.version, source.explore) == (5, False)
+
+
+# -- in the loop of an actor
+
+
+@pytest.fixture
+def client(spec):
+    return FakeClient(spec)
+
+
+def test_a_takeover_drops_the_chunk_and_the_hand_back_asks_anew(spec, client):
+    source, env = Chunks(length=20), CountingEnv(spec, human=(4, 5, 6))
+    run(env, client, RemotePolicy(source, deadline=0.0), episodes=1)
+    (episode,) = client.episodes
+    assert source.questions == [(0, True), (8, True)]
+    assert source.task == env.task == episode.task
+    assert np.flatnonzero(episode.intervened).tolist() == [4, 5, 6]
+    assert np.flatnonzero(episode.chunk_start).tolist() == [0, 8]
+    assert [row for row, action in enumerate(env.actions) if action is None] == [5, 6, 7]
+
+
+def test_a_simulated_robot_waits_for_its_action(spec, client):
+    env = CountingEnv(spec)
+    run(env, client, RemotePolicy(Chunks(delay=3), deadline=0.0), episodes=1)
+    assert all(action is not None for action in env.actions)
+
+
+def test_a_real_robot_holds_until_its_action_comes(spec, client):
+    class Uneven(Chunks):
+        def ask(self, observation, *, step, **question):
+            self.delay = step % 4 // 2
+            super().ask(observation, step=step, **question)
+
+    env = CountingEnv(spec, clock="real")
+    run(env, client, RemotePolicy(Uneven(length=2), deadline=0.0), episodes=1)
+    assert [row for row, action in enumerate(env.actions) if action is None] == [2, 6, 10]
+    assert len(client.episodes[0]) == 13
+
+
+@pytest.mark.parametrize("returns", [2, "wait 30"], ids=["at once", "while it waits"])
+def test_a_real_robot_whose_policy_is_silent_ends_the_episode_and_stays_until_there_is_an_answer(
+    spec, client, monkeypatch, returns
+):
+    monkeypatch.setattr(runner, "SILENCE", 0.3)
+    monkeypatch.setattr("serl_client.controller.REPEAT", 0.0)
+    source, env, status, resets = Chunks(), CountingEnv(spec, clock="real"), ActorStatus(), []
+
+    def answer():
+        resets.append(len(env.seeds))
+        source.delay = 0
+
+    client.script = {1: lambda: setattr(source, "delay", 10**9), returns: answer}
+    run(env, client, RemotePolicy(source, deadline=0.0), status=status)
+    first, second = client.episodes
+    assert (len(first), first.truncated, len(second), second.terminated) == (9, True, 13, True)
+    assert second.observation[STATE][0, 0] == 0
+    assert resets == [1], "nothing moves it home before that"
+    assert "no action came" in status.warning

@@ -1,0 +1,147 @@
+"""What surrounds an actor's loop, without a robot and without a learner: environment, client, operator, policy."""
+
+import numpy as np
+from serl_client import Outcome
+from serl_client.controller import RandomPolicy
+from serl_client.episode import join
+from serl_client.network import Answer
+from serl_client.runner import Step, run_actor
+
+from .common import STATE
+
+
+class CountingEnv:
+    """Episodes of `length` steps whose observation counts the steps; `human` rows are driven by somebody else."""
+
+    task, fails_at, success = "count", None, True
+
+    def __init__(self, spec, length=13, *, clock="simulated", has_operator=False, human=()):
+        self.spec, self.length, self.clock, self.has_operator, self.human = spec, length, clock, has_operator, human
+        self.seeds, self.teleops, self.actions, self.stops = [], [], [], 0
+
+    def reset(self, seed, *, teleop=False, intervene=False):
+        self.row = 0
+        self.seeds.append(seed)
+        self.teleops.append(teleop)
+        return self.observe()
+
+    def step(self, action):
+        if self.row == self.fails_at:
+            raise OSError("the robot is gone")
+        self.actions.append(action)
+        human = self.row in self.human
+        executed = np.full(2, 0.5 if human or action is None else action, np.float32)
+        self.row += 1
+        ended = self.row == self.length
+        success = self.success if ended else None
+        return Step(self.observe(), float(self.row), executed, human or self.teleops[-1], ended, False, success)
+
+    def stop(self):
+        self.stops += 1
+
+    def observe(self):
+        return {STATE: np.full(8, self.row, np.float32)}
+
+
+class FakeClient:
+    """A client whose learner takes everything; `script` holds functions that run after so many records, or waits."""
+
+    actor, session, ordinal = "robot", "0123456789abcdef", 3
+    has_room, fault, error, step_limit, drained, pending = True, "", None, None, True, (0, 0)
+
+    def __init__(self, spec, mode="collect", **directive):
+        self.spec, self.report, self.waited = spec, {}, 0
+        self.records, self.commands, self.script = [], [], {}
+        self.direct(mode, **directive)
+
+    def direct(self, mode, number=1, **directive):
+        self.directive = {
+            "number": number, "phase": "practise", "mode": mode, "into": "online", "explore": True,
+            "episodes": None, "weights": None, "boundary": "episode", **directive,
+        }  # fmt: skip
+
+    def push(self, record):
+        self.records.append(record)
+        self._next(len(self.records))
+
+    def wait(self, timeout):
+        self.waited += 1
+        self._next(f"wait {self.waited}")
+        assert self.waited < 10_000, "it waits for ever"
+
+    def _next(self, event):
+        self.script.pop(event, lambda: None)()
+        if self.error:
+            raise self.error
+
+    def command(self, name, argument=""):
+        self.commands.append(name)
+
+    def drain(self, timeout):
+        return self.drained
+
+    @property
+    def segments(self):
+        return [record for record in self.records if not isinstance(record, Outcome)]
+
+    @property
+    def outcomes(self):
+        return [record for record in self.records if isinstance(record, Outcome)]
+
+    @property
+    def episodes(self):
+        """The segments of each episode, joined."""
+        ids = dict.fromkeys(segment.episode for segment in self.segments)
+        return [join([segment for segment in self.segments if segment.episode == id]) for id in ids]
+
+
+class Keys:
+    """An operator: {look: what was pressed before it}; there is a look after each reset and after each row."""
+
+    def __init__(self, presses):
+        self.presses, self.looks = presses, -1
+
+    def poll(self):
+        self.looks += 1
+        return self.presses.get(self.looks, [])
+
+
+class Chunks:
+    """Answers with `length` actions after `delay` looks in vain; action [i] of the chunk of row s is s + i / 100, times
+    `scale`."""
+
+    def __init__(self, length=1, delay=0, version=1, scale=1.0):
+        self.length, self.delay, self.version, self.scale = length, delay, version, scale
+        self.questions, self.previous, self.answer, self.patience = [], [], None, 0  # questions: (row, reset)
+
+    def ask(self, observation, *, step, seed, previous_action, reset, explore, task):
+        self.questions.append((step, reset))
+        self.previous.append(None if previous_action is None else previous_action.tolist())
+        self.seed, self.explore, self.task = seed, explore, task
+        action = step + np.arange(self.length, dtype=np.float32)[:, None] / 100 + np.zeros(2, np.float32)
+        extras = {"noise": np.full(2, step + 1, np.float32)}
+        self.answer, self.patience = Answer(step, self.version, action * self.scale, extras), self.delay
+
+    def wait_answer(self, step, timeout):
+        if self.answer is None or self.patience:
+            self.patience = max(0, self.patience - 1)
+            return None
+        answer, self.answer = self.answer, None
+        return answer
+
+    def forget(self):
+        self.answer = None
+
+
+def run(env, client, controller=None, *, episodes=2, **options):
+    """Run an actor until so many episodes were reported, then stop it; their reports."""
+    reports = []
+
+    def on_episode(report):
+        reports.append(report)
+        if len(reports) == episodes:
+            client.direct("stop", number=99)
+
+    options = {"seed": 0, "on_episode": on_episode, **options}
+    run_actor(env, controller or RandomPolicy(env.spec, 0), client, **options)
+    return reports

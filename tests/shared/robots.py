@@ -1,0 +1,93 @@
+"""Robots for tests: an env over the fake robot, its cameras and clock, episodes played to their end."""
+
+import numpy as np
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from serl_client.spec import Feature
+
+from robot_infra.env import RobotEnv
+from robot_infra.interfaces import Frame, Verdict
+from robot_infra.robots.fake import FakeRobot
+
+from .common import TASKS
+
+RIGHT, LEFT = np.array([1, 0], np.float32), np.array([-1, 0], np.float32)
+
+
+def never(observation):
+    return Verdict(0.0, False, False)
+
+
+def build(robot=None, **changes):
+    """An env of the fake robot whose episodes end by nothing but their time limit."""
+    arguments = {"judge": never, "task": "test", "fps": 10, "max_steps": 1000, "clock": "simulated"}
+    return RobotEnv(robot or FakeRobot(), **(arguments | changes))
+
+
+def from_yaml(name, changes=None, **options):
+    """The env of a task's yaml, with `changes` to the yaml."""
+    task = OmegaConf.merge(OmegaConf.load(TASKS / f"{name}.yaml"), changes or {})
+    config = OmegaConf.create({"task": task})
+    env = instantiate(config.task.env)(**options)
+    assert env.has_operator is config.task.has_operator
+    return env
+
+
+def play(env, seed, action=None, **reset):
+    """The steps of one episode with the same action in each row."""
+    env.reset(seed, **reset)
+    steps = [env.step(action)]
+    while not (steps[-1].terminated or steps[-1].truncated):
+        steps.append(env.step(action))
+    return steps
+
+
+class Clock:
+    """Stands in for the module time: sleeping is what makes it pass."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class FakeCamera:
+    """Each image holds its number; it was taken so many seconds ago as `delays` say, and at `taken`."""
+
+    feature, closed = Feature((4, 6, 3), "uint8"), False
+
+    def __init__(self, clock=None, delays=()):
+        self._clock, self._delays, self.taken = clock or Clock(), delays, []
+
+    def latest(self):
+        number = len(self.taken)
+        self.taken.append(self._clock.monotonic() - (self._delays[number] if self._delays else 0.0))
+        return Frame(np.full((4, 6, 3), number, np.uint8), self.taken[-1])
+
+    def close(self):
+        self.closed = True
+
+
+class Hand:
+    """An operator who touches the device in some rows of each episode, and pushes it to the left."""
+
+    space, closed = "ee_delta", False
+
+    def __init__(self, rows=()):
+        self.rows, self.row, self.reads, self.demonstrates = rows, -1, 0, []
+
+    def reset(self, seed, *, demonstrate=True):
+        self.row = -1
+        self.demonstrates.append(demonstrate)
+
+    def read(self):
+        self.row += 1
+        self.reads += 1
+        return LEFT if self.row in self.rows else None
+
+    def close(self):
+        self.closed = True
