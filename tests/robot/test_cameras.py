@@ -4,78 +4,21 @@ import logging
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
-from serl_client.controller import RandomPolicy
-from serl_client.episode import Segment, Stamp, join
+from serl_client.episode import Stamp
 from serl_client.errors import ConfigError
 from serl_client.recorder import SEGMENT_BYTES, Recorder, segment_rows
-from serl_client.runner import run_actor
-from serl_client.spec import Feature
 
 from robot_infra.cameras import gl
-from robot_infra.env import RobotEnv
-from robot_infra.interfaces import Frame, Verdict
-from robot_infra.robots.fake import FakeRobot
 from robot_infra.robots.sim_arm import make
+from tests.shared.actors import FakeClient, run
+from tests.shared.robots import Clock, FakeCamera, build, from_yaml
 
-TASKS = Path(__file__).parents[2] / "config" / "task"
 CAMERAS = ["cam_high", "cam_wrist"]
 IMAGES = [f"observation.images.{name}" for name in CAMERAS]
 HOLD = np.zeros(4, np.float32)
-
-
-class Clock:
-    """Stands in for the module time."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-
-class LateCamera:
-    """A camera whose frames are as old as its `delays` say, in seconds; each image holds its number."""
-
-    feature = Feature((4, 6, 3), "uint8")
-
-    def __init__(self, clock, delays):
-        self._clock, self._delays, self._number = clock, delays, 0
-
-    def latest(self):
-        image = np.full((4, 6, 3), self._number, np.uint8)
-        self._number += 1
-        return Frame(image, self._clock.now - self._delays[self._number - 1])
-
-    def close(self):
-        pass
-
-
-class Client:
-    """Keeps what a Recorder pushes, and asks an actor for episodes until one has ended."""
-
-    actor, session, ordinal, has_room, step_limit, fault = "robot", "0123456789abcdef", 0, True, None, ""
-    pending = 0, 0
-
-    def __init__(self, spec):
-        self.spec, self.segments = spec, []
-
-    @property
-    def directive(self):
-        ended = bool(self.segments) and self.segments[-1].ends
-        return {"number": 1 + ended, "phase": "practise", "mode": "stop" if ended else "collect"}
-
-    def push(self, record):
-        if isinstance(record, Segment):
-            self.segments.append(record)
-
-    def drain(self, timeout):
-        return True
 
 
 @pytest.fixture
@@ -108,18 +51,19 @@ def arm():
         pytest.skip("no OpenGL: apt-get install libegl1 libosmesa6")
     envs = []
 
-    def build(**changes):
-        arguments = {"max_steps": 60, "noise": 0.0, "clock": "simulated", "cameras": True}
-        envs.append(make(**(arguments | changes)))
+    def arm(**changes):
+        envs.append(bare(cameras=True, **changes))
         return envs[-1]
 
-    yield build
+    yield arm
     for env in envs:
         env.close()
 
 
-def never(observation):
-    return Verdict(0.0, False, False)
+def bare(**changes):
+    """The arm as it is without cameras and noise, but for `changes`."""
+    pytest.importorskip("mujoco")
+    return make(**{"max_steps": 60, "noise": 0.0, "clock": "simulated", **changes})
 
 
 # -- what the arm's cameras show
@@ -139,16 +83,13 @@ def test_the_arm_has_two_cameras_whose_images_the_spec_describes(arm):
 def test_the_cameras_are_off_unless_they_are_asked_for(monkeypatch):
     pytest.importorskip("mujoco")
     monkeypatch.setattr(gl, "backend", lambda: pytest.fail("nobody asked for cameras"))
-    config = OmegaConf.create({"task": OmegaConf.load(TASKS / "sim_arm.yaml")})
-    with instantiate(config.task.env)() as env:
+    with from_yaml("sim_arm") as env:
         assert sorted(env.spec.observation) == ["observation.state"]
         assert sorted(env.spec.extras) == ["policy_action"]
 
 
 def test_the_task_yaml_turns_them_on_and_names_their_size(arm):
-    arm()
-    task = OmegaConf.merge(OmegaConf.load(TASKS / "sim_arm.yaml"), {"cameras": True, "image_size": 64})
-    with instantiate(OmegaConf.create({"task": task}).task.env)() as env:
+    with from_yaml("sim_arm", {"cameras": True, "image_size": 64}) as env:
         assert [env.reset(0)[name].shape for name in IMAGES] == [(64, 64, 3)] * 2
 
 
@@ -210,9 +151,8 @@ def test_the_block_can_be_left_to_the_cameras(arm):
 
 
 def test_a_block_that_nothing_shows_is_refused():
-    pytest.importorskip("mujoco")
     with pytest.raises(ConfigError, match=r"task\.cameras=true"):
-        make(max_steps=60, noise=0.0, clock="simulated", block_in_state=False)
+        bare(block_in_state=False)
 
 
 def test_closing_frees_the_context_and_others_go_on(arm):
@@ -255,36 +195,29 @@ def test_a_backend_that_fails_in_the_child_counts_as_absent(python, monkeypatch,
     assert gl.backend() == ""
 
 
-def test_the_first_backend_that_draws_is_taken(python):
-    python("exit 0")
-    assert gl.backend() == "egl"
+ONLY_OSMESA = 'case "$2" in *osmesa*) exit 0;; esac\nexit 1'
 
 
-def test_osmesa_is_taken_where_egl_does_not_draw(python):
-    python('case "$2" in *osmesa*) exit 0;; esac\nexit 1')
-    assert gl.backend() == "osmesa"
+@pytest.mark.parametrize(
+    ("script", "told", "taken"),
+    [
+        ("exit 0", "", "egl"), (ONLY_OSMESA, "", "osmesa"), (ONLY_OSMESA, "egl", ""), (ONLY_OSMESA, "osmesa", "osmesa"),
+    ],
+)  # fmt: skip
+def test_the_first_backend_that_draws_is_taken_or_the_one_that_mujoco_was_told(
+    python, monkeypatch, script, told, taken
+):
+    python(script)
+    if told:
+        monkeypatch.setenv("MUJOCO_GL", told)
+    assert gl.backend() == taken
 
 
-def test_where_mujoco_was_told_its_backend_no_other_is_tried(python, monkeypatch):
-    python('case "$2" in *osmesa*) exit 0;; esac\nexit 1')
-    monkeypatch.setenv("MUJOCO_GL", "egl")
-    assert gl.backend() == ""
-    gl.backend.cache_clear()
-    monkeypatch.setenv("MUJOCO_GL", "osmesa")
-    assert gl.backend() == "osmesa"
-
-
-def test_required_cameras_that_cannot_be_are_one_sentence(python):
-    pytest.importorskip("mujoco")
+def test_cameras_that_cannot_be_are_one_sentence_and_where_they_are_optional_the_run_goes_on(python, caplog):
     python("exit 1")
     with pytest.raises(ConfigError, match="apt-get install libegl1 libosmesa6"):
-        make(max_steps=5, noise=0.0, clock="simulated", cameras=True)
-
-
-def test_optional_cameras_that_cannot_be_are_one_sentence_and_the_run_goes_on(python, caplog):
-    pytest.importorskip("mujoco")
-    python("exit 1")
-    with caplog.at_level(logging.WARNING), make(max_steps=5, noise=0.0, clock="simulated", cameras="auto") as env:
+        bare(cameras=True)
+    with caplog.at_level(logging.WARNING), bare(cameras="auto") as env:
         assert sorted(env.reset(0)) == ["observation.state"]
     (record,) = caplog.records
     assert "apt-get install libegl1 libosmesa6" in record.getMessage()
@@ -301,9 +234,8 @@ def test_an_unknown_word_for_cameras_is_refused():
 def test_each_row_holds_the_age_of_its_own_images(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("robot_infra.env.time", clock)
-    cameras = {"a": LateCamera(clock, [0.01, 0.02, 0.5]), "b": LateCamera(clock, [0.0, 0.1, 0.2])}
-    env = RobotEnv(FakeRobot(), judge=never, task="test", fps=10, max_steps=9, clock="simulated", cameras=cameras)
-    client = Client(env.spec)
+    env = build(cameras={"a": FakeCamera(clock, [0.01, 0.02, 0.5]), "b": FakeCamera(clock, [0.0, 0.1, 0.2])})
+    client = FakeClient(env.spec)
     recorder = Recorder(client, "e", "test")
     observation, stamp = env.reset(0), Stamp(1, "practise", 0)
     for _ in range(2):
@@ -321,25 +253,13 @@ def test_each_row_holds_the_age_of_its_own_images(monkeypatch):
 
 
 def test_an_image_was_taken_its_age_before_the_time_of_its_row():
-    taken = []
-
-    class Camera:
-        feature = Feature((4, 6, 3), "uint8")
-
-        def latest(self):
-            taken.append(time.monotonic() - 0.03)
-            return Frame(np.full((4, 6, 3), len(taken) - 1, np.uint8), taken[-1])
-
-        def close(self):
-            pass
-
-    with RobotEnv(FakeRobot(), judge=never, task="test", fps=10, max_steps=4, cameras={"a": Camera()}) as env:
-        client = Client(env.spec)
-        run_actor(env, RandomPolicy(env.spec, 0), client, seed=0)
-    episode = join(client.segments)
-    numbers = episode.observation["observation.images.a"][:, 0, 0, 0]
-    assert numbers.tolist() == [0, 1, 2, 3, 4]
-    np.testing.assert_allclose(episode.time - episode.extras["age.a"], taken[:4], rtol=0, atol=0.04)
+    camera = FakeCamera(time, [0.03] * 9)
+    with build(cameras={"a": camera}, max_steps=4, clock="real") as env:
+        client = FakeClient(env.spec)
+        run(env, client, episodes=1)
+    (episode,) = client.episodes
+    assert episode.observation["observation.images.a"][:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
+    np.testing.assert_allclose(episode.time - episode.extras["age.a"], camera.taken[:4], rtol=0, atol=0.04)
     assert (episode.extras["age.a"] >= 0.03).all()
 
 
@@ -358,7 +278,7 @@ def test_an_episode_with_images_comes_in_segments_and_whole(arm):
     rows = segment_rows(env.spec)
     assert rows == 5, "half a second"
     assert rows * sum(feature.nbytes for feature in env.spec.observation.values()) < SEGMENT_BYTES
-    client, seen = Client(env.spec), []
+    client, seen = FakeClient(env.spec), []
     recorder, stamp = Recorder(client, "e", env.task), Stamp(1, "demonstrate", 0)
     observation = env.reset(0, teleop=True)
     while not recorder.ended:
@@ -372,7 +292,7 @@ def test_an_episode_with_images_comes_in_segments_and_whole(arm):
             recorder.flush()
     for segment in client.segments:
         segment.check(env.spec)
-    whole = join(client.segments)
+    (whole,) = client.episodes
     assert step.success
     assert len(client.segments) > 1
     for name in IMAGES:

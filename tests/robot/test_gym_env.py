@@ -1,20 +1,17 @@
 """Any gymnasium task as an Env: what its spaces become, what is refused, and how an episode ends."""
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from serl_client.errors import ConfigError, RetakeError
 
 from robot_infra.interfaces import RobotFault
 from robot_infra.robots.gym import GymEnv
+from tests.shared.robots import from_yaml
 
 gymnasium = pytest.importorskip("gymnasium")
 spaces = gymnasium.spaces
-TASKS = Path(__file__).parents[2] / "config" / "task"
 VECTOR = spaces.Box(-np.inf, np.inf, (2, 3), np.float64)
 IMAGE = spaces.Box(0, 255, (4, 6, 3), np.uint8)
 ACTION = spaces.Box(np.array([[-2.0, 1.0]]), np.array([[2.0, 3.0]]), dtype=np.float64)
@@ -41,133 +38,14 @@ class Task(gymnasium.Env):
         return self.observation_space.sample(), 0.5, terminated, truncated, self.info
 
 
-@pytest.fixture(scope="module", autouse=True)
-def registered():
-    gymnasium.register("Task-v0", Task)
-    yield
-    del gymnasium.registry["Task-v0"]
+class Reuses(Task):
+    """Gives out the same array each time."""
 
-
-def env_of(**options):
-    return GymEnv("Task-v0", options=options)
-
-
-def test_a_vector_becomes_the_state_flattened():
-    env = env_of()
-    observation = env.reset(0)
-    assert list(observation) == list(env.spec.observation) == ["observation.state"]
-    env.spec.observation["observation.state"].check("observation.state", observation["observation.state"])
-    assert observation["observation.state"].shape == (6,)
-    assert env.spec.fps == 20
-
-
-def test_a_dict_keeps_its_names_and_images_stay_images():
-    env = env_of(observation=spaces.Dict(cam_high=IMAGE, joints=VECTOR))
-    for observation in (env.reset(0), env.step(None).observation):
-        assert sorted(observation) == ["observation.images.cam_high", "observation.joints"]
-        for name, feature in env.spec.observation.items():
-            feature.check(name, observation[name])
-    assert env.spec.observation["observation.images.cam_high"].dtype == "uint8"
-    assert list(env_of(observation=IMAGE).spec.observation) == ["observation.images.camera"]
-
-
-def test_an_observation_is_the_callers_own():
     raw = np.zeros(3, np.float32)
 
-    class Reuses(Task):
-        def step(self, action):
-            raw[:] += 1
-            return raw, 0.0, False, False, {}
-
-    gymnasium.register("Reuses-v0", Reuses)
-    env = GymEnv("Reuses-v0", options={"observation": spaces.Box(-9, 9, (3,), np.float32)})
-    env.reset(0)
-    first = env.step(None).observation["observation.state"]
-    env.step(None)
-    np.testing.assert_array_equal(first, [1, 1, 1])
-    del gymnasium.registry["Reuses-v0"]
-
-
-def test_an_action_is_clipped_and_arrives_in_the_tasks_own_shape():
-    env = env_of()
-    env.reset(0)
-    step = env.step(np.array([-5, 2], np.float32))
-    np.testing.assert_array_equal(step.executed, np.array([-2, 2], np.float32))
-    taken = env._env.unwrapped.action
-    assert (taken.shape, taken.dtype) == ((1, 2), np.float64)
-    assert step.reward == 0.5
-    assert not step.intervened
-
-
-def test_no_action_is_the_one_nearest_to_zero():
-    env = env_of()
-    env.reset(0)
-    np.testing.assert_array_equal(env.step(None).executed, [0, 1])
-
-
-def test_a_wrong_action_is_an_error():
-    env = env_of()
-    env.reset(0)
-    with pytest.raises(ValueError, match="finite"):
-        env.step(np.array([np.nan, 2], np.float32))
-    with pytest.raises(ValueError, match="action"):
-        env.step(np.ones(1, np.float32))
-
-
-@pytest.mark.parametrize(
-    ("end", "expected"),
-    [((True, False), (True, False)), ((False, True), (False, True)), ((True, True), (True, False))],
-)
-def test_an_episode_is_terminated_or_truncated_never_both(end, expected):
-    env = env_of(end=end)
-    env.reset(0)
-    steps = [env.step(None) for _ in range(3)]
-    assert not any(step.terminated or step.truncated for step in steps[:2])
-    assert (steps[2].terminated, steps[2].truncated) == expected
-
-
-@pytest.mark.parametrize(
-    ("info", "expected"),
-    [
-        ({"success": 1.0}, True),
-        ({"is_success": False}, False),
-        ({"success": np.bool_(False)}, False),
-        ({"succeed": True}, True),  # gym_hil's word
-        ({"succeed": np.bool_(False)}, False),
-        ({"success": None, "is_success": True}, True),
-        ({"succeed": False, "next.success": True}, True),  # gym_hil's person says so, its task did not see it
-        ({}, None),
-    ],
-)
-def test_success_is_what_the_task_says_in_its_last_row(info, expected):
-    env = env_of(info=info)
-    env.reset(0)
-    steps = [env.step(None) for _ in range(3)]
-    assert [step.success for step in steps] == [None, None, expected]
-
-
-def test_the_keys_of_success_are_words_of_the_task():
-    config = OmegaConf.create({"task": OmegaConf.load(TASKS / "gym.yaml")})
-    config.task.env_id, config.task.env.success = "Task-v0", ["goal_reached"]
-    with instantiate(config.task.env)(options={"info": {"goal_reached": True, "success": False}}) as env:
-        env.reset(0)
-        assert [env.step(None).success for _ in range(3)][-1] is True
-
-
-def test_a_row_that_a_person_drove_with_a_device_of_the_task_is_theirs_with_their_action():
-    info = {"is_intervention": True, "action_intervention": np.array([9.0, 1.5])}
-    env = env_of(info=info)
-    env.reset(0)
-    step = env.step(np.array([-1, 3], np.float32))
-    assert step.intervened
-    np.testing.assert_array_equal(step.executed, np.array([2, 1.5], np.float32))
-    info["is_intervention"] = np.bool_(False)
-    step = env.step(np.array([-1, 3], np.float32))
-    assert not step.intervened
-    np.testing.assert_array_equal(step.executed, [-1, 3])
-    info |= {"is_intervention": True, "action_intervention": np.zeros(7)}
-    with pytest.raises(RobotFault, match=r"failed in step\(\): ValueError: action_intervention"):
-        env.step(None)
+    def step(self, action):
+        self.raw[:] += 1
+        return self.raw, 0.0, False, False, {}
 
 
 class FatalError(Exception):
@@ -193,21 +71,136 @@ class Breaks(Task):
         return super().step(action)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    tasks = {f"{task.__name__}-v0": task for task in (Task, Reuses, Breaks)}
+    for name, task in tasks.items():
+        gymnasium.register(name, task)
+    yield
+    for name in tasks:
+        del gymnasium.registry[name]
+
+
+def env_of(**options):
+    return GymEnv("Task-v0", options=options)
+
+
+@pytest.fixture
+def env():
+    made = env_of()
+    made.reset(0)
+    return made
+
+
+def three(env):
+    """The steps of an episode."""
+    env.reset(0)
+    return [env.step(None) for _ in range(3)]
+
+
+def test_a_vector_becomes_the_state_flattened():
+    env = env_of()
+    observation = env.reset(0)
+    assert list(observation) == list(env.spec.observation) == ["observation.state"]
+    env.spec.observation["observation.state"].check("observation.state", observation["observation.state"])
+    assert observation["observation.state"].shape == (6,)
+    assert env.spec.fps == 20
+
+
+def test_a_dict_keeps_its_names_and_images_stay_images():
+    env = env_of(observation=spaces.Dict(cam_high=IMAGE, joints=VECTOR))
+    for observation in (env.reset(0), env.step(None).observation):
+        assert sorted(observation) == ["observation.images.cam_high", "observation.joints"]
+        for name, feature in env.spec.observation.items():
+            feature.check(name, observation[name])
+    assert env.spec.observation["observation.images.cam_high"].dtype == "uint8"
+    assert list(env_of(observation=IMAGE).spec.observation) == ["observation.images.camera"]
+
+
+def test_an_observation_is_the_callers_own():
+    env = GymEnv("Reuses-v0", options={"observation": spaces.Box(-9, 9, (3,), np.float32)})
+    env.reset(0)
+    first = env.step(None).observation["observation.state"]
+    env.step(None)
+    np.testing.assert_array_equal(first, [1, 1, 1])
+
+
+def test_an_action_is_clipped_and_arrives_in_the_tasks_own_shape(env):
+    step = env.step(np.array([-5, 2], np.float32))
+    np.testing.assert_array_equal(step.executed, np.array([-2, 2], np.float32))
+    taken = env._env.unwrapped.action
+    assert (taken.shape, taken.dtype) == ((1, 2), np.float64)
+    assert (step.reward, step.intervened) == (0.5, False)
+    np.testing.assert_array_equal(env.step(None).executed, [0, 1])  # no action: the one nearest to zero
+
+
+def test_a_wrong_action_is_an_error(env):
+    with pytest.raises(ValueError, match="finite"):
+        env.step(np.array([np.nan, 2], np.float32))
+    with pytest.raises(ValueError, match="action"):
+        env.step(np.ones(1, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [((True, False), (True, False)), ((False, True), (False, True)), ((True, True), (True, False))],
+)
+def test_an_episode_is_terminated_or_truncated_never_both(end, expected):
+    steps = three(env_of(end=end))
+    assert not any(step.terminated or step.truncated for step in steps[:2])
+    assert (steps[2].terminated, steps[2].truncated) == expected
+
+
+@pytest.mark.parametrize(
+    ("info", "expected"),
+    [
+        ({"success": 1.0}, True),
+        ({"is_success": False}, False),
+        ({"success": np.bool_(False)}, False),
+        ({"succeed": True}, True),  # gym_hil's word
+        ({"succeed": np.bool_(False)}, False),
+        ({"success": None, "is_success": True}, True),
+        ({"succeed": False, "next.success": True}, True),  # gym_hil's person says so, its task did not see it
+        ({}, None),
+    ],
+)
+def test_success_is_what_the_task_says_in_its_last_row(info, expected):
+    assert [step.success for step in three(env_of(info=info))] == [None, None, expected]
+
+
+def test_the_keys_of_success_are_words_of_the_task():
+    changes = {"env_id": "Task-v0", "env": {"success": ["goal_reached"]}}
+    with from_yaml("gym", changes, options={"info": {"goal_reached": True, "success": False}}) as env:
+        assert three(env)[-1].success is True
+
+
+def test_a_row_that_a_person_drove_with_a_device_of_the_task_is_theirs_with_their_action():
+    info = {"is_intervention": True, "action_intervention": np.array([9.0, 1.5])}
+    env = env_of(info=info)
+    env.reset(0)
+    step = env.step(np.array([-1, 3], np.float32))
+    assert step.intervened
+    np.testing.assert_array_equal(step.executed, np.array([2, 1.5], np.float32))
+    info["is_intervention"] = np.bool_(False)
+    step = env.step(np.array([-1, 3], np.float32))
+    assert not step.intervened
+    np.testing.assert_array_equal(step.executed, [-1, 3])
+    info |= {"is_intervention": True, "action_intervention": np.zeros(7)}
+    with pytest.raises(RobotFault, match=r"failed in step\(\): ValueError: action_intervention"):
+        env.step(None)
+
+
 @pytest.mark.parametrize(
     "error", [FatalError("an OpenGL platform\nlibrary"), OSError(19, "No such device"), RuntimeError()]
 )
 @pytest.mark.parametrize("call", ["make", "reset", "step"])
 def test_whatever_a_task_raises_is_one_sentence_with_its_traceback_in_the_log(call, error, caplog):
-    gymnasium.register("Breaks-v0", Breaks)
-    try:
-        with (  # noqa: PT012 - which of the three raises is the parameter
-            pytest.raises(RetakeError) as failure,
-            GymEnv("Breaks-v0", options={"where": call, "error": error}) as env,
-        ):
-            env.reset(0)
-            env.step(None)
-    finally:
-        del gymnasium.registry["Breaks-v0"]
+    with (  # noqa: PT012 - which of the three raises is the parameter
+        pytest.raises(RetakeError) as failure,
+        GymEnv("Breaks-v0", options={"where": call, "error": error}) as env,
+    ):
+        env.reset(0)
+        env.step(None)
     sentence = str(failure.value)
     assert f"Breaks-v0 failed in {call}(): {type(error).__name__}" in sentence
     assert "\n" not in sentence
@@ -216,8 +209,7 @@ def test_whatever_a_task_raises_is_one_sentence_with_its_traceback_in_the_log(ca
     assert isinstance(failure.value, ConfigError if call == "make" else RobotFault)
 
 
-def test_a_task_that_fails_when_it_is_closed_hides_nothing(caplog):
-    env = env_of()
+def test_a_task_that_fails_when_it_is_closed_hides_nothing(env, caplog):
     env._env.close = lambda: 1 / 0
     env.close()
     assert "close" in caplog.text
@@ -261,8 +253,7 @@ def test_a_rate_that_is_given_wins():
     assert GymEnv("Task-v0", fps=5).spec.fps == 5
 
 
-def test_nobody_can_demonstrate():
-    env = env_of()
+def test_nobody_can_demonstrate(env):
     assert not env.has_operator
     with pytest.raises(ConfigError, match="no teleop"):
         env.reset(0, teleop=True)
@@ -275,10 +266,7 @@ def test_a_missing_gymnasium_is_one_sentence(monkeypatch):
 
 
 def test_the_task_yaml_makes_an_env():
-    config = OmegaConf.create({"task": OmegaConf.load(TASKS / "gym.yaml")})
-    config.task.env_id = "Pendulum-v1"
-    with instantiate(config.task.env)() as env:
-        assert config.task.name == env.task == "Pendulum-v1"
-        assert env.has_operator is config.task.has_operator
+    with from_yaml("gym", {"env_id": "Pendulum-v1"}) as env:
+        assert env.task == "Pendulum-v1"
         env.reset(0)
         assert env.step(None).observation["observation.state"].shape == (3,)

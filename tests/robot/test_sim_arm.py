@@ -2,18 +2,15 @@
 
 import sys
 from importlib.resources import files
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from serl_client.errors import ConfigError
 
 from robot_infra.robots.sim_arm import CENTRE, NAMES, SCALE, WORKSPACE, SimArm, make
+from tests.shared.robots import from_yaml, play
 
 mujoco = pytest.importorskip("mujoco")
-TASKS = Path(__file__).parents[2] / "config" / "task"
 
 
 def metres(observation):
@@ -25,17 +22,19 @@ def point(state, name):
     return np.array([state[f"{name}.{axis}"] for axis in "xyz"])
 
 
-def demonstrate(env, seed):
-    """One teleop episode; its steps."""
-    env.reset(seed, teleop=True)
-    steps = [env.step(None)]
-    while not (steps[-1].terminated or steps[-1].truncated):
-        steps.append(env.step(None))
-    return steps
+@pytest.fixture
+def env():
+    return make(max_steps=60, noise=0.0, clock="simulated")
 
 
-def test_the_spec_and_the_rows_agree():
-    env = make(max_steps=60, noise=0.0, clock="simulated")
+@pytest.fixture
+def arms():
+    """The arm at ten starts."""
+    arm = SimArm()
+    return (arm.home(seed) or arm for seed in range(10))
+
+
+def test_the_spec_and_the_rows_agree(env):
     feature = env.spec.observation["observation.state"]
     assert len(feature.names) == feature.shape[0] == 15
     feature.check("observation.state", env.reset(0)["observation.state"])
@@ -46,10 +45,10 @@ def test_the_spec_and_the_rows_agree():
 
 def test_a_seed_names_a_start_whatever_came_before_and_whatever_numpy_does():
     env = make(max_steps=60, noise=0.2, clock="simulated")
-    first = [step.observation["observation.state"] for step in demonstrate(env, 5)]
-    demonstrate(env, 6)
+    first = [step.observation["observation.state"] for step in play(env, 5, teleop=True)]
+    play(env, 6, teleop=True)
     np.random.seed(0)
-    again = [step.observation["observation.state"] for step in demonstrate(env, 5)]
+    again = [step.observation["observation.state"] for step in play(env, 5, teleop=True)]
     np.testing.assert_array_equal(np.stack(first), np.stack(again))
 
 
@@ -64,65 +63,53 @@ def test_fifty_seeds_are_fifty_starts_with_the_block_in_reach():
     assert (np.stack(blocks)[:, :2] <= WORKSPACE[1, :2]).all()
 
 
-def test_the_kinematics_bring_the_tool_to_its_target():
-    arm = SimArm()
-    for seed in range(10):
-        arm.home(seed)
+def test_the_kinematics_bring_the_tool_to_its_target(arms):
+    for arm in arms:
         state = metres(arm.observe())
         np.testing.assert_allclose(point(state, "tool"), point(state, "target"), atol=1e-4)
 
 
-def test_the_fingers_point_down_and_close_along_the_blocks_sides():
-    arm = SimArm()
-    for seed in range(10):
-        arm.home(seed)
+def test_the_fingers_point_down_and_close_along_the_blocks_sides(arms):
+    for arm in arms:
         hand = arm._data.body("hand").xmat.reshape(3, 3)  # columns: its axes
         np.testing.assert_allclose(np.abs(hand), np.eye(3), atol=1e-3)
         assert hand[2, 2] < 0
 
 
 @pytest.mark.parametrize("axis", range(3))
-def test_an_action_moves_the_tool_along_its_axis(axis):
-    env = make(max_steps=60, noise=0.0, clock="simulated")
+def test_an_action_moves_the_tool_along_its_axis(env, axis):
     start = point(metres(env.reset(0)), "tool")
-    action = np.zeros(4, np.float32)
-    action[axis] = 1
-    env.step(action)
-    env.step(action)
+    for _ in range(2):
+        env.step(np.eye(4, dtype=np.float32)[axis])
     moved = point(metres(env.step(None).observation), "tool") - start
     assert moved[axis] == pytest.approx(0.06, abs=0.01)
     assert np.abs(np.delete(moved, axis)).max() < 0.01
 
 
-def test_no_action_holds_the_arm_where_it_is():
-    env = make(max_steps=60, noise=0.0, clock="simulated")
+def test_no_action_holds_the_arm_where_it_is(env):
     start = point(metres(env.reset(0)), "tool")
     for _ in range(20):
         step = env.step(None)
     np.testing.assert_allclose(point(metres(step.observation), "tool"), start, atol=0.005)
 
 
-def test_a_full_push_down_stays_above_the_table():
-    env = make(max_steps=60, noise=0.0, clock="simulated")
+def test_a_full_push_down_stays_above_the_table(env):
     env.reset(0)
     for _ in range(20):
         step = env.step(np.array([0, 0, -1, -1], np.float32))
     assert metres(step.observation)["tool.z"] > 0.02
 
 
-def test_an_arm_that_does_nothing_fails_at_the_time_limit():
-    env = make(max_steps=60, noise=0.0, clock="simulated")
-    env.reset(0)
-    steps = [env.step(None) for _ in range(60)]
-    assert steps[-1].truncated
-    assert steps[-1].success is False
+def test_an_arm_that_does_nothing_fails_at_the_time_limit(env):
+    steps = play(env, 0)
+    assert (len(steps), steps[-1].truncated, steps[-1].success) == (60, True, False)
     assert sum(step.reward for step in steps) == 0
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.2, 0.3])
 def test_the_scripted_operator_picks_up_the_block(noise):
     env = make(max_steps=60, noise=noise, clock="simulated")
-    last = [demonstrate(env, seed)[-1] for seed in range(50)]
+    last = [play(env, seed, teleop=True)[-1] for seed in range(50)]
     assert sum(bool(step.success) for step in last) >= 48
     for step in last:
         state = metres(step.observation)
@@ -141,7 +128,5 @@ def test_a_missing_simulator_is_one_sentence(monkeypatch):
 
 
 def test_the_task_yaml_makes_an_env_with_an_operator():
-    config = OmegaConf.create({"task": OmegaConf.load(TASKS / "sim_arm.yaml")})
-    with instantiate(config.task.env)() as env:
-        assert env.has_operator is config.task.has_operator
-        assert demonstrate(env, 0)[-1].success
+    with from_yaml("sim_arm") as env:
+        assert play(env, 0, teleop=True)[-1].success
