@@ -3,9 +3,7 @@
 import hashlib
 import json
 import runpy
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +14,9 @@ from robot_infra.cameras import gl
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.index import Index
 from serl_launcher.store.layout import Layout
-from tests.shared.common import free_port
+from tests.shared.common import TOOLS
+from tests.shared.programs import Programs
 
-ROOT = Path(__file__).resolve().parents[2]
 CAMERAS, SIZE = ("cam_high", "cam_wrist"), 32
 EPISODES = {"demonstrate": 8, "baseline": 2, "practise": 4, "evaluate": 3, "check": 3}
 TASK = ["task=sim_arm_pixels", f"task.image_size={SIZE}"]
@@ -39,24 +37,12 @@ def finished(tmp_path_factory):
     """The folder of a run whose learner and actor have ended with 0."""
     if not gl.backend():
         pytest.skip("this machine can draw no camera images")
-    folder = tmp_path_factory.mktemp("pixels")
-    run_dir, log = folder / "run", folder / "log"
-    ports = [f"port={free_port()}", f"inference_port={free_port()}"]
-    command = [sys.executable, ROOT / "examples/train.py", f"run_dir={run_dir}", *ports, *TASK]
-    with open(log, "w") as out:
-        programs = [
-            subprocess.Popen([*command, *words], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder)
-            for words in (["actor=true"], ["learner=true", *WORDS])
-        ]
-        try:
-            statuses = [program.wait(300) for program in reversed(programs)]
-        finally:
-            for program in programs:
-                program.kill()
-                program.wait()
-    assert statuses == [0, 0], log.read_text()[-4000:]
-    assert not {word for word in ("Traceback", "errors.log") if word in log.read_text()}
-    return run_dir
+    programs = Programs(tmp_path_factory.mktemp("pixels"))
+    try:
+        programs.complete([*TASK, *WORDS], TASK)
+    finally:
+        programs.end()
+    return programs.run_dir
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +104,7 @@ def test_the_evaluation_ran_the_weights_that_were_trained_last(finished, stored)
 @pytest.mark.slow
 def test_the_run_can_be_asked_what_its_policy_looks_at(finished, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["inputs.py", "--run-dir", str(finished), "--source", "check"])
-    runpy.run_path(str(ROOT / "tools/inputs.py"), run_name="__main__")
+    runpy.run_path(str(TOOLS / "inputs.py"), run_name="__main__")
     said = capsys.readouterr().out
     assert f"{EPISODES['check']} successful episodes of check" in said
     assert "all cameras shuffled" in said

@@ -1,17 +1,13 @@
 """The plan sac_pi0 in its real processes, on the point in the plane: every phase runs, and values are checked."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
-from tests.shared.common import free_port
+from tests.shared.programs import Programs
 
-ROOT = Path(__file__).resolve().parents[2]
 EPISODES = {"demonstrate": 6, "baseline": 4, "evaluate": 6}
 WORDS = [
     "plan=sac_pi0", "policy.steps=3", "policy.hidden=[64,64]", "algo.hidden=[64,64]", "batch_size=64", "checkpoint_s=2",
@@ -25,23 +21,12 @@ WORDS = [
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """(the folder of a run whose learner and actor have ended with 0, the lines of its metrics)."""
-    folder = tmp_path_factory.mktemp("sac_pi0")
-    run_dir, log = folder / "run", folder / "log"
-    ports = [f"port={free_port()}", f"inference_port={free_port()}"]
-    command = [sys.executable, ROOT / "examples/train.py", "task=fake", f"run_dir={run_dir}", *ports]
-    with open(log, "w") as out:
-        programs = [
-            subprocess.Popen([*command, *words], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder)
-            for words in (["actor=true"], ["learner=true", *WORDS])
-        ]
-        try:
-            statuses = [program.wait(300) for program in reversed(programs)]
-        finally:
-            for program in programs:
-                program.kill()
-                program.wait()
-    assert statuses == [0, 0], log.read_text()[-4000:]
-    assert not {word for word in ("Traceback", "errors.log") if word in log.read_text()}
+    programs = Programs(tmp_path_factory.mktemp("sac_pi0"))
+    try:
+        programs.complete(["task=fake", *WORDS], ["task=fake"])
+    finally:
+        programs.end()
+    run_dir = programs.run_dir
     return run_dir, [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 

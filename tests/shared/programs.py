@@ -33,8 +33,9 @@ class Facts:
 class Programs:
     """The learner and the actors of one run; every process of theirs has the run's folder on its command line."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, environment=None):
         self.run_dir, self.log = folder / "run", folder / "log"
+        self.environment = environment  # of its processes; None: that of this one
         self.ports = free_port(), free_port()
         self._started = []
 
@@ -47,7 +48,8 @@ class Programs:
         ]  # fmt: skip
         with open(self.log, "a") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.log.parent, start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.log.parent, start_new_session=True,
+                env=self.environment,
             )  # fmt: skip
         self._started.append(process)
         return process
@@ -81,9 +83,15 @@ class Programs:
     def said(self):
         return self.log.read_text() if self.log.exists() else ""
 
-    def status(self, process):
+    def status(self, process, seconds=60.0):
         """The exit status of a program that ends by itself."""
-        return self.until(lambda: [process.poll()] if process.poll() is not None else None)[0]
+        return self.until(lambda: [process.poll()] if process.poll() is not None else None, seconds)[0]
+
+    def complete(self, learner, actor, seconds=300.0):
+        """Let a learner and an actor with these words come to their end, which is a good one."""
+        actor, learner = self.start("actor", *actor), self.start("learner", *learner)
+        assert [self.status(side, seconds) for side in (learner, actor)] == [0, 0], self.said()[-4000:]
+        assert not {word for word in ("Traceback", "errors.log") if word in self.said()}
 
     def facts(self):
         path = self.run_dir / "store/index.sqlite"
