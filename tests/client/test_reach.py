@@ -6,25 +6,20 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 import zmq
 from serl_client import reach
 from serl_client.client import TrainerClient
-from serl_client.connection import Connection
 from serl_client.errors import Refused
-from serl_client.messages import PROTOCOL, Hello, Status
 from serl_client.reach import Lookout, look
 
 from serl_launcher.store import keeper
 from serl_launcher.store.store import Store
-from tests.shared.common import free_port
-from tests.shared.common import until as wait_until
-from tests.tools.test_doctor import served
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.shared.common import ROOT, TRAIN, free_port, until
+from tests.shared.servers import ServerThread
 
 
 @pytest.fixture
@@ -53,8 +48,7 @@ def test_a_closed_port_is_said_once_and_so_is_the_return(lookout):
     assert str(watcher) == f"AWAY, never heard: nobody listens at 127.0.0.1:{port}"
     learner.is_there = True
     watcher.watch()
-    assert said()[1:] == ["the learner is there"]
-    assert str(watcher) == "connected"
+    assert (said()[1:], str(watcher)) == (["the learner is there"], "connected")
     learner.is_there = False
     watcher.watch()
     assert said()[2].startswith("the learner has left: nobody listens")
@@ -96,8 +90,7 @@ def test_nothing_is_said_before_the_silence_has_lasted(lookout, monkeypatch):
     monkeypatch.setattr(reach, "SILENCE", 3600.0)
     watcher, _, said = lookout(free_port())
     watcher.watch()
-    assert said() == []
-    assert str(watcher) == "AWAY, never heard"
+    assert (said(), str(watcher)) == ([], "AWAY, never heard")
 
 
 def test_it_looks_by_itself_and_its_end_waits_for_no_look(lookout, monkeypatch):
@@ -115,13 +108,13 @@ def test_it_looks_by_itself_and_its_end_waits_for_no_look(lookout, monkeypatch):
         assert begun.wait(30)
     assert said() == []
     goes_on.set()
-    wait_until(lambda: not any(thread.name == "lookout" for thread in threading.enumerate()))
+    until(lambda: not any(thread.name == "lookout" for thread in threading.enumerate()))
     assert said() == [], "who has left hears no more"
 
 
 def test_an_address_that_is_none_ends_the_actor_with_one_sentence(spec, tmp_path, caplog):
     with TrainerClient("tcp://no host:1", actor="arm", spec=spec, outbox=tmp_path / "outbox") as client:
-        wait_until(lambda: client._network.error)
+        until(lambda: client._network.error)
         with pytest.raises(Refused, match="tcp://no host:1 is no address: say ip="):
             client.check()
     assert "Traceback" not in caplog.text
@@ -129,7 +122,7 @@ def test_an_address_that_is_none_ends_the_actor_with_one_sentence(spec, tmp_path
 
 def test_an_actor_that_is_told_to_wait_is_not_called_refused(spec, tmp_path, monkeypatch, caplog):
     """The first one of a run, while the learner makes the files of its replay buffer."""
-    goes_on, create, port = threading.Event(), Store.create, free_port()
+    goes_on, create = threading.Event(), Store.create
 
     def slow(*arguments):
         assert goes_on.wait(30)
@@ -137,27 +130,25 @@ def test_an_actor_that_is_told_to_wait_is_not_called_refused(spec, tmp_path, mon
 
     monkeypatch.setattr(Store, "create", slow)
     monkeypatch.setattr(keeper, "MAKE_S", 0.0)
-    address = f"tcp://127.0.0.1:{port}"
     with (
-        served(tmp_path / "run", port),
-        TrainerClient(address, actor="arm", spec=spec, outbox=tmp_path / "outbox") as client,
-        Connection(address, Hello(PROTOCOL, "viewer", "test")) as link,
+        closing(ServerThread(tmp_path / "run")) as learner,
+        TrainerClient(learner.address, actor="arm", spec=spec, outbox=tmp_path / "outbox") as client,
     ):
-        wait_until(lambda: "the learner is making the files" in caplog.text)
+        until(lambda: "the learner is making the files" in caplog.text)
         goes_on.set()
-        wait_until(lambda: client.connected)
-        assert link.call(Status(), 10.0).report["refusals"] == {}
+        until(lambda: client.connected)
+        assert learner.refusals() == {}
 
 
 def test_an_actor_without_learner_terminal_or_interrupts_says_what_it_waits_for_and_ends_with_ctrl_c(tmp_path):
     """As a script starts it with &: its standard input is no terminal, and SIGINT is ignored."""
     port, said = free_port(), tmp_path / "said"
-    command = [sys.executable, "examples/train.py", "actor=true", f"port={port}", f"run_dir={tmp_path / 'run'}"]
+    command = [sys.executable, TRAIN, "actor=true", f"port={port}", f"run_dir={tmp_path / 'run'}"]
     with open(said, "w") as file, subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     ) as actor:  # fmt: skip
-        wait_until(lambda: f"nobody listens at 127.0.0.1:{port}" in said.read_text(), 60)
+        until(lambda: f"nobody listens at 127.0.0.1:{port}" in said.read_text(), 60)
         actor.send_signal(signal.SIGINT)
         assert actor.wait(60) == 130
     assert "motion keys" not in said.read_text()

@@ -12,7 +12,7 @@ Where the text is gone, write the mutant anew with the same meaning. Ids are nev
 """
 
 TABLE = r"""
-== outbox: test_outbox test_failing_disk test_client
+== outbox: test_outbox test_outbox_damage test_failing_disk test_client
 
 O1 equivalent Outbox._cut_back: what a failed write left at the end of a file stays there
     - os.ftruncate(descriptor, file.size)
@@ -32,7 +32,7 @@ O5 equivalent Outbox._looked_at: after one damaged record the others are not che
     - self._doubted[file.session] = math.inf
     + pass
 
-== sending: test_client test_outbox test_peer_faults test_protocol_model
+== sending: test_client test_outbox test_outbox_damage test_peer_faults test_protocol_model
 
 S1 killed SendQueue.put: the end of an episode finds no room in a full queue
     - self._capacity * (2 if ends else 1)
@@ -50,7 +50,7 @@ S5 killed SendQueue.resume: a store that has lost data is taken for a good one
     - if seq < first:
     + if seq < 0:
 
-== network thread: test_client test_runner test_peer_faults
+== network thread: test_client test_network test_runner test_remote_policy test_peer_faults
 
 N1 chance Network._ask: several questions are on their way at once
     - if self._asked and time.monotonic() < self._asked_at + PATIENCE:
@@ -68,7 +68,7 @@ N5 chance Network._answered: an answer to another question is taken
     - if step == act.step:
     + if True:
 
-== recorder: test_runner test_intervention
+== recorder: test_runner test_remote_policy test_intervention
 
 R1 killed Recorder.add: a segment holds steps of two versions of the weights
     - if self._state[0] and stamp != self._stamp:
