@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from serl_client import messages as m
 from serl_client.controller import RemotePolicy
-from serl_client.env import Step
 from serl_client.episode import LostRecord, Outcome, Segment
 from serl_client.errors import Refused, TrainerError
 from serl_client.runner import run_actor

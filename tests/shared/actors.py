@@ -3,9 +3,10 @@
 import numpy as np
 from serl_client import Outcome
 from serl_client.controller import RandomPolicy
+from serl_client.env import Step
 from serl_client.episode import join
 from serl_client.network import Answer
-from serl_client.runner import Step, run_actor
+from serl_client.runner import run_actor
 
 from .common import STATE
 
