@@ -20,17 +20,17 @@ Rows = dict[str, Any]  # {name: [T, ...]}, each an Array or StoredImages
 
 
 class Gone(Exception):
-    """The store holds this episode no more."""
+    """The store has evicted this episode."""
 
 
 class Mismatch(RetakeError):
-    """What was written is not what the store holds."""
+    """A shard, or the store itself, differs from what was acknowledged."""
 
 
 class StoredImages:
-    """The images of one camera in an episode, [T, H, W, C]: each is read from the store when it is asked for.
+    """Reads the images of one camera in an episode, [T, H, W, C], each one only when it is indexed.
 
-    Raises Gone when the episode was evicted, before or meanwhile.
+    Indexing raises Gone if the episode was evicted, before or meanwhile.
     """
 
     def __init__(self, reader: "EpisodeReader", info: EpisodeInfo, images: Array, rows: Array) -> None:
@@ -44,7 +44,7 @@ class StoredImages:
         if isinstance(index, slice):
             return StoredImages(self._reader, self._info, self._images, self._rows[index])
         image = self._images[self._rows[index] % self._reader.layout.rows].copy()
-        if self._reader.tail > self._info.first:  # asked after copying
+        if self._reader.tail > self._info.first:  # looked at after copying
             raise Gone(self._info.id)
         return image
 
@@ -55,7 +55,8 @@ class StoredImages:
 class EpisodeReader:
     """Reads whole episodes of one source from the files that the server writes.
 
-    `committed`: (tail, head) of the index; what is published may be older where a server died and none came after it.
+    folder: the source's folder in the store. layout: of its files.
+    committed: (tail, head) of the index. The published ones may be older, where a server died and none followed.
     """
 
     def __init__(self, folder: Path, layout: Layout, committed: tuple[int, int] = (0, 0)) -> None:
@@ -72,11 +73,13 @@ class EpisodeReader:
         return max(int(self._published[1]), self._committed[1])
 
     def rows(self, info: EpisodeInfo) -> Rows:
-        """{name: [T, ...]} of all that the store holds of a closed episode: observations (T + 1 of them when it has a
-        final one), action, reward, terminated, truncated, intervened, chunk_start, gap, chunk_delay, time, weights,
-        directive and extras. Images are StoredImages, so that a long episode takes no more memory than a short one.
+        """Read a closed episode: {name: [T, ...]}.
 
-        Raises Gone when it was evicted, before or meanwhile.
+        The names are those of the observations and extras of the Spec, action, reward, terminated, truncated,
+        intervened, chunk_start, gap, chunk_delay, time, weights and directive. Observations have T + 1 rows if the
+        episode has a final one. Images are StoredImages, so a long episode takes no more memory than a short one.
+
+        Raises Gone if it was evicted, before or meanwhile, and Mismatch if steps of it are missing in the store.
         """
         records = self._records(info)
         rows = records["row"].astype(np.int64)
@@ -88,17 +91,17 @@ class EpisodeReader:
         }  # fmt: skip
         flags = records["flags"]
         terminated, truncated = flags & TERMINATED > 0, flags & TRUNCATED > 0
-        truncated[-1] |= bool(info.truncated)  # an episode that was cut has no flag of its own
+        truncated[-1] |= bool(info.truncated)  # the steps of an episode that was cut have no flag for it
         found |= {"intervened": flags & INTERVENED > 0, "chunk_start": flags & CHUNK_START > 0, "gap": flags & GAP > 0}
         found |= {"terminated": terminated, "truncated": truncated}
         found |= {name: records[name] for name in ("action", "reward", "time", "chunk_delay", "weights", "directive")}
         found |= {name: records[f"extras.{name}"] for name in self.layout.spec.extras}
-        if self.tail > info.first:  # asked after copying
+        if self.tail > info.first:  # looked at after copying
             raise Gone(info.id)
         return found
 
     def _records(self, info: EpisodeInfo) -> Array:
-        """Its [T] step records; the steps of other actors lie between them."""
+        """Read the step records of an episode, [T]. The steps of other actors lie between them."""
         found, begin, count = [], info.first, 0
         while count < info.steps and begin < self.head and self.tail <= info.first:
             numbers = np.arange(begin, min(begin + SCAN, self.head))

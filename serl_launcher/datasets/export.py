@@ -1,8 +1,7 @@
-"""The export process: it turns closed episodes into LeRobot shards, in the background, and tells the server which may
-leave the store; and it records them for people to look at. No torch before there is something to write.
+"""Runs the export: a process that writes shards and recordings during a run, and `export_run` for a stopped one.
 
-`export` is the process, a client of the server like the trainer; `export_run` does the same for a run that is stopped.
-What is written, and what was when somebody killed it, is in datasets/shards.py.
+The process is a client of the server, like the trainer. It tells the server which episodes may leave the store.
+exporter.py decides what is written; shards.py says how, and what a killed export leaves. No torch.
 """
 
 import fcntl
@@ -33,28 +32,28 @@ log = logging.getLogger(__name__)
 
 ROOM = "serl_launcher.datasets"  # whose log tells how far an export is
 SOURCES = ("archived", "all")
-NICE = 10
-POLL_S = 0.25
-RETRY_S = 5.0  # after a full disk, or a shard that differs from the store
-FINISH_S = 60.0  # how long the end of a run waits for the rest
-MOST_TOLD = 500  # episodes in one message
-NO_COMMANDS = 1 << 53  # the operator's commands are the trainer's business
+NICE = 10  # priority below the trainer's
+POLL_S = 0.25  # seconds between two looks for new episodes
+RETRY_S = 5.0  # seconds to wait after a full disk, or a shard that differs from the store
+FINISH_S = 60.0  # seconds that the end of a run waits for the rest
+MOST_TOLD = 500  # episodes in one message to the server
+NO_COMMANDS = 1 << 53  # revision that no command reaches: the trainer takes them
 
 
 def archived(plan: Plan) -> frozenset[str]:
-    """The sources whose episodes stay in the store until they are exported."""
+    """Return the sources whose episodes stay in the store until they are exported."""
     return frozenset(name for name, source in plan.sources.items() if source.archive == "lerobot")
 
 
 def wanted(config: DictConfig, plan: Plan) -> list[str]:
-    """The sources that are to be exported while the run goes on; none when what this needs is not installed.
+    """Return the sources to export while the run goes on; none if packages for it are missing.
 
-    Raises ConfigError when a source must not go on without it.
+    Raises ConfigError for a wrong setting, and if a source with `archive: lerobot` lacks these packages.
     """
     if config.export.sources not in SOURCES:
         raise ConfigError(f"export.sources={config.export.sources}: say {' or '.join(SOURCES)}")
     if not isinstance(config.export.episodes, int) or config.export.episodes < 1:
-        raise ConfigError(f"export.episodes={config.export.episodes}: a shard has at least one episode")
+        raise ConfigError(f"export.episodes={config.export.episodes}: a shard has at least one episode, say 1 or more")
     kept = archived(plan)
     names = [name for name in plan.sources if config.export.sources == "all" or name in kept]
     if names and (lacking := shards.missing()):
@@ -63,13 +62,13 @@ def wanted(config: DictConfig, plan: Plan) -> list[str]:
                 f"archive: lerobot of {', '.join(sorted(kept))} needs {', '.join(lacking)}: {INSTALL}, or say "
                 f"plan.sources.{min(kept)}.archive=none"
             )
-        log.warning("export: no shards are written, as %s is not installed: %s", ", ".join(lacking), INSTALL)
+        log.warning("export: no datasets are written, because %s is not installed: %s", ", ".join(lacking), INSTALL)
         return []
     return names
 
 
 def recorded(config: DictConfig) -> bool:
-    """Whether episodes are to be recorded for people to look at. Raises ConfigError for what cannot be."""
+    """Return whether episodes are recorded for people to look at. Raises ConfigError for a wrong `record`."""
     if config.record not in recording.EPISODES:
         raise ConfigError(f"record={config.record}: say {', '.join(recording.EPISODES)}")
     return config.record != "none" or config.live is not None
@@ -77,7 +76,7 @@ def recorded(config: DictConfig) -> bool:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's datasets. Raises ConfigError when somebody else writes there."""
+    """Hold the lock of a run's datasets. Raises ConfigError if another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a") as file:
         try:
@@ -88,14 +87,15 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) -> list[Path]:
-    """Bring all that the store of a stopped run holds into shards; returns the folders of all shards that there are.
+    """Write all episodes in the store of a stopped run into shards. Returns the folders of all its shards.
 
-    `sources`: these alone. Raises ConfigError when there is no store, or something else writes there.
+    count: episodes in a shard. sources: export only these; None: all.
+    Raises ConfigError if packages or the store are missing, a source is unknown, or another process exports.
     """
     if lacking := shards.missing():
-        raise ConfigError(f"to export, {', '.join(lacking)} must be there: {INSTALL}")
+        raise ConfigError(f"an export needs {', '.join(lacking)}: {INSTALL}")
     if not (run_dir / "store" / "index.sqlite").exists():
-        raise ConfigError(f"there is no store in {run_dir}")
+        raise ConfigError(f"there is no store in {run_dir}: name the folder of a run")
     with _alone(run_dir / "datasets"):
         index = Index(run_dir / "store" / "index.sqlite")
         there = {name: source.capacity for name, source in index.sources().items()}
@@ -114,16 +114,16 @@ def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) 
 
 # -- the process
 def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
-    """Export until SIGTERM; then the rest, for at most FINISH_S."""
+    """Run the export process: export until SIGTERM, then the rest for at most FINISH_S."""
     os.nice(NICE)
     signalled: list[float] = []
 
     def stop(*_: object) -> None:
         signalled.append(time.monotonic())
-        logging.getLogger(ROOM).setLevel(logging.INFO)  # from now on people wait for it
+        logging.getLogger(ROOM).setLevel(logging.INFO)  # from now on people wait for the export
 
     signal.signal(signal.SIGTERM, stop)
-    names = [] if shards.missing() else wanted(config, plan)  # the launcher has said what is missing
+    names = [] if shards.missing() else wanted(config, plan)  # the launcher has logged what is missing
     with _alone(run_dir / "datasets"), Connection(local, m.Hello(m.PROTOCOL, "learner", "export")) as link:
         client = _Client(link)
         if (spec := client.spec(signalled)) is None:
@@ -134,14 +134,14 @@ def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
         while client.step(exporter, rest=bool(signalled)):
             if signalled and time.monotonic() > signalled[0] + FINISH_S:
                 log.warning(
-                    "export: the run is over, and %d episodes are in no shard yet: `tools/data.py export %s` goes on",
+                    "export: the run is over, but %d episodes are in no dataset yet: `tools/data.py export %s` goes on",
                     exporter.remaining, run_dir,
                 )  # fmt: skip
                 return
 
 
 class _Client:
-    """Speaks with the server for an Exporter."""
+    """Asks the server what is new for an Exporter, and tells it what may leave the store."""
 
     def __init__(self, link: Connection) -> None:
         self.link = link
@@ -149,7 +149,7 @@ class _Client:
         self._next_beat = self._next_hear = 0.0
 
     def spec(self, stopping: Sequence[float]) -> Spec | None:
-        """The run's Spec, as soon as the first actor has brought it; None when the run ends before."""
+        """Wait for the first actor to bring the run's Spec. Returns None if the run ends before."""
         while not stopping:
             try:
                 if (spec := self.link.hello(timeout=1.0).spec) is not None:
@@ -160,7 +160,10 @@ class _Client:
         return None
 
     def step(self, exporter: Exporter, *, rest: bool) -> bool:
-        """Hear, write one shard, tell; waits a little when there is nothing to do. False: it is the end."""
+        """Ask the server what is new, write at most one shard, and tell the server. Waits if nothing is due.
+
+        rest: the run is over. Returns False once nothing is left to do then.
+        """
         while self.link.receive() is not None:
             pass
         try:
@@ -170,7 +173,7 @@ class _Client:
             worked = exporter.work(rest=rest)
             self._tell(exporter)
         except (Timeout, Disconnected, ServerFailed) as error:
-            log.info("waiting for the server: %s", error)
+            log.info("export: waiting for the server: %s", error)
             time.sleep(POLL_S)
             return True
         except (OSError, Mismatch) as error:
@@ -182,6 +185,7 @@ class _Client:
         return worked or not rest
 
     def _hear(self, exporter: Exporter) -> None:
+        """Ask the server for all new and changed episodes."""
         more = True
         while more:
             synced: Any = self.link.call(m.Sync(self._revision, NO_COMMANDS), timeout=5.0)
@@ -189,6 +193,7 @@ class _Client:
             self._revision, more = synced.revision, synced.more
 
     def _tell(self, exporter: Exporter) -> None:
+        """Tell the server which episodes may leave the store, and each second that we live."""
         new = exporter.settled
         for begin in range(0, len(new), MOST_TOLD):
             self.link.call(m.Archived(new[begin : begin + MOST_TOLD]), timeout=5.0)

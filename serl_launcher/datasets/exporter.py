@@ -1,7 +1,7 @@
 """Brings closed episodes into shards, and shows them to sinks such as the recordings. No torch, no server.
 
-`Exporter` knows which episodes there are, which shards hold them, and what to write next. Who calls it is in export.py;
-what one shard looks like is in shards.py.
+`Exporter` knows which episodes there are, which shards hold them, and what to write next. export.py calls it; shards.py
+writes one shard.
 """
 
 import json
@@ -28,13 +28,15 @@ Sink = Callable[[EpisodeInfo, Callable[[], Rows], Spec], None]
 
 
 class Exporter:
-    """Which episodes there are, which shards hold them, and the next thing to write; `take` what the catalog says,
-    then `work` until there is nothing to do.
+    """Writes closed episodes into shards: `take` the server's rows, then `work` until nothing is due.
 
-    `capacities` are those of all physical sources, `sources` those to be exported; `count` episodes make a shard. Each
-    sink is called once in the life of this object for every closed episode of any source: sink(info, rows, spec), where
-    rows() reads them from the store, and raises Gone; what it made in an earlier life it finds itself. `committed`
-    {source: (tail, head)}: for a run without a server, what its index says.
+    run: the run's id; shards of another run are refused. spec: of the run.
+    capacities: {source: steps} of all sources. sources: those to export. count: episodes in a shard.
+    sinks: each is called as sink(info, rows, spec) once per closed episode of any source. rows() reads the episode, or
+    raises Gone. A new Exporter shows the episodes again; a sink finds what it made before.
+    committed: {source: (tail, head)} of the index, for a run whose server is stopped.
+
+    Raises ConfigError if the folder of datasets holds shards of another run.
     """
 
     def __init__(
@@ -42,24 +44,24 @@ class Exporter:
         sinks: Sequence[Sink] = (), committed: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.run, self.spec, self.count, self.sinks = run_dir / "datasets", run, spec, count, list(sinks)
-        self.episodes: dict[int, EpisodeInfo] = {}  # those that the store holds, or with which something is to be done
-        self.rest = False  # the run is over, so fewer episodes make a shard, too
+        self.episodes: dict[int, EpisodeInfo] = {}  # in the store, or with work to do on them
+        self.rest = False  # the run is over: fewer than `count` episodes make a shard, too
         self._readers = {
             name: EpisodeReader(run_dir / "store" / name, Layout(spec, capacity), (committed or {}).get(name, (0, 0)))
             for name, capacity in capacities.items()
         }
         self._capacities = dict(capacities)
         self._held = {name: Held() for name in capacities}
-        self._gone: set[int] = set()  # those of `episodes` that have left the store
-        self._pending: dict[str, set[int]] = {name: set() for name in sources}
-        self._stale: set[Path] = set()
-        self._unseen: dict[int, None] = {}  # in this order
+        self._gone: set[int] = set()  # numbers in `episodes` that have left the store
+        self._pending: dict[str, set[int]] = {name: set() for name in sources}  # closed, in no shard yet
+        self._stale: set[Path] = set()  # shards that differ from the store
+        self._unseen: dict[int, None] = {}  # to be shown to the sinks, in this order
         self._written, self._all, self._told = 0, 0, time.monotonic()
         self._phases: dict[str, int] = {}  # phase -> its first episode
-        self._settled: set[int] = set()  # what may leave the store, and nobody was told
+        self._settled: set[int] = set()  # may leave the store, and the server does not know
         self._shard: dict[int, Path] = {}  # episode -> its shard
-        self._mark: dict[int, tuple[Any, ...]] = {}  # episode -> what that shard holds of it
-        self._marks: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # each different one once
+        self._mark: dict[int, tuple[Any, ...]] = {}  # episode -> shards.mark of its entry there
+        self._marks: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # one object for equal marks, to save memory
         shards.clean(self.folder)
         for name in self._pending:
             for shard in sorted(path for path in (self.folder / name).glob("*") if path.is_dir()):
@@ -69,6 +71,7 @@ class Exporter:
                     log.warning("export: %s has no %s: it is not ours and is left alone", shard, MANIFEST)
 
     def _adopt(self, shard: Path, manifest: Mapping[str, Any]) -> None:
+        """Remember what a finished shard holds."""
         if manifest["run"] != self.run:
             raise ConfigError(f"{shard} is of run {manifest['run'][:12]}, not of this one: move {self.folder} away")
         for entry in [*manifest["episodes"], *manifest["left_out"]]:
@@ -76,9 +79,9 @@ class Exporter:
             self._shard[number], self._mark[number] = shard, self._marks.setdefault(mark, mark)
             self._settled.add(number)
 
-    # -- what there is to do
+    # -- what is to be done
     def take(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Hear of episodes that are new or have changed."""
+        """Take in the server's rows of new and changed episodes (messages.EPISODE)."""
         for row in rows:
             info = EpisodeInfo(*row)
             first = self._phases.get(info.phase, info.number)
@@ -100,7 +103,7 @@ class Exporter:
         self._drop_gone()
 
     def _drop_gone(self) -> None:
-        """Forget what has left the store and needs nothing more, so that a long history takes no memory."""
+        """Forget episodes that left the store and need no more work, so that a long history takes no memory."""
         for name, held in self._held.items():
             self._gone.update(info.number for info in held.evict(self._readers[name].tail))
         for number in list(self._gone):
@@ -111,32 +114,36 @@ class Exporter:
                 self._settled.discard(number)
 
     def _sort(self, info: EpisodeInfo) -> None:
+        """Decide what a closed episode needs: a shard, its shard again, or nothing."""
         number = info.number
         if number in self._shard:
             if self._differs(info):
                 self._stale.add(self._shard[number])
-                self._settled.discard(number)  # until the shard holds all that the store does
+                self._settled.discard(number)  # it stays in the store until its shard was written again
         elif info.discard:
             self._pending[info.source].discard(number)
             self._settled.add(number)
-        elif info.first >= self._readers[info.source].tail:  # else it left before there was an export
+        elif info.first >= self._readers[info.source].tail:  # else it left the store before there was an export
             self._settled.discard(number)
             self._pending[info.source].add(number)
 
     def _differs(self, info: EpisodeInfo) -> bool:
-        """Whether its shard would be another one if it was made now: of what left the store only the verdict counts."""
+        """Return whether its shard would change if it was written now.
+
+        Of an episode that left the store only the verdict can change.
+        """
         there, now, count = self._mark[info.number], shards.mark_now(info), len(shards.VERDICT)
         is_there = info.first >= self._readers[info.source].tail
         return there != now if is_there else there[:count] != now[:count]
 
     @property
     def remaining(self) -> int:
-        """Sealed episodes that are in no shard yet."""
+        """The number of closed episodes that are in no shard yet."""
         return sum(map(len, self._pending.values()))
 
     @property
     def settled(self) -> list[int]:
-        """The numbers of the episodes that the store still holds and that may leave it, until they are `told`."""
+        """The numbers of episodes that the store holds and may evict. Call `told` once the server knows them."""
         held = {name: reader.tail for name, reader in self._readers.items()}
         return sorted(
             number for number in self._settled
@@ -144,7 +151,7 @@ class Exporter:
         )  # fmt: skip
 
     def told(self) -> None:
-        """The store knows durably what is `settled`."""
+        """Forget what is `settled`: the server has stored it durably."""
         self._settled = {number for number in self._settled if number not in self.episodes}
 
     @cached_property
@@ -153,9 +160,10 @@ class Exporter:
 
     # -- doing it
     def work(self, *, rest: bool = False) -> bool:
-        """Write the next shard, or show the next episode to the sinks; False when nothing is due.
+        """Write the next shard, or show the next episode to the sinks. Returns False if nothing is due.
 
-        `rest`: the run is over, so fewer episodes make a shard, too. Raises OSError when the disk is full.
+        rest: the run is over, so fewer than `count` episodes make a shard, too.
+        Raises OSError if the disk is full, and Mismatch if a shard reads back otherwise than it was written.
         """
         if rest and not self.rest and self.remaining:
             self._written, self._all = 0, self.remaining
@@ -166,8 +174,8 @@ class Exporter:
         self.rest = rest
         try:
             worked = self._work()
-        except Gone as gone:  # what is still to be had of it is found the next time
-            log.info("export: %s left the store while it was read: its shard is begun again", gone)
+        except Gone as gone:  # the next call finds which episodes are still there
+            log.info("export: episode %s left the store while it was read; its shard is written again without it", gone)
             worked = True
         self._drop_gone()
         return worked
@@ -186,19 +194,19 @@ class Exporter:
             shard = min(self._stale)
             try:
                 self._rewrite(shard)
-            except ConfigError as error:  # somebody has taken it away
+            except ConfigError as error:  # somebody has moved the shard away
                 self._is_away(shard, error)
             self._stale.discard(shard)
             return True
         return False
 
     def _free(self, shard: Path) -> Path:
-        """This name, or one beside it where a folder that is not ours has it."""
+        """Return this path, or one with `~` behind it if a folder that is not ours has the name."""
         is_strange = shard.exists() and not (shard / MANIFEST).exists()
         return self._free(shard.with_name(shard.name + "~")) if is_strange else shard
 
     def _is_away(self, shard: Path, error: ConfigError) -> None:
-        """Leave the verdicts of a shard that was moved away; steps that it lacks go into a new one."""
+        """Give up the new verdicts of a shard that was moved away. Steps that it lacks go into a new one."""
         log.warning("export: what was judged anew stays as it was: %s", error)
         for number in [number for number, place in self._shard.items() if place == shard]:
             info, count = self.episodes.get(number), len(shards.VERDICT)
@@ -207,7 +215,10 @@ class Exporter:
                 self._sort(info)
 
     def _due(self, source: str, pending: list[int], rest: bool) -> list[int]:
-        """The members of the next shard: all that it takes, or fewer at the end, and when the store fills up."""
+        """Return the numbers for the next shard of a source; empty if too few are pending.
+
+        Fewer than `count` make a shard at the end of the run, and when the oldest is a quarter of the store behind.
+        """
         if not pending:
             return []
         waits = self._readers[source].head - self.episodes[pending[0]].first
@@ -215,18 +226,19 @@ class Exporter:
         return pending[: self.count] if whole else []
 
     def _show(self, info: EpisodeInfo) -> None:
+        """Call the sinks with an episode. A sink that fails for good is dropped."""
         for sink in list(self.sinks):
             try:
                 sink(info, lambda: self._readers[info.source].rows(info), self.spec)
             except Gone:
-                log.info("%s left the store before it was recorded", info.id)
+                log.info("export: episode %s left the store before it was recorded", info.id)
             except OSError as error:
-                log.warning("export: %s is not recorded: %s", info.id, error)
+                log.warning("export: episode %s is not recorded: %s", info.id, error)
             except RetakeError as error:
-                log.warning("export: %s; episodes are not recorded any more", error)
+                log.warning("export: %s; no more episodes are recorded", error)
                 self.sinks.remove(sink)
             except Exception:  # pictures for people must not keep episodes in the store
-                log.exception("export: %s cannot be recorded; episodes are not recorded any more", info.id)
+                log.exception("export: episode %s cannot be recorded; no more episodes are recorded", info.id)
                 self.sinks.remove(sink)
 
     def _write(self, shard: Path, source: str, numbers: Sequence[int]) -> None:
@@ -234,13 +246,13 @@ class Exporter:
         self._pending[source].difference_update(numbers)
 
     def _rewrite(self, shard: Path) -> None:
-        """The next version of a shard, after somebody judged some of its episodes anew."""
+        """Write the next version of a shard: some of its episodes were judged again, or have more steps."""
         before = shards.read_manifest(shard)
         entries = sorted([*before["episodes"], *before["left_out"]], key=lambda entry: entry["number"])
         tail, infos = self._readers[before["source"]].tail, []
         for entry in entries:
             info = self.episodes.get(entry["number"]) or shards.info_of(entry, before["source"])
-            if info.first < tail:  # only what the shard holds is left of it
+            if info.first < tail:  # its steps are left only in the shard
                 info = info._replace(**{name: entry[name] for name in shards.MARK if name not in shards.VERDICT})
             infos.append(info)
         self._make(shard, before["source"], infos, before)
@@ -248,9 +260,13 @@ class Exporter:
     def _make(
         self, shard: Path, source: str, infos: Sequence[EpisodeInfo], before: Mapping[str, Any] | None
     ) -> None:  # fmt: skip
+        """Write a shard of these episodes aside, verify it, and put it in place.
+
+        before: the manifest of the version that it replaces; None: it is the first.
+        """
         phases = sorted(self._phases, key=lambda phase: self._phases[phase])
         left_out: list[tuple[EpisodeInfo, str]] = []
-        again: list[int] = []  # those whose images were decoded from the version before
+        again: list[int] = []  # episodes whose images come from the version before
 
         def tables() -> Iterator[tuple[EpisodeInfo, Rows]]:
             for info in infos:
@@ -278,7 +294,7 @@ class Exporter:
         self._adopt(shard, manifest)
 
     def _tell(self, counts: bool) -> None:
-        """Say how far the export is, while people wait for it."""
+        """Log how far the export is, while people wait for it."""
         self._written += counts
         if self.rest and time.monotonic() > self._told + TELL_S:
             self._told = time.monotonic()
@@ -287,12 +303,13 @@ class Exporter:
     def _rows(
         self, shard: Path, info: EpisodeInfo, before: Mapping[str, Any] | None, again: list[int]
     ) -> Rows | None:  # fmt: skip
+        """Read an episode from the store, else from the version before. None if neither holds it."""
         try:
             return self._readers[info.source].rows(info)
         except Gone:
             numbers = [entry["number"] for entry in before["episodes"]] if before else []
             if info.number not in numbers:
-                log.warning("export: %s left the store before it was in a shard", info.id)
+                log.warning("export: episode %s left the store before it was in a shard", info.id)
                 return None
             again.append(info.number)
             return shards.rows_of(shard, numbers.index(info.number), info, self.spec)
@@ -300,7 +317,7 @@ class Exporter:
     def _forget(
         self, shard: Path, before: Mapping[str, Any] | None, left_out: Sequence[tuple[EpisodeInfo, str]], part: Path
     ) -> None:  # fmt: skip
-        """Nothing is left of a shard: LeRobot has no dataset without episodes."""
+        """Remove a shard without episodes: LeRobot has no such dataset."""
         shards.remove(part)
         if before:
             shards.drop(shard)

@@ -1,7 +1,7 @@
-"""The importer: it fills the sources of a plan that name a LeRobot dataset, before anything is trained. No torch.
+"""Brings LeRobot datasets into the sources of a plan that name one, before training starts. No torch.
 
-It is an actor like any other, `dataset-<source>`, so what it brings is durable and there once. An episode that is in
-the store as a whole is passed over at the next start; one that a crash has cut is discarded there and begun again.
+The importer is an actor like any other, named `dataset-<source>`, so each episode is stored durably and once. At the
+next start it skips episodes that are whole in the store. One that a crash has cut is discarded and imported again.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from serl_launcher.training.plan import Plan
 
 log = logging.getLogger(__name__)
 
-PENDING = 32 << 20  # bytes that may wait for the server: they lie on the disk twice
-TELL_S = 10.0
-PART = re.compile(r"\.part\d+$")  # what the store adds to the id of a part
-OUTSIDE = 0.01  # the share of actions beyond the run's bounds from which on a person should know
+PENDING = 32 << 20  # bytes that may wait for the server; until then they are on the disk twice
+TELL_S = 10.0  # seconds between two lines of progress
+PART = re.compile(r"\.part\d+$")  # the store adds it to the id of an episode's part
+OUTSIDE = 0.01  # warn if a larger share of the action's values is outside the run's bounds
 
 
 def opened(plan: Plan) -> dict[str, Dataset]:
-    """The datasets of a plan by source. Raises ConfigError for one that is not there, or too large for its source."""
+    """Open the datasets of a plan, {source: dataset}. Raises ConfigError for a missing or too large one."""
     found = {name: Dataset(Path(source.dataset)) for name, source in plan.sources.items() if source.dataset}
     for name, dataset in found.items():
         steps, longest, capacity = sum(dataset.lengths), max(dataset.lengths, default=0), plan.sources[name].capacity
@@ -48,10 +48,10 @@ def opened(plan: Plan) -> dict[str, Dataset]:
 
 
 def import_datasets(plan: Plan, run_dir: Path, *, local: str, waits: bool) -> None:
-    """Bring every dataset of the plan into the run's store, and return when all of it is durable.
+    """Import every dataset of the plan into the run's store. Returns once all of it is durable.
 
-    `waits`: a store that is not there yet is made for the first actor's Spec; else for that of the first dataset.
-    Raises ConfigError for a dataset that is not of the run's Spec.
+    local: the server's address. waits: wait for the first actor's Spec; else a new store gets the first dataset's.
+    Raises ConfigError for a dataset that does not fit the run's Spec, or has no room.
     """
     datasets = opened(plan)
     with Connection(local, m.Hello(m.PROTOCOL, "learner", "importer")) as link:
@@ -68,39 +68,41 @@ def import_datasets(plan: Plan, run_dir: Path, *, local: str, waits: bool) -> No
 
 @dataclass(frozen=True, slots=True)
 class _Missing:
-    """An episode that is not in the store as a whole, its name there, and what crashes have left of it."""
+    """An episode of a dataset that is not whole in the store."""
 
-    index: int
-    id: str
-    cut: tuple[str, ...]
+    index: int  # in the dataset
+    id: str  # its id in the store
+    cut: tuple[str, ...]  # ids of its earlier imports, which a crash has cut
 
 
 class _Import:
-    """One dataset on its way into one source."""
+    """Imports one dataset into one source."""
 
     def __init__(self, link: Connection, source: str, dataset: Dataset, spec: Spec, address: str, folder: Path) -> None:
         self._link, self._source, self._dataset, self._spec = link, source, dataset, spec
         self._address, self._folder = address, folder
         self._actions = self._outside = self._revision = 0
-        self._parts: dict[str, dict[str, EpisodeInfo]] = {}  # id -> the episode and its parts in the store, by theirs
+        self._parts: dict[str, dict[str, EpisodeInfo]] = {}  # id -> {id of a part: part} in the store
 
     def run(self) -> None:
         if not self._missing():
             return
         with self._client() as client:
-            _settle(client)  # what an earlier life left here is delivered,
-            self._await_closed(client)  # and that life is closed
+            _settle(client)  # deliver what an earlier session left,
+            self._await_closed(client)  # until the server has closed that session's episodes
             missing = self._missing()
             self._check_room(missing)
             self._push_all(client, missing)
             _settle(client)
-        with self._client() as client:  # a new life, which closes the last episode
+        with self._client() as client:  # a new session, so the server closes the last episode
             self._await_closed(client)
         episodes, steps = len(self._dataset.lengths), sum(self._dataset.lengths)
         log.info("%s: %d episodes, %d steps of %s", self._source, episodes, steps, self._dataset.folder)
         if self._outside > OUTSIDE * self._actions:
             share = self._outside / self._actions
-            log.warning("%s: %.1f %% of the actions lie outside the run's bounds", self._dataset.folder, 100 * share)
+            log.warning(
+                "%s: %.1f %% of the action's values are outside the run's bounds", self._dataset.folder, 100 * share
+            )
 
     def _push_all(self, client: TrainerClient, missing: list[_Missing]) -> None:
         body = {"mode": DATASET, "phase": DATASET, "into": self._source}
@@ -135,7 +137,7 @@ class _Import:
             )
 
     def _missing(self) -> list[_Missing]:
-        """What is still to be brought."""
+        """Return the episodes that are not whole in the store."""
         self._hear()
         missing = []
         for index, length in enumerate(self._dataset.lengths):
@@ -150,7 +152,7 @@ class _Import:
         return missing
 
     def _await_closed(self, client: TrainerClient) -> None:
-        """Wait until no episode of this dataset is open any more: the server closes those of earlier lives."""
+        """Wait until no episode of this dataset is open. The server closes those of earlier sessions."""
         self._hear()
         while any(not part.closed for parts in self._parts.values() for part in parts.values()):
             _nap(client)
@@ -165,7 +167,7 @@ class _Import:
             yield f"{name}~{attempt}"
 
     def _hear(self) -> None:
-        """Take in what has changed of this dataset's episodes; the store keeps a long one in parts."""
+        """Ask the server for this dataset's episodes. The store keeps a long one in parts."""
         more = True
         while more:
             synced = self._ask(m.Sync(self._revision, 0))
@@ -179,30 +181,31 @@ class _Import:
         return TrainerClient(self._address, actor=actor, spec=self._spec, outbox=self._folder / "outbox")
 
     def _ask(self, message: m.Message) -> Any:
-        """The server's answer, however long it takes: it may be starting again."""
+        """Return the server's answer. Waits as long as it takes, because the server may be restarting."""
         while True:
             try:
                 return self._link.call(message, timeout=5.0)
             except (Timeout, Disconnected, ServerFailed) as error:
-                log.warning("waiting for the server: %s", error)
+                log.warning("importer: waiting for the server: %s", error)
                 self._link.close()
                 time.sleep(0.2)
 
 
 def _settle(client: TrainerClient) -> None:
-    """Wait until the server has welcomed us and acknowledged all that lies here."""
+    """Wait until the server has acknowledged everything in the outbox."""
     while not client.connected or client.pending[0]:
         _nap(client)
 
 
 def _nap(client: TrainerClient) -> None:
+    """Wait a moment. Raises ConfigError if the outbox cannot be written."""
     if client.fault:
-        raise ConfigError(f"{client.fault}: make room there, then give the same command again")
+        raise ConfigError(f"{client.fault}: make room there, then run the same command again")
     client.wait(0.005)
 
 
 def _spec(link: Connection, waits: bool) -> Spec | None:
-    """The Spec of the run's store; None when there is none and nothing is to be waited for."""
+    """Ask for the Spec of the run's store. None if there is none; `waits`: wait until there is one."""
     told = 0.0
     while True:
         with contextlib.suppress(Timeout, Disconnected):
@@ -210,6 +213,6 @@ def _spec(link: Connection, waits: bool) -> Spec | None:
             if spec is not None or not waits:
                 return None if spec is None else Spec.from_dict(spec)
         if waits and time.monotonic() - told > TELL_S:
-            log.info("waiting for the first actor: it brings the description of the robot (run_actor.sh)")
+            log.info("waiting for the first actor, which describes the robot: start run_actor.sh")
             told = time.monotonic()
         time.sleep(0.1)

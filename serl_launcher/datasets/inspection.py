@@ -1,6 +1,6 @@
-"""What is wrong with recorded episodes, of a dataset or of a run: images, ends, outcomes, actions, times.
+"""Looks for faults in recorded episodes, of a dataset or of a run: images, ends, outcomes, actions, times.
 
-A finding is `wrong` when a policy would learn from it what never happened, and a `note` when a person should know it.
+A finding is `wrong` if a policy would learn from it what never happened. A `note` is worth knowing, and may be normal.
 """
 
 import re
@@ -19,24 +19,25 @@ from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.index import Index
 from serl_launcher.store.layout import Layout
 
-BLACK, WHITE = 8, 247  # values of a pixel that saw nothing, and of one that saw too much
-SATURATED = 0.5  # the share of an image's values that are WHITE, from which on it shows nothing
-SAME = 2  # values by which a video may change an image that stayed the same
-STILL = 1e-3  # what a state may change by in a row while the robot stands still, or moves less than a camera sees
-LATE = 2.0  # periods between two rows from which on there is a gap
-SLACK = 0.1  # the share by which the rate of the rows may differ from the Spec's
-OLD = 3.0  # periods: an image that is older shows another moment
-AT_BOUND = 0.5  # the share of rows in which an action that is at its bound deserves a look
+BLACK, WHITE = 8, 247  # pixel values: up to BLACK is dark, from WHITE on is overexposed
+SATURATED = 0.5  # an image is saturated if a larger share of its values is WHITE
+SAME = 2  # pixel values that a codec may change in an unchanged image
+STILL = 1e-3  # a state that changes by less per row counts as still: no camera sees it
+LATE = 2.0  # a longer time between two rows is a gap, in periods
+SLACK = 0.1  # share by which the rate of the rows may differ from the Spec's
+OLD = 3.0  # an older image shows another moment, in periods
+AT_BOUND = 0.5  # report an action that is at its bound in a larger share of the rows
 CUT_OFF = "was cut off before it was judged: normal where an actor was stopped"
 AGE = re.compile(r"(^|[._])age[._]")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """One episode: numbers [T, ...] by name, `images` {camera: its T images}, and what is known of its end.
+    """One episode to be looked at.
 
-    `ended`: None where nothing says how; `terminated`: whether the task ended it; `last` are the steps that are called
-    an end. `judged`: whether there should be an outcome, because others have one.
+    numbers: {name: [T, ...]}. images: {camera: yields its T images}. ended: whether its last step is an end; None: no
+    column says so. terminated: whether the task ended it. last: [T] bool, steps that are marked as an end.
+    success: its outcome. judged: whether it should have one, because others do.
     """
 
     id: str
@@ -55,7 +56,7 @@ class Recorded:
 
 @dataclass
 class Findings:
-    """Everything that was found: {(is it wrong, what): [where, ...]}, and the sums of what was looked at."""
+    """Collects what was found, {(is it wrong, what): [where, ...]}, and counts what was looked at."""
 
     found: dict[tuple[bool, str], list[str]] = field(default_factory=dict)
     episodes: int = 0
@@ -71,9 +72,9 @@ class Findings:
 
 
 def inspect(folder: Path, frozen: int) -> Findings:
-    """Look over a LeRobot dataset, or every source of a run's store; the learner may be running.
+    """Look for faults in a LeRobot dataset, or in every source of a run's store. The learner may be running.
 
-    `frozen`: so many rows may show the same image while the robot moves. Raises ConfigError when there is neither.
+    frozen: rows that may show the same image while the robot moves. Raises ConfigError if there is neither.
     """
     findings = Findings()
     if (folder / "store/index.sqlite").exists():
@@ -81,7 +82,7 @@ def inspect(folder: Path, frozen: int) -> Findings:
             _look(findings, episodes, spec.fps, spec.action, frozen, f"{name}: ")
     else:
         dataset = Dataset(folder)
-        action = dataset.spec().action if dataset.manifest else None  # of others' the bounds are not known
+        action = dataset.spec().action if dataset.manifest else None  # a dataset of others tells no bounds
         _look(findings, (_of_dataset(episode) for episode in dataset), dataset.fps, action, frozen, "")
     return findings
 
@@ -200,7 +201,7 @@ def _bounds(actions: Array, action: Feature | None) -> Iterator[tuple[bool, str]
 
 
 def _dimensions(actions: Array, action: Feature | None) -> Iterator[str]:
-    """What is to be said of each entry of the action over all episodes [N, A]."""
+    """Yield notes on each entry of the action over all episodes, [N, A]."""
     actions = actions.reshape(len(actions), -1)
     low, high = actions.min(0), actions.max(0)
     if action is not None and action.low is not None and action.high is not None:
@@ -213,7 +214,7 @@ def _dimensions(actions: Array, action: Feature | None) -> Iterator[str]:
 
 
 def _images(episode: Recorded, name: str, frozen: int) -> Iterator[tuple[bool, str]]:
-    """Black, saturated and frozen images of one camera."""
+    """Yield whether a camera has black, saturated or frozen images."""
     moves = _moves(episode)
     seen: Counter[str] = Counter()
     before, run, start = None, 1, 0
@@ -228,7 +229,7 @@ def _images(episode: Recorded, name: str, frozen: int) -> Iterator[tuple[bool, s
 
 
 def _moves(episode: Recorded) -> Array:
-    """[T] whether a state changed since the row before; without a state, in every row."""
+    """Return [T] bool: whether a state changed since the row before. Without a state, True."""
     states = [
         array.reshape(len(episode), -1) for name, array in episode.numbers.items()
         if name.startswith("observation.") and array.dtype.kind == "f"

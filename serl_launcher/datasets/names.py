@@ -32,12 +32,12 @@ RESERVED = {*COLUMNS, "timestamp", "frame_index", "episode_index", "index", "tas
 
 
 def is_image(feature: Feature) -> bool:
-    """Whether an observation is a picture, so that an episode of them may not fit into memory."""
+    """Return whether an observation is an image: the images of a whole episode may not fit into memory."""
     return feature.dtype == "uint8" and len(feature.shape) == 3
 
 
 def cameras(spec: Spec) -> list[str]:
-    """The observations that LeRobot takes for images."""
+    """Return the names of the observations that LeRobot stores as images: uint8 [H, W, 3]."""
     return [
         name for name, f in spec.observation.items()
         if name.startswith("observation.images.") and f.dtype == "uint8" and len(f.shape) == 3 and f.shape[2] == 3
@@ -45,8 +45,10 @@ def cameras(spec: Spec) -> list[str]:
 
 
 def column(name: str, spec: Spec) -> str:
-    """What a feature of the Spec is called in a shard: the same, unless LeRobot or we need that name; what has "image"
-    in it must be one there."""
+    """Return the column of a feature of the Spec.
+
+    It has the feature's name, unless LeRobot or we use that one. Only an image may have "image" in its column's name.
+    """
     if name not in cameras(spec):
         name = name.replace("image", "picture")
     name = name.replace("/", ".")

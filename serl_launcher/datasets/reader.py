@@ -1,10 +1,10 @@
-"""Reads a LeRobot v3.0 dataset, whoever made it, as the episodes of a run, from its tables and videos.
+"""Reads a LeRobot v3.0 dataset, anybody's, as the episodes of a run, from its tables and videos.
 
-Nothing but the folder is needed: no hub, no torch. Of what others wrote we know less than of our own, and say no more:
-- LeRobot has no observation after the last action. An episode that its columns call terminated gets the last one
-  again, whose value nobody asks for. Any other is one that was cut: all its steps are there, it has no final
-  observation, and windows that ask for one leave its last step out;
-- without columns of reward, intervention or outcome the reward is 0, nobody took over, and the outcome is unknown.
+It needs only the folder: no hub, no torch. A dataset of others may lack columns:
+- LeRobot has no observation after the last action. If the columns call an episode terminated, its last observation is
+  repeated; no update uses that value. Any other episode counts as cut: it has no final observation, so windows that
+  need one leave its last step out;
+- without these columns: the reward is 0, nobody intervened, the outcome is unknown.
 """
 
 import importlib.util
@@ -43,13 +43,15 @@ from serl_launcher.datasets.names import (
 
 NEEDED = ("pyarrow", "av", "PIL")
 IMAGES = ("image", "video")
-WIDENED = 0.05  # of the range of each action, on either side: the statistics are of what happened, not of what may
-CONSTANT = 0.01  # half the range that is given to an action which never changed, of its size where that is above 1
+WIDENED = 0.05  # share of an action's range added on either side, because statistics show only what happened
+CONSTANT = 0.01  # half the range of an action that never changed, times its size if above 1
 
 
 class Dataset:
-    """A dataset's folder, opened: `features` {name: Feature} of what can be stored, images as uint8 [H, W, C]; `fps`;
-    `lengths`, the steps of each episode. Raises ConfigError when there is no LeRobot v3.0 dataset, or it is not whole.
+    """Opens the folder of a dataset.
+
+    features: {name: Feature} of the columns that a store can hold, images as uint8 [H, W, C]. fps: steps per second.
+    lengths: steps of each episode. Raises ConfigError if there is no LeRobot v3.0 dataset, or it is not whole.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,10 +77,10 @@ class Dataset:
                 f"{folder} is not whole: its episodes have {sum(self.lengths):,} frames, meta/info.json says "
                 f"{self.info['total_frames']:,}"
             )
-        self._table: tuple[Path, Any] | None = None  # the newest that was read
+        self._table: tuple[Path, Any] | None = None  # the table that was read last
 
     def episode(self, index: int) -> "Episode":
-        """Its rows, without images. Raises ConfigError when they are not all there."""
+        """Read an episode, its images not yet. Raises ConfigError if rows are missing."""
         entry = self._episodes[index]
         template, chunk, file = self.info["data_path"], entry["data/chunk_index"], entry["data/file_index"]
         path = self.folder / template.format(chunk_index=chunk, file_index=file)
@@ -95,11 +97,14 @@ class Dataset:
 
     @cached_property
     def manifest(self) -> dict[str, Any] | None:
-        """What a shard of ours says of itself; None: others made this."""
+        """The `retake.json` of a shard of ours; None for a dataset of others."""
         return _json(self.folder, MANIFEST) if (self.folder / MANIFEST).exists() else None
 
     def spec(self) -> Spec:
-        """What its robot saw and did; where others made it, the action has bounds a little wider than what happened."""
+        """Return its robot's Spec. In a dataset of others, action bounds are a little wider than the actions in it.
+
+        Raises ConfigError if it has no column `action`, or no statistics of it.
+        """
         if self.manifest is not None:
             return Spec.from_dict(self.manifest.get("spec", {}))
         action = self.features.get("action")
@@ -117,7 +122,7 @@ class Dataset:
         return Spec(observation, action, self.fps)
 
     def misfit(self, spec: Spec) -> str:
-        """What keeps its episodes out of a run with this Spec; empty if nothing does."""
+        """Return why its episodes do not fit a run with this Spec; empty if they do."""
         wrong = [f"its rate is {self.fps:g} fps, the run's {spec.fps:g}"] * (self.fps != spec.fps)
         for name, theirs in {**spec.observation, "action": spec.action}.items():
             mine = self.features.get(self.called(name, spec))
@@ -132,16 +137,17 @@ class Dataset:
         return "; ".join(wrong)
 
     def called(self, name: str, spec: Spec) -> str:
-        """What a feature of a run's Spec is called here: in a shard of ours it may have had to change its name."""
+        """Return the column of a feature of a run's Spec. A shard of ours may have another name for it."""
         changed = column(name, spec)
         return changed if changed in self.features else name
 
     @property
     def cameras(self) -> list[str]:
-        """The features that are images."""
+        """The names of the features that are images."""
         return [name for name in self.features if self.info["features"][name]["dtype"] in IMAGES]
 
     def task(self, index: int) -> str:
+        """Return the text of a task, empty if there is none with this index."""
         return self._tasks.get(index, "")
 
     @cached_property
@@ -160,7 +166,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
-    """One episode of a dataset: its entry in meta/episodes, and its rows of the table."""
+    """One episode of a dataset: its entry in meta/episodes, and its rows of the table (a pyarrow.Table)."""
 
     dataset: Dataset
     entry: Mapping[str, Any]
@@ -170,10 +176,11 @@ class Episode:
         return self.entry["length"]
 
     def has(self, name: str) -> bool:
+        """Return whether the dataset has this column."""
         return name in self.dataset.features
 
     def column(self, name: str) -> Array:
-        """[T, *shape] of a feature that is no image."""
+        """Return a column that is no image, [T, *shape]."""
         import pyarrow as pa
 
         values = self.rows[name].combine_chunks()
@@ -183,11 +190,11 @@ class Episode:
         return array.reshape(len(self), *self.dataset.features[name].shape)
 
     def flag(self, name: str) -> Array:
-        """[T] bool: the column, or nothing but False."""
+        """Return a column as bool [T]; all False if there is none."""
         return self.column(name).reshape(-1).astype(bool) if self.has(name) else np.zeros(len(self), bool)
 
     def images(self, name: str) -> Iterator[Array]:
-        """uint8 [H, W, C], T of them. Raises ConfigError when the video has not all."""
+        """Yield the T images of a camera, uint8 [H, W, C]. ConfigError: some are missing, or of another size."""
         feature = self.dataset.info["features"][name]
         shape = self.dataset.features[name].shape
         frames = self._video(name) if feature["dtype"] == "video" else self._stills(name)
@@ -198,7 +205,7 @@ class Episode:
 
     @property
     def where(self) -> str:
-        """For sentences: which episode of which dataset this is."""
+        """Which episode of which dataset this is, for messages."""
         return f"episode {self.entry['episode_index']} of {self.dataset.folder}"
 
     @property
@@ -207,21 +214,24 @@ class Episode:
 
     @property
     def terminated(self) -> bool:
-        """Whether its own columns call its end one of the task's, and not a cut."""
+        """Whether its columns say that the task ended it, not a cut."""
         if self.has(TERMINATED):
             return bool(self.flag(TERMINATED)[-1])
         return bool(self.flag(DONE)[-1] or self.flag(SUCCESS)[-1]) and not self.flag(TRUNCATED)[-1]
 
     @property
     def success(self) -> bool | None:
-        """What its columns say of the whole episode: it succeeded when any of its steps did; None: nothing."""
+        """Whether it succeeded: any of its steps did. None if no column says so."""
         if self.has(OUTCOME):
             return {0: False, 1: True}.get(int(self.column(OUTCOME).flat[-1]))
         return bool(self.flag(SUCCESS).any()) if self.has(SUCCESS) else None
 
     def segments(self, spec: Spec, id: str, stamp: Stamp) -> Iterator[Segment]:
-        """Its steps for a store of that Spec, which `misfit` has nothing against. Raises ConfigError for an action or
-        a reward that is no number, and for images that are not there."""
+        """Yield its steps as segments for a store of this Spec, which it must fit (see Dataset.misfit).
+
+        id: of the episode there. stamp: of its segments.
+        Raises ConfigError for an action or reward that is not finite, and for missing images.
+        """
         count, length, task, ends = segment_rows(spec), len(self), self.task, self.terminated
         cameras = {name: self.images(name) for name in self.dataset.cameras if name in spec.observation}
         vectors = {
@@ -231,7 +241,9 @@ class Episode:
         extras = {name: self._extra(self.dataset.called(name, spec), feature) for name, feature in spec.extras.items()}
         action, columns = self.column("action"), self._columns()
         if not (np.isfinite(action).all() and np.isfinite(columns["reward"]).all()):
-            raise ConfigError(f"{self.where} has an action or a reward that is no number: tools/data.py check finds it")
+            raise ConfigError(
+                f"{self.where} has an action or a reward that is no number: find it with tools/data.py check"
+            )
         for start in range(0, length, count):
             stop = min(start + count, length)
             ending = ends and stop == length
@@ -258,7 +270,7 @@ class Episode:
         }  # fmt: skip
 
     def _extra(self, name: str, feature: Feature) -> Array:
-        """[T, *shape] of what a row has besides; zeros where the dataset has no such column."""
+        """Return one of Spec.extras, [T, *shape]; zeros if the dataset has no such column."""
         shape = (len(self), *feature.shape)
         if not self.has(name) or math.prod(self.dataset.features[name].shape) != math.prod(feature.shape):
             return np.zeros(shape, feature.dtype)
@@ -274,7 +286,7 @@ class Episode:
                 yield np.asarray(image.convert("RGB"))
 
     def _video(self, name: str) -> Iterator[Array]:
-        """Decoded from its first frame on, one after the other."""
+        """Decode the episode's frames in order, from its first one on."""
         import av
         from av.error import FFmpegError
 
@@ -304,7 +316,7 @@ class Episode:
 
 
 def _feature(entry: Mapping[str, Any]) -> Feature | None:
-    """What info.json says of one column; None for what has no place in a store, such as texts."""
+    """Return the Feature of one column of info.json; None for one that a store cannot hold, such as texts."""
     shape, names = tuple(entry["shape"]), entry.get("names")
     if isinstance(names, Mapping):  # older ones: {"motors": [...]}
         names = next(iter(names.values()), None)
@@ -324,7 +336,7 @@ def _json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _parquet(path: Path, without: str | None = None) -> Any:
-    """The table, without the columns whose names begin with `without`."""
+    """Read a table, without the columns whose names begin with `without`."""
     import pyarrow as pa
     from pyarrow import parquet
 

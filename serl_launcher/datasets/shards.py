@@ -1,14 +1,8 @@
-"""Sealed episodes as LeRobot v3.0 datasets ("shards"), a few of one source each, which LeRobot's own tools open.
+"""Writes closed episodes as LeRobot v3.0 datasets ("shards"), and reads them back. LeRobot's own tools open them.
 
-A shard is written aside, read back and compared with the store, synced and renamed: it is whole or it is not there. It
-is never changed; an outcome that comes later makes its next version, which takes its place at once. Its `retake.json`
-says what LeRobot has no place for. What a row holds:
-    observation.*, action, the Spec's extras    as in the store; images are uint8 there, and a video of them is lossy
-    next.reward, next.done, next.terminated, next.truncated, next.success    of the step that begins in this row
-    intervened, chunk_start, time                  as in the store
-    weights, directive, phase, outcome          numbers; phase is an index into the manifest's phases, outcome is -1
-                                                (unknown), 0 (failure) or 1 (success), of the whole episode
-LeRobot has no observation after the last action: it stays in the store.
+A shard holds a few episodes of one source. It is written aside, read back, compared with the store, synced and renamed,
+so it is whole or not there. It is never changed: a later outcome makes a new version, which replaces it at once. Its
+`retake.json` holds what LeRobot has no place for. Its columns are in names.py.
 """
 
 import contextlib
@@ -38,22 +32,31 @@ log = logging.getLogger(__name__)
 
 NEEDED = ("lerobot", "av", "torchcodec")
 FORMAT = 2
-PART = ".part"  # what is being written, or was when its writer died
-OLD = ".old.part"  # the version before, where the file system cannot exchange two folders
-CODECS = ("libsvtav1", "h264")  # the first one that can be written and read here
-WIDER = {"float16": "float32"}  # LeRobot's statistics fail on the former
+PART = ".part"  # suffix of a folder that is being written, or that a dead writer left
+OLD = ".old.part"  # suffix of the version before, where the file system cannot exchange two folders
+CODECS = ("libsvtav1", "h264")  # in order of preference; see codec_for
+WIDER = {"float16": "float32"}  # LeRobot's statistics fail on float16
 VERDICT = ("success", "discard", "judged_by")
-MARK = (*VERDICT, "steps", "terminated", "truncated", "final")  # a shard that differs from the store here is remade
+MARK = (
+    *VERDICT,
+    "steps",
+    "terminated",
+    "truncated",
+    "final",
+)  # a shard that differs from the store in these is written again
 
 
 def missing() -> list[str]:
-    """The packages that are needed to write shards and are not installed."""
+    """Return the packages that writing shards needs and that are not installed."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
 # -- one shard
 def table(info: EpisodeInfo, rows: Rows, spec: Spec, phases: Sequence[str]) -> Rows:
-    """{column: [T, ...]} of a shard, images included."""
+    """Return the columns of an episode in a shard, {column: [T, ...]}, images included.
+
+    rows: as from EpisodeReader.rows. phases: names of all phases of the run; the column `phase` holds indices into it.
+    """
     length = info.steps
     last = np.arange(length) == length - 1
     success = info.success is not None and bool(info.success)
@@ -73,7 +76,7 @@ def table(info: EpisodeInfo, rows: Rows, spec: Spec, phases: Sequence[str]) -> R
 
 
 def features(spec: Spec, kind: str) -> dict[str, dict[str, Any]]:
-    """LeRobot's description of the columns; `kind` of the images is video or image."""
+    """Return LeRobot's description of the columns. kind: `video` or `image`, how images are stored."""
     seen = cameras(spec)
     described = {}
     for name, feature in {**spec.observation, "action": spec.action, **spec.extras}.items():
@@ -87,9 +90,10 @@ def features(spec: Spec, kind: str) -> dict[str, dict[str, Any]]:
 def write(
     part: Path, spec: Spec, codec: str | None, episodes: Iterable[tuple[EpisodeInfo, Rows]]
 ) -> list[tuple[EpisodeInfo, Rows]]:
-    """Write a LeRobot dataset of these (info, table); returns them again, without images. Nothing is synced yet.
+    """Write a LeRobot dataset of these (info, table) into the folder `part`. Nothing is synced yet.
 
-    Images are taken one after the other, step by step. Raises Gone when an episode leaves the store meanwhile.
+    codec: of videos; None: store images as PNG. Images are read step by step, each once.
+    Returns the episodes again, without images. Raises Gone if one leaves the store meanwhile.
     """
     remove(part)
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -102,8 +106,8 @@ def write(
         for step in range(info.steps):
             dataset.add_frame({name: array[step] for name, array in columns.items()} | {"task": info.task})
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what LeRobot does with flags and with arrays of one number
-            dataset.save_episode(parallel_encoding=False)  # no process that would outlive us
+            warnings.simplefilter("ignore")  # of LeRobot, about flags and arrays of one number
+            dataset.save_episode(parallel_encoding=False)  # in this process: another one could outlive it
         written.append((info, {name: array for name, array in columns.items() if name not in images}))
     dataset.finalize()
     remove(part / "images")
@@ -111,8 +115,10 @@ def write(
 
 
 def verify(part: Path, spec: Spec, written: Sequence[tuple[EpisodeInfo, Rows]]) -> None:
-    """Open a shard with LeRobot and compare it with what was to be written: lengths, every number, and how many frames
-    its videos have. Raises Mismatch."""
+    """Open a shard with LeRobot and compare it with `written`: lengths, every number, and the videos' frame counts.
+
+    Raises Mismatch if they differ.
+    """
     from datasets import config
 
     LeRobotDataset, lengths = _lerobot(), [info.steps for info, _ in written]
@@ -120,27 +126,28 @@ def verify(part: Path, spec: Spec, written: Sequence[tuple[EpisodeInfo, Rows]]) 
         opened = LeRobotDataset("retake/shard", root=part)
         there = [int(episode["length"]) for episode in opened.meta.episodes]
         if (there, len(opened)) != (lengths, sum(lengths)):
-            raise Mismatch(f"{part}: episodes of {there} steps were written, not of {lengths}")
+            raise Mismatch(f"{part}: its episodes have {there} steps, expected {lengths}")
         ends = np.cumsum(lengths)
         for index in {*(ends - lengths).tolist(), *(ends - 1).tolist()}:
             row = opened[index]
             for name in cameras(spec):
                 height, width, channels = spec.observation[name].shape
                 if (shape := tuple(row[column(name, spec)].shape)) != (channels, height, width):
-                    raise Mismatch(f"{part}: frame {index} of {name} is {shape}")
+                    raise Mismatch(f"{part}: frame {index} of {name} is {shape}, expected {(channels, height, width)}")
         for key in opened.meta.video_keys:
             videos = {part / opened.meta.get_video_file_path(i, key) for i in range(len(lengths))}
             if (frames := sum(map(_frames, videos))) != sum(lengths):
-                raise Mismatch(f"{part}: the video of {key} has {frames} frames, not {sum(lengths)}")
+                raise Mismatch(f"{part}: the videos of {key} have {frames} frames, expected {sum(lengths)}")
     _compare(part, written)
 
 
 def _compare(part: Path, written: Sequence[tuple[EpisodeInfo, Rows]]) -> None:
+    """Compare every number with our own reader, which is exact."""
     for episode, (info, columns) in zip(Dataset(part), written, strict=True):
         for name, expected in columns.items():
             stored = episode.column(name)
             if not np.array_equal(stored, expected, equal_nan=expected.dtype.kind == "f"):
-                raise Mismatch(f"{part}: {name} of {info.id} was not written as the store has it")
+                raise Mismatch(f"{part}: column {name} of {info.id} differs from the store")
 
 
 def _frames(video: Path) -> int:
@@ -153,7 +160,7 @@ def _frames(video: Path) -> int:
 
 
 def _lerobot() -> Any:
-    """LeRobotDataset, told to be quiet and to ask nobody on the network."""
+    """Import LeRobotDataset, silenced, and without access to the network."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("SVT_LOG", "1")
     import av.logging
@@ -167,7 +174,7 @@ def _lerobot() -> Any:
 
 @contextlib.contextmanager
 def _cached_in(config: Any, folder: str) -> Iterator[None]:
-    """Let `datasets` keep its copies of what it opens here, and not at the user's."""
+    """Make the package `datasets` cache what it opens in `folder`, not in the user's home."""
     before, config.HF_DATASETS_CACHE = config.HF_DATASETS_CACHE, folder
     try:
         yield
@@ -180,12 +187,14 @@ def _fps(spec: Spec) -> Any:
 
 
 def codec_for(spec: Spec) -> str | None:
-    """The codec in which this machine can write and read videos of these cameras; None: there is none, or none is
-    needed, and images are stored as PNG."""
+    """Return a codec in which this machine can write and read videos of these cameras.
+
+    None: store images as PNG, because there is no such codec or the frame rate is no whole number; or no cameras.
+    """
     if not cameras(spec):
         return None
     if not float(spec.fps).is_integer():
-        log.warning("export: LeRobot's videos have a whole number of frames per second, so images are stored as PNG")
+        log.warning("export: LeRobot's videos need a whole number of frames per second; images are stored as PNG")
         return None
     reasons = []
     for codec in CODECS:
@@ -193,13 +202,13 @@ def codec_for(spec: Spec) -> str | None:
         if reason is None:
             return codec
         reasons.append(f"{codec}: {reason}")
-    log.warning("export: no video can be written and read here, so images are stored as PNG, which is slow to read "
-                "(apt-get install ffmpeg): %s", "; ".join(reasons))  # fmt: skip
+    log.warning("export: no video can be written and read here; images are stored as PNG, which is slow to read. "
+                "For videos: apt-get install ffmpeg. Reasons: %s", "; ".join(reasons))  # fmt: skip
     return None
 
 
 def _unfit(codec: str, spec: Spec, feature: Feature) -> str | None:
-    """Why two frames of this shape cannot be encoded and decoded again; None when they can."""
+    """Return why two frames of this shape cannot be encoded and decoded again; None if they can."""
     _lerobot()
     from av.error import FFmpegError
     from lerobot.datasets.video_utils import decode_video_frames, encode_video_frames
@@ -221,7 +230,7 @@ def _unfit(codec: str, spec: Spec, feature: Feature) -> str | None:
 
 # -- versions
 def place(part: Path, target: Path) -> None:
-    """Sync what lies in `part`, and make it `target`, at once; whoever has the one before open keeps it."""
+    """Sync the folder `part` and put it in the place of `target` at once. Who has the old one open keeps it."""
     for folder, _, names in os.walk(part):
         for name in names:
             fd = os.open(Path(folder) / name, os.O_RDONLY)
@@ -237,31 +246,32 @@ def place(part: Path, target: Path) -> None:
         os.rename(target, old)
         os.rename(part, target)
         part = old
-    for folder in target.parents[:3]:  # all that may be new, up to the run's folder
+    for folder in target.parents[:3]:  # these may be new, up to the run's folder
         sync_folder(folder)
     remove(part)
 
 
 def _exchange(part: Path, target: Path) -> bool:
-    """Let two folders take each other's name; False where the file system cannot."""
+    """Exchange the names of two folders. Returns False where the file system cannot."""
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     return rename is not None and rename(here, os.fsencode(part), here, os.fsencode(target), exchange) == 0
 
 
 def drop(target: Path) -> None:
-    """Remove a shard of which nothing is left."""
+    """Remove a shard, at once."""
     os.rename(target, gone := target.with_name(target.name + PART))
     sync_folder(target.parent)
     remove(gone)
 
 
 def remove(part: Path) -> None:
+    """Remove a folder, if it is there."""
     shutil.rmtree(part, ignore_errors=True)
 
 
 def clean(folder: Path) -> None:
-    """Remove what an export left unfinished when it died."""
+    """Remove what a killed export left unfinished, and restore an old version whose new one never took its place."""
     for left in sorted(folder.glob(f"*/*{OLD}")):
         target = left.with_name(left.name.removesuffix(OLD))
         if not target.exists():
@@ -274,7 +284,10 @@ def manifest(
     run: str, source: str, version: int, spec: Spec, phases: Sequence[str], codec: str | None, encodings: int,
     infos: Iterable[EpisodeInfo], left_out: Iterable[tuple[EpisodeInfo, str]],
 ) -> dict[str, Any]:  # fmt: skip
-    """What `retake.json` holds. `encodings`: how often the images went through the codec."""
+    """Return the content of `retake.json`.
+
+    encodings: how often the images went through the codec. left_out: (episode, reason) of those not in the shard.
+    """
     images = {"stored_as": "video" if codec else "image", "codec": codec, "lossy": codec is not None}
     return {
         "format": FORMAT, "run": run, "source": source, "version": version, "fps": float(spec.fps),
@@ -293,23 +306,23 @@ def _entry(info: EpisodeInfo) -> dict[str, Any]:
 
 
 def mark(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a shard holds of an episode, from the manifest's entry of it: verdict, length and end."""
+    """Return what a shard holds of an episode, from its entry in the manifest: verdict, length and end."""
     return tuple(entry[name] for name in MARK)
 
 
 def mark_now(info: EpisodeInfo) -> tuple[Any, ...]:
-    """What a shard would hold of an episode that is made of the store now, to be compared with `mark`."""
+    """Return the `mark` that an episode would get if its shard was written now."""
     return mark(_entry(info))
 
 
 def info_of(entry: Mapping[str, Any], source: str) -> EpisodeInfo:
-    """An episode that has left the store, from the manifest's entry of it."""
+    """Rebuild the EpisodeInfo of an episode that left the store, from its entry in the manifest."""
     known = {name: value for name, value in entry.items() if name in EpisodeInfo._fields}
     return EpisodeInfo(**known, source=source, first=-1, closed=True)
 
 
 def read_manifest(shard: Path) -> dict[str, Any]:
-    """A shard's `retake.json`. Raises ConfigError when it has none that this version reads."""
+    """Read a shard's `retake.json`. Raises ConfigError if there is none that this version reads."""
     try:
         found = json.loads((shard / MANIFEST).read_text())
     except (OSError, ValueError) as error:
@@ -320,7 +333,7 @@ def read_manifest(shard: Path) -> dict[str, Any]:
 
 
 class _InOrder:
-    """Images that come one after the other, as `write` asks for them."""
+    """Gives images of an iterator by index, for `write`, which asks for them in order."""
 
     def __init__(self, images: Iterator[Array]) -> None:
         self._images, self._next = images, 0
@@ -334,8 +347,10 @@ class _InOrder:
 
 
 def rows_of(shard: Path, entry: int, info: EpisodeInfo, spec: Spec) -> Rows:
-    """The rows of the shard's episode number `entry`, as `EpisodeReader.rows` gives them, but without a final
-    observation: for an episode that the store holds no more."""
+    """Read an episode from a shard, because the store has evicted it: as EpisodeReader.rows, without final observation.
+
+    entry: its index in the shard. info: its EpisodeInfo.
+    """
     episode = Dataset(shard).episode(entry)
     images = set(cameras(spec))
     rows: Rows = {name: _InOrder(episode.images(column(name, spec))) for name in images}
