@@ -4,7 +4,7 @@ It needs only the folder: no hub, no torch. A dataset of others may lack columns
 - LeRobot has no observation after the last action. If the columns call an episode terminated, its last observation is
   repeated; no update uses that value. Any other episode counts as cut: it has no final observation, so windows that
   need one leave its last step out;
-- without these columns: the reward is 0, nobody intervened, the outcome is unknown.
+- without a column for it, the reward is 0, nobody intervened, and the outcome is unknown.
 """
 
 import importlib.util

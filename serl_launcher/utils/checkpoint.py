@@ -1,4 +1,4 @@
-"""Checkpoints: folders that appear whole, are never changed again, and are refused by a run of another kind."""
+"""Writes and reads checkpoints: folders that appear whole, never change, and fit only runs of the same kind."""
 
 import hashlib
 import json
@@ -15,20 +15,20 @@ from serl_client.spec import Spec
 
 log = logging.getLogger(__name__)
 
-SOON_S = 1.0  # from a start to its first checkpoint; each interval is twice the one before
-SHARE = 0.1  # of the time may go into checkpoints
+SOON_S = 1.0  # seconds from a start to its first checkpoint; each interval is twice the one before
+SHARE = 0.1  # largest share of the time that goes into checkpoints
 
 FORMAT = 2  # of the state; 2: optimisers by the names of the weights
 STATE, MANIFEST = "state.pt", "manifest.json"
-ASIDE = ".aside"  # what is being written; a crash leaves it behind, the next save clears it away
+ASIDE = ".aside"  # folder that is being written; after a crash the next save removes it
 
 
 class Schedule:
-    """When the next checkpoint is due: soon after a start, because a process that was killed may be killed again, then
-    ever more seldom, at last every `longest` seconds; 0: always.
+    """Says when the next checkpoint is due: soon after a start, then less and less often.
 
-    `cost` is the seconds that the last checkpoint took, from an earlier start if it is known. Checkpoints take at most
-    SHARE of the time, however large they are.
+    It is soon because a process that was killed may be killed again. Checkpoints take at most SHARE of the time.
+    longest: largest interval, seconds; 0: a checkpoint is always due. now: seconds, of any clock that goes forward.
+    cost: seconds that the last checkpoint took, before this start.
     """
 
     def __init__(self, longest: float, now: float, cost: float = 0.0) -> None:
@@ -40,7 +40,7 @@ class Schedule:
         return now >= self._next
 
     def saved(self, now: float, cost: float) -> None:
-        """A checkpoint is there since `now`, and took `cost` seconds."""
+        """Note that a checkpoint was finished at `now` and took `cost` seconds."""
         self.cost, self._interval = cost, 2 * self._interval
         self._next = now + self._wait()
 
@@ -49,19 +49,19 @@ class Schedule:
 
 
 class Checkpoints:
-    """The checkpoints of one run, numbered in the order of their making: folder/000001, folder/000002, ...
+    """Keeps the checkpoints of one run, numbered as they were made: folder/000001, folder/000002, ...
 
-    `config` is what a run must share with the one that resumes it, as plain data. The newest `keep` that were not found
-    broken are kept, and those that were pinned.
+    config: plain data that must be equal when a run resumes; so must `spec`.
+    keep: how many of the newest whole checkpoints are kept. Pinned ones are always kept.
     """
 
     def __init__(self, folder: Path, *, spec: Spec, config: Mapping[str, Any], keep: int = 3) -> None:
         self.folder, self.spec, self.keep = folder, spec, keep
-        self.config = json.loads(json.dumps(config))  # as it reads after a journey through the manifest
+        self.config = json.loads(json.dumps(config))  # as it reads back from the manifest
         self._broken: set[Path] = set()  # found by load
 
     def save(self, updates: int, state: Mapping[str, Any], *, pinned: bool = False) -> Path:
-        """Keep `state`, made of tensors and plain data; on return it survives a power cut. Raises OSError."""
+        """Write `state`, made of tensors and plain data. On return it survives a power cut. Raises OSError."""
         numbers = [int(path.name) for path in self._paths()]
         path, aside = self.folder / f"{max(numbers, default=0) + 1:06d}", self.folder / ASIDE
         shutil.rmtree(aside, ignore_errors=True)
@@ -78,22 +78,22 @@ class Checkpoints:
             _sync(file)
         _sync_folder(aside)
         aside.rename(path)
-        for folder in (self.folder, self.folder.parent):  # which may not have known the folder
+        for folder in (self.folder, self.folder.parent):  # the parent, because the folder may be new
             _sync_folder(folder)
         self._forget()
         return path
 
     def load(self) -> dict[str, Any] | None:
-        """The state of the newest whole checkpoint, on the CPU, mapped from its file; None when there is none.
+        """Return the state of the newest whole checkpoint, on the CPU, mapped from its file. None if there is none.
 
-        Raises ConfigError when that one was made with another Spec or config, or by another version of this, and when
-        there are checkpoints and none is whole: a run that began anew would replace what it had learned.
+        Raises ConfigError if that one was made with another Spec, config or version of this program. Also if there
+        are checkpoints and none is whole, because a run that began again would replace what it had learned.
         """
         for path in reversed(self._paths()):
             try:
                 manifest = _whole(path)
             except (OSError, ValueError, KeyError) as error:
-                log.warning("skipped the broken checkpoint %s: %s", path, error)
+                log.warning("checkpoint %s is broken and skipped: %s", path, error)
                 self._broken.add(path)
                 continue
             self._check(path, manifest)
@@ -129,7 +129,7 @@ class Checkpoints:
 
 
 def _whole(path: Path) -> dict[str, Any]:
-    """The manifest, when every file is as it says; raises OSError, ValueError or KeyError when one is not."""
+    """Return the manifest. Raises OSError, ValueError or KeyError if a file is not as it says."""
     manifest = json.loads((path / MANIFEST).read_text())
     for name, sha256 in manifest["sha256"].items():
         if _sha256(path / name) != sha256:
@@ -141,7 +141,7 @@ def _pinned(path: Path) -> bool:
     try:
         return json.loads((path / MANIFEST).read_text())["pinned"]
     except (OSError, ValueError, KeyError):
-        return False  # broken, and as old as it looks
+        return False  # broken: treated like any other
 
 
 def _sha256(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""Several processes that train one algorithm: who is who, and what rank 0 tells the others.
+"""Connects the processes ("ranks") that train one algorithm together; rank 0 tells the others what to do.
 
-They are started by `accelerate launch`, which says in the environment who they are. A process that is alone is rank 0
-of one, and imports nothing for it.
+`accelerate launch` starts them and sets in the environment who is who. A process that is alone is rank 0 of one, and
+imports nothing for it.
 """
 
 import os
@@ -17,15 +17,17 @@ import torch
 from serl_client.errors import ConfigError
 from torch import Tensor, distributed, nn
 
-PATIENCE = timedelta(days=30)  # a rank waits that long for its next order: robots stand still at night
-TENSOR = 1  # msgpack's number for what is sent beside the message
+PATIENCE = timedelta(days=30)  # a rank waits that long for its next order, because robots may stand still for days
+TENSOR = 1  # msgpack's extension type of a tensor, which is sent beside the message
 LONGEST = 2000  # bytes of a refusal
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks of a run as one of them sees it. `device` is where this one computes; `orders` is the group in which
-    rank 0 speaks, on the CPU whatever the device is."""
+    """The ranks of a run as one of them sees it.
+
+    device: where this rank computes. orders: the process group for rank 0's messages, always on the CPU.
+    """
 
     rank: int = 0
     size: int = 1
@@ -33,9 +35,9 @@ class World:
     orders: Any = None
 
     def broadcast(self, tree: Any = None) -> Any:
-        """Rank 0's `tree` on every rank: dicts and lists of tensors and plain data, the tensors on the device.
+        """Return rank 0's `tree` on every rank: dicts and lists of tensors and plain data, tensors on the device.
 
-        Alone, it is the object that was given.
+        A rank that is alone gets the same object back.
         """
         if self.size == 1:
             return tree
@@ -61,7 +63,7 @@ class World:
             distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean over all ranks of a tensor on the device."""
+        """Return the mean over all ranks of a tensor on the device."""
         if self.size == 1:
             return value
         value = value.clone()
@@ -70,7 +72,7 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What one rank refuses in here, all refuse: they raise ConfigError, rank 0 alone with a text."""
+        """Raise ConfigError on all ranks if one raises it in here; only rank 0's has a text."""
         if self.size == 1:
             yield
             return
@@ -88,7 +90,7 @@ class World:
                 raise ConfigError(text if self.rank == 0 else "")
 
     def _message(self, mine: bytes) -> bytes:
-        """Rank 0's message on every rank."""
+        """Return rank 0's message on every rank."""
         length = torch.tensor([len(mine)])
         distributed.broadcast(length, 0, group=self.orders)
         message = torch.frombuffer(bytearray(mine if self.rank == 0 else int(length)), dtype=torch.uint8)
@@ -103,7 +105,7 @@ class World:
 
 
 def join(device: str) -> World:
-    """The world that this process was started into. `device` is cpu or cuda, of which each rank takes its own."""
+    """Return the World of this process. device: `cpu`, or `cuda`, where each rank takes its own GPU."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return World(device=device)
     if device == "cpu":
@@ -119,7 +121,7 @@ def join(device: str) -> World:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep from the screen what gloo prints about every group that it makes."""
+    """Hide what gloo prints about each group that it makes."""
     sys.stdout.flush()
     screen, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -132,7 +134,7 @@ def quiet() -> Iterator[None]:
 
 
 def gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
-    """While it lasts, these parameters are whole on every rank, to be read; every rank has to call it."""
+    """Make these parameters whole on every rank while it lasts, for reading. Every rank has to call it."""
     shards = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     if not shards:
         return nullcontext()

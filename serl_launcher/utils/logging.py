@@ -1,5 +1,6 @@
-"""Metrics as JSON lines: one file per process, one whole line per record, continued by a resumed run; and their mirror
-in wandb, which is a process of its own that reads the file, so that nothing of wandb can stop or slow the training.
+"""Writes metrics as JSON lines: one file per process, one line per record, continued by a resumed run.
+
+Their mirror in wandb is a process of its own that reads the file, so wandb can neither stop nor slow the training.
 """
 
 import importlib.util
@@ -22,7 +23,7 @@ from serl_client.errors import ConfigError
 MODES = ("auto", "offline", "online", False)
 MISSING = "wandb is not installed (`. examples/install.sh --extra wandb`)"
 POLL_S = 1.0
-FINISH_S = 5.0  # how long the end of a run waits for wandb to write the rest
+FINISH_S = 5.0  # seconds that the end of a run waits for wandb to write the rest
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 class MetricsLog:
     """Appends records {"kind", "time" (seconds since 1970), ...} to a file; each is on disk when the call returns.
 
-    A number that is not finite is written as null, so that any reader of JSON takes the file.
+    A number that is not finite is written as null, so that any JSON reader accepts the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +51,7 @@ class MetricsLog:
         self._append(json.dumps(finite) + "\n")
 
     def once(self, kind: str, identity: str, values: Mapping[str, Any]) -> None:
-        """Append a record with this "id", unless the file holds one already, from this start or an earlier one."""
+        """Append a record with this "id", unless the file holds one already, also from an earlier start."""
         if (kind, identity) not in self._once:
             self._once.add((kind, identity))
             self.write(kind, {"id": identity, **values})
@@ -61,7 +62,7 @@ class MetricsLog:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a file; none when there is no file."""
+    """Read all whole records of a file; none if there is no file."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -75,8 +76,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 # -- wandb
 def check(mode: str | bool) -> None:
-    """Raise ConfigError unless metrics can be mirrored in this mode: when it is none, and when wandb was asked for by
-    name and is not installed."""
+    """Raise ConfigError if `mode` is none of MODES, or is `offline` or `online` and wandb is not installed."""
     if mode not in MODES:
         raise ConfigError(f"wandb={mode}: say wandb=auto, offline, online or false")
     if mode in ("offline", "online") and not _has_wandb():
@@ -85,10 +85,10 @@ def check(mode: str | bool) -> None:
 
 @contextmanager
 def mirrored(path: Path, mode: str | bool) -> Iterator[None]:
-    """While this holds, what is written to the metrics file `path` is also in a wandb run, in `wandb` beside it.
+    """Mirror the metrics file `path` in a wandb run, in the folder `wandb` beside it, while this lasts.
 
     mode: "offline" (files only; `wandb sync` sends them), "online" (needs `wandb login`), False, or "auto": offline
-    where wandb is installed. The run's id stays the same over restarts. Raises what `check` raises; nothing later.
+    if wandb is installed. The run's id stays the same over restarts. Raises ConfigError as `check`, nothing later.
     """
     check(mode)
     if mode == "auto" and os.environ.get("WANDB_MODE") == "disabled":  # wandb's own way to say so
@@ -132,9 +132,9 @@ def _has_wandb() -> bool:
 
 
 def mirror(path: Path, mode: str, parent: int) -> None:
-    """The process: send each record of `path` to wandb, until SIGTERM or until the parent is gone; then the rest.
+    """Run the mirror process: send each record of `path` to wandb until SIGTERM or the parent's end; then the rest.
 
-    `wandb/sent.json` remembers the run's id and how far the file was sent: after a kill, a few records come twice.
+    `wandb/sent.json` keeps the run's id and how far the file was sent. After a kill, a few records come twice.
     """
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
@@ -165,7 +165,7 @@ def mirror(path: Path, mode: str, parent: int) -> None:
 
 
 def _news(path: Path, begin: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """(record, the byte behind it) of each whole line from byte `begin` on; all of a file that has become shorter."""
+    """Yield (record, the byte behind it) of each whole line from byte `begin` on; all if the file became shorter."""
     if not path.exists():
         return
     with open(path, "rb") as file:
@@ -180,7 +180,7 @@ def _news(path: Path, begin: int) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """What can be drawn of a record, as kind/name."""
+    """Return the numbers of a record as {kind/name: value}."""
     kind = record.get("kind", "")
     return {f"{kind}/{name}": value for name, value in record.items() if isinstance(value, int | float)}
 

@@ -1,6 +1,6 @@
-"""Episodes for people to look at: rerun recordings, the same in a live viewer, and mp4s.
+"""Records episodes for people to look at: rerun recordings, a live viewer, and mp4s.
 
-`Recordings` makes them, a sink of the export process; the rest of the file is what it calls.
+`Recordings` is a sink of the export process; it calls the rest of this file.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ TOLD = (
     "id", "number", "source", "task", "phase", "weights", "steps", "reward", "intervened", "success",
     "discard", "judged_by",
 )  # fmt: skip
-CHUNK = 64  # images that are sent at once
+SENT = 64  # images that are sent to rerun at once
 LOOPBACK = "127.0.0.1"
-MEMORY = "512MB"  # of the live viewer's server, for those who open it late
-START_S = 10.0
-FLUSH_S = 5.0  # a viewer that takes nothing must not hold up the export
+MEMORY = "512MB"  # that the live viewer's server keeps, for viewers that connect late
+START_S = 10.0  # seconds for the live viewer's server to start
+FLUSH_S = 5.0  # seconds; a viewer that takes nothing must not delay the export
 
 STRIP = 8  # pixels of the bars above and below the picture
-END_S = 0.5  # seconds before the end in which the lower bar tells the outcome
+END_S = 0.5  # seconds before the end in which the lower bar shows the outcome
 POLICY, HUMAN = (0, 160, 60), (255, 140, 0)
 HATCH = 8  # pixels: HUMAN is also hatched, for eyes that do not tell green from orange
 OUTCOMES = {True: (0, 200, 0), False: (220, 0, 0), None: (120, 120, 120)}
@@ -48,16 +48,16 @@ log = logging.getLogger(__name__)
 
 
 def cameras(spec: Spec) -> list[str]:
-    """The names of the observations that are pictures: uint8 [H, W, 1 or 3]."""
+    """Return the names of the observations that are images: uint8 [H, W, 1 or 3]."""
     return [name for name, feature in sorted(spec.observation.items()) if _is_picture(feature)]
 
 
 class Recordings:
-    """Called for each closed episode: `recordings/<number>.rrd` and, where there are cameras, `videos/<number>.mp4`.
+    """Writes `recordings/<number>.rrd` and, if there are cameras, `videos/<number>.mp4` of each closed episode.
 
-    episodes: "eval" (those of evaluations), "all" or "none"; a discarded one is left out, and a file that is there
-    already stays. live: the port of a live viewer, which shows every episode. Without rerun-sdk or av, one sentence
-    in the log, and the other of the two goes on. Raises ConfigError when `live` cannot be had.
+    episodes: "eval" (those of evaluations), "all" or "none". Discarded episodes are left out; existing files stay.
+    live: port of a live viewer, which shows every episode; None: no viewer. If rerun-sdk or av is missing, it logs so
+    and makes only the other kind of file. Raises ConfigError if the live viewer cannot start.
     """
 
     def __init__(self, run_dir: Path, spec: Spec, *, episodes: str = "eval", live: int | None = None) -> None:
@@ -73,7 +73,7 @@ class Recordings:
         self._live = None if live is None else LiveViewer(spec, live)
 
     def __call__(self, info: Any, rows: Callable[[], Mapping[str, Array]], spec: Spec) -> None:
-        """info: the episode's EpisodeInfo; rows: reads them from the store."""
+        """Record an episode. info: its EpisodeInfo. rows: reads it from the store."""
         if info.discard:
             return
         told = {name: getattr(info, name) for name in TOLD}
@@ -103,10 +103,10 @@ def record_episode(path: Path, rows: Mapping[str, Array], info: Mapping[str, Any
     """Write one whole episode as a rerun recording (.rrd), aside and renamed.
 
     rows: {name: [T, ...]} of the Spec's observations (T + 1 rows where there is a final one), action, reward,
-    intervened, decision, time and extras. info: id, and what else is to be read beside it (success, discard, phase,
+    intervened, chunk_start, time and extras. info: id, and what else to show beside it (success, discard, phase,
     weights, intervened). Timelines: `frame_index`, and `time` in seconds since the first row. Entities have the names
     of the columns; `mode` says POLICY or HUMAN where it changes, `outcome` holds the info. Features that are neither
-    pictures nor vectors are left out. Raises ConfigError without rerun-sdk.
+    images nor vectors are left out. Raises ConfigError without rerun-sdk.
     """
     rr = _rerun()
     layout = _layout(tuple(cameras(spec)), tuple(_plots(spec)))
@@ -114,7 +114,7 @@ def record_episode(path: Path, rows: Mapping[str, Array], info: Mapping[str, Any
     data = stream.binary_stream()
     try:
         _send(stream, rows, info, spec, begin=float(rows["time"][0]))
-        aside, content = _aside(path), layout + data.read()  # recordings may stand one behind the other
+        aside, content = _aside(path), layout + data.read()  # a file may hold several recordings, one behind the other
     finally:
         _release(stream)
     try:
@@ -130,7 +130,7 @@ class LiveViewer:
 
     The server is rerun's own program as a child process, because the one inside the SDK (`serve_grpc`, 0.26) listens
     on every address of the machine. It dies with the thread that made this, and keeps the newest MEMORY of data.
-    Raises ConfigError without rerun-sdk, and when the port is taken.
+    Raises ConfigError without rerun-sdk, and if the port is taken.
     """
 
     def __init__(self, spec: Spec, port: int = 9876) -> None:
@@ -138,7 +138,7 @@ class LiveViewer:
         self._rr = _rerun()
         self._episode, self._begin = "", 0.0
         if _listens(port):
-            raise ConfigError(f"port {port} of the live viewer is taken: name another one")
+            raise ConfigError(f"port {port} of the live viewer is taken: set live to another one")
         self._server = subprocess.Popen(
             [_program(), "--serve-grpc", "--bind", LOOPBACK, "--port", str(port), "--server-memory-limit", MEMORY],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -148,16 +148,16 @@ class LiveViewer:
         while not _listens(port):
             if self._server.poll() is not None or time.monotonic() > deadline:
                 self.close()
-                raise ConfigError(f"rerun does not serve: try `rerun --serve-grpc --port {port}` by hand")
+                raise ConfigError(f"rerun does not serve: run `rerun --serve-grpc --port {port}` to see why")
             time.sleep(0.05)
 
     def show(self, rows: Mapping[str, Array], info: Mapping[str, Any]) -> bool:
-        """Show an episode, or its rows from `info["start"]` on when it is shown in pieces; see `record_episode`.
+        """Show an episode, or its rows from `info["start"]` on if it comes in pieces; see `record_episode`.
 
-        False, and a word in the log, when the server is gone or takes nothing.
+        Returns False, and logs why, if the server has ended or takes nothing.
         """
         if self._server.poll() is not None:
-            log.warning("the live viewer's server has ended: nothing is shown any more; recordings go on")
+            log.warning("live viewer: its server has ended, so it shows nothing more; recordings go on")
             return False
         layout = None if self._episode else _blueprint(tuple(cameras(self.spec)), tuple(_plots(self.spec)))
         if info["id"] != self._episode:
@@ -178,11 +178,11 @@ class LiveViewer:
         return self._server.poll() is None
 
     def _give_up(self, reason: str) -> None:
-        log.warning("the live viewer takes nothing: %s", reason)
+        log.warning("live viewer: it takes nothing (%s), so its server is ended; recordings go on", reason)
         self.close()  # else its queue would grow
 
     def close(self) -> None:
-        """End the server; viewers keep what they have."""
+        """End the server. Viewers keep what they have."""
         self._server.kill()
         self._server.wait()
 
@@ -218,8 +218,8 @@ def _send(stream: Any, rows: Mapping[str, Array], info: Mapping[str, Any], spec:
     for name, feature in _plots(spec).items():
         plot(name, rows[name], _labels(feature))
     for name in cameras(spec):
-        for first in range(0, len(rows[name]), CHUNK):
-            span = range(first, min(first + CHUNK, len(rows[name])))
+        for first in range(0, len(rows[name]), SENT):
+            span = range(first, min(first + SENT, len(rows[name])))
             pictures = [_jpeg(rows[name][index]) for index in span]
             columns = rr.EncodedImage.columns(blob=pictures, media_type=["image/jpeg"] * len(span))
             stream.send_columns(name, indexes(span), columns, strict=True)
@@ -230,7 +230,7 @@ def _send(stream: Any, rows: Mapping[str, Array], info: Mapping[str, Any], spec:
 
 
 def _plots(spec: Spec) -> dict[str, Feature]:
-    """Every column that is drawn as lines."""
+    """Return the columns that are drawn as lines."""
     features = {**spec.observation, "action": spec.action, **spec.extras}
     vectors = {name: feature for name, feature in features.items() if len(feature.shape) <= 1}
     return vectors | {name: Feature(()) for name in FLAGS}
@@ -243,7 +243,7 @@ def _labels(feature: Feature) -> tuple[str, ...]:
 
 
 def _blueprint(pictures: tuple[str, ...], plots: tuple[str, ...]) -> Any:
-    """Cameras and the outcome to the left; one plot per vector, and one of the flags, to the right."""
+    """Lay out the viewer: cameras and outcome left; one plot per vector, and one of the flags, right."""
     import rerun.blueprint as rrb
 
     views = [rrb.Spatial2DView(origin=name, name=name) for name in pictures]
@@ -256,7 +256,7 @@ def _blueprint(pictures: tuple[str, ...], plots: tuple[str, ...]) -> Any:
 
 @functools.cache
 def _layout(pictures: tuple[str, ...], plots: tuple[str, ...]) -> bytes:
-    """The blueprint as a file's content; made once, since rerun (0.26) keeps two threads for each that it makes."""
+    """Return the blueprint as a file's content. Made once, because rerun (0.26) keeps two threads for each."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "layout.rbl")
         _blueprint(pictures, plots).save(APPLICATION, str(path))
@@ -264,7 +264,7 @@ def _layout(pictures: tuple[str, ...], plots: tuple[str, ...]) -> bytes:
 
 
 def _release(stream: Any) -> None:
-    """End a stream's threads, which rerun otherwise keeps as long as the process."""
+    """End a stream's threads, because rerun keeps them as long as the process."""
     import rerun_bindings
 
     stream.disconnect()
@@ -289,7 +289,7 @@ def _rerun() -> Any:
 
 
 def _program() -> str:
-    """rerun's own program, and not the Python script around it, which would leave it behind when it is killed."""
+    """Return the path of rerun's own program. Killing the Python script around it would leave it running."""
     found = importlib.util.find_spec("rerun_cli")
     if found is None or found.origin is None:
         raise ConfigError("rerun's program is not installed: install it with `. examples/install.sh --extra data`")
@@ -308,7 +308,7 @@ def _die_with_parent() -> None:
 
 # -- mp4
 def record_video(path: Path, rows: Mapping[str, Array], info: Mapping[str, Any], spec: Spec) -> bool:
-    """Write an episode as an mp4, its cameras side by side; False when it has none. Raises ConfigError without av."""
+    """Write an episode as an mp4, cameras side by side. Returns False without cameras. ConfigError: av is missing."""
     names = cameras(spec)
     if names:
         write_mp4(path, frames(rows, info.get("success"), names, spec.fps), spec.fps)
@@ -316,8 +316,11 @@ def record_video(path: Path, rows: Mapping[str, Array], info: Mapping[str, Any],
 
 
 def frames(rows: Mapping[str, Array], success: bool | None, names: list[str], fps: float) -> Iterator[Array]:
-    """[H, W, 3] uint8 of each row. The bar above is green for POLICY, hatched orange for HUMAN; the one below tells
-    the outcome in the last END_S seconds: green, red, or grey for not judged."""
+    """Yield a frame [H, W, 3] uint8 of each row.
+
+    The bar above is green for POLICY and hatched orange for HUMAN. The bar below shows the outcome in the last END_S
+    seconds: green success, red failure, grey not judged.
+    """
     human = np.asarray(rows["intervened"], bool)
     count = min(len(rows[name]) for name in names)
     end = count - max(1, round(END_S * fps))
@@ -334,9 +337,10 @@ def frames(rows: Mapping[str, Array], success: bool | None, names: list[str], fp
 
 
 def write_mp4(path: Path, frames: Iterable[Array], fps: float) -> None:
-    """Encode [H, W, 3] uint8 frames, all of one size, one at a time: H.264, yuv420p, written aside and renamed.
+    """Encode frames [H, W, 3] uint8 of one size, one at a time: H.264, yuv420p, written aside and renamed.
 
-    An odd size is filled up with a black line. Raises ConfigError without av, and ValueError without any frame.
+    fps: frames per second. An odd size is padded with a black line. Raises ConfigError without av, and ValueError
+    without any frame.
     """
     av = _av()
     aside, written = _aside(path), 0

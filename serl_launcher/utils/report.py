@@ -1,4 +1,4 @@
-"""What a run leaves for people: summary.json, a picture of the learning curve, and a table on the screen."""
+"""Reports a run to people: summary.json, a picture of the learning curve, and a table on the screen."""
 
 import io
 import json
@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 Z_95 = 1.959964  # the normal quantile of a two-sided 95 % interval
-RECENT = 20  # episodes that a point of the curve looks back on
+RECENT = 20  # episodes that a point of the curve averages over
 
 
 def wilson(successes: int, episodes: int) -> tuple[float, float]:
-    """The 95 % interval of a success rate (Wilson 1927); (0, 1) without episodes."""
+    """Return the 95 % interval of a success rate (Wilson 1927); (0, 1) without episodes."""
     if not episodes:
         return 0.0, 1.0
     rate, square = successes / episodes, Z_95**2 / episodes
@@ -38,11 +38,11 @@ def write(
 ) -> dict[str, Any]:
     """Write the summary to `path` and learning_curve.png beside it, and return the summary.
 
-    The counts are of the whole run. evaluations, in their order: {episodes, distinct_starts, successes (None: the task
-    knows none), returns}; the last is of the trained policy, the first of several of the untrained one. Of a plan that
-    evaluates nothing the file keeps what an earlier plan has measured, with the hash of the weights that it measured.
-    curve: {env_steps (up to its end), success (None: not judged), return, intervened} of each episode of training, in
-    order. weights_sha256: of the newest weights.
+    The counts are of the whole run. wall_s: seconds.
+    evaluations: {episodes, distinct_starts, successes (None: the task knows none), returns}, in their order. The last
+    is of the trained policy; the first of several is of the untrained one. Without any, the file keeps the results of
+    an earlier plan, with the hash of its weights. weights_sha256: of the newest weights.
+    curve: {env_steps (up to its end), success (None: not judged), return, intervened} of each training episode.
     """
     results, earlier = [_result(evaluation) for evaluation in evaluations], read(path)
     before = results[0] if len(results) > 1 else earlier.get("before")
@@ -68,12 +68,12 @@ def write(
 
 
 def show(summary: Mapping[str, Any], *, evaluated: bool) -> None:
-    """Print the table; where this plan has not `evaluated`, only what it took."""
+    """Print the table. evaluated: whether this plan has evaluated; if not, print only steps, updates and time."""
     Console().print(table(summary) if evaluated else _took(summary))
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The summary in a file; empty without one, and where a power cut has torn it."""
+    """Read the summary in a file; empty if there is none, or a power cut has torn it."""
     try:
         summary = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
@@ -82,7 +82,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def table(summary: Mapping[str, Any]) -> Table:
-    """The summary for the screen: one line per evaluation, and what it took."""
+    """Return the summary as a table: one line per evaluation; below it steps, updates and time."""
     columns = ("evaluated", "success", "95 % interval", "mean return", "distinct starts")
     lines = Table(*columns, caption=_took(summary))
     results = {"before training": summary["before"], "after training": summary["eval"]}
@@ -106,11 +106,11 @@ def _took(summary: Mapping[str, Any]) -> str:
 
 
 def picture(curve: Sequence[Mapping[str, Any]]) -> bytes:
-    """The learning curve as a PNG: returns over environment steps and, where episodes are judged, success.
+    """Draw the learning curve as a PNG: returns over environment steps, and success if episodes are judged.
 
-    A success with a person's help is drawn as a failure, as in an evaluation.
+    A success with a person's help counts as a failure, as in an evaluation.
     """
-    from matplotlib.figure import Figure  # half a second that nothing else here needs
+    from matplotlib.figure import Figure  # importing it takes half a second
 
     judged = [episode for episode in curve if episode["success"] is not None]
     figure = Figure(figsize=(7, 6 if judged else 3.2), layout="constrained")
@@ -147,7 +147,7 @@ def _result(evaluation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """Replace a file in one move: a reader sees the old or the new one."""
+    """Replace a file at once: a reader sees the old or the new one."""
     aside = path.with_name(f".{path.name}.aside")
     aside.write_bytes(data)
     aside.replace(path)

@@ -1,13 +1,13 @@
-"""The learning rate over a run: a linear warm-up, then half a cosine."""
+"""Schedules the learning rate over a run: a linear warm-up, then half a cosine."""
 
 import math
 
 
 def rate(step: int, *, warmup: int, decay: int | None, final: float) -> float:
-    """The factor on the learning rate at the step after `step` others.
+    """Return the factor on the learning rate after `step` steps.
 
-    It grows over `warmup` steps to 1, falls as a cosine to `final` at step `decay` (counted from the beginning) and
-    stays there; with `decay` None it stays at 1.
+    warmup: steps over which it grows to 1. decay: step, counted from the beginning, at which it has fallen as a cosine
+    to `final`, where it stays; None: it stays at 1.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
