@@ -10,27 +10,32 @@ from serl_launcher.networks.critic import Critic
 from serl_launcher.networks.mlp import SCALES, ActionScale, StateEncoder
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.gaussian import GaussianPolicy
-from serl_launcher.types import Batch
+from tests.shared.models import STATE, batch, robot
 
-SIZES = {"observation.a": (), "observation.b": (3,), "observation.image": (4, 4, 3)}
+A, B = "observation.a", "observation.b"
+LOW, HIGH = torch.tensor([-0.02, 0.0]), torch.tensor([0.02, 5.0])
+SPEC = Spec(
+    {A: Feature(()), B: Feature((3,)), "observation.image": Feature((4, 4, 3), "uint8")},
+    Feature((2,), low=LOW.numpy(), high=HIGH.numpy()),
+    fps=10.0,
+)
 
 
 @pytest.fixture
-def spec():
-    features = {name: Feature(shape, "uint8" if "image" in name else "float32") for name, shape in SIZES.items()}
-    return Spec(features, Feature((2,), low=[-0.02, 0.0], high=[0.02, 5.0]), fps=10.0)
-
-
-@pytest.fixture
-def policy(spec):
+def policy():
     torch.manual_seed(0)
     return GaussianPolicy(
-        spec, encoder=ObservationEncoder, hidden=[16], layer_norm=True, log_std_low=-5.0, log_std_high=2.0
+        SPEC, encoder=ObservationEncoder, hidden=[16], layer_norm=True, log_std_low=-5.0, log_std_high=2.0
     )
 
 
 def observe(count):
-    return {"observation.a": torch.randn(count), "observation.b": torch.randn(count, 3)}
+    return {A: torch.randn(count), B: torch.randn(count, 3)}
+
+
+def critic_of(**options):
+    torch.manual_seed(0)
+    return Critic(SPEC, encoder=ObservationEncoder(SPEC), **options)
 
 
 def single(critic, member):
@@ -49,10 +54,8 @@ def single(critic, member):
 
 
 @pytest.mark.parametrize("layer_norm", [True, False])
-def test_the_ensemble_is_a_loop_of_single_networks(spec, layer_norm):
-    torch.manual_seed(0)
-    encoder = ObservationEncoder(spec)
-    critic = Critic(spec, encoder=encoder, horizon=4, num_critics=3, hidden=[16, 8], layer_norm=layer_norm)
+def test_the_ensemble_is_a_loop_of_single_networks(layer_norm):
+    critic = critic_of(horizon=4, num_critics=3, hidden=[16, 8], layer_norm=layer_norm)
     observation, action = observe(5), torch.rand(5, 4, 2)
     inputs = torch.cat([critic.encoder(observation), critic.scale.to_unit(action).flatten(1)], -1)
     prediction = critic(observation, action)
@@ -64,32 +67,25 @@ def test_the_ensemble_is_a_loop_of_single_networks(spec, layer_norm):
     torch.testing.assert_close(critic.loss(prediction, target), loss)
 
 
-def test_each_member_begins_as_a_linear_layer_would(spec):
-    torch.manual_seed(0)
-    encoder = ObservationEncoder(spec)
-    critic = Critic(spec, encoder=encoder, horizon=1, num_critics=2, hidden=[64, 64], layer_norm=False)
+def test_each_member_begins_as_a_linear_layer_would():
+    critic = critic_of(horizon=1, num_critics=2, hidden=[64, 64], layer_norm=False)
     for layer, inputs in zip((critic.network[0], critic.network[2], critic.network[4]), (6, 64, 64), strict=True):
         assert 0.9 * inputs**-0.5 < layer.weight.abs().max() <= inputs**-0.5
         assert not torch.equal(layer.weight[0], layer.weight[1])
 
 
-def test_states_lie_side_by_side_in_the_order_of_their_names(spec):
-    encoder = StateEncoder(spec)
-    observation = observe(5)
-    expected = torch.cat([observation["observation.a"][:, None], observation["observation.b"]], -1)
+def test_states_lie_side_by_side_in_the_order_of_their_names_and_a_robot_without_any_is_refused():
+    encoder, observation = StateEncoder(SPEC), observe(5)
+    expected = torch.cat([observation[A][:, None], observation[B]], -1)
     torch.testing.assert_close(encoder(observation), expected)
     with_time = {name: value.unsqueeze(1) for name, value in observation.items()}
     torch.testing.assert_close(encoder(with_time), expected)
-
-
-def test_a_robot_without_states_is_refused():
     with pytest.raises(ConfigError, match="float"):
-        StateEncoder(Spec({"observation.image": Feature((4, 4, 3), "uint8")}, Feature((1,), low=-1, high=1), fps=10.0))
+        StateEncoder(robot(states=0))
 
 
-def test_the_action_scale_maps_the_bounds_to_one_and_back(spec):
-    scale = ActionScale(spec.action)
-    bounds = torch.tensor([[-0.02, 0.0], [0.02, 5.0]])
+def test_the_action_scale_maps_the_bounds_to_one_and_back():
+    scale, bounds = ActionScale(SPEC.action), torch.stack([LOW, HIGH])
     torch.testing.assert_close(scale.to_unit(bounds), torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
     torch.testing.assert_close(scale.from_unit(scale.to_unit(bounds)), bounds)
 
@@ -120,8 +116,8 @@ def test_the_action_scale_maps_what_the_data_hold_to_one_and_back():
 
 
 def test_the_action_scale_is_that_of_the_column_that_is_imitated():
-    scale = ActionScale(Feature((2,), low=-9, high=9), "range", "observation.state", [2, 0])
-    column = {"action": np.full(2, 7.0), "observation.state": np.array([1.0, 7.0, 3.0])}
+    scale = ActionScale(Feature((2,), low=-9, high=9), "range", STATE, [2, 0])
+    column = {"action": np.full(2, 7.0), STATE: np.array([1.0, 7.0, 3.0])}
     zero = {name: 0 * value for name, value in column.items()}
     scale.set_statistics({"mean": column, "std": column, "low": zero, "high": column})
     torch.testing.assert_close(scale.to_unit(torch.tensor([3.0, 1.0])), torch.ones(2))
@@ -144,28 +140,20 @@ def test_the_density_is_that_of_a_squashed_gaussian_over_scaled_actions(policy):
 
 def test_the_density_is_finite_on_and_beyond_the_bounds(policy):
     action = torch.tensor([[[-0.02, 5.0]], [[0.5, -9.0]]])
-    loss, _ = policy(Batch(observe(2), action, *[torch.zeros(2, 1)] * 5, *[torch.zeros(2)] * 4))
+    loss, _ = policy(batch(SPEC, 2, action=action, observation=observe(2)))
     loss.sum().backward()
     assert loss.isfinite().all()
     assert all(parameter.grad.isfinite().all() for parameter in policy.parameters())
 
 
-def test_samples_keep_within_the_bounds_and_follow_their_noise(policy, spec):
-    observation = observe(3)
-    noise = 10 * torch.randn(7, 3, *policy.noise_shape)
+def test_samples_keep_within_the_bounds_and_follow_their_noise(policy):
+    observation, noise = observe(3), 10 * torch.randn(7, 3, *policy.noise_shape)
     actions = policy.sample(observation, n=7, noise=noise)
     assert actions.shape == (7, 3, 1, 2)
-    low, high = torch.as_tensor(spec.action.low), torch.as_tensor(spec.action.high)
-    assert ((actions >= low - 1e-6) & (actions <= high + 1e-6)).all()
+    assert ((actions >= LOW - 1e-6) & (actions <= HIGH + 1e-6)).all()
     assert torch.equal(actions, policy.sample(observation, n=7, noise=noise))
-    seeds = [torch.arange(3) + 10 * seed for seed in (1, 1, 2)]
-    one, same, other = (policy.rsample(observation, seed=seed)[0] for seed in seeds)
+    still = policy.sample(observation, noise=0 * noise[:1])[0]
+    torch.testing.assert_close(still, policy.scale.from_unit(torch.tanh(policy._gaussian(observation)[0])))
+    one, same, other = (policy.rsample(observation, seed=torch.arange(3) + 10 * seed)[0] for seed in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-
-
-def test_noise_of_zeros_gives_the_deterministic_action(policy):
-    observation = observe(3)
-    mean, _ = policy._gaussian(observation)
-    action = policy.sample(observation, noise=torch.zeros(1, 3, *policy.noise_shape))[0]
-    torch.testing.assert_close(action, policy.scale.from_unit(torch.tanh(mean)))

@@ -31,34 +31,20 @@ def make_tokenizer(tmp_path):
     return make
 
 
-def test_without_a_tokenizer_every_byte_is_a_token():
-    tokens, words = Prompt(None, length=8, vocabulary=258)(["go", "é"])
-    assert tokens.tolist() == [
-        [BOS, BYTES + 103, BYTES + 111, BYTES + 10, PAD, PAD, PAD, PAD],
-        [BOS, BYTES + 0xC3, BYTES + 0xA9, BYTES + 10, PAD, PAD, PAD, PAD],
-    ]
-    assert words.tolist() == [[True] * 4 + [False] * 4] * 2
-
-
-def test_a_task_is_one_line_of_words_and_an_empty_one_is_the_line_feed_alone():
-    prompt = Prompt(None, length=16, vocabulary=258)
-    line, same, empty = prompt([" push_the\ncube ", "push the cube", ""])[0]
-    assert torch.equal(line, same)
-    assert empty.tolist() == [BOS, BYTES + 10] + [PAD] * 14
+def test_without_a_tokenizer_every_byte_of_one_line_of_words_is_a_token():
+    tokens, words = Prompt(None, length=8, vocabulary=258)(["go", "é", "", " p_q\nr "])
+    texts = (b"go\n", "é\n".encode(), b"\n", b"p q r\n")
+    assert tokens.tolist() == [[BOS, *(BYTES + byte for byte in text)] + [PAD] * (7 - len(text)) for text in texts]
+    assert words.sum(1).tolist() == [1 + len(text) for text in texts]
+    assert torch.equal(words, tokens != PAD)
 
 
 @pytest.mark.parametrize("begins", [True, False])
 def test_every_prompt_begins_with_bos_once_whether_or_not_the_tokenizer_adds_it(make_tokenizer, begins):
-    prompt = Prompt(make_tokenizer(begins=begins), length=6, vocabulary=8)
-    assert prompt(["push the cube", "push"])[0].tolist() == [[2, 3, 4, 5, 6, 0], [2, 3, 6, 0, 0, 0]]
-
-
-def test_a_tokenizer_is_found_by_its_file_or_its_folder(make_tokenizer):
-    folder = make_tokenizer()
-    one, other = (
-        Prompt(path, length=6, vocabulary=8)(["the cube"])[0] for path in (folder, f"{folder}/tokenizer.json")
-    )
-    assert torch.equal(one, other)
+    folder = make_tokenizer(begins=begins)
+    for path in (folder, f"{folder}/tokenizer.json"):
+        prompt = Prompt(path, length=6, vocabulary=8)
+        assert prompt(["push the cube", "push"])[0].tolist() == [[2, 3, 4, 5, 6, 0], [2, 3, 6, 0, 0, 0]]
 
 
 def test_a_word_whose_token_is_that_of_the_padding_is_read(make_tokenizer):

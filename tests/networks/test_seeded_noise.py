@@ -1,13 +1,14 @@
 """Chance that belongs to a row: its numbers have the right distribution, and nobody else's company changes them."""
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.types import Batch
+from tests.shared.models import batch, robot
 
 ROWS, PLACES = 20_000, 8
 SEED = torch.randint(2**62, (ROWS,), generator=torch.Generator().manual_seed(0))  # as ReplayMixture draws them
@@ -66,11 +67,8 @@ def test_a_row_has_the_same_numbers_in_any_batch_and_in_any_part_of_it():
         assert torch.equal(uniform(SEED[i : i + 1], (), 1)[0], times[i])
     parts = [normal(part, (4, 3)) for part in SEED[:64].split(16)]
     assert torch.equal(torch.cat(parts), whole)
-
-
-def test_a_longer_draw_begins_with_the_shorter_one():
-    """The sampler that stops early starts from the same noise."""
-    assert torch.equal(normal(SEED[:8], (5, 3))[:, :1], normal(SEED[:8], (1, 3)))
+    longer = normal(SEED[:64], (9, 3))[:, :4]
+    assert torch.equal(longer, whole), "the sampler that stops early starts from the same noise"
 
 
 def test_the_numbers_are_the_same_for_ever():
@@ -95,23 +93,18 @@ def test_the_numbers_are_the_same_for_ever():
 
 def test_the_parts_of_a_batch_are_its_rows_in_order_with_all_their_columns():
     """Micro-batches and ranks: a row keeps its seed, and so its noise, wherever it lands."""
-    flags = torch.zeros(8, 2, dtype=torch.bool)
-    numbers = torch.arange(8)
-    observation = {"observation.state": torch.randn(8, 1, 3)}
-    batch = Batch(
-        observation, torch.randn(8, 2, 2), torch.randn(8, 2), flags, flags, flags, flags, numbers, torch.randn(8),
-        numbers, SEED[:8], {"observation.state": torch.randn(8, 1, 3)}, tuple("abcdefgh"), {"mean": torch.randn(8, 2)},
-    )  # fmt: skip
-    parts = [batch.part(i, 4) for i in range(4)]
+    rows = batch(robot(), 8, 2, length=torch.arange(8) % 2 + 1, seed=3, task=tuple("abcdefgh"))
+    rows = replace(rows, weight=torch.randn(8), extras={"mean": torch.randn(8, 2)})
+    parts = [rows.part(i, 4) for i in range(4)]
     for column in fields(Batch):
-        value, pieces = getattr(batch, column.name), [getattr(part, column.name) for part in parts]
+        value, pieces = getattr(rows, column.name), [getattr(part, column.name) for part in parts]
         if isinstance(value, torch.Tensor):
             assert torch.equal(torch.cat(pieces), value), column.name
         elif isinstance(value, dict):
             assert all(torch.equal(torch.cat([piece[name] for piece in pieces]), value[name]) for name in value)
         else:
             assert sum(pieces, ()) == value
-    assert torch.equal(torch.cat([normal(part.seed, (4,)) for part in parts]), normal(batch.seed, (4,)))
+    assert torch.equal(torch.cat([normal(part.seed, (4,)) for part in parts]), normal(rows.seed, (4,)))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,0 +1,167 @@
+"""PI0 begins with the checkpoints of others, and sends what those who act need."""
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from serl_client import ConfigError
+from torch import nn
+from transformers import GemmaConfig, GemmaForCausalLM, PaliGemmaConfig
+from transformers import PaliGemmaForConditionalGeneration as PaliGemma
+
+from serl_launcher.policies.pi0 import FROZEN
+from serl_launcher.policies.pi0_checkpoint import load_pretrained
+from tests.shared.models import STATE, assert_same, weights
+from tests.shared.pi0 import LEFT, TEXT, VISION, WIDTH, action_of, make, randomise
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# -- what is saved and sent
+@pytest.mark.parametrize(
+    "options", [{}, {"freeze": ["vision", "language"]}, {"lora": 2}], ids=["all", "expert", "lora"]
+)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_is_published_is_what_trains_and_it_is_enough(options, precision):
+    learner, actor = (make(LEFT, precision=precision, **options) for _ in range(2))
+    learner.state.set_statistics({"mean": {STATE: np.arange(5.0)}, "std": {STATE: np.full(5, 2.0)}})
+    trained = {name for name, weight in learner.named_parameters() if weight.requires_grad}
+    for name, weight in learner.named_parameters():
+        weight.data += 0.01 * (name in trained)
+    sent = safetensors.torch.load(safetensors.torch.save(learner.published()))
+    assert sent.keys() == trained | {"state.mean", "state.std", "scale.center", "scale.half_range", FROZEN}
+    assert all(sent[name].dtype == learner.precision for name in trained)
+    assert sent["state.mean"].dtype == torch.float32
+    actor.load_published(sent)
+    for policy in (learner, actor):  # who acts holds its weights in this precision
+        for weight in policy.parameters():
+            weight.data = weight.data.to(policy.precision)
+    assert torch.equal(action_of(actor), action_of(learner))
+    actor.load_published(sent)
+
+
+def test_what_was_published_over_other_frozen_weights_is_refused_and_changes_nothing():
+    learner, actor = make(freeze=["language"]), make(freeze=["language"], seed=1)
+    before = weights(actor)
+    with pytest.raises(RuntimeError, match=r"give the same policy\.weights and policy\.freeze"):
+        actor.load_published(learner.published())
+    for other in (make(), make(LEFT, freeze=["language"]), make(freeze=["language", "expert"])):
+        with pytest.raises(RuntimeError, match="trained by one of the two alone"):
+            actor.load_published(other.published())
+    without = {name: tensor for name, tensor in actor.published().items() if name != "state.mean"}
+    with pytest.raises(RuntimeError, match=r"state\.mean"):
+        actor.load_published(without)
+    assert_same(weights(actor), before)
+
+
+# -- checkpoints of others
+@pytest.fixture(scope="module")
+def reference():
+    """What lerobot and openpi call PI0Pytorch, of transformers' own classes, with random weights."""
+    torch.manual_seed(7)
+    text, vision = {"model_type": "gemma", **TEXT}, {"model_type": "siglip_vision_model", **VISION}
+    model, model.paligemma_with_expert = nn.Module(), nn.Module()
+    both = model.paligemma_with_expert
+    both.paligemma = PaliGemma(
+        PaliGemmaConfig(text_config=text, vision_config={**vision, "projection_dim": WIDTH}, projection_dim=WIDTH)
+    )
+    both.gemma_expert = GemmaForCausalLM(GemmaConfig(**TEXT))
+    both.gemma_expert.model.embed_tokens = None
+    model.state_proj, model.action_in_proj = nn.Linear(32, WIDTH), nn.Linear(8, WIDTH)
+    model.action_time_mlp_in, model.action_time_mlp_out = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    model.action_out_proj = nn.Linear(WIDTH, 8)
+    randomise(model)
+    return model
+
+
+def filled_by_hand(policy, reference):
+    both = reference.paligemma_with_expert
+    tower = both.paligemma.model.vision_tower
+    for ours, theirs in (
+        (policy.vision, getattr(tower, "vision_model", tower)),
+        (policy.image_projection, both.paligemma.model.multi_modal_projector.linear),
+        (policy.state_projection, reference.state_proj),
+        (policy.action_in, reference.action_in_proj),
+        (policy.action_time_in, reference.action_time_mlp_in),
+        (policy.action_time_out, reference.action_time_mlp_out),
+        (policy.action_out, reference.action_out_proj),
+        (policy.expert, both.gemma_expert.model),
+    ):
+        ours.load_state_dict(theirs.state_dict())
+    found = policy.language.load_state_dict(both.paligemma.model.language_model.state_dict(), strict=False)
+    assert not found.missing_keys
+    return policy
+
+
+BACKBONE = "paligemma_with_expert.paligemma."
+OLDER = {  # names of transformers before 4.52
+    BACKBONE + "model.vision_tower.": BACKBONE + "vision_tower.",
+    BACKBONE + "model.multi_modal_projector.": BACKBONE + "multi_modal_projector.",
+    BACKBONE + "model.language_model.": BACKBONE + "language_model.model.",
+    BACKBONE + "lm_head.": BACKBONE + "language_model.lm_head.",
+}
+
+
+def checkpoint(reference, layout):
+    """{name: tensor} as it would stand in a file of that layout."""
+    tensors = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    tensors.setdefault(BACKBONE + "lm_head.weight", tensors[BACKBONE + "model.language_model.embed_tokens.weight"])
+    if layout in ("lerobot", "lerobot_2025"):  # of two names for one tensor the first is kept
+        del tensors[BACKBONE + "model.language_model.embed_tokens.weight"]
+    if layout == "openpi":
+        del tensors[BACKBONE + "lm_head.weight"]
+    if layout == "lerobot_untied":
+        tensors[BACKBONE + "lm_head.weight"] = torch.randn(258, WIDTH)
+    if layout == "lerobot_2025":
+        for name, older in OLDER.items():
+            tensors = {key.replace(name, older): tensor for key, tensor in tensors.items()}
+    if layout != "openpi":
+        tensors = {"model." + name: tensor for name, tensor in tensors.items()}
+    if layout == "lerobot_2025":
+        tensors["normalize_inputs.buffer_observation_state.mean"] = torch.zeros(5)
+        tensors["unnormalize_outputs.buffer_action.std"] = torch.ones(2)
+    return tensors
+
+
+@pytest.mark.parametrize("layout", ["lerobot", "lerobot_untied", "lerobot_2025", "openpi"])
+def test_checkpoints_of_others_load_whole_and_where_they_belong(reference, tmp_path, layout):
+    safetensors.torch.save_file(checkpoint(reference, layout), tmp_path / "model.safetensors")
+    action = action_of(filled_by_hand(make(LEFT), reference))
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        policy = make(LEFT)
+        load_pretrained(policy, str(path))
+        assert torch.equal(action_of(policy), action)
+
+
+def test_a_policy_begins_with_its_checkpoint_whatever_then_trains_of_it(reference, tmp_path):
+    safetensors.torch.save_file(checkpoint(reference, "lerobot"), tmp_path / "model.safetensors")
+    plain, adapted, blind = (
+        make(*cameras, weights=str(tmp_path), **options)
+        for cameras, options in (([LEFT], {"noise_level": 0.1}), ([LEFT], {"lora": 2, "noise_level": 0.1}), ([], {}))
+    )
+    assert torch.equal(action_of(plain), action_of(adapted))
+    embeddings = reference.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight
+    assert torch.equal(blind.language.embed_tokens.weight, embeddings)
+
+
+def test_a_checkpoint_that_does_not_fit_is_named_in_one_sentence_and_changes_nothing(reference, tmp_path):
+    policy = make(LEFT)
+    before = weights(policy)
+    tensors = checkpoint(reference, "lerobot")
+    missing = {name: tensor for name, tensor in tensors.items() if "action_out_proj.bias" not in name}
+    deeper = {name.replace("layers.1.", "layers.9."): tensor for name, tensor in tensors.items()}
+    wider = {**tensors, "model.state_proj.weight": torch.zeros(WIDTH, 33)}
+    for wrong, text in (
+        (missing, r"missing: action_out\.bias\)"),
+        ({**tensors, "model.time_mlp_in.bias": torch.zeros(1)}, r"unknown: time_mlp_in\.bias\)"),
+        (deeper, r"missing: expert\.layers\.1\S+, .* and \d+ more; unknown: expert\.layers\.9\S+, .* and \d+ more\)"),
+        (wider, r"of another shape: state_projection\.weight: \(96, 33\) there, \(96, 32\) here\)"),
+    ):
+        safetensors.torch.save_file(wrong, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=text) as refusal:
+            load_pretrained(policy, str(tmp_path))
+        assert "\n" not in str(refusal.value)
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs")
+    with pytest.raises(ConfigError, match="is no safetensors file"):
+        load_pretrained(policy, str(tmp_path))
+    assert_same(weights(policy), before)
