@@ -80,103 +80,6 @@ def saved(algorithm):
     return torch.load(file, weights_only=True)
 
 
-@every_algorithm
-def test_updates_are_finite_and_acting_needs_only_the_published_weights_and_the_noise(name):
-    learner, config = build(name)
-    metrics = train(learner, config, rounds=1)
-    assert len(config.updates) == config.utd
-    assert metrics
-    assert all(not value.requires_grad and value.isfinite() for value in metrics.values())
-    assert all(parameter.isfinite().all() for parameter in learner.parameters())
-    actor, _ = build(name, seed=1)
-    actor.acting.load_state_dict(learner.acting.state_dict())
-    state = seen(torch.randn(5, 2))
-    assert torch.equal(act(learner, state, explore=True), act(actor, state, explore=True))
-    assert not torch.equal(act(actor, state, explore=True), act(actor, state, 1, explore=True))
-    assert torch.equal(act(actor, state), act(actor, state, 1)) == actor.acting.mode_at_zero
-    assert not act(actor, state).requires_grad
-
-
-@every_algorithm
-def test_a_toy_task_is_learned(name):
-    algorithm, config = build(name, *faster(name))
-    state, generator = torch.rand(256, 2, generator=torch.Generator().manual_seed(9)) * 2 - 1, torch.Generator()
-
-    def error():
-        return (act(algorithm, seen(state))[:, 0] + state).norm(dim=-1).mean()
-
-    limit = min(0.2, error() / 2)
-    for _ in range(10):
-        train(algorithm, config, 25, generator)
-        if error() < limit:
-            return
-    raise AssertionError(f"the mean error is {error():.2f} after 250 rounds, not below {limit:.2f}")
-
-
-COLOURS = ("algo.augment.brightness=0.2", "algo.augment.contrast=0.2")
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [*((name, ()) for name in ALGORITHMS), ("sac_pi0", ("policy.noise_level=0.3",)), ("rlpd_pixels", COLOURS)],
-)
-def test_a_resumed_run_goes_on_bit_by_bit(name, overrides):
-    straight, config = build(name, *overrides)
-    rounds = 1 if name.endswith(("_pixels", "pi0")) else 3
-    if hasattr(straight, "update_clone"):  # so that policy and reference differ, and are not what they began as
-        straight.update_clone(toy_batch(straight.windows["update_clone"]))
-    train(straight, config, rounds)
-    resumed, _ = build(name, *overrides, seed=1)
-    resumed.load_state_dict(saved(straight))
-    assert_same(straight.state_dict(), resumed.state_dict())
-    for algorithm in (straight, resumed):
-        train(algorithm, config, rounds, torch.Generator().manual_seed(2))
-    assert_same(straight.state_dict(), resumed.state_dict())
-
-
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name.startswith(("sac", "rlpd"))])
-def test_only_the_critic_learns_from_update_critic(name):
-    algorithm, _ = build(name)
-    before, critics = weights(algorithm.acting), weights(algorithm.critic)
-    algorithm.update_critic(toy_batch(algorithm.windows["update_critic"]))
-    assert_same(before, weights(algorithm.acting))
-    assert any(not torch.equal(value, critics[key]) for key, value in weights(algorithm.critic).items())
-    assert all(parameter.grad is None for parameter in algorithm.acting.parameters())
-
-
-@every_algorithm
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_updates_and_acting_run_on_a_gpu(name):
-    algorithm, config = build(name)
-    algorithm.to("cuda")
-    for update in config.updates:
-        metrics = getattr(algorithm, update)(toy_batch(algorithm.windows[update]).to("cuda"))
-        assert all(value.device.type == "cuda" for value in metrics.values())
-    algorithm.load_state_dict(saved(algorithm))
-    observation = {column: value.to("cuda") for column, value in seen(torch.zeros(5, 2)).items()}
-    noise = torch.zeros(5, *algorithm.acting.noise_shape, device="cuda")
-    assert act(algorithm, observation, noise, explore=True).device.type == "cuda"
-
-
-@every_algorithm
-def test_states_are_normalised_alike_in_every_network_and_it_is_published(name):
-    algorithm, _ = build(name)
-    fitted = {
-        "mean": {STATE: np.array([1.0, -2.0]), "action": np.zeros(2)},
-        "std": {STATE: np.array([0.5, 0.0]), "action": np.full(2, REACH)},
-        "low": {"action": np.full(2, -REACH)}, "high": {"action": np.full(2, REACH)},
-    }  # fmt: skip
-    state = torch.randn(3, 2)
-    plain = act(algorithm, seen(state))
-    algorithm.set_statistics(fitted)
-    shifted = state * torch.tensor([0.5, 1.0]) + torch.tensor([1.0, -2.0])  # a constant is centred, not scaled
-    torch.testing.assert_close(act(algorithm, seen(shifted)), plain)
-    for buffers in (algorithm.state_dict(), algorithm.acting.state_dict()):
-        means = [value.tolist() for key, value in buffers.items() if key.endswith("state.mean")]
-        assert means
-        assert all(mean == [1.0, -2.0] for mean in means)
-
-
 # -- values and soft actor-critic
 
 
@@ -270,3 +173,103 @@ class Valued(Algorithm):
 def test_an_algorithm_without_an_update_of_that_name_reports_how_far_its_values_are():
     algorithm = Valued()
     assert value_error(algorithm, algorithm, ["a", "b"], "cpu") == {"value_error": 2.0, "value_bias": -1.0}
+
+
+# -- every algorithm
+
+
+@every_algorithm
+def test_updates_are_finite_and_acting_needs_only_the_published_weights_and_the_noise(name):
+    learner, config = build(name)
+    metrics = train(learner, config, rounds=1)
+    assert len(config.updates) == config.utd
+    assert metrics
+    assert all(not value.requires_grad and value.isfinite() for value in metrics.values())
+    assert all(parameter.isfinite().all() for parameter in learner.parameters())
+    actor, _ = build(name, seed=1)
+    actor.acting.load_state_dict(learner.acting.state_dict())
+    state = seen(torch.randn(5, 2))
+    assert torch.equal(act(learner, state, explore=True), act(actor, state, explore=True))
+    assert not torch.equal(act(actor, state, explore=True), act(actor, state, 1, explore=True))
+    assert torch.equal(act(actor, state), act(actor, state, 1)) == actor.acting.mode_at_zero
+    assert not act(actor, state).requires_grad
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name.startswith(("sac", "rlpd"))])
+def test_only_the_critic_learns_from_update_critic(name):
+    algorithm, _ = build(name)
+    before, critics = weights(algorithm.acting), weights(algorithm.critic)
+    algorithm.update_critic(toy_batch(algorithm.windows["update_critic"]))
+    assert_same(before, weights(algorithm.acting))
+    assert any(not torch.equal(value, critics[key]) for key, value in weights(algorithm.critic).items())
+    assert all(parameter.grad is None for parameter in algorithm.acting.parameters())
+
+
+@every_algorithm
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_updates_and_acting_run_on_a_gpu(name):
+    algorithm, config = build(name)
+    algorithm.to("cuda")
+    for update in config.updates:
+        metrics = getattr(algorithm, update)(toy_batch(algorithm.windows[update]).to("cuda"))
+        assert all(value.device.type == "cuda" for value in metrics.values())
+    algorithm.load_state_dict(saved(algorithm))
+    observation = {column: value.to("cuda") for column, value in seen(torch.zeros(5, 2)).items()}
+    noise = torch.zeros(5, *algorithm.acting.noise_shape, device="cuda")
+    assert act(algorithm, observation, noise, explore=True).device.type == "cuda"
+
+
+@every_algorithm
+def test_states_are_normalised_alike_in_every_network_and_it_is_published(name):
+    algorithm, _ = build(name)
+    fitted = {
+        "mean": {STATE: np.array([1.0, -2.0]), "action": np.zeros(2)},
+        "std": {STATE: np.array([0.5, 0.0]), "action": np.full(2, REACH)},
+        "low": {"action": np.full(2, -REACH)}, "high": {"action": np.full(2, REACH)},
+    }  # fmt: skip
+    state = torch.randn(3, 2)
+    plain = act(algorithm, seen(state))
+    algorithm.set_statistics(fitted)
+    shifted = state * torch.tensor([0.5, 1.0]) + torch.tensor([1.0, -2.0])  # a constant is centred, not scaled
+    torch.testing.assert_close(act(algorithm, seen(shifted)), plain)
+    for buffers in (algorithm.state_dict(), algorithm.acting.state_dict()):
+        means = [value.tolist() for key, value in buffers.items() if key.endswith("state.mean")]
+        assert means
+        assert all(mean == [1.0, -2.0] for mean in means)
+
+
+COLOURS = ("algo.augment.brightness=0.2", "algo.augment.contrast=0.2")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [*((name, ()) for name in ALGORITHMS), ("sac_pi0", ("policy.noise_level=0.3",)), ("rlpd_pixels", COLOURS)],
+)
+def test_a_resumed_run_goes_on_bit_by_bit(name, overrides):
+    straight, config = build(name, *overrides)
+    rounds = 1 if name.endswith(("_pixels", "pi0")) else 3
+    if hasattr(straight, "update_clone"):  # so that policy and reference differ, and are not what they began as
+        straight.update_clone(toy_batch(straight.windows["update_clone"]))
+    train(straight, config, rounds)
+    resumed, _ = build(name, *overrides, seed=1)
+    resumed.load_state_dict(saved(straight))
+    assert_same(straight.state_dict(), resumed.state_dict())
+    for algorithm in (straight, resumed):
+        train(algorithm, config, rounds, torch.Generator().manual_seed(2))
+    assert_same(straight.state_dict(), resumed.state_dict())
+
+
+@every_algorithm
+def test_a_toy_task_is_learned(name):
+    algorithm, config = build(name, *faster(name))
+    state, generator = torch.rand(256, 2, generator=torch.Generator().manual_seed(9)) * 2 - 1, torch.Generator()
+
+    def error():
+        return (act(algorithm, seen(state))[:, 0] + state).norm(dim=-1).mean()
+
+    limit = min(0.2, error() / 2)
+    for _ in range(10):
+        train(algorithm, config, 25, generator)
+        if error() < limit:
+            return
+    raise AssertionError(f"the mean error is {error():.2f} after 250 rounds, not below {limit:.2f}")

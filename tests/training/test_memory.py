@@ -1,8 +1,9 @@
 """What training will take is known before it is taken: about right, and refused where it is not there.
 
-This file is also a program: test_memory.py WORD ... trains for two steps, and prints the bytes that this took.
+This file is also a program, which trains for two steps: it says what counting imported, and the bytes that they took.
 """
 
+import json
 import logging
 import resource
 import subprocess
@@ -11,10 +12,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from serl_client import ConfigError, Feature, Spec
+from serl_client import ConfigError, Feature
 from torch._subclasses import fake_tensor
 
 from serl_launcher.config import composed
@@ -23,34 +23,33 @@ from serl_launcher.training import memory
 from serl_launcher.training.build import build, check_memory
 from serl_launcher.types import Window
 from serl_launcher.utils.optim import Optimizer
+from tests.shared.models import CONFIG, STATE, robot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONFIG = Path(__file__).resolve().parents[2] / "config"
 GB = 1e9
-WIDE = ["algo=sft", "policy=flow", "policy.hidden=[3000,3000]", "batch_size=8192"]
+WIDE = ["algo=sft", "policy=flow", "policy.hidden=[3000,3000]", "batch_size=4096"]
 FULL = ["algo=sft", "policy=pi0", "batch_size=8"]
-IMAGES = {f"observation.images.{name}": Feature((224, 224, 3), "uint8") for name in ("high", "left", "right")}
-SPEC = Spec(
-    {**IMAGES, "observation.state": Feature((7,))}, Feature((7,), low=-np.ones(7), high=np.ones(7)), fps=30.0
-)  # fmt: skip
-ONE_ACTION = Spec({"observation.state": Feature((3,))}, Feature((1,), low=[-2.0], high=[2.0]), fps=20.0)
-ONE_NUMBER = Spec({"observation.state": Feature((1,))}, Feature((1,), low=[-2.0], high=[2.0]), fps=20.0)
-SMALL = Spec(
-    {"observation.images.high": Feature((32, 32, 3), "uint8"), "observation.state": Feature((3,))},
-    Feature((3,), low=-np.ones(3), high=np.ones(3)), fps=30.0,
-)  # fmt: skip
-FLOW, TINY = ["algo=sft", "policy=flow"], ["algo=rejection_pi0", "policy=pi0_tiny"]
+SPEC = robot(7, 7, shape=(224, 224, 3), cameras=[f"observation.images.{name}" for name in ("high", "left", "right")])
+SMALL = robot(3, 3, shape=(32, 32, 3), cameras=["observation.images.high"])
+ONE_ACTION, ONE_NUMBER = (robot(states, 1, cameras=()) for states in (3, 1))
+NAMED = replace(
+    SMALL,
+    observation={STATE: Feature((3,), names=("x", "y", "z"))},
+    action=replace(SMALL.action, names=("x", "y", "z")),
+)
+FLOW, SHALLOW = ["algo=sft", "policy=flow"], ["policy=pi0_tiny", "policy.gemma.depth=2", "policy.vision.depth=1"]
+TINY = ["algo=rejection_pi0", *SHALLOW]
 OPTIONS = [  # that config/policy documents
-    [*FLOW, "policy.noise_level=0.1"], [*FLOW, "policy.layer_norm=false"], [*FLOW,
-    "policy.imitation_target=observation.state"],
+    [*FLOW, "policy.noise_level=0.1"], [*FLOW, "policy.layer_norm=false"],
+    [*FLOW, "policy.imitation_target=observation.state"], ["algo=sac", "policy.layer_norm=false"],
     ["algo=sac_pi0", "policy=flow", "policy.noise_level=0.1"], ["algo=sac_pi0", "policy=flow"],
     ["algo=sac_pi0_pixels", "policy=flow_pixels", "policy.noise_level=0.1"],
     ["algo=rejection_pixels", "policy=flow_pixels", "policy.encoder.cameras=[high]"],
-    ["algo=rlpd_pixels", "policy=gaussian_pixels", "batch_size=8"], ["algo=sac", "policy.layer_norm=false"],
+    ["algo=rlpd_pixels", "policy=gaussian_pixels", "batch_size=8"],
     [*TINY, "policy.noise_level=0.1"], [*TINY, "policy.checkpointing=true"], [*TINY, "policy.precision=bfloat16"],
     [*TINY, "policy.lora=4"], [*TINY, "policy.freeze=[vision,language]"], [*TINY, "policy.cameras=[high]"],
-    ["algo=sac_pi0_pixels", "policy=pi0_tiny", "policy.noise_level=0.1", "batch_size=8"],
+    ["algo=sac_pi0_pixels", *SHALLOW, "policy.noise_level=0.1", "policy.steps=3", "batch_size=8"],
 ]  # fmt: skip
 
 
@@ -77,25 +76,33 @@ def need_of(words, ranks=1, stage=0):
     return memory.needed(lambda: build(config, SPEC), SPEC, config.batch_size, ranks, stage)
 
 
-def take(*words):
+def take():
     def peak():  # of this program alone: what getrusage says begins at its parent's
         status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
         return int(status["VmHWM"].split()[0]) * 1024
 
     torch.set_num_threads(1)
-    config = composed(CONFIG, words)
-    small = build(composed(CONFIG, [*words, "policy.hidden=[8]"]), SPEC)
+    sys.modules.pop("torch._dynamo", None)
+    config = composed(CONFIG, ["algo=rlpd", "ranks=1"])
+    check_memory(config, SPEC, "cpu", 1, 0)
+    learned = build(config, SPEC)
+    learned.update(blank(SPEC, learned.windows["update"], 8))
+    imported = {"torch._dynamo", "sympy"} & set(sys.modules)
+    config = composed(CONFIG, WIDE)
+    small = build(composed(CONFIG, [*WIDE, "policy.hidden=[8]"]), SPEC)
     small.update(blank(SPEC, small.windows["update"], 8))  # what is loaded once does not count
     before, algorithm = peak(), build(config, SPEC)
     for _ in range(2):
         algorithm.update(blank(SPEC, algorithm.windows["update"], config.batch_size))
-    sys.stdout.write(str(peak() - before))
+    sys.stdout.write(json.dumps([sorted(imported), peak() - before]))
 
 
-def test_what_is_predicted_is_what_training_takes():
-    done = subprocess.run([sys.executable, __file__, *WIDE], capture_output=True, text=True)
+def test_what_is_predicted_is_what_training_takes_and_a_small_policy_is_counted_without_a_compiler():
+    done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, cwd=CONFIG.parent)
     assert done.returncode == 0, done.stderr
-    assert need_of(WIDE).total == pytest.approx(int(done.stdout), rel=0.15)
+    imported, taken = json.loads(done.stdout)
+    assert not imported
+    assert need_of(WIDE).total == pytest.approx(taken, rel=0.15)
 
 
 @pytest.mark.parametrize("words", [["policy.freeze=[vision,language]"], ["policy.lora=4"]], ids=["expert", "lora"])
@@ -123,29 +130,24 @@ def test_parts_of_a_batch_take_the_memory_of_one():
     assert parts.weights == whole.weights
 
 
-@pytest.mark.parametrize("spec", [ONE_ACTION, ONE_NUMBER], ids=["one_action", "one_number_of_each"])
-@pytest.mark.parametrize(
-    "words", [["algo=sac"], FLOW, ["algo=rejection", "policy=gaussian"], ["algo=sac_pi0", "policy=flow"]]
-)
-@pytest.mark.parametrize("small", [memory.SMALL, 0], ids=["small", "large"])
-def test_a_robot_with_one_action_is_counted(words, spec, small, monkeypatch, caplog):
+KINDS = (["algo=sac"], FLOW, ["algo=rejection", "policy=gaussian"], ["algo=sac_pi0", "policy=flow", "policy.steps=3"])
+COUNTED = [
+    *(pytest.param(words, NAMED if "imitation_target" in words[-1] else SMALL, small, id=" ".join((*words, way)),
+                   marks=() if small else pytest.mark.slow)
+      for words in OPTIONS for way, small in (("small", memory.SMALL), ("large", 0))),
+    *(pytest.param(words, spec, small, id=" ".join((*words, way, actions)))
+      for words in KINDS for way, small in (("small", memory.SMALL), ("large", 0))
+      for actions, spec in (("one action", ONE_ACTION), ("one number of each", ONE_NUMBER))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "spec", "small"), COUNTED)
+def test_every_documented_option_of_a_policy_and_a_robot_with_one_action_are_counted(
+    words, spec, small, monkeypatch, caplog
+):
     monkeypatch.setattr(memory, "SMALL", small)
     need = check_memory(composed(CONFIG, [*words, "ranks=1"]), spec, "cpu", 1, 0)
     assert min(need.weights, need.copies, need.gradients, need.optimizer, need.activations) > 0
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("small", [memory.SMALL, pytest.param(0, marks=pytest.mark.slow)], ids=["small", "large"])
-@pytest.mark.parametrize("words", OPTIONS, ids=" ".join)
-def test_every_documented_option_of_a_policy_is_counted(words, small, monkeypatch, caplog):
-    monkeypatch.setattr(memory, "SMALL", small)
-    spec = SMALL
-    if "policy.imitation_target=observation.state" in words:
-        names = ("x", "y", "z")
-        positions = Feature((3,), names=names, low=-np.ones(3), high=np.ones(3))
-        spec = Spec({"observation.state": Feature((3,), names=names)}, positions, fps=30.0)
-    need = check_memory(composed(CONFIG, [*words, "ranks=1"]), spec, "cpu", 1, 0)
-    assert min(need.weights, need.gradients, need.optimizer, need.activations) > 0
     assert not caplog.records
 
 
@@ -157,16 +159,6 @@ def test_both_ways_to_count_agree(words, monkeypatch):
     large = memory.needed(lambda: build(config, SMALL), SMALL, 32, 1, 0)
     assert small.activations == pytest.approx(large.activations, rel=0.15)
     assert replace(small, activations=0) == replace(large, activations=0)
-
-
-def test_counting_for_a_small_policy_imports_no_compiler():
-    code = (
-        "import sys; from test_memory import *; sys.modules.pop('torch._dynamo', None)\n"
-        "config = composed(CONFIG, ['algo=rlpd', 'ranks=1']); check_memory(config, SPEC, 'cpu', 1, 0)\n"
-        "learned = build(config, SPEC); learned.update(blank(SPEC, learned.windows['update'], 8))\n"
-        "sys.exit('torch._dynamo' in sys.modules or 'sympy' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
 
 
 def test_an_update_that_looks_at_values_is_left_out_and_named(caplog):
@@ -197,4 +189,4 @@ def test_a_full_size_pi0_is_refused_with_what_to_change_before_it_is_built():
 
 
 if __name__ == "__main__":
-    take(*sys.argv[1:])
+    take()

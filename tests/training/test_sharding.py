@@ -1,6 +1,6 @@
 """Two real processes train one algorithm: to the same end as one process, whatever is spread over them.
 
-This file is also the program of such a process: test_sharding.py FOLDER FUNCTION [ARGUMENT ...]
+This file is also the program of such a process: FOLDER LIFE
 """
 
 import fcntl
@@ -17,16 +17,16 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from serl_client import ConfigError, Feature, Spec
+from serl_client import ConfigError
 
 from serl_launcher.training.ranks import Ranks
-from serl_launcher.types import Batch
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.distributed import World, join
-from tests.shared.common import free_port
+from tests.shared.common import ROOT, free_port, until
+from tests.shared.models import batch, config_of, robot
+from tests.shared.programs import Programs
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -35,16 +35,15 @@ pytestmark = [
     ),
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 240.0
-UPDATES, KEPT = 20, 10  # how many there are, and after how many a checkpoint is kept
+UPDATES, KEPT = 8, 4  # how many there are, and after how many a checkpoint is kept
 WAYS = ("replicas", "zero1", "zero2", "zero3")
-IMAGE = "observation.images.top"
-SPEC = Spec(
-    {"observation.state": Feature((4,)), IMAGE: Feature((16, 16, 3), "uint8")}, Feature((2,), low=-1, high=1), fps=10.0
-)
-TINY = ["+algo=sft", "+policy=pi0_tiny", "algo.optimizer.learning_rate=1e-3"]
-HALF = ["policy.precision=bfloat16", "policy.checkpointing=true", "policy.vision.image=16", "policy.vision.depth=1"]
+SPEC = robot(states=4, reach=1)
+TINY = [
+    "+algo=sft", "+policy=pi0_tiny", "algo.optimizer.learning_rate=1e-3", "policy.gemma.depth=2",
+    "policy.vision.image=16", "policy.vision.depth=1",
+]  # fmt: skip
+HALF = ["policy.precision=bfloat16", "policy.checkpointing=true"]
 CASES = {  # words, how it is spread, and how far the loss may be from that of one process
     "flow": (["+algo=sft", "+policy=flow", "policy.hidden=[64,64]", "algo.optimizer.accumulation=2"], WAYS, 1e-4),
     "pi0": (TINY, ("replicas", "zero2", "zero3"), 1e-3),
@@ -53,38 +52,16 @@ CASES = {  # words, how it is spread, and how far the loss may be from that of o
 }
 
 
-def config_of(words):
-    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        return compose(overrides=list(words))
-
-
 def ranks_of(words, world, way="replicas"):
+    config = config_of(*words, f"+sharding={way}")
     torch.manual_seed(0)
-    config = config_of([*words, f"+sharding={way}"])
     return Ranks(instantiate(config.algo)(SPEC), world, OmegaConf.to_container(config.sharding))
 
 
-def batch_of(window, number, size=8):
+def batch_of(window, number):
     """The batch of update `number`: the same for whoever asks."""
-    generator, steps = torch.Generator().manual_seed(number), (size, window.horizon)
-
-    def observation():
-        return {column: drawn(column, len(at)) for column, at in window.offsets.items() if column in SPEC.observation}
-
-    def drawn(column, count):
-        shape = (size, count, *SPEC.observation[column].shape)
-        if column == IMAGE:
-            return torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-        return torch.randn(shape, generator=generator)
-
-    yes = torch.ones(steps, dtype=torch.bool)
-    return Batch(
-        observation=observation(), action=torch.rand(*steps, 2, generator=generator) * 2 - 1,
-        reward=torch.rand(steps, generator=generator), valid=yes, terminated=~yes, truncated=~yes, intervened=~yes,
-        length=torch.full((size,), window.horizon), weight=torch.rand(size, generator=generator),
-        step_id=torch.arange(size), seed=torch.randint(2**62, (size,), generator=generator),
-        next_observation=observation() if "next_observation" in window.offsets else None, task=("reach",) * size,
-    )  # fmt: skip
+    weight = torch.rand(8, generator=torch.Generator().manual_seed(number))
+    return batch(SPEC, 8, window=window, seed=number, weight=weight)
 
 
 def train(ranks, begin, end, update="update"):
@@ -158,42 +135,35 @@ def refused(folder, world):
         (folder / f"refused{world.rank}").write_text(repr(error))
 
 
-def main(folder, function, *arguments):
-    torch.set_num_threads(1)
-    globals()[function](Path(folder), join("cpu"), *map(json.loads, arguments))
-
-
 # -- the tests
 
 
 class Two:
     """The two processes of one program, as `accelerate launch` starts them."""
 
-    def __init__(self, folder, function, *arguments):
+    def __init__(self, folder, life):
         port = free_port()
-        self.log, self.processes = folder / f"{function}.{port}.log", []
-        command = [sys.executable, __file__, str(folder), function, *map(json.dumps, arguments)]
+        self.log, self.processes = folder / f"{life}.{port}.log", []
         for rank in ("0", "1"):
             environment = os.environ | {
                 "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             }  # fmt: skip
+            command = [sys.executable, "-m", "tests.training.test_sharding", folder, life]
             with open(self.log, "a") as log:
-                self.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+                process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+            self.processes.append(process)
 
-    def until(self, condition):
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
+    def until(self, path):
+        def there():
             over = [process.poll() for process in self.processes]
             assert not any(over), f"{over}: {self.said()}"
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.02)
+            return path.exists()
+
+        until(there, PATIENCE, every=0.02, why=self.said)
 
     def said(self):
         return self.log.read_text()[-4000:]
-
-    def end(self):
-        self.until(lambda: all(process.poll() == 0 for process in self.processes))
 
     def kill(self):
         for process in self.processes:
@@ -201,18 +171,10 @@ class Two:
             process.wait()
 
 
-@pytest.fixture
-def two(tmp_path):
-    made = []
-    yield lambda *arguments: made.append(Two(tmp_path, *arguments)) or made[-1]
-    for each in made:
-        each.kill()
-
-
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory):
     """Where two processes trained every case in every way, were killed, and went on from their checkpoints: a folder
-    that takes minutes to make, and that the processes of a parallel run share."""
+    that takes a minute to make, and that the processes of a parallel run share."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "lives"
     folder.mkdir(exist_ok=True)
@@ -220,9 +182,9 @@ def lives(tmp_path_factory):
         fcntl.flock(lock, fcntl.LOCK_EX)
         for life in ("first", "second"):
             if not (folder / life).exists():
-                processes = Two(folder, "each_case", life)
+                processes = Two(folder, life)
                 try:
-                    processes.until((folder / life).exists)
+                    processes.until(folder / life)
                 finally:
                     processes.kill()
     return folder
@@ -282,59 +244,24 @@ def test_zero_3_is_refused_where_several_networks_are_trained():
 # -- whole runs
 
 
-class Run:
-    """The learner and the actor of a run, started as a person starts them."""
+class Run(Programs):
+    """The learner and the actor of a run, with as much patience as two ranks need."""
 
-    def __init__(self, folder):
-        self.run_dir, self.log, self.started = folder / "run", folder / "log", []
-        self.ports = [f"{name}={free_port()}" for name in ("port", "inference_port")]
-
-    def start(self, side, *words):
-        command = [sys.executable, ROOT / "examples/train.py", f"{side}=true", f"run_dir={self.run_dir}", *self.ports]
-        with open(self.log, "a") as log:
-            process = subprocess.Popen([*command, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        self.started.append(process)
-        return process
+    def until(self, condition, seconds=PATIENCE):
+        return super().until(condition, seconds)
 
     def trainers(self):
         """{rank: process id}, the parent of the ranks being rank None."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                words, environment = (
-                    (path / name).read_bytes().decode().split("\0") for name in ("cmdline", "environ")
-                )
+                words, environment = ((path / name).read_text("latin1").split("\0") for name in ("cmdline", "environ"))
             except OSError:
                 continue
             if str(self.run_dir) in words and "trainer" in words:
                 rank = next((word for word in environment if word.startswith("RANK=")), None)
                 found[rank and int(rank.removeprefix("RANK="))] = int(path.name)
         return found
-
-    def until(self, condition):
-        """Wait for it; a program that failed before the last one was started is no surprise."""
-        deadline = time.monotonic() + PATIENCE
-        while not (value := condition()):
-            assert time.monotonic() < deadline, self.said()
-            assert not self.started[-1].poll(), self.said()
-            time.sleep(0.02)
-        return value
-
-    def said(self):
-        return self.log.read_text()[-6000:]
-
-    def status(self, process):
-        return self.until(lambda: [process.poll()] if process.poll() is not None else None)[0]
-
-    def checkpointed(self):
-        manifests = sorted((self.run_dir / "checkpoints").glob("[0-9]*/manifest.json"))
-        return json.loads(manifests[-1].read_text())["updates"] if manifests else 0
-
-    def end(self):
-        for process in self.started:
-            process.kill()
-            process.wait()
-        self.until(lambda: not self.trainers())
 
 
 @pytest.fixture
@@ -356,12 +283,12 @@ def test_a_run_of_two_ranks_whose_rank_was_killed_says_so_and_goes_on_to_act_wit
     """The actor pulls the weights and checks their hash; the trainer checks the hash of what acted when evaluated."""
     words = [*WORDS, "ranks=2", "sharding=zero2", "inference=local"]
     actor, learner = (run.start(side, *words) for side in ("actor", "learner"))
-    run.until(lambda: run.checkpointed() > 0)
+    run.until(lambda: run.facts().checkpointed > 0)
     os.kill(run.trainers()[1], signal.SIGKILL)
     assert run.status(learner) == 1
     assert "rank 1 was killed by signal 9" in run.log.read_text()
     run.until(lambda: not run.trainers())
-    before = run.checkpointed()
+    before = run.facts().checkpointed
     learner = run.start("learner", *WORDS, "ranks=2", "sharding=zero3")
     assert [run.status(process) for process in (learner, actor)] == [0, 0]
     assert f"after {before} updates" in run.log.read_text()
@@ -374,4 +301,5 @@ def test_a_run_of_two_ranks_whose_rank_was_killed_says_so_and_goes_on_to_act_wit
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    torch.set_num_threads(1)
+    each_case(Path(sys.argv[1]), join("cpu"), sys.argv[2])

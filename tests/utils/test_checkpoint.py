@@ -3,10 +3,11 @@
 import logging
 import os
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
-from serl_client import ConfigError, Feature, Spec
+from serl_client import ConfigError, Feature
 
 from serl_launcher.utils.checkpoint import SHARE, Checkpoints, Schedule
 from serl_launcher.utils.logging import MetricsLog, read
@@ -88,22 +89,15 @@ def test_a_state_that_is_not_plain_data_is_not_executed(checkpoints):
         checkpoints.load()
 
 
-def test_another_algorithm_is_refused_and_both_values_are_named(checkpoints, spec):
-    checkpoints.save(updates=1, state=state(1))
-    other = Checkpoints(checkpoints.folder, spec=spec, config={"algo": {"discount": 0.99, "hidden": (128, 128)}})
-    with pytest.raises(ConfigError, match=r"algorithm.*algo\.discount: 0\.99, 0\.97"):
-        other.load()
-
-
-def test_another_robot_is_refused_and_both_values_are_named(checkpoints):
-    checkpoints.save(updates=1, state=state(1))
-    spec = Spec({"observation.state": Feature((9,))}, Feature((2,), low=-1, high=1), fps=10.0)
-    with pytest.raises(ConfigError, match=r"Spec.*observation\.observation\.state\.shape: \[9\], \[8\]"):
-        Checkpoints(checkpoints.folder, spec=spec, config=CONFIG).load()
-
-
-def test_what_another_version_of_the_program_kept_is_refused(checkpoints):
+def test_another_algorithm_robot_or_version_is_refused_and_both_values_are_named(checkpoints, spec):
     manifest = checkpoints.save(updates=1, state=state(1)) / "manifest.json"
+    other = replace(spec, observation={"observation.state": Feature((9,))})
+    for told, config, text in (
+        (spec, {"algo": {"discount": 0.99, "hidden": (128, 128)}}, r"algorithm.*algo\.discount: 0\.99, 0\.97"),
+        (other, CONFIG, r"Spec.*observation\.observation\.state\.shape: \[9\], \[8\]"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            Checkpoints(checkpoints.folder, spec=told, config=config).load()
     manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
     with pytest.raises(ConfigError, match="another version"):
         checkpoints.load()
@@ -150,7 +144,7 @@ def test_checkpoints_take_a_share_of_the_time_however_large_they_are():
     assert due_at(Schedule(30.0, 0.0, cost=20.0), 20.0, 250) == [200.0]  # known from the start before
 
 
-def test_the_last_whole_checkpoint_stays_until_there_is_another(checkpoints):
+def test_the_last_whole_checkpoint_stays_until_there_is_another_and_without_one_no_run_begins_anew(checkpoints):
     """Those that were found broken are not counted among the newest few."""
     paths = [checkpoints.save(updates=value, state=state(value)) for value in range(3)]
     for path in paths[1:]:
@@ -161,13 +155,9 @@ def test_the_last_whole_checkpoint_stays_until_there_is_another(checkpoints):
     assert sorted(path.name for path in again.folder.iterdir()) == [paths[0].name, newest.name]
     (newest / "state.pt").write_bytes(b"")
     assert again.load()["weights"]["w"][0] == 0
-
-
-def test_a_run_whose_checkpoints_are_all_broken_does_not_begin_anew(checkpoints):
-    for value in range(2):
-        (checkpoints.save(updates=value, state=state(value)) / "state.pt").write_bytes(b"")
+    (paths[0] / "state.pt").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"no checkpoint in .*checkpoints is whole .*: bring one back .* or delete"):
-        checkpoints.load()
+        again.load()
 
 
 def test_a_kill_during_a_first_save_leaves_a_run_that_begins(checkpoints):

@@ -12,6 +12,7 @@ from serl_client.errors import ConfigError
 
 from serl_launcher.utils import logging as metrics
 from serl_launcher.utils.logging import MetricsLog, mirrored
+from tests.shared.common import until
 
 TRAINING = """
 import sys, time
@@ -45,13 +46,6 @@ def wandb():
         pytest.skip("wandb is not installed (extra wandb)")
 
 
-def wait(until, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def sent(path):
     state = path.parent / "wandb" / "sent.json"
     return json.loads(state.read_text()) if state.exists() else {"id": None, "bytes": 0, "records": 0}
@@ -67,13 +61,13 @@ def test_a_run_and_its_resumption_are_one_offline_run_without_account_or_network
     log = MetricsLog(path)
     with mirrored(path, "auto"):
         log.write("update", {"updates": 0, "first": 0.25, "phase": "practise"})
-        wait(lambda: sent(path)["records"] == 1)
+        until(lambda: sent(path)["records"] == 1)
         log.write("episode", {"updates": 1, "return": 1.0, "success": None})
     first = sent(path)
     assert (first["records"], first["bytes"]) == (2, path.stat().st_size)
     log.write("update", {"updates": 5, "between": 1.0})  # nobody looks
     with mirrored(path, "auto"):
-        wait(lambda: sent(path)["records"] == 3)
+        until(lambda: sent(path)["records"] == 3)
         log.write("update", {"updates": 9, "last": 1.0})
     assert sent(path) == {"id": first["id"], "records": 4, "bytes": path.stat().st_size}
     runs = [run.name for run in path.parent.glob("wandb/offline-run-*")]
@@ -86,13 +80,13 @@ def test_a_run_and_its_resumption_are_one_offline_run_without_account_or_network
 def test_a_training_that_is_killed_leaves_a_whole_mirror_and_no_process(path, wandb):
     training = subprocess.Popen([sys.executable, "-c", TRAINING, path], stdout=subprocess.PIPE)
     assert training.stdout.readline() == b"written\n"
-    wait(lambda: sent(path)["records"] == 5)
+    until(lambda: sent(path)["records"] == 5)
     children = [int(child) for child in children_of(training.pid)]
     training.kill()
     training.wait()
     training.stdout.close()
     assert children
-    wait(lambda: not any(os.path.exists(f"/proc/{child}") for child in children))
+    until(lambda: not any(os.path.exists(f"/proc/{child}") for child in children))
     assert b"update/loss" in content(path)
 
 
@@ -104,13 +98,13 @@ def children_of(pid):
 def test_a_mirror_that_dies_or_cannot_begin_is_one_sentence_and_training_goes_on(path, wandb, capfd):
     with mirrored(path, "offline"):
         log = MetricsLog(path)
-        wait(lambda: (path.parent / "wandb/sent.json").exists())
+        until(lambda: (path.parent / "wandb/sent.json").exists())
         (child,) = children_of(os.getpid())
         os.kill(int(child), signal.SIGKILL)
         log.write("update", {"updates": 1})
     (path.parent / "wandb/sent.json").write_text("torn")
     with mirrored(path, "offline"):
-        wait(lambda: (path.parent / "wandb/mirror.log").exists())
+        until(lambda: (path.parent / "wandb/mirror.log").exists())
         log.write("update", {"updates": 2})
         time.sleep(0.2)
     said = capfd.readouterr().err.strip().splitlines()
@@ -133,12 +127,9 @@ def test_without_wandb_metrics_are_written_and_one_sentence_says_so(path, monkey
 
 
 @pytest.mark.parametrize("mode", ["dryrun", None, True])
-def test_another_mode_is_refused(path, mode):
+def test_another_mode_is_refused_and_false_starts_nothing(path, mode):
     with pytest.raises(ConfigError, match="say wandb=auto, offline, online or false"):
         mirrored(path, mode).__enter__()
-
-
-def test_false_starts_nothing(path):
     with mirrored(path, False):
         assert not children_of(os.getpid())
     assert not path.parent.exists()
@@ -148,7 +139,7 @@ def test_online_without_an_account_or_a_network_ends_the_mirror_alone(path, wand
     with mirrored(path, "online"):
         log = MetricsLog(path)
         log.write("update", {"updates": 1})
-        wait(lambda: "training goes on" in capfd.readouterr().err)
+        until(lambda: "training goes on" in capfd.readouterr().err)
 
 
 def test_a_metrics_file_that_was_begun_anew_is_sent_from_its_start(path):

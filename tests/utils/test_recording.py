@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from serl_client import Feature, Spec
 from serl_client.errors import ConfigError
 
 from serl_launcher.utils import recording
-from tests.shared.common import free_port
+from tests.shared.common import free_port, until
 
 HIGH, WRIST = "observation.images.cam_high", "observation.images.cam_wrist"
 INFO = {"id": "actor-1-7", "success": True, "discard": False, "phase": "practise", "weights": 5, "intervened": 3}
@@ -90,13 +89,6 @@ def test_every_row_of_an_episode_is_in_the_recording(tmp_path, spec):
     assert said == [["POLICY"], ["HUMAN"], ["POLICY"]]
 
 
-def wait(until, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def threads():
     return len(list(Path("/proc/self/task").iterdir()))
 
@@ -136,7 +128,7 @@ def test_the_live_viewer_serves_on_loopback_alone_what_it_is_shown(tmp_path, spe
             [recording._program(), live.url, "--bind", "127.0.0.1", "--port", str(free_port()), "--save", str(seen)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        wait(lambda: seen.exists() and seen.stat().st_size > 50_000)
+        until(lambda: seen.exists() and seen.stat().st_size > 50_000)
     assert viewer.wait(30) == 0  # it ends with the server
     assert rerun(tmp_path, "rrd", "verify", seen)[0] == 0
     code, said = rerun(tmp_path, "rrd", "print", seen)
@@ -146,26 +138,26 @@ def test_the_live_viewer_serves_on_loopback_alone_what_it_is_shown(tmp_path, spe
     assert "/viewport" in said
 
 
-def test_a_live_viewer_that_died_is_a_word_and_no_error(spec, caplog):
-    pytest.importorskip("rerun", reason="rerun-sdk is not installed (extra data)")
-    with recording.LiveViewer(spec, free_port()) as live:
-        live._server.kill()
-        live._server.wait()
-        assert not live.show(episode(spec), INFO)
-    assert "has ended" in caplog.text
-
-
-@pytest.mark.parametrize("flushes", [True, False])
-def test_a_live_viewer_that_hangs_is_given_up(flushes, spec, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    ("stopped_by", "flushes", "said"),
+    [
+        (signal.SIGKILL, True, "has ended"),
+        (signal.SIGSTOP, True, "takes nothing"),
+        (signal.SIGSTOP, False, "takes noth"),
+    ],
+)
+def test_a_live_viewer_that_died_or_hangs_is_a_word_and_no_error(stopped_by, flushes, said, spec, caplog, monkeypatch):
     rerun = pytest.importorskip("rerun", reason="rerun-sdk is not installed (extra data)")
     monkeypatch.setattr(recording, "FLUSH_S", 0.5)
     if not flushes:  # what is on its way to a server that hangs counts as flushed at times
         monkeypatch.setattr(rerun.RecordingStream, "flush", lambda *_, **__: None)
     with recording.LiveViewer(spec, free_port()) as live:
-        live._server.send_signal(signal.SIGSTOP)
+        live._server.send_signal(getattr(signal, stopped_by))
+        if stopped_by == "SIGKILL":
+            live._server.wait()
         assert not live.show(episode(spec), INFO)
         assert live._server.poll() is not None
-    assert "takes nothing" in caplog.text
+    assert said in caplog.text
 
 
 def decoded(path):
@@ -268,24 +260,16 @@ def test_without_rerun_and_av_a_run_goes_on_with_one_sentence_for_each(tmp_path,
     monkeypatch.setitem(sys.modules, "av", None)
     sink = recording.Recordings(tmp_path, spec)
     sink(told(3), lambda: episode(spec), spec)
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        "rerun is not installed",
-        "av is not installed",
-    ]
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match="rerun is not installed"):
-        recording.Recordings(tmp_path, spec, live=free_port())
+    said = [record.getMessage().split(":")[0] for record in caplog.records]
+    assert said == ["rerun is not installed", "av is not installed"]
+    for ask, text in (
+        (lambda: recording.record_episode(tmp_path / "7.rrd", episode(spec), INFO, spec), "rerun is not installed"),
+        (lambda: recording.LiveViewer(spec, free_port()), "rerun is not installed"),
+        (lambda: recording.Recordings(tmp_path, spec, live=free_port()), "rerun is not installed"),
+        (lambda: recording.record_video(tmp_path / "7.mp4", episode(spec), INFO, spec), "av is not installed"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{text}: install it with .*--extra data`$"):
+            ask()
     with pytest.raises(ConfigError, match="record=some: say eval, all, none"):
         recording.Recordings(tmp_path, spec, episodes="some")
-
-
-def test_what_is_missing_is_said_in_one_sentence(tmp_path, spec, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rerun", None)
-    monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ConfigError, match=r"^rerun is not installed: install it with .*--extra data`$"):
-        recording.record_episode(tmp_path / "7.rrd", episode(spec), INFO, spec)
-    with pytest.raises(ConfigError, match="rerun is not installed"):
-        recording.LiveViewer(spec, free_port())
-    with pytest.raises(ConfigError, match=r"^av is not installed: install it with .*--extra data`$"):
-        recording.record_video(tmp_path / "7.mp4", episode(spec), INFO, spec)
     assert not list(tmp_path.iterdir())
