@@ -5,7 +5,6 @@ tests/replay/test_replay.py: a chunk that runs on into the next episode (B1), pa
 dropped so that next is not the next (B4), the newest step never drawn (B5). That a time limit is no end of the value:
 here, and in tests/algorithms/test_algorithms.py."""
 
-import copy
 from dataclasses import replace
 from functools import partial
 
@@ -97,11 +96,6 @@ def test_critics_see_the_actions_that_the_policy_sees():
     modules = (algorithm.policy, algorithm.reference, algorithm.critic, algorithm.target_critic)
     for scale in (module.scale for module in modules):
         torch.testing.assert_close(scale.to_unit(torch.as_tensor(high, dtype=torch.float32)), torch.ones(2))
-    resumed = build(seed=1, policy=partial(policy_of, scale="range"))
-    resumed.load_state_dict(copy.deepcopy(algorithm.state_dict()))
-    action = torch.rand(4, JUDGED, 2) - 0.5
-    for one, other in zip((algorithm.critic, algorithm.policy), (resumed.critic, resumed.policy), strict=True):
-        assert torch.equal(one.scale.to_unit(action), other.scale.to_unit(action))
 
 
 @pytest.mark.parametrize("encoder", [SEES, None])
@@ -116,18 +110,6 @@ def test_target_and_critic_that_have_met_say_the_same_of_the_same(encoder):
     for module in (algorithm.train(), algorithm.eval()):
         assert torch.equal(module.critic(now(rows.observation), rows.action), said)
     assert not any(isinstance(module, nn.modules.batchnorm._NormBase) for module in algorithm.modules())
-
-
-def test_the_members_of_the_ensemble_share_their_features_and_nothing_else():
-    """Hi-ORS: one final layer for all num_critics, so that they could hardly disagree."""
-    algorithm, rows = build(), chunks()
-    prediction = algorithm.critic(now(rows.observation), rows.action)
-    layers = [weight for name, weight in algorithm.critic.named_parameters() if name.startswith("network")]
-    gradients = torch.autograd.grad(prediction[1].sum(), layers)
-    assert len(layers) == 6
-    for gradient in gradients:
-        assert gradient[1].abs().sum() > 0
-        assert gradient[[0, 2]].abs().sum() == 0
 
 
 def test_only_the_actions_that_are_run_are_judged():

@@ -65,6 +65,10 @@ def test_the_ensemble_is_a_loop_of_single_networks(layer_norm):
     target = torch.randn(5)
     loss = sum((member - target) ** 2 for member in expected)
     torch.testing.assert_close(critic.loss(prediction, target), loss)
+    layers = [weight for name, weight in critic.named_parameters() if name.startswith("network")]
+    for gradient in torch.autograd.grad(prediction[1].sum(), layers):  # Hi-ORS: one final layer for all members
+        assert gradient[1].any()
+        assert not gradient[[0, 2]].any()
 
 
 def test_each_member_begins_as_a_linear_layer_would():

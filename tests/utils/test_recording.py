@@ -21,32 +21,27 @@ INFO = {"id": "actor-1-7", "success": True, "discard": False, "phase": "practise
 
 @pytest.fixture
 def spec():
+    images = {HIGH: Feature((32, 48, 3), "uint8"), WRIST: Feature((24, 24, 1), "uint8")}
     return Spec(
-        {
-            "observation.state": Feature((3,), names=("x", "y", "z")),
-            HIGH: Feature((32, 48, 3), "uint8"),
-            WRIST: Feature((24, 24, 1), "uint8"),
-        },
+        {"observation.state": Feature((3,), names=("x", "y", "z")), **images},
         Feature((2,), low=-1, high=1, names=("left", "right")),
-        fps=10.0,
-        extras={"camera_age": Feature(()), "grid": Feature((2, 2))},
-    )
+        fps=10.0, extras={"camera_age": Feature(()), "grid": Feature((2, 2))},
+    )  # fmt: skip
 
 
 def episode(spec, steps=12, final=True, seed=0):
     """Steps 4..6 are the human's."""
     generator = np.random.default_rng(seed)
-    rows = {name: generator.integers(0, 255, (steps + final, *feature.shape)).astype(feature.dtype)
-            for name, feature in spec.observation.items()}  # fmt: skip
-    rows |= {name: np.zeros((steps, *feature.shape), feature.dtype) for name, feature in spec.extras.items()}
-    intervened = np.isin(np.arange(steps), (4, 5, 6))
-    return rows | {
+    return {
+        **{name: generator.integers(0, 255, (steps + final, *feature.shape)).astype(feature.dtype)
+           for name, feature in spec.observation.items()},
+        **{name: np.zeros((steps, *feature.shape), feature.dtype) for name, feature in spec.extras.items()},
         "action": generator.uniform(-1, 1, (steps, 2)).astype(np.float32),
         "reward": np.zeros(steps, np.float32),
-        "intervened": intervened,
+        "intervened": np.isin(np.arange(steps), (4, 5, 6)),
         "chunk_start": np.arange(steps) % 4 == 0,
         "time": 1e5 + 0.1 * np.arange(steps),
-    }
+    }  # fmt: skip
 
 
 def rerun(tmp_path, *arguments):
@@ -58,13 +53,13 @@ def rerun(tmp_path, *arguments):
 
 
 @pytest.mark.parametrize("final", [True, False])
-def test_rerun_accepts_a_recording_and_finds_every_column_in_it(tmp_path, spec, final):
-    pytest.importorskip("rerun", reason="rerun-sdk is not installed (extra data)")
-    path = tmp_path / "recordings/7.rrd"
-    recording.record_episode(path, episode(spec, final=final), INFO, spec)
+def test_rerun_accepts_a_recording_and_finds_every_column_and_row_in_it(tmp_path, spec, final):
+    rr = pytest.importorskip("rerun", reason="rerun-sdk is not installed (extra data)")
+    path, rows = tmp_path / "recordings/7.rrd", episode(spec, steps=150, final=final)
+    recording.record_episode(path, rows, INFO, spec)
+    assert [file.name for file in path.parent.iterdir()] == ["7.rrd"]
     code, said = rerun(tmp_path, "rrd", "verify", path)
     assert (code, "verified without error" in said) == (0, True), said
-    assert [file.name for file in path.parent.iterdir()] == ["7.rrd"]
     code, said = rerun(tmp_path, "rrd", "print", "-vv", path)
     assert code == 0
     for name in (
@@ -73,20 +68,12 @@ def test_rerun_accepts_a_recording_and_finds_every_column_in_it(tmp_path, spec, 
     ):  # fmt: skip
         assert name in said, name
     assert "/grid" not in said
-
-
-def test_every_row_of_an_episode_is_in_the_recording(tmp_path, spec):
-    rr = pytest.importorskip("rerun", reason="rerun-sdk is not installed (extra data)")
-    rows = episode(spec, steps=150)
-    recording.record_episode(tmp_path / "long.rrd", rows, INFO, spec)
-    view = rr.dataframe.load_recording(tmp_path / "long.rrd").view(index="frame_index", contents="/**")
-    table = view.select().read_all()
-    assert table["frame_index"].to_pylist() == list(range(151))
+    table = rr.dataframe.load_recording(path).view(index="frame_index", contents="/**").select().read_all()
+    assert table["frame_index"].to_pylist() == list(range(150 + final))
     actions = [action for action in table["/action:Scalars:scalars"].to_pylist() if action is not None]
     np.testing.assert_allclose(actions, rows["action"], rtol=1e-6)
-    assert sum(image is not None for image in table[f"/{HIGH}:EncodedImage:blob"].to_pylist()) == 151
-    said = [text for text in table["/mode:TextLog:text"].to_pylist() if text]
-    assert said == [["POLICY"], ["HUMAN"], ["POLICY"]]
+    assert sum(image is not None for image in table[f"/{HIGH}:EncodedImage:blob"].to_pylist()) == 150 + final
+    assert [text for text in table["/mode:TextLog:text"].to_pylist() if text] == [["POLICY"], ["HUMAN"], ["POLICY"]]
 
 
 def threads():
@@ -107,9 +94,8 @@ def test_a_thousand_recordings_need_no_thousand_threads(tmp_path, spec):
 
 def listening(port):
     """The addresses at which somebody listens on this port, in the kernel's hexadecimal words."""
-    lines = [
-        line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
-    ]
+    tables = (Path(f"/proc/net/{kind}").read_text().splitlines()[1:] for kind in ("tcp", "tcp6"))
+    lines = [line.split() for table in tables for line in table]
     return {line[1].split(":")[0] for line in lines if line[3] == "0A" and int(line[1].split(":")[1], 16) == port}
 
 

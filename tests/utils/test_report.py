@@ -1,6 +1,7 @@
 """The report says how sure it is, counts an assisted success as a failure, and copes with a run that did little."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,10 +22,8 @@ def evaluation(successes, episodes):
 
 
 def episodes(count, success=True):
-    return [
-        {"env_steps": 10 * i, "success": success, "return": float(i), "intervened": i % 2 == 0, "phase": "practise"}
-        for i in range(1, count + 1)
-    ]
+    one = {"success": success, "phase": "practise"}
+    return [one | {"env_steps": 10 * i, "return": float(i), "intervened": i % 2 == 0} for i in range(1, count + 1)]
 
 
 def text(summary):
@@ -51,12 +50,8 @@ def test_a_run_leaves_a_summary_a_picture_and_a_table(tmp_path, capsys):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["success_before"] == pytest.approx(1 / 30)
     after = summary["eval"]
-    assert (after["success"], after["episodes"], after["distinct_starts"], after["weights_sha256"]) == (
-        0.98,
-        50,
-        50,
-        "abc",
-    )
+    told = {"success": 0.98, "episodes": 50, "distinct_starts": 50, "weights_sha256": "abc"}
+    assert {name: after[name] for name in told} == told
     assert after["wilson95"] == pytest.approx([0.895, 0.996], abs=1e-3)
     assert after["return_mean"] == pytest.approx(0.98)
     assert summary["before"]["distinct_starts"] == 30
@@ -68,26 +63,16 @@ def test_a_run_leaves_a_summary_a_picture_and_a_table(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["learning_curve.png", "summary.json"]
 
 
-def test_a_task_without_success_is_told_by_its_returns(tmp_path):
-    summary = report.write(
-        tmp_path / "summary.json", **NOTHING, evaluations=[evaluation(None, 4)], curve=episodes(3, success=None)
-    )
+def test_a_task_without_success_is_told_by_its_returns_and_a_run_that_did_nothing_has_a_summary_too(tmp_path):
+    write = partial(report.write, tmp_path / "summary.json", **NOTHING)
+    assert write(evaluations=[], curve=[])["eval"] is None
+    assert not (tmp_path / "learning_curve.png").exists()
+    assert write(evaluations=[evaluation(None, 0)], curve=[])["eval"]["return_mean"] is None
+    summary = write(evaluations=[evaluation(None, 4)], curve=episodes(3, success=None))
     assert summary["success_before"] is None
     assert (summary["eval"]["success"], summary["eval"]["return_mean"]) == (None, 0.0)
     assert "after training" in text(summary)
     assert "before training" not in text(summary)
-
-
-def test_a_run_that_did_nothing_has_a_summary_too(tmp_path):
-    summary = report.write(tmp_path / "summary.json", **NOTHING, evaluations=[], curve=[])
-    assert summary["eval"] is None
-    assert not (tmp_path / "learning_curve.png").exists()
-    assert (
-        report.write(tmp_path / "summary.json", **NOTHING, evaluations=[evaluation(None, 0)], curve=[])["eval"][
-            "return_mean"
-        ]
-        is None
-    )
 
 
 def test_what_was_measured_is_not_lost_to_a_plan_that_measures_nothing_and_the_counts_are_the_newest(tmp_path, capsys):
