@@ -310,13 +310,8 @@ def test_what_is_not_frozen_trains_and_all_that_trains_has_a_use(options, traine
     assert all(gradient.any() for gradient in found.values())
 
 
-def test_low_rank_updates_of_both_stacks_are_trained_and_start_at_nothing():
-    made = []
-    for options in ({"lora": 2}, {}):
-        torch.manual_seed(0)
-        made.append(instantiate(pi0.policy_config("pi0_tiny"))(pi0.spec_of(LEFT), **options))
-    adapted, plain = made
-    assert torch.equal(action_of(adapted), action_of(plain))
+def test_low_rank_updates_of_both_stacks_are_trained():
+    adapted = instantiate(pi0.policy_config("pi0_tiny"))(pi0.spec_of(LEFT), lora=2)
     trained = {name: weight for name, weight in adapted.named_parameters() if weight.requires_grad}
     stacks = [name for name in trained if not name.startswith(PROJECTIONS)]
     assert all("lora_" in name and name.startswith(("language.", "expert.")) for name in stacks)

@@ -28,7 +28,7 @@ from tests.shared.models import CONFIG, STATE, robot
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 GB = 1e9
-WIDE = ["algo=sft", "policy=flow", "policy.hidden=[3000,3000]", "batch_size=4096"]
+WIDE = ["algo=sft", "policy=flow", "policy.hidden=[3000,3000]", "batch_size=2048"]
 FULL = ["algo=sft", "policy=pi0", "batch_size=8"]
 SPEC = robot(7, 7, shape=(224, 224, 3), cameras=[f"observation.images.{name}" for name in ("high", "left", "right")])
 SMALL = robot(3, 3, shape=(32, 32, 3), cameras=["observation.images.high"])
@@ -131,23 +131,22 @@ def test_parts_of_a_batch_take_the_memory_of_one():
 
 
 KINDS = (["algo=sac"], FLOW, ["algo=rejection", "policy=gaussian"], ["algo=sac_pi0", "policy=flow", "policy.steps=3"])
-COUNTED = [
-    *(pytest.param(words, NAMED if "imitation_target" in words[-1] else SMALL, small, id=" ".join((*words, way)),
-                   marks=() if small else pytest.mark.slow)
-      for words in OPTIONS for way, small in (("small", memory.SMALL), ("large", 0))),
-    *(pytest.param(words, spec, small, id=" ".join((*words, way, actions)))
-      for words in KINDS for way, small in (("small", memory.SMALL), ("large", 0))
-      for actions, spec in (("one action", ONE_ACTION), ("one number of each", ONE_NUMBER))),
+WAYS = {"small": memory.SMALL, "large": 0}
+COUNTED = [  # words, robots, way
+    *(pytest.param(words, [NAMED if "imitation_target" in words[-1] else SMALL], way, id=f"{way} {' '.join(words)}",
+                   marks=[pytest.mark.slow] * (way == "large")) for words in OPTIONS for way in WAYS),
+    *(pytest.param(words, [ONE_ACTION, ONE_NUMBER], way, id=f"{way} one action {' '.join(words)}")
+      for words in KINDS for way in WAYS),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "spec", "small"), COUNTED)
-def test_every_documented_option_of_a_policy_and_a_robot_with_one_action_are_counted(
-    words, spec, small, monkeypatch, caplog
-):
-    monkeypatch.setattr(memory, "SMALL", small)
-    need = check_memory(composed(CONFIG, [*words, "ranks=1"]), spec, "cpu", 1, 0)
-    assert min(need.weights, need.copies, need.gradients, need.optimizer, need.activations) > 0
+@pytest.mark.parametrize(("words", "specs", "way"), COUNTED)
+def test_every_documented_option_and_a_robot_with_one_action_are_counted(words, specs, way, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "SMALL", WAYS[way])
+    config = composed(CONFIG, [*words, "ranks=1"])
+    for spec in specs:
+        need = check_memory(config, spec, "cpu", 1, 0)
+        assert min(need.weights, need.copies, need.gradients, need.optimizer, need.activations) > 0
     assert not caplog.records
 
 

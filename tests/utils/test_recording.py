@@ -89,7 +89,7 @@ def test_a_thousand_recordings_need_no_thousand_threads(tmp_path, spec):
             recording.record_episode(tmp_path / "same.rrd", rows, {**INFO, "id": f"file-{number}"}, spec)
             assert live.show(rows, {**INFO, "id": f"live-{number}"})
             counted.append(threads())
-        assert max(counted[10:]) <= max(counted[:10])
+        assert max(counted[10:]) <= max(counted[:10]) + 3  # a thread for each file would be ten more
 
 
 def listening(port):
@@ -126,11 +126,7 @@ def test_the_live_viewer_serves_on_loopback_alone_what_it_is_shown(tmp_path, spe
 
 @pytest.mark.parametrize(
     ("stopped_by", "flushes", "said"),
-    [
-        (signal.SIGKILL, True, "has ended"),
-        (signal.SIGSTOP, True, "takes nothing"),
-        (signal.SIGSTOP, False, "takes noth"),
-    ],
+    [("SIGKILL", True, "has ended"), ("SIGSTOP", True, "takes nothing"), ("SIGSTOP", False, "takes nothing")],
 )
 def test_a_live_viewer_that_died_or_hangs_is_a_word_and_no_error(stopped_by, flushes, said, spec, caplog, monkeypatch):
     rerun = pytest.importorskip("rerun", reason="rerun-sdk is not installed (extra data)")
