@@ -18,7 +18,17 @@ page         the page of a full run, docs/benchmarks.md, from what the others pr
 
 import argparse
 import importlib
+import json
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from omegaconf.errors import OmegaConfBaseException
+from serl_client.errors import RetakeError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before packages that bring a `tests` of their own
+from tests.benches import paired
 
 BENCHES = (  # each is a file of its name in benches/
     "control", "wire", "ingest", "replay", "durable", "swarm", "drain", "restart", "hostile", "weights", "pi0-infer",
@@ -26,11 +36,26 @@ BENCHES = (  # each is a file of its name in benches/
 )  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(words: Sequence[str] | None = None) -> None:
+    """`words`: the command line (sys.argv's)."""
+    words = sys.argv[1:] if words is None else words
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("what", choices=BENCHES)
-    what = parser.parse_args(sys.argv[1:2]).what
-    importlib.import_module(f"tests.benches.{what.replace('-', '_')}").main(sys.argv[2:], f"{parser.prog} {what}")
+    what = parser.parse_args(words[:1]).what
+    bench = importlib.import_module(f"tests.benches.{what.replace('-', '_')}")
+    parser = argparse.ArgumentParser(f"{parser.prog} {what}", description=bench.__doc__, formatter_class=raw)
+    for name, more in bench.OPTIONS.items():
+        parser.add_argument(name, **more)
+    options = parser.parse_args(words[1:])
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=vars(options).get("folder")) as folder:
+            found = bench.measure(Path(folder), options)
+            found = paired.result(what, found) if isinstance(found, Iterator) else found
+    except (RetakeError, OmegaConfBaseException) as error:
+        sys.exit(f"error: {error}")
+    said = paired.lines if "figures" in found else bench.lines
+    print(json.dumps(found) if vars(options).get("json") else "\n".join(said(found)))
 
 
 if __name__ == "__main__":

@@ -2,49 +2,58 @@
 
 It is measured while the learner is alive, slow, stopped or dead, and while the outbox is full. Beside each loop runs
 the same loop without the calls, in a process of its own; the column `ratio` is that of the two (contract: at most 1.5).
-With --faults it is the whole actor that runs (runner, fake robot, client), beside the same one without a client, while
-its learner is killed, stopped, cut off and out of disk in turn.
+
+With --faults it is the whole actor that runs: the runner drives the fake robot and its three cameras on the real clock
+and asks another process for every action, while its learner is killed, stopped, cut off and out of disk in turn; beside
+it the same runner drives the same robot, and its client is one that does nothing. A tick is late when it lasted more
+than 1.1 of its time; the ratio is that of the shares of late ticks, because an actor that hears of no action for some
+seconds ends its episode and waits. Of a call, `own` is its wall time without that in which its thread could run and no
+processor was free (Linux counts it, schedstat): that belongs to the machine, and both loops have it. A late tick stands
+in our calls if their own time is half of what was too much. Out of disk: whatever the server writes to a file fails
+(RLIMIT_FSIZE).
 """
 
 import argparse
-import json
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serl_client import Feature, Segment, Spec, Stamp
-from serl_client.client import TrainerClient
+from serl_client import messages as m
 
-from .control_faults import faults, lines
-from .learner_states import Learner
-from .served import PROCESSES
+from tests.faults.proxy import Proxy
+from tests.shared.common import free_port
 
-CAMERAS = [f"observation.images.cam_{i}" for i in range(3)]
-SPEC = Spec(
-    {**{name: Feature((224, 224, 3), "uint8") for name in CAMERAS}, "observation.state": Feature((14,))},
-    Feature((14,), low=-np.ones(14), high=np.ones(14)),
-    fps=30.0,
-)
-ROWS = 8  # per segment
+from .loops import BODY, Call, Learner, Loop, Tick, Timed, actor, plain, ticks
+from .paired import option
+from .served import SPEC, Child
+
 STATES = ("alive", "slow", "stopped", "dead", "full")
+FAULTS = ("killed", "stopped", "cut off", "no disk")
+START = 5.0  # seconds before the first fault
+CYCLE = 15.0  # seconds from one fault to the next
+SHARE = 2 / 3  # of which it lasts
+LATE, VERY_LATE = 1.1, 1.5  # of a tick's time; very late as the actor's console counts
+GOAL = 1.5  # late ticks with the client, of those without
+OPTIONS = {
+    "--seconds": option(20.0, "per state, with --faults for all of it (20)"),
+    "--hz": option(30.0, "of the loop (30)"),
+    "--faults": option(False, "the whole actor, while its learner fails in turn"),
+    "--json": option(False, "print one list of objects, or with --faults one object"),
+}
 
 
-def main(words: Sequence[str], prog: str) -> None:
-    parser = argparse.ArgumentParser(prog, description=__doc__)
-    parser.add_argument("--seconds", type=float, default=20.0, help="per state, with --faults for all of it (20)")
-    parser.add_argument("--hz", type=float, default=30.0, help="of the loop (30)")
-    parser.add_argument("--faults", action="store_true", help="the whole actor, while its learner fails in turn")
-    parser.add_argument("--json", action="store_true", help="print one list of objects, or with --faults one object")
-    options = parser.parse_args(words)
+def measure(folder: Path, options: argparse.Namespace) -> Any:
     if options.faults:
-        result = faults(options.seconds, options.hz)
-        print(json.dumps(result) if options.json else "\n".join(lines(result)))
-        return
-    results = [control(state, options.seconds, options.hz) for state in STATES]
-    print(json.dumps(results) if options.json else "\n".join([HEADER, *(ROW.format(**r) for r in results)]))
+        return faults(folder, options.seconds, options.hz)
+    return [control(folder / state, state, options.seconds, options.hz) for state in STATES]
+
+
+def lines(result: Any) -> Iterator[str]:
+    """What a person reads."""
+    return fault_lines(result) if isinstance(result, dict) else iter([HEADER, *(ROW.format(**each) for each in result)])
 
 
 HEADER = (
@@ -57,25 +66,25 @@ ROW = (
 )
 
 
-def control(state: str, seconds: float, hz: float) -> dict[str, Any]:
+# -- the loop alone
+def control(folder: Path, state: str, seconds: float, hz: float) -> dict[str, Any]:
     """One line: the loop with the calls while the learner is in `state`, and the same loop without them."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, Learner(Path(folder)) as learner:
-        capacity = (1 if state == "full" else 2000) << 20
-        with TrainerClient(
-            learner.address, actor="bench", spec=SPEC, outbox=Path(folder) / "outbox", capacity=capacity
-        ) as client:
-            learner.direct(client)
-            learner.enter(state)
-            loop = Calls(client)
-            queue: Any = PROCESSES.Queue()
-            beside = PROCESSES.Process(target=plain, args=(queue, seconds, hz))
-            beside.start()
-            queue.get()  # it has started
-            late = ticks(loop.tick, seconds, hz)
-            plain_late = queue.get()
-            beside.join()
+    capacity = (1 if state == "full" else 2000) << 20
+    with Learner(folder) as learner, Child(plain, seconds, hz) as beside, ExitStack() as exits:
+        client = Timed(learner.address, actor="bench", spec=SPEC, outbox=folder / "outbox", capacity=capacity)
+        exits.enter_context(client)
+        learner.direct(client)
+        learner.enter(state)
+        beside.tell("begin")
+        beside.heard()
+        late = ticks(Loop(client).tick, seconds, hz)
+        plain_late = beside.heard(seconds + 60.0)
+    times = {name: np.array([(cpu, wall) for _, wall, cpu, _ in kept] or [(0, 0)]).T / 1e3
+             for name, kept in client.calls.items()}  # fmt: skip
     return {
-        "state": state, **loop.figures(), "late_ms": milliseconds(late), "plain_late_ms": milliseconds(plain_late),
+        "state": state, **{f"{name}_cpu": float(np.median(cpu)) for name, (cpu, _) in times.items()},
+        **{f"{name}_wall": float(np.quantile(wall, 0.999)) for name, (_, wall) in times.items()},
+        "late_ms": milliseconds(late), "plain_late_ms": milliseconds(plain_late),
         "ratio": milliseconds(late) / milliseconds(plain_late), "ticks": len(late),
         "late_ticks": sum(x > 0.1 / hz for x in late), "plain_late_ticks": sum(x > 0.1 / hz for x in plain_late),
     }  # fmt: skip
@@ -85,81 +94,111 @@ def milliseconds(late: list[float]) -> float:
     return float(np.quantile(late, 0.999)) * 1e3
 
 
-def ticks(tick: Callable[[int], None], seconds: float, hz: float) -> list[float]:
-    """Run `tick` at a rate by deadline; how late each one ended, counted from when it should have begun."""
-    late, begin = [], time.monotonic()
-    for i in range(int(seconds * hz)):
-        due = begin + i / hz
-        time.sleep(max(0.0, due - time.monotonic()))
-        tick(i)
-        late.append(time.monotonic() - due)
-    return late
+def faults(folder: Path, seconds: float, hz: float) -> dict[str, Any]:
+    """The figures of a run of `seconds`."""
+    inference = free_port()
+    with (
+        Proxy("127.0.0.1", inference) as answers,
+        Learner(folder, f"tcp://127.0.0.1:{inference}", f"tcp://127.0.0.1:{answers.port}", size=2) as learner,
+        Proxy("127.0.0.1", int(learner.address.rpartition(":")[2])) as records,
+        Child(actor, f"tcp://127.0.0.1:{records.port}", folder, hz) as ours,
+        Child(actor, "", folder, hz) as beside,
+    ):
+        ours.heard()
+        learner.ask(m.Direct(BODY, None))
+        until = time.monotonic() + seconds
+        beside.tell(until)
+        time.sleep(min(START, seconds / 4))
+        times = [*troubles(learner, (records, answers), until)]
+        learner.ask(m.Direct({"phase": "bench", "mode": "stop", "boundary": "now"}, None))
+        ticked, calls, left = ours.heard()
+        ticked_plain, _, _ = beside.heard()
+    return {"hz": hz, "seconds": seconds, "undelivered": left, **compared(ticked, ticked_plain, times, hz), "calls": {
+        name: call_figures(kept, times[0][1], until) for name, kept in calls.items()
+    }, "in_a_call": in_a_call(ticked, calls, times[0][1], until, hz)}  # fmt: skip
 
 
-def frames(generator: np.random.Generator) -> dict[str, Any]:
-    """What the cameras would give: fresh arrays in every row."""
-    pixels = {name: generator.integers(0, 256, (224, 224, 3), np.uint8) for name in CAMERAS}
-    return {**pixels, "observation.state": generator.standard_normal(14).astype(np.float32)}
+def troubles(learner: Learner, proxies: Sequence[Proxy], until: float) -> Iterator[tuple[str, float, float]]:
+    """(what, from, to) of each fault and of the time after it, as they happen, each fault at least once."""
+    begin = time.monotonic()
+    cycle = min(CYCLE, (until - begin) / len(FAULTS))
+    for number in range(max(len(FAULTS), int((until - begin) / cycle))):
+        fault = FAULTS[number % len(FAULTS)]
+        now = time.monotonic()
+        learner.enter(fault, proxies)
+        time.sleep(SHARE * cycle)
+        yield fault, now, time.monotonic()
+        now = time.monotonic()
+        learner.leave(fault, proxies)
+        time.sleep(max(0.0, begin + (number + 1) * cycle - time.monotonic()))
+        yield "well", now, time.monotonic()
 
 
-def plain(queue: Any, seconds: float, hz: float) -> None:
-    """The loop without the calls."""
-    generator, rows = np.random.default_rng(1), []
-    queue.put("started")
-
-    def tick(_: int) -> None:
-        rows.append(frames(generator))
-        if len(rows) == ROWS:
-            stacked(rows)
-            rows.clear()
-
-    queue.put(ticks(tick, seconds, hz))
-
-
-def stacked(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+def compared(ticks: list[Tick], plain: list[Tick], times: list[tuple[str, float, float]], hz: float) -> dict[str, Any]:
+    """Both loops beside each other, as a whole and by what was wrong at that time."""
+    begin, end = times[0][1], times[-1][2]
+    spans = {"all": [(begin, end)]} | {
+        state: [(since, until) for name, since, until in times if name == state] for state in ("well", *FAULTS)
+    }
+    states = {
+        state: {"with": tick_figures(ticks, within, hz), "without": tick_figures(plain, within, hz)}
+        for state, within in spans.items()
+    }
+    ours, plain_loop = states["all"]["with"], states["all"]["without"]
+    ratio = ours["late"] / ours["ticks"] * plain_loop["ticks"] / max(1, plain_loop["late"])
+    return {"states": states, "ratio": ratio, "goal": GOAL, "holds": ratio <= GOAL}
 
 
-class Calls:
-    """The calls that a runner makes, with their times in ns."""
+def tick_figures(ticks: list[Tick], spans: list[tuple[float, float]], hz: float) -> dict[str, Any]:
+    lasted = [period for end, period in ticks if any(since <= end < until for since, until in spans)]
+    return {
+        "ticks": len(lasted), "late": sum(period > LATE / hz for period in lasted),
+        "very_late": sum(period > VERY_LATE / hz for period in lasted),
+        "p999_ms": float(np.quantile(lasted or [0.0], 0.999)) * 1e3, "max_ms": max(lasted, default=0.0) * 1e3,
+    }  # fmt: skip
 
-    def __init__(self, client: TrainerClient) -> None:
-        self._client, self._generator = client, np.random.default_rng(0)
-        self._rows: list[dict[str, Any]] = []
-        self._episode = 0
-        self._times: dict[str, list[tuple[int, int]]] = {"push": [], "ask": [], "answer": []}
 
-    def tick(self, i: int) -> None:
-        row = frames(self._generator)
-        action = np.zeros(14, np.float32)
-        self._timed("answer", self._client.answer)
-        self._timed("ask", lambda: self._client.ask(
-            row, step=i, seed=i, previous_action=action, reset=False, explore=True, task="bench"
-        ))  # fmt: skip
-        self._rows.append(row)
-        if len(self._rows) == ROWS:
-            if self._client.has_room:
-                segment = self._segment()
-                self._timed("push", lambda: self._client.push(segment))
-            self._rows = []
+def call_figures(kept: list[Call], since: float, until: float) -> dict[str, float]:
+    """Microseconds per call."""
+    found = [times for began, *times in kept if since <= began < until]
+    columns = dict(zip(("wall", "cpu", "own"), np.array(found or [(0, 0, 0)]).T / 1e3, strict=True))
+    figures = {"count": float(len(found))}
+    for name, column in columns.items():
+        figures |= {f"{name}_p50": float(np.median(column)), f"{name}_p999": float(np.quantile(column, 0.999))}
+        figures[f"{name}_max"] = float(column.max())
+    return figures
 
-    def _segment(self) -> Segment:
-        self._episode += 1
-        flags, zeros = np.zeros(ROWS - 1, bool), np.zeros(ROWS - 1, np.float32)
-        return Segment(
-            f"bench-{self._episode}", 0, "bench", Stamp(self._client.directive["number"], "bench", 1),
-            stacked(self._rows), np.zeros((ROWS - 1, 14), np.float32), zeros, flags, flags, zeros.astype(np.float64),
-            truncated=True,
-        )  # fmt: skip
 
-    def _timed(self, name: str, call: Callable[[], Any]) -> None:
-        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
-        call()
-        self._times[name].append((time.thread_time_ns() - cpu, time.perf_counter_ns() - wall))
+def in_a_call(
+    ticks: list[Tick], calls: Mapping[str, list[Call]], since: float, until: float, hz: float
+) -> list[dict[str, float]]:
+    """The late ticks that stand in our calls, with the own milliseconds of each call in them."""
+    late = [(end, lasted) for end, lasted in ticks if since <= end < until and lasted > LATE / hz]
+    found = []
+    for end, lasted in late:
+        spent = {
+            name: sum(own for began, _, _, own in kept if end - lasted <= began < end) / 1e6
+            for name, kept in calls.items()
+        }
+        if sum(spent.values()) > (lasted - 1 / hz) * 1e3 / 2:
+            found.append({"lasted": lasted * 1e3, **spent})
+    return found
 
-    def figures(self) -> dict[str, float]:
-        figures = {}
-        for name, times in self._times.items():
-            cpu, wall = np.array(times or [(0, 0)]).T / 1e3
-            figures |= {f"{name}_cpu": float(np.median(cpu)), f"{name}_wall": float(np.quantile(wall, 0.999))}
-        return figures
+
+def fault_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{'learner':9} {'ticks':>13}     {'late':>11}     {'>1.5':>9}     {'p99.9 ms':>13}     {'max ms':>13}"
+    yield " " * 9 + " with   without" * 5
+    for state, both in result["states"].items():
+        cells = ("ticks", "late", "very_late", "p999_ms", "max_ms")
+        yield f"{state:9}" + "".join(f"{both['with'][c]:6.0f}  {both['without'][c]:6.0f} " for c in cells)
+    verdict = "holds" if result["holds"] else "does not hold"
+    yield f"share of late ticks with / without the client: {result['ratio']:.2f} (goal <= {result['goal']}: {verdict})"
+    yield f"late ticks that stand in push, ask or answer: {len(result['in_a_call'])}"
+    yield "us per call       count    CPU: p50  p99.9    max    own: p50  p99.9    max   wall: p50  p99.9    max"
+    for name, call in result["calls"].items():
+        cells = "".join(
+            f"   {call[f'{time}_p50']:9.0f} {call[f'{time}_p999']:6.0f} {call[f'{time}_max']:6.0f}"
+            for time in ("cpu", "own", "wall")
+        )
+        yield f"{name:12} {call['count']:10.0f}{cells}"
+    yield f"records that were not delivered at the end: {result['undelivered']}"

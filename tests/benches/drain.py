@@ -5,33 +5,25 @@ said is how much faster than real time they arrive (contract: at least 5 times),
 """
 
 import argparse
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from serl_client.client import TrainerClient
 
-from .paired import Figure, machine, quantiles, said
-from .served import PROCESSES, Rows, Served, spec_of
+from .paired import COMMON, Figure, option, quantiles
+from .served import Child, Rows, Served, spec_of
 from .swarm import HZ, ROW, run_clients
 
 LENGTH = 15  # rows of a record: half a second
+OPTIONS = {"--minutes": option(10.0, "that the actor was cut off (10)"), **COMMON}
 
 
-def main(words: Sequence[str], prog: str) -> None:
-    parser = argparse.ArgumentParser(prog, description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="that the actor was cut off (10)")
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured (the system's for temporary files)")
-    parser.add_argument("--json", action="store_true", help="print one object")
-    options = parser.parse_args(words)
-    before = machine()
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
-        figures = drain(Path(folder), options.minutes * 60)
-    said("drain", before, figures, as_json=options.json)
+def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
+    return drain(folder, options.minutes * 60)
 
 
-def drain(folder: Path, seconds: float) -> list[Figure]:
+def drain(folder: Path, seconds: float) -> Iterator[Figure]:
     rows = Rows(spec_of(ROW, fps=HZ), length=LENGTH)
     records = int(seconds * HZ) // LENGTH
     with (
@@ -46,25 +38,19 @@ def drain(folder: Path, seconds: float) -> list[Figure]:
             away.push(segment)
         size = away.pending[1]
         served.start()
-        ours, theirs = PROCESSES.Pipe()
-        words = (served.address, folder, [0], seconds / 10, LENGTH, 1, theirs)
-        living = PROCESSES.Process(target=run_clients, args=words)
-        living.start()
-        while not away.connected:
-            time.sleep(0.001)
-        begin = time.monotonic()
-        ours.recv()
-        ours.send(time.monotonic())
-        while away.pending[0]:
-            time.sleep(0.001)
-            away.check()
-        took = time.monotonic() - begin
-        live = ours.recv()
-        living.join()
+        with Child(run_clients, served.address, folder, [0], seconds / 10, LENGTH, 1) as living:
+            while not away.connected:
+                time.sleep(0.001)
+            begin = time.monotonic()
+            living.heard()
+            living.tell(time.monotonic())
+            while away.pending[0]:
+                time.sleep(0.001)
+                away.check()
+            took = time.monotonic() - begin
+            live = living.heard(seconds / 10 + 60.0)
     rate, (_, p99) = live["rates"][0], quantiles(live["late"])
-    return [
-        Figure(f"{seconds:.0f} s of records ({size / 1e6:.0f} MB) arrive in", took, "s"),
-        Figure("  that is, times real time", seconds / took, "x", goal=">= 5"),
-        Figure("rate of the living actor", rate, "Hz", f"what was asked ({HZ:g})", rate / HZ, ">= 0.9"),
-        Figure("its acknowledgement p99", p99 * 1e3, "ms"),
-    ]
+    yield Figure(f"{seconds:.0f} s of records ({size / 1e6:.0f} MB) arrive in", took, "s")
+    yield Figure("  that is, times real time", seconds / took, "x", goal=">= 5")
+    yield Figure("rate of the living actor", rate, "Hz", f"what was asked ({HZ:g})", rate / HZ, ">= 0.9")
+    yield Figure("its acknowledgement p99", p99 * 1e3, "ms")

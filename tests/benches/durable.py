@@ -7,9 +7,9 @@ acknowledgements are those of segments of one row, 30 a second. Every file lies 
 
 import argparse
 import itertools
-import tempfile
+import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -19,32 +19,30 @@ from serl_client.client import TrainerClient
 from serl_launcher.store.layout import Layout
 from serl_launcher.store.store import Store
 
-from .control import SPEC
-from .ingest import plain_disk
-from .paired import Figure, machine, quantiles, ratio, rounds, said
-from .served import BODY, Latencies, Rows, Served
+from .paired import COMMON, Figure, option, quantiles, ratio, rounds
+from .served import BODY, SPEC, Latencies, Rows, Served, plain_disk
 
 GROUPS = (64, 8)  # records in each
 
 
-def main(words: Sequence[str], prog: str) -> None:
-    parser = argparse.ArgumentParser(prog, description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="(9)")
-    parser.add_argument("--steps", type=int, default=1024, help="that the store holds (1024; 0.45 MB each)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of acknowledgements (20)")
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured (the system's for temporary files)")
-    parser.add_argument("--json", action="store_true", help="print one object")
-    options = parser.parse_args(words)
-    before = machine()
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
-        figures = [commits(Path(folder), records, options.steps, options.rounds) for records in GROUPS]
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
-        figures += acknowledgements(Path(folder), options.steps, options.seconds)
-    said("durable", before, figures, as_json=options.json)
+OPTIONS = {
+    "--rounds": option(9, "(9)"),
+    "--steps": option(1024, "that the store holds (1024; 0.45 MB each)"),
+    "--seconds": option(20.0, "of acknowledgements (20)"),
+    **COMMON,
+}
+
+
+def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
+    for records in GROUPS:
+        yield commits(folder / "groups", records, options.steps, options.rounds)
+    shutil.rmtree(folder / "groups")
+    yield from acknowledgements(folder, options.steps, options.seconds)
 
 
 def commits(folder: Path, records: int, steps: int, count: int) -> Figure:
     """Groups of so many records; each measurement writes 128, in segments of 8 rows."""
+    folder.mkdir(exist_ok=True)
     rows, layout, groups = Rows(SPEC, length=8), Layout(SPEC, steps), 128 // records
     total = 128 * (sum(feature.nbytes for feature in SPEC.observation.values()) + layout.step.itemsize)
     with (
@@ -82,7 +80,7 @@ def stored(folder: Path, rows: Rows, steps: int, records: int) -> Iterator[Calla
     store.close()
 
 
-def acknowledgements(folder: Path, steps: int, seconds: float) -> list[Figure]:
+def acknowledgements(folder: Path, steps: int, seconds: float) -> Iterator[Figure]:
     """In turn: a segment of one row until its acknowledgement, then as many bytes into a plain file and fdatasync."""
     rows = Rows(SPEC, length=1)
     with (
@@ -104,7 +102,5 @@ def acknowledgements(folder: Path, steps: int, seconds: float) -> list[Figure]:
     goal = max(0.020, 3 * disk_p99)
     disk = f"pwrite + fdatasync p50 ({disk_p50 * 1e3:.2f})"
     most = f"max (20 ms, 3 x its p99 of {disk_p99 * 1e3:.2f})"
-    return [
-        Figure("acknowledgement p50", p50 * 1e3, "ms", disk, p50 / disk_p50),
-        Figure("acknowledgement p99", p99 * 1e3, "ms", most, p99 / goal, "<= 1"),
-    ]
+    yield Figure("acknowledgement p50", p50 * 1e3, "ms", disk, p50 / disk_p50)
+    yield Figure("acknowledgement p99", p99 * 1e3, "ms", most, p99 / goal, "<= 1")

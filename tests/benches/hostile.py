@@ -6,83 +6,68 @@ stand beside those that it has alone, before and after."""
 
 import argparse
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from serl_client import Outcome, Segment, Spec
 from serl_client import messages as m
 from serl_client.connection import Connection
-from serl_client.errors import TrainerError
 
 from tests.faults.fuzzing.hostile import memory
 
-from .paired import Figure, machine, said
-from .served import BODY, PROCESSES, STATE, Rows, Served, spec_of
+from .paired import COMMON, Figure, option
+from .served import BODY, STATE, Child, Rows, Served, spec_of
 
 REST = 0.02  # seconds
 AT_ONCE = 10_000  # records in a message of the flood
 LIVES = 9_000  # in one Hello
 
 
-def main(words: Sequence[str], prog: str) -> None:
-    parser = argparse.ArgumentParser(prog, description=__doc__)
-    parser.add_argument("--records", type=int, default=200_000, help="of the flood (200000)")
-    parser.add_argument("--hellos", type=int, default=10_000, help="of the storm, 2,000 within a second (10000)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="that the honest client is alone (5)")
-    parser.add_argument("--most", type=float, default=60.0, help="seconds that one attack lasts at most (60)")
-    parser.add_argument("--folder", type=Path, help="of the run (the system's for temporary files)")
-    parser.add_argument("--json", action="store_true", help="print one object")
-    options = parser.parse_args(words)
-    before = machine()
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
-        figures = hostile(Path(folder), options.records, options.hellos, options.seconds, options.most)
-    said("hostile", before, figures, as_json=options.json)
+OPTIONS = {
+    "--records": option(200_000, "of the flood (200000)"),
+    "--hellos": option(10_000, "of the storm, 2,000 within a second (10000)"),
+    "--seconds": option(5.0, "that the honest client is alone (5)"),
+    "--most": option(60.0, "seconds that one attack lasts at most (60)"),
+    **COMMON,
+}
 
 
-def hostile(folder: Path, records: int, hellos: int, seconds: float, most: float) -> list[Figure]:
-    rows, figures = Rows(spec_of(64), length=4), []
+def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
+    return hostile(folder, options.records, options.hellos, options.seconds, options.most)
+
+
+def hostile(folder: Path, records: int, hellos: int, seconds: float, most: float) -> Iterator[Figure]:
+    rows = Rows(spec_of(64), length=4)
     for name, attack, amount in (
         (f"{records:,} outcomes", flood, records),
         (f"{hellos:,} Hellos", storm, hellos),
         (f"20 Hellos that name {LIVES:,} lives each", many_lives, 20),
     ):
         with Served(folder / attack.__name__, 100_000) as served, connected(served, greeting("honest")) as link:
-            honest = Honest(link, iter(rows.episode(20_000, directed(served))))
+            honest = Honest(link, iter(rows.episode(20_000, served.ask(m.Direct(BODY, None)).value)))
             end = time.monotonic() + seconds
             alone = honest.times(lambda end=end: time.monotonic() > end)
             resident = memory(served.pid)
-            attacker = PROCESSES.Process(target=attack, args=(served.address, amount, most))
-            attacker.start()
-            under = honest.times(lambda other=attacker: not other.is_alive())
-            ratio = median(under) / median(alone)
-            figures += [
-                Figure(f"ack under {name}", median(under) * 1e3, "ms", "alone", ratio, "<= 1.1"),
-                Figure("  the worst", max(under) * 1e3, "ms", "alone", max(under) / max(alone)),
-                Figure("  what the server grew by", (memory(served.pid) - resident) / 1e6, "MB"),
-            ]
-    return [*figures, Figure("records with NaN that were stored", nans(folder / "nan", rows), "of 3", goal="<= 0")]
+            with Child(attack, served.address, amount, most) as attacker:
+                under = honest.times(lambda other=attacker: not other.is_alive)
+            grown = memory(served.pid) - resident
+        yield Figure(f"ack under {name}", median(under) * 1e3, "ms", "alone", median(under) / median(alone), "<= 1.1")
+        yield Figure("  the worst", max(under) * 1e3, "ms", "alone", max(under) / max(alone))
+        yield Figure("  what the server grew by", grown / 1e6, "MB")
+    yield Figure("records with NaN that were stored", nans(folder / "nan", rows), "of 3", goal="<= 0")
 
 
 def connected(served: Served, hello: m.Hello) -> Connection:
     """A link that speaks for an actor, welcomed by a server that may still be starting."""
+    served.ask(m.Status())
     link = Connection(served.address, hello)
-    while True:
-        try:
-            link.hello(5.0)
-            return link
-        except TrainerError:
-            time.sleep(0.05)
-
-
-def directed(served: Served) -> int:
-    """The number of the directive to collect."""
-    done = served.learner.call(m.Direct(BODY, None), 20.0)
-    return done.value if isinstance(done, m.Done) else 0
+    link.hello(20.0)
+    return link
 
 
 def greeting(name: str, earlier: Sequence[Sequence[object]] = ()) -> m.Hello:
@@ -120,7 +105,7 @@ class Honest:
 
 
 # -- attacks: each in a process of its own, for at most `most` seconds
-def flood(address: str, amount: int, most: float) -> None:
+def flood(_: Any, address: str, amount: int, most: float) -> None:
     end = time.monotonic() + most
     with Connection(address, greeting("flood")) as link:
         link.hello(20.0)
@@ -133,7 +118,7 @@ def flood(address: str, amount: int, most: float) -> None:
             expected = message.expected if isinstance(message, m.Ack) else expected
 
 
-def storm(address: str, amount: int, most: float) -> None:
+def storm(_: Any, address: str, amount: int, most: float) -> None:
     with Connection(address, greeting("storm")) as link:
         link.hello(20.0)
         begin = time.monotonic()
@@ -143,7 +128,7 @@ def storm(address: str, amount: int, most: float) -> None:
         time.sleep(2.0)
 
 
-def many_lives(address: str, amount: int, most: float) -> None:
+def many_lives(_: Any, address: str, amount: int, most: float) -> None:
     with Connection(address, greeting("lives")) as link:
         link.hello(20.0)
         for _ in range(amount):
@@ -160,7 +145,7 @@ def nans(folder: Path, rows: Rows) -> int:
     with Served(folder, capacity=10_000) as served:
         for value in (np.nan, np.inf, -np.inf):
             with connected(served, replace(greeting(f"nan{value}"), spec=spec.to_dict())) as link:
-                (segment,) = ours.episode(1, directed(served), prefix=f"nan{value}")
+                (segment,) = ours.episode(1, served.ask(m.Direct(BODY, None)).value, prefix=f"nan{value}")
                 state = segment.observation[STATE].copy()
                 state[1, 1] = value
                 push(link, 0, [replace(segment, observation={STATE: state})])

@@ -10,7 +10,7 @@ from typing import Any
 
 import matplotlib
 
-from .paired import Figure
+from .paired import WHERE, Figure, figure_of, option
 
 TITLE = """# Speed of the data path, beside other systems and the limits of the machine
 
@@ -20,15 +20,23 @@ that reach beyond 1 meet the goal. Figures whose goal is 0 are only in the table
 """
 
 
-def main(words: Sequence[str], prog: str) -> None:
-    parser = argparse.ArgumentParser(prog, description=__doc__)
-    parser.add_argument("results", type=Path, nargs="+", help="what one printed with --json; control and pi0 have none")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks.md"))
-    options = parser.parse_args(words)
+OPTIONS = {
+    "results": option([Path()], "what one printed with --json; control and pi0 have none"),
+    "--out": option(Path("docs/benchmarks.md"), "(docs/benchmarks.md)"),
+}
+
+
+def measure(_: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Write the page and its picture."""
     results = [printed(path) for path in options.results]
     picture = options.out.with_suffix(".png")
     draw(results, picture)
     options.out.write_text("\n".join([TITLE, f"![ratio to goal]({picture.name})", *map(section, results)]) + "\n")
+    return {"wrote": str(options.out)}
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    return [f"wrote {result['wrote']}"]
 
 
 def printed(path: Path) -> Mapping[str, Any]:
@@ -41,20 +49,15 @@ def printed(path: Path) -> Mapping[str, Any]:
 
 def section(result: Mapping[str, Any]) -> str:
     """The heading, the machine and the table of one bench."""
-    where = "{processor}, {cores} cores, {system}, Python {python}, {date}, load {load} to {load_after}"
     rows = [row(figure) for figure in map(figure_of, result["figures"])]
     head = ["| figure | value | beside | ratio | goal |", "|---|---|---|---|---|"]
-    return "\n".join([f"\n## {result['bench']}\n", where.format(**result["machine"]) + "\n", *head, *rows])
+    return "\n".join([f"\n## {result['bench']}\n", WHERE.format(**result["machine"]) + "\n", *head, *rows])
 
 
 def row(figure: Figure) -> str:
     ratio = "" if figure.ratio is None else f"{figure.ratio:.3g}"
     goal = "" if figure.holds is None else f"{figure.goal}: {'holds' if figure.holds else '**missed**'}"
     return f"| {figure.figure} | {figure.value:.4g} {figure.unit} | {figure.against} | {ratio} | {goal} |"
-
-
-def figure_of(plain: Mapping[str, Any]) -> Figure:
-    return Figure(**{name: value for name, value in plain.items() if name != "holds"})
 
 
 def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -5,19 +5,20 @@ within the rounds, because the load of a machine changes from one second to the 
     Figure("ingest, 50 KB", median(measured["ours"]), "GB/s", "raw TCP", ratio(measured, "ours", "raw TCP"), ">= 0.75")
 """
 
-import json
 import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+
+WHERE = "{processor}, {cores} cores, {system}, Python {python}, {date}, load {load} to {load_after}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,12 @@ class Figure:
 
     def plain(self) -> dict[str, Any]:
         """As data for --json."""
-        fields = {name: getattr(self, name) for name in ("figure", "value", "unit", "against", "ratio", "goal")}
-        return {**fields, "holds": self.holds}
+        return {**asdict(self), "holds": self.holds}
+
+
+def figure_of(plain: Mapping[str, Any]) -> Figure:
+    """What `plain` gave."""
+    return Figure(**{name: value for name, value in plain.items() if name != "holds"})
 
 
 def rounds(contenders: Mapping[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
@@ -90,17 +95,36 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def said(bench: str, before: Mapping[str, Any], figures: Iterable[Figure], *, as_json: bool, **more: Any) -> None:
-    """Print a table, or one JSON object. `before`: `machine()` of before the measurements; `more`: other plain data of
-    the bench, in the JSON only."""
+def result(bench: str, figures: Iterable[Figure], **more: Any) -> dict[str, Any]:
+    """What a bench gives back: its figures, measured while this runs, and where; `more` is other plain data."""
+    before, found = machine(), [figure.plain() for figure in figures]
     where = {**before, "load_after": round(os.getloadavg()[0], 2)}
-    figures = list(figures)
-    if as_json:
-        print(json.dumps({"bench": bench, "machine": where, "figures": [f.plain() for f in figures], **more}))
-        return
-    print("{processor}, {cores} cores, {system}, Python {python}, {date}, load {load} to {load_after}".format(**where))
+    return {"bench": bench, "machine": where, "figures": found, **more}
+
+
+def lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """The table that a person reads."""
+    yield WHERE.format(**result["machine"])
+    figures = [figure_of(plain) for plain in result["figures"]]
     width = max((len(figure.figure) for figure in figures), default=0)
     for each in figures:
         beside = "" if each.ratio is None else f"{each.ratio:8.3g} x {each.against}"
         goal = "" if each.holds is None else f"goal {each.goal}: {'holds' if each.holds else 'MISSED'}"
-        print(f"{each.figure:{width}} {each.value:10.4g} {each.unit:6} {beside:40} {goal}".rstrip())
+        yield f"{each.figure:{width}} {each.value:10.4g} {each.unit:6} {beside:40} {goal}".rstrip()
+    yield from result.get("notes", ())
+
+
+def option(default: Any, words: str, **more: Any) -> dict[str, Any]:
+    """An option of a bench as argparse takes it: a list takes several values, False is a switch."""
+    if default is False:
+        return {"action": "store_true", "help": words}
+    several = isinstance(default, list)
+    kind = {"type": type(default[0] if several else default), "default": default, "help": words}
+    return {**kind, **({"nargs": "+"} if several else {}), **more}
+
+
+JSON = {"--json": option(False, "print one object")}
+COMMON = {
+    "--folder": option(None, "on the disk that is measured (the system's for temporary files)", type=Path),
+    **JSON,
+}

@@ -7,6 +7,7 @@ that they need are the group `bench` and the extra `data`; agentlace is read fro
 import asyncio
 import importlib
 import io
+import itertools
 import logging
 import os
 import pickle
@@ -24,30 +25,21 @@ from typing import Any
 import msgpack
 import numpy as np
 import zmq
-from serl_client.errors import ConfigError
 from serl_client.spec import Array
 
 from tests.shared.common import free_port
 
-from .control import SPEC
-from .served import PROCESSES
+from .served import Child, connected, observation, receive
 
 CHUNK = np.zeros((50, 14), np.float32)
 ROOM = 64 << 20  # bytes of the largest message of gRPC
-START_S = 120.0  # a server that imports torch on a busy machine
+ASKED = observation()
 Call = Callable[[], Any]
-
-
-def observation() -> dict[str, Array]:
-    """Three images of 224x224x3 uint8, and a state."""
-    generator = np.random.default_rng(0)
-    images = {name: generator.integers(0, 256, f.shape, np.uint8) for name, f in SPEC.observation.items()}
-    return {**images, "observation.state": generator.standard_normal(14).astype(np.float32)}
 
 
 def seen(arrays: Mapping[str, Array]) -> None:
     """Raises ValueError for another observation than was sent."""
-    if {name: array.shape for name, array in arrays.items()} != {n: f.shape for n, f in SPEC.observation.items()}:
+    if {name: array.shape for name, array in arrays.items()} != {name: each.shape for name, each in ASKED.items()}:
         raise ValueError(f"this is another observation: {list(arrays)}")
     if any(int(array.reshape(-1).view(np.uint8)[-1]) < 0 for array in arrays.values()):
         raise ValueError("bytes are not negative")
@@ -64,66 +56,27 @@ class Peer:
     @contextmanager
     def running(self) -> Iterator[tuple[Call, int]]:
         """(call, id of the server's process). Raises ConfigError when the server does not start."""
-        port, started = free_port(), PROCESSES.Event()
-        with process(run, self.serve, port, started) as server:
-            wait(server, started)
+        port = free_port()
+        with Child(run, self.serve, port) as server:
+            server.heard()
             with self.connect(port) as call:
-                yield call, server.pid or 0
+                yield call, server.pid
 
 
-@contextmanager
-def process(target: Callable[..., None], *arguments: Any) -> Iterator[Any]:
-    """A process that is killed at the end."""
-    running = PROCESSES.Process(target=target, args=arguments, daemon=True)
-    running.start()
-    try:
-        yield running
-    finally:
-        running.kill()
-        running.join()
-
-
-def wait(running: Any, started: Any) -> None:
-    """Until the process has set `started`. Raises ConfigError when it never does."""
-    deadline = time.monotonic() + START_S
-    while not started.wait(0.05):
-        if not running.is_alive() or time.monotonic() > deadline:
-            raise ConfigError("a server process of this bench did not start; its words are above")
-
-
-def run(serve: Callable[[int, Callable[[], None]], None], port: int, started: Any) -> None:
+def run(pipe: Any, serve: Callable[[int, Callable[[], None]], None], port: int) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         os.chdir(folder)  # lerobot makes a folder for logs where it is imported
-        serve(port, started.set)
+        serve(port, lambda: pipe.send("ready"))
 
 
 # -- raw TCP: the ceiling
-def receive(connection: socket.socket, memory: memoryview) -> None:
-    """Fill `memory`. Raises EOFError at the end of the connection."""
-    while memory:
-        count = connection.recv_into(memory)
-        if not count:
-            raise EOFError
-        memory = memory[count:]
-
-
-def accepted(port: int, ready: Callable[[], None]) -> socket.socket:
+def serve_raw(port: int, ready: Callable[[], None]) -> None:
+    question = memoryview(bytearray(sum(array.nbytes for array in ASKED.values())))
     with socket.create_server(("127.0.0.1", port)) as listening:
         ready()
         connection, _ = listening.accept()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
-
-
-def connected(port: int) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
-
-
-def serve_raw(port: int, ready: Callable[[], None]) -> None:
-    question = memoryview(bytearray(sum(array.nbytes for array in observation().values())))
-    with accepted(port, ready) as connection, suppress(EOFError):
+    with connection, suppress(EOFError):
         while True:
             receive(connection, question)
             connection.sendall(CHUNK.data)
@@ -131,15 +84,10 @@ def serve_raw(port: int, ready: Callable[[], None]) -> None:
 
 @contextmanager
 def connect_raw(port: int) -> Iterator[Call]:
-    question = np.concatenate([array.reshape(-1).view(np.uint8) for array in observation().values()])
+    question = np.concatenate([array.reshape(-1).view(np.uint8) for array in ASKED.values()])
     answer = memoryview(bytearray(CHUNK.nbytes))
     with connected(port) as connection:
-
-        def call() -> None:
-            connection.sendall(question.data)
-            receive(connection, answer)
-
-        yield call
+        yield lambda: (connection.sendall(question.data), receive(connection, answer))
 
 
 # -- ZeroMQ with pickle
@@ -154,15 +102,9 @@ def serve_pickle(port: int, ready: Callable[[], None]) -> None:
 
 @contextmanager
 def connect_pickle(port: int) -> Iterator[Call]:
-    asked = observation()
     with zmq.Context.instance().socket(zmq.REQ) as asker:
         asker.connect(f"tcp://127.0.0.1:{port}")
-
-        def call() -> Any:
-            asker.send(pickle.dumps(asked, 5))
-            return pickle.loads(asker.recv())
-
-        yield call
+        yield lambda: (asker.send(pickle.dumps(ASKED, 5)), pickle.loads(asker.recv()))
 
 
 # -- openpi: msgpack with the bytes of arrays in it, over a websocket (openpi_client's msgpack_numpy and its server)
@@ -209,15 +151,9 @@ def serve_websocket(port: int, ready: Callable[[], None]) -> None:
 def connect_websocket(port: int) -> Iterator[Call]:
     from websockets.sync.client import connect
 
-    asked = observation()
     with connect(f"ws://127.0.0.1:{port}", compression=None, max_size=None) as connection:
         unpacked(connection.recv())
-
-        def call() -> Any:
-            connection.send(packed(asked))
-            return unpacked(connection.recv())
-
-        yield call
+        yield lambda: (connection.send(packed(ASKED)), unpacked(connection.recv()))
 
 
 # -- gRPC, unary, protobuf
@@ -238,6 +174,10 @@ def protobuf() -> tuple[Any, Any]:
     return classes["bench.Observation"], classes["bench.Tensor"]
 
 
+def to_tensor(tensor: Any, name: str, array: Array) -> Any:
+    return tensor(name=name, dtype=array.dtype.str, shape=array.shape, data=array.tobytes())
+
+
 def from_tensor(tensor: Any) -> Array:
     return np.frombuffer(tensor.data, tensor.dtype).reshape(tuple(tensor.shape))
 
@@ -252,7 +192,7 @@ def serve_protobuf(port: int, ready: Callable[[], None]) -> None:
 
     def answer(request: Any, _: Any) -> Any:
         seen({each.name: from_tensor(each) for each in request.tensors})
-        return tensor(name="action", dtype=CHUNK.dtype.str, shape=CHUNK.shape, data=CHUNK.tobytes())
+        return to_tensor(tensor, "action", CHUNK)
 
     handler = grpc.unary_unary_rpc_method_handler(answer, question.FromString, tensor.SerializeToString)
     server = grpc.server(futures.ThreadPoolExecutor(4), options=OPTIONS)
@@ -272,22 +212,9 @@ def connect_protobuf(port: int) -> Iterator[Call]:
     import grpc
 
     question, tensor = protobuf()
-    asked = observation()
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel:
-        act = channel.unary_unary(
-            "/bench.Policy/Act",
-            request_serializer=question.SerializeToString,
-            response_deserializer=tensor.FromString,
-        )
-
-        def call() -> Array:
-            tensors = [
-                tensor(name=name, dtype=array.dtype.str, shape=array.shape, data=array.tobytes())
-                for name, array in asked.items()
-            ]
-            return from_tensor(act(question(tensors=tensors)))
-
-        yield call
+        act = channel.unary_unary("/bench.Policy/Act", question.SerializeToString, tensor.FromString)
+        yield lambda: from_tensor(act(question(tensors=[to_tensor(tensor, *each) for each in ASKED.items()])))
 
 
 # -- lerobot: its own asynchronous inference, two calls for each chunk
@@ -320,15 +247,13 @@ def connect_lerobot(port: int) -> Iterator[Call]:
     from lerobot.transport.utils import grpc_channel_options, send_bytes_in_chunks
 
     messages: Any = services_pb2  # its classes are made when it is imported
-    asked, step = observation(), 0
+    steps = itertools.count(1)
     with grpc.insecure_channel(f"127.0.0.1:{port}", grpc_channel_options(initial_backoff="0.0333s")) as channel:
         stub = services.AsyncInferenceStub(channel)
         stub.Ready(messages.Empty())
 
         def call() -> Any:
-            nonlocal step
-            step += 1
-            timed = TimedObservation(timestamp=time.time(), timestep=step, observation=asked, must_go=True)
+            timed = TimedObservation(timestamp=time.time(), timestep=next(steps), observation=ASKED, must_go=True)
             data = pickle.dumps(timed)
             stub.SendObservations(send_bytes_in_chunks(data, messages.Observation, silent=True))
             return pickle.load(io.BytesIO(stub.GetActions(messages.Empty()).data))
@@ -360,9 +285,8 @@ def serve_agentlace(folder: str, port: int, ready: Callable[[], None]) -> None:
 @contextmanager
 def connect_agentlace(folder: str, port: int) -> Iterator[Call]:
     client = agentlace(folder).InferenceClient("127.0.0.1", port)
-    asked = observation()
     try:
-        yield lambda: client.call("act", asked)["action"]
+        yield lambda: client.call("act", ASKED)["action"]
     finally:
         client.client.socket.close(0)
 

@@ -6,9 +6,7 @@ and ours leaves out what nobody reads of its last layer.
 """
 
 import argparse
-import json
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-from serl_client.errors import ConfigError, RetakeError
+from serl_client.errors import ConfigError
 from serl_client.spec import Feature, Spec
 
 from serl_launcher.config import composed
 from serl_launcher.policies.pi0 import Gemma, Tower
+
+from .paired import JSON, option
 
 CONFIG = Path(__file__).resolve().parents[2] / "config"
 CAMERA, STATE = "observation.images.cam_", "observation.state"
@@ -201,15 +200,17 @@ class Work:
         return vision, language, expert, vision or language or lora is not None
 
 
-def asked(parser: argparse.ArgumentParser, words: Sequence[str], rounds: int) -> argparse.Namespace:
-    """The options of a command line, those that all benches of PI0 have among them."""
-    parser.add_argument("--policy", default="pi0", help="pi0, pi0_tiny, pi0_expert or pi0_lora (pi0)")
-    parser.add_argument("--cameras", type=at_least(0), default=3, help="how many (3)")
-    parser.add_argument("--rounds", type=at_least(1), default=rounds, help=f"how often it is measured ({rounds})")
-    parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (auto: cuda if there is one)")
-    parser.add_argument("--json", action="store_true", help="print one object")
-    parser.add_argument("words", nargs="*", help="after --, for the config: -- policy.horizon=20 threads=2")
-    return parser.parse_args(words)
+def options(rounds: int, **own: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The options of a bench: its `own`, and those that all benches of PI0 have."""
+    return {
+        **{f"--{name}": more for name, more in own.items()},
+        "--policy": option("pi0", "pi0, pi0_tiny, pi0_expert or pi0_lora (pi0)"),
+        "--cameras": option(3, "how many (3)", type=at_least(0)),
+        "--rounds": option(rounds, f"how often it is measured ({rounds})", type=at_least(1)),
+        "--device": option("auto", "cpu, cuda or cuda:1 (auto: cuda if there is one)"),
+        **JSON,
+        "words": {"nargs": "*", "help": "after --, for the config: -- policy.horizon=20 threads=2"},
+    }
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -239,15 +240,3 @@ def robot(config: DictConfig, cameras: int) -> Spec:
     side, bounds = config.policy.vision.image, np.ones(JOINTS)
     images = {f"{CAMERA}{i}": Feature((side, side, 3), "uint8") for i in range(cameras)}
     return Spec({**images, STATE: Feature((JOINTS,))}, Feature((JOINTS,), low=-bounds, high=bounds), fps=FPS)
-
-
-def printed(
-    options: argparse.Namespace, measured: Callable[[argparse.Namespace], dict[str, Any]],
-    lines: Callable[[dict[str, Any]], Iterable[str]],
-) -> None:  # fmt: skip
-    """Measure and print, or end with a sentence that says what was wrong."""
-    try:
-        result = measured(options)
-    except (RetakeError, OmegaConfBaseException) as error:
-        sys.exit(f"error: {error}")
-    print(json.dumps(result) if options.json else "\n".join(lines(result)))

@@ -12,9 +12,10 @@ Nothing of it was ever run on a GPU.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ from serl_launcher.training.build import build, device_of
 from serl_launcher.types import Observation
 
 from .measured import Ceilings, forget_peak, named, peak, said, scaled, seconds
-from .pi0 import TASK, Work, asked, at_least, configured, printed, robot
+from .paired import option
+from .pi0 import TASK, Work, at_least, configured, options, robot
 
 LEROBOT = (1152, 2048, 1024)  # the widths of tower, backbone and expert that it has
 WARM = 3  # runs before it counts
@@ -66,16 +68,16 @@ class Case:
         }  # fmt: skip
 
 
-def main(words: Sequence[str], prog: str) -> None:
-    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=at_least(1), nargs="+", default=[1, 8, 32], help="rows of one answer (1 8 32)")
-    parser.add_argument("--samples", type=at_least(1), default=8, help="chunks of one prefix (8)")
-    parser.add_argument("--steps", type=at_least(1), help="of the sampler (the policy's)")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="(on a GPU)")
-    printed(asked(parser, words, rounds=100), measured, lines)
+OPTIONS = options(
+    100,
+    batch=option([1, 8, 32], "rows of one answer (1 8 32)", type=at_least(1)),
+    samples=option(8, "chunks of one prefix (8)", type=at_least(1)),
+    steps=option(None, "of the sampler (the policy's)", type=at_least(1)),
+    compile={"action": argparse.BooleanOptionalAction, "help": "(on a GPU)"},
+)
 
 
-def measured(options: argparse.Namespace) -> dict[str, Any]:
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Everything, as plain data. Raises ConfigError."""
     config = configured(options, *([] if options.steps is None else [f"policy.steps={options.steps}"]))
     spec, device = robot(config, options.cameras), torch.device(device_of(config))

@@ -10,8 +10,9 @@ Nothing of it was ever run on a GPU.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,22 +28,22 @@ from serl_launcher.training.build import build, device_of
 from serl_launcher.types import Batch, Window
 
 from .measured import Ceilings, forget_peak, named, peak, said, scaled, seconds
-from .pi0 import TASK, Work, asked, at_least, configured, printed, robot
+from .paired import option
+from .pi0 import TASK, Work, at_least, configured, options, robot
 
 WARM = 2  # updates before it counts
 
 
-def main(words: Sequence[str], prog: str) -> None:
-    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=at_least(1), default=32, help="samples of an update (32)")
-    parser.add_argument("--accumulation", type=at_least(1), default=1, help="parts of it, one after the other (1)")
-    parser.add_argument(
-        "--checkpointing", action=argparse.BooleanOptionalAction, help="compute layers again, keep less (the policy's)"
-    )
-    printed(asked(parser, words, rounds=20), measured, lines)
+RECOMPUTE = "compute layers again, keep less (the policy's)"
+OPTIONS = options(
+    20,
+    batch=option(32, "samples of an update (32)", type=at_least(1)),
+    accumulation=option(1, "parts of it, one after the other (1)", type=at_least(1)),
+    checkpointing={"action": argparse.BooleanOptionalAction, "help": RECOMPUTE},
+)
 
 
-def measured(options: argparse.Namespace) -> dict[str, Any]:
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Everything, as plain data. Raises ConfigError, also where the memory will not do."""
     rows = options.batch
     if rows % options.accumulation:

@@ -7,8 +7,8 @@ evaluation may do twice a second, for windows that start anywhere and for those 
 """
 
 import argparse
-import tempfile
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -24,43 +24,36 @@ from serl_launcher.store.layout import Layout
 from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 
-from .control import SPEC
-from .paired import Figure, machine, ratio, rounds, said
-from .served import BODY, STATE, Rows
+from .paired import COMMON, Figure, option, ratio, rounds
+from .served import BODY, SPEC, STATE, Rows
 
 BATCH = 256
 EPISODE = 48  # steps; shorter ones would store more final observations
 SMALL = Spec({STATE: Feature((8,))}, Feature((7,), low=-np.ones(7), high=np.ones(7)), fps=300.0)
 
 
-def main(words: Sequence[str], prog: str) -> None:
-    parser = argparse.ArgumentParser(prog, description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="(9)")
-    parser.add_argument("--steps", type=int, default=1500, help="in the source (1500; 0.45 MB each)")
-    parser.add_argument("--theirs", type=int, default=300, help="in lerobot's buffer (300; 3.6 MB each); 0: without")
-    parser.add_argument(
-        "--large", type=int, nargs="*", default=[200_000], help="steps in the sources with discards (200000)"
-    )
-    parser.add_argument("--folder", type=Path, help="of the source (the system's for temporary files)")
-    parser.add_argument("--json", action="store_true", help="print one object")
-    options = parser.parse_args(words)
+OPTIONS = {
+    "--rounds": option(9, "(9)"),
+    "--steps": option(1500, "in the source (1500; 0.45 MB each)"),
+    "--theirs": option(300, "in lerobot's buffer (300; 3.6 MB each); 0: without"),
+    "--large": option([200_000], "steps in the sources with discards (200000)", nargs="*"),
+    **COMMON,
+}
+
+
+def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     torch.set_num_threads(1)
-    before, figures = machine(), []
-    for name, spec, steps, goals in (
-        ("3x224x224x3", SPEC, options.steps, (">= 0.85", ">= 25")),
-        ("8 numbers", SMALL, options.steps * 40 // 3, ("", "")),
-    ):  # fmt: skip
-        with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
-            figures += replay(name, Path(folder), spec, steps, options.theirs, options.rounds, goals)
+    images, small = folder / "images", folder / "small"
+    yield from replay("3x224x224x3", images, SPEC, options.steps, options, (">= 0.85", ">= 25"))
+    shutil.rmtree(images)
+    yield from replay("8 numbers", small, SMALL, options.steps * 40 // 3, options, ("", ""))
     for steps in options.large:
-        with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
-            figures += discards(Path(folder), steps, options.rounds)
-    said("replay", before, figures, as_json=options.json)
+        yield from discards(folder / str(steps), steps, options.rounds)
 
 
 def replay(
-    name: str, folder: Path, spec: Spec, steps: int, theirs: int, count: int, goals: tuple[str, str]
-) -> list[Figure]:  # fmt: skip
+    name: str, folder: Path, spec: Spec, steps: int, options: argparse.Namespace, goals: tuple[str, str]
+) -> Iterator[Figure]:  # fmt: skip
     stored = fill(folder, spec, steps)
     sources = ReplayMixture(folder, spec, {"online": steps}, {}, seed=0)
     sources.update([])
@@ -68,23 +61,18 @@ def replay(
     frame = sum(feature.nbytes for feature in spec.observation.values())
     here, there = np.ones((2 * BATCH * frame,), np.uint8), np.empty((2 * BATCH * frame,), np.uint8)
     ours = timed(lambda: sources.sample(BATCH, window, {"online": 1.0}))
-    measured = interleaved({"ours": ours, "a copy": timed(lambda: np.copyto(there, here))}, count)
-    seconds = median(measured["ours"])
-    figures = [
-        Figure(f"{BATCH} pairs of {name}", 2 * BATCH * frame / seconds / 1e9, "GB/s", "a copy of the same bytes",
-               ratio(measured, "a copy", "ours"), goals[0]),
-        Figure(f"bytes written per byte of {name}", stored, "", goal="<= 1.02" if goals[0] else ""),
-    ]  # fmt: skip
-    if theirs:  # apart: it leaves the caches to whoever comes next as nothing else here does
-        measured = interleaved({"ours": ours, "lerobot": timed(lerobot(spec, theirs))}, count)
+    copy = timed(lambda: np.copyto(there, here))
+    measured = interleaved({"ours": ours, "a copy": copy}, options.rounds)
+    rate, beside = 2 * BATCH * frame / median(measured["ours"]) / 1e9, ratio(measured, "a copy", "ours")
+    yield Figure(f"{BATCH} pairs of {name}", rate, "GB/s", "a copy of the same bytes", beside, goals[0])
+    yield Figure(f"bytes written per byte of {name}", stored, "", goal="<= 1.02" if goals[0] else "")
+    if options.theirs:  # apart: it leaves the caches to whoever comes next as nothing else here does
+        measured = interleaved({"ours": ours, "lerobot": timed(lerobot(spec, options.theirs))}, options.rounds)
         rate, faster = BATCH / median(measured["ours"]), ratio(measured, "lerobot", "ours")
-        figures.append(
-            Figure(f"{BATCH} pairs of {name}", rate, "/s", "lerobot's ReplayBuffer.sample", faster, goals[1])
-        )
-    return figures
+        yield Figure(f"{BATCH} pairs of {name}", rate, "/s", "lerobot's ReplayBuffer.sample", faster, goals[1])
 
 
-def discards(folder: Path, steps: int, count: int) -> list[Figure]:
+def discards(folder: Path, steps: int, count: int) -> Iterator[Figure]:
     """A batch after one more episode was discarded, against one from a source where nothing was."""
     fill(folder, SMALL, steps)
     store = Store(folder)
@@ -103,7 +91,7 @@ def discards(folder: Path, steps: int, count: int) -> list[Figure]:
         cursor, changed = store.index.catalog(cursor, 100)
         return timed(lambda: (told.update(changed), told.sample(BATCH, window, {"online": 1.0})))()
 
-    untold, told, figures = opened(), opened(), []
+    untold, told = opened(), opened()
     offsets = {STATE: (0,), "action": (0,), "next_observation": (1,)}
     for name, window in (("", Window(offsets)), (", starts of chunks", Window(offsets, starts="chunk_start"))):
         contenders = {
@@ -111,12 +99,10 @@ def discards(folder: Path, steps: int, count: int) -> list[Figure]:
             "one": lambda window=window: discarded(window),
         }  # fmt: skip
         measured = interleaved(contenders, count)
-        figures.append(
-            Figure(f"a batch after a discard{name}, {steps:,} steps", 1e3 * median(measured["one"]), "ms",
-                   "a batch where nothing was discarded", ratio(measured, "one", "none"), "<= 3" if not name else "")
-        )  # fmt: skip
+        title, value = f"a batch after a discard{name}, {steps:,} steps", 1e3 * median(measured["one"])
+        beside, goal = ratio(measured, "one", "none"), "" if name else "<= 3"
+        yield Figure(title, value, "ms", "a batch where nothing was discarded", beside, goal)
     store.close()
-    return figures
 
 
 def interleaved(contenders: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:

@@ -5,15 +5,15 @@ first record that was pushed after it."""
 import argparse
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 from serl_client import Feature, Spec
 from serl_client.client import TrainerClient
+from serl_client.errors import ConfigError
 
 from serl_launcher.replay.buffer import ReplayBuffer
 from serl_launcher.store.index import Index
@@ -21,25 +21,23 @@ from serl_launcher.store.layout import Layout
 from serl_launcher.store.schema import Episode
 from tests.shared.common import free_port
 
-from .paired import Figure, machine, said
+from .paired import COMMON, Figure, option
 from .served import STATE, Rows, deliver
 
 TRAIN = Path(__file__).parents[2] / "examples/train.py"
 SPEC = Spec({STATE: Feature((250,))}, Feature((7,), low=-np.ones(7), high=np.ones(7)), fps=300.0)
 
 
-def main(words: Sequence[str], prog: str) -> None:
-    parser = argparse.ArgumentParser(prog, description=__doc__)
-    parser.add_argument("--steps", type=int, default=100_000, help="that are stored, of 1 KB (100000)")
-    parser.add_argument("--episodes", type=int, default=0, help="that the run had before, and that left the store (0)")
-    parser.add_argument("--rounds", type=int, default=3, help="kills (3)")
-    parser.add_argument("--folder", type=Path, help="of the run (the system's for temporary files)")
-    parser.add_argument("--json", action="store_true", help="print one object")
-    options = parser.parse_args(words)
-    before = machine()
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
-        figures = restart(Path(folder), options.steps, options.rounds, options.episodes)
-    said("restart", before, figures, as_json=options.json)
+OPTIONS = {
+    "--steps": option(100_000, "that are stored, of 1 KB (100000)"),
+    "--episodes": option(0, "that the run had before, and that left the store (0)"),
+    "--rounds": option(3, "kills (3)"),
+    **COMMON,
+}
+
+
+def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
+    return restart(folder, options.steps, options.rounds, options.episodes)
 
 
 def remember(store: Path, count: int) -> None:
@@ -65,52 +63,51 @@ def remember(store: Path, count: int) -> None:
     index.close()
 
 
-def restart(folder: Path, steps: int, count: int, episodes: int = 0) -> list[Figure]:
+def restart(folder: Path, steps: int, count: int, episodes: int) -> Iterator[Figure]:
     rows, ports, capacity = Rows(SPEC), (free_port(), free_port()), steps + 20_000
     words = [
         sys.executable, TRAIN, "learner=true", "task=fake", "plan=collect", "wandb=false", f"run_dir={folder / 'run'}",
         f"port={ports[0]}", f"inference_port={ports[1]}", f"plan.sources.demo.capacity={capacity}",
         'plan.phases.demonstrate.until=["demo.episodes >= 1000000", operator]',
     ]  # fmt: skip
-    address, took = f"tcp://127.0.0.1:{ports[0]}", []
+    address, took, learners = f"tcp://127.0.0.1:{ports[0]}", [], list[subprocess.Popen[bytes]]()
     with (
         TrainerClient(address, actor="bench", spec=rows.spec, outbox=folder / "outbox") as client,
         open(folder / "log", "w") as log,
     ):
-        learner = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+        def start() -> None:
+            learners.append(subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+
+        def kill() -> None:
+            learners[-1].kill()
+            learners[-1].wait()
+
+        start()
         try:
             while not client.directive["number"]:
                 client.wait(0.1)
-                if learner.poll() is not None:
-                    raise RuntimeError(f"the learner has ended: {(folder / 'log').read_text()}")
+                if learners[-1].poll() is not None:
+                    raise ConfigError(f"the learner has ended: {(folder / 'log').read_text()}")
             number = client.directive["number"]
             if episodes:
-                learner.kill()
-                learner.wait()
+                kill()
                 remember(folder / "run/store", episodes)
-                learner = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                start()
             deliver(client, rows.episode(steps // rows.length + 1, number))
             for segment in rows.episode(count, number):
-                learner.kill()
-                learner.wait()
+                kill()
                 begin = time.monotonic()
-                learner = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                start()
                 deliver(client, [segment])
                 took.append(time.monotonic() - begin)
         finally:
-            learner.kill()
-            learner.wait()
+            kill()
     begin = time.monotonic()
     buffer = ReplayBuffer(folder / "run/store/demo", Layout(rows.spec, capacity))
     buffer.refresh()
     read, held = time.monotonic() - begin, buffer.head - buffer.tail
-    return [
-        Figure(
-            f"start to first acknowledgement, {held:,} steps and {episodes:,} past episodes",
-            max(took),
-            "s",
-            goal="<= 5",
-        ),
-        Figure("  the median", median(took), "s"),
-        Figure("  of it, a trainer's reading of these steps", read, "s"),
-    ]
+    title = f"start to first acknowledgement, {held:,} steps and {episodes:,} past episodes"
+    yield Figure(title, max(took), "s", goal="<= 5")
+    yield Figure("  the median", median(took), "s")
+    yield Figure("  of it, a trainer's reading of these steps", read, "s")

@@ -1,12 +1,17 @@
-"""The other side for the benches of the data path: the real server as a process, and one that only checks; and what the
-benches push to them."""
+"""The other side for the benches of the data path: processes, the real server, one that only checks, plain TCP; and
+what the benches push to them."""
 
+import hashlib
+import itertools
 import multiprocessing
+import os
 import socket
+import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -17,117 +22,185 @@ from serl_client import Feature, Segment, Spec, Stamp
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
+from serl_client.errors import ConfigError, TrainerError
 from serl_client.recorder import segment_rows
+from serl_client.spec import Array
+from serl_client.weights import PART_BYTES
 
 from serl_launcher.store.intake import MAX_UNACKNOWLEDGED
 from serl_launcher.store.peers import bound, send
 from serl_launcher.store.server import serve
 from tests.shared.common import free_port
 
+os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # before packages that bring a `tests` of their own
 PROCESSES = multiprocessing.get_context("forkserver")  # each process has this module as soon as it starts
 PROCESSES.set_forkserver_preload([__name__])
+PATIENCE_S = 120.0  # a process that imports torch on a busy machine
 BODY = {"phase": "bench", "mode": "collect", "into": "online"}
 STATE = "observation.state"
+CAMERAS = [f"observation.images.cam_{i}" for i in range(3)]
+SPEC = Spec(  # a robot with three cameras
+    {**{name: Feature((224, 224, 3), "uint8") for name in CAMERAS}, STATE: Feature((14,))},
+    Feature((14,), low=-np.ones(14), high=np.ones(14)), fps=30.0,
+)  # fmt: skip
 AHEAD = 2 * MAX_UNACKNOWLEDGED  # bytes
 
 
-class Served:
-    """The real server of a run in `folder`, with one source of `capacity` steps; a context manager.
+# -- processes
+class Child:
+    """A process that runs target(pipe, *arguments) and is killed at the end; a context manager."""
 
-    `beside(address)` is a process that serves those who look for inference, at `inference` (a free port, by default);
-    actors are told that it is at `told`. The server may be killed and started again.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        capacity: int,
-        beside: Callable[[str], None] | None = None,
-        inference: str = "",
-        told: str = "",
-    ) -> None:
-        self.folder = folder
-        self.address, free = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-        self.local, inference = f"ipc://{folder}/server", inference or free
-        self._words = (folder, capacity, self.address, self.local, told or inference)
-        self._beside = PROCESSES.Process(target=beside or check, args=(inference,))
-        self.learner = Connection(self.local, m.Hello(m.PROTOCOL, "learner", "bench"))
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+        self._pipe, theirs = PROCESSES.Pipe()
+        self._process = PROCESSES.Process(target=target, args=(theirs, *arguments), daemon=True)
 
     def __enter__(self) -> Self:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._beside.start()
-        self.start()
+        self._process.start()
         return self
 
-    def start(self) -> None:
-        self._process = PROCESSES.Process(target=run_server, args=self._words)
-        self._process.start()
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.join()
 
     @property
     def pid(self) -> int:
         return self._process.pid or 0
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def tell(self, value: Any) -> None:
+        self._pipe.send(value)
+
+    def heard(self, patience: float = PATIENCE_S) -> Any:
+        """What it says next. Raises ConfigError when it ends, or says nothing for `patience` seconds."""
+        deadline = time.monotonic() + patience
+        with suppress(EOFError):
+            while not self._pipe.poll(0.05):
+                if not self.is_alive or time.monotonic() > deadline:
+                    break
+            else:
+                return self._pipe.recv()
+        raise ConfigError("a process of this bench does not say what it should; its words are above")
+
+
+class Group(ExitStack):
+    """Processes of one kind, each with its own arguments; a context manager."""
+
+    def __init__(self, target: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
+        super().__init__()
+        self.children = [Child(target, *words) for words in arguments]
+
+    def __enter__(self) -> Self:
+        for child in self.children:
+            self.enter_context(child)
+        return self
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.pid for child in self.children]
+
+    def heard(self, patience: float = PATIENCE_S) -> list[Any]:
+        return [child.heard(patience) for child in self.children]
+
+    def tell(self, value: Any) -> None:
+        for child in self.children:
+            child.tell(value)
+
+
+class Served:
+    """The real server of a run in `folder`, with one source of `capacity` steps; a context manager.
+
+    `beside(pipe, address)` is a process that serves those who look for inference, at `inference` (a free port, by
+    default); actors are told that it is at `told`. The server may be killed and started again.
+    """
+
+    def __init__(
+        self, folder: Path, capacity: int, beside: Callable[..., None] | None = None, inference: str = "",
+        told: str = "", keys: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        self.address, free = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        self.local, inference = f"ipc://{folder}/server", inference or free
+        self._words = (folder, capacity, self.address, self.local, told or inference, keys)
+        self._beside = Child(beside or check, inference)
+        self.learner = Connection(self.local, m.Hello(m.PROTOCOL, "learner", "bench"))
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._beside.__enter__()
+        self.start()
+        return self
+
+    def start(self) -> None:
+        self._server = Child(run_server, *self._words).__enter__()
+
+    @property
+    def pid(self) -> int:
+        return self._server.pid
+
+    @property
+    def beside_pid(self) -> int:
+        return self._beside.pid
+
     def kill(self) -> None:
         """As kill -9 does."""
-        self._process.kill()
-        self._process.join()
+        self._server.__exit__()
         self.learner.close()
+
+    def ask(self, message: m.Message) -> Any:
+        """The answer to a message of the learner's role; a server that is starting is asked again."""
+        deadline = time.monotonic() + 30.0
+        while True:
+            try:
+                return self.learner.call(message, 20.0)
+            except TrainerError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
     def direct(self, client: TrainerClient) -> None:
         """Give the directive to collect, and wait until the client has it."""
         while not client.connected:
             client.wait(0.05)
-        self.learner.call(m.Direct(BODY, None), 20.0)
+        self.ask(m.Direct(BODY, None))
         while not client.directive["number"]:
             client.wait(0.05)
 
     @property
     def commits(self) -> int:
         """How many groups with a part of the newest episode were made durable until now."""
-        revision = 0
-        page: Any = self.learner.call(m.Sync(0, 0), 20.0)
+        revision, page = 0, self.ask(m.Sync(0, 0))
         while page.episodes:
             revision = page.revision
-            page = self.learner.call(m.Sync(revision, 0), 20.0)
+            page = self.ask(m.Sync(revision, 0))
         return revision
 
     def __exit__(self, *exception: object) -> None:
         self.kill()
-        self._beside.kill()
-        self._beside.join()
+        self._beside.__exit__()
 
 
-def run_server(run_dir: Path, capacity: int, public: str, local: str, inference: str) -> None:
-    serve(run_dir, {"online": capacity}, public=public, local=local, inference=inference)
+def run_server(
+    _: Any, run_dir: Path, capacity: int, public: str, local: str, inference: str, keys: Path | None
+) -> None:  # fmt: skip
+    serve(run_dir, {"online": capacity}, public=public, local=local, inference=inference, keys=keys)
 
 
-class Checked:
-    """`check` as a process; a context manager."""
-
-    def __init__(self) -> None:
-        self._port = free_port()
-        self.address = f"tcp://127.0.0.1:{self._port}"
-        self._process = PROCESSES.Process(target=check, args=(self.address,))
-
-    def __enter__(self) -> "Checked":
-        self._process.start()
-        while True:
-            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", self._port)):
-                return self
-            time.sleep(0.05)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid or 0
-
-    def __exit__(self, *exception: object) -> None:
-        self._process.kill()
-        self._process.join()
+@contextmanager
+def checked() -> Iterator[tuple[str, int]]:
+    """(address, process id) of `check` as a process."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with Child(check, address) as child:
+        child.heard()
+        yield address, child.pid
 
 
-def check(address: str) -> None:
+def check(pipe: Any, address: str) -> None:
     """What the server does with records, without a store: decode them, check them, acknowledge each message."""
     router = bound(zmq.Context.instance(), address)
+    pipe.send("bound")
     notice = asdict(m.StateUpdate({"number": 1, **BODY}, {}))
     while True:
         identity, *parts = router.recv_multipart(copy=False)
@@ -140,6 +213,111 @@ def check(address: str) -> None:
             send(router, identity.bytes, m.Ack(message.session, seq + 1))
 
 
+# -- plain TCP: the ceiling
+def connected(port: int) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def receive(connection: socket.socket, memory: memoryview) -> None:
+    """Fill `memory`. Raises EOFError at the end of the connection."""
+    while memory:
+        count = connection.recv_into(memory)
+        if not count:
+            raise EOFError
+        memory = memory[count:]
+
+
+def take(pipe: Any, port: int, file: Path | None) -> None:
+    """Receives over plain TCP, as often as it is told, (bytes of a part, bytes of all), into one buffer; with a `file`
+    it hashes and writes each part of a pull, as ours does. Says time.monotonic() of when it has all."""
+    with connected(port) as connection, suppress(EOFError):
+        while True:
+            size, left = pipe.recv()
+            buffer = memoryview(bytearray(size))
+            pipe.send("ready")
+            while left:
+                wanted = min(size, left)
+                left -= wanted
+                if file is not None:
+                    keep(connection, file, buffer[:wanted])
+                    continue
+                while wanted:  # as lean as it can be: others stand beside it
+                    wanted -= connection.recv_into(buffer[:wanted]) or sys.exit()
+            pipe.send(time.monotonic())
+
+
+def keep(connection: socket.socket, file: Path, memory: memoryview) -> None:
+    checksum = hashlib.sha256()
+    with open(file, "wb", buffering=0) as kept:
+        for begin in range(0, len(memory), PART_BYTES):
+            part = memory[begin : begin + PART_BYTES]
+            receive(connection, part)
+            kept.write(part)
+            checksum.update(part)
+    checksum.hexdigest()
+
+
+class RawTcp:
+    """Plain connections, one for each of `files`, to processes that only receive (`take`); a context manager."""
+
+    def __init__(self, files: Sequence[Path | None] = (None,)) -> None:
+        self._files, self._exits = files, ExitStack()
+
+    def __enter__(self) -> Self:
+        listening = self._exits.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = listening.getsockname()[1]
+        self._group = self._exits.enter_context(Group(take, [(port, file) for file in self._files]))
+        self._connections = [self._exits.enter_context(listening.accept()[0]) for _ in self._files]
+        for connection in self._connections:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.pid = self._group.pids[0]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._exits.close()
+
+    def send(self, records: Sequence[Any], total: int) -> float:
+        """Send these again and again to each, `total` bytes; seconds until all have come."""
+        self._group.tell((len(records[0]), total))
+        self._group.heard()
+        first, *others = self._connections
+        begin, threads = time.monotonic(), [threading.Thread(target=_send, args=(e, records, total)) for e in others]
+        for thread in threads:
+            thread.start()
+        _send(first, records, total)
+        return max(self._group.heard()) - begin
+
+
+def _send(connection: socket.socket, records: Sequence[Any], left: int) -> None:
+    for record in itertools.cycle(records):
+        connection.sendall(record if left >= len(record) else record[:left])
+        left -= len(record)
+        if left <= 0:
+            return
+
+
+@contextmanager
+def plain_disk(path: Path, total: int, records: Sequence[memoryview]) -> Iterator[Callable[[int], float]]:
+    """A call (groups) that writes `total` bytes of these records into a file that is there, each group with a sync."""
+    data = memoryview(b"".join(records))
+    file = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.posix_fallocate(file, 0, total)
+
+    def write(groups: int) -> float:
+        begin, offset = time.perf_counter(), 0
+        for group in range(1, groups + 1):
+            while left := total * group // groups - offset:
+                offset += os.pwrite(file, data[:left], offset)
+            os.fdatasync(file)
+        return time.perf_counter() - begin
+
+    yield write
+    os.close(file)
+
+
+# -- what is pushed
 class Rows:
     """Segments of `length` rows (as many as the recorder takes, if 0), over about `pool` bytes that are made once."""
 
@@ -180,8 +358,13 @@ def spec_of(size: int, *, fps: float = 300.0) -> Spec:
 
 
 def _values(generator: np.random.Generator, feature: Feature, count: int) -> Any:
-    values = generator.integers(0, 256, (count, *feature.shape), np.uint8)
-    return values.astype(feature.dtype)
+    return generator.integers(0, 256, (count, *feature.shape), np.uint8).astype(feature.dtype)
+
+
+def observation() -> dict[str, Array]:
+    """One of SPEC."""
+    generator = np.random.default_rng(0)
+    return {name: _values(generator, feature, 1)[0] for name, feature in SPEC.observation.items()}
 
 
 class Latencies:

@@ -1,56 +1,39 @@
 """tools/bench.py: one entry for all measurements, and the one of a control loop."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.benches import paired
 from tests.benches.paired import Figure, cpu_seconds, ratio, rounds
 from tools.bench import BENCHES
 
 BENCH = Path(__file__).parents[2] / "tools/bench.py"
 
 
-def run(*words):
+def typed(*words):
     return subprocess.run([sys.executable, BENCH, *words], capture_output=True, text=True)
 
 
+def run(*words):
+    """The JSON that a bench prints."""
+    done = typed(*words[:1], "--json", *words[1:])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def test_the_entry_names_every_measurement_and_each_says_what_it_takes():
-    said = run("--help").stdout
+    said = typed("--help").stdout
     for name in BENCHES:
         assert f"\n{name} " in said
-    assert "usage: bench.py control [-h] [--seconds SECONDS]" in run("control", "--help").stdout
-    wrong = run("pi0-infr")
+    assert "usage: bench.py control [-h] [--seconds SECONDS]" in typed("control", "--help").stdout
+    wrong = typed("pi0-infr")
     assert wrong.returncode == 2
     assert "invalid choice: 'pi0-infr'" in wrong.stderr
-
-
-@pytest.mark.slow
-def test_a_control_loop_is_measured_in_each_state_of_the_learner_beside_one_without_calls():
-    found = json.loads(run("control", "--seconds", "1", "--hz", "20", "--json").stdout)
-    assert [line["state"] for line in found] == ["alive", "slow", "stopped", "dead", "full"]
-    for line in found:
-        assert line["ticks"] == 20
-        assert line["ratio"] == pytest.approx(line["late_ms"] / line["plain_late_ms"])
-        assert line["push_cpu"] > 0
-        assert line["ask_cpu"] > 0
-
-
-@pytest.mark.slow
-def test_the_whole_actor_is_measured_under_each_fault_beside_one_without_a_client():
-    found = json.loads(run("control", "--faults", "--seconds", "6", "--json").stdout)
-    assert list(found["states"]) == ["all", "well", "killed", "stopped", "cut off", "no disk"]
-    for state, both in found["states"].items():
-        assert min(loop["ticks"] for loop in both.values()) > 0, state
-    ours, plain = (found["states"]["all"][loop] for loop in ("with", "without"))
-    share = ours["late"] / ours["ticks"]
-    assert found["ratio"] == pytest.approx(share / (max(1, plain["late"]) / plain["ticks"]))
-    assert found["holds"] == (found["ratio"] <= found["goal"])
-    assert found["calls"]["push"]["count"] > 0
-    assert found["calls"]["ask"]["own_max"] <= found["calls"]["ask"]["wall_max"]
-    assert found["undelivered"] == 0  # all that was pushed under the faults came
 
 
 def test_contenders_take_turns_and_only_what_one_round_measured_is_compared():
@@ -85,30 +68,113 @@ def test_cpu_time_is_that_of_all_threads_of_other_processes():
         process.communicate(b"\n")
 
 
-def figures(*words):
-    """{(figure, what it stands beside): the figure} of one bench, and all that it printed."""
-    done = run(*words, "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["bench"] == words[0]
-    return {(each["figure"], each["against"].partition(" (")[0]): each for each in found["figures"]}, found
+# -- the benches, tiny: each measures what it says, beside what it says, and prints it as data
+RAW = "raw TCP, row by row"
+SMALL = {  # {bench: (its words, {(figure, what it stands beside): its goal})}
+    "wire": (
+        ("--rounds", "1", "--calls", "5", "--megabytes", "3", "--profile"),
+        {**{(f"round trip, {name}: p50", "raw TCP"): "" for name in ("ours", "ours, one thread", "ours, CURVE")},
+         **{(f"one way, {size}, CURVE", "clear"): ">= 0.3" for size in ("500 KB", "3 MB")},
+         ("bytes of it that encoding copies", ""): "<= 0"},
+    ),
+    "weights": (
+        ("--rounds", "1", "--megabytes", "3", "--receivers", "1", "--peers"),
+        {("weights to 1, ours", "raw TCP"): ">= 0.9", ("weights to 1, ours", "raw TCP, hashed and written"): "",
+         ("weights to 1, ours", "lz4(pickle) over PUB"): ">= 15", ("weights to 1, raw TCP", ""): "",
+         ("two fast receivers beside a slow one", "alone"): "<= 1.1"},
+    ),
+    "ingest": (
+        ("--rounds", "1", "--mb", "4", "--sizes", "1 KB", "50 KB"),
+        {**{(f"{size} over the wire", RAW): ">= 0.75" for size in ("1 KB", "50 KB")},
+         **{(f"{size} pushed, CPU of both sides", "raw TCP"): "" for size in ("1 KB", "50 KB")},
+         ("50 KB end to end", "the smaller of pushed and disk"): ">= 0.7"},
+    ),
+    "replay": (
+        ("--rounds", "1", "--steps", "100", "--theirs", "0", "--large", "500"),
+        {("256 pairs of 3x224x224x3", "a copy of the same bytes"): ">= 0.85",
+         ("a batch after a discard, 500 steps", "a batch where nothing was discarded"): "<= 3",
+         ("bytes written per byte of 3x224x224x3", ""): "<= 1.02"},
+    ),
+    "durable": (
+        ("--rounds", "1", "--steps", "128", "--seconds", "1"),
+        {**{(f"commits of {records} records", "plain pwrite + fdatasync"): ">= 0.85" for records in (64, 8)},
+         ("acknowledgement p50", "pwrite + fdatasync p50"): "", ("acknowledgement p99", "max"): "<= 1"},
+    ),
+    "swarm": (
+        ("--clients", "4", "--processes", "2", "--seconds", "1"),
+        {("rate of a client, the slowest", "what was asked"): ">= 0.9", ("acknowledgement p99", ""): "<= 50",
+         ("CPU of the server", ""): ""},
+    ),
+    "drain": (
+        ("--minutes", "0.2"),
+        {("  that is, times real time", ""): ">= 5", ("rate of the living actor", "what was asked"): ">= 0.9"},
+    ),
+    "hostile": (
+        ("--records", "2000", "--hellos", "200", "--seconds", "1", "--most", "5"),
+        {("ack under 2,000 outcomes", "alone"): "<= 1.1", ("ack under 200 Hellos", "alone"): "<= 1.1",
+         ("records with NaN that were stored", ""): "<= 0"},
+    ),
+}  # fmt: skip
+KEPT = {
+    "bytes of it that encoding copies",
+    "bytes written per byte of 3x224x224x3",
+    "records with NaN that were stored",
+}
 
 
 @pytest.mark.slow
-def test_a_round_trip_is_measured_beside_plain_tcp_and_its_stages_are_told():
-    found, whole = figures("wire", "--rounds", "1", "--calls", "5", "--megabytes", "3", "--profile")
-    for name in ("ours", "ours, one thread", "ours, CURVE", "raw TCP"):
-        assert found[f"round trip, {name}: p50", "raw TCP"]["value"] > 0
-    assert len(whole["profile_us"]) == 8
-    assert found["bytes of it that encoding copies", ""]["holds"]
-    for size in ("500 KB", "3 MB"):
-        assert found[f"one way, {size}, CURVE", "clear"]["goal"] == ">= 0.3"
+@pytest.mark.parametrize(("bench", "words", "wanted"), [(name, *both) for name, both in SMALL.items()], ids=SMALL)
+def test_a_bench_measures_what_it_says_beside_what_it_says(bench, words, wanted):
+    result = run(bench, *words)
+    assert result["bench"] == bench
+    found = {(re.sub(r", \d+ groups", "", each["figure"]), each["against"].partition(" (")[0]): each
+             for each in result["figures"]}  # fmt: skip
+    for name, goal in wanted.items():
+        assert found[name]["goal"] == goal
+        assert found[name]["value"] > 0 or goal == "<= 0"
+    assert all(each["holds"] for (name, _), each in found.items() if name in KEPT)
+    assert len(result.get("profile_us", range(8))) == 8
 
 
 @pytest.mark.slow
-def test_weights_reach_receivers_beside_plain_tcp_and_a_slow_one_stands_beside_fast_ones():
-    found, _ = figures("weights", "--rounds", "1", "--megabytes", "3", "--receivers", "1", "--peers")
-    for other in ("raw TCP", "raw TCP, hashed and written", "lz4(pickle) over PUB"):
-        ours = found["weights to 1, ours", other]
-        assert ours["ratio"] == pytest.approx(ours["value"] / found[f"weights to 1, {other}", ""]["value"])
-    assert found["two fast receivers beside a slow one", "alone"]["goal"] == "<= 1.1"
+def test_every_client_of_a_swarm_is_served_and_counted():
+    found = {each["figure"]: each["value"] for each in run("swarm", *SMALL["swarm"][0])["figures"]}
+    assert 0 < found["rate of a client, the slowest"] <= 30
+
+
+@pytest.mark.slow
+def test_a_control_loop_is_measured_in_each_state_of_the_learner_beside_one_without_calls():
+    found = run("control", "--seconds", "1", "--hz", "20")
+    assert [line["state"] for line in found] == ["alive", "slow", "stopped", "dead", "full"]
+    for line in found:
+        assert line["ticks"] == 20
+        assert line["ratio"] == pytest.approx(line["late_ms"] / line["plain_late_ms"])
+        assert min(line["push_cpu"], line["ask_cpu"]) > 0
+
+
+@pytest.mark.slow
+def test_the_whole_actor_is_measured_under_each_fault_beside_one_without_a_client():
+    found = run("control", "--faults", "--seconds", "6")
+    assert list(found["states"]) == ["all", "well", "killed", "stopped", "cut off", "no disk"]
+    for state, both in found["states"].items():
+        assert min(loop["ticks"] for loop in both.values()) > 0, state
+    ours, plain = (found["states"]["all"][loop] for loop in ("with", "without"))
+    share = ours["late"] / ours["ticks"]
+    assert found["ratio"] == pytest.approx(share / (max(1, plain["late"]) / plain["ticks"]))
+    assert found["holds"] == (found["ratio"] <= found["goal"])
+    assert found["calls"]["push"]["count"] > 0
+    assert found["calls"]["ask"]["own_max"] <= found["calls"]["ask"]["wall_max"]
+    assert found["undelivered"] == 0  # all that was pushed under the faults came
+
+
+def test_results_become_a_page(tmp_path):
+    figures = [Figure("bytes that are copied", 0, "B", goal="<= 0"), Figure("rate", 2.0, "Hz", goal=">= 1")]
+    result = tmp_path / "result.json"
+    result.write_text(json.dumps(paired.result("drain", figures)))
+    assert typed("page", result, "--out", tmp_path / "page.md").returncode == 0
+    page = (tmp_path / "page.md").read_text()
+    assert "## drain" in page
+    assert "| bytes that are copied | 0 B |  |  | <= 0: holds |" in page
+    assert (tmp_path / "page.png").stat().st_size > 1000
+    result.write_text("[]")
+    assert "is not what a bench with figures has printed" in typed("page", result).stderr

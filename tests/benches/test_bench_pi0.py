@@ -1,10 +1,6 @@
 """tools/bench.py pi0-infer and pi0-train: their FLOPs are those published and those that PyTorch counts."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +12,11 @@ from serl_launcher.config import composed
 from serl_launcher.training.build import build
 from serl_launcher.types import Window
 from tests.benches import pi0, pi0_infer, pi0_train
+from tests.benches.test_bench import run
+from tools.bench import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BENCH = Path(__file__).parents[2] / "tools/bench.py"
 ROWS = 2
 ODD = [  # sizes of which no two are the same by accident
     "policy.gemma.expert_width=64", "policy.gemma.expert_mlp=160", "policy.gemma.kv_heads=2", "policy.horizon=5",
@@ -91,15 +88,11 @@ def test_pytorch_counts_the_same_flops_of_an_answer(samples, cached):
 @pytest.mark.parametrize(
     ("words", "tolerance"),
     [
-        ([], 0.005),
-        (["policy.checkpointing=true"], 0.005),
-        (["policy.freeze=[vision,language]"], 0.005),
+        ([], 0.005), (["policy.checkpointing=true"], 0.005), (["policy.freeze=[vision,language]"], 0.005),
         (["policy.freeze=[vision,language]", "policy.checkpointing=true"], 0.005),
-        (["policy.freeze=[vision]"], 0.005),
-        (["policy.freeze=[language]"], 0.005),
-        (["policy.lora=2"], 0.05),
+        (["policy.freeze=[vision]"], 0.005), (["policy.freeze=[language]"], 0.005), (["policy.lora=2"], 0.05),
     ],
-)
+)  # fmt: skip
 def test_pytorch_counts_the_same_flops_of_a_gradient(words, tolerance):
     config, spec, policy, work = tiny(*words)
     batch = pi0_train.random_batch(spec, Window(policy.offsets), ROWS)
@@ -120,16 +113,9 @@ def test_every_way_makes_the_same_chunk():
         torch.testing.assert_close(pi0_infer.several(policy, 3, prepared, noise), chunk)
 
 
-def run(*words):
-    """What the program prints."""
-    done = subprocess.run([sys.executable, BENCH, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_inference_is_measured_beside_its_floor_and_other_ways():
     words = ["--policy", "pi0_tiny", "--rounds", "2", "--cameras", "1", "--steps", "4", "--batch", "1", "3"]
-    result = json.loads(run("pi0-infer", *words, "--samples", "2", "--json", "--", "policy.horizon=6"))
+    result = run("pi0-infer", *words, "--samples", "2", "--", "policy.horizon=6")
     assert (result["cameras"], result["horizon"], result["steps"], result["rounds"]) == (1, 6, 4, 2)
     assert result["flops"] < result["flops_whole"]
     cases = {(case["way"], case["rows"], case["samples"]): case for case in result["cases"]}
@@ -155,7 +141,7 @@ def test_inference_is_measured_beside_its_floor_and_other_ways():
 
 def test_training_is_measured_beside_the_matrix_products_of_the_machine():
     words = ["--policy", "pi0_tiny", "--rounds", "2", "--cameras", "1", "--batch", "4", "--accumulation", "2"]
-    result = json.loads(run("pi0-train", *words, "--checkpointing", "--json"))
+    result = run("pi0-train", *words, "--checkpointing")
     assert (result["batch"], result["accumulation"], result["checkpointing"]) == (4, 2, True)
     work = pi0.Work.of(composed(pi0.CONFIG, ["policy=pi0_tiny"]).policy, 1)
     assert (result["needed"], result["recomputed"]) == (work.training(), work.recomputed())
@@ -171,20 +157,16 @@ def test_training_is_measured_beside_the_matrix_products_of_the_machine():
 @pytest.mark.parametrize(
     ("bench", "words", "message"),
     [
-        (pi0_infer, ["--policy", "flow"], "--policy flow is no PI0: say pi0, pi0_tiny, pi0_expert or pi0_lora"),
-        (pi0_infer, ["--policy", "pi0_tini"], "did you mean 'pi0_tiny'?"),
-        (pi0_infer, ["--policy", "pi0_tiny", "--device", "cuda:99"], "device=cuda:99 cannot be used"),
-        (
-            pi0_train,
-            ["--policy", "pi0_tiny", "--batch", "5", "--accumulation", "2"],
-            "cannot be cut into 2 equal parts",
-        ),
-        (pi0_train, ["--policy", "pi0_tiny", "policy.widht=4"], "policy has no key 'widht'; did you mean 'width'?"),
+        ("pi0-infer", ["--policy", "flow"], "--policy flow is no PI0: say pi0, pi0_tiny, pi0_expert or pi0_lora"),
+        ("pi0-infer", ["--policy", "pi0_tini"], "did you mean 'pi0_tiny'?"),
+        ("pi0-infer", ["--policy", "pi0_tiny", "--device", "cuda:99"], "device=cuda:99 cannot be used"),
+        ("pi0-train", ["--policy", "pi0_tiny", "--batch", "5", "--accumulation", "2"], "cannot be cut into 2 equal"),
+        ("pi0-train", ["--policy", "pi0_tiny", "policy.widht=4"], "policy has no key 'widht'; did you mean 'width'?"),
     ],
 )
 def test_what_cannot_be_measured_is_said_in_one_sentence(bench, words, message):
     with pytest.raises(SystemExit) as end:
-        bench.main(words, "bench.py")
+        main([bench, *words])
     assert str(end.value).startswith("error: ")
     assert message in str(end.value)
     assert "\n" not in str(end.value)

@@ -10,12 +10,9 @@ import argparse
 import hashlib
 import os
 import pickle
-import socket
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,101 +23,58 @@ import zmq
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
-from serl_client.errors import ConfigError
 from serl_client.weights import OPEN_REQUESTS, PART_BYTES
 
 from serl_launcher.store import weights
 from tests.faults.proxy import Proxy
 from tests.shared.common import free_port
 
-from .paired import Figure, cpu_seconds, machine, ratio, rounds, said
-from .peers import connected, receive
-from .served import PROCESSES, Served, spec_of
+from .paired import JSON, Figure, cpu_seconds, option, ratio, rounds
+from .served import Group, RawTcp, Served, spec_of
 
-OURS, WIRE, RAW, KEPT, BROADCAST = (
-    "ours",
-    "ours, the wire alone",
-    "raw TCP",
-    "raw TCP, hashed and written",
-    "lz4(pickle) over PUB",
-)
+OURS, WIRE, RAW = "ours", "ours, the wire alone", "raw TCP"
+KEPT, BROADCAST = "raw TCP, hashed and written", "lz4(pickle) over PUB"
 LOOK_S = 0.001  # between two looks whether the file is there
-PATIENCE_S = 120.0
 SLOW = 1_000_000  # bytes/s of the slow link
 
 
-def main(words: Sequence[str], prog: str) -> None:
-    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="of all contenders in turn (7)")
-    parser.add_argument("--megabytes", type=int, default=100, help="of the file (100)")
-    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4], help="at the same time (1 2 4)")
-    parser.add_argument("--peers", action="store_true", help="measure the broadcast, too")
-    parser.add_argument("--json", action="store_true", help="print one object")
-    options = parser.parse_args(words)
-    before, figures = machine(), []
+OPTIONS = {
+    "--rounds": option(7, "of all contenders in turn (7)"),
+    "--megabytes": option(100, "of the file (100)"),
+    "--receivers": option([1, 2, 4], "at the same time (1 2 4)"),
+    "--peers": option(False, "measure the broadcast, too"),
+    **JSON,
+}
+
+
+def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     data = np.random.default_rng(0).integers(0, 256, options.megabytes * 10**6, np.uint8)
     for count in options.receivers:
-        figures += pulls(data, count, options.rounds, peers=options.peers)
-    said("weights", before, [*figures, *beside_slow(data, options.rounds), *parts(data)], as_json=options.json)
-
-
-class Group:
-    """Receivers, each a process that says when it has all of what was sent; a context manager."""
-
-    def __init__(self, target: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
-        pipes = [PROCESSES.Pipe() for _ in arguments]
-        self._pipes = [ours for ours, _ in pipes]
-        self._processes = [
-            PROCESSES.Process(target=target, args=(theirs, *words), daemon=True)
-            for (_, theirs), words in zip(pipes, arguments, strict=True)
-        ]
-
-    def __enter__(self) -> "Group":
-        for process in self._processes:
-            process.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid or 0 for process in self._processes]
-
-    def last(self) -> float:
-        """time.monotonic() at which the last of them had it. Raises ConfigError when one does not say so."""
-        said = []
-        for pipe in self._pipes:
-            if not pipe.poll(PATIENCE_S):
-                raise ConfigError("a receiver of this bench does not get what was sent; its words are above")
-            said.append(pipe.recv())
-        return max(said)
+        yield from pulls(folder / str(count), data, count, options.rounds, peers=options.peers)
+    yield from beside_slow(folder / "slow", data, options.rounds)
+    yield from parts(folder / "file", data)
 
 
 # -- ours
-class Published:
+class Published(Served):
     """A real server, and files that differ in their first bytes; a context manager."""
 
     def __init__(self, folder: Path, data: np.ndarray) -> None:
-        self.served, self._data, self._count = Served(folder / "learner", 1000), data, 0
-
-    def __enter__(self) -> "Published":
-        self.served.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.served.__exit__(*exception)
+        super().__init__(folder / "learner", 1000)
+        self._data, self._count = data, 0
 
     def next(self) -> float:
         """Publish another file; time.monotonic() of just before its number was asked for."""
         self._count += 1
         self._data[:8] = np.array([self._count], np.uint64).view(np.uint8)
-        sha256, size = weights.write(self.served.folder / "weights", self._data.tobytes())
+        sha256, size = weights.write(self.folder / "weights", self._data.tobytes())
         begin = time.monotonic()
-        self.served.learner.call(m.Publish(sha256, size, self._count), PATIENCE_S)
+        self.ask(m.Publish(sha256, size, self._count))
         return begin
+
+    def reach(self, group: Group) -> float:
+        """Seconds until each of a group has the next file."""
+        return -self.next() + max(group.heard())
 
 
 def follow(pipe: Any, address: str, folder: Path, number: int) -> None:
@@ -168,49 +122,6 @@ def pull(pipe: Any, address: str, number: int) -> None:
 
 
 # -- beside it
-def take(pipe: Any, port: int, size: int, file: Path | None) -> None:
-    """Receives over plain TCP, again and again; with a `file` it hashes and writes each part, as ours does."""
-    memory = memoryview(bytearray(size))
-    with connected(port) as connection, suppress(EOFError):
-        pipe.send(time.monotonic())
-        while True:
-            if file is None:
-                receive(connection, memory)
-            else:
-                keep(connection, memory, file)
-            pipe.send(time.monotonic())
-
-
-def keep(connection: socket.socket, memory: memoryview, file: Path) -> None:
-    checksum = hashlib.sha256()
-    with open(file, "wb", buffering=0) as kept:
-        for begin in range(0, len(memory), PART_BYTES):
-            part = memory[begin : begin + PART_BYTES]
-            receive(connection, part)
-            kept.write(part)
-            checksum.update(part)
-    checksum.hexdigest()
-
-
-@contextmanager
-def over_tcp(data: np.ndarray, files: Sequence[Path | None]) -> Iterator[Callable[[], float]]:
-    """call() sends `data` to as many receivers as there are files; bytes/s of all of them together."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        with Group(take, [(port, data.nbytes, file) for file in files]) as group, ExitStack() as exits:
-            connections = [exits.enter_context(listening.accept()[0]) for _ in files]
-            group.last()
-
-            def call() -> float:
-                begin = time.monotonic()
-                threads = [threading.Thread(target=each.sendall, args=(data,)) for each in connections]
-                for thread in threads:
-                    thread.start()
-                return data.nbytes * len(files) / (group.last() - begin)
-
-            yield call
-
-
 def listen(pipe: Any, port: int) -> None:
     """A subscriber that unpacks what it is sent."""
     import lz4.frame
@@ -225,7 +136,7 @@ def listen(pipe: Any, port: int) -> None:
 
 @contextmanager
 def broadcast(data: np.ndarray, count: int) -> Iterator[Callable[[], float]]:
-    """call() publishes lz4(pickle(data)) once to so many subscribers; bytes/s of all of them together."""
+    """call() publishes lz4(pickle(data)) once to so many subscribers; seconds until all have it."""
     import lz4.frame
 
     port = free_port()
@@ -238,94 +149,82 @@ def broadcast(data: np.ndarray, count: int) -> Iterator[Callable[[], float]]:
         def call() -> float:
             begin = time.monotonic()
             publisher.send(lz4.frame.compress(pickle.dumps({"weights": data})))
-            return data.nbytes * count / (group.last() - begin)
+            return max(group.heard()) - begin
 
         yield call
 
 
 # -- figures
-def pulls(data: np.ndarray, count: int, times: int, *, peers: bool) -> Iterator[Figure]:
+def pulls(folder: Path, data: np.ndarray, count: int, times: int, *, peers: bool) -> Iterator[Figure]:
     """GB/s that reach `count` receivers together, ours beside each other way."""
     with ExitStack() as exits:
-        folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        published = exits.enter_context(Published(folder, data))
-        address = published.served.address
-        group = exits.enter_context(Group(follow, [(address, folder, number) for number in range(count)]))
-        group.last()
-        beside = exits.enter_context(Published(folder / "beside", data))
-        pullers = exits.enter_context(Group(pull, [(beside.served.address, number) for number in range(count)]))
-        pullers.last()
-        pids, spent = [published.served.pid, *group.pids], [0.0]
+        ours, alone = (exits.enter_context(Published(folder / name, data)) for name in ("ours", "wire"))
+        words = [(ours.address, folder, number) for number in range(count)]
+        group = exits.enter_context(Group(follow, words))
+        group.heard()
+        pullers = exits.enter_context(Group(pull, [(alone.address, number) for number in range(count)]))
+        pullers.heard()
+        pids, spent = [ours.pid, *group.pids], [0.0]
 
-        def ours() -> float:
+        def reached() -> float:
             spent[0] -= cpu_seconds(*pids)
-            begin = published.next()
-            rate = data.nbytes * count / (group.last() - begin)
+            seconds = ours.reach(group)
             spent[0] += cpu_seconds(*pids)
-            return rate
+            return seconds
 
-        files = [folder / f"kept-{number}" for number in range(count)]
-
-        def wire() -> float:
-            begin = beside.next()
-            return data.nbytes * count / (pullers.last() - begin)
-
+        raw = exits.enter_context(RawTcp([None] * count))
+        kept = exits.enter_context(RawTcp([folder / f"kept-{number}" for number in range(count)]))
         calls = {
-            OURS: ours,
-            WIRE: wire,
-            RAW: exits.enter_context(over_tcp(data, [None] * count)),
-            KEPT: exits.enter_context(over_tcp(data, files)),
+            OURS: reached,
+            WIRE: lambda: alone.reach(pullers),
+            RAW: lambda: raw.send([data.data], data.nbytes),
+            KEPT: lambda: kept.send([data.data], data.nbytes),
         }
         if peers:
             calls[BROADCAST] = exits.enter_context(broadcast(data, count))
         for call in calls.values():
             call()
         spent[0] = 0.0
-        rates = rounds(calls, times)
-    value, to = median(rates[OURS]) / 1e9, f"weights to {count}"
-    yield Figure(f"{to}, ours", value, "GB/s", RAW, ratio(rates, OURS, RAW), ">= 0.9")
-    yield Figure(f"{to}, ours", value, "GB/s", KEPT, ratio(rates, OURS, KEPT))
-    yield Figure(f"{to}, {WIRE}", median(rates[WIRE]) / 1e9, "GB/s", RAW, ratio(rates, WIRE, RAW), ">= 0.9")
+        seconds = rounds(calls, times)
+    rates = {name: [data.nbytes * count / each / 1e9 for each in values] for name, values in seconds.items()}
+
+    def figure(name: str, against: str, goal: str = "") -> Figure:
+        ratio_ = ratio(rates, name, against) if against else None
+        return Figure(f"weights to {count}, {name}", median(rates[name]), "GB/s", against, ratio_, goal)
+
+    yield from (figure(OURS, RAW, ">= 0.9"), figure(OURS, KEPT), figure(WIRE, RAW, ">= 0.9"))
     if peers:
-        yield Figure(
-            f"{to}, {WIRE}", median(rates[WIRE]) / 1e9, "GB/s", BROADCAST, ratio(rates, WIRE, BROADCAST), ">= 15"
-        )
-        yield Figure(f"{to}, ours", value, "GB/s", BROADCAST, ratio(rates, OURS, BROADCAST), ">= 15")
-    for name in list(calls)[2:]:
-        yield Figure(f"{to}, {name}", median(rates[name]) / 1e9, "GB/s")
-    yield Figure(f"{to}, ours: CPU of all sides", spent[0] / (times * count * data.nbytes / 1e9), "s/GB")
+        yield from (figure(name, BROADCAST, ">= 15") for name in (WIRE, OURS))
+    yield from (figure(name, "") for name in list(calls)[2:])
+    yield Figure(f"weights to {count}, ours: CPU of all sides", spent[0] / (times * count * data.nbytes / 1e9), "s/GB")
 
 
-def beside_slow(data: np.ndarray, times: int) -> Iterator[Figure]:
+def beside_slow(folder: Path, data: np.ndarray, times: int) -> Iterator[Figure]:
     """How long two fast receivers take, with and without one on a slow link beside them."""
     with ExitStack() as exits:
-        folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         published = exits.enter_context(Published(folder, data))
-        address = published.served.address
-        proxy = exits.enter_context(Proxy("127.0.0.1", int(address.rpartition(":")[2])))
-        fast = exits.enter_context(Group(follow, [(address, folder, number) for number in range(2)]))
+        proxy = exits.enter_context(Proxy("127.0.0.1", int(published.address.rpartition(":")[2])))
+        fast = exits.enter_context(Group(follow, [(published.address, folder, number) for number in range(2)]))
         slow = exits.enter_context(Group(follow, [(f"tcp://127.0.0.1:{proxy.port}", folder, 2)]))
-        fast.last()
-        slow.last()
+        fast.heard()
+        slow.heard()
 
-        def measure(mode: str, **options: Any) -> float:
+        def reached(mode: str, **options: Any) -> float:
             proxy.set(mode, **options)
             time.sleep(0.5)  # it is connected again, or gone
-            return -published.next() + fast.last()
+            return published.reach(fast)
 
-        calls = {"beside": partial(measure, "trickle", rate=SLOW), "alone": partial(measure, "cut")}
+        calls = {"beside": partial(reached, "trickle", rate=SLOW), "alone": partial(reached, "cut")}
         for call in calls.values():
             call()
         seconds = rounds(calls, times)
-    value = median(seconds["beside"])
-    yield Figure(
-        "two fast receivers beside a slow one", value, "s", "alone", ratio(seconds, "beside", "alone"), "<= 1.1"
-    )
+    value, beside = median(seconds["beside"]), ratio(seconds, "beside", "alone")
+    yield Figure("two fast receivers beside a slow one", value, "s", "alone", beside, "<= 1.1")
 
 
-def parts(data: np.ndarray) -> Iterator[Figure]:
+def parts(path: Path, data: np.ndarray) -> Iterator[Figure]:
     """What one core does alone: the parts of a receiver's work."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, open(Path(folder) / "file", "wb", 0) as file:
+    with open(path, "wb", 0) as file:
         for name, call in (("sha256", hashlib.sha256), ("write to a new file", file.write), ("copy", bytes)):
             begin = time.perf_counter()
             call(data.data)

@@ -7,16 +7,16 @@ own time is no part of it. Then what encoding and decoding that observation take
 """
 
 import argparse
+import itertools
 import os
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import zmq
@@ -30,14 +30,12 @@ from serl_client.wire import Buffer
 
 from serl_launcher.store.access import AccessControl
 from serl_launcher.store.peers import send
-from serl_launcher.store.server import serve
 from tests.shared.common import free_port
 from tools.keys import locked, make
 
-from .control import SPEC
-from .paired import Figure, cpu_seconds, machine, quantiles, ratio, rounds, said
-from .peers import CHUNK, RAW, START_S, Call, Peer, accepted, connected, observation, peers, process, receive, wait
-from .served import PROCESSES
+from .paired import JSON, Figure, cpu_seconds, option, quantiles, ratio, result, rounds
+from .peers import ASKED, CHUNK, RAW, Call, Peer, peers
+from .served import PATIENCE_S, SPEC, Child, RawTcp, Served
 
 OURS, LINK, CURVE = "ours", "ours, one thread", "ours, CURVE"
 GOALS = {"lerobot, two calls": 1 / 5, "agentlace": 1 / 5, "gRPC protobuf": 1 / 3, "websocket (openpi)": 1.0}
@@ -51,30 +49,39 @@ STAGES = (
 )  # fmt: skip
 
 
-def main(words: Sequence[str], prog: str) -> None:
-    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="of all contenders in turn (9)")
-    parser.add_argument("--calls", type=int, default=200, help="of each contender in each round (200)")
-    parser.add_argument("--megabytes", type=int, default=100, help="that go one way in each measurement (100)")
-    parser.add_argument("--peers", action="store_true", help="measure what others do, too")
-    parser.add_argument("--agentlace", default="", metavar="DIR", help="the folder of agentlace's public source")
-    parser.add_argument("--profile", action="store_true", help="say where the time of our round trip goes")
-    parser.add_argument("--json", action="store_true", help="print one object")
-    options = parser.parse_args(words)
-    before, absent = machine(), {}
-    others = peers(options.agentlace) if options.peers else []
-    with Client() as ours, Client(secure=True) as secure:
+OPTIONS = {
+    "--rounds": option(9, "of all contenders in turn (9)"),
+    "--calls": option(200, "of each contender in each round (200)"),
+    "--megabytes": option(100, "that go one way in each measurement (100)"),
+    "--peers": option(False, "measure what others do, too"),
+    "--agentlace": option("", "the folder of agentlace's public source", metavar="DIR"),
+    "--profile": option(False, "say where the time of our round trip goes"),
+    **JSON,
+}
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    absent: dict[str, str] = {}
+    stages: dict[str, tuple[float, float]] = {}
+    found = result("wire", figures(folder, options, absent, stages))
+    notes = [f"{name} is not beside it: {reason}" for name, reason in absent.items()]
+    notes += [f"{p50:8.0f} us (p99 {p99:6.0f}) until {stage}" for stage, (p50, p99) in stages.items()]
+    return {**found, "absent": absent, "profile_us": stages, "notes": notes}
+
+
+def figures(
+    folder: Path, options: argparse.Namespace, absent: dict[str, str], stages: dict[str, tuple[float, float]]
+) -> Iterator[Figure]:  # fmt: skip
+    """`absent` and `stages` get what is no figure."""
+    keys, others = keyed(folder / "keys"), peers(options.agentlace) if options.peers else []
+    with Client(folder / "clear") as ours, Client(folder / "secure", keys) as secure:
         for each in (ours, secure):
             each.begin()
-        figures = [*round_trips(ours, secure, others, options.rounds, options.calls, absent)]
-        stages = profile(ours, options.calls) if options.profile else {}
-    figures += [*coding(), *streams(options.megabytes, options.rounds)]
-    said("wire", before, figures, as_json=options.json, absent=absent, profile_us=stages)
-    if not options.json:
-        for name, reason in absent.items():
-            print(f"{name} is not beside it: {reason}")
-        for stage, (p50, p99) in stages.items():
-            print(f"{p50:8.0f} us (p99 {p99:6.0f}) until {stage}")
+        yield from round_trips(ours, secure, others, options.rounds, options.calls, absent)
+        if options.profile:
+            stages |= profile(ours, options.calls)
+    yield from coding()
+    yield from streams(options.megabytes, options.rounds, keys)
 
 
 # -- our side
@@ -99,11 +106,7 @@ class Stand:
         ]
 
 
-def learn(folder: Path, public: str, inference: str, keys: Path | None) -> None:
-    serve(folder / "run", {"online": 100}, public=public, local=f"ipc://{folder}/s", inference=inference, keys=keys)
-
-
-def infer(address: str, keys: Path | None) -> None:
+def infer(_: Any, address: str, keys: Path | None = None) -> None:
     from serl_launcher.acting.server import InferenceServer  # with torch
 
     host: Any = Stand()
@@ -118,34 +121,30 @@ def keyed(folder: Path) -> Path:
     return folder
 
 
-class Client:
+class Client(Served):
     """A TrainerClient whose learner and inference server run beside it, with keys or without; a context manager."""
 
-    def __init__(self, *, secure: bool = False) -> None:
-        self._exits, self._secure, self._step = ExitStack(), secure, 0
+    def __init__(self, folder: Path, keys: Path | None = None) -> None:
+        self.asked_at = f"tcp://127.0.0.1:{free_port()}"
+        super().__init__(folder, 100, partial(infer, keys=keys), self.asked_at, keys=keys)
+        key, self._step = keys / "bench.key" if keys else None, 0
+        self.client = TrainerClient(self.address, actor="bench", spec=SPEC, outbox=folder / "outbox", key=key)
 
-    def __enter__(self) -> "Client":
-        folder = Path(self._exits.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        self.address, learner = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-        keys = keyed(folder / "keys") if self._secure else None
-        self._exits.enter_context(process(learn, folder, learner, self.address, keys))
-        self.pid = self._exits.enter_context(process(infer, self.address, keys)).pid
-        key = keys / "bench.key" if keys else None
-        self.client = self._exits.enter_context(
-            TrainerClient(learner, actor="bench", spec=SPEC, outbox=folder / "outbox", key=key)
-        )
-        self._observation = observation()
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.client.__enter__()
         return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.client.close()
+        super().__exit__(*exception)
 
     def begin(self) -> None:
         """Until there is an answer. Raises ConfigError when there is none for long."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + PATIENCE_S
         while self._answer(1.0) is None:
             if time.monotonic() > deadline:
                 raise ConfigError("our own inference server does not answer; its words are above")
-
-    def __exit__(self, *exception: object) -> None:
-        self._exits.close()
 
     def __call__(self) -> Any:
         """One round trip. Raises ConfigError when nothing comes."""
@@ -155,32 +154,33 @@ class Client:
 
     def _answer(self, timeout: float) -> Any:
         self._step += 1
-        self.client.ask(
-            self._observation, step=self._step, seed=0, previous_action=None, reset=False, explore=False, task="bench"
-        )
+        self.client.ask(ASKED, step=self._step, seed=0, previous_action=None, reset=False, explore=False, task="bench")
         return self.client.wait_answer(self._step, timeout)
 
 
 @contextmanager
 def link_to(address: str) -> Iterator[Call]:
     """The same question, asked and answered in the one thread that owns the connection."""
-    asked, step = observation(), 0
+    steps = itertools.count(1)
     with Connection(address, m.Hello(m.PROTOCOL, "actor", "bench")) as link:
         link.receive()
 
         def call() -> Any:
-            nonlocal step
-            step += 1
-            link.send(m.InferenceRequest(step, 0, False, False, "bench", asked))
-            deadline = time.monotonic() + ANSWER_S
-            while (answer := link.receive()) is None:
-                if time.monotonic() > deadline:
-                    raise ConfigError("our own inference server did not answer")
-                link.wait(ANSWER_S)
-            return answer
+            link.send(m.InferenceRequest(next(steps), 0, False, False, "bench", ASKED))
+            return answer_of(link, ANSWER_S, "inference server")
 
         call()  # it is welcomed
         yield call
+
+
+def answer_of(link: Connection, seconds: float, who: str) -> m.Message:
+    """The next message. Raises ConfigError when none comes."""
+    deadline = time.monotonic() + seconds
+    while (answer := link.receive()) is None:
+        if time.monotonic() > deadline:
+            raise ConfigError(f"our own {who} did not answer")
+        link.wait(0.1)
+    return answer
 
 
 # -- round trips
@@ -189,8 +189,8 @@ def round_trips(
 ) -> Iterator[Figure]:
     """p50, p99 and CPU of each, and ours beside each other; who cannot be measured is put into `absent`."""
     with ExitStack() as exits:
-        found: dict[str, tuple[Call, int]] = {OURS: (ours, ours.pid), CURVE: (secure, secure.pid)}
-        found[LINK] = exits.enter_context(link_to(ours.address)), ours.pid
+        found: dict[str, tuple[Call, int]] = {OURS: (ours, ours.beside_pid), CURVE: (secure, secure.beside_pid)}
+        found[LINK] = exits.enter_context(link_to(ours.asked_at)), ours.beside_pid
         for peer in (RAW, *others):
             try:
                 found[peer.name] = exits.enter_context(peer.running())
@@ -266,7 +266,7 @@ def profile(call: Client, calls: int) -> dict[str, tuple[float, float]]:
 # -- the parts
 def coding() -> Iterator[Figure]:
     """What encoding and decoding the observation takes, and what of it encoding copies."""
-    ask = m.InferenceRequest(1, 0, False, False, "bench", observation())
+    ask = m.InferenceRequest(1, 0, False, False, "bench", ASKED)
     times = []
     for _ in range(2000):
         begin = time.perf_counter()
@@ -290,13 +290,13 @@ def copied(ask: m.InferenceRequest, frames: Sequence[Buffer]) -> int:
 
 
 # -- one way
-def absorb(address: str, keys: Path | None, started: Any) -> None:
+def absorb(pipe: Any, address: str, keys: Path | None) -> None:
     """Takes records as the server does, but for their checksums and the store; a question for the status is answered
     after all that came before it."""
     gate, poller = AccessControl(address, keys), zmq.Poller()
     for polled in gate.polled:
         poller.register(polled, zmq.POLLIN)
-    started.set()
+    pipe.send("ready")
     while True:
         poller.poll()
         gate.turn()
@@ -307,26 +307,14 @@ def absorb(address: str, keys: Path | None, started: Any) -> None:
                 send(gate.socket, identity.bytes, m.Status({}))
 
 
-def absorb_raw(port: int, size: int, started: Any) -> None:
-    """The same over plain TCP, into memory that is there; first comes how many messages there will be."""
-    memory, count = memoryview(bytearray(size)), memoryview(bytearray(8))
-    with accepted(port, started.set) as connection, suppress(EOFError):
-        while True:
-            receive(connection, count)
-            for _ in range(int.from_bytes(count)):
-                receive(connection, memory)
-            connection.sendall(b".")
-
-
 @contextmanager
 def link_sending(size: int, count: int, keys: Path | None) -> Iterator[Call]:
     """call() is how many bytes/s `count` messages of `size` bytes go one way."""
-    address, started = f"tcp://127.0.0.1:{free_port()}", PROCESSES.Event()
+    address, key = f"tcp://127.0.0.1:{free_port()}", Key.read(keys / "bench.key") if keys else None
     push = m.Push("bench", {"records": np.random.default_rng(0).integers(0, 256, size, np.uint8)})
-    key = Key.read(keys / "bench.key") if keys else None
     hello = m.Hello(m.PROTOCOL, "actor", "bench")
-    with process(absorb, address, keys, started) as receiver, Connection(address, hello, key) as link:
-        wait(receiver, started)
+    with Child(absorb, address, keys) as receiver, Connection(address, hello, key) as link:
+        receiver.heard()
         link.receive()
 
         def call() -> float:
@@ -334,45 +322,23 @@ def link_sending(size: int, count: int, keys: Path | None) -> Iterator[Call]:
             for message in [push] * count + [m.Status()]:
                 if not link.send(message):
                     raise ConfigError("there is no connection to our own receiver")
-            while link.receive() is None:
-                if time.perf_counter() > begin + 120.0 or not receiver.is_alive():
-                    raise ConfigError("our own receiver does not answer")
-                link.wait(0.1)
+            answer_of(link, PATIENCE_S, "receiver")
             return size * count / (time.perf_counter() - begin)
 
         yield call
 
 
-@contextmanager
-def tcp_sending(size: int, count: int) -> Iterator[Call]:
-    """The same over plain TCP."""
-    port, started = free_port(), PROCESSES.Event()
-    data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    with process(absorb_raw, port, size, started) as receiver:
-        wait(receiver, started)
-        with connected(port) as connection:
-
-            def call() -> float:
-                begin = time.perf_counter()
-                connection.sendall(count.to_bytes(8))
-                for _ in range(count):
-                    connection.sendall(data.data)
-                connection.recv(1)
-                return size * count / (time.perf_counter() - begin)
-
-            yield call
-
-
-def streams(megabytes: int, count: int) -> Iterator[Figure]:
+def streams(megabytes: int, count: int, keys: Path) -> Iterator[Figure]:
     """GB/s of records one way, in clear beside plain TCP, and with CURVE beside in clear."""
     for name, size in SIZES.items():
         number = max(1, megabytes * 10**6 // size)
+        data = np.random.default_rng(0).integers(0, 256, size, np.uint8).data
         with ExitStack() as exits:
-            folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+            raw = exits.enter_context(RawTcp())
             calls = {
-                RAW.name: exits.enter_context(tcp_sending(size, number)),
+                RAW.name: lambda raw=raw, data=data, total=size * number: total / raw.send([data], total),
                 "clear": exits.enter_context(link_sending(size, number, None)),
-                "CURVE": exits.enter_context(link_sending(size, number, keyed(folder / "keys"))),
+                "CURVE": exits.enter_context(link_sending(size, number, keys)),
             }
             for call in calls.values():
                 call()

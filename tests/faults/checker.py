@@ -10,6 +10,7 @@ import sqlite3
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,21 +60,23 @@ def check(
     if not (store / "index.sqlite").exists():
         report.violations.append("there is no store")
         return report
-    index = sqlite3.connect(f"file:{store / 'index.sqlite'}?mode=ro", uri=True)
-    index.row_factory = sqlite3.Row
-    try:
-        found = Found(store, index, report.violations)
-        _check_watermarks(found, lives, report)
-        _check_records(found, lives, archived, report)
-        _check_outcomes(found, lives, report)
+    with closing(sqlite3.connect(f"file:{store / 'index.sqlite'}?mode=ro", uri=True)) as index:
+        index.row_factory = sqlite3.Row
+        compare(Found(store, index, report.violations), lives, archived, report)
         _check_numbers(index, truths, report)
-        check_weights(store.parent / "weights", index, report)
-    finally:
-        index.close()
+        newest = index.execute("SELECT sha256 FROM weights ORDER BY version DESC LIMIT 1").fetchone()
+        check_weights(store.parent / "weights", newest or (), report)
     for outbox in outboxes:
         if left := [file.name for file in outbox.glob("*.records")]:
             report.violations.append(f"{outbox} still holds {left}")
     return report
+
+
+def compare(found: Found, lives: dict[str, Life], archived: Collection[str], report: Report) -> None:
+    """A store with what the lives of actors noted of their records."""
+    _check_watermarks(found, lives, report)
+    _check_records(found, lives, archived, report)
+    _check_outcomes(found, lives, report)
 
 
 def spooled(outbox: Path) -> dict[str, int]:
@@ -149,8 +152,8 @@ def _check_records(found: Found, lives: dict[str, Life], archived: Collection[st
             continue
         delivered = [
             note for seq, note in sorted(lives[episode["session"]].records.items())
-            if seq < found.sessions[episode["session"]]["expected"] and note["episode"] == episode["part_of"]
-            and "steps" in note
+            if seq < found.sessions[episode["session"]]["expected"] and "steps" in note
+            and note["episode"] == episode["part_of"]
         ]  # fmt: skip
         _check_episode(found, episode, delivered, report)
         is_kept = episode["source"] in archived and episode["number"] not in found.archived
@@ -202,7 +205,7 @@ def _check_episode(
 
 def _check_order(found: Found, lives: dict[str, Life], report: Report) -> None:
     """The episodes that went through one outbox lie in the order in which they were made, and none is missing."""
-    made: dict[str, list[str]] = defaultdict(list)
+    made: dict[tuple[str, str], list[str]] = defaultdict(list)  # of each outbox and source
     for life in sorted(lives.values(), key=lambda life: life.life):
         if life.session not in found.sessions:
             continue
@@ -210,7 +213,7 @@ def _check_order(found: Found, lives: dict[str, Life], report: Report) -> None:
         sent = [note for seq, note in sorted(life.records.items()) if seq < state["expected"] and "steps" in note]
         for id in dict.fromkeys(note["episode"] for note in sent):
             if id in found.episodes:
-                made[state["outbox"]].append(id)
+                made[state["outbox"], found.episodes[id]["source"]].append(id)
                 continue
             count = sum(len(note["steps"]) for note in sent if note["episode"] == id)
             report.lost += count
@@ -248,10 +251,9 @@ def _check_outcomes(found: Found, lives: dict[str, Life], report: Report) -> Non
                 report.violations.append(f"the outcome of {row['id']} is {there}, and was said to be {said}")
 
 
-def check_weights(folder: Path, index: sqlite3.Connection, report: Report) -> None:
-    """The newest version's file is there, and each file is what its name says."""
-    newest = index.execute("SELECT sha256 FROM weights ORDER BY version DESC LIMIT 1").fetchone()
-    for sha256 in {path.stem for path in folder.glob("*.safetensors")} | set(newest or ()):
+def check_weights(folder: Path, newest: Iterable[str], report: Report) -> None:
+    """The files of the newest versions are there, and each file is what its name says."""
+    for sha256 in {path.stem for path in folder.glob("*.safetensors")} | set(newest):
         path = folder / f"{sha256}.safetensors"
         if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
             report.violations.append(f"the weights {sha256[:8]} are damaged, or not there")

@@ -51,7 +51,8 @@ class Counted:
             self._found = oracle.Found(run_dir / "store", index, report.violations)
             self._weights = dict(index.execute("SELECT version, sha256 FROM weights").fetchall())
             bodies = index.execute("SELECT body FROM directives ORDER BY number").fetchall()
-            checker.check_weights(run_dir / "weights", index, report)
+            newest = [self._weights[max(self._weights)]] if self._weights else []
+            checker.check_weights(run_dir / "weights", newest, report)
         self._modes = {body["phase"]: body["mode"] for body in map(json.loads, (row[0] for row in bodies))}
         self._episodes = [dict(row) for row in sorted(self._found.episodes.values(), key=lambda row: row["number"])]
         violations += report.violations

@@ -2,11 +2,10 @@
 
 As a program it is the process that is recorded: a server with two actors whose records, groups and lives interleave,
 directives, weights, evictions, a restart. Before an answer leaves, it is marked in the trace: all calls before the mark
-are those on which the promise rests. The reader knows the layout of the files; of serl_launcher it imports nothing.
+are those on which the promise rests. What is left is read by tests/shared/oracle.py, which knows the files alone.
 """
 
 import ctypes
-import hashlib
 import json
 import random
 import sqlite3
@@ -26,6 +25,11 @@ from serl_client import messages as m
 from serl_client.connection import Connection, failure
 from serl_client.episode import LostRecord, QueuedRecord
 
+from tests.shared.oracle import Found
+
+from . import checker
+from .actor import fingerprint_of
+
 CAPACITIES = {"demo": 48, "online": 64}
 ADDED = {"late": 48}  # a source that the second life of the server adds
 ARCHIVED = ("demo",)
@@ -37,11 +41,6 @@ SPEC = Spec(
 BODIES = [{"phase": "practise", "mode": "collect", "into": into} for into in ("demo", "online")]
 PROCESS = ctypes.CDLL(None)  # with what was loaded before it
 STEPS = 4  # of a segment; an episode has two
-STEP = np.dtype([
-    ("number", "<u8"), ("episode", "<u8"), ("first", "<u8"), ("row", "<u8"), ("final_row", "<i8"), ("checksum", "<u8"),
-    ("time", "<f8"), ("weights", "<u8"), ("index", "<u4"), ("directive", "<u4"), ("flags", "<u4"), ("reward", "<f4"),
-    ("action", "<f4", (2,)),
-])  # fmt: skip
 
 
 @cache
@@ -223,141 +222,64 @@ class Promises:
             getattr(self, what)[said["done"]] = value
 
 
+@cache
+def note(session: str, seq: int) -> dict[str, Any]:
+    """What the actor knows of a record, as the checker takes it."""
+    made = record(session, seq)
+    if isinstance(made, LostRecord):
+        return {"lost": True}
+    if isinstance(made, Outcome):
+        return {"episode": made.episode, "outcome": [made.success, made.discard, made.judged_by]}
+    ends = "terminated" * made.terminated or "truncated" * made.truncated
+    steps = [fingerprint_of(made, i) for i in range(len(made))]
+    return {"episode": made.episode, "start": made.start, "steps": steps, "ends": ends}
+
+
 def broken(run_dir: Path, promises: Promises) -> list[str]:
     """What of the promises the folder does not keep; nothing may have the store open."""
+    report, lives = checker.Report(), dict[str, checker.Life]()
     with closing(sqlite3.connect(f"file:{run_dir}/store/index.sqlite?mode=ro", uri=True)) as index:
-        return list(_Reader(run_dir, index, promises).complaints())
+        index.row_factory = sqlite3.Row
+        found = Found(run_dir / "store", index, report.violations)
+        for number, session in enumerate(sorted({*found.sessions, *promises.expected})):
+            count = found.sessions[session]["expected"] if session in found.sessions else 0
+            damaged = {seq for name, seq in promises.damaged if name == session}
+            notes = {seq: {"lost": True} if seq in damaged else note(session, seq) for seq in range(count)}
+            lives[session] = checker.Life(session, number, session, notes, promises.expected.get(session, 0))
+        checker.compare(found, lives, (), report)
+        _check_lost(index, lives, report)
+        _check_numbers(run_dir, index, promises, report)
+    return report.violations
 
 
-class _Reader:
-    def __init__(self, run_dir: Path, index: sqlite3.Connection, promises: Promises) -> None:
-        self._run_dir, self._index, self._promises = run_dir, index, promises
-        self._sources = self._table("sources", "name, capacity, tail, head")
-        self._sessions = dict(self._table("sessions", "session, expected"))
-        self._episodes = {row[0]: row[1:] for row in self._table("episodes", "number, id, source, first, session")}
-
-    def _table(self, name: str, columns: str) -> list[Any]:
-        return self._index.execute(f"SELECT {columns} FROM {name}").fetchall()
-
-    def complaints(self) -> Iterator[str]:
-        promises = self._promises
-        (run,) = self._index.execute("SELECT value FROM meta WHERE key = 'run'").fetchone()
-        if promises.run not in ("", json.loads(run)):
-            yield f"the store is of run {run}, not {promises.run}"
-        yield from self._numbers()
-        steps: dict[tuple[str, int], int] = {}
-        for name, capacity, tail, head in self._sources:
-            yield from self._source(name, capacity, tail, head, steps)
-        for session, expected in promises.expected.items():
-            if self._sessions.get(session, 0) < expected:
-                yield f"session {session} is at {self._sessions.get(session)}, {expected} was acknowledged"
-        for session, expected in self._sessions.items():
-            yield from self._records(session, expected, steps)
-
-    def _numbers(self) -> Iterator[str]:
-        """Directives, weights and commands that were answered."""
-        found = {
-            "directives": {number: json.loads(body) for number, body in self._table("directives", "number, body")},
-            "weights": dict(self._table("weights", "version, sha256")),
-            "commands": dict(self._table("commands", "number, name")),
-        }
-        for what, there in found.items():
-            for number, value in getattr(self._promises, what).items():
-                if there.get(number) != value:
-                    yield f"{what}: number {number} was given to {value}, and is {there.get(number)}"
-        for numbers in self._promises.archived.values():
-            if not set(numbers) <= {number for (number,) in self._table("archived", "number")}:
-                yield f"the episodes {numbers} are not known as archived"
-        for sha256 in [found["weights"][version] for version in sorted(found["weights"])[-2:]]:
-            path = self._run_dir / "weights" / f"{sha256}.safetensors"
-            if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-                yield f"{path.name} is not what was published"
-
-    def _source(
-        self, name: str, capacity: int, tail: int, head: int, steps: dict[tuple[str, int], int]
-    ) -> Iterator[str]:  # fmt: skip
-        """Each step that a reader may draw is undamaged, and there once; they are added to `steps`."""
-        folder, slots = self._run_dir / "store" / name, capacity + capacity // 8 + 64
-        if tuple(np.fromfile(folder / "published", "<u8")) != (tail, head):
-            yield f"source {name} publishes another range than [{tail}, {head})"
-        least = capacity - capacity // 2 - capacity // 64 - 2 * STEPS  # half for a group; episodes leave whole
-        if head > capacity and head - tail < least:
-            yield f"source {name} has evicted all but [{tail}, {head})"
-        records = np.fromfile(folder / "steps", STEP)
-        rows = np.fromfile(folder / "rows", "u1")
-        behind = _pages(slots * 432)  # where the images end and the states begin
-        if (len(records), len(rows)) != (capacity, behind + _pages(slots * 12)):
-            yield f"the files of source {name} are shorter than it"
-            return
-        images = rows[: slots * 432].reshape(slots, 12, 12, 3)
-        states = rows[behind : behind + slots * 12].view("<f4").reshape(slots, 3)
-        for number in range(tail, head):
-            step = records[number % capacity]
-            if step["number"] != number or int(step["episode"]) not in self._episodes:
-                yield f"source {name}: step {number} is not there"
-                return
-            id, _, first, _ = self._episodes[int(step["episode"])]
-            if (id, int(step["index"])) in steps:
-                yield f"step {step['index']} of {id} is there twice"
-            if first >= tail:  # of an older episode, what is above the tail is drawn no more
-                steps[id, int(step["index"])] = number
-            seen = [int(step[column]) % slots for column in ("row", "final_row") if step[column] >= 0]
-            if not _is_as_made(id, step, images[seen], states[seen]):
-                yield f"step {step['index']} of {id} is damaged"
-
-    def _records(self, session: str, expected: int, steps: dict[tuple[str, int], int]) -> Iterator[str]:
-        """All of this session's records below `expected` are there, in order, and none above."""
-        episodes = {id: (source, first) for id, source, first, _ in self._episodes.values()}
-        tails = {name: tail for name, _, tail, *_ in self._sources}
-        outcomes = {row[0]: row[1:] for row in self._index.execute(
-            "SELECT seq, episode, success, discard, judged_by FROM outcomes WHERE session = ?", (session,)
-        )}  # fmt: skip
-        lost = {seq for name, seq in self._table("lost", "session, seq") if name == session}
-        mine, order = 0, []
-        for seq in range(expected):
-            made = record(session, seq)
-            if isinstance(made, LostRecord) or (session, seq) in self._promises.damaged:
-                if seq not in lost:
-                    yield f"record {seq} of session {session} is not known as lost"
-                continue
-            if isinstance(made, Outcome):
-                if outcomes.pop(seq, None) != (made.episode, made.success, made.discard, made.judged_by):
-                    yield f"outcome {seq} of session {session} is not there"
-                continue
-            source, first = episodes.get(made.episode, ("", 0))
-            if not source or first >= tails[source]:
-                numbers = [steps.get((made.episode, index)) for index in range(made.start, made.start + STEPS)]
-                order += [(source, number) for number in numbers]
-                mine += STEPS
-                if None in numbers:
-                    yield f"record {seq} of session {session} is not there"
-                    return
-        there = sum(id.startswith(f"{session}-") for id, _ in steps)
-        if outcomes or there != mine:
-            yield f"session {session} has {there} steps and should have {mine}, and of nobody: {outcomes}"
-        if order != sorted(order):
-            yield f"the steps of session {session} do not lie in order"
+def _check_lost(index: sqlite3.Connection, lives: dict[str, checker.Life], report: checker.Report) -> None:
+    wanted = {(session, seq) for session, life in lives.items() for seq, one in life.records.items() if "lost" in one}
+    if wanted != {tuple(row) for row in index.execute("SELECT session, seq FROM lost")}:
+        report.violations.append(f"other records than {sorted(wanted)} are known as lost")
 
 
-def _pages(size: int) -> int:
-    return size + -size % 4096
+def _check_numbers(run_dir: Path, index: sqlite3.Connection, promises: Promises, report: checker.Report) -> None:
+    """Run, directives, weights and commands that were answered; the files of the two newest weights."""
 
+    def table(name: str, columns: str) -> dict[Any, Any]:
+        return {row[0]: row[1] for row in index.execute(f"SELECT {columns} FROM {name}")}
 
-def _is_as_made(id: str, step: Any, images: Any, states: Any) -> bool:
-    session, number = id.rsplit("-", 1)
-    part, at = divmod(int(step["index"]), STEPS)
-    made = record(session, int(number) * 3 + 2 * part)
-    assert isinstance(made, Segment)
-    last = made.ends and at == STEPS - 1
-    flags = 4 * made.intervened[at] + 8 * made.chunk_start[at] + last * (made.terminated + 2 * made.truncated)
-    said = (step["time"], step["reward"], step["flags"], step["directive"], step["weights"], *step["action"])
-    meant = (made.time[at], made.reward[at], flags, made.stamp.directive, made.stamp.weights, *made.action[at])
-    rows = slice(at, at + 1 + last)
-    return (
-        said == meant
-        and np.array_equal(images, made.observation[IMAGE][rows])
-        and np.array_equal(states, made.observation[STATE][rows])
-    )
+    run, weights = json.loads(table("meta", "key, value")["run"]), table("weights", "version, sha256")
+    if promises.run not in ("", run):
+        report.violations.append(f"the store is of run {run}, not {promises.run}")
+    directives = {number: json.loads(body) for number, body in table("directives", "number, body").items()}
+    there = {"directives": directives, "weights": weights, "commands": table("commands", "number, name")}
+    for what, numbers in there.items():
+        for number, value in getattr(promises, what).items():
+            if numbers.get(number) != value:
+                said = f"{what}: number {number} was given to {value}, and is {numbers.get(number)}"
+                report.violations.append(said)
+    archived = table("archived", "number, number")
+    for numbers in promises.archived.values():
+        if not set(numbers) <= archived.keys():
+            report.violations.append(f"the episodes {numbers} are not known as archived")
+    newest = [weights[version] for version in sorted(weights)[-2:]]
+    checker.check_weights(run_dir / "weights", newest, report)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """A TCP proxy with faults, to stand between an actor and its learner: cut, half open, one way, slow, reset."""
 
+import math
 import select
 import socket
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -26,10 +27,12 @@ class Proxy:
     `set` says what becomes of living and new connections, in both directions: `pass`; `cut` (closed); `reset` (RST);
     `half_open` (accepted, nothing forwarded, nothing closed); `one_way` (`direction` "up" from the client, or "down":
     the other one stands still); `delay` (each byte comes `seconds` later); `trickle` (`rate` bytes/s in each
-    direction). What stood still goes on at the next `pass`, as it does when a cable is plugged in again.
+    direction). What stood still goes on at the next `pass`, as it does when a cable is plugged in again. `moved` counts
+    the bytes of each direction; after `cut_after` of them came down, all connections are closed, once (`cuts`).
     """
 
-    def __init__(self, target_host: str, target_port: int) -> None:
+    def __init__(self, target_host: str, target_port: int, cut_after: float = math.inf) -> None:
+        self.moved, self.cuts, self._cut_after = Counter[str](), 0, cut_after
         self._target = (target_host, target_port)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self._listener.setblocking(False)
@@ -71,6 +74,10 @@ class Proxy:
                 pair.step(mode, options)
             self._pairs = [pair for pair in self._pairs if pair.is_open]
             self._wait(mode)
+            if self.moved["down"] >= self._cut_after:
+                self.cuts, self._cut_after = self.cuts + 1, math.inf
+                for pair in self._pairs:
+                    pair.close()
             if mode is not self._mode or options is not self._options:
                 mode, options = self._mode, self._options
             if mode in ("cut", "reset"):
@@ -91,14 +98,14 @@ class Proxy:
             self._wake.recv(4096, socket.MSG_DONTWAIT)
         with suppress(OSError):
             while True:
-                self._pairs.append(_Pair(self._listener.accept()[0], self._target))
+                self._pairs.append(_Pair(self._listener.accept()[0], self._target, self.moved))
 
 
 class _Pair:
     """One connection: the client's socket, and ours to the target as soon as something may be forwarded."""
 
-    def __init__(self, client: socket.socket, target: tuple[str, int]) -> None:
-        self._client, self._address, self._flows = client, target, []
+    def __init__(self, client: socket.socket, target: tuple[str, int], moved: Counter[str]) -> None:
+        self._client, self._address, self._flows, self._moved = client, target, [], moved
         client.setblocking(False)
         self._target: socket.socket | None = None
         self.is_open = True
@@ -112,7 +119,8 @@ class _Pair:
                 for end in (self._client, self._target):
                     end.setblocking(False)
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._flows = [_Flow("up", self._client, self._target), _Flow("down", self._target, self._client)]
+                ends = ("up", self._client, self._target), ("down", self._target, self._client)
+                self._flows = [_Flow(*each, self._moved) for each in ends]
             for flow in self._flows:
                 flow.stands = mode == "one_way" and options["direction"] != flow.direction
                 if not flow.stands:
@@ -138,8 +146,8 @@ class _Pair:
 class _Flow:
     """One direction of a connection."""
 
-    def __init__(self, direction: str, source: socket.socket, target: socket.socket) -> None:
-        self.direction, self.stands = direction, False
+    def __init__(self, direction: str, source: socket.socket, target: socket.socket, moved: Counter[str]) -> None:
+        self.direction, self.stands, self._moved = direction, False, moved
         self._source, self._target = source, target
         self._waiting: deque[tuple[float, memoryview]] = deque()  # (when it may go on, bytes)
         self._size, self._ended, self._full = 0, False, False
@@ -164,6 +172,7 @@ class _Flow:
                     sent = self._target.send(part) if part else 0
                 finally:
                     self._size -= sent
+                    self._moved[self.direction] += sent
                     if sent < len(data):
                         self._waiting.appendleft((due, data[sent:]))
                 if rate:

@@ -1,11 +1,14 @@
 """The processes of one chaos round and the proxy between them; what is killed is started again, what fails is noted."""
 
 import ctypes
+import gc
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,7 +17,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from serl_launcher.store.server import serve
+from serl_launcher.store.server import Server, serve
 from tests.shared.common import free_port
 from tools import keys
 
@@ -22,6 +25,7 @@ from . import actor, checker, trainer
 from .insider import Insider
 from .proxy import Proxy
 from .shim import Control
+from .soaking.tables import tables
 from .truth import Truth, notes
 
 SENT_AWAY = 3  # an actor's exit status
@@ -55,14 +59,31 @@ class _ServerPart:
     local: str
     archives: bool
     keys: Path | None
+    inference: str = "tcp://127.0.0.1:9"
+    pipe: Any = None  # whatever is said through it is answered with the sizes of the server's tables
 
 
 def _serve(part: _ServerPart) -> None:
-    sources = {trainer.SOURCE: part.capacity}
     serve(
-        part.run_dir, sources, public=part.public, local=part.local, inference="tcp://127.0.0.1:9",
+        part.run_dir, {trainer.SOURCE: part.capacity}, public=part.public, local=part.local, inference=part.inference,
         archived=[trainer.SOURCE] if part.archives else [], keys=part.keys,
+        begun=lambda: threading.Thread(target=_tell, args=(part.pipe,), daemon=True).start() if part.pipe else None,
     )  # fmt: skip
+
+
+def _tell(pipe: Any) -> None:
+    server = next(thing for thing in gc.get_objects() if isinstance(thing, Server))
+    while pipe.recv():
+        pipe.send({"tables": tables(server, "server"), "objects": len(gc.get_objects())})
+
+
+def context() -> ForkServerContext:
+    """What each process is a fork of: one that has these modules already."""
+    os.environ["PYTHONSAFEPATH"] = "1"  # else the fork server takes modules from where this was started,
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # or from a package that brings a `tests` of its own
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload([f"tests.faults.{name}" for name in ("actor", "trainer", "stage")])
+    return made
 
 
 def _begin(play: Callable[[Any], None], part: Any, log: Path) -> None:
@@ -98,6 +119,10 @@ class Player:
 
     def join(self) -> None:
         self._process.join()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def alive(self) -> bool:

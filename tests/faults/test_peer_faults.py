@@ -9,10 +9,9 @@ import os
 import pickle
 import queue
 import signal
-import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
@@ -23,9 +22,9 @@ from serl_client.client import TrainerClient
 from serl_client.errors import Refused, TrainerError
 
 from tests.faults.proxy import Proxy
-from tests.shared.clients import own_name, push_all
-from tests.shared.common import until as wait_until
-from tests.shared.data import make_episode
+from tests.shared.clients import connected, directed, own_name, push_episodes
+from tests.shared.common import until
+from tests.shared.data import make_episode, make_segment
 from tests.shared.servers import ServerProcess
 
 CAMERAS = Spec(
@@ -34,39 +33,36 @@ CAMERAS = Spec(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    made = ServerProcess(tmp_path_factory.mktemp("peer") / "run")
-    made.ask(m.Status())
+def running(tmp_path_factory, name, **capacities):
+    made = ServerProcess(tmp_path_factory.mktemp(name) / "run", **capacities)
+    made.report()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    yield from running(tmp_path_factory, "peer")
 
 
 @pytest.fixture(scope="module")
 def camera_server(tmp_path_factory):
-    made = ServerProcess(tmp_path_factory.mktemp("cameras") / "run", online=128)  # a few large rows
-    made.ask(m.Status())
-    yield made
-    made.close()
+    yield from running(tmp_path_factory, "cameras", online=128)  # a few large rows
 
 
 @pytest.fixture
 def connect(server, spec, tmp_path):
     """connect(name) -> a TrainerClient that has got a directive to collect."""
-    opened = []
+    with ExitStack() as opened:
 
-    def connect(name, *, outbox=None, port=None, to=server, spec=spec, **options):
-        address = f"tcp://127.0.0.1:{port or to.port}"
-        client = TrainerClient(address, actor=name, spec=spec, outbox=tmp_path / (outbox or name), **options)
-        opened.append(client.__enter__())
-        wait_until(lambda: client.connected or client.check())
-        to.direct()
-        wait_until(lambda: client.directive["number"] > 0)
-        return client
+        def connect(name, *, outbox=None, port=None, to=server, spec=spec, **options):
+            address = f"tcp://127.0.0.1:{port or to.port}"
+            client = TrainerClient(address, actor=name, spec=spec, outbox=tmp_path / (outbox or name), **options)
+            connected(opened.enter_context(client))
+            to.direct()
+            return directed(client)
 
-    yield connect
-    for client in opened:
-        client.close()
+        yield connect
 
 
 def arrived(server, client, since=0):
@@ -77,84 +73,37 @@ def arrived(server, client, since=0):
     return sorted(found)
 
 
-def push_episodes(client, make_segment, numbers):
-    for number in numbers:
-        push_all(client, make_episode(own_name(client, number), number))
+def delivered(client, numbers, seconds=30):
+    push(client, numbers)
+    assert client.drain(seconds)
 
 
-class Relay:
-    """Counts the bytes of each direction between a client and `port`; closes its connections, once, after `cut_after`
-    bytes that came down."""
-
-    def __init__(self, port, cut_after=float("inf")):
-        self.target, self.cut_after, self.up, self.down, self.cuts = port, cut_after, 0, 0, 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._ends, self._threads = [], []
-
-    def __enter__(self):
-        self._begin(self._accept)
-        return self
-
-    def __exit__(self, *_):
-        for end in (self._listener, *self._ends):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for end in (self._listener, *self._ends):
-            end.close()
-
-    def _begin(self, target, *arguments):
-        self._threads.append(threading.Thread(target=target, args=arguments))
-        self._threads[-1].start()
-
-    def _accept(self):
-        with suppress(OSError):
-            while True:
-                client, server = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self.target))
-                self._ends += client, server
-                self._begin(self._pump, "up", client, server)
-                self._begin(self._pump, "down", server, client)
-
-    def _pump(self, direction, source, target):
-        with suppress(OSError):
-            while (data := source.recv(1 << 16)) and self.down < self.cut_after:
-                setattr(self, direction, getattr(self, direction) + len(data))
-                target.sendall(data)
-        for end in source, target:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        if direction == "down" and self.down >= self.cut_after:
-            self.cuts, self.cut_after = self.cuts + 1, float("inf")
+def push(client, numbers):
+    push_episodes(client, numbers, directive=client.directive["number"])
 
 
-def test_e1_all_that_a_restarted_actor_makes_arrives(server, connect, make_segment):
+def test_e1_all_that_a_restarted_actor_makes_arrives(server, connect):
     """There: its numbers began again below what had come, and the first 100 new transitions were never sent."""
     first = connect("e1")
-    push_episodes(first, make_segment, range(25))
-    assert first.drain(20)
+    delivered(first, range(25))
     first.close()
     second = connect("e1")
-    push_episodes(second, make_segment, range(12))
-    assert second.drain(20)
+    delivered(second, range(12))
     assert arrived(server, first) == list(range(25))
     assert arrived(server, second) == list(range(12))
 
 
-def test_e2_the_first_of_two_actors_of_one_name_is_told_and_its_records_come_later(server, connect, make_segment):
+def test_e2_the_first_of_two_actors_of_one_name_is_told_and_its_records_come_later(server, connect):
     """There: all of one arrived, nothing of the other, and no error."""
     first = connect("e2", outbox="one")
-    push_episodes(first, make_segment, range(5))
-    assert first.drain(20)
+    delivered(first, range(5))
     second = connect("e2", outbox="two")
     with pytest.raises(Refused, match="another client named e2 has connected"):
-        wait_until(lambda: first.check())
+        until(lambda: first.check())
     for record in make_episode(own_name(first, 5), 5):
         with pytest.raises(Refused, match="another client"):
             first.push(record)
-    push_episodes(second, make_segment, range(5))
-    assert second.drain(20)
+    delivered(second, range(5))
     assert first.pending[0] == 3
     first.close(), second.close()
     again = connect("e2", outbox="one")
@@ -163,22 +112,22 @@ def test_e2_the_first_of_two_actors_of_one_name_is_told_and_its_records_come_lat
     assert arrived(server, second) == list(range(5))
 
 
-def test_e2_two_actors_of_different_names_that_take_turns_both_arrive_whole(server, connect, make_segment):
+def test_e2_two_actors_of_different_names_that_take_turns_both_arrive_whole(server, connect):
     one, other = connect("e2-one"), connect("e2-other")
     for number in range(20):
-        push_episodes(one, make_segment, [number])
-        push_episodes(other, make_segment, [number])
+        push(one, [number])
+        push(other, [number])
     assert one.drain(30)
     assert other.drain(30)
     assert arrived(server, one) == arrived(server, other) == list(range(20))
 
 
-def test_e3_a_handler_that_raises_is_answered_and_all_arrives(server, connect, make_segment):
+def test_e3_a_handler_that_raises_is_answered_and_all_arrives(server, connect):
     """There: the thread that served died in silence, and the learner trained on with a frozen buffer."""
     client, other = connect("e3"), connect("e3-other")
     (server.run_dir / "raise").touch()
-    push_episodes(client, make_segment, range(5))
-    push_episodes(other, make_segment, range(5))
+    push(client, range(5))
+    push(other, range(5))
     assert client.drain(30)
     assert other.drain(30)
     assert not (server.run_dir / "raise").exists()
@@ -198,13 +147,12 @@ def send_raw(server, *messages):
     return answers
 
 
-def test_e4_five_bytes_of_a_stranger_end_nothing(server, connect, make_segment):
+def test_e4_five_bytes_of_a_stranger_end_nothing(server, connect):
     """There: the thread that served died of them."""
     client = connect("e4")
     for answer in send_raw(server, [b"hello"], [b""], [b"\x04\x22\x4d\x18\x00"]):
         assert answer.kind == "Refused"
-    push_episodes(client, make_segment, range(3))
-    assert client.drain(20)
+    delivered(client, range(3))
     assert arrived(server, client) == list(range(3))
 
 
@@ -222,19 +170,18 @@ def test_e5_a_pickled_object_is_refused_and_runs_nothing(server, connect, make_s
     """There: whoever reached the port ran code as the learner's user."""
     client, trace = connect("e5"), tmp_path / "ran"
     pickled = pickle.dumps(Payload(trace))
-    before = server.ask(m.Status()).report["refused"]
+    before = server.report()["refused"]
     push = m.encode(m.Push(client.session, {"records": np.frombuffer(pickled, np.uint8)}))
     answers = send_raw(server, [pickled], [bytes(push[0]), pickled], [bytes(push[0]), pickled, pickled])
     assert [type(answer) for answer in answers] == [m.Failed] * 3
-    assert server.ask(m.Status()).report["refused"] >= before + 2
+    assert server.report()["refused"] >= before + 2
     assert not trace.exists()
     pickle.loads(pickled)
     assert trace.exists(), "the payload does what it says"
-    push_episodes(client, make_segment, range(2))
-    assert client.drain(20)
+    delivered(client, range(2))
 
 
-def test_e6_a_slow_learner_gets_everything_once_and_holds_nobody_up(server, connect, make_segment):
+def test_e6_a_slow_learner_gets_everything_once_and_holds_nobody_up(server, connect):
     """There: each update failed by its time-out, while the robot waited for it."""
     client, over = connect("e6"), threading.Event()
 
@@ -246,21 +193,20 @@ def test_e6_a_slow_learner_gets_everything_once_and_holds_nobody_up(server, conn
 
     slowing = threading.Thread(target=slow)
     slowing.start()
-    push_episodes(client, make_segment, range(60))
+    push(client, range(60))
     over.set()
     slowing.join()
     assert client.drain(30)
     assert arrived(server, client) == list(range(60))
 
 
-def test_e7_without_a_learner_pushing_goes_on_and_its_return_gets_everything_once(server, connect, make_segment):
+def test_e7_without_a_learner_pushing_goes_on_and_its_return_gets_everything_once(server, connect):
     """There: each call blocked for its time-out, and a learner that had kept its buffer got all of it twice."""
     client = connect("e7")
-    push_episodes(client, make_segment, range(10))
-    assert client.drain(20)
+    delivered(client, range(10))
     server.kill()
     began = time.thread_time()
-    push_episodes(client, make_segment, range(10, 40))
+    push(client, range(10, 40))
     assert time.thread_time() - began < 30 * 3 * 0.05, "a push costs less than 50 ms, whoever listens"
     assert client.pending[0] == 30 * 3, "nobody was there, and yet each push came back"
     server.start()
@@ -268,14 +214,14 @@ def test_e7_without_a_learner_pushing_goes_on_and_its_return_gets_everything_onc
     assert arrived(server, client) == list(range(40))
 
 
-def test_e8_a_little_outbox_says_that_it_is_full_and_loses_nothing(server, connect, make_segment):
+def test_e8_a_little_outbox_says_that_it_is_full_and_loses_nothing(server, connect):
     """There: of 1000 transitions between two updates a queue of 100 lost 900, without a signal."""
     client = connect("e8", capacity=20_000)
     server.signal(signal.SIGSTOP)
     taken = 0
     with suppress(TrainerError):
         for number in range(250):
-            for record in make_episode(own_name(client, number), number):
+            for record in make_episode(own_name(client, number), number, directive=client.directive["number"]):
                 client.push(record)
                 taken += 1
     assert 0 < taken < 300
@@ -286,9 +232,7 @@ def test_e8_a_little_outbox_says_that_it_is_full_and_loses_nothing(server, conne
     server.signal(signal.SIGCONT)
     assert client.drain(30)
     assert client.has_room
-    for number in range(1000, 1125):  # 1000 steps
-        push_all(client, make_episode(own_name(client, number), number))
-    assert client.drain(30)
+    delivered(client, range(1000, 1125))  # 1000 steps
     assert arrived(server, client, since=1000) == list(range(1000, 1125))
     assert client.pending == (0, 0)
 
@@ -298,12 +242,12 @@ def test_e9_a_receiver_that_was_away_gets_the_newest_weights_alone(server, conne
     with Proxy("127.0.0.1", server.port) as proxy:
         client = connect("e9", port=proxy.port, weights_folder=tmp_path / "weights")
         first = server.publish(os.urandom(100_000))
-        wait_until(lambda: client.weights(0))
+        until(lambda: client.weights(0))
         proxy.set("half_open")
         last = [server.publish(os.urandom(100_000)) for _ in range(11)][-1]
         proxy.set("pass")
         seen = {first}
-        wait_until(lambda: seen.add(client.weights(0)[0]) or last in seen)
+        until(lambda: seen.add(client.weights(0)[0]) or last in seen)
         assert len(seen) < 6, "the first, at most one that was on its way with each turn, and the newest"
 
 
@@ -314,7 +258,7 @@ def test_e9b_a_late_joiner_is_told_of_the_weights_with_its_welcome(server, conne
     version = server.publish(content)
     client = connect("e9b", weights_folder=tmp_path / "weights")
     assert client._network.server.welcome.notice["weights"]["version"] == version
-    wait_until(lambda: client.weights(0))
+    until(lambda: client.weights(0))
     assert client.weights(0)[1].read_bytes() == content
 
 
@@ -335,37 +279,37 @@ def camera_segment(client, number, steps):
 
 def test_e10_an_episode_of_three_cameras_travels_once_in_its_own_size(camera_server, connect):
     """There: 20 steps were 96 MB of pickled float32, and a success was sent twice."""
-    with Relay(camera_server.port) as relay:
+    with Proxy("127.0.0.1", camera_server.port) as relay:
         client = connect("e10", port=relay.port, to=camera_server, spec=CAMERAS)
         segment = camera_segment(client, 0, 20)
         raw = sum(images.nbytes for images in segment.observation.values())
         assert raw == 21 * 3 * 224 * 298 * 3
         client.push(segment)
         assert client.drain(30)
-        assert raw < relay.up < 1.01 * raw
+        assert raw < relay.moved["up"] < 1.01 * raw
 
 
 def test_e11_weights_travel_as_they_are_and_a_cut_repeats_nothing_of_them(server, connect, tmp_path):
     """There: 1 GB cost 7 s to encode and 4.6 s to decode, every time, in one message without a second try."""
     content = os.urandom(12 << 20)
-    with Relay(server.port, cut_after=6 << 20) as relay:
+    with Proxy("127.0.0.1", server.port, cut_after=6 << 20) as relay:
         client = connect("e11", port=relay.port, weights_folder=tmp_path / "weights")
         version = server.publish(content)
-        wait_until(lambda: client.weights(version - 1), 30)
+        until(lambda: client.weights(version - 1), 30)
         assert client.weights(0)[1].read_bytes() == content
         assert relay.cuts == 1
         on_their_way = 5 << 20  # when it was cut: the window of a pull
-        assert len(content) < relay.down < len(content) + on_their_way
+        assert len(content) < relay.moved["down"] < len(content) + on_their_way
 
 
-def test_e12_a_control_loop_that_hangs_does_not_break_the_link(server, connect, make_segment):
+def test_e12_a_control_loop_that_hangs_does_not_break_the_link(server, connect):
     """There: a blocking call inside the handler froze the event loop, and the keepalive ended the connection."""
     client = connect("e12")
     welcome = client._network.server.welcome
-    push_all(client, make_episode(own_name(client, 0), 0))
+    push(client, [0])
     with pytest.raises(queue.Empty):
         queue.Queue().get(timeout=3.5)  # longer than any heartbeat's patience
-    (seen,) = [each for each in server.ask(m.Status()).report["clients"] if each["actor"] == "e12"]
+    (seen,) = [each for each in server.report()["clients"] if each["actor"] == "e12"]
     assert seen["seen_s"] < 3.0
     assert client._network.server.welcome is welcome, "it never had to connect again"
     assert client.pending == (0, 0)
@@ -392,7 +336,7 @@ def test_e13_nobody_reads_a_mix_of_two_versions(server, connect, tmp_path):
     reading.start()
     for number in range(1, 21):
         version = server.publish(bytes([number]) * 500_000)
-        wait_until(lambda newest=version: client.weights(newest - 1))
+        until(lambda newest=version: client.weights(newest - 1))
     over.set()
     reading.join()
     assert mixed == []
@@ -406,9 +350,9 @@ def test_e14_over_a_slow_link_all_arrives_once_and_the_heartbeat_lives(camera_se
         welcome = client._network.server.welcome
         proxy.set("trickle", rate=5_000_000)
         for number in range(6):
-            wait_until(lambda: client.has_room)
+            until(lambda: client.has_room)
             client.push(camera_segment(client, number, 4))
-        wait_until(lambda: client.last_seen < 3.0 and not client.pending[0], 60)
+        until(lambda: client.last_seen < 3.0 and not client.pending[0], 60)
         assert client._network.server.welcome is welcome, "the link never broke"
         episodes = [each for each in camera_server.episodes().values() if each["actor"] == "e14"]
         assert [(each["steps"], each["terminated"]) for each in episodes] == [(4, 1)] * 6

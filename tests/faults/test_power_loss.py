@@ -157,8 +157,8 @@ def test_without_the_sync_of_one_commit_what_it_acknowledged_is_gone_or_what_it_
     trace, root, sites = recorded
     alone = [power.without(trace, root, [number]) for number in sites["run/store/index.sqlite-wal"][::2]]
     said = [complaint for _, complaint in filter(None, alone)]
-    assert sum("was acknowledged" in complaint for complaint in said) >= 5
-    assert sum(complaint.startswith("source online: step") for complaint in said) >= 2
+    assert sum("were acknowledged" in complaint for complaint in said) >= 5
+    assert sum(complaint.startswith("online: step") for complaint in said) >= 2
 
 
 def test_without_both_syncs_of_a_name_a_cut_breaks_a_promise(recorded):

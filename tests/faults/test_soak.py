@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.faults.soaking import drift, processes
+from tests.faults.soaking import drift
+from tests.faults.soaking.tables import tables
 
 TOOLS = Path(__file__).parents[2] / "tools"
 TIMES = np.arange(100) * 5.0  # seconds
@@ -54,7 +55,7 @@ def test_every_table_of_our_own_objects_is_counted_and_nothing_twice():
     root.table, root.parts, root.other, root.name = {"a": slotted, "b": slotted}, [Plain(), Plain()], object(), "text"
     for part in root.parts:
         part.kept = {1, 2}
-    assert processes.tables(root, "root") == {
+    assert tables(root, "root") == {
         "root.table": 2, "root.parts": 2, "root.parts.kept": 4, "root.table.queue": 3,
     }  # fmt: skip
 

@@ -117,14 +117,16 @@ class _Asked:
 class ServerProcess(_Asked):
     """A server in a process of its own that can be killed, stopped and started again."""
 
-    def __init__(self, run_dir, **capacities):
+    def __init__(self, run_dir, *, log=None, **capacities):
         super().__init__(run_dir)
+        self.log = log  # a file for its stderr
         self.capacities = capacities or {"online": 20_000, "demo": 1000}
         self.start()
 
     def start(self):
         arguments = [str(self.run_dir), json.dumps(self.capacities), self.address, self.local]
-        self.process = subprocess.Popen([sys.executable, "-c", SERVE, *arguments])
+        with open(self.log, "ab") if self.log else contextlib.nullcontext() as errors:
+            self.process = subprocess.Popen([sys.executable, "-c", SERVE, *arguments], stderr=errors)
 
     def kill(self):
         self.process.kill()

@@ -12,7 +12,6 @@ from serl_client.errors import ConfigError, Refused
 
 from serl_launcher.replay.buffer import ReplayBuffer
 from serl_launcher.store import layout
-from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 from tools.store import damaged
@@ -85,7 +84,7 @@ def run(case: Any, scratch: Path) -> str:
     damage(folder / name, way, seed)
     store = Store(folder)
     try:
-        damaged = verify(folder, store.index)
+        bad = sum(1 for source in store.index.sources().values() for _ in damaged(folder, store.index, source))
         for source, state in store.sources.items():
             replay = ReplayBuffer(folder / source, layout.Layout(store.spec, state.capacity))
             replay.refresh()
@@ -101,12 +100,7 @@ def run(case: Any, scratch: Path) -> str:
     finally:
         store.close()
     whole = sum(source.head - source.tail for source in store.sources.values()) >= EPISODES * 6
-    return "damage found" if damaged else "sound" if whole else "fewer steps"
-
-
-def verify(folder: Path, index: Index) -> int:
-    """How many steps are not as they were acknowledged."""
-    return sum(1 for source in index.sources().values() for _ in damaged(folder, index, source))
+    return "damage found" if bad else "sound" if whole else "fewer steps"
 
 
 DECLARED = (ConfigError,)

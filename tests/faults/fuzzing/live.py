@@ -1,7 +1,5 @@
 """A real server in a process of its own, attacked over plain TCP: what it took, and what became of it."""
 
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -9,71 +7,54 @@ from random import Random
 from typing import Any
 
 from serl_client import Outcome
-from serl_client import messages as m
 from serl_client.client import TrainerClient
-from serl_client.connection import Connection
 
-from serl_launcher.store.index import Index
-from tests.shared.common import free_port
+from tests.shared import oracle
+from tests.shared.clients import connected
+from tests.shared.servers import ServerProcess
 
 from . import hostile
-from .damage import verify
 from .mutations import CORPUS, EPOCH, SPEC, resealed, sealed, segment, spoiled_frames
 
 TURN = 12  # messages on one connection: after 16 bad ones it would be ignored
 HELD = 256 << 20  # bytes that the server may take while it is attacked: some of the largest frames, not yet handled
 
 
-SERVE = """
-import logging, sys
-from pathlib import Path
-from serl_launcher.store.server import serve
-logging.basicConfig(level=logging.INFO)
-run_dir, public = Path(sys.argv[1]), "tcp://127.0.0.1:" + sys.argv[2]
-sources = {"online": 5000, "demo": 100}
-serve(run_dir, sources, public=public, local=f"ipc://{run_dir}/server", inference="tcp://127.0.0.1:1")
-"""
-
-
-class Attacked:
-    """The server, and the honest clients that it must go on to serve."""
+class Attacked(ServerProcess):
+    """The server, and the honest client that it must go on to serve."""
 
     def __init__(self, scratch: Path) -> None:
-        self.run_dir, self.log = scratch / "run", scratch / "server.log"
-        self.run_dir.mkdir(parents=True)
-        self.port = free_port()
-        command = [sys.executable, "-c", SERVE, str(self.run_dir), str(self.port)]
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(command, stderr=log)
-        self.pid = self.process.pid
-        self.learner: Any = Connection(f"ipc://{self.run_dir}/server", m.Hello(m.PROTOCOL, "learner", "trainer"))
-        self.honest = TrainerClient(
-            f"tcp://127.0.0.1:{self.port}", actor="honest", spec=SPEC, outbox=scratch / "outbox"
-        )
-        self.episodes = 0
+        scratch.mkdir(parents=True, exist_ok=True)
+        super().__init__(scratch / "run", log=scratch / "server.log", online=5000, demo=100)
+        self._pushed = 0  # episodes
+        self.honest = TrainerClient(self.address, actor="honest", spec=SPEC, outbox=scratch / "outbox")
 
     def __enter__(self) -> "Attacked":
         self.honest.__enter__()
-        end = time.monotonic() + 30
-        while not self.honest.connected and time.monotonic() < end:
-            time.sleep(0.02)
-        directive = {"mode": "collect", "into": "online", "phase": "practise"}
-        self.number = self.learner.call(m.Direct(directive, None), 10).value
+        connected(self.honest)
+        self.number = self.direct()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.honest.close()
-        self.learner.close()
-        self.process.terminate()
-        self.process.wait(20)
+        self.close()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(resident bytes, threads)."""
+        return hostile.memory(self.process.pid), hostile.threads(self.process.pid)
 
     def serves(self) -> bool:
         """Whether an honest actor's episode is acknowledged, and the learner is answered."""
-        self.episodes += 1
-        id = f"honest-{self.episodes}"
+        self._pushed += 1
+        id = f"honest-{self._pushed}"
         self.honest.push(segment(episode=id, directive=self.number, ends=True))
         self.honest.push(Outcome(id, True))
-        return self.honest.drain(20) and bool(self.learner.call(m.Status(), 20).report)
+        return self.honest.drain(20) and bool(self.report())
+
+    def refused(self) -> int:
+        count = self.report()["refused"]
+        return count if isinstance(count, int) else sum(count.values())
 
     def messages(self, count: int, chance: Random) -> None:
         """Spoiled messages of every kind, after a good Hello of an actor or of a viewer."""
@@ -97,11 +78,17 @@ class Attacked:
         named = chance.choice((session, session, EPOCH))
         return [hostile.header([["records", "uint8", [len(records)]]], type="Push", session=named), records]
 
+    def complaints(self) -> list[str]:
+        """What its log and its store say that should not be there."""
+        text = self.log.read_text()
+        found = [f"the server's log: {line}" for line in text.splitlines() if "a handler failed" in line][:5]
+        found += ["the server's log has a traceback"] * ("Traceback" in text)
+        return found + oracle.read(self.run_dir / "store").violations
+
 
 def attack(count: int, seed: int, scratch: Path) -> dict[str, Any]:
     """`count` spoiled messages, and every attack of hostile.py; {outcomes, failures, ...}."""
     failures: list[str] = []
-    outcomes: Counter[str] = Counter()
     with Attacked(scratch) as server:
         if not server.serves():
             failures.append("the server did not serve before the attack")
@@ -109,37 +96,22 @@ def attack(count: int, seed: int, scratch: Path) -> dict[str, Any]:
         before = hostile.contents(store)
         for strike in hostile.ATTACKS:  # these have no valid record: nothing may be written
             strike(server.port, max(2000, count))
-            outcomes["attacks"] += 1
         time.sleep(1.0)
         if hostile.contents(store) != before:
             failures.append("an attack has changed the store")
         server.messages(count // 4, Random(f"{seed}/warm"))
         time.sleep(0.5)
-        resident, threads = hostile.memory(server.pid), hostile.threads(server.pid)
+        resident, threads = server.size
         server.messages(count - count // 4, Random(f"{seed}/live"))
-        outcomes["messages"] = count
         if server.process.poll() is not None or not server.serves():
             failures.append("the server does not serve any more")
         time.sleep(3.5)  # half-open handshakes end after 3 s
-        growth = hostile.memory(server.pid) - resident
-        lost = threads - hostile.threads(server.pid)
-        report = server.learner.call(m.Status(), 20).report
-    outcomes["refused"] = report["refused"] if isinstance(report["refused"], int) else sum(report["refused"].values())
-    text = server.log.read_text()
-    failures += [f"the server's log: {line}" for line in text.splitlines() if "a handler failed" in line][:5]
-    failures += ["the server's log has a traceback"] * ("Traceback" in text)
-    if report["degraded"]:
-        failures.append(f"the server is DEGRADED: {report['degraded']}")
-    index = Index(store / "index.sqlite")
-    if damaged := verify(store, index):
-        failures.append(f"{damaged} steps of the store are damaged")
-    index.close()
+        grown, left = server.size
+        refused, degraded = server.refused(), server.report()["degraded"]
+    failures += server.complaints() + [f"the server is DEGRADED: {degraded}"] * bool(degraded)
     files = [str(path) for path in scratch.rglob("*") if path.is_file() and not path.is_relative_to(server.run_dir)]
-    strange = [path for path in files if not path.startswith((str(scratch / "outbox"), str(server.log)))]
     return {
-        "outcomes": outcomes,
-        "failures": failures,
-        "growth": growth,
-        "threads_lost": max(0, lost),
-        "files": strange,
-    }
+        "outcomes": Counter(attacks=len(hostile.ATTACKS), messages=count, refused=refused), "failures": failures,
+        "growth": grown - resident, "threads_lost": max(0, threads - left),
+        "files": [path for path in files if not path.startswith((str(scratch / "outbox"), str(server.log)))],
+    }  # fmt: skip
