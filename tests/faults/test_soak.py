@@ -75,4 +75,4 @@ def test_actors_come_and_go_at_a_store_that_evicts_and_the_last_line_tells_it(tm
     assert {"server MB", "server files", "server threads", "ack p99 ms", "index KB", "rows of sessions"} <= set(
         result["drift"]
     )
-    assert "server.store.sessions" in {*result["grows_with_history"], *result["grows"]}
+    assert "server.keeper.store.sessions" in {*result["grows_with_history"], *result["grows"]}

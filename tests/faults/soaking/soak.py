@@ -29,7 +29,7 @@ PUBLISH = 10.0  # seconds
 SAMPLES = 120  # at most four in a second
 STEPS = 160  # that the store holds for each actor: four episodes
 WEIGHTS = 1 << 20  # bytes
-ONE_EACH = ("rows of ", "index KB", "server.store.sessions")  # grow with the run's history
+ONE_EACH = ("rows of ", "index KB", "server.keeper.store.sessions")  # grow with the run's history
 
 
 class Group(Player):
