@@ -29,6 +29,7 @@ PUBLISH = 10.0  # seconds
 SAMPLES = 120  # at most four in a second
 STEPS = 160  # that the store holds for each actor: four episodes
 WEIGHTS = 1 << 20  # bytes
+GRACE = 60.0  # seconds on top where nothing has left the store yet: such a soak shows nothing
 ONE_EACH = ("rows of ", "index KB", "server.keeper.store.sessions")  # grow with the run's history
 
 
@@ -94,7 +95,7 @@ class Soak(Stage):
         self.until(lambda: self._published[1] > 0, 60.0)
         end, due = time.monotonic() + self._seconds, {self._sample: self._every, self._come_and_go: self._kill_every}
         next_time = {action: time.monotonic() + period for action, period in due.items()}
-        while (now := time.monotonic()) < end:
+        while (now := time.monotonic()) < end + GRACE * (self._published[0] == 0):
             self.watch()
             for action, period in due.items():
                 if now >= next_time[action]:
