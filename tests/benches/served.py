@@ -124,12 +124,12 @@ class Served:
         self.address, free = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
         self.local, inference = f"ipc://{folder}/server", inference or free
         self._words = (folder, capacity, self.address, self.local, told or inference, keys)
-        self._beside = Child(beside or check, inference)
+        self.beside = Child(beside or check, inference)
         self.learner = Connection(self.local, m.Hello(m.PROTOCOL, "learner", "bench"))
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._beside.__enter__()
+        self.beside.__enter__()
         self.start()
         return self
 
@@ -139,10 +139,6 @@ class Served:
     @property
     def pid(self) -> int:
         return self._server.pid
-
-    @property
-    def beside_pid(self) -> int:
-        return self._beside.pid
 
     def kill(self) -> None:
         """As kill -9 does."""
@@ -179,7 +175,7 @@ class Served:
 
     def __exit__(self, *exception: object) -> None:
         self.kill()
-        self._beside.__exit__()
+        self.beside.__exit__()
 
 
 def run_server(
@@ -357,7 +353,7 @@ def spec_of(size: int, *, fps: float = 300.0) -> Spec:
     return Spec({STATE: Feature((size,), "uint8")}, Feature((7,), low=-np.ones(7), high=np.ones(7)), fps=fps)
 
 
-def _values(generator: np.random.Generator, feature: Feature, count: int) -> Any:
+def _values(generator: np.random.Generator, feature: Feature, count: int) -> Array:
     return generator.integers(0, 256, (count, *feature.shape), np.uint8).astype(feature.dtype)
 
 

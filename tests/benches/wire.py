@@ -189,8 +189,8 @@ def round_trips(
 ) -> Iterator[Figure]:
     """p50, p99 and CPU of each, and ours beside each other; who cannot be measured is put into `absent`."""
     with ExitStack() as exits:
-        found: dict[str, tuple[Call, int]] = {OURS: (ours, ours.beside_pid), CURVE: (secure, secure.beside_pid)}
-        found[LINK] = exits.enter_context(link_to(ours.asked_at)), ours.beside_pid
+        found: dict[str, tuple[Call, int]] = {OURS: (ours, ours.beside.pid), CURVE: (secure, secure.beside.pid)}
+        found[LINK] = exits.enter_context(link_to(ours.asked_at)), ours.beside.pid
         for peer in (RAW, *others):
             try:
                 found[peer.name] = exits.enter_context(peer.running())

@@ -25,7 +25,8 @@ class Attacked(ServerProcess):
 
     def __init__(self, scratch: Path) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
-        super().__init__(scratch / "run", log=scratch / "server.log", online=5000, demo=100)
+        self.words = scratch / "server.log"
+        super().__init__(scratch / "run", log=self.words, online=5000, demo=100)
         self._pushed = 0  # episodes
         self.honest = TrainerClient(self.address, actor="honest", spec=SPEC, outbox=scratch / "outbox")
 
@@ -80,7 +81,7 @@ class Attacked(ServerProcess):
 
     def complaints(self) -> list[str]:
         """What its log and its store say that should not be there."""
-        text = self.log.read_text()
+        text = self.words.read_text()
         found = [f"the server's log: {line}" for line in text.splitlines() if "a handler failed" in line][:5]
         found += ["the server's log has a traceback"] * ("Traceback" in text)
         return found + oracle.read(self.run_dir / "store").violations
@@ -113,5 +114,5 @@ def attack(count: int, seed: int, scratch: Path) -> dict[str, Any]:
     return {
         "outcomes": Counter(attacks=len(hostile.ATTACKS), messages=count, refused=refused), "failures": failures,
         "growth": grown - resident, "threads_lost": max(0, threads - left),
-        "files": [path for path in files if not path.startswith((str(scratch / "outbox"), str(server.log)))],
+        "files": [path for path in files if not path.startswith((str(scratch / "outbox"), str(server.words)))],
     }  # fmt: skip

@@ -1,0 +1,88 @@
+"""The proxy between an actor and its learner holds up, cuts and slows as it is told."""
+
+import socket
+import threading
+from contextlib import nullcontext, suppress
+
+import pytest
+
+from tests.faults.proxy import Proxy
+
+
+@pytest.fixture
+def echo():
+    """The port of a server that says everything back."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer(end):
+        with end, suppress(OSError):
+            while data := end.recv(65536):
+                end.sendall(data)
+
+    def accept():
+        while True:
+            try:
+                end, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(end,), daemon=True).start()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    yield listener.getsockname()[1]
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+def heard(end, seconds=0.2):
+    end.settimeout(seconds)
+    try:
+        return end.recv(100)
+    except TimeoutError:
+        return None
+
+
+def test_the_proxy_holds_up_either_direction_and_goes_on_where_it_was(echo):
+    with Proxy("127.0.0.1", echo) as proxy, socket.create_connection(("127.0.0.1", proxy.port)) as end:
+        for mode, options in (("half_open", {}), ("one_way", {"direction": "up"}), ("one_way", {"direction": "down"})):
+            end.sendall(b"before")
+            assert heard(end, 5.0) == b"before"
+            proxy.set(mode, **options)
+            end.sendall(b"while")
+            assert heard(end) is None
+            proxy.set("pass")
+            assert heard(end, 5.0) == b"while"
+
+
+def test_the_proxy_cuts_living_and_new_connections(echo):
+    with Proxy("127.0.0.1", echo) as proxy:
+        for mode in ("cut", "reset"):
+            proxy.set("pass")
+            with socket.create_connection(("127.0.0.1", proxy.port)) as living:
+                living.sendall(b"alive")
+                assert heard(living, 5.0) == b"alive"
+                proxy.set(mode)
+                with socket.create_connection(("127.0.0.1", proxy.port)) as new:
+                    for end in (living, new):
+                        with pytest.raises(ConnectionResetError) if mode == "reset" else nullcontext():
+                            assert heard(end, 5.0) == b""
+
+
+def test_the_proxy_is_slow_and_loses_nothing(echo):
+    sent = bytes(range(256)) * 40
+    with Proxy("127.0.0.1", echo) as proxy:
+        for mode, options in (("delay", {"seconds": 0.05}), ("trickle", {"rate": 100_000})):
+            proxy.set(mode, **options)
+            with socket.create_connection(("127.0.0.1", proxy.port)) as end:
+                end.sendall(sent)
+                end.settimeout(10.0)
+                came = b""
+                while len(came) < len(sent):
+                    came += end.recv(65536)
+                assert came == sent
+
+
+def test_the_proxy_refuses_a_mode_that_there_is_not(echo):
+    with Proxy("127.0.0.1", echo) as proxy, pytest.raises(ValueError, match="the modes and their options are"):
+        proxy.set("one_way")
