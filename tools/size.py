@@ -1,5 +1,8 @@
 #!/usr/bin/env python
-"""Lines per folder: code (without blank lines and comments), and the longest file and function of each."""
+"""Lines of code per folder, without blank lines and comments, and the longest file and function of each.
+
+Then the bytes of all files that git tracks, and how many lines tests and tools have for each line of the product.
+"""
 
 import argparse
 import ast
@@ -8,24 +11,32 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PRODUCT, PROOF = ("packages", "robot_infra", "serl_launcher"), ("tests", "tools")
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     names = subprocess.run(["git", "ls-files", "*.py", "*.sh", "*.yaml"], cwd=ROOT, capture_output=True, text=True)
     folders: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for name in names.stdout.split():
         path = ROOT / name
         folder = "/".join(path.relative_to(ROOT).parts[:2][: -1 if path.parent == ROOT else 2]) or "."
         folders[folder if (ROOT / folder).is_dir() else str(Path(folder).parent)].append(measure(path))
-    total = 0
+    total, part = 0, {"product": 0, "proof": 0}
     for folder, files in sorted(folders.items()):
         lines = sum(count for count, _, _ in files)
         longest = max(files)
         function = max(longest_function for _, longest_function, _ in files)
         print(f"{lines:6} {folder:28} {len(files):3} files, longest {longest[0]} ({longest[2]}), function {function}")
         total += lines
+        part["proof" if folder.startswith(PROOF) else "product"] += (
+            lines if folder.startswith((*PRODUCT, *PROOF)) else 0
+        )
     print(f"{total:6} in all")
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
+    size = sum((ROOT / name).lstat().st_size for name in tracked if name and (ROOT / name).exists())
+    print(f"{size / 1e6:6.2f} MB in {len(tracked) - 1} tracked files")
+    print(f"{part['proof'] / part['product']:6.2f} lines of tests and tools for each line of the product")
 
 
 def measure(path: Path) -> tuple[int, int, str]:
