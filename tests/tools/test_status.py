@@ -4,76 +4,34 @@ import fcntl
 import json
 import os
 import re
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
-from serl_client.errors import TrainerError
 
-from tests.shared.common import free_port
-
-STATUS = Path(__file__).resolve().parents[2] / "tools" / "status.py"
-SERVE = """
-import sys
-from pathlib import Path
-from serl_launcher.store.server import serve
-serve(Path(sys.argv[1]), {"online": 1000}, public=sys.argv[2], local=sys.argv[3], inference="tcp://127.0.0.1:1")
-"""
+from tests.shared.clients import connected
+from tests.shared.common import PATIENCE, free_port, until
+from tests.shared.servers import ServerProcess
+from tests.shared.tools import called, typed
 
 
-def status(port, *arguments):
+def status(port, *words):
     """(exit status, what was said)."""
-    command = [sys.executable, STATUS, "--port", str(port), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stdout + done.stderr
-
-
-class Learner:
-    """A server process, and the learner's other processes as far as the server can tell: `join(name)` is one."""
-
-    def __init__(self, run_dir):
-        self.port, self.local = free_port(), f"ipc://{run_dir}/server"
-        self.address = f"tcp://127.0.0.1:{self.port}"
-        run_dir.mkdir()
-        self.process = subprocess.Popen([sys.executable, "-c", SERVE, run_dir, self.address, self.local])
-        self.links = {}
-        self.join("trainer")
-
-    def join(self, name):
-        self.links[name] = Connection(self.local, m.Hello(m.PROTOCOL, "learner", name))
-        return self.ask(name, m.Status()).report
-
-    def ask(self, name, message):
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                return self.links[name].call(message, 2.0)
-            except TrainerError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-
-    def close(self):
-        for link in self.links.values():
-            link.close()
-        self.process.kill()
-        self.process.wait()
+    return called("status", "--port", port, *words)
 
 
 @pytest.fixture
 def learner(tmp_path):
-    made = Learner(tmp_path / "run")
+    """A server whose trainer is there."""
+    made = ServerProcess(tmp_path / "run", online=1000)
+    made.report()
     yield made
     made.close()
 
 
 def test_a_learner_without_an_actor_says_what_is_missing(learner):
-    code, said = status(learner.port)
+    code, said = typed("status", "--port", learner.port)
     assert code == 0
     assert "new: no actor has come yet" in said
     assert "missing    the inference process" in said
@@ -84,17 +42,15 @@ def test_a_learner_without_an_actor_says_what_is_missing(learner):
 def test_who_is_there_what_it_reports_and_what_lags(learner, spec, tmp_path):
     with TrainerClient(learner.address, actor="left", spec=spec, outbox=tmp_path / "outbox") as client:
         client.report = {"directive": 1, "rate": 9.98765, "warning": ""}
-        deadline = time.monotonic() + 20
-        while not client.connected:
-            client.wait(0.05)
-            assert time.monotonic() < deadline
-        learner.join("inference")
-        learner.links["inference"].send(m.Heartbeat({"version": 0}))
+        connected(client)
+        inference = Connection(learner.local, m.Hello(m.PROTOCOL, "learner", "inference"))
+        inference.call(m.Status(), PATIENCE)
+        inference.send(m.Heartbeat({"version": 0}))
         for phase in ("first", "second"):
-            learner.ask("trainer", m.Direct({"phase": phase, "mode": "collect", "into": "online"}, None))
-        while "rate" not in (said := status(learner.port)[1]):
-            assert time.monotonic() < deadline
+            learner.direct(phase=phase)
+        said = until(lambda: "rate" in (said := status(learner.port)[1]) and said)
         report = json.loads(status(learner.port, "--json")[1])
+        inference.close()
     assert "phase      second (collect)" in said
     assert "source     online: 0 of 1,000 steps, 0 evicted" in said
     assert re.search(r"actor      left: seen \d+\.\d s ago", said)
@@ -108,12 +64,8 @@ def test_who_is_silent_is_missing(learner, spec):
     actor = Connection(learner.address, m.Hello(m.PROTOCOL, "actor", "left", "e" * 32, "o" * 32, "", spec.to_dict()))
     actor.call(m.Status(), 5.0)
     actor.close()
-    deadline = time.monotonic() + 20
-    said = ""
-    while "missing    left: silent for" not in said or "missing    the trainer process" not in said:
-        assert time.monotonic() < deadline, said
-        time.sleep(0.5)
-        said = status(learner.port)[1]
+    silent = ("missing    left: silent for", "missing    the trainer process")
+    until(lambda: all(text in status(learner.port)[1] for text in silent), every=0.3)
 
 
 def test_a_learner_that_is_down_is_told_by_its_run_folder(tmp_path):

@@ -1,0 +1,30 @@
+"""A user's tool, called in this process; `typed` starts it as a person does."""
+
+import io
+import runpy
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from unittest.mock import patch
+
+from .common import TOOLS
+
+
+def called(name, *words):
+    """(exit status, all that is said) of tools/NAME.py with these words."""
+    said, status = io.StringIO(), 0
+    with patch.object(sys, "argv", [f"{name}.py", *map(str, words)]), redirect_stdout(said), redirect_stderr(said):
+        try:
+            runpy.run_path(str(TOOLS / f"{name}.py"), run_name="__main__")
+        except SystemExit as ended:
+            status = 1 if isinstance(ended.code, str) else ended.code or 0
+            said.write(f"{ended.code}\n" if isinstance(ended.code, str) else "")
+    return status, said.getvalue()
+
+
+def typed(name, *words):
+    """The same, in a process of its own."""
+    command = [sys.executable, TOOLS / f"{name}.py", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout + done.stderr
