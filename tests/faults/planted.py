@@ -68,7 +68,7 @@ N5 chance Network._answered: an answer to another question is taken
     - if step == act.step:
     + if True:
 
-== recorder: test_runner test_remote_policy test_intervention
+== recorder: test_runner test_recorder test_remote_policy test_intervention
 
 R1 killed Recorder.add: a segment holds steps of two versions of the weights
     - if self._state[0] and stamp != self._stamp:

@@ -8,11 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from unittest.mock import ANY
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -26,16 +24,16 @@ from robot_infra.env import RobotEnv
 from robot_infra.interfaces import Frame, Verdict
 from robot_infra.robots.fake import FakeRobot
 from serl_launcher.config import composed
-from serl_launcher.store.server import Server
 from serl_launcher.store.store import Store
-from tests.shared.common import free_port
-from tests.shared.common import until as wait_until
+from tests.shared.clients import connected
+from tests.shared.common import free_port, until
+from tests.shared.servers import ServerThread
+from tests.shared.tools import called, typed
 from tools.checks import machine, network, robot
 from tools.checks.common import CONFIG, Run
 from tools.checks.sides import examined, looked
 from tools.keys import locked, make, revoke
 
-DOCTOR = Path(__file__).parents[2] / "tools/doctor.py"
 OTHER_PROTOCOL = """
 import sys
 from pathlib import Path
@@ -64,14 +62,12 @@ def found(check, run):
     return worst, "\n".join(f"{finding.text}: {finding.advice}" for finding in findings)
 
 
-def doctor(*words, before=()):
+def doctor(*words, start=called):
     """(exit status, {check: the worst state}, all that was said) of the program."""
-    command = [*before, sys.executable, str(DOCTOR), *map(str, words), "task=fake", "--json", "--seconds", "0.2"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert "Traceback" not in done.stderr
-    said = json.loads(done.stdout)
+    status, text = start("doctor", *words, "task=fake", "--json", "--seconds", "0.2")
+    said = json.loads(text)
     assert said["failed"] == sum(check["state"] == "FAIL" for check in said["checks"])
-    return done.returncode, states((check["check"], check["state"]) for check in said["checks"]), done.stdout
+    return status, states((check["check"], check["state"]) for check in said["checks"]), text
 
 
 def states(found):
@@ -87,38 +83,11 @@ def all_of(side, *words):
     return states((name, finding.state) for name, finding in findings), "\n".join(f.text for _, f in findings)
 
 
-@contextmanager
-def served(run_dir, port, **options):
-    """A server with nobody connected."""
-    server = Server(
-        run_dir, {"online": 100}, public=f"tcp://127.0.0.1:{port}", local=f"ipc://{run_dir}.local",
-        inference="tcp://127.0.0.1:1", **options,
-    )  # fmt: skip
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.stop()
-        thread.join()
-        server.close()
-
-
 @pytest.fixture
 def learner(tmp_path):
-    """The port of one."""
-    port = free_port()
-    with served(tmp_path / "served", port):
-        yield port
-
-
-class Contains(str):
-    """Equals each text that it is a part of."""
-
-    def __eq__(self, other):
-        return self in other
-
-    __hash__ = None
+    """The port of a server with nobody connected."""
+    with closing(ServerThread(tmp_path / "served")) as server:
+        yield server.port
 
 
 def test_both_sides_of_a_run_that_can_start_are_told_so(learner, tmp_path):
@@ -223,7 +192,7 @@ def test_a_learner_of_another_protocol_is_told_with_both_numbers(tmp_path):
     address = f"tcp://127.0.0.1:{port}"
     server = subprocess.Popen([sys.executable, "-c", OTHER_PROTOCOL, tmp_path, address, f"ipc://{tmp_path}/local"])
     try:
-        wait_until(lambda: found(network.reachable, run)[0] == "ok")
+        until(lambda: found(network.reachable, run)[0] == "ok")
         state, said = found(network.protocol, run)
     finally:
         server.kill()
@@ -239,7 +208,7 @@ def test_another_robot_and_another_run_are_refused(learner, tmp_path):
     with TrainerClient(
         f"tcp://127.0.0.1:{learner}", actor="actor", spec=here, outbox=tmp_path / "actors/actor/outbox"
     ) as client:
-        wait_until(lambda: client.connected)
+        connected(client)
         assert found(network.protocol, run)[0] == "ok"
         with FakeEnv() as run.env:
             run.spec = run.env.spec
@@ -272,7 +241,7 @@ def test_inference_that_is_not_there_yet_is_no_failure_and_a_port_that_says_noth
 
 
 def test_keys_that_are_missing_open_to_others_of_another_name_or_revoked(tmp_path):
-    folder, port = tmp_path / "keys", free_port()
+    folder = tmp_path / "keys"
     with locked(folder, is_new=True):
         make(folder, "eve", "viewer")
         assert found(network.keys, planned("learner", tmp_path, f"keys={folder}"))[0] == "FAIL"
@@ -284,7 +253,7 @@ def test_keys_that_are_missing_open_to_others_of_another_name_or_revoked(tmp_pat
     def asked(key, name):
         """The first check that fails with this key, and all that was said."""
         words = [f"key={folder / key}"] if key else []
-        run, said = planned("actor", tmp_path, f"port={port}", f"name={name}", *words), ""
+        run, said = planned("actor", tmp_path, f"port={server.port}", f"name={name}", *words), ""
         for check in (network.key, network.reachable, network.protocol):
             for finding in looked(check, run):
                 said += f"{finding.text} {finding.advice}"
@@ -292,20 +261,24 @@ def test_keys_that_are_missing_open_to_others_of_another_name_or_revoked(tmp_pat
                     return check.__name__, said
         return "", said
 
-    with served(tmp_path / "served", port, keys=folder):
-        assert asked("left.key", "left") == ("", ANY)
-        assert asked("left.key", "left/2") == ("", ANY)
-        assert asked("left.key", "auto") == ("", ANY), "an actor that is given no name goes by that of its key"
-        assert asked("", "left") == ("reachable", Contains("lets in only who has a key"))
-        assert asked("left.key", "right") == ("key", Contains("say name=left"))
-        assert asked("eve.key", "eve") == ("key", Contains("tools/keys.py make eve --role actor"))
+    def tells(key, name, check="", text=""):
+        found, said = asked(key, name)
+        return found == check and text in said
+
+    with closing(ServerThread(tmp_path / "served", keys=folder)) as server:
+        assert tells("left.key", "left")
+        assert tells("left.key", "left/2")
+        assert tells("left.key", "auto"), "an actor that is given no name goes by that of its key"
+        assert tells("", "left", "reachable", "lets in only who has a key")
+        assert tells("left.key", "right", "key", "say name=left")
+        assert tells("eve.key", "eve", "key", "tools/keys.py make eve --role actor")
         (folder / "left.key").chmod(0o644)
-        assert asked("left.key", "left") == ("key", Contains("chmod 600"))
+        assert tells("left.key", "left", "key", "chmod 600")
         (folder / "left.key").chmod(0o600)
         revoke(folder, "left")
-        assert asked("left.key", "left") == ("protocol", Contains("does not let the key left in"))
-    with served(tmp_path / "open", port):
-        assert asked("left.key", "left") == ("reachable", Contains("leave key= out"))
+        assert tells("left.key", "left", "protocol", "does not let the key left in")
+    with closing(ServerThread(tmp_path / "open")) as server:
+        assert tells("left.key", "left", "reachable", "leave key= out")
 
 
 def test_a_full_disk_and_a_plan_that_is_too_large(tmp_path):
@@ -350,7 +323,7 @@ def test_a_disk_without_room_is_a_failure(tmp_path):
     before = ["unshare", "-rm", "sh", "-c", mount, "sh"]
     if not shutil.which("unshare") or subprocess.run([*before, "true"], capture_output=True).returncode:
         pytest.skip("no mount namespaces here")
-    code, found, said = doctor("actor", f"run_dir={tmp_path}", before=before)
+    code, found, said = doctor("actor", f"run_dir={tmp_path}", start=partial(typed, before=before))
     assert (code, found["disk"]) == (1, "FAIL")
     assert "make room there" in said
 

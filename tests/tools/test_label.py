@@ -38,9 +38,6 @@ def actor(run, spec, tmp_path, make_segment):
         run.direct()
         segments = make_segment("e0", ends="terminated"), make_segment("e1", ends="truncated")
         push_all(client, [Outcome("e0", True), *segments])
-            (make_segment("e0", ends="terminated"), make_segment("e1", ends="truncated")),
-        )
-        push_all(client, [outcome, *segments])
         assert client.drain(PATIENCE)
         yield client
 

@@ -10,7 +10,7 @@ unassisted success lies within --band; then, from copies of that run, the same n
     neither           nobody takes over, and all episodes count
 with an evaluation on 50 distinct starts after each quarter. Every run is the product itself: a learner and an actor on
 loopback. Writes results.json and curves.png into --out, and prints the table; runs that are there are not repeated.
-Words at the end go to every learner: `examples/experiments/sim_arm/study.py --ways hi-ors -- policy=pi0_tiny batch_size=64`.
+Words at the end go to every learner: `study.py --ways hi-ors -- policy=pi0_tiny batch_size=64`.
 """
 
 import argparse
