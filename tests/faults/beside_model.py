@@ -135,7 +135,7 @@ class Real:
             stream.acknowledge(message)
             return
         outbox.bind(message.run)
-        stream.resume(message.expected, message.window)
+        stream.resume(message.expected, message.max_unacknowledged)
         self.welcomed.add(who)
         self.up[key].append(m.Heartbeat({}))
 

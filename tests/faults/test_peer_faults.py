@@ -257,7 +257,7 @@ def test_e9b_a_late_joiner_is_told_of_the_weights_with_its_welcome(server, conne
     content = os.urandom(300_000)
     version = server.publish(content)
     client = connect("e9b", weights_folder=tmp_path / "weights")
-    assert client._network.server.welcome.notice["weights"]["version"] == version
+    assert client._network.server.welcome.state["weights"]["version"] == version
     until(lambda: client.weights(0))
     assert client.weights(0)[1].read_bytes() == content
 

@@ -132,10 +132,10 @@ def protocol(run: Run) -> Iterator[Finding]:
     except Timeout:
         yield _finding(unwelcome(f"{run.config.ip}:{run.config.port}"))
         return
-    state = run.welcome.notice.get("degraded")
+    state = run.welcome.state.get("degraded")
     if state:
         yield Finding("FAIL", f"the learner acknowledges nothing: {state}", "make room on its disk; see its screen")
-    phase = run.welcome.notice["directive"].get("phase", "none yet")
+    phase = run.welcome.state["directive"].get("phase", "none yet")
     yield Finding("ok", f"run {run.welcome.run[:12] or 'new'}, phase {phase}, protocol {m.PROTOCOL[0]}-{m.PROTOCOL[1]}")
 
 

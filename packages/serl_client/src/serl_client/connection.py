@@ -231,7 +231,7 @@ class Connection:
 
     def _kept(self, message: m.Message) -> m.Message:
         if isinstance(message, m.Welcome):
-            self.notice, self.welcome = m.StateUpdate(**message.notice), message
+            self.notice, self.welcome = m.StateUpdate(**message.state), message
         elif isinstance(message, m.StateUpdate):
             self.notice = message
         elif isinstance(message, m.Failed) and (message.kind == "Disconnected" or self.heard < self._opened):

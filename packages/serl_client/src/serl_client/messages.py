@@ -57,15 +57,16 @@ class StateUpdate:
 @dataclass(frozen=True, slots=True)
 class Welcome:
     """The answer to Hello. `expected` is [session, next seq] of the sender's sessions; `ordinal` numbers the starts of
-    all actors of the run; `window` is how many bytes may be unacknowledged."""
+    all actors of the run; `max_unacknowledged` is in bytes, `state` the first
+    StateUpdate as a mapping."""
 
     run: str
     ordinal: int
-    window: int
+    max_unacknowledged: int
     expected: Sequence[Sequence[Any]]
     spec: Mapping[str, Any] | None
     inference: str  # the address that answers InferenceRequest
-    notice: Mapping[str, Any]
+    state: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

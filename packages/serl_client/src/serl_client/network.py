@@ -241,7 +241,7 @@ class Network(threading.Thread):
             )
         if not bound:
             self._outbox.bind(welcome.run)
-        self.send_queue.resume(welcome.expected, welcome.window)
+        self.send_queue.resume(welcome.expected, welcome.max_unacknowledged)
         if self.weights:
             self.weights.restart()
         if self._commanded:
