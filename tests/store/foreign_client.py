@@ -1,0 +1,311 @@
+"""A client of the learner's protocol, version 5, written from docs/protocol.md alone.
+
+foreign_client.py ADDRESS NAME [OUTBOX_JSON]: delivers one episode and prints one line of JSON. OUTBOX_JSON is a file
+(made if it is not there): {"run": str, "outbox": str, "earlier": [[session, last seq], ...]}.
+"""
+
+import itertools
+import json
+import math
+import pathlib
+import secrets
+import struct
+import sys
+import time
+
+import msgpack
+import xxhash
+import zmq
+
+SPEC = {
+    "observation": {"observation.state": {"shape": [8], "dtype": "float32", "names": []}},
+    "fps": 10.0,
+    "extras": {},
+    "action": {"shape": [2], "dtype": "float32", "names": [], "low": [-1.0, -1.0], "high": [1.0, 1.0]},
+}
+LOST = float("-inf")
+
+
+class Failed(Exception):
+    """The learner answered Failed in a way that no repetition mends."""
+
+
+def pad(data):
+    return data + bytes(-len(data) % 8)
+
+
+def pack_header(fields, arrays):
+    return msgpack.packb([fields, [[name, dtype, list(shape)] for name, (dtype, shape, _) in arrays.items()]])
+
+
+def encode_message(kind, fields, arrays):
+    header, frames = pack_header({"type": kind, **fields}, arrays), [data for _, _, data in arrays.values()]
+    if len(frames) >= 2 and len(header) + sum(map(len, frames)) <= 1 << 20:
+        frames = [b"".join(map(pad, frames))]
+    return [header, *frames]
+
+
+def decode_message(parts):
+    fields, listed = msgpack.unpackb(parts[0], strict_map_key=False)
+    sizes = [int(dtype.lstrip("boluintfa") or 8) // 8 * math.prod(shape) for _, dtype, shape in listed]
+    frames = list(parts[1:])
+    if len(listed) >= 2 and len(frames) == 1:
+        starts = [0, *itertools.accumulate(size + -size % 8 for size in sizes)]
+        frames = [parts[1][at : at + size] for at, size in zip(starts, sizes, strict=False)]
+    if [len(frame) for frame in frames] != sizes:
+        raise ValueError("the array frames do not fit the header")
+    return fields.pop("type"), fields, {n: (d, tuple(s), data) for (n, d, s), data in zip(listed, frames, strict=True)}
+
+
+def encode_record(seq, fields, arrays):
+    header = pack_header(fields, arrays)
+    body = pad(header) + b"".join(pad(data) for _, _, data in arrays.values())
+    return struct.pack("<4sIQQQ", b"RTK1", len(header), len(body), seq, xxhash.xxh3_64_intdigest(body, seed=seq)) + body
+
+
+class Connection:
+    """One DEALER, from its opening to its closing; ZeroMQ never connects it a second time."""
+
+    def __init__(self, address):
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        for option, value in (
+            (zmq.RECONNECT_IVL, -1),
+            (zmq.HEARTBEAT_IVL, 1000),
+            (zmq.HEARTBEAT_TIMEOUT, 3000),
+            (zmq.HEARTBEAT_TTL, 3000),
+            (zmq.SNDTIMEO, 2000),
+            (zmq.LINGER, 1000),
+        ):
+            self.socket.setsockopt(option, value)
+        self.socket.connect(address)
+        self.heard = self.spoke = time.monotonic()
+
+    def send(self, kind, fields, arrays=None):
+        try:
+            self.socket.send_multipart(encode_message(kind, fields, arrays or {}))
+            self.spoke = time.monotonic()
+        except zmq.ZMQError:  # nobody takes it
+            self.heard = LOST
+
+    def beat(self):
+        if time.monotonic() - self.spoke >= 1:
+            self.send("Heartbeat", {"report": {}})
+
+    def receive(self, timeout):
+        self.beat()
+        if self.heard == LOST or not self.socket.poll(max(0, int(timeout * 1000))):
+            return "", {}, {}
+        self.heard = time.monotonic()
+        return decode_message(self.socket.recv_multipart())
+
+
+class Client:
+    def __init__(self, address, name, spec, *, run="", outbox=None, session=None, earlier=()):
+        self.address, self.name, self.spec, self.run = address, name, spec, run
+        self.outbox, self.session = outbox or secrets.token_hex(16), session or secrets.token_hex(16)
+        self.earlier, names = [list(pair) for pair in earlier], [*(s for s, _ in earlier), self.session]
+        self.kept, self.expected, self.sent = {s: {} for s in names}, dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+        self.connection = self.asking = None
+        self.state, self.answered, self.failures = {"directive": {}}, time.monotonic(), []
+
+    def _greet(self, connection, address, timeout):
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            if connection is not None:
+                connection.socket.close()
+                time.sleep(0.25)
+            connection = Connection(address)
+            connection.send(
+                "Hello",
+                {
+                    "protocol": [5, 5],
+                    "role": "actor",
+                    "actor": self.name,
+                    "session": self.session,
+                    "run": self.run,
+                    "outbox": self.outbox,
+                    "spec": self.spec,
+                    "paced": False,
+                    "has_operator": False,
+                    "earlier": [[s, last] for s, last in self.earlier if self.expected[s] <= last],
+                },
+            )
+            connection.spoke = until = min(end, time.monotonic() + 5)  # no Heartbeat before the Welcome
+            while (left := until - time.monotonic()) > 0 and connection.heard != LOST:
+                kind, fields, _ = connection.receive(left)
+                if kind == "Welcome":
+                    connection.spoke = 0
+                    return connection, fields
+                if kind == "Failed" and not self.failure(fields):
+                    raise Failed(*self.failures[-1])
+                if kind == "Failed":
+                    break
+        raise TimeoutError(f"no Welcome from {address}; {self.failures[-3:]}")
+
+    def hello(self, timeout):
+        self.connection, welcome = self._greet(self.connection, self.address, timeout)
+        if self.run and welcome["run"] != self.run:
+            raise Failed(f"the outbox belongs to run {self.run}, the learner has {welcome['run']}")
+        self.run, self.limit, self.state = welcome["run"], welcome["max_unacknowledged"], welcome["state"]
+        self.inference = welcome["inference"].replace("*", self.address.split("://")[1].rsplit(":", 1)[0])
+        for session, expected in welcome["expected"]:
+            self._acknowledge(session, expected, True)
+        self._flush()
+        return welcome
+
+    def push(self, records, session=None):
+        """Keeps and sends records; what max_unacknowledged does not let through goes out as Acks come (receive)."""
+        session = session or self.session
+        self.kept[session].update({record[0]: encode_record(*record) for record in records})
+        self._flush()
+
+    def _acknowledge(self, session, expected, resend):
+        self.expected[session], self.answered = expected, time.monotonic()
+        self.kept[session] = {seq: data for seq, data in self.kept.get(session, {}).items() if seq >= expected}
+        self.sent[session] = expected if resend else max(expected, self.sent.get(session, 0))
+
+    def _flush(self):
+        session = next((s for s, kept in self.kept.items() if kept), self.session)  # one session after the other
+        kept, seq = self.kept[session], self.sent[session]
+        flying = sum(len(data) for at, data in kept.items() if at < seq)
+        if not flying:
+            self.answered = time.monotonic()
+        while seq in kept and (not flying or flying + len(kept[seq]) <= self.limit):
+            self.connection.send("Push", {"session": session}, {"records": ("uint8", (len(kept[seq]),), kept[seq])})
+            flying, seq = flying + len(kept[seq]), seq + 1
+        self.sent[session] = seq
+
+    def receive(self, timeout):
+        """The next message, already acted upon, or None; call it at least each second: it sends the Heartbeats too."""
+        end, kind = time.monotonic() + timeout, ""
+        while not kind:
+            now = time.monotonic()
+            if now - self.connection.heard > 5:  # a StateUpdate comes each second: the connection is lost
+                self.hello(60)
+            if self.asking:
+                self.asking.beat()
+            if now - self.answered > 15:
+                self.sent = dict(self.expected)
+                self._flush()
+            kind, fields, arrays = self.connection.receive(min(0.5, end - now))
+            if not kind and now >= end:
+                return None
+        if kind == "StateUpdate":
+            self.state = fields
+        elif kind == "Ack":
+            self._acknowledge(fields["session"], fields["expected"], fields["resend"])
+            self._flush()
+        elif kind == "Failed" and self.failure(fields):
+            self.hello(60)
+        return kind, fields, arrays
+
+    def failure(self, fields):
+        self.failures.append((fields["kind"], fields["text"]))
+        if fields["final"] and not fields.get("request"):
+            raise Failed(*self.failures[-1])
+        return fields["kind"] in ("ServerFailed", "Disconnected", "Timeout") and not fields.get("request")
+
+    def until(self, done, timeout, what):
+        end, message = time.monotonic() + timeout, None
+        while not done(message):
+            if time.monotonic() > end:
+                raise TimeoutError(f"no {what}; degraded: {self.state.get('degraded')!r}; {self.failures[-3:]}")
+            message = self.receive(0.5)
+        return message
+
+    def await_ack(self, expected, timeout, session=None):
+        self.until(lambda _: self.expected[session or self.session] >= expected, timeout, f"Ack up to {expected}")
+        return self.expected[session or self.session]
+
+    def ask(self, step, arrays, *, seed=0, reset=False, explore=False, task="", timeout=5.0):
+        """(version, arrays) of the answer for this step, or None: there may be no answer."""
+        fields = {"step": step, "seed": seed, "reset": reset, "explore": explore, "task": task}
+        end, asked = time.monotonic() + timeout, False
+        while (left := end - time.monotonic()) > 0:
+            if self.asking is None or self.asking.heard == LOST:
+                self.asking, asked = self._greet(self.asking, self.inference, left)[0], False
+            if not asked:
+                self.asking.send("InferenceRequest", fields, arrays)
+            (kind, answer, values), asked = self.asking.receive(min(0.5, left)), True
+            if kind == "InferenceResponse" and answer["step"] == step:
+                return answer["version"], values
+            if kind == "Failed" and self.failure(answer):
+                self.asking.heard = LOST
+        return None
+
+    def status(self, timeout=10.0):
+        self.connection.send("Status", {"report": {}})
+        return self.until(lambda message: message and message[0] == "Status", timeout, "Status")[1]["report"]
+
+    def close(self):
+        for connection in filter(None, (self.asking, self.connection)):
+            connection.send("Bye", {})
+            connection.socket.close()
+
+
+def segment(episode, start, T, directive, *, task="reach", mark=7.0, action=0.5, weights=0, clock=0.0, ends=""):
+    """(fields, arrays) of steps start to start + T; ends is "", "terminated" or "truncated"; directive is the map."""
+    steps, rows = range(start, start + T), T + bool(ends)
+    state = [value for i in range(rows) for value in (mark, start + i, 0, 0, 0, 0, 0, 0)]
+    return {
+        "episode": episode,
+        "start": start,
+        "task": task,
+        "extras": [],
+        "stamp": [directive.get("number", 0), directive.get("phase", ""), weights],
+        "terminated": ends == "terminated",
+        "truncated": ends == "truncated",
+    }, {
+        "action": ("float32", (T, 2), struct.pack(f"<{2 * T}f", *[action] * (2 * T))),
+        "reward": ("float32", (T,), struct.pack(f"<{T}f", *steps)),
+        "intervened": ("bool", (T,), bytes(T)),
+        "chunk_start": ("bool", (T,), b"\1" * T),
+        "time": ("float64", (T,), struct.pack(f"<{T}d", *(clock + step / SPEC["fps"] for step in steps))),
+        "gap": ("bool", (T,), bytes(T)),
+        "chunk_delay": ("uint16", (T,), bytes(2 * T)),
+        "observation.state": ("float32", (rows, 8), struct.pack(f"<{8 * rows}f", *state)),
+    }
+
+
+def outcome(episode, success=True, *, judged_by="judge", discard=False):
+    return {"episode": episode, "success": success, "discard": discard, "judged_by": judged_by}, {}
+
+
+def lost(reason):
+    return {"reason": reason}, {}
+
+
+def main(address, name, outbox=""):
+    path = pathlib.Path(outbox) if outbox else None
+    client = Client(address, name, SPEC, **(json.loads(path.read_text()) if path and path.exists() else {}))
+    client.hello(60)
+    for session, last in client.earlier:  # this script keeps no bytes: what did not arrive in its time is lost
+        client.push([(seq, *lost("not kept")) for seq in range(client.expected[session], last + 1)], session)
+        client.await_ack(last + 1, 60, session)
+    if path:
+        path.write_text(json.dumps({"run": client.run, "outbox": client.outbox}))
+    client.until(lambda _: client.state["directive"].get("mode") == "collect", 120, "directive that collects")
+    directive, episode, clock, records = client.state["directive"], f"{name}-{client.session[:8]}-0", time.time(), []
+    for start, T in ((0, 6), (6, 6), (12, 8)):
+        made = segment(episode, start, T, directive, clock=clock, ends="terminated" if start == 12 else "")
+        records.append((len(records), *made))
+    records.append((len(records), *outcome(episode)))
+    client.push(records)
+    expected = client.await_ack(len(records), 60)
+    clients = client.status().get("clients")
+    client.close()
+    sys.stdout.write(
+        json.dumps(
+            {
+                "run": client.run,
+                "session": client.session,
+                "expected": expected,
+                "directive": directive["number"],
+                "clients": len(clients) if hasattr(clients, "__len__") else clients,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

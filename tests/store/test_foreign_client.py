@@ -1,0 +1,51 @@
+"""A client that was written from docs/protocol.md alone, on pyzmq, msgpack and xxhash, delivers to our server."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.shared import oracle
+from tests.shared.common import until
+from tests.shared.servers import ServerProcess
+
+CLIENT = Path(__file__).with_name("foreign_client.py")
+
+
+@pytest.fixture
+def server(tmp_path):
+    made = ServerProcess(tmp_path / "run")
+    yield made
+    made.close()
+
+
+def delivered(server):
+    """What the client says that it did, in a life of its own."""
+    command = [sys.executable, CLIENT, server.address, "stranger"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as actor:
+        until(lambda: server.report()["run"] or actor.poll() is not None)
+        server.direct()
+        out, complaint = actor.communicate(timeout=60)
+    assert actor.returncode == 0, complaint
+    return json.loads(out)
+
+
+def test_a_client_that_knows_the_page_alone_delivers_whole_episodes_in_two_lives(server):
+    first, second = delivered(server), delivered(server)
+    assert first["run"] == second["run"] == server.report()["run"]
+    assert (first["expected"], first["directive"], first["session"] != second["session"]) == (4, 1, True)
+    found = oracle.whole(server.run_dir / "store")
+    assert len(found.episodes) == 2
+    for episode in found.episodes.values():
+        assert [episode[name] for name in ("steps", "terminated", "final", "success")] == [20, 1, 1, 1]
+        steps = found.steps[episode["number"]]
+        assert [step.record["reward"] for step in steps] == list(range(20))
+        assert all((step.record["action"] == 0.5).all() for step in steps)
+    assert not server.refusals()
+
+
+def test_it_imports_nothing_of_ours():
+    imported = [line for line in CLIENT.read_text().splitlines() if line.startswith(("import ", "from "))]
+    assert not [line for line in imported if "serl" in line or "numpy" in line or "tests" in line]
