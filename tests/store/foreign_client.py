@@ -67,6 +67,7 @@ class Connection:
     """One DEALER, from its opening to its closing; ZeroMQ never connects it a second time."""
 
     def __init__(self, address):
+        self.beats = False  # Heartbeats follow the Welcome, and are not for the inference process
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
         for option, value in (
             (zmq.RECONNECT_IVL, -1),
@@ -88,7 +89,7 @@ class Connection:
             self.heard = LOST
 
     def beat(self):
-        if time.monotonic() - self.spoke >= 1:
+        if self.beats and time.monotonic() - self.spoke >= 1:
             self.send("Heartbeat", {"report": {}})
 
     def receive(self, timeout):
@@ -130,11 +131,10 @@ class Client:
                     "earlier": [[s, last] for s, last in self.earlier if self.expected[s] <= last],
                 },
             )
-            connection.spoke = until = min(end, time.monotonic() + 5)  # no Heartbeat before the Welcome
+            until = min(end, time.monotonic() + 5)
             while (left := until - time.monotonic()) > 0 and connection.heard != LOST:
                 kind, fields, _ = connection.receive(left)
                 if kind == "Welcome":
-                    connection.spoke = 0
                     return connection, fields
                 if kind == "Failed" and not self.failure(fields):
                     raise Failed(*self.failures[-1])
@@ -144,6 +144,7 @@ class Client:
 
     def hello(self, timeout):
         self.connection, welcome = self._greet(self.connection, self.address, timeout)
+        self.connection.beats = True
         if self.run and welcome["run"] != self.run:
             raise Failed(f"the outbox belongs to run {self.run}, the learner has {welcome['run']}")
         self.run, self.limit, self.state = welcome["run"], welcome["max_unacknowledged"], welcome["state"]
@@ -182,8 +183,6 @@ class Client:
             now = time.monotonic()
             if now - self.connection.heard > 5:  # a StateUpdate comes each second: the connection is lost
                 self.hello(60)
-            if self.asking:
-                self.asking.beat()
             if now - self.answered > 15:
                 self.sent = dict(self.expected)
                 self._flush()
@@ -238,8 +237,8 @@ class Client:
         return self.until(lambda message: message and message[0] == "Status", timeout, "Status")[1]["report"]
 
     def close(self):
+        self.connection.send("Bye", {})
         for connection in filter(None, (self.asking, self.connection)):
-            connection.send("Bye", {})
             connection.socket.close()
 
 
