@@ -103,7 +103,7 @@ def rows(status: ActorStatus, client: TrainerClient, keys: Mapping[str, str], lo
 def local_source(config: DictConfig, client: TrainerClient) -> Source:
     """A policy in this process, with weights from the learner."""
     try:
-        from serl_launcher.acting.server import LocalSource, PolicyHost
+        from serl_launcher.acting.host import LocalSource, PolicyHost
         from serl_launcher.training.build import build, device_of, seed
     except ModuleNotFoundError as error:
         raise ConfigError(f"inference=local needs {error.name}: uv sync --inexact --extra learner") from None

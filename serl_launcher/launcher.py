@@ -10,6 +10,7 @@ of these (`accelerate launch`); on a node beyond the first there is nothing else
 
 import ctypes
 import fcntl
+import importlib
 import importlib.util
 import logging
 import os
@@ -28,23 +29,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from serl_client import messages as m
-from serl_client.connection import Connection
-from serl_client.console import console, log_as
+from omegaconf import DictConfig, OmegaConf, open_dict
 from serl_client.errors import ConfigError, RetakeError, full_disk
 
 from serl_launcher.datasets import importer
-from serl_launcher.datasets.export import FINISH_S, archived, export, recorded, wanted
+from serl_launcher.datasets.export import FINISH_S, recorded, wanted
+from serl_launcher.learner_link import report_end
 from serl_launcher.store.access import AllowList, check_address
 from serl_launcher.store.files import make_folder
-from serl_launcher.training.plan import Plan, load_plan
+from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.utils import logging as metrics
 
 log = logging.getLogger(__name__)
 
 RESTARTS, WITHIN_S = 3, 60.0
-TOLD_S = 3.0  # how long a child that fails may take to let the actors know
 ERRORS = "errors.log"  # in the run's folder: the tracebacks of what nobody foresaw
 REFUSED = 2  # exit status of a child that said in one sentence why it cannot run: starting it again does not help
 NEEDED = ("torch", "safetensors", "matplotlib")  # of the extra `learner`
@@ -78,10 +76,13 @@ def launch(config: DictConfig) -> int:
     _forget_dead_sockets()
     with _lock(run_dir), tempfile.TemporaryDirectory(prefix=SOCKETS) as sockets, _lock(Path(sockets)):
         _check_ports(config)
+        store = {"capacities": plan.capacities, "archived": sorted(plan.archived), "on_silence": plan.on_silence}
+        with open_dict(config):
+            config.store = store  # what the server process needs of the plan
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
         log.info("in %s: %s", run_dir, " ".join(config.remembered))
         first = ["server", *children, *([] if "importer" in children else LEARNING)]
-        return _Family(run_dir, f"ipc://{sockets}/server", first, archives=bool(archived(plan))).run()
+        return _Family(run_dir, f"ipc://{sockets}/server", first, archives=bool(plan.archived)).run()
 
 
 def _forget_dead_sockets() -> None:
@@ -298,73 +299,10 @@ def _sign(name: str, local: str) -> Path:
     return Path(local.removeprefix("ipc://")).with_name(f"{name}.begun")
 
 
-def _serve(config: DictConfig, run_dir: Path, local: str) -> None:
-    from serl_launcher.store.server import serve
-
-    log_as("server", logging.WARNING)
-    logging.getLogger("serl_launcher.store.files").setLevel(logging.INFO)  # how large the store will be
-    serve(
-        run_dir,
-        plan_of(config).capacities,
-        public=f"tcp://{config.host}:{config.port}",
-        local=local,
-        inference=f"tcp://{'*' if config.host == '0.0.0.0' else config.host}:{config.inference_port}",
-        archived=archived(plan_of(config)),
-        on_silence=plan_of(config).on_silence,
-        keys=Path(config["keys"]) if config["keys"] else None,
-        begun=_sign("server", local).touch,
-    )
-
-
-def _import(config: DictConfig, run_dir: Path, local: str) -> None:
-    _sign("importer", local).touch()
-    log_as("importer")
-    plan = plan_of(config)
-    phases = (plan if config.phase is None else plan.only(config.phase)).phases.values()
-    waits = any(phase.actors.act for phase in phases)
-    importer.import_datasets(plan, run_dir, local=local, waits=waits)
-
-
-def _train(config: DictConfig, run_dir: Path, local: str) -> None:
-    """The trainer; of several ranks their parent, or one of them."""
-    if config.ranks * config.nodes > 1 and "RANK" not in os.environ:
-        from serl_launcher.training.ranks import launch_ranks
-
-        sys.exit(launch_ranks(config, [__spec__.name, "trainer", str(run_dir), local]))
-    if os.environ.get("RANK", "0") != "0":
-        from serl_launcher.training.build import follow
-
-        follow(config)
-        return
-    shown = console("learner")
-    from serl_launcher.training.build import train
-
-    train(config, run_dir, local, shown)
-
-
-def _infer(config: DictConfig, run_dir: Path, local: str) -> None:
-    log_as("inference", logging.WARNING)
-    from serl_launcher.training.build import infer
-
-    infer(config, run_dir, local, _sign("inference", local).touch)
-
-
-def _export(config: DictConfig, run_dir: Path, local: str) -> None:
-    _sign("export", local).touch()
-    log_as("export", logging.WARNING)
-    export(config, run_dir, local, plan_of(config))
-
-
-def plan_of(config: DictConfig) -> Plan:
-    """The plan, without a look at the algorithm's updates; all of it is there, whatever `phase` is."""
-    mapping: Any = OmegaConf.to_container(config.plan, resolve=True)
-    plan = load_plan(mapping, methods=None, has_operator=config.task.has_operator)
-    if config.phase is not None:
-        plan.only(config.phase)
-    return plan
-
-
-CHILDREN = {"server": _serve, "importer": _import, "trainer": _train, "inference": _infer, "export": _export}
+CHILDREN = {  # process: the module below serl_launcher that has its `main`; only that process imports it
+    "server": "store.server", "importer": "datasets.importer", "trainer": "training.trainer",
+    "inference": "acting.server", "export": "datasets.export",
+}  # fmt: skip
 
 
 def child(name: str, run_dir: str, local: str) -> int:
@@ -375,12 +313,13 @@ def child(name: str, run_dir: str, local: str) -> int:
     config = OmegaConf.load(Path(run_dir) / "config.yaml")
     assert isinstance(config, DictConfig)
     try:
-        CHILDREN[name](config, Path(run_dir), local)
+        module = importlib.import_module(f"serl_launcher.{CHILDREN[name]}")
+        module.main(config, Path(run_dir), local, lambda: _sign(name, local).touch())
     except Exception as error:
         status, reason = _failed(name, Path(run_dir), local, error)
         sys.stderr.write(f"{name}: {reason}\n" if reason else "")  # rank 0 says what all refuse
         if reason and name != "server" and local and (status == REFUSED or name == "trainer"):
-            _tell(local, f"{name}: {reason}")
+            report_end(local, f"{name}: {reason}")
         return status
     return 0
 
@@ -402,12 +341,6 @@ def _failed(name: str, run_dir: Path, local: str, error: Exception) -> tuple[int
         and not _sign(name, local).exists()
     )
     return REFUSED if is_vain else 1, f"it failed: {type(error).__name__}: {first} (where: {run_dir / ERRORS})"
-
-
-def _tell(local: str, reason: str) -> None:
-    """Let the server tell the actors why the run ends."""
-    with suppress(RetakeError), Connection(local, m.Hello(m.PROTOCOL, "learner", "the end")) as link:
-        link.call(m.Over(reason), TOLD_S)
 
 
 if __name__ == "__main__":

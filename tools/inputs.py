@@ -31,7 +31,7 @@ from serl_client.errors import ConfigError, RetakeError
 from serl_client.spec import Spec
 from torch import Tensor
 
-from serl_launcher.acting.server import PolicyHost
+from serl_launcher.acting.host import PolicyHost
 from serl_launcher.networks.vision import IMAGES
 from serl_launcher.policies.base import Policy
 from serl_launcher.replay.mixture import ReplayMixture

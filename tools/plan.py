@@ -12,7 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError, RetakeError
 
 from serl_launcher.config import composed
-from serl_launcher.training.plan import Phase, Plan, load_plan
+from serl_launcher.training.plan import Phase, Plan
+from serl_launcher.training.plan_reader import load_plan
 
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 

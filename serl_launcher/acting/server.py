@@ -1,282 +1,42 @@
-"""Acting with published weights: the process that answers many actors in batches, and the same inside an actor.
-
-Both are one PolicyHost, and the noise of a decision comes from the seed in the question, so that the same weights,
-observation, task and seed give the same action wherever they meet. Both read new weights in a thread of its own
-(Loader) while older ones act.
-"""
+"""The inference process: it answers many actors in batches, and tells the server how it does."""
 
 import logging
 import math
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
-import torch
 import zmq
+from omegaconf import DictConfig
 from serl_client import messages as m
 from serl_client import wire
-from serl_client.client import TrainerClient
 from serl_client.connection import received
+from serl_client.console import log_as
 from serl_client.errors import ConfigError, MessageError, RetakeError
-from serl_client.network import Answer
-from serl_client.spec import Array, Spec
 from torch import Tensor
 
-from serl_launcher.acting.graphs import Graphs
-from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.acting.host import Loader, PolicyHost, Question
+from serl_launcher.learner_link import connect, wait_for_spec
 from serl_launcher.store.access import AccessControl
 from serl_launcher.store.peers import KeyOwner, check_hello, check_role, send
 from serl_launcher.store.weights import path
-from serl_launcher.training.finite import not_finite
-from serl_launcher.types import Carry
+from serl_launcher.training import memory
+from serl_launcher.training.build import build, device_of, seed, untrained
 
 log = logging.getLogger(__name__)
 
-MOST = 64  # questions in one batch
-REMEMBERED = 1024  # connections whose carry is kept: the last ones that asked
-RECENT_S = 1.0  # who asked within it is expected to ask again
+MOST = 64  # requests in one batch
+RECENT_S = 1.0  # an actor that asked within this time is expected to ask again
 HEARD = 256  # messages at one turn
 COUNTED = 1000  # answers that the report is about
 TURN = 50  # ms between two looks at what is published
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One actor's observation at one row; `actor` is whatever tells actors apart; `came`: time.monotonic()."""
-
-    actor: bytes
-    ask: m.InferenceRequest
-    came: float = 0.0
-
-
-class PolicyHost:
-    """An algorithm's acting part with some published weights, and one carry per actor.
-
-    It takes the algorithm over, and drops what only training needs. The weights are held in the policy's precision,
-    its buffers as they are. On a GPU the method that the policy names as its `graph` becomes a CUDA graph per power
-    of two, to which batches are padded. This was never run on a GPU.
-    """
-
-    def __init__(self, algorithm: Algorithm, spec: Spec, device: str) -> None:
-        algorithm.only_acting()
-        self.acting = algorithm.acting
-        for weight in self.acting.parameters():
-            weight.data = weight.data.to(self.acting.precision)
-        self.algorithm = algorithm.to(device).eval()
-        self.spec, self.device = spec, torch.device(device)
-        self.version = 0  # none yet
-        graph = self.acting.graph if self.device.type == "cuda" else None
-        self.is_static = graph is not None  # only powers of two
-        if graph is not None:
-            self.acting.compile_layers()
-            setattr(self.acting, graph, Graphs(getattr(self.acting, graph)))
-        self._layout = {name: tensor.shape for name, tensor in self.acting.published().items()}
-        self._carries: dict[bytes, Carry] = {}
-
-    # -- weights
-    def load(self, version: int, file: Path) -> None:
-        """Read published weights and act with them. Raises as `read` does."""
-        self.swap(version, self.read(file))
-
-    def read(self, file: Path) -> dict[str, Tensor]:
-        """Published weights, in memory; `answer` may run meanwhile. Raises FileNotFoundError, and ConfigError when they
-        are not of this algorithm and policy."""
-        try:
-            tensors = safetensors.torch.load_file(file)
-        except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"the weights {file.name} are damaged ({error}): the next ones will do") from None
-        layout = {name: tensor.shape for name, tensor in tensors.items()}
-        if layout != self._layout:
-            name = min(name for name, _ in layout.items() ^ self._layout.items())
-            there, here = (tuple(each.get(name, ("nothing",))) for each in (layout, self._layout))
-            raise _unfit(f"{name} is {there} there and {here} here")
-        if bad := not_finite(tensors):
-            raise ConfigError(f"the weights {file.name} are not finite in {bad}: the next ones will do")
-        return {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}  # what is mapped is read
-
-    def swap(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Act with these weights from now on; they go where the old ones are. Raises ConfigError as `read` does."""
-        try:
-            self.acting.load_published(tensors)
-        except (RuntimeError, ValueError) as error:
-            raise _unfit(str(error).splitlines()[-1].strip()) from None
-        self.version = version
-
-    # -- answers
-    def check(self, ask: m.InferenceRequest) -> None:
-        """Raises MessageError when an observation does not fit the Spec, or something else comes with it."""
-        features = dict(self.spec.observation)
-        if "previous_action" in ask.arrays:
-            features["previous_action"] = self.spec.action
-        if strange := ask.arrays.keys() - features.keys():
-            raise MessageError(f"the observation has {min(strange)!r}, which is not in the Spec")
-        for name, feature in features.items():
-            if name not in ask.arrays:
-                raise MessageError(f"the observation lacks {name}")
-            try:
-                feature.check(name, ask.arrays[name])
-            except ValueError as error:
-                raise MessageError(str(error)) from None
-
-    def warm_up(self, most: int) -> None:
-        """Make the graphs of batches of up to `most`, so that no answer waits for them; without graphs, nothing."""
-        arrays = {name: np.zeros(feature.shape, feature.dtype) for name, feature in self.spec.observation.items()}
-        questions = [Question(b"", m.InferenceRequest(0, 0, True, explore, "", arrays)) for explore in (True, False)]
-        for size in (1 << power for power in range(most.bit_length()) if self.is_static):
-            for question in questions:  # the noise may have another shape where nothing is explored
-                self.answer([question] * size)
-        self._carries.clear()
-
-    def answer(self, questions: Sequence[Question]) -> list[m.InferenceResponse]:
-        """One answer per question, in their order; each was checked before, because a batch cannot be half done."""
-        for question in questions:
-            if question.ask.reset:
-                self._carries.pop(question.actor, None)
-        groups: dict[tuple[bool, bool], list[int]] = {}
-        for i, question in enumerate(questions):
-            groups.setdefault((question.ask.explore, question.actor in self._carries), []).append(i)
-        answers: dict[int, m.InferenceResponse] = {}
-        for (explore, remembers), members in groups.items():
-            part = [questions[i] for i in members]
-            answers.update(zip(members, self._act(part, explore, remembers), strict=True))
-        return [answers[i] for i in range(len(questions))]
-
-    def _act(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[m.InferenceResponse]:
-        rows = self._padded(questions)
-        asks = [question.ask for question in rows]
-        observation = {name: self._stack([ask.arrays[name] for ask in asks]) for name in self.spec.observation}
-        nothing = np.zeros(self.spec.action.shape, self.spec.action.dtype)
-        previous_action = self._stack([ask.arrays.get("previous_action", nothing) for ask in asks])
-        noise = torch.stack([self._noise(ask.seed) for ask in asks]).to(self.device)
-        carry = _stacked([self._carries[question.actor] for question in rows]) if remembers else None
-        decision, carry = self.algorithm.act(
-            observation, previous_action, carry, task=tuple(ask.task for ask in asks), noise=noise, explore=explore
-        )
-        if carry is not None:
-            for i, question in enumerate(questions):
-                self._carries.pop(question.actor, None)  # so that whoever has not asked for longest comes first
-                self._carries[question.actor] = _at(carry, i)
-            while len(self._carries) > REMEMBERED:
-                del self._carries[next(iter(self._carries))]
-        arrays = {name: value.cpu().numpy() for name, value in {"action": decision.action, **decision.extras}.items()}
-        return [
-            m.InferenceResponse(question.ask.step, self.version, {name: array[i] for name, array in arrays.items()})
-            for i, question in enumerate(questions)
-        ]
-
-    def _padded(self, questions: Sequence[Question]) -> list[Question]:
-        """As many as the shape has rows: the last one again and again."""
-        size = 1 << (len(questions) - 1).bit_length() if self.is_static else len(questions)
-        return [*questions, *[questions[-1]] * (size - len(questions))]
-
-    def _stack(self, arrays: Sequence[Array]) -> Tensor:
-        return torch.from_numpy(np.stack([np.asarray(array) for array in arrays])).to(self.device)
-
-    def _noise(self, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(self.acting.noise_shape, generator=generator)
-
-
-def _unfit(reason: str) -> ConfigError:
-    return ConfigError(
-        f"the published weights are not of this algorithm and policy ({reason}): "
-        "start the actor with the learner's algo= and policy="
-    )
-
-
-def _stacked(carries: Sequence[Carry]) -> Carry:
-    first = carries[0]
-    if isinstance(first, dict):
-        return {name: _stacked([carry[name] for carry in carries]) for name in first}
-    if isinstance(first, (tuple, list)):
-        return type(first)(_stacked(parts) for parts in zip(*carries, strict=True))
-    return torch.stack(list(carries))
-
-
-def _at(carry: Carry, i: int) -> Carry:
-    if isinstance(carry, dict):
-        return {name: _at(part, i) for name, part in carry.items()}
-    if isinstance(carry, (tuple, list)):
-        return type(carry)(_at(part, i) for part in carry)
-    return carry[i]
-
-
-class Loader:
-    """Reads published weights for a host in a thread of its own: one file at a time. `done` is called, there, after
-    each."""
-
-    def __init__(self, host: PolicyHost, done: Callable[[], None] = lambda: None) -> None:
-        self._host, self._done = host, done
-        self._thread = ThreadPoolExecutor(1, "loader")
-        self._reading: Future[dict[str, Tensor]] | None = None
-        self._version = 0  # that was begun last
-
-    def begin(self, version: int, file: Path) -> None:
-        """Read this file, unless another one is being read (then say it again later) or it was the last one."""
-        if self._reading is None and version != self._version:
-            self._version = version
-            self._reading = self._thread.submit(self._host.read, file)
-            self._reading.add_done_callback(lambda _: self._done())
-
-    def take(self, timeout: float = 0.0) -> tuple[int, dict[str, Tensor]] | None:
-        """What was read, once, after at most `timeout` seconds. Raises what reading it raised, but for a file that is
-        gone already: then newer ones have come."""
-        reading = self._reading
-        if reading is None or not wait([reading], timeout).done:
-            return None
-        self._reading = None
-        try:
-            return self._version, reading.result()
-        except FileNotFoundError:
-            log.warning("weights %d are gone already; the next ones will do", self._version)
-            return None
-
-    def close(self) -> None:
-        self._thread.shutdown()
-
-
-class LocalSource:
-    """Answers a RemotePolicy from inside the actor's own process: the weights come over the wire, the rest is the same
-    as in the inference process."""
-
-    def __init__(self, client: TrainerClient, host: PolicyHost) -> None:
-        self.client, self.host = client, host
-        self._loader = Loader(host)
-        self._question: m.InferenceRequest | None = None
-        host.warm_up(1)
-
-    def ask(
-        self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
-        explore: bool, task: str,
-    ) -> None:  # fmt: skip
-        arrays = dict(observation) if previous_action is None else {**observation, "previous_action": previous_action}
-        self._question = m.InferenceRequest(step, seed, reset, explore, task, arrays)
-        self.host.check(self._question)
-
-    def wait_answer(self, step: int, timeout: float) -> Answer | None:
-        """The answer with the newest weights that have been read, once; else None, after `timeout` seconds."""
-        deadline = time.monotonic() + max(0.0, timeout)
-        if (newest := self.client.weights(self.host.version)) is not None:
-            self._loader.begin(*newest)
-        if (loaded := self._loader.take(0.0 if self.host.version else max(0.0, timeout))) is not None:
-            self.host.swap(*loaded)
-        if not self.host.version or self._question is None:
-            self.client.wait(max(0.0, deadline - time.monotonic()))
-            return None
-        question, self._question = self._question, None
-        act = self.host.answer([Question(b"", question)])[0]
-        arrays = dict(act.arrays)
-        return Answer(act.step, act.version, arrays.pop("action"), arrays)
-
-    def forget(self) -> None:
-        self._question = None
 
 
 class InferenceServer:
@@ -430,3 +190,46 @@ class InferenceServer:
                 job.result()
             except ConfigError as error:
                 log.info("%s", error)
+
+
+def infer(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None] = lambda: None) -> None:
+    """Answer actors until SIGTERM; `begun` is called once there are weights to act with.
+
+    Weights that are not of the config's algorithm are left aside: the trainer says what they mean for the run.
+    """
+    seed(config)
+    with connect(local, "inference") as link:
+        spec = wait_for_spec(link)
+        assert spec is not None
+        memory.check_built(untrained(config, spec), 1)
+        server = InferenceServer(
+            PolicyHost(build(config, spec), spec, device_of(config)), run_dir / "weights",
+            f"tcp://{config.host}:{config.inference_port}", window=config.inference_window_ms / 1000,
+            keys=Path(config["keys"]) if config["keys"] else None,
+        )  # fmt: skip
+        stopped: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+        beat = 0.0
+
+        def newest() -> Any:
+            """Return which weights the server says are valid; every second, tell it how this process does."""
+            nonlocal beat
+            while link.receive() is not None:
+                pass
+            if link.connected and time.monotonic() > beat:
+                link.send(m.Heartbeat(server.report()))
+                if server.host.version:
+                    begun()
+                beat = time.monotonic() + 1.0
+            return link.notice.weights
+
+        try:
+            server.run(newest, lambda: bool(stopped))
+        finally:
+            server.close()
+
+
+def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None]) -> None:
+    """Run the inference process of a run."""
+    log_as("inference", logging.WARNING)
+    infer(config, run_dir, local, begun)

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig
 from serl_client import messages as m
 from serl_client.connection import Connection
+from serl_client.console import log_as
 from serl_client.errors import ConfigError, Disconnected, ServerFailed, Timeout
 from serl_client.spec import Spec
 
@@ -24,8 +25,10 @@ from serl_launcher.datasets import shards
 from serl_launcher.datasets.episodes import Mismatch
 from serl_launcher.datasets.exporter import Exporter
 from serl_launcher.datasets.names import INSTALL, MANIFEST
+from serl_launcher.learner_link import connect, wait_for_spec
 from serl_launcher.store.index import Index
 from serl_launcher.training.plan import Plan
+from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.utils import recording
 
 log = logging.getLogger(__name__)
@@ -40,11 +43,6 @@ MOST_TOLD = 500  # episodes in one message to the server
 NO_COMMANDS = 1 << 53  # revision that no command reaches: the trainer takes them
 
 
-def archived(plan: Plan) -> frozenset[str]:
-    """Return the sources whose episodes stay in the store until they are exported."""
-    return frozenset(name for name, source in plan.sources.items() if source.archive == "lerobot")
-
-
 def wanted(config: DictConfig, plan: Plan) -> list[str]:
     """Return the sources to export while the run goes on; none if packages for it are missing.
 
@@ -54,7 +52,7 @@ def wanted(config: DictConfig, plan: Plan) -> list[str]:
         raise ConfigError(f"export.sources={config.export.sources}: say {' or '.join(SOURCES)}")
     if not isinstance(config.export.episodes, int) or config.export.episodes < 1:
         raise ConfigError(f"export.episodes={config.export.episodes}: a shard has at least one episode, say 1 or more")
-    kept = archived(plan)
+    kept = plan.archived
     names = [name for name in plan.sources if config.export.sources == "all" or name in kept]
     if names and (lacking := shards.missing()):
         if kept:
@@ -124,10 +122,10 @@ def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     names = [] if shards.missing() else wanted(config, plan)  # the launcher has logged what is missing
-    with _alone(run_dir / "datasets"), Connection(local, m.Hello(m.PROTOCOL, "learner", "export")) as link:
-        client = _Client(link)
-        if (spec := client.spec(signalled)) is None:
+    with _alone(run_dir / "datasets"), connect(local, "export") as link:
+        if (spec := wait_for_spec(link, stopping=lambda: bool(signalled))) is None:
             return
+        client = _Client(link)
         made = [recording.Recordings(run_dir, spec, episodes=config.record, live=config.live)] * recorded(config)
         run = link.welcome.run if link.welcome else ""
         exporter = Exporter(run_dir, run, spec, plan.capacities, names, config.export.episodes, made)
@@ -147,17 +145,6 @@ class _Client:
         self.link = link
         self._revision = 0
         self._next_beat = self._next_hear = 0.0
-
-    def spec(self, stopping: Sequence[float]) -> Spec | None:
-        """Wait for the first actor to bring the run's Spec. Returns None if the run ends before."""
-        while not stopping:
-            try:
-                if (spec := self.link.hello(timeout=1.0).spec) is not None:
-                    return Spec.from_dict(spec)
-            except (Timeout, Disconnected):
-                pass
-            time.sleep(POLL_S)
-        return None
 
     def step(self, exporter: Exporter, *, rest: bool) -> bool:
         """Ask the server what is new, write at most one shard, and tell the server. Waits if nothing is due.
@@ -201,3 +188,10 @@ class _Client:
         if time.monotonic() > self._next_beat:
             self.link.send(m.Heartbeat({"pending": exporter.remaining}))
             self._next_beat = time.monotonic() + 1.0
+
+
+def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None]) -> None:
+    """Run the export process of a run. It calls `begun` at once: a failure of its first work is worth another start."""
+    begun()
+    log_as("export", logging.WARNING)
+    export(config, run_dir, local, plan_of(config))

@@ -4,27 +4,29 @@ The importer is an actor like any other, named `dataset-<source>`, so each episo
 next start it skips episodes that are whole in the store. One that a crash has cut is discarded and imported again.
 """
 
-import contextlib
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
+from serl_client.console import log_as
 from serl_client.episode import Outcome, Segment, Stamp
-from serl_client.errors import ConfigError, Disconnected, ServerFailed, Timeout
+from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
 from serl_launcher.datasets.reader import Dataset
+from serl_launcher.learner_link import ask, connect, wait_for_spec
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.store import DATASET
 from serl_launcher.training.plan import Plan
+from serl_launcher.training.plan_reader import plan_of
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +56,8 @@ def import_datasets(plan: Plan, run_dir: Path, *, local: str, waits: bool) -> No
     Raises ConfigError for a dataset that does not fit the run's Spec, or has no room.
     """
     datasets = opened(plan)
-    with Connection(local, m.Hello(m.PROTOCOL, "learner", "importer")) as link:
-        spec = _spec(link, waits) or next(iter(datasets.values())).spec()
+    with connect(local, "importer") as link:
+        spec = wait_for_spec(link, needs_actor=waits, announces=waits) or next(iter(datasets.values())).spec()
         for name, dataset in datasets.items():
             if misfit := dataset.misfit(spec):
                 raise ConfigError(
@@ -106,7 +108,7 @@ class _Import:
 
     def _push_all(self, client: TrainerClient, missing: list[_Missing]) -> None:
         body = {"mode": DATASET, "phase": DATASET, "into": self._source}
-        stamp, told = Stamp(self._ask(m.Direct(body, None)).value, DATASET, 0), time.monotonic()
+        stamp, told = Stamp(ask(self._link, m.Direct(body, None)).value, DATASET, 0), time.monotonic()
         for done, entry in enumerate(missing):
             for id in entry.cut:
                 client.push(Outcome(id, None, discard=True))
@@ -128,7 +130,7 @@ class _Import:
         client.push(segment)
 
     def _check_room(self, missing: list[_Missing]) -> None:
-        held = self._ask(m.Status()).report["sources"][self._source]
+        held = ask(self._link, m.Status()).report["sources"][self._source]
         steps, to_come = held["head"] - held["tail"], sum(self._dataset.lengths[entry.index] for entry in missing)
         if steps + to_come > held["capacity"]:
             raise ConfigError(
@@ -170,7 +172,7 @@ class _Import:
         """Ask the server for this dataset's episodes. The store keeps a long one in parts."""
         more = True
         while more:
-            synced = self._ask(m.Sync(self._revision, 0))
+            synced = ask(self._link, m.Sync(self._revision, 0))
             self._revision, more = synced.revision, synced.more
             for episode in (EpisodeInfo(*row) for row in synced.episodes):
                 if episode.actor == self._folder.name:
@@ -179,16 +181,6 @@ class _Import:
     def _client(self) -> TrainerClient:
         actor = self._folder.name
         return TrainerClient(self._address, actor=actor, spec=self._spec, outbox=self._folder / "outbox")
-
-    def _ask(self, message: m.Message) -> Any:
-        """Return the server's answer. Waits as long as it takes, because the server may be restarting."""
-        while True:
-            try:
-                return self._link.call(message, timeout=5.0)
-            except (Timeout, Disconnected, ServerFailed) as error:
-                log.warning("importer: waiting for the server: %s", error)
-                self._link.close()
-                time.sleep(0.2)
 
 
 def _settle(client: TrainerClient) -> None:
@@ -204,15 +196,13 @@ def _nap(client: TrainerClient) -> None:
     client.wait(0.005)
 
 
-def _spec(link: Connection, waits: bool) -> Spec | None:
-    """Ask for the Spec of the run's store. None if there is none; `waits`: wait until there is one."""
-    told = 0.0
-    while True:
-        with contextlib.suppress(Timeout, Disconnected):
-            spec: Mapping[str, Any] | None = link.hello(timeout=1.0).spec
-            if spec is not None or not waits:
-                return None if spec is None else Spec.from_dict(spec)
-        if waits and time.monotonic() - told > TELL_S:
-            log.info("waiting for the first actor, which describes the robot: start run_actor.sh")
-            told = time.monotonic()
-        time.sleep(0.1)
+def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None]) -> None:
+    """Run the importer process of a run. It calls `begun` at once: a failure of its first work is worth another start.
+
+    The store is made for the first actor's Spec where an actor will come, else for that of the first dataset.
+    """
+    begun()
+    log_as("importer")
+    plan = plan_of(config)
+    waits = any(phase.actors.act for phase in plan.only(config.phase).phases.values())
+    import_datasets(plan, run_dir, local=local, waits=waits)

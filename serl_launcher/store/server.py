@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from omegaconf import DictConfig, OmegaConf
 from serl_client import messages as m
 from serl_client import wire
 from serl_client.connection import received
+from serl_client.console import log_as
 from serl_client.episode import MAX_NAME
 from serl_client.errors import MessageError, Refused, RetakeError, ServerFailed, VersionMismatch
 
@@ -334,3 +336,19 @@ def serve(
         server.run()
     finally:
         server.close()
+
+
+def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None]) -> None:
+    """Run the server process of a run until SIGTERM; `begun` is called once it listens.
+
+    `config.store` holds what the server needs of the plan: the launcher writes it before it starts us.
+    """
+    log_as("server", logging.WARNING)
+    logging.getLogger("serl_launcher.store.files").setLevel(logging.INFO)  # it logs how large the store will be
+    host = "*" if config.host == "0.0.0.0" else config.host
+    store: Any = OmegaConf.to_container(config.store)
+    serve(
+        run_dir, store["capacities"], public=f"tcp://{config.host}:{config.port}", local=local,
+        inference=f"tcp://{host}:{config.inference_port}", archived=store["archived"], on_silence=store["on_silence"],
+        keys=Path(config["keys"]) if config["keys"] else None, begun=begun,
+    )  # fmt: skip

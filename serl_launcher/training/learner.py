@@ -16,8 +16,9 @@ import torch
 from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.console import Console
-from serl_client.errors import Disconnected, RetakeError, ServerFailed, Timeout, full_disk
+from serl_client.errors import RetakeError, full_disk
 
+from serl_launcher.learner_link import ask
 from serl_launcher.replay.mixture import ReplayMixture, statistics
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store import weights
@@ -259,15 +260,11 @@ class Learner:
         self._written(lambda: self.metrics.write(kind, {"updates": self.state.updates, **values}))
 
     def _call(self, message: m.Message) -> Any:
-        """Ask the server until it answers: it may be starting again."""
-        while True:
-            try:
-                return self.link.call(message, timeout=5.0)
-            except (Timeout, Disconnected, ServerFailed) as error:
-                log.warning("waiting for the server: %s", error)
-                self.link.close()  # an answer that is still on its way would be taken for that to the next request
-                self._asked = False
-                time.sleep(RETRY_S)
+        """Return the server's answer. Where that took a new connection, a Sync under way on the old one was lost."""
+        before = self.link.welcome
+        answer = ask(self.link, message)
+        self._asked &= self.link.welcome is before
+        return answer
 
     def _written(self, write: Callable[[], Kept]) -> Kept:
         """What `write` returns, once the disk has room for it: a run does not end with what can be mended."""

@@ -1,7 +1,6 @@
 """A training run as data: sources and phases, read from one yaml and checked in full before anything moves."""
 
 import difflib
-import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -10,20 +9,13 @@ from typing import Any
 
 from serl_client.errors import ConfigError
 
-from serl_launcher.replay.views import FOLDS, KEEP, ROWS, View
+from serl_launcher.replay.views import View
 
-MODES = ("idle", "collect", "teleop", "evaluate", "stop")
 UNITS = ("env_steps", "episodes", "successes", "interventions", "updates", "wall_s")
-METRICS = ("success", "unassisted_success")
-ARCHIVES = ("none", "lerobot")
-ACTIONS = ("checkpoint", "publish", "fit_normalizer")
 OPERATOR = "operator"  # the condition that a person meets with the command `next`
 EVAL = "eval"  # the built-in source of evaluation episodes, which nothing trains on
-EVAL_CAPACITY = 20_000  # steps, unless the plan says another
-LEAST_CAPACITY = 100  # steps
 LONGEST_WINDOW = 200  # episodes that a metric may look back on
 
-EXAMPLE = "'env_steps >= 20000', 'demo.episodes >= 20', 'success[20] >= 0.9 and episodes >= 50' or 'operator'"
 TERM = re.compile(r"(\w+)(?:\.(\w+)|\[(\d+)\])?\s*(>=|>)\s*(\d[\d_]*(?:\.\d+)?)")
 
 
@@ -141,27 +133,15 @@ class Plan:
         """{physical source: seconds} of those that say it."""
         return {name: s.on_silence for name, s in self.sources.items() if s.on_silence is not None}
 
-    def only(self, name: str) -> "Plan":
-        """This plan with that one phase. Raises ConfigError when it has none of that name."""
-        return replace(self, phases={name: self.phases[known(name, self.phases, "phase", "phase")]})
+    @property
+    def archived(self) -> frozenset[str]:
+        """The sources whose episodes stay in the store until they are exported."""
+        return frozenset(name for name, source in self.sources.items() if source.archive == "lerobot")
 
-
-def load_plan(mapping: Mapping[str, Any], *, methods: Collection[str] | None, has_operator: bool) -> Plan:
-    """The plan that plain containers describe (interpolations resolved).
-
-    `methods` are the names of the algorithm's updates, None where no algorithm is at hand (then names are not
-    checked). Without an operator, teleop phases are left out, and so is the data that only they would have filled.
-    Raises ConfigError that names the line and the nearest right word.
-    """
-    root = _Node("plan", mapping)
-    root.keys(required=("phases",), optional=("sources",))
-    reader = _Reader(*_sources(root.at("sources", {})), methods)
-    phases = {name: reader.phase(name, node) for name, node in root.at("phases").entries()}
-    plan = Plan(reader.sources | {EVAL: _evaluations(root.at("sources", {}))}, reader.views, phases)
-    plan = plan if has_operator else _without_operator(plan)
-    if not plan.phases:
-        raise root.at("phases").error("nothing to do" + " without an operator" * bool(plan.notes))
-    return plan
+    def only(self, name: str | None) -> "Plan":
+        """This plan with that one phase; None: with all of them. Raises ConfigError when it has no such phase."""
+        names = self.phases if name is None else [known(name, self.phases, "phase", "phase")]
+        return replace(self, phases={each: self.phases[each] for each in names})
 
 
 @cache
@@ -181,263 +161,3 @@ def known(word: Any, words: Collection[str], kind: str, where: str) -> Any:
     near = difflib.get_close_matches(str(word), words, n=1, cutoff=0)
     hint = f"did you mean {near[0]!r}?" if near else "there is none"
     raise ConfigError(f"{where}: no {kind} is called {word!r}; {hint}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """A value of the yaml, and its place there, which every complaint names."""
-
-    where: str
-    value: Any
-
-    def error(self, what: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {what}")
-
-    def at(self, key: str, default: Any = None) -> "_Node":
-        return _Node(f"{self.where}.{key}", self.value.get(key, default))
-
-    def entries(self) -> list[tuple[str, "_Node"]]:
-        if not isinstance(self.value, Mapping):
-            raise self.error(f"should be a mapping, not {self.value!r}")
-        return [(str(key), self.at(key)) for key in self.value]
-
-    def keys(self, *, required: Collection[str] = (), optional: Collection[str] = ()) -> None:
-        for key, _ in self.entries():
-            known(key, [*required, *optional], "key", self.where)
-        for key in required:
-            if key not in self.value:
-                raise self.error(f"{key!r} is missing")
-
-    def items(self) -> list["_Node"]:
-        """The members of a list; a single text stands for a list of one."""
-        values = [self.value] if isinstance(self.value, str) else self.value
-        if not isinstance(values, list | tuple):
-            raise self.error(f"should be a list, not {values!r}")
-        return [_Node(f"{self.where}[{index}]", value) for index, value in enumerate(values)]
-
-    def named(self) -> tuple[str, "_Node"]:
-        """A member of a list that is either `name` (then its value is None) or `name: value`."""
-        if isinstance(self.value, Mapping) and len(self.value) == 1:
-            return self.entries()[0]
-        if not isinstance(self.value, str):
-            raise self.error(f"should be 'name' or 'name: ...', not {self.value!r}")
-        return self.value, _Node(f"{self.where}.{self.value}", None)
-
-    def word(self, words: Collection[str], kind: str) -> str:
-        return known(self.value, words, kind, self.where)
-
-    def flag(self) -> bool:
-        if not isinstance(self.value, bool):
-            raise self.error(f"should be true or false, not {self.value!r}")
-        return self.value
-
-    def whole(self, least: int) -> int:
-        if not isinstance(self.value, int) or isinstance(self.value, bool) or self.value < least:
-            raise self.error(f"should be a whole number >= {least}, not {self.value!r}")
-        return self.value
-
-    def number(self) -> float:
-        if not isinstance(self.value, int | float) or isinstance(self.value, bool) or not 0 < self.value < float("inf"):
-            raise self.error(f"should be a positive number, not {self.value!r}")
-        return float(self.value)
-
-
-def _sources(node: _Node) -> tuple[dict[str, Source], dict[str, View]]:
-    sources, views = {}, {}
-    for name, entry in node.entries():
-        if name == EVAL:
-            continue
-        if not re.fullmatch(r"\w+", name):
-            raise entry.error("a name has letters, digits and _ only")
-        entry.entries()
-        if "of" not in entry.value:
-            entry.keys(required=("capacity",), optional=("archive", "dataset", "on_silence"))
-            archive = entry.at("archive", "none").word(ARCHIVES, "archive")
-            dataset = entry.at("dataset")
-            if dataset.value is not None and not isinstance(dataset.value, str):
-                raise dataset.error(f"should be the folder of a LeRobot dataset, not {dataset.value!r}")
-            silence = _on_silence(entry.at("on_silence"))
-            sources[name] = Source(entry.at("capacity").whole(LEAST_CAPACITY), archive, dataset.value, silence)
-    for name, entry in node.entries():
-        if name not in sources and name != EVAL:
-            entry.keys(required=("of",), optional=("keep", "min_length", "fold", "rows"))
-            of = tuple(part.word(sources, "physical source") for part in entry.at("of").items())
-            keep = tuple(part.word(KEEP, "filter") for part in entry.at("keep", "all").items())
-            fold = entry.at("fold").word(FOLDS, "fold") if "fold" in entry.value else None
-            rows = entry.at("rows", "all").word(ROWS, "row filter")
-            views[name] = View(of, keep, entry.at("min_length", 1).whole(1), fold, rows)
-    return sources, views
-
-
-def _evaluations(node: _Node) -> Source:
-    """The built-in source, of which a plan may say the capacity."""
-    found = node.at(EVAL, {"capacity": EVAL_CAPACITY})
-    found.keys(required=("capacity",))
-    return Source(found.at("capacity").whole(LEAST_CAPACITY))
-
-
-def _on_silence(node: _Node) -> float | None:
-    if node.value in (None, "keep"):
-        return None if node.value is None else math.inf
-    if not isinstance(node.value, Mapping):
-        raise node.error(f"should be 'keep' or {{truncate: <seconds>}}, not {node.value!r}")
-    node.keys(required=("truncate",))
-    return node.at("truncate").number()
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Reads phases; `sources` are the physical ones without `eval`."""
-
-    sources: dict[str, Source]
-    views: dict[str, View]
-    methods: Collection[str] | None
-
-    def phase(self, name: str, node: _Node) -> Phase:
-        learning = ("data", "start_when", "pace", "publish", "on_begin")
-        node.keys(required=("actors", "until"), optional=("updates", "on_end", *learning))
-        updates = self.updates(node)
-        if not updates and any(key in node.value for key in learning):
-            raise node.error(f"only a phase with updates has {', '.join(learning)}")
-        if "publish" in node.value:
-            node.at("publish").keys(required=("every_updates",))
-        phase = Phase(
-            name,
-            self.actors(node.at("actors")),
-            tuple(str(text.value) for text in node.at("until").items()),
-            updates,
-            self.pace(node.at("pace", "free")),
-            node.value.get("start_when"),
-            node.at("publish").at("every_updates").whole(1) if "publish" in node.value else None,
-            *(tuple(self.action(item) for item in node.at(key, []).items()) for key in ("on_begin", "on_end")),
-        )
-        self.check(node, phase)
-        return phase
-
-    def actors(self, node: _Node) -> Actors:
-        node.keys(required=("mode",), optional=("into", "explore", "intervene"))
-        mode = node.at("mode").word(MODES, "mode")
-        into = node.at("into", EVAL if mode == "evaluate" else None)
-        if (mode == "evaluate") != (into.value == EVAL):
-            raise into.error(f"evaluation, and only evaluation, goes into the built-in source {EVAL!r}")
-        if mode in ("collect", "teleop"):
-            into.word(self.sources, "physical source")
-        elif mode != "evaluate" and into.value is not None:
-            raise into.error(f"actors in mode {mode!r} make no data")
-        intervene = node.at("intervene", False)
-        if intervene.flag() and mode != "collect":
-            raise intervene.error(f"the operator takes over in mode 'collect', not in {mode!r}")
-        return Actors(mode, into.value, node.at("explore", mode == "collect").flag(), intervene.value)
-
-    def updates(self, node: _Node) -> tuple[Update, ...]:
-        updates = []
-        for item in node.at("updates", []).items():
-            name, options = item.named()
-            if self.methods is not None:
-                known(name, self.methods, "update of the algorithm", item.where)
-            options = _Node(options.where, options.value or {})
-            options.keys(optional=("every", "from_updates", "data"))
-            data = self.shares(options.at("data") if "data" in options.value else node.at("data", {}))
-            every, from_updates = options.at("every", 1).whole(1), options.at("from_updates", 0).whole(0)
-            updates.append(Update(name, data, every, from_updates))
-        if updates and all(update.from_updates for update in updates):
-            raise node.at("updates").error("one update must begin at once (from_updates: 0), or none is ever made")
-        if any(a.name == b.name and a.data != b.data for a in updates for b in updates):
-            raise node.at("updates").error("an update that is listed twice trains on the same data")
-        return tuple(updates)
-
-    def shares(self, node: _Node) -> dict[str, float]:
-        shares = {}
-        for name, share in node.entries():
-            if name == EVAL:
-                raise node.error(f"nothing trains on the built-in source {EVAL!r}")
-            shares[known(name, [*self.sources, *self.views], "source", node.where)] = share.number()
-        if not shares:
-            raise node.error("an update needs data, as in {online: 0.5, demo: 0.5}")
-        return {name: share / sum(shares.values()) for name, share in shares.items()}
-
-    def pace(self, node: _Node) -> Pace | None:
-        if isinstance(node.value, str):
-            return {"free": None, "lockstep": Pace(1.0, 0)}[node.word(("free", "lockstep"), "pace")]
-        node.keys(required=("updates_per_step", "tolerance"))
-        return Pace(node.at("updates_per_step").number(), node.at("tolerance").whole(0))
-
-    def action(self, node: _Node) -> tuple[str, str | None]:
-        name, source = node.named()
-        known(name, ACTIONS, "action", node.where)
-        if name == "fit_normalizer":
-            source.word([*self.sources, *self.views], "source")
-        elif source.value is not None:
-            raise source.error("takes no value")
-        return name, source.value
-
-    def check(self, node: _Node, phase: Phase) -> None:
-        """Raise ConfigError when the learner would wait for what no actor makes, or when nothing can end the phase."""
-        if phase.pace and not phase.actors.act:
-            raise node.at("pace").error(f"actors in mode {phase.actors.mode!r} make no env steps to keep pace with")
-        if phase.start_when is not None:
-            terms = self.terms(node.at("start_when"))
-            if not phase.actors.act or any(term.name in (OPERATOR, "updates") for term in terms):
-                raise node.at("start_when").error("nothing can meet it before the first update of this phase")
-        until = node.at("until")
-        conditions = [self.terms(item) for item in until.items()]
-        if not any(all(self.can_be_met(term, phase) for term in terms) for terms in conditions):
-            raise until.error(f"this phase can never end: nothing in it meets [{', '.join(phase.until)}]")
-
-    def terms(self, node: _Node) -> tuple[Term, ...]:
-        terms = parse(str(node.value))
-        if not terms:
-            raise node.error(f"cannot read {node.value!r}: write {EXAMPLE}")
-        for term in terms:
-            if term.window is not None:
-                known(term.name, METRICS, "metric", node.where)
-                if not 1 <= term.window <= LONGEST_WINDOW:
-                    raise node.error(f"a window has 1 to {LONGEST_WINDOW} episodes, not {term.window}")
-            elif term.count is not None:
-                known(term.name, [*self.sources, *self.views], "source", node.where)
-                known(term.count, ("steps", "episodes"), "count of a source", node.where)
-            elif term.name in METRICS:
-                raise node.error(f"a metric has a window, as in '{term.name}[20] >= 0.9'")
-            else:
-                known(term.name, (*UNITS, OPERATOR), "unit", node.where)
-        return terms
-
-    def can_be_met(self, term: Term, phase: Phase) -> bool:
-        actors = phase.actors
-        if term.window is not None:
-            return actors.act and term.met_by(1.0) and (term.name == "success" or actors.mode != "teleop")
-        if term.count is not None:
-            parts = self.views[term.name].of if term.name in self.views else (term.name,)
-            return actors.into in parts and term.met_by(sum(self.sources[part].capacity for part in parts))
-        special = {
-            OPERATOR: True,
-            "wall_s": True,
-            "updates": bool(phase.updates),
-            "interventions": actors.mode == "teleop" or actors.intervene,
-        }
-        return special.get(term.name, actors.act)
-
-
-def _without_operator(plan: Plan) -> Plan:
-    """The plan without its teleop phases, and without the shares of sources that only they fill."""
-    left_out = [name for name, phase in plan.phases.items() if phase.actors.mode == "teleop"]
-    phases = {name: phase for name, phase in plan.phases.items() if name not in left_out}
-    filled = {phase.actors.into for phase in phases.values()}
-    filled |= {name for name, source in plan.sources.items() if source.dataset is not None}
-    missing = {plan.phases[name].actors.into for name in left_out} - filled
-    empty = missing | {name for name, view in plan.views.items() if missing.issuperset(view.of)}
-    notes = [f"left out, as there is no operator: {', '.join(left_out)}"] if left_out else []
-    for name, phase in phases.items():
-        dropped = sorted({source for update in phase.updates for source in update.data if source in empty})
-        if dropped:
-            notes.append(f"{name} trains without {', '.join(dropped)}, which only an operator fills")
-        updates = tuple(replace(update, data=_rest(name, update.data, empty)) for update in phase.updates)
-        phases[name] = replace(phase, updates=updates)
-    return replace(plan, phases=phases, notes=tuple(notes))
-
-
-def _rest(phase: str, data: Mapping[str, float], empty: Collection[str | None]) -> dict[str, float]:
-    left = {source: share for source, share in data.items() if source not in empty}
-    if not left:
-        raise ConfigError(f"plan.phases.{phase}.data: only an operator fills {', '.join(data)}, and there is none")
-    return {source: share / sum(left.values()) for source, share in left.items()}

@@ -25,8 +25,10 @@ from serl_client.connection import Connection
 from serl_client.controller import RemotePolicy, decision_seed
 from torch import nn
 
+from serl_launcher.acting import host as host_module
 from serl_launcher.acting import server as module
-from serl_launcher.acting.server import InferenceServer, LocalSource, PolicyHost, Question
+from serl_launcher.acting.host import LocalSource, PolicyHost, Question
+from serl_launcher.acting.server import InferenceServer
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.config import composed
 from serl_launcher.policies.base import Policy
@@ -210,7 +212,7 @@ import sys, time
 from pathlib import Path
 from omegaconf import OmegaConf
 from serl_launcher.algorithms.sac import SAC
-from serl_launcher.training.build import infer
+from serl_launcher.acting.server import infer
 run_dir, local = Path(sys.argv[1]), sys.argv[2]
 act = SAC.act
 def slow(*arguments, **options):
@@ -845,7 +847,7 @@ def test_a_wrong_observation_of_one_actor_costs_the_others_nothing(inference, li
 
 
 def test_of_connections_that_come_and_go_the_last_ones_are_remembered(spec, monkeypatch):
-    monkeypatch.setattr(module, "REMEMBERED", 3)
+    monkeypatch.setattr(host_module, "REMEMBERED", 3)
     host = PolicyHost(Counting(), spec, "cpu")
     for number in (0, 1, 2, 0, 3, 4):
         host.answer([Question(b"%d" % number, ask(1))])

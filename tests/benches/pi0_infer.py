@@ -26,7 +26,7 @@ from serl_client.spec import Spec
 from torch import Tensor
 
 from serl_launcher.acting.graphs import Graphs
-from serl_launcher.acting.server import PolicyHost, Question
+from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.policies.pi0 import PI0
 from serl_launcher.training import memory
 from serl_launcher.training.build import build, device_of

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from serl_client import Feature, Outcome, Spec, messages, wire
 from serl_client.errors import ConfigError, MessageError
 
-from serl_launcher.acting.server import PolicyHost
+from serl_launcher.acting.host import PolicyHost
 from serl_launcher.store import store
 from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store

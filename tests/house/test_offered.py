@@ -27,12 +27,13 @@ from serl_client.errors import Refused
 
 from robot_infra.cameras import gl
 from serl_launcher import launcher
-from serl_launcher.acting.server import PolicyHost, Question
+from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.config import _check as check_word
 from serl_launcher.config import _read as read_word
 from serl_launcher.config import composed, groups
 from serl_launcher.replay.mixture import blank
 from serl_launcher.training import build as training
+from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.types import Batch
 from serl_launcher.utils.distributed import World
@@ -130,7 +131,7 @@ def goes_its_way(run_dir: Path, words: list[str], folder: Path = CONFIG) -> None
         others = [word for word in words if not word.startswith("plan")]
         start(run_dir, small([*others, "plan=collect"], folder), folder)
     config = start(run_dir, words, folder)
-    plan, updates = launcher.plan_of(config), done(run_dir)["updates"]
+    plan, updates = plan_of(config), done(run_dir)["updates"]
     learning = [phase for phase in plan.phases.values() if phase.updates]
     assert updates >= sum(2 * len(phase.updates) for phase in learning)
     assert list((run_dir / "weights").glob("*.safetensors"))
@@ -195,10 +196,9 @@ def checked(words: list[str], spec: Spec, folder: Path = CONFIG) -> None:
     """Compose, check the memory, build, make every update and an action: as a trainer and an actor begin."""
     config = composed(folder, ["learner=true", *small(words, folder)])
     config.ranks = launcher.ranks_of(config)
-    launcher.plan_of(config)
     training.check_memory(config, spec, "cpu", 1, config.sharding.zero_optimization.stage)
     algorithm = training.build(config, spec)
-    training.plan_of(config, set(algorithm.windows))
+    plan_of(config, set(algorithm.windows))
     Ranks(algorithm, World(), config.sharding).check(config.batch_size)
     for name, window in algorithm.windows.items():
         metrics = getattr(algorithm, name)(counted(blank(spec, window, int(config.batch_size))))

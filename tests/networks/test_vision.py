@@ -12,7 +12,7 @@ from serl_client import ConfigError, Feature
 from serl_client import messages as m
 from torch.nn import functional
 
-from serl_launcher.acting.server import PolicyHost, Question
+from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.networks.augment import Augment, augmentation, coloured, shifted
 from serl_launcher.networks.mlp import StateEncoder
 from serl_launcher.networks.vision import ImageTrunk, ObservationEncoder

@@ -19,7 +19,7 @@ from serl_client import messages as m
 from serl_client.controller import decision_seed
 from serl_client.spec import Spec
 
-from serl_launcher.acting.server import PolicyHost, Question
+from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.config import composed
 from serl_launcher.datasets import shards
 from serl_launcher.datasets.names import MANIFEST
@@ -27,7 +27,8 @@ from serl_launcher.replay.mixture import STRIDE, ReplayMixture
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.index import Index
 from serl_launcher.store.layout import CHUNK_START, INTERVENED, Layout
-from serl_launcher.training.build import build, plan_of
+from serl_launcher.training.build import build
+from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.types import Window
 from tests.shared.common import CONFIG, STATE
 from tests.shared.programs import Programs
@@ -162,7 +163,7 @@ class Run(Programs):
     def drawn(self, view, count=20_000):
         """{(source, step number): (executed action, policy_action, whether it was the operator's)} of all that a
         trainer draws from a view of the plan."""
-        plan = plan_of(self.config, None)
+        plan = plan_of(self.config).only(self.config.phase)
         sources = ReplayMixture(self.run_dir / "store", self.spec, plan.capacities, plan.views, seed=0)
         sources.update(self.catalog())
         batch = sources.sample(count, Window({STATE: (0,), "action": (0,), "policy_action": (0,)}), {view: 1.0})

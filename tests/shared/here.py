@@ -21,6 +21,8 @@ from serl_launcher import launcher
 from serl_launcher.config import composed
 from serl_launcher.store.server import Server
 from serl_launcher.training import build as training
+from serl_launcher.training import trainer
+from serl_launcher.training.plan_reader import plan_of
 
 from . import common
 from .common import CONFIG, PATIENCE
@@ -56,10 +58,10 @@ def thread(target: Callable[[], object], failed: Callable[[], object] = list) ->
 @contextmanager
 def serving(config: DictConfig) -> Iterator[tuple[str, int]]:
     """(the learner's own address, the actors' port) of a server."""
-    plan, local = launcher.plan_of(config), f"ipc://{config.run_dir}/server"
+    plan, local = plan_of(config), f"ipc://{config.run_dir}/server"
     server = Server(
         Path(config.run_dir), plan.capacities, public="tcp://127.0.0.1:0", local=local,
-        inference="tcp://127.0.0.1:1", archived=launcher.archived(plan), on_silence=plan.on_silence,
+        inference="tcp://127.0.0.1:1", archived=plan.archived, on_silence=plan.on_silence,
     )  # fmt: skip
     with thread(server.run) as errors:
         try:
@@ -87,7 +89,8 @@ def building_by_turns() -> Iterator[None]:
             return build(config, spec)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "build", built)
+        for module in (training, trainer):
+            patch.setattr(module, "build", built)
         yield
 
 

@@ -7,7 +7,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-from serl_launcher.acting.server import InferenceServer, PolicyHost
+from serl_launcher.acting.host import PolicyHost
+from serl_launcher.acting.server import InferenceServer
 from serl_launcher.store import weights
 
 from .common import CONFIG, free_port

@@ -27,14 +27,14 @@ from serl_client.connection import Connection
 from serl_client.console import Console
 from serl_client.errors import RetakeError, TrainerError
 
-from serl_launcher.acting.server import PolicyHost, Question
+from serl_launcher.acting.host import PolicyHost, Question
+from serl_launcher.learner_link import capacities
 from serl_launcher.replay.mixture import ReplayMixture, statistics
 from serl_launcher.store.store import Store
 from serl_launcher.training import learner
-from serl_launcher.training.build import capacities
 from serl_launcher.training.counters import curve, evaluation
 from serl_launcher.training.learner import Learner
-from serl_launcher.training.plan import load_plan
+from serl_launcher.training.plan_reader import load_plan
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.utils import checkpoint
 from serl_launcher.utils.checkpoint import Checkpoints

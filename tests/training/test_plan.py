@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from serl_client.errors import ConfigError
 
-from serl_launcher.training.plan import Pace, Plan, Source, Update, View, load_plan
+from serl_launcher.training.plan import Pace, Plan, Source, Update, View
+from serl_launcher.training.plan_reader import load_plan
 from serl_launcher.training.plan_state import PhaseCounts, PlanState, Progress, RateLimiter, SourceCounts
 
 ROOT = Path(__file__).resolve().parents[2]

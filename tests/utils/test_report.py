@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from serl_launcher.replay.views import EpisodeInfo
-from serl_launcher.training.build import summarise
 from serl_launcher.training.counters import RunCounters
-from serl_launcher.training.plan import load_plan
+from serl_launcher.training.plan_reader import load_plan
+from serl_launcher.training.trainer import summarise
 from serl_launcher.utils import report
 
 NOTHING = {"env_steps": 0, "episodes": 0, "assisted": 0, "updates": 0, "wall_s": 0.0, "weights_sha256": ""}

@@ -21,10 +21,11 @@ from serl_client.errors import ConfigError
 
 from serl_launcher.datasets import importer
 from serl_launcher.datasets.export import recorded, wanted
-from serl_launcher.launcher import plan_of, ranks_of, writable
+from serl_launcher.launcher import ranks_of, writable
 from serl_launcher.store import layout
 from serl_launcher.store.index import Index
 from serl_launcher.store.layout import Layout
+from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.utils import logging as metrics
 
 from .common import ROOT, Finding, Run, said

@@ -1,0 +1,139 @@
+"""The trainer process: the parent of several ranks, or rank 0 with the Learner, or a rank that follows rank 0."""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from serl_client.connection import Connection
+from serl_client.console import Console, console
+from serl_client.spec import Spec
+
+from serl_launcher.config import factory
+from serl_launcher.learner_link import capacities, connect, wait_for_spec
+from serl_launcher.replay.mixture import ReplayMixture
+from serl_launcher.training.build import build, check_memory, device_of, seed
+from serl_launcher.training.counters import ASSISTED, TRAINED, curve
+from serl_launcher.training.learner import Learner
+from serl_launcher.training.plan_reader import plan_of
+from serl_launcher.training.ranks import Ranks, launch_ranks
+from serl_launcher.utils import report
+from serl_launcher.utils.checkpoint import Checkpoints
+from serl_launcher.utils.distributed import World, join
+from serl_launcher.utils.logging import MetricsLog, mirrored
+
+log = logging.getLogger(__name__)
+
+SPARING = ("accumulation", "checkpointing")  # options of an algorithm that change its memory, and nothing it learns
+
+
+def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None]) -> None:
+    """Run the trainer process of a run; `begun` is never called, because nobody starts a trainer again."""
+    if config.ranks * config.nodes > 1 and "RANK" not in os.environ:
+        sys.exit(launch_ranks(config, ["serl_launcher.launcher", "trainer", str(run_dir), local]))
+    if os.environ.get("RANK", "0") == "0":
+        train(config, run_dir, local, console("learner"))
+    else:
+        follow(config)
+
+
+def train(config: DictConfig, run_dir: Path, local: str, shown: Console) -> None:
+    """Run the plan to its end as the only rank, or as rank 0 of several; then write the report."""
+    device = device_of(config)
+    plan_of(config, _updates(config))  # raises now what would else be found after the wait for an actor
+    world = join(device)
+    with connect(local, "trainer") as link:
+        spec = wait_for_spec(link, announces=True)
+        assert spec is not None
+        world.broadcast([OmegaConf.to_container(config), spec.to_dict()])
+        _train(config, run_dir, link, spec, world, shown)
+
+
+def _train(config: DictConfig, run_dir: Path, link: Connection, spec: Spec, world: World, shown: Console) -> None:
+    ranks = _ranks(config, spec, world)
+    plan = plan_of(config, set(ranks.algorithm.windows)).only(config.phase)
+    for note in plan.notes:
+        log.info("%s", note)
+    pinned = world.device != "cpu"
+    sources = ReplayMixture(run_dir / "store", spec, capacities(link), plan.views, seed=config.seed, pinned=pinned)
+    learner = Learner(
+        run_dir=run_dir, link=link, plan=plan, ranks=ranks, sources=sources,
+        checkpoints=Checkpoints(run_dir / "checkpoints", spec=spec, config=_identity(config)),
+        metrics=MetricsLog(run_dir / "metrics.jsonl"), console=shown, batch_size=config.batch_size,
+        checkpoint_s=config.checkpoint_s, accept_plan=config.accept_plan,
+    )  # fmt: skip
+    with mirrored(run_dir / "metrics.jsonl", config.wandb):
+        learner.run()
+        ranks.end()
+        summarise(learner)
+
+
+def follow(config: DictConfig) -> None:
+    """Run any rank but 0: build what rank 0 builds, of rank 0's config, and do what it says."""
+    world = join(device_of(config))
+    told, spec = world.broadcast()
+    _ranks(DictConfig(told), Spec.from_dict(spec), world).follow()
+
+
+def _ranks(config: DictConfig, spec: Spec, world: World) -> Ranks:
+    """Build the algorithm on this rank. What one rank cannot build, all ranks refuse."""
+    sharding: Any = OmegaConf.to_container(config.sharding)
+    with world.together():
+        if world.rank == 0:
+            need = check_memory(config, spec, world.device, world.size, sharding["zero_optimization"]["stage"])
+            log.info("training takes %s", need)
+        seed(config)
+        ranks = Ranks(build(config, spec), world, sharding)
+        ranks.check(config.batch_size)
+    return ranks
+
+
+def _updates(config: DictConfig) -> set[str]:
+    """Return the names of the algorithm's updates, without a Spec to build it for."""
+    factory(config, "policy", None)
+    algorithm: Any = factory(config, "algo", None)
+    return {name for name in dir(algorithm.func) if name.startswith("update")}
+
+
+def _identity(config: DictConfig) -> dict[str, Any]:
+    """Return what a checkpoint must have in common with the run that resumes it."""
+    return {"algo": _learning(OmegaConf.to_container(config.algo, resolve=True))}
+
+
+def _learning(options: Any) -> Any:
+    """Return the options without SPARING."""
+    if not isinstance(options, dict):
+        return options
+    return {name: _learning(value) for name, value in options.items() if name not in SPARING}
+
+
+def summarise(learner: Learner) -> None:
+    """Write summary.json and learning_curve.png, and print the table; a plan that only evaluates: evaluation.json, too.
+
+    Such a plan leaves a summary.json alone that tells an evaluation of the same weights already.
+    """
+    counters, phases, version = learner.counters, learner.plan.phases.values(), learner.version["sha256"]
+    done = counters.finished()["flags"]
+    done = done[done & TRAINED > 0]
+    evaluations = [learner.evaluations[phase.name] for phase in phases if phase.name in learner.evaluations]
+    summary = learner.run_dir / "summary.json"
+    files = [summary]
+    if not any(phase.updates or phase.actors.mode in ("collect", "teleop") for phase in phases):
+        measured = (report.read(summary).get("eval") or {}).get("weights_sha256")
+        files = [*[summary] * (measured != version), learner.run_dir / "evaluation.json"]
+    write = functools.partial(
+        report.write,
+        env_steps=counters.env_steps,
+        episodes=len(done),
+        assisted=int((done & ASSISTED > 0).sum()),
+        updates=learner.state.updates,
+        wall_s=learner.wall_s,
+        evaluations=evaluations,
+        weights_sha256=version,
+        curve=curve(counters, [phase.name for phase in phases if phase.actors.mode == "collect"]),
+    )
+    report.show([write(path) for path in files][-1], evaluated=bool(evaluations))
