@@ -37,6 +37,7 @@ from serl_launcher.datasets.export import FINISH_S, recorded, wanted
 from serl_launcher.learner_link import report_end
 from serl_launcher.store.access import AllowList, check_address
 from serl_launcher.store.files import make_folder
+from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.utils import logging as metrics
 
@@ -76,13 +77,19 @@ def launch(config: DictConfig) -> int:
     _forget_dead_sockets()
     with _lock(run_dir), tempfile.TemporaryDirectory(prefix=SOCKETS) as sockets, _lock(Path(sockets)):
         _check_ports(config)
-        store = {"capacities": plan.capacities, "archived": sorted(plan.archived), "on_silence": plan.on_silence}
-        with open_dict(config):
-            config.store = store  # what the server process needs of the plan
+        describe_store(config, plan)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
         log.info("in %s: %s", run_dir, " ".join(config.remembered))
         first = ["server", *children, *([] if "importer" in children else LEARNING)]
         return _Family(run_dir, f"ipc://{sockets}/server", first, archives=bool(plan.archived)).run()
+
+
+def describe_store(config: DictConfig, plan: Plan) -> None:
+    """Put under `store` of the config what the server process needs of the plan: it reads no plan itself."""
+    with open_dict(config):
+        config.store = {
+            "capacities": plan.capacities, "archived": sorted(plan.archived), "on_silence": plan.on_silence,
+        }  # fmt: skip
 
 
 def _forget_dead_sockets() -> None:

@@ -82,6 +82,8 @@ def child(tmp_path, capfd):
     def child(name, *words, local=""):
         config = composed(CONFIG, ["learner=true", f"run_dir={tmp_path}/run", *words])
         config.ranks = launcher.ranks_of(config)
+        if name == "server":
+            launcher.describe_store(config, plan_of(config))
         OmegaConf.save(config, launcher.writable(tmp_path / "run") / "config.yaml", resolve=True)
         capfd.readouterr()
         assert launcher.child(name, str(tmp_path / "run"), local) == launcher.REFUSED
