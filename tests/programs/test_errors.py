@@ -24,6 +24,7 @@ from serl_launcher import launcher
 from serl_launcher.config import composed
 from serl_launcher.store import weights
 from serl_launcher.store.store import Store
+from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.utils.checkpoint import Checkpoints
 from tests.shared.common import CONFIG, free_port
 from tests.shared.here import TRAIN, serving
