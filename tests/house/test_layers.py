@@ -53,7 +53,6 @@ TOO_LONG = {
     "tests/acting/test_inference.py",
     "tests/datasets/test_dataset.py",
     "tests/datasets/test_export.py",
-    "tests/programs/test_hiors_run.py",
     "tests/replay/test_replay.py",
     "tests/training/test_learner.py",
     "tests/training/test_plan.py",

@@ -8,213 +8,33 @@ the published weights.
 import json
 import re
 import shutil
-from collections import Counter
-from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from serl_client import messages as m
 from serl_client.controller import decision_seed
-from serl_client.spec import Spec
 
 from serl_launcher.acting.host import PolicyHost, Question
-from serl_launcher.config import composed
 from serl_launcher.datasets import shards
-from serl_launcher.datasets.names import MANIFEST
-from serl_launcher.replay.mixture import STRIDE, ReplayMixture
-from serl_launcher.replay.views import EpisodeInfo
-from serl_launcher.store.index import Index
-from serl_launcher.store.layout import CHUNK_START, INTERVENED, Layout
 from serl_launcher.training.build import build
-from serl_launcher.training.plan_reader import plan_of
-from serl_launcher.types import Window
-from tests.shared.common import CONFIG, STATE
-from tests.shared.programs import Programs
-from tests.shared.tools import called
+from tests.programs.hiors import (
+    EVALUATED,
+    HORIZON,
+    PATIENCE,
+    SOON,
+    WORDS,
+    Run,
+    assert_shards_hold_what_the_store_holds,
+)
+from tests.shared.common import STATE
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.skipif(bool(shards.missing()), reason="needs the extra `data`"),
 ]  # fmt: skip
 
-PATIENCE = 120.0
-SOON = 30.0  # seconds within which a verdict has reached everything
 VIEWS = ("success", "corrected")
-HORIZON, SHARD, EVALUATED = 8, 8, 20
-WORDS = [
-    "task=fake", "task.env.max_steps=100", "task.env.takeover_after=3", "task.env.handback_after=2", "deadline_s=10",
-    f"n_action_steps={HORIZON}",  # rows, the whole chunk
-    "plan=hiors", "utd=6", "batch_size=64", "algo=rejection", "policy=flow", "policy.hidden=[64,64]", "policy.steps=4",
-    f"policy.horizon={HORIZON}", "checkpoint_s=1", "export.sources=all", f"export.episodes={SHARD}",
-    "+plan.sources.wrong={of:[demo],keep:[failed]}",
-    "+plan.sources.corrected={of:[online],keep:[successful],rows:intervened}",
-    'plan.phases.demonstrate.until=["demo.episodes >= 42"]', 'plan.phases.clone.until=["updates >= 20"]',
-    'plan.phases.baseline.until=["episodes >= 2"]',
-    'plan.phases.practise.until=["env_steps >= 500 and episodes >= 16"]',  # two shards, whatever the clone can do
-    'plan.phases.practise.start_when="online.episodes >= 2"',
-    "plan.phases.practise.publish.every_updates=100000",  # the clone acts in all of it
-    "~plan.phases.evaluate",
-    '+plan.phases.judge={actors:{mode:idle},updates:[update],data:{wrong:1.0},until:["updates >= 3",operator],'
-    "on_end:[checkpoint,publish]}",  # the trainer waits in it until a demonstration is called a failure
-    f'+plan.phases.evaluate={{actors:{{mode:evaluate}},until:["episodes >= {EVALUATED}"]}}',
-    "+plan.phases.rest={actors:{mode:idle},until:[operator]}",
-]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Stored:
-    """An episode as the store holds it."""
-
-    info: EpisodeInfo
-    steps: np.ndarray  # [T] step records
-    state: np.ndarray  # [T, 6]
-
-    @property
-    def human(self):
-        return self.steps["flags"] & INTERVENED > 0
-
-    @property
-    def chunk_start(self):
-        return self.steps["flags"] & CHUNK_START > 0
-
-    @property
-    def action(self):
-        return self.steps["action"]
-
-    @property
-    def proposed(self):
-        return self.steps["extras.policy_action"]
-
-    @property
-    def keys(self):
-        """[(source, number of a step), ...]"""
-        return [(self.info.source, number) for number in self.steps["number"].tolist()]
-
-    @property
-    def takeovers(self):
-        """[(first row of the operator, first row after that), ...]."""
-        found, row = [], 0
-        for is_human, members in groupby(self.human):
-            count = len(list(members))
-            found += [(row, row + count)] * bool(is_human)
-            row += count
-        return found
-
-
-class Run(Programs):
-    """The folder of a run, its learner and its actor."""
-
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.config = composed(CONFIG, ["learner=true", f"run_dir={self.run_dir}", *WORDS])
-        self.processes = {}
-
-    def begin(self, learner, actor):
-        """Start both sides, with these words."""
-        for side, words in (("learner", learner), ("actor", actor)):
-            self.processes[side] = self.start(side, *words)
-
-    def reaches(self, phase, seconds=PATIENCE):
-        self.until(lambda: re.search(rf"directive \d+: {phase} ", self.said()), seconds)
-
-    def ends(self):
-        """The exit statuses of programs that end by themselves."""
-        return {side: self.status(process, PATIENCE) for side, process in self.processes.items()}
-
-    # -- what the operator does
-    def label(self, episode, verdict):
-        done = called("label", "--run-dir", self.run_dir, "--port", self.ports[0], episode, verdict)
-        assert done == (0, f"{episode}: {verdict}\n")
-
-    # -- what there is
-    def index(self, ask):
-        index = Index(self.run_dir / "store/index.sqlite")
-        try:
-            return ask(index)
-        finally:
-            index.close()
-
-    @property
-    def spec(self):
-        return Spec.from_dict(self.index(lambda index: index.meta("spec")))
-
-    def catalog(self):
-        return [EpisodeInfo(*row) for row in self.index(lambda index: index.catalog(0, -1)[1])]
-
-    def episodes(self, source=None, phase=None):
-        """The episodes of a source or phase, by number; asserts that every step is there, once, and in order."""
-        there, infos = self.index(lambda index: index.sources()), self.catalog()
-        found = []
-        for name, place in there.items():
-            layout, folder = Layout(self.spec, place.capacity), self.run_dir / "store" / name
-            assert place.tail == 0
-            steps, state = layout.steps(folder)[: place.head], layout.observations(folder)[STATE]
-            assert np.array_equal(steps["number"], np.arange(place.head))
-            members = [info for info in infos if info.source == name]
-            assert Counter(steps["episode"].tolist()) == {info.number: info.steps for info in members}
-            for info in members:
-                mine = steps[steps["episode"] == info.number]
-                assert np.array_equal(mine["index"], np.arange(info.steps))
-                found.append(Stored(info, np.array(mine), np.array(state[mine["row"]])))
-        found.sort(key=lambda episode: episode.info.number)
-        return [e for e in found if source in (None, e.info.source) and phase in (None, e.info.phase)]
-
-    def drawn(self, view, count=20_000):
-        """{(source, step number): (executed action, policy_action, whether it was the operator's)} of all that a
-        trainer draws from a view of the plan."""
-        plan = plan_of(self.config).only(self.config.phase)
-        sources = ReplayMixture(self.run_dir / "store", self.spec, plan.capacities, plan.views, seed=0)
-        sources.update(self.catalog())
-        batch = sources.sample(count, Window({STATE: (0,), "action": (0,), "policy_action": (0,)}), {view: 1.0})
-        assert batch is not None
-        names = list(sources.buffers)
-        keys = [(names[step // STRIDE], step % STRIDE) for step in batch.step_id.tolist()]
-        columns = (batch.action[:, 0], batch.extras["policy_action"][:, 0], batch.intervened[:, 0])
-        rows = zip(*(column.numpy() for column in columns), strict=True)
-        found = {key: tuple(row) for key, row in zip(keys, rows, strict=True)}
-        assert len(found) == sources.size(view)[0]
-        return found
-
-    def manifests(self):
-        """{shard: what its manifest says}; one that is replaced meanwhile is there in its old or its new version."""
-        folders = [path.parent for path in self.run_dir.glob(f"datasets/*/[0-9]*/{MANIFEST}")]
-        return {path: shards.read_manifest(path) for path in sorted(folders) if path.suffix != shards.PART}
-
-    def exported(self):
-        """{episode: (its shard, the manifest's entry)}; asserts that each is in one shard, once."""
-        entries = [(e["id"], (shard, e)) for shard, made in self.manifests().items() for e in made["episodes"]]
-        assert len(dict(entries)) == len(entries)
-        return dict(entries)
-
-    def all_whole_shards(self):
-        """Whether all that fills a shard is in one."""
-        there, closed = self.exported(), [info for info in self.catalog() if info.closed and not info.discard]
-        waiting = Counter(info.source for info in closed if info.id not in there)
-        return all(count < SHARD for count in waiting.values())
-
-
-def assert_shards_hold_what_the_store_holds(run):
-    """Opened with LeRobot's own reader."""
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
-    stored = {episode.info.id: episode for episode in run.episodes()}
-    for shard, manifest in run.manifests().items():
-        dataset = LeRobotDataset("local/shard", root=shard)
-        members = [stored[entry["id"]] for entry in manifest["episodes"]]
-        assert [int(e["length"]) for e in dataset.meta.episodes] == [e.info.steps for e in members]
-        assert len(dataset) == sum(e.info.steps for e in members)
-        table = dataset.hf_dataset.with_format("arrow")[:].to_pydict()
-        for name, column in {
-            STATE: "state", "action": "action", "policy_action": "proposed", "intervened": "human",
-            "chunk_start": "chunk_start",
-        }.items():  # fmt: skip
-            expected = np.concatenate([getattr(e, column) for e in members])
-            assert np.array_equal(np.array(table[name]).reshape(expected.shape), expected), (shard, name)
-        outcome = [-1 if e.info.success is None else int(bool(e.info.success)) for e in members for _ in e.steps]
-        assert np.array(table["outcome"]).reshape(-1).tolist() == outcome
-        ends = [i + 1 == e.info.steps and bool(e.info.success) for e in members for i in range(e.info.steps)]
-        assert np.array(table["next.success"]).reshape(-1).tolist() == ends
 
 
 @pytest.fixture(scope="module", autouse=True)
