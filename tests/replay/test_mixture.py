@@ -1,0 +1,323 @@
+"""What is drawn of which source: views and their sizes, shares, the seed, and the beginnings of episodes."""
+
+import numpy as np
+import pytest
+import torch
+from serl_client import ConfigError, Outcome
+
+from serl_launcher.replay.choice import Choice
+from serl_launcher.replay.mixture import ReplayMixture
+from serl_launcher.replay.views import EpisodeInfo, View
+from serl_launcher.store import layout
+from serl_launcher.store.store import Store
+from serl_launcher.training.counters import value_error
+from serl_launcher.types import IdleFilter, Window
+
+from .made import CHUNK, CHUNK_SAC, SAC, SEQUENCE, STATE, starts
+
+
+def test_an_episode_that_goes_on_after_its_beginning_was_evicted_is_joined_to_nobody_elses(
+    store, push, sources, make_segment
+):
+    """The slot of its newest step is another episode's by then."""
+    push("A", make_segment("long", 1, 0, 4))
+    sources()
+    for i in range(19):
+        push("B", make_segment(f"b{i}", 2 + i, 0, 10, ends="terminated"))
+    store.stage("B", store.expected("B"), make_segment("b19", 21, 0, 10, ends="terminated"))
+    push("A", make_segment("long", 1, 4, 4, ends="terminated"))  # in one group, which evicts its beginning
+    found = sources()
+    buffer = found.buffers["online"]
+    assert buffer.tail > 3
+    assert buffer.head - 4 > 3 + 200, "step 3 is gone, and its slot in use"
+    batch = found.sample(2000, SEQUENCE, {"online": 1.0})
+    assert (batch.observation[STATE][..., 0] == batch.observation[STATE][:, 2:3, 0]).all()
+    assert 1 not in batch.observation[STATE][..., 0]
+    assert (batch.valid.sum(1) == (10 - batch.observation[STATE][:, 2, 1]).clamp(max=3)).all()
+
+
+def test_no_window_starts_in_an_episode_whose_beginning_was_evicted(push, sources, make_segment):
+    push("A", make_segment("long", 1, 0, 4))
+    for i in range(5):
+        push("B", make_segment(f"b{i}", 2 + i, 0, 10, ends="terminated"))
+    push("A", make_segment("long", 1, 4, 46, ends="terminated"))
+    for i in range(5, 17):
+        push("B", make_segment(f"b{i}", 2 + i, 0, 10, ends="terminated"))
+    found = sources()
+    buffer = found.buffers["online"]
+    assert 4 <= buffer.tail < 54, "its beginning is gone, and most of it is there"
+    assert {key for key, _ in starts(found.sample(1000, SEQUENCE, {"online": 1.0}))} == {
+        *range(2 + (buffer.tail - 4) // 10, 19),
+    }  # fmt: skip
+
+
+def test_the_size_of_a_source_is_what_it_holds_and_not_what_left_it(push, sources, make_segment):
+    for i in range(30):
+        push("A", make_segment(f"e{i}", i, 0, 10, ends="terminated"), Outcome(f"e{i}", True))
+        found = sources()
+        held = found.buffers["online"].head - found.buffers["online"].tail
+        assert found.size("online") == found.size("success") == found.size("long") == (held, held // 10)
+    assert held < 300
+
+
+def test_a_step_has_one_id_in_every_batch_and_no_other_step_has_it(push, sources, make_segment):
+    push("A", make_segment("won", 1, ends="terminated"), Outcome("won", True))
+    push("B", make_segment("shown", 2, ends="terminated", directive=2), Outcome("shown", True))
+    ids = {}
+    for shares in ({"success": 1.0}, {"online": 0.5, "demo": 0.5}):
+        batch = sources().sample(400, SAC, shares)
+        for start, step in zip(batch.observation[STATE][:, 0, :2].tolist(), batch.step_id.tolist(), strict=True):
+            assert ids.setdefault(step, start) == start
+    assert len(ids) == 8
+
+
+def test_views_hold_what_their_filter_says_and_follow_a_corrected_outcome(push, sources, make_segment):
+    push("A", make_segment("win", 1, ends="terminated"), Outcome("win", True))
+    push("A", make_segment("loss", 2, ends="terminated"), Outcome("loss", False))
+    push("B", make_segment("shown", 3, 0, 8, ends="terminated", directive=2), Outcome("shown", True))
+    found = sources()
+    assert {key for key, _ in starts(found.sample(400, SAC, {"success": 1.0}))} == {1, 3}
+    assert (found.size("success"), found.size("online"), found.size("long")) == ((12, 2), (8, 2), (0, 0))
+    push("A", Outcome("win", False, judged_by="operator"), Outcome("loss", True, judged_by="operator"))
+    assert {key for key, _ in starts(sources().sample(400, SAC, {"success": 1.0}))} == {2, 3}
+    push("A", Outcome("loss", True, discard=True, judged_by="operator"))
+    found = sources()
+    assert {key for key, _ in starts(found.sample(400, SAC, {"success": 1.0}))} == {3}
+    assert {key for key, _ in starts(found.sample(400, SAC, {"online": 1.0}))} == {1}
+
+
+def test_a_choice_of_steps_is_the_set_that_was_put_in_and_every_one_of_them_is_found():
+    generator, choice, expected, capacity = np.random.default_rng(0), Choice(1000), {}, 1000
+    for _ in range(200):
+        new = np.arange(choice.head, choice.head + generator.integers(200))
+        choice.evict(max(choice.tail, new[-1] + 1 - capacity + generator.integers(20)) if len(new) else choice.tail)
+        choice.put(new, generator.random(len(new)) < 0.3)
+        choice.head += len(new)
+        some = np.arange(choice.tail, choice.head)[generator.random(choice.head - choice.tail) < 0.1]
+        which = generator.random(len(some)) < 0.5
+        choice.put(some, which)
+        flat = choice._chosen.reshape(-1)
+        expected = {number for number in range(choice.tail, choice.head) if flat[number % capacity]}
+        assert set(some[which].tolist()) <= expected
+        assert not set(some[~which].tolist()) & expected
+        assert len(choice) == len(expected)
+        assert set(choice.nth(np.arange(len(choice))).tolist()) == expected
+
+
+def test_views_follow_every_change_of_interleaved_episodes_as_a_look_at_all_of_them_would(
+    push, store, spec, make_segment
+):
+    """Random actors, verdicts and discards, and a ring that is overwritten many times."""
+    views = {
+        "won": View(("online",), ("successful",)), "long": View(("online",), min_length=12),
+        "human": View(("online",), rows="intervened"),
+    }  # fmt: skip
+    sources, cursor, at = (
+        ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0),
+        0,
+        {"A": 0, "B": 0},
+    )
+    generator, ids, started = np.random.default_rng(1), [], 0
+    for turn in range(150):
+        session = "AB"[generator.integers(2)]
+        started += at[session] == 0
+        ids += [f"{session}{started}"] * (at[session] == 0)
+        name = next(id for id in reversed(ids) if id[0] == session)
+        ends = "terminated" if at[session] > 5 and generator.random() < 0.5 else ""
+        segment = make_segment(name, 1, at[session], 4, ends=ends)
+        segment.intervened[:] = generator.random(4) < 0.5
+        push(session, segment)
+        at[session] = 0 if ends else at[session] + 4
+        if generator.random() < 0.5:
+            word = Outcome(ids[generator.integers(max(0, len(ids) - 9), len(ids))], bool(generator.integers(2)),
+                           discard=bool(generator.random() < 0.2), judged_by="operator")  # fmt: skip
+            push(session, word)
+        if turn % 3 == 0:
+            cursor, rows = store.index.catalog(cursor, 10_000)
+            sources.update(rows)
+            _same_as_a_look_at_all(store, sources, views | {"online": View(("online",))})
+
+
+def _same_as_a_look_at_all(store, sources, views):
+    buffer = sources.buffers["online"]
+    infos = {info.number: info for info in (EpisodeInfo(*row) for row in store.index.catalog(0, 10_000)[1])}
+    numbers = np.arange(buffer.tail, buffer.head)
+    records = buffer._steps[numbers % 200]
+    whole = [r for r in records if infos[int(r["episode"])].first >= buffer.tail]
+    for name, view in views.items():
+        for begin in ("any", "chunk_start"):
+            expected = {
+                int(r["number"]) for r in whole
+                if view.holds(infos[int(r["episode"])])
+                and (view.rows == "all" or r["flags"] & layout.INTERVENED)
+                and (begin == "any" or r["flags"] & layout.CHUNK_START)
+            }  # fmt: skip
+            choice = sources._choice(name, "online", begin)
+            chosen = numbers if choice is None else choice.nth(np.arange(len(choice)))
+            usable = {int(n) for n in chosen if buffer._first[n % 200] >= buffer.tail}
+            assert usable == expected
+        alive = [info for info in infos.values() if info.first >= buffer.tail and view.holds(info)]
+        assert sources.size(name) == (sum(map(view.count, alive)), sum(bool(info.closed) for info in alive))
+
+
+def test_a_discard_and_a_verdict_look_at_no_steps_but_their_episodes_and_the_new_ones(tmp_path, spec, make_segment):
+    made = Store.create(tmp_path / "store", spec, {"online": 6000})
+    made.direct({"into": "online", "phase": "practise"})
+    made.hello("arm", "outbox", "A", [])
+    views = {"won": View(("online",), ("successful",))}
+    found, cursor, looked = ReplayMixture(made.folder, spec, {"online": 6000}, views, seed=0), 0, []
+    buffer = found.buffers["online"]
+    episodes = buffer.episodes
+    buffer.episodes = lambda numbers: looked.append(len(numbers)) or episodes(numbers)
+    decisions = Window(CHUNK.offsets, starts="chunk_start")
+    for i in range(500):
+        made.stage("A", made.expected("A"), make_segment(f"e{i}", 1, 0, 10, ends="terminated"))
+        if i >= 450:
+            made.stage(
+                "A", made.expected("A"), Outcome(f"e{i - 300}", bool(i % 2), discard=i % 3 == 0, judged_by="operator")
+            )
+        made.commit()
+        if i >= 449:
+            looked.clear()
+            cursor, rows = made.index.catalog(cursor, 10_000)
+            found.update(rows)
+            for shares in ({"online": 1.0}, {"won": 1.0}):
+                for window in (CHUNK, decisions):
+                    found.sample(64, window, shares)
+            assert i < 452 or sum(looked) <= 4 * (10 + 1024), "each of four choices looks at what is new or changed"
+    made.close()
+
+
+def test_beginnings_that_are_overwritten_while_they_are_read_are_left_out(push, sources, make_segment):
+    push("A", make_segment("e0", 1, 0, 50, ends="terminated"), make_segment("e1", 2, 0, 50, ends="terminated"))
+    found = sources()
+    episodes = list(found.held["online"].values())
+    push("A", *(make_segment(f"later{i}", 9, 0, n, ends="terminated") for i, n in enumerate((50, 50, 25))))
+    batch, returns = found.beginnings(episodes, CHUNK, 1.0)
+    assert (starts(batch), returns.tolist()) == ({(2, 0)}, [1225.0])
+
+
+def test_a_batch_is_shared_out_exactly_and_an_empty_source_gives_none(push, sources, make_segment):
+    push("A", make_segment("e0", 1, 0, 20, ends="terminated"))
+    assert sources().sample(64, SAC, {"online": 0.5, "demo": 0.5}) is None
+    push("B", make_segment("d0", 2, 0, 10, ends="terminated", directive=2))
+    batch = sources().sample(65, SAC, {"online": 0.5, "demo": 0.5})
+    keys = batch.observation[STATE][:, 0, 0]
+    assert sorted([(keys == 1).sum().item(), (keys == 2).sum().item()]) == [32, 33]
+    assert batch.task == ("reach",) * 65
+
+
+def test_the_same_generator_draws_the_same_batch_again(push, sources, make_segment):
+    push("A", make_segment("e0", 1, 0, 40, ends="terminated"))
+    found = sources()
+    state = found.state_dict()
+    first = found.sample(32, SAC, {"online": 1.0}).step_id.clone()
+    assert not (found.sample(32, SAC, {"online": 1.0}).step_id == first).all()
+    found.load_state_dict(state)
+    assert (found.sample(32, SAC, {"online": 1.0}).step_id == first).all()
+
+
+def test_windows_start_where_the_rows_of_a_view_say_and_go_on_over_the_others(push, store, spec, make_segment):
+    segment = make_segment("e0", 1, 0, 12, ends="terminated")
+    segment.intervened[4:8] = True
+    push("A", segment, make_segment("e1", 2, 0, 4, ends="terminated"))
+    views = {"human": View(("online",), rows="intervened"), "alone": View(("online",), rows="autonomous")}
+    sources = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0)
+    sources.update(store.index.catalog(0, 10)[1])
+    human = sources.sample(300, CHUNK, {"human": 1.0})
+    assert starts(human) == {(1, i) for i in range(4, 8)}
+    assert human.valid.all()
+    assert not human.intervened.all()
+    assert starts(sources.sample(300, CHUNK, {"alone": 1.0})) == {
+        *((1, i) for i in range(12) if not 4 <= i < 8), *((2, i) for i in range(4))
+    }  # fmt: skip
+    assert (sources.size("human"), sources.size("alone")) == ((4, 2), (12, 2))
+
+
+@pytest.mark.parametrize(
+    "idle_filter",
+    [
+        IdleFilter(0.1, STATE, entries=(1, 3)),  # the other entries are a sensor's noise
+        IdleFilter(0.1, "action"),
+    ],
+)
+def test_no_window_starts_where_the_robot_stays_still_and_no_row_is_lost(push, sources, make_segment, idle_filter):
+    segment = make_segment("e0", 1, 0, 20, ends="truncated")
+    segment.observation[STATE][5:15] = segment.observation[STATE][5]
+    segment.observation[STATE][:, [0, 2, 4, 5, 6, 7]] += np.random.default_rng(0).normal(size=(21, 6))
+    segment.action[:, 1] = segment.observation[STATE][:20, 1]
+    push("A", segment)
+    drawn = {
+        int(s) for s in sources().sample(400, Window(CHUNK.offsets, idle_filter=idle_filter), {"online": 1.0}).step_id
+    }
+    assert drawn == set(range(20)) - set(range(5, 11))
+    noisy = Window(CHUNK.offsets, idle_filter=IdleFilter(0.1, STATE))
+    for every in (noisy, CHUNK):
+        assert {int(step) for step in sources().sample(400, every, {"online": 1.0}).step_id} == set(range(20))
+
+
+@pytest.mark.parametrize(
+    ("idle_filter", "named"),
+    [
+        (
+            IdleFilter(0.1, "observation.joints"),
+            r"idle_filter.column='observation.joints': .*'action', 'observation.state'",
+        ),
+        (IdleFilter(0.1, STATE, (0, 8)), r"idle_filter.entries=\[0, 8\]: observation.state has the entries 0 to 7"),
+        (IdleFilter(0.1, "action", ()), r"idle_filter.entries=\[\]: action has the entries 0 to 1"),
+    ],
+)
+def test_stillness_of_what_no_row_has_is_refused_with_what_there_is(push, sources, make_segment, idle_filter, named):
+    push("A", make_segment("e0", ends="terminated"))
+    with pytest.raises(ConfigError, match=named):
+        sources().sample(4, Window(CHUNK.offsets, idle_filter=idle_filter), {"online": 1.0})
+
+
+def test_the_first_windows_of_episodes_come_with_the_discounted_returns_that_followed(push, sources, make_segment):
+    push("A", make_segment("won", 1, 0, 3))
+    push("B", make_segment("lost", 2, 0, 7, ends="truncated"))  # lies between
+    push("A", make_segment("won", 1, 3, 3, ends="terminated"))
+    push("B", make_segment("shown", 3, 0, 4, ends="terminated", directive=2))
+    found = sources()
+    episodes = {e.id: e for held in found.held.values() for e in held.values()}
+    batch, returns = found.beginnings([episodes["won"], episodes["lost"]], CHUNK_SAC, 0.5)
+    assert starts(batch) == {(1, 0), (2, 0)}
+    expected = [sum(0.5**i * i for i in range(steps)) for steps in (6, 7)]  # every reward is its index
+    torch.testing.assert_close(returns, torch.tensor(expected))
+    assert batch.reward.tolist() == [[0, 1, 2, 3, 4]] * 2
+    short, returns = found.beginnings([episodes["shown"]], CHUNK_SAC, 1.0)
+    assert (short.length.tolist(), returns.tolist(), short.task) == ([4], [6.0], ("reach",))
+
+
+class Expects:
+    """An algorithm that expects the same everywhere, or nothing at all."""
+
+    windows, discount = {"update": CHUNK_SAC}, 0.5
+
+    def __init__(self, value):
+        self._value = value
+
+    def value(self, batch):
+        return None if self._value is None else torch.full((len(batch),), self._value)
+
+
+def test_the_error_of_a_value_is_how_far_it_is_from_the_returns_in_the_mean(push, sources, make_segment):
+    push("A", make_segment("short", 1, 0, 2, ends="terminated"), make_segment("long", 2, 0, 3, ends="truncated"))
+    found = sources()  # their returns are 0.5 and 1
+    episodes = list(found.held["online"].values())
+    assert value_error(found, Expects(0.75), episodes, "cpu") == {"value_error": 0.25, "value_bias": 0.0}
+    assert value_error(found, Expects(2.0), episodes, "cpu") == {"value_error": 1.25, "value_bias": 1.25}
+    assert value_error(found, Expects(None), episodes, "cpu") == value_error(found, Expects(2.0), [], "cpu") == {}
+
+
+def test_episodes_that_left_the_store_have_no_beginning(store, push, sources, make_segment):
+    for i in range(30):
+        push("A", make_segment(f"e{i}", i, 0, 10, ends="terminated"))
+    episodes = [EpisodeInfo(*row) for row in store.index.catalog(0, 100)[1]]
+    found = sources()
+    batch, returns = found.beginnings(episodes, CHUNK, 1.0)
+    assert len(batch) == len(returns) < 30
+    assert (returns == 45).all()
+    assert starts(batch) == {(key, 0) for key in range(30 - len(batch), 30)}
+    assert found.beginnings(episodes[:3], CHUNK, 1.0) is None
+    assert found.beginnings([], CHUNK, 1.0) is None

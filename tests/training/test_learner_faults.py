@@ -1,0 +1,243 @@
+"""The trainer while others fail: the server, the disk, and numbers that are not finite."""
+
+import errno
+import os
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import safetensors.torch
+from serl_client import Feature, Spec
+from serl_client import messages as m
+from serl_client.connection import Connection
+from serl_client.errors import RetakeError
+
+from serl_launcher.replay.mixture import statistics
+from serl_launcher.training import learner
+from serl_launcher.training.build import capacities
+from serl_launcher.utils import checkpoint
+from tests.shared.common import PATIENCE, STATE, until
+
+from .life import LEARNING, Life, differences, episode, finite, found, leave, phase, plan_of, poisoned, push
+
+# -- the server
+
+
+def test_a_trainer_that_starts_while_the_server_is_dead_waits_for_it(server):
+    heard = []
+    server.report()  # it is up
+    with Connection(server.local, m.Hello(m.PROTOCOL, "learner", "trainer")) as link:
+        link.hello(PATIENCE)
+        server.kill()
+        thread = threading.Thread(target=lambda: heard.append(capacities(link)), daemon=True)
+        thread.start()
+        time.sleep(0.3)
+        assert thread.is_alive()
+        server.start()
+        thread.join(PATIENCE)
+    assert heard == [{"demo": 500, "eval": 20_000, "online": 2000}]
+
+
+def test_a_trainer_hears_and_is_heard_again_after_each_death_of_the_server(server, live, connect):
+    """It dies while it is asked, and while it is told: the trainer publishes after every update."""
+    plan = plan_of(
+        practise=phase(publish={"every_updates": 1}, until="env_steps >= 192"),
+        rest=phase(updates=(), until="operator"),
+    )
+    life = live(server, plan, checkpoint_s=60.0).begin()
+    client = connect(server)
+    for number in range(4):
+        made = len(life.made)
+        until(lambda: len(life.made) > made + 3)  # noqa: B023
+        server.kill()
+        server.start()
+        push(client, range(3 * number, 3 * number + 3))
+    until(lambda: life.phase == "rest")
+    client.command("next")
+    until(lambda: client.directive["mode"] == "stop")
+    leave(client, life)
+    status = server.report()
+    assert status["weights"]["version"] == life.learner.version["version"]
+    assert status["weights"]["sha256"] == life.learner.version["sha256"]
+    assert status["directive"]["number"] == life.learner._number
+
+
+def test_a_trainer_takes_no_answer_for_that_to_another_request_when_the_store_fails(server, live, connect):
+    plan = plan_of(
+        practise=phase(publish={"every_updates": 1}, until="env_steps >= 150"),
+        rest=phase(updates=(), until="env_steps >= 40"),
+        last=phase(updates=(), until="operator"),
+    )
+    life = live(server, plan, checkpoint_s=60.0).begin()
+    client = connect(server)
+    until(lambda: len(life.made) > 3)
+    (server.run_dir / "fail").touch()
+    for record in episode("failing", 0, directive=client.directive["number"]):
+        client.push(record)
+    until(lambda: client.degraded)
+    time.sleep(2.0)  # the store is opened again each second, and fails again
+    (server.run_dir / "fail").unlink()
+    assert client.drain(PATIENCE)
+    push(client, range(8))
+    until(lambda: client.directive["phase"] == "rest")
+    push(client, range(8, 14))
+    until(lambda: life.phase == "last" and client.directive["phase"] == "last")
+    assert life.learner._number == client.directive["number"]
+    status = server.report()
+    assert status["weights"]["version"] == life.learner.version["version"]
+    assert status["weights"]["sha256"] == life.learner.version["sha256"]
+    client.command("next")
+    leave(client, life)
+
+
+# -- a checkpoint that is cut off
+
+
+def counted(killer, *args, **kwargs):
+    """An open file of which every write of more than a few bytes counts."""
+    file = open(*args, **kwargs)  # noqa: SIM115 - as open does
+
+    class Counted:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            file.close()
+
+        def __getattr__(self, name):
+            return getattr(file, name)
+
+        def write(self, data):
+            (killer.wrap(file.write) if len(data) > 64 else file.write)(data)
+            file.flush()
+
+    return Counted()
+
+
+def save_and_die(life, killer):
+    """In a child: the checkpoint, cut off by the killer."""
+    for name in ("fsync", "rename", "mkdir", "unlink", "rmdir"):
+        setattr(os, name, killer.wrap(getattr(os, name)))
+    checkpoint.open = partial(counted, killer)
+    life.learner.checkpoint()
+
+
+def test_a_checkpoint_that_is_cut_off_at_any_step_leaves_the_last_good_one(tmp_path, spec, killer_at):
+    run_dir, plan = found(tmp_path / "run", spec), plan_of(**LEARNING)
+    life, at, kept, status = Life(run_dir, None, spec, plan), 0, set(), None
+    for updates in range(1, 6):
+        life.learner.state.updates = updates
+        life.learner.checkpoint()
+    while status != 0:
+        at += 1
+        life.learner.state.updates = 5 + at
+        child = os.fork()
+        if child == 0:
+            try:
+                save_and_die(life, killer_at(at))
+            finally:
+                os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        saved = life.learner.checkpoints.load()
+        kept.add(5 + at - saved["plan"]["updates"])
+        assert not differences(saved["algorithm"], life.algorithm.state_dict())
+        assert saved["sources"]["generator"] == life.learner.sources.generator.bit_generator.state
+        life.learner.checkpoint()  # the next start's
+        assert life.learner.checkpoints.load()["plan"]["updates"] == 5 + at
+    assert at > 20
+    assert kept == {0, 1}, "either the one that was cut off is whole, or the one before it is there"
+    names = sorted(path.name for path in life.learner.checkpoints.folder.iterdir())
+    assert len([name for name in names if name.isdecimal()]) == 3
+
+
+def test_a_full_disk_makes_training_wait_and_ends_nothing(live, monkeypatch, server):
+    sync, refused, room = os.fsync, [], threading.Event()
+
+    def full(descriptor):
+        if not room.is_set():
+            refused.append(descriptor)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(learner, "FULL_S", 0.01)
+    monkeypatch.setattr(os, "fsync", full)
+    life = live(server, plan_of(practise=phase(until="updates >= 3"))).begin()
+    until(lambda: len(refused) > 3)
+    assert life.updates == 0  # nothing was published yet
+    room.set()
+    assert life.end().updates == 3
+    assert life.learner.checkpoints.load()["plan"]["updates"] == 3
+
+
+def test_batches_that_are_not_finite_cost_their_updates_and_nothing_else(server, live, caplog):
+
+    def spoil(batch, updates):
+        if updates in (7, 8, 9, 15):
+            batch.observation[STATE][3, 0, 1] = float("nan")
+        if updates == 16:
+            batch.reward[0, 0] = float("inf")
+
+    life = poisoned(live(server, plan_of(**LEARNING)), "update_critic", spoil)
+    poisoned(life, "update", spoil).run()
+    assert life.updates == 30
+    assert life.learner.ranks.steps()["critic_optimizer"] == (30, 5)
+    saved = life.learner.checkpoints.load()
+    assert finite(saved["algorithm"])
+    assert saved["plan"]["updates"] == 30
+    assert finite(life.learner.ranks.published())
+    assert "had no finite gradient: skipped" in caplog.text
+
+
+def test_a_run_whose_gradients_are_never_finite_ends_with_one_sentence_and_its_good_weights(server, live, monkeypatch):
+    monkeypatch.setattr(learner, "METRICS_S", 0.0)
+    monkeypatch.setattr("serl_launcher.training.finite.MOST_IN_A_ROW", 5)
+
+    def spoil(batch, updates):
+        if updates >= 12:
+            batch.reward[0, 0] = float("nan")
+
+    life = poisoned(live(server, plan_of(**LEARNING)), "update_critic", spoil)
+    with pytest.raises(RetakeError, match=r"critic_optimizer: the gradients of the last 5 steps up to update \d+ were"):
+        poisoned(life, "update", spoil).run()
+    assert finite(life.learner.checkpoints.load()["algorithm"])
+    assert finite(life.algorithm.state_dict())
+
+
+@pytest.mark.parametrize("where", ["policy", "target_critic"])
+def test_weights_that_are_not_finite_are_neither_published_nor_kept(server, live, where):
+    """What is published is checked, and what only a checkpoint holds. The same command again goes on."""
+
+    def spoil(batch, updates):
+        if updates == 13:
+            next(getattr(life.algorithm, where).parameters()).data[0] = float("nan")
+
+    life = poisoned(live(server, plan_of(**LEARNING)), "update_critic", spoil)
+    with pytest.raises(RetakeError, match=rf"{where}\..* not finite, so the learner stopped before .* of update 1\d"):
+        poisoned(life, "update", spoil).run()
+    saved = life.learner.checkpoints.load()
+    assert finite(saved["algorithm"])
+    assert saved["plan"]["updates"] == 13
+    newest = server.run_dir / "weights" / f"{life.learner.version['sha256']}.safetensors"
+    assert finite(safetensors.torch.load_file(newest))
+    assert live(server, plan_of(**LEARNING), seed=1).run().updates == 30
+
+
+def test_the_statistics_leave_out_what_is_not_finite():
+    class Buffer:
+        def observed(self, name, among):
+            return np.array([[1.0, 2.0], [3.0, 4.0], [np.nan, 6.0], [5.0, np.inf]], np.float32)
+
+    class Stored:
+        spec = Spec({STATE: Feature((2,))}, Feature((2,), low=-9, high=9), fps=10.0)
+        views, buffers = {"demo": SimpleNamespace(of=["demo"])}, {"demo": Buffer()}
+
+        def chosen(self, name, part):
+            return None
+
+    found = statistics(Stored(), "demo")
+    for name in (STATE, "action"):
+        values = {kind: found[kind][name].tolist() for kind in found}
+        assert values == {"mean": [2.0, 3.0], "std": [1.0, 1.0], "low": [1.0, 2.0], "high": [3.0, 4.0]}
