@@ -83,18 +83,18 @@ R4 killed Recorder._push: a signal within the push records the same steps twice
     + self._client.push(segment)
     + self._state = 0, self._state[1]
 
-== store: test_store test_durability test_replay test_label test_limits test_protocol_model test_power_loss test_export
+== store: test_store test_durability test_replay test_label test_limits test_protocol_model test_power_loss test_archive
 
-T1 survives Store._make_room: an archived episode is evicted before it was exported
+T1 killed Store._make_room: an archived episode is evicted before it was exported
     - if (kept := self.kept.oldest(source.name)) is not None and kept[0] < source.tail:
     + if False:
 T2 killed Store._make_room: rows are overwritten before the new tail is durable
     - self.index.commit()
     + pass
-T3 survives Store._make_room: rows are overwritten before readers see the new tail
+T3 killed Store._make_room: rows are overwritten before readers see the new tail
     - self._publish()
     + pass
-T4 survives Sessions.over: lives of other actors of the same outbox are closed, too
+T4 killed Sessions.over: lives of other actors of the same outbox are closed, too
     - living = self._living.get((now.outbox, now.actor), {})
     + living = [name for name, state in self.all.items() if state.outbox == now.outbox and not state.closed]
 T5 killed _judge: the environment overrules the operator
@@ -109,19 +109,19 @@ I1 killed Index._begin: a commit is not synced
 I2 killed Index.probe: the log is not written into the database anew
     - wal_checkpoint(TRUNCATE)
     + wal_checkpoint(PASSIVE)
-I3 survives Index._check: a damaged database is opened
+I3 killed Index._check: a damaged database is opened
     - if report != "ok":
     + if False:
 
-== replay: test_replay test_store
+== replay: test_replay test_mixture test_store
 
-P1 survives ReplayBuffer._take_in: rows that are overwritten during the refresh count as whole
+P1 killed ReplayBuffer._take_in: rows that are overwritten during the refresh count as whole
     - whole = (records["number"] == numbers) & (numbers >= int(self._published[0]))
     + whole = records["number"] == numbers
-P2 survives ReplayBuffer._link: a step is linked to one that was evicted, so windows cross episodes
+P2 killed ReplayBuffer._link: a step is linked to one that was evicted, so windows cross episodes
     - indices[begin] > 0 and before >= self.tail
     + indices[begin] > 0
-P3 survives ReplayBuffer._usable: steps of an episode that is evicted in part are drawn
+P3 killed ReplayBuffer._usable: steps of an episode that is evicted in part are drawn
     - usable = (self._first[slots] >= self.tail) & (numbers >= self.tail)
     + usable = numbers >= self.tail
 P4 killed ReplayBuffer.gather: what is overwritten while it is copied is used
@@ -131,7 +131,7 @@ P5 killed ReplayBuffer._resolve: after the last step comes its own row, not the 
     - after = np.where(self._final[last_slot] == NONE, self._row[last_slot], self._final[last_slot])
     + after = self._row[last_slot]
 
-== sources and counters: test_replay test_counters test_learner
+== sources and counters: test_replay test_mixture test_counters test_learner
 
 Q1 killed ReplayMixture._take: an episode that has left a view is still drawn
     - (holds := view.holds(now)) != (before is not None and view.holds(before))
@@ -139,13 +139,13 @@ Q1 killed ReplayMixture._take: an episode that has left a view is still drawn
 Q2 killed ReplayMixture._fill: each part of a view gives the same share, however much it holds
     - np.array(sizes) / sum(sizes)
     + np.ones(len(sizes)) / len(sizes)
-Q3 survives ReplayMixture._refresh: evicted episodes count in the size of a view
+Q3 killed ReplayMixture._refresh: evicted episodes count in the size of a view
     - self._count(episode, -1)
     + pass
 Q4 killed RunCounters.take: the newest episodes are in another order after a restart
     - insort(phase.recent, now, key=_number)
     + phase.recent.append(now)
-Q5 survives ReplayMixture._fill: steps of two sources have the same ids
+Q5 killed ReplayMixture._fill: steps of two sources have the same ids
     - target["step_id"] += STRIDE * list(self.buffers).index(part)
     + pass
 
@@ -157,13 +157,13 @@ V1 killed Welcomes.take_over: the earlier lives of an actor stay open
 V2 killed StateUpdates.step_limit: each paced actor gets the share of all
     - return made + -(-left // max(1, paced))
     + return made + left
-V4 survives Intake._take: a second gap of a session is not told, so delivery waits for STALL
+V4 killed Intake._take: a second gap of a session is not told, so delivery waits for STALL
     - incoming.has_gap = incoming.is_told = False
     + incoming.has_gap = False
 V5 equivalent Intake.push: records for a full source are queued, although none is taken
     - if store is None or self._keeper.degraded or peer.incoming[push.session].full:
     + if store is None or self._keeper.degraded:
-V6 survives Intake._reopen: gaps and full sources from before a disk failed are believed after it
+V6 killed Intake._reopen: gaps and full sources from before a disk failed are believed after it
     - incoming.has_gap = incoming.is_told = False
     - incoming.full = ""
     + pass
@@ -179,13 +179,13 @@ E2 killed _check_claim: a viewer's key appends
 E3 killed check_hello: a client's name writes lines of the log
     - if not hello.actor.isprintable():
     + if False:
-G1 survives AllowList.ban: a ban that cannot be written down does not hold
+G1 killed AllowList.ban: a ban that cannot be written down does not hold
     - self._stamp = None
     + pass
 G2 killed AccessControl.blame: a key that was lifted is banned again by its next bad message
     - self._causes.pop(whence, {})
     + self._causes.get(whence, {})
-G3 survives AllowList._refresh: the second of two changes within one tick of the clock is not seen
+G3 killed AllowList._refresh: the second of two changes within one tick of the clock is not seen
     - self._stamp = stamp if max(stamp) < time.time_ns() - TICK_NS else None
     + self._stamp = stamp
 G4 killed AccessControl._happened: there is no limit to connections
@@ -195,7 +195,7 @@ G5 killed AccessControl._asked: a key is refused for good while the list of keys
     - b"300" if self.keys.fails else b"400"
     + b"400"
 
-== progress of the plan: test_plan test_learner
+== progress of the plan: test_plan_state test_learner test_learner_faults
 
 A1 killed RateLimiter._credit: a learner that is too slow owes all its updates
     - self.uncounted_steps += excess / pace.updates_per_step
@@ -213,7 +213,7 @@ A6 killed PlanState.step_limit: steps of an earlier visit to the phase count aga
     - return None if allowed is None else allowed + int(self.at.base["env_steps"])
     + return allowed
 
-== plan: test_plan
+== plan: test_plan test_plan_state test_plan_files
 
 B1 killed Phase.episodes: `episodes > n` takes one too few
     - (int(t[0].bound) + t[0].strict for
@@ -249,7 +249,7 @@ C5 killed SAC._update_critic: rows without weight move the critic
     - (critic_weight(batch) * self.critic.loss(prediction, target)).mean()
     + self.critic.loss(prediction, target).mean()
 
-== imitation: test_flow test_algorithms test_replay
+== imitation: test_flow test_algorithms test_replay test_mixture
 
 D1 killed SFT._follow: the average is nearly the newest weights
     - averaged.lerp_(current, 1 - decay)

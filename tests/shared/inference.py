@@ -42,6 +42,11 @@ class Inference:
         self._thread.start()
         return self
 
+    def acting(self):
+        """Start with the weights that it has as version 1."""
+        self.publish(1, self.server.host.algorithm)
+        return self.start()
+
     def publish(self, version, algorithm):
         """Make the algorithm's acting part the newest weights; returns their sha256 and size."""
         sha256, size = weights.write(self.folder, safetensors.torch.save(algorithm.acting.published()))

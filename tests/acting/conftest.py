@@ -1,0 +1,126 @@
+"""Inference servers in threads and processes, and who asks them."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+from serl_client import messages as m
+from serl_client.client import TrainerClient
+from serl_client.connection import Connection
+
+from serl_launcher.config import composed
+from tests.shared.common import CONFIG, PATIENCE, free_port, until
+from tests.shared.inference import Inference
+from tests.shared.servers import ServerThread
+
+INFER = """
+import sys, time
+from pathlib import Path
+from omegaconf import OmegaConf
+from serl_launcher.algorithms.sac import SAC
+from serl_launcher.training.build import infer
+run_dir, local = Path(sys.argv[1]), sys.argv[2]
+act = SAC.act
+def slow(*arguments, **options):
+    if (run_dir / "fail").exists():
+        raise RuntimeError("the policy is broken")
+    time.sleep(0.2)
+    return act(*arguments, **options)
+SAC.act = slow
+infer(OmegaConf.load(run_dir / "config.yaml"), run_dir, local)
+"""
+
+
+class Process(Inference):
+    """The inference process of a run, with a policy that takes 200 ms and fails where the run has a file `fail`."""
+
+    def __init__(self, run_dir):
+        port = free_port()
+        self.folder, self.local, self.address = (
+            run_dir / "weights",
+            f"ipc://{run_dir}/server",
+            f"tcp://127.0.0.1:{port}",
+        )
+        OmegaConf.save(composed(CONFIG, ["algo=rlpd", f"inference_port={port}"]), run_dir / "config.yaml")
+        command = [sys.executable, "-c", INFER, run_dir, self.local]
+        self.child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def report(self):
+        """What it told the server last."""
+        with Connection(self.local, m.Hello(m.PROTOCOL, "learner", "test")) as link:
+            clients = link.call(m.Status(), PATIENCE).report["clients"]
+        return next((client for client in clients if client["actor"] == "inference"), {})
+
+    def stop(self):
+        self.child.kill()
+        self.child.communicate()
+
+
+@pytest.fixture
+def process(tmp_path):
+    made = Process(tmp_path)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def inference(tmp_path, spec):
+    """inference(algorithm) -> an Inference that is not started yet."""
+    with contextlib.ExitStack() as stack:
+
+        def make(algorithm, **options):
+            made = Inference(tmp_path / "weights", algorithm, spec, **options)
+            stack.callback(made.stop)
+            return made
+
+        yield make
+
+
+class Asker(Connection):
+    """A connection whose Welcome is nothing that is received."""
+
+    def receive(self):
+        message = super().receive()
+        return self.receive() if isinstance(message, m.Welcome) else message
+
+
+@pytest.fixture
+def link():
+    """link(address) -> an actor's connection to an inference process."""
+    with contextlib.ExitStack() as stack:
+
+        def make(address):
+            made = stack.enter_context(Asker(address, m.Hello(m.PROTOCOL, "actor", "arm")))
+            made.receive()  # opens it
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def connect(tmp_path, spec):
+    """connect(inference) -> connect(name) -> a TrainerClient of a real server that names this inference process, and
+    whose weights are the inference process's."""
+    with contextlib.ExitStack() as stack:
+
+        def serve(inference):
+            server = ServerThread(tmp_path, inference=inference.address)
+            stack.callback(server.close)
+
+            def client(name):
+                folder = tmp_path / name
+                made = TrainerClient(
+                    server.address, actor=name, spec=spec, outbox=folder, weights_folder=folder / "weights"
+                )
+                stack.enter_context(made)
+                until(lambda: made.connected)
+                return made
+
+            def publish(version, algorithm):
+                assert server.ask(m.Publish(*inference.publish(version, algorithm), 0)).value == version
+
+            return client, publish
+
+        yield serve

@@ -1,0 +1,152 @@
+"""The inference process as a process, and what one actor does wrong to the others."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import zmq
+from serl_client import messages as m
+from serl_client.controller import RemotePolicy
+
+from serl_launcher.acting import server as module
+from serl_launcher.acting.server import LocalSource, PolicyHost, Question
+from tests.shared.common import PATIENCE, STATE, until
+from tests.shared.inference import rlpd
+
+from .toy import Counting, ask, gathering, receive
+
+
+def test_a_busy_process_takes_new_weights_reports_and_ends_when_it_is_told_to(connect, process, link, spec):
+    connect_client, publish = connect(process)
+    connect_client("arm")
+    publish(1, rlpd(spec, seed=1))
+    until(lambda: process.report().get("version") == 1)
+    asker = link(process.address)
+
+    def answered():
+        asker.send(ask(reset=True))
+        return receive(asker).version
+
+    assert answered() == 1
+    publish(2, rlpd(spec, seed=2))
+    until(lambda: answered() == 2)
+    report = until(lambda: r if answered() and (r := process.report())["version"] == 2 else None)
+    assert (report["batch"], report["p50_ms"] >= 200) == (1.0, True)
+    asker.send(ask(reset=True))
+    asker.wait(0.05)
+    process.child.terminate()
+    assert process.child.wait(PATIENCE) == 0
+
+
+def test_a_policy_that_fails_ends_its_process_and_says_where(connect, process, link, spec):
+    connect_client, publish = connect(process)
+    connect_client("arm")
+    publish(1, rlpd(spec))
+    until(lambda: process.report().get("version") == 1)
+    asker = link(process.address)
+    asker.send(ask(reset=True))
+    receive(asker)
+    (process.folder.parent / "fail").touch()
+    asker.send(ask(reset=True))
+    assert process.child.wait(PATIENCE) != 0
+    said = process.child.stderr.read()
+    assert "in slow" in said
+    assert "RuntimeError: the policy is broken" in said
+
+
+def test_an_actor_never_waits_longer_than_its_deadline_for_weights_that_do_not_come(connect, inference, spec):
+    """The directive names weights 2; what is here is 1. The runner must be able to hear of another directive."""
+    connect_client, publish = connect(inference(Counting()).start())
+    client = connect_client("arm")
+    publish(1, Counting())
+    until(lambda: client.weights(0))
+    algorithm = Counting()
+    controller = RemotePolicy(LocalSource(client, PolicyHost(algorithm, spec, "cpu")), deadline=0.1)
+    controller.begin("episode", {"explore": False, "weights": 2}, "reach")
+    acted = []
+
+    def act():
+        acted.append(controller.act({STATE: np.zeros(8, np.float32)}, step=0, previous_action=None, reset=True))
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(3.0)
+    assert acted == [None]
+    assert len(algorithm.batches) == 1, "a question is answered once"
+    publish(2, Counting(scale=2))
+    until(lambda: client.weights(1))
+    assert until(lambda: act() or acted[-1] is not None)
+    assert controller.version == 2
+
+
+# -- what one actor does wrong
+
+GOOD = np.zeros(8, np.float32)
+
+
+WRONG = {
+    "another shape": {STATE: np.zeros(9, np.float32)},
+    "another type": {STATE: np.zeros(8, np.float64)},
+    "another rank": {STATE: np.zeros((1, 8), np.float32)},
+    "nothing": {},
+    "another name": {"observation.other": GOOD},
+    "another action": {STATE: GOOD, "previous_action": np.zeros(3, np.float32)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_observation_of_one_actor_costs_the_others_nothing(inference, link, wrong):
+    """In one batch with it: the others are answered, and remember one decision more, not two."""
+    over_there = inference(Counting()).acting()
+    helper, one, other, bad = [link(over_there.address) for _ in range(4)]
+    for count in (1, 2, 3):
+        with gathering(over_there, helper):
+            for asker in (one, other):
+                asker.send(ask(count, reset=count == 1))
+            time.sleep(0.05)  # so that they are asked about first
+            bad.send(m.InferenceRequest(count, 0, False, False, "", WRONG[wrong]))
+        for asker in (one, other):
+            answer = receive(asker)
+            assert (answer.step, answer.arrays["action"][0, 0]) == (count, count)
+        until(lambda: isinstance(bad.receive(), m.Failed))
+    bad.send(ask(9, reset=True))
+    assert receive(bad).step == 9
+
+
+def test_of_connections_that_come_and_go_the_last_ones_are_remembered(spec, monkeypatch):
+    monkeypatch.setattr(module, "REMEMBERED", 3)
+    host = PolicyHost(Counting(), spec, "cpu")
+    for number in (0, 1, 2, 0, 3, 4):
+        host.answer([Question(b"%d" % number, ask(1))])
+    counts = [host.answer([Question(b"%d" % number, ask(2))])[0].arrays["action"][0, 0] for number in (0, 4, 1)]
+    assert counts == [3, 2, 1]
+
+
+def test_bytes_that_are_no_question_cost_nobody_anything(inference, link):
+    over_there = inference(Counting()).acting()
+    with zmq.Context.instance().socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        peer.connect(over_there.address)
+        for junk in ([b"hello"], [b""], [b"\x93\x01\x02\x03"] * 3, m.encode(m.Bye()), m.encode(ask())[:1]):
+            peer.send_multipart(junk)
+        peer.send_multipart(m.encode(ask(3, reset=True)))
+        answers = []
+        while not answers or isinstance(answers[-1], m.Failed):
+            assert peer.poll(PATIENCE * 1000)
+            answers.append(m.decode(peer.recv_multipart()))
+        assert (len(answers), answers[-1].step) == (6, 3)
+    asker = link(over_there.address)
+    asker.send(ask(4, reset=True))
+    assert receive(asker).step == 4
+
+
+def test_an_actor_that_leaves_before_its_answer_costs_the_others_nothing(inference, link):
+    over_there = inference(Counting()).acting()
+    helper, leaver, asker = [link(over_there.address) for _ in range(3)]
+    with gathering(over_there, helper):
+        for client in (leaver, asker):
+            client.send(ask(1, reset=True))
+        time.sleep(0.05)
+        leaver.close()
+    assert receive(asker).step == 1

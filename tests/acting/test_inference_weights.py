@@ -1,0 +1,196 @@
+"""New weights: swapped between two batches, read while the old ones act, refused when they do not fit."""
+
+import copy
+import itertools
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from serl_client import ConfigError
+from serl_client.controller import RemotePolicy
+
+from serl_launcher.acting.server import LocalSource, PolicyHost, Question
+from serl_launcher.store import weights
+from tests.shared.common import PATIENCE, STATE, until
+from tests.shared.inference import rlpd
+
+from .toy import Counting, ask, receive
+
+
+class SlowDisk(PolicyHost):
+    """Reads weights only while `gate` is open."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.files, self.gate = [], threading.Event()
+        self.gate.set()
+
+    def read(self, file):
+        self.files.append(file)
+        self.gate.wait(PATIENCE)
+        return super().read(file)
+
+
+# -- weights
+
+
+def test_weights_are_swapped_between_two_batches_and_every_answer_names_its_version(inference, link):
+    """A swap within a batch, or within a decision, would give an action that is not its version's."""
+    over_there, last = inference(Counting()).start(), 40
+    over_there.publish(1, Counting())
+
+    def train():
+        for version in range(2, last + 1):
+            over_there.publish(version, Counting(scale=version))
+            time.sleep(0.002)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    askers, versions = [link(over_there.address) for _ in range(4)], [0]
+    deadline = time.monotonic() + PATIENCE
+    while versions[-1] < last and time.monotonic() < deadline:
+        for asker in askers:
+            asker.send(ask(reset=True))
+        answers = [receive(asker) for asker in askers]
+        assert all(answer.arrays["action"][0, 0] == answer.version for answer in answers)
+        versions += sorted(answer.version for answer in answers)
+    trainer.join()
+    assert versions == sorted(versions)
+    assert versions[-1] == last
+    assert len(set(versions)) > 3
+
+
+def test_before_the_first_weights_nothing_is_answered_and_then_what_was_asked_last_is(inference, link):
+    over_there = inference(Counting()).start()
+    asker = link(over_there.address)
+    for step in (0, 1):
+        asker.send(ask(step, reset=True))
+    asker.wait(0.3)
+    assert asker.receive() is None
+    over_there.publish(7, Counting())
+    answer = receive(asker)
+    assert (answer.step, answer.version) == (1, 7)
+
+
+def test_weights_that_are_gone_already_leave_the_ones_that_act(inference, link, caplog):
+    over_there = inference(Counting()).acting()
+    asker = link(over_there.address)
+    asker.send(ask(reset=True))
+    assert receive(asker).version == 1
+    with caplog.at_level(logging.WARNING):
+        over_there.notice = {"version": 2, "sha256": "f" * 64}
+        until(lambda: "weights 2 are gone" in caplog.text)
+        asker.send(ask(reset=True))
+        assert receive(asker).version == 1
+    over_there.publish(3, Counting(scale=3))
+    until(lambda: over_there.server.host.version == 3)
+    asker.send(ask(reset=True))
+    assert receive(asker).arrays["action"][0, 0] == 3
+
+
+def test_weights_of_another_policy_are_refused_in_one_sentence(tmp_path, spec):
+    other = weights.write(tmp_path, safetensors.torch.save(Counting().acting.published()))[0]
+    with pytest.raises(ConfigError, match=r"not of this algorithm and policy .*start the actor with the learner's"):
+        PolicyHost(rlpd(spec), spec, "cpu").load(1, weights.path(tmp_path, other))
+
+
+def test_weights_that_are_not_finite_are_left_aside_in_one_sentence(tmp_path, spec):
+    learner = rlpd(spec)
+    host = PolicyHost(copy.deepcopy(learner), spec, "cpu")
+    next(learner.acting.parameters()).data[0] = float("inf")
+    bad = weights.write(tmp_path, safetensors.torch.save(learner.acting.published()))[0]
+    with pytest.raises(ConfigError, match=r"are not finite in .*weight: the next ones will do"):
+        host.load(1, weights.path(tmp_path, bad))
+    assert host.version == 0
+
+
+def test_weights_of_another_policy_leave_what_acts_as_it_is(inference, link, caplog):
+    """Not even the part of them that would fit is taken."""
+    over_there = inference(Counting(sizes=(3,))).start()
+    over_there.publish(1, Counting(2, sizes=(3,)))
+    asker = link(over_there.address)
+    asker.send(ask(reset=True))
+    assert receive(asker).arrays["action"][0, 0] == 2
+    with caplog.at_level(logging.INFO):
+        over_there.publish(2, Counting(5, sizes=(4,)))
+        until(lambda: "rest.0 is (4,) there and (3,) here" in caplog.text)
+    asker.send(ask(reset=True))
+    answer = receive(asker)
+    assert (answer.version, answer.arrays["action"][0, 0]) == (1, 2)
+    over_there.publish(3, Counting(7, sizes=(3,)))
+    until(lambda: over_there.server.host.version == 3)
+    asker.send(ask(reset=True))
+    assert receive(asker).arrays["action"][0, 0] == 7
+
+
+def test_the_old_weights_act_while_newer_ones_are_read_and_the_newest_follow(inference, link):
+    over_there = inference(Counting(), host=SlowDisk).start()
+    host, asker = over_there.server.host, link(over_there.address)
+    over_there.publish(1, Counting())
+    until(lambda: host.version == 1)
+    host.gate.clear()
+    for version in (2, 3, 4):
+        over_there.publish(version, Counting(scale=version))
+        until(lambda: len(host.files) == 2)
+        for step in range(10):
+            asker.send(ask(step, reset=True))
+            answer = receive(asker)
+            assert (answer.step, answer.version, answer.arrays["action"][0, 0]) == (step, 1, 1)
+    host.gate.set()
+    until(lambda: host.version == 4)
+    assert len(host.files) == 3, "the third had been outdated before it could be read"
+
+
+def test_an_actor_that_acts_by_itself_goes_on_while_newer_weights_are_read(connect, inference, spec):
+    connect_client, publish = connect(inference(Counting()))
+    client = connect_client("arm")
+    publish(1, Counting())
+    until(lambda: client.weights(0))
+    host = SlowDisk(Counting(), spec, "cpu")
+    controller = RemotePolicy(LocalSource(client, host), deadline=PATIENCE)
+    controller.begin("episode", {"explore": False, "weights": None}, "reach")
+
+    def version(step):
+        controller.act({STATE: np.zeros(8, np.float32)}, step=step, previous_action=None, reset=step == 0)
+        assert controller.chunk_start
+        return controller.version
+
+    assert version(0) == 1
+    host.gate.clear()
+    publish(2, Counting())
+    until(lambda: client.weights(1))
+    assert [version(step) for step in range(1, 20)] == [1] * 19
+    host.gate.set()
+    steps = itertools.count(20)
+    until(lambda: version(next(steps)) == 2)
+
+
+def test_new_weights_go_where_the_old_ones_are(tmp_path, spec):
+    """What was compiled, or captured in a graph, reads them there."""
+    host, newer = PolicyHost(rlpd(spec, seed=1), spec, "cpu"), PolicyHost(rlpd(spec, seed=2), spec, "cpu")
+    places = [value.data_ptr() for value in host.acting.state_dict().values()]
+    sha256, _ = weights.write(tmp_path, safetensors.torch.save(newer.acting.published()))
+    host.load(2, weights.path(tmp_path, sha256))
+    assert [value.data_ptr() for value in host.acting.state_dict().values()] == places
+    question = Question(b"", ask(seed=3, reset=True, explore=True, key=0.5))
+    actions = [each.answer([question])[0].arrays["action"] for each in (host, newer)]
+    assert np.array_equal(*actions)
+
+
+def test_a_host_holds_what_acts_and_nothing_else(spec):
+    host = PolicyHost(rlpd(spec), spec, "cpu")
+    assert [name for name, _ in host.algorithm.named_children()] == ["policy"]
+    assert not any(weight.requires_grad for weight in host.algorithm.parameters())
+
+
+def test_weights_are_held_in_the_policys_precision_and_its_statistics_as_they_are(tmp_path, spec):
+    host = PolicyHost(Counting(precision=torch.bfloat16), spec, "cpu")
+    sha256, _ = weights.write(tmp_path, safetensors.torch.save(Counting(scale=1 / 3).acting.published()))
+    host.load(1, weights.path(tmp_path, sha256))
+    assert (host.acting.scale.dtype, host.acting.mean.dtype) == (torch.bfloat16, torch.float32)
+    assert float(host.acting.mean) == float(torch.tensor(1 / 3))
+    assert float(host.acting.scale) == float(torch.tensor(1 / 3).bfloat16())

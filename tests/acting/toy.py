@@ -1,0 +1,112 @@
+"""A recurrent toy algorithm whose actions tell what it saw, and questions to whoever acts with it."""
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import torch
+from serl_client import messages as m
+from torch import nn
+
+from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.policies.base import Policy
+from serl_launcher.types import Decision
+from tests.shared.common import PATIENCE, STATE, until
+
+# -- algorithms
+
+
+class Memory(Policy):
+    noise_shape = (1, 2)
+
+    def __init__(self, scale, sizes):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(float(scale)))
+        self.rest = nn.ParameterList([torch.zeros(size) for size in sizes])
+        self.register_buffer("mean", torch.tensor(1 / 3))
+
+    def forward(self, batch):
+        raise NotImplementedError
+
+    def sample(self, observation, *, task=(), n=1, noise=None):
+        raise NotImplementedError
+
+
+class Counting(Algorithm):
+    """A recurrent toy: the action is [scale * decisions since the episode began, sum of the states' first numbers].
+
+    A call waits for `gate`, which is open unless it was cleared: meanwhile the next batch gathers. `sizes` are those of
+    weights that nothing reads; `seconds` is how long a call takes.
+    """
+
+    def __init__(self, scale=1.0, sizes=(), precision=torch.float32, seconds=0.0):
+        super().__init__()
+        self.memory = Memory(scale, sizes)
+        self.memory.precision = precision
+        self.seconds = seconds
+        self.batches = []  # how many observations each call had
+        self.tasks = []  # of each call
+        self.gate = threading.Event()
+        self.gate.set()
+
+    @property
+    def acting(self):
+        return self.memory
+
+    def update(self, batch):
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def act(self, observation, previous_action, carry, *, task, noise, explore):
+        seen = observation[STATE][:, 0]
+        self.batches.append(len(seen))
+        self.tasks.append(task)
+        self.gate.wait(PATIENCE)
+        time.sleep(self.seconds)
+        carry = carry or {"count": torch.zeros(len(seen)), "more": (torch.zeros(len(seen)),)}
+        carry = {"count": carry["count"] + 1, "more": (carry["more"][0] + seen,)}
+        action = torch.stack([self.memory.scale * carry["count"], carry["more"][0]], 1)
+        return Decision(action.unsqueeze(1), {"previous": previous_action}), carry
+
+
+# -- who asks
+
+
+def observed(generator):
+    return {STATE: generator.standard_normal(8).astype(np.float32)}
+
+
+def ask(step=0, *, seed=0, reset=False, explore=False, task="", key=0.0, **arrays):
+    return m.InferenceRequest(step, seed, reset, explore, task, {STATE: np.full(8, key, np.float32), **arrays})
+
+
+def receive(link):
+    """The next InferenceResponse."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        message = link.receive()
+        if isinstance(message, m.InferenceResponse):
+            return message
+        assert time.monotonic() < deadline, "no answer came"
+        link.wait(0.01)
+
+
+def reconnect(link):
+    """Notice that the other side has gone, and open a new connection."""
+    until(lambda: link.receive() is None and not link.is_open)
+    until(lambda: link.receive() is None and link.is_open)
+
+
+@contextlib.contextmanager
+def gathering(inference, helper):
+    """What is sent within makes one batch: `helper` keeps the policy busy meanwhile."""
+    algorithm = inference.server.host.algorithm
+    algorithm.gate.clear()
+    made = len(algorithm.batches)
+    helper.send(ask(reset=True))
+    until(lambda: len(algorithm.batches) > made)
+    yield
+    time.sleep(0.1)  # its loop waits for the policy: nothing tells that the messages have come
+    algorithm.gate.set()
+    receive(helper)

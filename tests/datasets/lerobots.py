@@ -1,0 +1,66 @@
+"""Datasets that LeRobot's own writer makes, and reads."""
+
+CAMERA = "observation.images.front"
+
+
+MAKE = """
+import json, os, sys
+from pathlib import Path
+os.environ["HF_HUB_OFFLINE"] = "1"
+import numpy as np
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+STATE, CAMERA = "observation.state", "observation.images.front"
+
+def make(root, lengths, camera=None, flags=False, names=None):
+    features = {
+        STATE: {"dtype": "float32", "shape": (4,), "names": names},
+        "action": {"dtype": "float32", "shape": (2,), "names": None},
+    }
+    if camera:
+        features[CAMERA] = {"dtype": camera, "shape": (64, 64, 3), "names": ["height", "width", "channels"]}
+    if flags:
+        features["next.reward"] = {"dtype": "float32", "shape": (1,), "names": None}
+        features |= {f"next.{name}": {"dtype": "bool", "shape": (1,), "names": None} for name in ("done", "success")}
+    data = LeRobotDataset.create("a/b", fps=10, features=features, root=root, use_videos=True)
+    rng = np.random.default_rng(0)
+    for episode, length in enumerate(lengths):
+        for step in range(length):
+            state = np.array([episode, step, rng.normal(), rng.normal()], np.float32)
+            frame = {STATE: state, "action": np.clip(state[2:], -1, 1), "task": f"task {episode % 2}"}
+            if camera:
+                frame[CAMERA] = np.zeros((64, 64, 3), np.uint8)
+                frame[CAMERA][:, :, episode % 3], frame[CAMERA][: step + 1, :, 1] = 8 * step % 250, 200
+            if flags:
+                last = step == length - 1
+                frame["next.reward"] = np.array([float(last)], np.float32)
+                frame["next.done"], frame["next.success"] = np.array([last]), np.array([last and episode % 2 == 0])
+            data.add_frame(frame)
+        data.save_episode()
+    data.finalize()
+
+def read(root):  # as lerobot reads it
+    data = LeRobotDataset("a/b", root=root)
+    rows = [data[i] for i in range(len(data))]
+    names = (STATE, CAMERA, "action", "timestamp")
+    np.savez(f"{root}.npz", **{name: np.stack([row[name].numpy() for row in rows]) for name in names})
+
+folder = Path(sys.argv[1])
+for name, options in json.loads(sys.argv[2]).items():
+    make(folder / name, **options)
+    if "camera" in options:
+        try:
+            read(folder / name)
+        except (RuntimeError, ImportError) as error:
+            print(name, error)
+"""
+
+
+KINDS = {
+    "low": {"lengths": [12, 1, 30, 7]},
+    "long": {"lengths": [97] * 60},
+    "named": {"lengths": [3], "names": ["a", "b", "c", "d"]},
+    "flagged": {"lengths": [5, 9], "flags": True},
+    "video": {"lengths": [11, 20], "camera": "video"},
+    "image": {"lengths": [11, 20], "camera": "image"},
+}

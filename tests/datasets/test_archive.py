@@ -1,0 +1,326 @@
+"""An archived source lets nothing go before it is exported; an export that is killed leaves whole shards."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from serl_client import Outcome
+from serl_client import messages as m
+from serl_client.client import TrainerClient
+from serl_client.connection import Connection
+from serl_client.errors import TrainerError
+
+from serl_launcher.datasets import shards
+from serl_launcher.datasets.names import MANIFEST
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.errors import Full
+from serl_launcher.store.index import Index
+from serl_launcher.store.server import Server
+from serl_launcher.store.store import Store
+from tests.shared.common import until
+from tests.shared.programs import Programs
+
+from .exporting import Run, needs_lerobot, opened, segment
+
+# -- crashes
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+def die_after(calls):
+    """Kill this process at that call of what makes a shard durable, or of LeRobot's own steps."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    left = [calls]
+
+    def wrap(function):
+        def wrapped(*arguments, **options):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        return wrapped
+
+    for owner, name in ((os, "rename"), (os, "fsync"), (shutil, "rmtree"), (shards, "_exchange"),
+                        (LeRobotDataset, "save_episode"), (LeRobotDataset, "finalize")):  # fmt: skip
+        setattr(owner, name, wrap(getattr(owner, name)))
+
+
+@needs_lerobot
+@pytest.mark.parametrize("exchange", [True, False])
+def test_kill_at_every_step_leaves_only_whole_shards_and_a_repeat_doubles_nothing(
+    tmp_path, blind, monkeypatch, exchange
+):
+    """Some lives write new shards, the later ones replace them, with and without a file system that exchanges."""
+    if not exchange:
+        monkeypatch.setattr(shards, "_exchange", lambda part, target: False)
+    run = Run(tmp_path, blind)
+    run.episodes("e0", "e1", "e2", "e3")
+    lives, at, relabelled = 0, 1, False
+    while True:
+        child = os.fork()
+        if child == 0:
+            die_after(at)
+            run.exporter = run.started()
+            run.work()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        lives, at = lives + 1, at % 45 + (4 if exchange else 7)
+        for shard in [n for n in run.shards() if not n.endswith(shards.PART)] if lives > 1 else []:
+            dataset, table = run.opened(shard)
+            assert (dataset.num_episodes, len(table["action"])) == (2, 12)
+            assert shards.read_manifest(dataset.root)["run"] == run.store.run
+        if os.waitstatus_to_exitcode(status) == 0:
+            if relabelled:
+                break
+            relabelled = True
+            run.add(Outcome("e0", True, judged_by="operator"), Outcome("e2", True, judged_by="operator"))
+            at = 1
+    assert lives > 8
+    assert run.shards() == ["000001-000002", "000003-000004"]
+    outcomes = [run.opened(shard)[1]["outcome"].reshape(2, 6)[:, 0].tolist() for shard in run.shards()]
+    assert outcomes == [[1, -1], [1, -1]]
+
+
+# -- the archive
+
+
+def test_an_archived_source_lets_nothing_go_before_it_is_exported(tmp_path, blind):
+    run = Run(tmp_path, blind, capacity=100, archived=["online"])
+    for i in range(10):
+        run.episodes(f"e{i}", steps=10)
+    with pytest.raises(Full, match=r"source online is full, and its episode e0 waits for its export"):
+        run.episodes("e10", steps=10)
+    assert (run.seq, run.store.sources["online"].tail) == (10, 0)
+    run.episodes("d0", phase="demonstrate", directive=2)  # another source takes what comes
+    run.store.archive([1, 2])
+    run.store.close()
+    run.store = Store(tmp_path / "store", ["online"])  # it is durable
+    for i in range(10, 12):
+        run.episodes(f"e{i}", steps=10)
+    with pytest.raises(Full, match="e2 waits"):
+        run.episodes("e12", steps=10)
+    run.store.archive(range(1, 100))
+    for i in range(12, 30):
+        run.episodes(f"e{i}", steps=10)
+        run.store.archive(range(1, 200))
+    assert run.store.sources["online"].tail > 100
+
+
+def test_an_open_episode_that_a_full_source_waits_for_is_cut_and_nothing_of_it_leaves_unexported(tmp_path, blind):
+    run = Run(tmp_path, blind, capacity=100, archived=["online"])
+    run.store.hello("other", "outbox2", "B", [])
+    run.store.stage("B", 0, segment(blind, "long", steps=10, ends=""))
+    run.episodes(*(f"e{i}" for i in range(9)), steps=10)
+    with pytest.raises(Full, match="its episode long waits for its export"):
+        run.episodes("e9", steps=10)
+    run.store.commit()
+    assert run.store.index.episode("long").closed
+    rest = segment(blind, "long", start=10, steps=10)
+    with pytest.raises(Full, match="its episode long waits for its export"):
+        run.store.stage("B", 1, rest)
+    run.store.archive([run.store.index.episode("long").number])
+    run.store.stage("B", 1, rest)
+    run.store.commit()
+    assert [(e.id, e.steps, e.final) for e in run.store.index.parts("long")] == [("long", 10, 0), ("long.part2", 10, 1)]
+    with pytest.raises(Full, match="its episode e0 waits for its export"):
+        run.episodes("e9", steps=10)
+
+
+def test_an_episode_that_never_ends_waits_for_the_export_of_its_parts(tmp_path, blind):
+    run = Run(tmp_path, blind, capacity=100, archived=["online"])
+    for start in range(0, 100, 10):
+        run.add(segment(blind, "endless", start=start, steps=10, ends=""))
+    with pytest.raises(Full, match="its episode endless waits"):
+        run.add(segment(blind, "endless", start=100, steps=10, ends=""))
+    run.store.commit()
+    parts = run.store.index.parts("endless")
+    assert [(part.part_start, part.steps, part.closed) for part in parts] == [
+        (start, 20, start < 80) for start in range(0, 100, 20)
+    ]  # fmt: skip
+    run.store.archive(part.number for part in parts[:-1])
+    for start in range(100, 180, 10):
+        run.add(segment(blind, "endless", start=start, steps=10, ends=""))
+    with pytest.raises(Full, match=r"its episode endless\.part5 waits"):
+        run.add(segment(blind, "endless", start=180, steps=10, ends=""))
+
+
+@needs_lerobot
+def test_what_comes_of_an_archived_episode_after_an_operator_closed_it_leaves_in_a_shard_of_its_own(tmp_path, blind):
+    """A dead link, a label, the export of 4 steps, the link is back: 36 more must not leave unexported."""
+    run = Run(tmp_path, blind, capacity=100, archived=["online"], count=1)
+    run.add(segment(blind, "e0", steps=4, ends=""))
+    run.store.hello("desk", "outbox2", "B", [])
+    run.store.stage("B", 0, Outcome("e0", True, judged_by="operator"))
+    run.store.commit()
+    run.work(rest=True)
+    run.store.archive(run.exporter.settled)
+    for start in (4, 16, 28):
+        run.add(segment(blind, "e0", start=start, steps=12, ends="terminated" if start == 28 else ""))
+    for i in range(1, 7):
+        run.episodes(f"e{i}", steps=10)
+    with pytest.raises(Full, match=r"its episode e0\.part2 waits for its export"):
+        run.episodes("e7", steps=10)
+    run.work(rest=True)
+    run.store.archive(run.exporter.settled)
+    entries = [
+        entry for name in run.shards()
+        for entry in shards.read_manifest(tmp_path / "datasets/online" / name)["episodes"]
+        if entry["id"].startswith("e0")
+    ]  # fmt: skip
+    assert sum(entry["steps"] for entry in entries) == 40
+    assert {entry["success"] for entry in entries} == {True}
+
+
+def test_an_episode_that_the_next_one_cuts_is_sealed_although_that_one_has_to_wait(tmp_path, blind):
+    """As the importer sends them: nothing says that they end."""
+    run = Run(tmp_path, blind, capacity=120, archived=["online"])
+    run.episodes("e0", "e1", steps=40)
+    for start in (0, 15):
+        run.add(segment(blind, "e2", start=start, steps=15, ends=""))
+    with pytest.raises(Full, match="e0 waits for its export"):
+        run.episodes("e3", steps=20, ends="")
+    run.store.commit()
+    run.hear()
+    assert run.exporter.remaining == 3
+    run.store.archive([1])
+    run.episodes("e3", steps=20, ends="")
+
+
+def test_whatever_waits_for_the_export_is_due_there(tmp_path, blind):
+    run = Run(tmp_path, blind, capacity=100, archived=["online"], count=10)
+    run.episodes("e0", steps=20)
+    run.hear()
+    assert not run.exporter._due("online", [1], False)
+    run.episodes("e1", steps=50)
+    with pytest.raises(Full):
+        run.episodes("e2", steps=40)
+    run.hear()
+    assert run.exporter._due("online", [1, 2], False) == [1, 2]
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+from omegaconf import OmegaConf
+from serl_launcher.datasets.export import archived, export
+from serl_launcher.store.server import serve
+from serl_launcher.training.plan import Actors, Phase, Plan, Source
+phases = {"practise": Phase("practise", Actors("collect", "online"), ("operator",))}
+plan = Plan({"online": Source(120, "lerobot")}, {}, phases)
+run_dir, local, public = Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+if sys.argv[1] == "server":
+    serve(run_dir, plan.capacities, public=public, local=local, inference=public, archived=archived(plan))
+else:
+    words = {"export": {"sources": "archived", "episodes": 4}, "record": "none", "live": None}
+    export(OmegaConf.create(words), run_dir, local, plan)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(name) -> the process `server` or `export`, on sockets of this test."""
+    processes = []
+
+    def start(name):
+        addresses = [f"ipc://{tmp_path}/local", f"ipc://{tmp_path}/public"]
+        made = subprocess.Popen([sys.executable, "-c", PROCESS, name, str(tmp_path / "run"), *addresses])
+        processes.append(made)
+        return made
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def called(link, message):
+    """The answer of a server that may still be starting."""
+
+    def answer():
+        with contextlib.suppress(TrainerError):
+            return link.call(message, 2.0)
+
+    return until(answer)
+
+
+@needs_lerobot
+def test_actors_keep_what_a_full_archived_source_does_not_take_until_the_export_catches_up(tmp_path, blind, start):
+    """Real processes: the export comes late and is killed; nothing is lost, doubled or out of order."""
+    (tmp_path / "run").mkdir()
+    start("server")
+    link = Connection(f"ipc://{tmp_path}/local", m.Hello(m.PROTOCOL, "learner", "trainer"))
+    with TrainerClient(f"ipc://{tmp_path}/public", actor="arm", spec=blind, outbox=tmp_path / "outbox") as client, link:
+        until(lambda: client.connected)
+        called(link, m.Direct({"phase": "practise", "mode": "collect", "into": "online"}, None))
+        names = [f"e{i}" for i in range(30)]
+        for name in names:
+            client.push(segment(blind, name, steps=10))
+            time.sleep(0.01)
+        until(lambda: "source online is full" in client.degraded, 60.0)
+        assert client.pending[0] > 0
+        [why] = called(link, m.Status()).report["full"]
+        assert why == "source online is full, and its episode e0 waits for its export"
+        first = start("export")
+        until(lambda: called(link, m.Status()).report["sources"]["online"]["head"] > 100, 120.0)
+        first.kill()
+        last = start("export")
+        until(lambda: client.pending[0] == 0, 120.0)
+        until(lambda: client.degraded == "", 60.0)
+        last.send_signal(signal.SIGTERM)
+        assert last.wait(60) == 0
+        rows = [EpisodeInfo(*row) for row in called(link, m.Sync(0, 0)).episodes]
+    assert [info.id for info in sorted(rows, key=lambda info: info.first)] == names
+    tables = [(path, opened(path)[1]) for path in sorted((tmp_path / "run/datasets/online").iterdir())]
+    ids = [entry["id"] for path, _ in tables for entry in shards.read_manifest(path)["episodes"]]
+    assert sorted(ids, key=names.index) == names
+    for path, table in tables:
+        members = [entry["id"] for entry in shards.read_manifest(path)["episodes"]]
+        expected = np.concatenate([segment(blind, name, steps=10).action for name in members])
+        assert np.array_equal(table["action"].astype(np.float32), expected)
+
+
+def test_only_the_learner_may_say_what_is_archived(tmp_path):
+    server = Server(
+        tmp_path, {"online": 100}, public=f"ipc://{tmp_path}/p", local=f"ipc://{tmp_path}/l", inference="", archived=()
+    )
+    from serl_launcher.store.peers import ROLES
+
+    server.close()
+    assert [role for role, kinds in ROLES.items() if m.Archived in kinds] == ["learner"]
+
+
+@needs_lerobot
+@pytest.mark.slow
+def test_a_run_ends_with_all_of_its_archived_episodes_in_datasets_although_the_export_was_killed(tmp_path):
+    """The real programs: the export is killed in mid-run, started again by the launcher, and finishes at the end."""
+    words = [
+        "task=fake", "utd=1", "algo.hidden=[32,32]", "policy.hidden=[32,32]",
+        "+plan.sources.online.archive=lerobot", "export.episodes=4", "record=eval",
+        'plan.phases.demonstrate.until=["demo.episodes >= 5"]', 'plan.phases.baseline.until=["episodes >= 2"]',
+        'plan.phases.practise.until=["env_steps >= 600", operator]', 'plan.phases.evaluate.until=["episodes >= 3"]',
+    ]  # fmt: skip
+    programs = Programs(tmp_path)
+    try:
+        learner, actor = programs.start("learner", *words), programs.start("actor", *words)
+        programs.until(lambda: (tmp_path / "run/datasets/lock").exists() and "export" in programs.alive())
+        programs.kill("export")
+        assert learner.wait(240) == 0
+        assert actor.wait(30) == 0
+    finally:
+        programs.end()
+    index = Index(tmp_path / "run/store/index.sqlite")
+    rows = [EpisodeInfo(*row) for row in index.catalog(0, -1)[1]]
+    index.close()
+    folders = [path.parent for path in tmp_path.glob(f"run/datasets/*/*/{MANIFEST}")]
+    exported = [entry["id"] for folder in folders for entry in shards.read_manifest(folder)["episodes"]]
+    assert sorted(exported) == sorted(info.id for info in rows if info.source == "online")
+    assert sum(len(opened(folder)[0]) for folder in folders) == sum(i.steps for i in rows if i.source == "online")
+    assert len(list((tmp_path / "run/recordings").glob("*.rrd"))) == sum(info.source == "eval" for info in rows)

@@ -1,0 +1,178 @@
+"""What is exported: by the config, of every kind of feature, with and without what LeRobot needs."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+from serl_client import Feature, Spec
+from serl_client.errors import ConfigError
+
+from serl_launcher.datasets import episodes, export, shards
+from serl_launcher.datasets.reader import Dataset
+from serl_launcher.training.plan import Plan, Source
+from tests.shared.common import STATE
+
+from .exporting import CAMERA, Run, needs_lerobot, segment
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+@needs_lerobot
+def test_an_episodes_images_are_never_in_memory_at_once(tmp_path, seen, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("all images of an episode were asked for")
+
+    monkeypatch.setattr(episodes.StoredImages, "__array__", refuse)
+    run, shown = Run(tmp_path, seen), []
+    run.exporter = run.started(sinks=[lambda info, rows, spec: shown.extend(rows()[CAMERA])])
+    run.episodes("e0", "e1")
+    run.work()
+    assert [image.shape for image in shown] == [(64, 64, 3)] * 14
+    assert run.opened("000001-000002")[0].num_frames == 12
+
+
+@needs_lerobot
+def test_a_sink_gets_every_sealed_episode_with_its_final_observation(tmp_path, blind):
+    run, got = Run(tmp_path, blind), []
+    run.exporter = run.started(sources=["demo"], sinks=[lambda info, rows, spec: got.append((info.id, rows(), spec))])
+    run.episodes("e0", steps=5)
+    run.add(segment(blind, "e1", ends=""))
+    run.work()
+    [(id, rows, spec)] = got
+    assert (id, spec) == ("e0", blind)
+    assert (rows[STATE].shape, rows["action"].shape, rows["terminated"].tolist()) == ((6, 4), (5, 2), [0, 0, 0, 0, 1])
+
+
+@needs_lerobot
+@pytest.mark.parametrize(
+    ("error", "asked"), [(OSError(28, "No space left on device"), 2), (ValueError("no such codec"), 1)]
+)
+def test_what_cannot_be_recorded_is_exported(tmp_path, blind, caplog, error, asked):
+    def failing(info, rows, spec):
+        calls.append(info.id)
+        raise error
+
+    run, calls = Run(tmp_path, blind), []
+    run.exporter = run.started(sinks=[failing])
+    run.episodes("e0", "e1")
+    run.work()
+    assert len(calls) == asked
+    assert str(error) in caplog.text
+    assert run.shards() == ["000001-000002"]
+
+
+@needs_lerobot
+def test_every_kind_of_feature_comes_back_from_a_shard(tmp_path):
+    """What LeRobot has no column for gets another name or shape there."""
+    spec = Spec(
+        {STATE: Feature((), "float64"), "observation.images.depth": Feature((8, 8, 1), "uint8"),
+         "observation.touch": Feature((2,), "bool"), "observation.half": Feature((1,), "float16")},
+        Feature((2,), low=-1, high=1), fps=10.0, extras={"age.images": Feature(()), "timestamp": Feature((2,), "int8")},
+    )  # fmt: skip
+    generator, records = np.random.default_rng(0), []
+    for i, steps in enumerate((4, 3)):
+        observation, extras = (
+            {name: (3 * generator.random((rows, *f.shape))).astype(f.dtype) for name, f in features.items()}
+            for features, rows in ((spec.observation, steps + 1), (spec.extras, steps))
+        )
+        plain = segment(spec, f"e{i}", steps=steps)
+        records.append(replace(plain, observation=observation, extras=extras, task='""'[:i]))
+    run = Run(tmp_path, spec)
+    run.add(*records)
+    run.work()
+    dataset = Dataset(tmp_path / "datasets/online/000001-000002")
+    assert dataset.misfit(spec) == ""
+    for before, episode in zip(records, dataset, strict=True):
+        [after] = episode.segments(spec, before.episode, before.stamp)
+        after.check(spec)
+        assert after.task == before.task
+        for name in spec.observation:
+            assert np.array_equal(after.observation[name][:-1], before.observation[name][:-1])
+        for name in spec.extras:
+            assert np.array_equal(after.extras[name], before.extras[name])
+
+
+# -- what is missing
+
+
+def config(sources="archived", episodes=10):
+    return OmegaConf.create({"export": {"sources": sources, "episodes": episodes}, "record": "none", "live": None})
+
+
+def test_what_is_recorded_is_what_the_config_says():
+    said = config()
+    assert not export.recorded(said)
+    said.record = "eval"
+    assert export.recorded(said)
+    said.record = "some"
+    with pytest.raises(ConfigError, match="record=some: say eval, all, none"):
+        export.recorded(said)
+
+
+def test_without_lerobot_an_archive_is_refused_and_everything_else_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr(shards, "missing", lambda: ["lerobot"])
+    kept = Plan({"online": Source(100, "lerobot"), "demo": Source(100)}, {}, {})
+    free = Plan({"online": Source(100)}, {}, {})
+    with pytest.raises(ConfigError, match=r"online needs lerobot: run .*--extra data.*sources.online.archive=none"):
+        export.wanted(config(), kept)
+    assert export.wanted(config(), free) == []
+    assert not caplog.text
+    assert export.wanted(config("all"), free) == []
+    assert caplog.text.count("export: ") == 1
+
+
+def test_what_is_exported_is_what_the_config_says(monkeypatch):
+    monkeypatch.setattr(shards, "missing", list)
+    plan = Plan({"online": Source(100, "lerobot"), "demo": Source(100)}, {}, {})
+    assert export.wanted(config(), plan) == ["online"]
+    assert export.wanted(config("all"), plan) == ["online", "demo"]
+    with pytest.raises(ConfigError, match="say archived or all"):
+        export.wanted(config("some"), plan)
+    with pytest.raises(ConfigError, match="at least one episode"):
+        export.wanted(config(episodes=0), plan)
+
+
+def test_the_export_loads_no_torch_before_there_is_something_to_write():
+    code = (
+        "import sys, serl_launcher.datasets.export; sys.exit(sorted({'torch', 'lerobot', 'av'} & {*sys.modules}) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_lerobot
+def test_without_an_encoder_or_decoder_images_are_stored_as_they_are(tmp_path, seen, monkeypatch, caplog):
+    monkeypatch.setattr(shards, "_unfit", lambda codec, spec, feature: "no such codec")
+    run = Run(tmp_path, seen)
+    run.episodes("e0", "e1")
+    run.work()
+    assert "apt-get install ffmpeg" in caplog.text
+    dataset, _ = run.opened("000001-000002")
+    assert dataset.meta.video_keys == []
+    assert np.abs(dataset[5][CAMERA].numpy() * 255 - 150).max() < 1e-3
+    assert run.manifest("000001-000002")["images"] == {
+        "stored_as": "image", "codec": None, "lossy": False, "encodings": 0
+    }  # fmt: skip
+
+
+@needs_lerobot
+@pytest.mark.slow
+def test_lerobots_viewer_saves_a_shard(tmp_path, seen):
+    run = Run(tmp_path, seen)
+    run.episodes("e0", "e1")
+    run.work()
+    shard = tmp_path / "datasets/online/000001-000002"
+    viewer = Path(sys.executable).with_name("lerobot-dataset-viz")
+    done = subprocess.run(
+        [viewer, "--repo-id", "local/shard", "--root", shard, "--episode-index", "1", "--save", "1", "--output-dir",
+         tmp_path / "seen", "--num-workers", "0"],
+        capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [recording] = (tmp_path / "seen").iterdir()
+    assert recording.stat().st_size > 10_000

@@ -1,0 +1,75 @@
+"""A plan with every kind of phase, edits of it, and states that stand in it."""
+
+from copy import deepcopy
+
+from serl_launcher.training.plan import Plan, load_plan
+from serl_launcher.training.plan_state import PhaseCounts, PlanState, Progress, SourceCounts
+
+METHODS = {"update", "update_critic"}
+
+
+PLAN = {
+    "sources": {
+        "demo": {"capacity": 500},
+        "online": {"capacity": 2000},
+        "success": {"of": ["online", "demo"], "keep": ["successful"], "min_length": 3, "fold": "train"},
+    },
+    "phases": {
+        "demonstrate": {
+            "actors": {"mode": "teleop", "into": "demo"},
+            "until": ["demo.episodes >= 20", "operator"],
+            "on_end": [{"fit_normalizer": "demo"}],
+        },
+        "clone": {
+            "actors": {"mode": "idle"},
+            "updates": ["update"],
+            "data": {"demo": 1.0},
+            "until": ["updates >= 4"],
+            "on_end": ["checkpoint", "publish"],
+        },
+        "practise": {
+            "actors": {"mode": "collect", "into": "online"},
+            "updates": ["update_critic", "update"],
+            "data": {"success": 3, "demo": 1},
+            "start_when": "online.steps >= 10",
+            "pace": {"updates_per_step": 2, "tolerance": 8},
+            "publish": {"every_updates": 3},
+            "until": ["unassisted_success[4] >= 0.75 and success[5] >= 0.6", "env_steps >= 1000", "wall_s >= 3600"],
+            "on_end": ["checkpoint"],
+        },
+        "evaluate": {"actors": {"mode": "evaluate"}, "until": ["episodes >= 50"]},
+    },
+}
+
+
+def edited(path: str, value: object) -> dict:
+    """PLAN with the value at a dotted path replaced or, for None, removed."""
+    plan = deepcopy(PLAN)
+    *parents, key = path.split(".")
+    node = plan
+    for parent in parents:
+        node = node[parent]
+    if value is None:
+        del node[key]
+    else:
+        node[key] = value
+    return plan
+
+
+def load(mapping: dict = PLAN, has_operator: bool = True) -> Plan:
+    return load_plan(mapping, methods=METHODS, has_operator=has_operator)
+
+
+def practise(
+    steps: int = 0, episodes: int = 0, recent: tuple = (), online: int = 0, wall_s: float = 0.0, phase: str = "practise"
+) -> Progress:
+    counts = PhaseCounts(env_steps=steps, episodes=episodes, recent=recent)
+    return Progress({phase: counts}, {"online": SourceCounts(online, episodes)}, wall_s)
+
+
+def at(phase: str, progress: Progress | None = None, mapping: dict = PLAN) -> PlanState:
+    """A state that stands at the beginning of `phase`."""
+    state = PlanState(load(mapping))
+    state.command("goto", phase)
+    state.advance(progress or Progress())
+    return state

@@ -1,0 +1,304 @@
+"""The run's place in its plan: what ends a phase, its updates and their pace, a restart, the operator."""
+
+import json
+import logging
+from copy import deepcopy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serl_client.errors import ConfigError
+
+from serl_launcher.training.plan import Pace
+from serl_launcher.training.plan_state import PhaseCounts, PlanState, Progress, RateLimiter, SourceCounts
+
+from .plans import PLAN, at, edited, load, practise
+
+
+def test_what_a_phase_begins_with_is_done_once_and_before_its_first_update():
+    plan = load(edited("phases.clone.on_begin", [{"fit_normalizer": "demo"}]))
+    state = PlanState(plan)
+    state.advance(demonstrated := Progress(sources={"demo": SourceCounts(300, 20)}))
+    assert state.begin() == [("fit_normalizer", "demo")]
+    resumed = PlanState(plan)
+    resumed.load_state_dict(json.loads(json.dumps(state.state_dict())))
+    for each in (state, resumed):
+        assert each.next_update(demonstrated) == "update"
+        assert each.begin() == []
+
+
+# -- what ends a phase
+def test_phases_follow_each_other_and_say_what_is_to_be_done():
+    state = PlanState(load())
+    assert state.advance(Progress(sources={"demo": SourceCounts(300, 19)})) == []
+    assert state.advance(Progress(sources={"demo": SourceCounts(300, 20)})) == [("fit_normalizer", "demo")]
+    assert state.phase.name == "clone"
+    for _ in range(4):
+        assert state.advance(Progress()) == []
+        state.did_update("update")
+    assert state.advance(Progress()) == [("checkpoint", None), ("publish", None)]
+    assert state.advance(practise(1000)) == [("checkpoint", None)]
+    assert state.advance(practise(episodes=50, phase="evaluate")) == []
+    assert state.phase is None
+    assert state.directive()["mode"] == "stop"
+    assert state.next_update(Progress()) is None
+    assert state.step_limit(Progress()) is None
+    assert state.updates == 4
+
+
+def test_late_data_do_not_advance_another_phase():
+    state = at("practise")
+    late = Progress({"demonstrate": PhaseCounts(env_steps=5000, episodes=300)})
+    state.advance(late)
+    assert state.phase.name == "practise"
+    assert state.waits_for(late) == "the start: online.steps >= 10"
+
+
+def test_a_phase_that_is_entered_again_counts_from_there():
+    state = at("practise", practise(steps=999, episodes=90, recent=((True, False),) * 9, wall_s=3000))
+    state.advance(practise(steps=1001, episodes=93, recent=((True, False),) * 9, wall_s=3001))
+    assert state.phase.name == "practise"  # 2 steps, 3 episodes, 1 second
+    state.advance(practise(steps=1001, episodes=93, wall_s=6600))
+    assert state.phase.name == "evaluate"
+
+
+def test_an_assisted_success_is_a_failure_for_the_unassisted_metric():
+    alone, helped, failed = (True, False), (True, True), (False, False)
+    for recent, ends in [
+        ((failed, alone, alone, alone, helped), True),  # 3 of 4 alone, 4 of 5 in all
+        ((failed, alone, alone, helped, helped), False),  # 2 of 4 alone
+        ((alone, alone, alone, alone), False),  # the second window is not full
+        ((failed, failed, alone, alone, alone), True),
+        ((failed, failed, failed, alone, alone), False),
+    ]:
+        state = at("practise")
+        state.advance(practise(episodes=len(recent), recent=recent))
+        assert (state.phase.name == "evaluate") == ends, recent
+
+
+def test_the_directive_says_all_that_actors_need():
+    assert at("practise").directive() == {
+        "phase": "practise", "mode": "collect", "into": "online", "explore": True,
+        "intervene": False, "episodes": None, "boundary": "episode",
+    }  # fmt: skip
+    evaluation = at("evaluate").directive()
+    assert (evaluation["into"], evaluation["explore"], evaluation["episodes"]) == ("eval", False, 50)
+    assert at("evaluate", mapping=edited("phases.evaluate.until", "episodes > 50")).directive()["episodes"] == 51
+    quiet = edited("phases.practise.actors.explore", False)
+    assert at("practise", mapping=quiet).directive()["explore"] is False
+
+
+# -- updates
+def test_only_updates_that_happened_are_counted():
+    state = at("clone")
+    for _ in range(9):  # the data were not ready: nothing is reported
+        assert state.next_update(Progress()) == "update"
+        assert state.advance(Progress()) == []
+    assert state.updates == 0
+    with pytest.raises(ValueError, match="'update' was due"):
+        state.did_update("update_critic")
+
+
+def test_updates_come_in_the_order_of_the_list():
+    entries = ["update_critic", "update_critic", {"update": {"every": 2, "from_updates": 5}}]
+    mapping = edited("phases.clone.updates", entries)
+    state, names = at("clone", mapping=mapping), []
+    for _ in range(12):
+        names.append(state.next_update(Progress()))
+        state.did_update(names[-1])
+    critics = ["update_critic"] * 2
+    assert names == [*critics * 4, "update", *critics[:1] * 3]  # not yet due after round 2
+    assert state.at.updates == 12
+
+
+def test_publication_is_due_once_in_so_many_updates():
+    state, due, ready = at("practise"), [], practise(10, online=10)
+    for update in range(1, 8):
+        state.did_update(state.next_update(ready))
+        if state.publish_due():
+            due.append(update)
+            state.did_publish()
+        assert not state.publish_due()
+    assert due == [3, 6]
+
+
+# -- pace
+@settings(deadline=None)
+@given(
+    ratio=st.sampled_from([0.1, 0.25, 0.7, 1.0, 1.5, 2.0, 4.0, 20.0]),
+    tolerance=st.integers(0, 64),
+    turns=st.lists(st.tuples(st.booleans(), st.integers(1, 30)), min_size=1, max_size=200),
+    warm_up=st.integers(0, 300),
+)
+def test_neither_side_runs_further_ahead_than_the_tolerance(ratio, tolerance, turns, warm_up):
+    bucket = RateLimiter(Pace(ratio, tolerance), uncounted_steps=warm_up)
+    steps, updates = warm_up, 0
+    for actors_turn, want in turns:
+        if actors_turn:
+            steps = min(steps + want, max(steps, bucket.step_limit(steps, updates)))
+        for _ in range(0 if actors_turn else want):
+            updates += bucket.may_update(steps, updates)
+        assert -tolerance <= ratio * (steps - warm_up) - updates <= tolerance + 1 + ratio + 1e-6
+        assert bucket.may_update(steps, updates) or bucket.step_limit(steps, updates) > steps  # no deadlock
+    assert bucket.uncounted_steps == warm_up  # a paced simulator never makes a step that goes uncounted_steps
+
+
+@settings(deadline=None)
+@given(bursts=st.lists(st.integers(0, 2000), min_size=1, max_size=30), ratio=st.sampled_from([0.3, 1.0, 4.0]))
+def test_catching_up_is_capped(bursts, ratio):
+    bucket, steps, updates = RateLimiter(Pace(ratio, 16), uncounted_steps=0), 0, 0
+    for burst in bursts:  # a real robot waits for nobody
+        steps, before = steps + burst, updates
+        while bucket.may_update(steps, updates):
+            updates += 1
+        assert updates - before <= 2 * 16 + 1 + ratio
+
+
+def test_what_will_not_be_caught_up_is_logged(caplog):
+    bucket = RateLimiter(Pace(1.0, 16), uncounted_steps=0)
+    with caplog.at_level(logging.WARNING):
+        assert bucket.may_update(1018, 0)
+    assert "1000 updates will not be made up for" in caplog.text
+    count = len(caplog.records)
+    bucket.may_update(1019, 0)
+    assert len(caplog.records) == count  # not for every step
+
+
+def test_the_learner_starts_when_told_and_a_simulator_is_free_until_then():
+    state = at("practise")
+    assert state.step_limit(practise(500, online=9)) is None
+    assert state.next_update(practise(500, online=9)) is None
+    ready = practise(500, online=500)
+    assert state.next_update(ready) == "update_critic"
+    assert state.step_limit(ready) == 500 + 5  # 8 + 1 updates ahead at 2 a step; the first 500 pay for nothing
+    made = 0
+    while (name := state.next_update(ready)) is not None:
+        state.did_update(name)
+        made += 1
+    assert made == 8
+    assert state.waits_for(ready) == "env steps: pace"
+    assert state.next_update(practise(502, online=0)) is not None  # started is started
+
+
+def test_free_pace_and_phases_without_updates_limit_nobody():
+    state = at("practise", mapping=edited("phases.practise.pace", "free"))
+    assert state.step_limit(practise(900, online=900)) is None
+    assert state.next_update(practise(900, online=900))
+    assert at("evaluate").step_limit(practise(9, phase="evaluate")) is None
+    assert at("evaluate").waits_for(Progress()) == "the actors: this phase has no updates"
+
+
+def test_lockstep_is_one_update_for_each_step():
+    mapping = edited("phases.practise.pace", "lockstep")
+    del mapping["phases"]["practise"]["start_when"]
+    state = at("practise", practise(100), mapping)
+    assert state.next_update(practise(100)) is None
+    for step in range(101, 110):
+        assert state.step_limit(practise(step - 1)) == step
+        assert state.step_limit(practise(step)) == step
+        state.did_update(state.next_update(practise(step)))
+        assert state.next_update(practise(step)) is None
+
+
+# -- resume
+def test_a_run_resumes_by_name_where_it_stood():
+    state = at("practise", practise(100, wall_s=7))
+    now = practise(130, online=130, wall_s=9)
+    for _ in range(5):
+        state.did_update(state.next_update(now))
+    saved = json.loads(json.dumps(state.state_dict()))
+    mapping = deepcopy(PLAN)
+    clone = mapping["phases"]["clone"]
+    mapping["phases"] = {"warm_up": clone, "more": clone, **mapping["phases"]}  # an index would now name another phase
+    resumed = PlanState(load(mapping))
+    resumed.load_state_dict(saved)
+    assert resumed.at == state.at
+    assert resumed.next_update(now) == state.next_update(now) == "update"
+    assert resumed.step_limit(now) == state.step_limit(now)
+    assert resumed.updates == 5
+    resumed.advance(practise(1100, wall_s=9))
+    assert resumed.phase.name == "evaluate"
+
+
+def test_an_edited_current_phase_is_refused_unless_accepted():
+    saved = at("practise").state_dict()
+    edits = PlanState(load(edited("phases.practise.until", ["env_steps >= 77"])))
+    with pytest.raises(ConfigError, match=r"'practise' was edited .*until was .*1000.* is \['env_steps >= 77'\]"):
+        edits.load_state_dict(saved)
+    edits.load_state_dict(saved, accept=True)
+    edits.advance(practise(77))
+    assert edits.phase.name == "evaluate"
+    PlanState(load(edited("phases.clone.until", "updates >= 9"))).load_state_dict(saved)  # another phase is free
+
+
+def test_a_checkpoint_in_a_phase_that_is_gone_is_refused():
+    saved = at("practise").state_dict()
+    with pytest.raises(ConfigError, match="no phase is called 'practise'"):
+        PlanState(load(edited("phases.practise", None))).load_state_dict(saved, accept=True)
+
+
+def test_a_restart_far_behind_its_data_does_not_train_for_minutes():
+    state = at("practise")
+    state.next_update(practise(10, online=10))
+    resumed = PlanState(load())
+    resumed.load_state_dict(state.state_dict())
+    made, now = 0, practise(900, online=900)
+    while (name := resumed.next_update(now)) is not None:
+        resumed.did_update(name)
+        made += 1
+    assert made <= 2 * 8 + 3
+
+
+def test_a_finished_plan_stays_finished():
+    state = PlanState(load())
+    state.command("stop")
+    assert state.advance(Progress()) == [("fit_normalizer", "demo")]
+    resumed = PlanState(load())
+    resumed.load_state_dict(json.loads(json.dumps(state.state_dict())))
+    assert resumed.directive()["mode"] == "stop"
+
+
+# -- the operator
+def test_the_operator_has_the_last_word():
+    state = at("practise")
+    ready = practise(20, online=20)
+    state.command("hold")
+    assert state.directive()["mode"] == "idle"
+    assert state.directive()["boundary"] == "now"
+    assert state.waits_for(ready) == "the operator: held"
+    assert state.advance(practise(5000)) == []
+    state.command("resume")
+    assert state.directive()["mode"] == "collect"
+    assert state.next_update(ready) is not None
+    state.command("next")
+    assert state.advance(ready) == [("checkpoint", None)]
+    state.command("goto", "clone")
+    assert state.advance(ready) == []
+    assert state.phase.name == "clone"
+    state.command("stop")
+    assert state.advance(ready) == [("checkpoint", None), ("publish", None)]
+    assert state.phase is None
+    state.command("goto", "evaluate")
+    assert state.advance(ready) == []
+    assert state.phase.name == "evaluate"
+
+
+def test_an_unknown_command_is_refused():
+    state = PlanState(load())
+    for words, text in [(("nxt",), "'next'"), (("goto", "clon"), "'clone'"), (("hold", "on"), "hold takes nothing")]:
+        with pytest.raises(ConfigError, match=text):
+            state.command(*words)
+    assert state.advance(Progress()) == []
+
+
+def test_a_budget_of_evaluation_ends_it_with_an_episode_and_never_within_one():
+    state = at("evaluate", mapping=edited("phases.evaluate.until", ["episodes >= 50", "env_steps >= 2000"]))
+
+    def seen(steps: int, finished: int) -> str | None:
+        counts = PhaseCounts(env_steps=steps, episodes=finished // 1000, finished_steps=finished)
+        state.advance(Progress({"evaluate": counts}))
+        return state.at.phase
+
+    assert seen(1999, 1000) == "evaluate"
+    assert seen(2500, 1000) == "evaluate", "the second episode is still under way"
+    assert seen(3000, 2000) is None
