@@ -3,7 +3,7 @@
 A heading names an area and the test files that belong to it. Each mutant has a line
     ID KNOWN SYMBOL: what then goes wrong
 and below it the text that occurs once within that class or function (-), and what takes its place (+). Further lines
-are indented from the first one. KNOWN is what the tests did on commit 72a4fc5:
+are indented from the first one. KNOWN is what the tests do:
     killed      a test failed
     survives    none did
     chance      one failed that also failed now and then without the mutant
@@ -43,7 +43,7 @@ S2 killed SendQueue.pushes: what stays without an answer is not sent again
 S3 killed SendQueue.acknowledge: what was acknowledged in the meantime is sent all the same
     - self._next = max(self._next, ack.expected)
     + pass
-S4 chance SendQueue.acknowledge: an acknowledgement of an earlier session moves the current one
+S4 killed SendQueue.acknowledge: an acknowledgement of an earlier session moves the current one
     - if ack.session != self._sending:
     + if False:
 S5 killed SendQueue.resume: a store that has lost data is taken for a good one
@@ -52,19 +52,19 @@ S5 killed SendQueue.resume: a store that has lost data is taken for a good one
 
 == network thread: test_client test_network test_runner test_remote_policy test_peer_faults
 
-N1 chance Network._ask: several questions are on their way at once
+N1 killed Network._ask: several questions are on their way at once
     - if self._asked and time.monotonic() < self._asked_at + PATIENCE:
     + if False:
 N2 killed Network._noticed: an older directive replaces a newer one
     - if notice.directive and notice.directive["number"] >= self.directive["number"]:
     + if notice.directive:
-N3 survives Network._welcomed: a command is sent again after a cut, and may be carried out twice
+N3 killed Network._welcomed: a command is sent again after a cut, and may be carried out twice
     - self.commands.popleft().name)
     + self.commands[0].name)
 N4 killed Network._answered: actions that are not finite reach the robot
     - or not np.isfinite(action).all()
     + or False
-N5 chance Network._answered: an answer to another question is taken
+N5 killed Network._answered: an answer to another question is taken
     - if step == act.step:
     + if True:
 
@@ -260,7 +260,7 @@ D2 killed SFT.act: every policy is evaluated at noise zero
 D3 killed SFT.update: rows without weight are imitated
     - (part.weight * loss).mean()
     + loss.mean()
-D4 survives SFT.__init__: windows start where the robot stands still
+D4 killed SFT.__init__: windows start where the robot stands still
     - Window(self.policy.offsets, idle_filter=_idle_filter(self.policy, **idle_filter))
     + Window(self.policy.offsets)
 
@@ -311,7 +311,7 @@ J4 killed fitted: the bars around an image are grey
 
 == safety of the robot: test_robot_env test_intervention
 
-K1 survives SafeRobot._allowed: a robot outside of its bounds comes back at full speed
+K1 killed SafeRobot._allowed: a robot outside of its bounds comes back at full speed
     - action = np.clip(action, self._low, self._high)
     - return action if self._jump is None else np.clip(action, self._last - self._jump, self._last + self._jump)
     + if self._jump is not None:
@@ -320,10 +320,10 @@ K1 survives SafeRobot._allowed: a robot outside of its bounds comes back at full
 K2 killed SafeRobot.home: after homing the jump is counted from where the robot was before
     - self._last = self.robot.hold_action()
     + pass
-K3 survives SafeRobot.__init__: a box widens the bounds
+K3 killed SafeRobot.__init__: a box widens the bounds
     - max(self._low[entry], low), min(self._high[entry], high)
     + low, high
-K4 survives SafeRobot.command: the jump is counted from what was asked, not from what the robot took
+K4 killed SafeRobot.command: the jump is counted from what was asked, not from what the robot took
     - self._last = self.robot.command(self._allowed(action))
     + self._last = self._allowed(action)
     + self.robot.command(self._last)
