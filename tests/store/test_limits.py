@@ -139,6 +139,17 @@ def test_more_than_the_window_holds_is_not_kept_and_asked_for_again(turns, monke
     assert (turns.got(0, m.Ack)[-1].expected, turns.got(0, m.Ack)[-1].resend) == (reached, True)
 
 
+def test_a_gap_that_follows_another_within_one_group_is_told_too(turns):
+    turns.welcome(0)
+    segments = [make_segment("x", start=4 * i, directive=turns.number) for i in range(4)]
+    turns.push(0, segments[1], begin=1)
+    turns.work()
+    for seq in (0, 2):
+        turns.push(0, segments[seq], begin=seq)
+    turns.work()
+    assert [(ack.expected, ack.resend) for ack in turns.got(0, m.Ack)] == [(0, True), (1, True)]
+
+
 def test_what_a_peer_was_told_before_the_disk_failed_counts_no_more_after_it(turns):
     """Its records of the meantime were dropped: a gap is told again, and no source is taken for full."""
     turns.welcome(0, 1)
