@@ -20,7 +20,7 @@ import sys, time
 from pathlib import Path
 from omegaconf import OmegaConf
 from serl_launcher.algorithms.sac import SAC
-from serl_launcher.training.build import infer
+from serl_launcher.acting.server import infer
 run_dir, local = Path(sys.argv[1]), sys.argv[2]
 act = SAC.act
 def slow(*arguments, **options):

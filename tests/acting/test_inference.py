@@ -8,9 +8,8 @@ import torch
 from serl_client import messages as m
 from serl_client.controller import RemotePolicy, decision_seed
 
-from serl_launcher.acting import host as host_module
 from serl_launcher.acting import server as module
-from serl_launcher.acting.server import LocalSource, PolicyHost, Question
+from serl_launcher.acting.host import LocalSource, PolicyHost, Question
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.inference import composed_algorithm, rlpd
 

@@ -9,8 +9,8 @@ import zmq
 from serl_client import messages as m
 from serl_client.controller import RemotePolicy
 
-from serl_launcher.acting import server as module
-from serl_launcher.acting.server import LocalSource, PolicyHost, Question
+from serl_launcher.acting import host as module
+from serl_launcher.acting.host import LocalSource, PolicyHost, Question
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.inference import rlpd
 

@@ -13,7 +13,7 @@ import torch
 from serl_client import ConfigError
 from serl_client.controller import RemotePolicy
 
-from serl_launcher.acting.server import LocalSource, PolicyHost, Question
+from serl_launcher.acting.host import LocalSource, PolicyHost, Question
 from serl_launcher.store import weights
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.inference import rlpd

@@ -210,14 +210,14 @@ PROCESS = """
 import sys
 from pathlib import Path
 from omegaconf import OmegaConf
-from serl_launcher.datasets.export import archived, export
+from serl_launcher.datasets.export import export
 from serl_launcher.store.server import serve
 from serl_launcher.training.plan import Actors, Phase, Plan, Source
 phases = {"practise": Phase("practise", Actors("collect", "online"), ("operator",))}
 plan = Plan({"online": Source(120, "lerobot")}, {}, phases)
 run_dir, local, public = Path(sys.argv[2]), sys.argv[3], sys.argv[4]
 if sys.argv[1] == "server":
-    serve(run_dir, plan.capacities, public=public, local=local, inference=public, archived=archived(plan))
+    serve(run_dir, plan.capacities, public=public, local=local, inference=public, archived=plan.archived)
 else:
     words = {"export": {"sources": "archived", "episodes": 4}, "record": "none", "live": None}
     export(OmegaConf.create(words), run_dir, local, plan)

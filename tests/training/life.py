@@ -11,11 +11,11 @@ from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.console import Console
 
-from serl_launcher.acting.server import PolicyHost, Question
+from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store.store import Store
 from serl_launcher.training.learner import Learner
-from serl_launcher.training.plan import load_plan
+from serl_launcher.training.plan_reader import load_plan
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.distributed import World

@@ -2,7 +2,8 @@
 
 from copy import deepcopy
 
-from serl_launcher.training.plan import Plan, load_plan
+from serl_launcher.training.plan import Plan
+from serl_launcher.training.plan_reader import load_plan
 from serl_launcher.training.plan_state import PhaseCounts, PlanState, Progress, SourceCounts
 
 METHODS = {"update", "update_critic"}

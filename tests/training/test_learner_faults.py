@@ -15,9 +15,9 @@ from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.errors import RetakeError
 
+from serl_launcher.learner_link import capacities
 from serl_launcher.replay.mixture import statistics
 from serl_launcher.training import learner
-from serl_launcher.training.build import capacities
 from serl_launcher.utils import checkpoint
 from tests.shared.common import PATIENCE, STATE, until
 

@@ -5,7 +5,8 @@ import math
 import pytest
 from serl_client.errors import ConfigError
 
-from serl_launcher.training.plan import Pace, Source, Update, View, load_plan
+from serl_launcher.training.plan import Pace, Source, Update, View
+from serl_launcher.training.plan_reader import load_plan
 
 from .plans import METHODS, PLAN, edited, load
 

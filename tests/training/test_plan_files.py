@@ -11,7 +11,8 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from serl_client.errors import ConfigError
 
-from serl_launcher.training.plan import Pace, Plan, load_plan
+from serl_launcher.training.plan import Pace, Plan
+from serl_launcher.training.plan_reader import load_plan
 from serl_launcher.training.plan_state import PlanState
 from tests.shared.common import ROOT
 
