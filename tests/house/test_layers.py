@@ -50,12 +50,6 @@ TOO_LONG = {
     "serl_launcher/store/index.py",
     "serl_launcher/store/server.py",
     "serl_launcher/store/store.py",
-    "tests/acting/test_inference.py",
-    "tests/datasets/test_dataset.py",
-    "tests/datasets/test_export.py",
-    "tests/replay/test_replay.py",
-    "tests/training/test_learner.py",
-    "tests/training/test_plan.py",
 }
 
 
