@@ -57,8 +57,7 @@ class StateUpdate:
 @dataclass(frozen=True, slots=True)
 class Welcome:
     """The answer to Hello. `expected` is [session, next seq] of the sender's sessions; `ordinal` numbers the starts of
-    all actors of the run; `max_unacknowledged` is in bytes, `state` the first
-    StateUpdate as a mapping."""
+    all actors of the run; `max_unacknowledged` is in bytes, `state` the first StateUpdate as a mapping."""
 
     run: str
     ordinal: int
@@ -248,9 +247,9 @@ class Failed:
 
 
 Message = (
-    Hello | Welcome | StateUpdate | Push | Ack | InferenceRequest | InferenceResponse | Heartbeat | Bye
-    | WeightsRequest | WeightsChunk
-    | Direct | StepLimit | Publish | Archived | Over | Sync | Synced | Command | Status | Done | Failed
+    Hello | Welcome | StateUpdate | Push | Ack | InferenceRequest | InferenceResponse | Heartbeat | Bye | Over
+    | WeightsRequest | WeightsChunk | Direct | StepLimit | Publish | Archived | Sync | Synced | Command | Status
+    | Done | Failed
 )  # fmt: skip
 NUMBERED = WeightsRequest | Direct | Publish | Archived | Command  # requests whose answer names their number
 TYPES: tuple[type, ...] = Message.__args__
