@@ -13,6 +13,7 @@ from serl_launcher.acting import host as module
 from serl_launcher.acting.host import LocalSource, PolicyHost, Question
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.inference import rlpd
+from tests.store.foreign_client import Client
 
 from .toy import Counting, ask, gathering, receive
 
@@ -150,3 +151,14 @@ def test_an_actor_that_leaves_before_its_answer_costs_the_others_nothing(inferen
         time.sleep(0.05)
         leaver.close()
     assert receive(asker).step == 1
+
+
+def test_a_client_written_from_the_page_alone_asks_and_is_answered(inference, spec):
+    over_there = inference(Counting()).start()
+    over_there.publish(1, Counting())
+    stranger = Client("tcp://127.0.0.1:1", "stranger", spec.to_dict())
+    stranger.inference = over_there.address
+    seen = {STATE: ("float32", (8,), np.full(8, 3, np.float32).tobytes())}
+    version, arrays = stranger.ask(0, seen, reset=True)
+    assert (version, arrays["action"]) == (1, ("float32", (1, 2), np.array([1, 3], np.float32).tobytes()))
+    stranger.asking.socket.close()
