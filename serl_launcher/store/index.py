@@ -167,7 +167,7 @@ class Index:
         self._put("episodes", *episodes)
 
     def open_episodes(self) -> dict[str, Episode]:
-        """The unsealed episode of each session."""
+        """The open episode of each session."""
         return {episode.session: episode for episode in self._get(Episode, "episodes", "closed = 0")}
 
     def episode(self, id: str) -> Episode | None:

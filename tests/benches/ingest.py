@@ -66,7 +66,7 @@ def ingest(name: str, megabytes: int, count: int, folder: Path) -> list[Figure]:
         served.direct(client)
         link = stack.enter_context(Connection(address, m.Hello(m.PROTOCOL, "actor", "bench", "memory")))
         link.hello(20.0)
-        messages = sealed(rows.episode(rows.pool, 1))
+        messages = encoded(rows.episode(rows.pool, 1))
         raw, disk = stack.enter_context(RawTcp()), stack.enter_context(plain_disk(there / "disk", total, rows.records))
         bulk = pieces(rows.records, BULK)
 
@@ -121,7 +121,7 @@ def figures(
     ]  # fmt: skip
 
 
-def sealed(segments: Sequence[Segment]) -> list[m.Push]:
+def encoded(segments: Sequence[Segment]) -> list[m.Push]:
     """These segments in messages as the outbox gives them."""
     pushes, batch = [], bytearray()
     for seq, segment in enumerate(segments):

@@ -190,8 +190,8 @@ def damaged(outbox):
     path = sorted(outbox.glob("*.records"))[1]
     data = bytearray(path.read_bytes())
     session, begin = path.stem.split("-")[1], 0
-    while (seq := next(wire.decode_records(data[begin : begin + wire.sealed_length(data[begin:])]))[0]) % 3:
-        begin += wire.sealed_length(data[begin:])
+    while (seq := next(wire.decode_records(data[begin : begin + wire.record_length(data[begin:])]))[0]) % 3:
+        begin += wire.record_length(data[begin:])
     with path.open("r+b") as file:
         file.seek(begin + 200)
         byte = file.read(1)[0]

@@ -58,7 +58,7 @@ def test_a_frame_of_joined_arrays_of_another_length_is_refused(change):
 
 
 @given(st.dictionaries(names, arrays, max_size=4), st.integers(0, 2**64 - 1), st.integers(1, 3))
-def test_sealed_records_follow_each_other_in_one_run_of_bytes(named, seq, count):
+def test_encoded_records_follow_each_other_in_one_run_of_bytes(named, seq, count):
     data = joined(*[wire.encode_record(seq, {"a": 1}, named)] * count)
     records = list(wire.decode_records(data))
     assert [number for number, _, _ in records] == [seq] * count
@@ -116,7 +116,7 @@ def test_records_travel(make_segment):
 
 
 @pytest.mark.parametrize("ends", ["", "truncated"])
-def test_every_flipped_bit_of_a_sealed_record_is_noticed(make_segment, ends):
+def test_every_flipped_bit_of_an_encoded_record_is_noticed(make_segment, ends):
     data = bytearray(joined(messages.encode_record(7, make_segment(steps=1, ends=ends))))
     for bit in range(len(data) * 8):
         data[bit // 8] ^= 1 << bit % 8
@@ -186,7 +186,7 @@ def test_a_message_has_limits_in_frames_header_and_bytes(monkeypatch):
     with pytest.raises(MessageError, match="MiB"):
         wire.unpack(wire.pack({}, {"a": np.zeros(100, np.uint8)}))
     with pytest.raises(MessageError):
-        wire.sealed_length(struct.pack("<4sIQQQ", wire.MAGIC, 10, 101, 0, 0) + bytes(200))
+        wire.record_length(struct.pack("<4sIQQQ", wire.MAGIC, 10, 101, 0, 0) + bytes(200))
 
 
 def test_a_deeply_nested_header_is_refused():
@@ -237,7 +237,7 @@ def test_a_missing_field_and_an_array_too_many_are_refused():
 @pytest.mark.parametrize(
     "change", [{"judged_by": 3}, {"success": 1}, {"discard": None}, {"episode": b"x"}, {"more": 1}]
 )
-def test_a_sealed_record_of_wrong_types_is_refused(change):
+def test_an_encoded_record_of_wrong_types_is_refused(change):
     header = dataclasses.asdict(Outcome("e", True)) | change
     with pytest.raises(MessageError):
         messages.decode_records(joined(wire.encode_record(0, header, {})))

@@ -179,7 +179,7 @@ def test_what_comes_of_an_archived_episode_after_an_operator_closed_it_leaves_in
     assert {entry["success"] for entry in entries} == {True}
 
 
-def test_an_episode_that_the_next_one_cuts_is_sealed_although_that_one_has_to_wait(tmp_path, blind):
+def test_an_episode_that_the_next_one_cuts_is_closed_although_that_one_has_to_wait(tmp_path, blind):
     """As the importer sends them: nothing says that they end."""
     run = Run(tmp_path, blind, capacity=120, archived=["online"])
     run.episodes("e0", "e1", steps=40)

@@ -37,7 +37,7 @@ def test_an_episodes_images_are_never_in_memory_at_once(tmp_path, seen, monkeypa
 
 
 @needs_lerobot
-def test_a_sink_gets_every_sealed_episode_with_its_final_observation(tmp_path, blind):
+def test_a_sink_gets_every_closed_episode_with_its_final_observation(tmp_path, blind):
     run, got = Run(tmp_path, blind), []
     run.exporter = run.started(sources=["demo"], sinks=[lambda info, rows, spec: got.append((info.id, rows(), spec))])
     run.episodes("e0", steps=5)

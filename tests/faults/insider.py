@@ -69,8 +69,8 @@ class Insider:
             return
         if not self._records:
             self._make(directive["number"])
-        sealed = [part for seq, record in enumerate(self._records) for part in m.encode_record(seq, record)]
-        data = b"".join(bytes(part) for part in sealed)
+        encoded = [part for seq, record in enumerate(self._records) for part in m.encode_record(seq, record)]
+        data = b"".join(bytes(part) for part in encoded)
         self.link.send(m.Push(self._session, {"records": np.frombuffer(data, np.uint8)}))
 
     def _make(self, directive: int) -> None:

@@ -101,8 +101,8 @@ class Actor:
         self.session, self.pushed, self.link = session, 0, Connection(address, hello)
 
     def push(self, count: int) -> None:
-        sealed = [m.encode_record(seq, record(self.session, seq)) for seq in range(self.pushed, self.pushed + count)]
-        data = b"".join(bytes(part) for parts in sealed for part in parts)
+        encoded = [m.encode_record(seq, record(self.session, seq)) for seq in range(self.pushed, self.pushed + count)]
+        data = b"".join(bytes(part) for parts in encoded for part in parts)
         self.pushed += count
         self.link.send(m.Push(self.session, {"records": np.frombuffer(data, np.uint8)}))
 

@@ -57,7 +57,7 @@ class _Work:
     def __init__(self, part: Part, link: Connection, truth: Truth) -> None:
         self._part, self._link, self._truth = part, link, truth
         self._directive, self._revision = 0, 0
-        self._sealed: set[int] = set()
+        self._closed: set[int] = set()
         self._versions = 0
 
     def turn(self, turn: int) -> None:
@@ -96,10 +96,10 @@ class _Work:
         synced = self._link.call(m.Sync(self._revision, 0), PATIENCE_S)
         assert isinstance(synced, m.Synced)
         self._revision = synced.revision
-        self._sealed |= {row[COLUMNS["number"]] for row in synced.episodes if row[COLUMNS["closed"]]}
-        if self._sealed and not self._part.asleep.exists():
-            numbers = sorted(self._sealed)
+        self._closed |= {row[COLUMNS["number"]] for row in synced.episodes if row[COLUMNS["closed"]]}
+        if self._closed and not self._part.asleep.exists():
+            numbers = sorted(self._closed)
             self._truth.note(archiving=numbers)
             self._done(m.Archived(numbers))
             self._truth.note(archived=numbers)
-            self._sealed.clear()
+            self._closed.clear()

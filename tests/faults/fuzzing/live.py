@@ -14,7 +14,7 @@ from tests.shared.clients import connected
 from tests.shared.servers import ServerProcess
 
 from . import hostile
-from .mutations import CORPUS, EPOCH, SPEC, resealed, sealed, segment, spoiled_frames
+from .mutations import CORPUS, EPOCH, SPEC, encoded, segment, spoiled_frames, with_checksum
 
 TURN = 12  # messages on one connection: after 16 bad ones it would be ignored
 HELD = 256 << 20  # bytes that the server may take while it is attacked: some of the largest frames, not yet handled
@@ -73,7 +73,7 @@ class Attacked(ServerProcess):
         if chance.random() < 0.5:
             return spoiled_frames(chance, chance.choice(CORPUS)) or [b""]
         records = b"".join(
-            resealed(chance, sealed(seq, segment(episode=f"{session}-{seq}", directive=self.number)))
+            with_checksum(chance, encoded(seq, segment(episode=f"{session}-{seq}", directive=self.number)))
             for seq in range(2)
         )
         named = chance.choice((session, session, EPOCH))

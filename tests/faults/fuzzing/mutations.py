@@ -56,14 +56,14 @@ def segment(start: int = 0, steps: int = 2, *, episode: str = "e0", directive: i
     )  # fmt: skip
 
 
-def sealed(seq: int, record: QueuedRecord) -> bytes:
+def encoded(seq: int, record: QueuedRecord) -> bytes:
     return b"".join(bytes(part) for part in m.encode_record(seq, record))
 
 
 RECORDS = (
-    sealed(0, segment()), sealed(1, segment(2, 1, ends=True)), sealed(2, Outcome("e0", True, judged_by="operator")),
-    sealed(0, Outcome("e1", None)),
-    sealed(3, LostRecord("the disk has damaged it")),
+    encoded(0, segment()), encoded(1, segment(2, 1, ends=True)), encoded(2, Outcome("e0", True, judged_by="operator")),
+    encoded(0, Outcome("e1", None)),
+    encoded(3, LostRecord("the disk has damaged it")),
 )  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def spoiled_frames(chance: Random, frames: Sequence[bytes]) -> list[bytes]:
     return spoiled
 
 
-def resealed(chance: Random, record: bytes) -> bytes:
+def with_checksum(chance: Random, record: bytes) -> bytes:
     """A record whose header was spoiled, or whose arrays were, and whose checksum fits."""
     _, length, _, seq, _ = wire.PREFIX.unpack_from(record)
     head, memory = record[wire.PREFIX.size :][:length], record[wire.PREFIX.size + length + -length % 8 :]

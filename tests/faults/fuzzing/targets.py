@@ -22,7 +22,7 @@ from serl_client.weights import WeightsFolder
 from serl_launcher.store.access import OPEN
 from serl_launcher.store.peers import check_hello
 
-from .mutations import BOMBS, CORPUS, RECORDS, SPEC, resealed, spoiled_bytes, spoiled_frames, spoiled_tree
+from .mutations import BOMBS, CORPUS, RECORDS, SPEC, spoiled_bytes, spoiled_frames, spoiled_tree, with_checksum
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _bomb(chance: Random, number: int) -> list[bytes]:
 def _record(chance: Random, number: int) -> bytes:
     parts = [chance.choice(RECORDS) for _ in range(chance.choice((1, 1, 2, 4)))]
     at = chance.randrange(len(parts))
-    parts[at] = resealed(chance, parts[at]) if chance.random() < 0.6 else spoiled_bytes(chance, parts[at])
+    parts[at] = with_checksum(chance, parts[at]) if chance.random() < 0.6 else spoiled_bytes(chance, parts[at])
     return b"".join(parts)
 
 

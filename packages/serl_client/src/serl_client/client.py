@@ -81,7 +81,7 @@ class TrainerClient:
         self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
         explore: bool, task: str,
     ) -> None:  # fmt: skip
-        """InferenceRequest for the actions from row `step` on; a newer question replaces one that was not sent yet."""
+        """Ask for the actions from row `step` on; a newer question replaces one that was not sent yet."""
         self.check()
         self._asked += 1
         arrays = dict(observation) if previous_action is None else {**observation, "previous_action": previous_action}

@@ -334,7 +334,7 @@ def _next_record(data: bytes, begin: int, seq: int) -> tuple[int, int, int] | No
     view, start = memoryview(data), begin
     while (begin := data.find(wire.MAGIC, begin)) >= 0:
         with suppress(MessageError):
-            end = begin + wire.sealed_length(view[begin:])
+            end = begin + wire.record_length(view[begin:])
             number, _, _ = next(wire.decode_records(view[begin:end]))
             if 0 <= (number - seq) * wire.PREFIX.size <= begin - start:  # as many as can lie before it
                 return number, begin, end

@@ -40,7 +40,7 @@ class SendQueue:
         self._queue: deque[tuple[Record, int]] = deque()
         self._put = self._put_bytes = 0  # written by the control thread only,
         self._written = self._spooled_bytes = 0  # and these by the network thread only
-        self._sealed: Sequence[wire.Buffer] | None = None  # the first of the queue
+        self._encoded: Sequence[wire.Buffer] | None = None  # the first of the queue
         self._sending, self._next = "", 0  # the session that is on its way, and its next record
         self._flying: deque[tuple[int, int]] = deque()  # (end, bytes) of each Push without an Ack
         self._heard = 0.0  # when the last Ack came
@@ -93,14 +93,14 @@ class SendQueue:
         begin = self._spooled_bytes
         while self._queue and self._spooled_bytes < begin + SPOOL_BYTES:
             record, size = self._queue[0]
-            if self._sealed is None:
-                self._sealed = messages.encode_record(self._written, self._checked(record))
+            if self._encoded is None:
+                self._encoded = messages.encode_record(self._written, self._checked(record))
             before = self.fault
-            if not self._outbox.append(self._session, self._written, self._sealed):
+            if not self._outbox.append(self._session, self._written, self._encoded):
                 if self.fault != before:
                     log.warning("%s", self.fault)
                 return False
-            self._sealed = None
+            self._encoded = None
             self._queue.popleft()
             self._spooled_bytes += size
             self._written += 1

@@ -100,7 +100,7 @@ def encode_record(seq: int, header: Mapping[str, Any], arrays: Mapping[str, Arra
     return [prefix, *body]
 
 
-def sealed_length(data: Buffer) -> int:
+def record_length(data: Buffer) -> int:
     """Bytes of the encoded record that begins `data`. Raises MessageError when no whole record begins there."""
     if len(data) < PREFIX.size:
         raise MessageError("a record was cut off")
@@ -118,7 +118,7 @@ def decode_records(data: Buffer) -> Iterator[tuple[int, dict[str, Any], dict[str
     for _ in range(MAX_RECORDS):
         if not len(view):
             return
-        length = sealed_length(view)
+        length = record_length(view)
         _, header_length, _, seq, checksum = PREFIX.unpack_from(view)
         body = view[PREFIX.size : length]
         if xxhash.xxh3_64_intdigest(body, seed=seq) != checksum:
