@@ -47,9 +47,9 @@ def test_the_block_with_its_banner_is_redrawn_in_place():
 def test_without_a_terminal_the_banner_is_the_first_word_of_the_line():
     stream = io.StringIO()
     shown = Console("arm", stream)
-    shown.show({"phase": "practise"}, "HELD")
+    shown.show({"phase": "practise"}, "WAITING")
     shown.show({"phase": "practise"}, "POLICY")  # soon after: no line for each tick
-    assert re.fullmatch(rf"\[arm\] {STAMP} HELD \| phase: practise\n", stream.getvalue())
+    assert re.fullmatch(rf"\[arm\] {STAMP} WAITING \| phase: practise\n", stream.getvalue())
 
 
 def test_without_a_terminal_a_line_is_short_and_says_only_what_has_changed(monkeypatch):
@@ -82,7 +82,7 @@ def test_a_console_without_a_banner_begins_with_its_title():
 def test_a_takeover_is_seen_within_a_tick_and_not_with_the_next_second():
     terminal, driver = Terminal(), ["IDLE"]
     with LiveDisplay(Console("arm", terminal), lambda: {"phase": "practise"}, lambda: driver[0]):
-        for word in ("POLICY", "HUMAN", "POLICY", "HELD"):
+        for word in ("POLICY", "HUMAN", "POLICY", "WAITING"):
             driver[0] = word
             deadline = time.monotonic() + 0.8  # the other lines come each second
             while [seen for seen in terminal.words if seen in COLOURS][-1:] != [word]:

@@ -136,7 +136,7 @@ def test_a_human_who_drives_while_the_policy_is_silent_is_shown_and_not_cut_off(
     client = FakeClient(env.spec, intervene=True)
     run(env, client, Mute(env.spec, 0), episodes=1, status=status)
     assert len(client.episodes[0]) == 15
-    assert drivers[1:] == ["HELD", "HELD", *["HUMAN"] * 12]
+    assert drivers[1:] == ["WAITING", "WAITING", *["HUMAN"] * 12]
 
 
 def test_what_a_policy_proposes_beyond_reason_is_not_recorded():

@@ -18,7 +18,8 @@ PLAIN_S = 10.0
 PLAIN_WIDTH = 200  # characters of such a line; rows that do not fit are left out
 BANNER_S = 0.04  # until a change of the banner is seen: less than a tick of most robots
 BACKLOG = 1000  # lines of the log that a terminal may lag behind; then the oldest go
-COLOURS = {"POLICY": "30;42", "HUMAN": "30;43", "HELD": "97;41", "IDLE": "97;100"}  # text and ground: SGR of ECMA-48
+# Text and ground of each banner: SGR codes of ECMA-48.
+COLOURS = {"POLICY": "30;42", "HUMAN": "30;43", "WAITING": "97;41", "PAUSED": "97;44", "IDLE": "97;100"}
 
 
 class Console(logging.Handler):

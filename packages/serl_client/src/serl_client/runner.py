@@ -195,7 +195,7 @@ class _Actor:
         episode.last, episode.observation, episode.observed = step, step.observation, observed
         episode.reward += step.reward
         episode.intervened += step.intervened
-        self._status.driver = "HUMAN" if step.intervened else "POLICY" if is_policys else "HELD"
+        self._status.driver = "HUMAN" if step.intervened else "POLICY" if is_policys else "WAITING"
         self._count()
         self._listen()
         self._close(episode)
@@ -240,7 +240,7 @@ class _Actor:
         )
         if action is None:
             episode.held += 1
-            self._status.driver = "HELD"
+            self._status.driver = "WAITING"
         else:
             episode.held, episode.reset = 0, False
         return action
@@ -248,9 +248,9 @@ class _Actor:
     def _blocked(self, episode: _Episode) -> bool:
         """Whether the next row has to wait, for the operator or for the learner's permission."""
         if self._paused:
-            if self._status.driver != "HELD":
+            if self._status.driver != "PAUSED":
                 self._env.stop()
-            self._status.driver, episode.reset = "HELD", True
+            self._status.driver, episode.reset = "PAUSED", True
             return True
         allowed = self._client.step_limit
         if self._is_real or allowed is None or self._status.steps < allowed:

@@ -15,7 +15,7 @@ class ActorStatus:
     directive: int = 0
     phase: str = ""
     mode: str = "idle"
-    driver: str = "IDLE"  # POLICY, HUMAN, HELD or IDLE
+    driver: str = "IDLE"  # POLICY, HUMAN, WAITING (no action has come), PAUSED (by the operator) or IDLE
     episodes: int = 0
     episode: str = ""  # the one under way, or the latest
     steps: int = 0  # of this session
