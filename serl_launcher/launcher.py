@@ -1,21 +1,16 @@
-"""The parent of the learner's processes: server, importer, trainer, inference and export. No torch here.
+"""The parent of the learner's processes: `launch` checks what can be checked without torch, and starts them.
 
-It restarts all but the trainer, at most three times a minute, and at most three times in all while a child has not come
-as far as its work; when the trainer ends, the run ends, and the export may bring the rest into shards. A child that
-fails says so in one sentence, and what ends the run its actors hear, too. Trainer and inference start when the importer
-has brought the plan's datasets, where it names some. Its children die with it. A trainer of several ranks is the parent
-of these (`accelerate launch`); on a node beyond the first there is nothing else.
-`launch` is the parent; `python -m serl_launcher.launcher NAME RUN_DIR LOCAL` is one child.
+`python -m serl_launcher.launcher NAME RUN_DIR LOCAL` runs one of them (`child`); supervisor.py starts them again. A
+process that fails says why in one sentence. If the run ends with it, the actors hear that sentence, too. A trainer of
+several ranks is the parent of these (`accelerate launch`). A node beyond the first runs nothing but ranks.
 """
 
-import ctypes
 import fcntl
 import importlib
 import importlib.util
 import logging
 import os
 import shutil
-import signal
 import socket
 import sqlite3
 import subprocess
@@ -23,8 +18,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,30 +30,23 @@ from serl_launcher.datasets.export import FINISH_S, recorded, wanted
 from serl_launcher.learner_link import report_end
 from serl_launcher.store.access import AllowList, check_address
 from serl_launcher.store.files import make_folder
+from serl_launcher.supervisor import LEARNING, REFUSED, Supervisor, begun_file, killed_with_parent
 from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.utils import logging as metrics
 
 log = logging.getLogger(__name__)
 
-RESTARTS, WITHIN_S = 3, 60.0
-ERRORS = "errors.log"  # in the run's folder: the tracebacks of what nobody foresaw
-REFUSED = 2  # exit status of a child that said in one sentence why it cannot run: starting it again does not help
+ERRORS = "errors.log"  # in the run's folder: the tracebacks of unforeseen errors
 NEEDED = ("torch", "safetensors", "matplotlib")  # of the extra `learner`
 NEEDED_BY_RANKS = ("accelerate", "deepspeed")  # of the extra `vla`
-LEARNING = ("trainer", "inference")
-SOCKETS = "retake-"  # folders of the ipc sockets, in the system's folder for what is temporary
-GIVING_UP = (
-    "%s ended %d times %s: giving up, the log above says why. Nothing that was stored is lost: mend that, and give the "
-    "same command again"
-)
-RANKED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # what a rank hears from its launcher; a cluster's own is not meant
+SOCKETS = "retake-"  # prefix of the folders with ipc sockets, below the system's temporary folder
 
 
 def launch(config: DictConfig) -> int:
-    """Run the learner until its plan ends; returns the exit status. `config` is the composed one.
+    """Run the learner until its plan ends, and return the exit status. `config` is the composed one.
 
-    Raises ConfigError, before anything is started or changed, for what can be seen to fail without torch.
+    Raises ConfigError, before anything is started or changed, for whatever can be found without torch.
     """
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"the learner needs {', '.join(missing)}: run `uv sync --inexact --extra learner` here")
@@ -81,7 +67,8 @@ def launch(config: DictConfig) -> int:
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
         log.info("in %s: %s", run_dir, " ".join(config.remembered))
         first = ["server", *children, *([] if "importer" in children else LEARNING)]
-        return _Family(run_dir, f"ipc://{sockets}/server", first, archives=bool(plan.archived)).run()
+        local = f"ipc://{sockets}/server"
+        return Supervisor(run_dir, local, first, archives=bool(plan.archived), export_s=FINISH_S).run()
 
 
 def describe_store(config: DictConfig, plan: Plan) -> None:
@@ -93,8 +80,10 @@ def describe_store(config: DictConfig, plan: Plan) -> None:
 
 
 def _forget_dead_sockets() -> None:
-    """Remove the folders of learners that were killed: nobody listens at their sockets, and nobody holds them (where a
-    launcher does, its server is starting again)."""
+    """Remove the socket folders of learners that were killed.
+
+    Nobody listens at their sockets, and nobody holds their lock. A living launcher holds it while its server restarts.
+    """
     for path in Path(tempfile.gettempdir()).glob(f"{SOCKETS}*/server"):
         with socket.socket(socket.AF_UNIX) as probe:
             try:
@@ -103,19 +92,20 @@ def _forget_dead_sockets() -> None:
                 with suppress(ConfigError), _lock(path.parent):
                     shutil.rmtree(path.parent, ignore_errors=True)
             except OSError:
-                continue  # somebody else's
+                continue  # another user's
 
 
 def _follow(config: DictConfig) -> int:
-    """Run the ranks of a node beyond the first, which hear from rank 0 what the run is."""
-    log.info("node %d of %d: what the run is, node 0 says at %s", config.node_rank, config.nodes, config.main)
+    """Run the ranks of a node beyond the first. Rank 0 tells them the run's config."""
+    said = "node %d of %d: starting this node's ranks; node 0 at %s defines the run"
+    log.info(said, config.node_rank, config.nodes, config.main)
     with tempfile.TemporaryDirectory(prefix="retake-") as folder:
         OmegaConf.save(config, Path(folder) / "config.yaml", resolve=True)
-        return _Family(Path(folder), "", ["trainer"], archives=False).run()
+        return Supervisor(Path(folder), "", ["trainer"]).run()
 
 
 def ranks_of(config: DictConfig) -> int:
-    """How many processes train on this machine. Raises ConfigError for numbers that do not fit each other."""
+    """Return how many processes train on this machine. Raises ConfigError for numbers that do not fit each other."""
     ranks = _gpus(str(config.device)) if config.ranks == "auto" else config.ranks
     missing = [name for name in NEEDED_BY_RANKS if importlib.util.find_spec(name) is None]
     if missing and config.ranks == "auto":
@@ -135,11 +125,11 @@ def ranks_of(config: DictConfig) -> int:
 
 
 def _gpus(device: str) -> int:
-    """How many GPUs the trainer may use; 1 where it uses none."""
+    """Return how many GPUs the trainer may use; 1 where it uses none."""
     if device not in ("auto", "cuda"):
         return 1
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len(visible.split(","))  # of an empty one 1, which is right: it uses none
+        return len(visible.split(","))  # an empty value gives 1, which is right: no GPU
     try:
         found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -148,7 +138,7 @@ def _gpus(device: str) -> int:
 
 
 def writable(folder: Path) -> Path:
-    """The folder, made if it is not there, as an absolute path. Raises ConfigError when it cannot be written to."""
+    """Make the folder if it is not there, and return its absolute path. Raises ConfigError if it cannot be written."""
     folder = folder.resolve()
     try:
         make_folder(folder)
@@ -177,7 +167,7 @@ def _check_ports(config: DictConfig) -> None:
 
 
 def _lock(run_dir: Path) -> Any:
-    """The open lock file of a folder; it names who holds it. Raises ConfigError when somebody else does."""
+    """Lock a folder, and return the open lock file, which names our process. Raises ConfigError if another holds it."""
     file = open(run_dir / "lock", "a+")  # noqa: SIM115 - the caller closes it
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,118 +184,6 @@ def _lock(run_dir: Path) -> Any:
     return file
 
 
-class _Family:
-    """The children of one run; `first` are started at once: trainer and inference are not where there is an importer,
-    after which they come. `archives`: episodes stay in the store until they are exported."""
-
-    def __init__(self, run_dir: Path, local: str, first: Sequence[str], *, archives: bool) -> None:
-        self._run_dir, self._local, self._first, self._archives = run_dir, local, first, archives
-        self._restarts = {name: deque[float](maxlen=RESTARTS) for name in CHILDREN}
-        self._vain = dict.fromkeys(CHILDREN, 0)  # starts in succession that came to nothing
-        self._children: dict[str, subprocess.Popen] = {}
-        self._signalled = False
-
-    def run(self) -> int:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: setattr(self, "_signalled", True))
-        try:
-            for name in self._first:
-                self._start(name)
-            while (status := self._look()) is None:
-                time.sleep(0.05)
-            if status == 0:
-                self._finish_export()
-            return status
-        finally:
-            self._end()
-
-    def _start(self, name: str) -> None:
-        command = [sys.executable, "-m", __spec__.name, name, str(self._run_dir), self._local]
-        if self._local:
-            _sign(name, self._local).unlink(missing_ok=True)
-        here = {key: value for key, value in os.environ.items() if key not in RANKED}
-        self._children[name] = subprocess.Popen(
-            command, preexec_fn=_die_with_parent, stdin=subprocess.DEVNULL, env=here
-        )
-
-    def _look(self) -> int | None:
-        """The exit status if the run is over; restarts what may be restarted."""
-        if self._signalled:
-            return 1
-        for name, child in list(self._children.items()):
-            if (status := child.poll()) is not None and (over := self._ended(name, status)) is not None:
-                return over
-        return None
-
-    def _ended(self, name: str, status: int) -> int | None:
-        """Go on after a child has ended; the exit status if the run is over with it."""
-        if name == "importer" and status == 0:
-            del self._children[name]
-            for other in LEARNING:
-                self._start(other)
-            return None
-        if name == "export" and status == REFUSED and not self._archives:
-            del self._children[name]  # it has said why, and nothing needs it
-            return None
-        if name == "trainer" or status == REFUSED:
-            return 1 if status else 0
-        recent = self._restarts[name]
-        self._vain[name] = 0 if _sign(name, self._local).exists() else self._vain[name] + 1
-        often = len(recent) == RESTARTS and time.monotonic() - recent[0] < WITHIN_S
-        if often or self._vain[name] > RESTARTS:
-            if name == "export":
-                return None  # shards can wait: it is started again when the minute is over
-            log.error(GIVING_UP, name, RESTARTS + 1, "within a minute" if often else "before it could do anything")
-            return 1
-        recent.append(time.monotonic())
-        log.warning("%s ended with status %d: starting it again", name, status)
-        self._start(name)
-        return None
-
-    def _finish_export(self) -> None:
-        """Let the export bring the rest into shards, for a while."""
-        child = self._children.get("export")
-        if child is None:
-            return
-        if child.poll() is None:
-            log.info("the run is over; the last episodes are brought into datasets")
-            child.terminate()
-        deadline = time.monotonic() + FINISH_S + 30.0  # it stops by itself, after the shard that it is at
-        while child.poll() is None and time.monotonic() < deadline and not self._signalled:
-            time.sleep(0.05)
-        if child.poll() != 0:
-            log.warning("not all episodes are in shards: `tools/data.py export %s` does the rest", self._run_dir)
-
-    def _end(self) -> None:
-        """Stop the children, the server last: it may still take what the others say."""
-        if (child := self._children.get("export")) is not None:
-            child.kill()  # whenever it dies, there are only whole shards
-            child.wait()
-        for name in (*LEARNING, "importer", "server"):
-            child = self._children.get(name)
-            if child is not None and child.poll() is None:
-                child.terminate()
-                try:
-                    child.wait(10)
-                except subprocess.TimeoutExpired:
-                    child.kill()
-
-
-def _die_with_parent() -> None:
-    """In a child before exec: be killed when the parent dies, and leave Ctrl-C to the parent."""
-    _killed_with_parent()
-    os.setpgid(0, 0)
-
-
-def _killed_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _sign(name: str, local: str) -> Path:
-    """The file that says that this child has come as far as its work: it lies beside the socket of the server."""
-    return Path(local.removeprefix("ipc://")).with_name(f"{name}.begun")
-
-
 CHILDREN = {  # process: the module below serl_launcher that has its `main`; only that process imports it
     "server": "store.server", "importer": "datasets.importer", "trainer": "training.trainer",
     "inference": "acting.server", "export": "datasets.export",
@@ -313,15 +191,18 @@ CHILDREN = {  # process: the module below serl_launcher that has its `main`; onl
 
 
 def child(name: str, run_dir: str, local: str) -> int:
-    """Run one child; returns its exit status. What makes it fail is one sentence, which actors hear where the run ends
-    with it; the traceback of what nobody foresaw goes into a file."""
+    """Run one process, and return its exit status.
+
+    Why it fails is printed as one sentence. If the run ends with it, the actors hear that sentence. The traceback of an
+    unforeseen error goes into the run's file ERRORS.
+    """
     if "RANK" in os.environ:
-        _killed_with_parent()  # which `accelerate launch` does not see to
+        killed_with_parent()  # because `accelerate launch` does not kill its ranks
     config = OmegaConf.load(Path(run_dir) / "config.yaml")
     assert isinstance(config, DictConfig)
     try:
         module = importlib.import_module(f"serl_launcher.{CHILDREN[name]}")
-        module.main(config, Path(run_dir), local, lambda: _sign(name, local).touch())
+        module.main(config, Path(run_dir), local, lambda: begun_file(name, local).touch())
     except Exception as error:
         status, reason = _failed(name, Path(run_dir), local, error)
         sys.stderr.write(f"{name}: {reason}\n" if reason else "")  # rank 0 says what all refuse
@@ -332,7 +213,7 @@ def child(name: str, run_dir: str, local: str) -> int:
 
 
 def _failed(name: str, run_dir: Path, local: str, error: Exception) -> tuple[int, str]:
-    """The exit status of a child that this error has ended, and the sentence that says why."""
+    """Return the exit status of a process that this error has ended, and the sentence that says why."""
     if isinstance(error, RetakeError):
         return REFUSED, str(error)
     if (full := full_disk(error)) is not None:
@@ -345,7 +226,7 @@ def _failed(name: str, run_dir: Path, local: str, error: Exception) -> tuple[int
     is_vain = (  # another start would fail as this one did; a disk may work again
         name in ("server", "inference")
         and not isinstance(error, OSError | sqlite3.Error)
-        and not _sign(name, local).exists()
+        and not begun_file(name, local).exists()
     )
     return REFUSED if is_vain else 1, f"it failed: {type(error).__name__}: {first} (where: {run_dir / ERRORS})"
 

@@ -33,7 +33,7 @@ REMEMBERED = 1024  # connections whose carry is kept: the last ones that asked
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One actor's observation at one row; `actor` is whatever tells actors apart; `came`: time.monotonic()."""
+    """One actor's request. `actor`: any bytes that tell actors apart; `came`: its time.monotonic() on arrival."""
 
     actor: bytes
     ask: m.InferenceRequest
@@ -43,9 +43,9 @@ class Question:
 class PolicyHost:
     """An algorithm's acting part with some published weights, and one carry per actor.
 
-    It takes the algorithm over, and drops what only training needs. The weights are held in the policy's precision,
-    its buffers as they are. On a GPU the method that the policy names as its `graph` becomes a CUDA graph per power
-    of two, to which batches are padded. This was never run on a GPU.
+    It owns the algorithm from then on, and drops what only training needs. Weights have the policy's precision; buffers
+    keep theirs. On a GPU the method that the policy names as its `graph` becomes one CUDA graph per power of two, and
+    batches are padded to that size. This was never run on a GPU.
     """
 
     def __init__(self, algorithm: Algorithm, spec: Spec, device: str) -> None:
@@ -66,27 +66,38 @@ class PolicyHost:
 
     # -- weights
     def load(self, version: int, file: Path) -> None:
-        """Read published weights and act with them. Raises as `read` does."""
+        """Read published weights and act with them. Raises what `read` and `swap` raise."""
         self.swap(version, self.read(file))
 
     def read(self, file: Path) -> dict[str, Tensor]:
-        """Published weights, in memory; `answer` may run meanwhile. Raises FileNotFoundError, and ConfigError when they
-        are not of this algorithm and policy."""
+        """Return published weights {name: tensor} on this host's device; `answer` may run meanwhile.
+
+        Raises FileNotFoundError if the file is gone, ConfigError if it is damaged, not finite or of another policy.
+        """
         try:
             tensors = safetensors.torch.load_file(file)
         except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"the weights {file.name} are damaged ({error}): the next ones will do") from None
+            raise ConfigError(
+                f"weights file {file.name} is damaged ({error}): keeping the current ones until the next"
+            ) from None
         layout = {name: tensor.shape for name, tensor in tensors.items()}
         if layout != self._layout:
             name = min(name for name, _ in layout.items() ^ self._layout.items())
             there, here = (tuple(each.get(name, ("nothing",))) for each in (layout, self._layout))
             raise _unfit(f"{name} is {there} there and {here} here")
         if bad := not_finite(tensors):
-            raise ConfigError(f"the weights {file.name} are not finite in {bad}: the next ones will do")
-        return {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}  # what is mapped is read
+            raise ConfigError(
+                f"weights file {file.name} is not finite in {bad}: keeping the current ones until the next"
+            )
+        return {
+            name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()
+        }  # the copy reads what load_file has only mapped
 
     def swap(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Act with these weights from now on; they go where the old ones are. Raises ConfigError as `read` does."""
+        """Act with these weights from now on. They overwrite the old ones in place, because CUDA graphs point there.
+
+        Raises ConfigError for weights of another policy.
+        """
         try:
             self.acting.load_published(tensors)
         except (RuntimeError, ValueError) as error:
@@ -95,7 +106,7 @@ class PolicyHost:
 
     # -- answers
     def check(self, ask: m.InferenceRequest) -> None:
-        """Raises MessageError when an observation does not fit the Spec, or something else comes with it."""
+        """Raise MessageError if an observation does not fit the Spec, or if the request holds anything else."""
         features = dict(self.spec.observation)
         if "previous_action" in ask.arrays:
             features["previous_action"] = self.spec.action
@@ -110,7 +121,7 @@ class PolicyHost:
                 raise MessageError(str(error)) from None
 
     def warm_up(self, most: int) -> None:
-        """Make the graphs of batches of up to `most`, so that no answer waits for them; without graphs, nothing."""
+        """Record the graphs for batches of up to `most` requests, so that no answer waits for them."""
         arrays = {name: np.zeros(feature.shape, feature.dtype) for name, feature in self.spec.observation.items()}
         questions = [Question(b"", m.InferenceRequest(0, 0, True, explore, "", arrays)) for explore in (True, False)]
         for size in (1 << power for power in range(most.bit_length()) if self.is_static):
@@ -119,7 +130,7 @@ class PolicyHost:
         self._carries.clear()
 
     def answer(self, questions: Sequence[Question]) -> list[m.InferenceResponse]:
-        """One answer per question, in their order; each was checked before, because a batch cannot be half done."""
+        """Return one answer per question, in their order. `check` each before, because a batch cannot be half done."""
         for question in questions:
             if question.ask.reset:
                 self._carries.pop(question.actor, None)
@@ -156,7 +167,7 @@ class PolicyHost:
         ]
 
     def _padded(self, questions: Sequence[Question]) -> list[Question]:
-        """As many as the shape has rows: the last one again and again."""
+        """Repeat the last question until there are as many as the graph has rows."""
         size = 1 << (len(questions) - 1).bit_length() if self.is_static else len(questions)
         return [*questions, *[questions[-1]] * (size - len(questions))]
 
@@ -193,8 +204,7 @@ def _at(carry: Carry, i: int) -> Carry:
 
 
 class Loader:
-    """Reads published weights for a host in a thread of its own: one file at a time. `done` is called, there, after
-    each."""
+    """Reads published weights for a host in its own thread, one file at a time. It calls `done` after each."""
 
     def __init__(self, host: PolicyHost, done: Callable[[], None] = lambda: None) -> None:
         self._host, self._done = host, done
@@ -203,15 +213,17 @@ class Loader:
         self._version = 0  # that was begun last
 
     def begin(self, version: int, file: Path) -> None:
-        """Read this file, unless another one is being read (then say it again later) or it was the last one."""
+        """Begin to read this file, unless it was the last one. Does nothing while another is being read: call again."""
         if self._reading is None and version != self._version:
             self._version = version
             self._reading = self._thread.submit(self._host.read, file)
             self._reading.add_done_callback(lambda _: self._done())
 
     def take(self, timeout: float = 0.0) -> tuple[int, dict[str, Tensor]] | None:
-        """What was read, once, after at most `timeout` seconds. Raises what reading it raised, but for a file that is
-        gone already: then newer ones have come."""
+        """Return (version, weights) once they are read, else None after `timeout` seconds. Returns them only once.
+
+        Raises what `read` raised, but FileNotFoundError: a file is removed only after newer weights were published.
+        """
         reading = self._reading
         if reading is None or not wait([reading], timeout).done:
             return None
@@ -219,7 +231,7 @@ class Loader:
         try:
             return self._version, reading.result()
         except FileNotFoundError:
-            log.warning("weights %d are gone already; the next ones will do", self._version)
+            log.warning("weights %d are gone already: keeping the current ones until the next", self._version)
             return None
 
     def close(self) -> None:
@@ -227,8 +239,7 @@ class Loader:
 
 
 class LocalSource:
-    """Answers a RemotePolicy from inside the actor's own process: the weights come over the wire, the rest is the same
-    as in the inference process."""
+    """Answers a RemotePolicy inside the actor's own process. Its weights come over the wire."""
 
     def __init__(self, client: TrainerClient, host: PolicyHost) -> None:
         self.client, self.host = client, host
@@ -245,7 +256,7 @@ class LocalSource:
         self.host.check(self._question)
 
     def wait_answer(self, step: int, timeout: float) -> Answer | None:
-        """The answer with the newest weights that have been read, once; else None, after `timeout` seconds."""
+        """Answer the last request, once, with the newest weights that are read; None after `timeout` s."""
         deadline = time.monotonic() + max(0.0, timeout)
         if (newest := self.client.weights(self.host.version)) is not None:
             self._loader.begin(*newest)

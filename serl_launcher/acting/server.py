@@ -42,16 +42,19 @@ TURN = 50  # ms between two looks at what is published
 class InferenceServer:
     """Answers InferenceRequest on `address`, with the weights in the folder `weights`.
 
-    The thread that calls `run` does all but warming up, swapping weights in (another thread, one job after the other)
-    and reading a file (the loader's). What comes while it computes a batch lies in the socket and is heard after it,
-    when of one actor's questions the latest counts. A batch begins when everybody who asked within the last second is
-    in it, or when its first question has waited for `window` seconds.
+    The thread that calls `run` answers. A second thread warms up and swaps weights in, one job after the other; the
+    loader's thread reads files. Requests that come during a batch wait in the socket. The latest of an actor counts. A
+    batch begins when it has every actor that asked within RECENT_S, or when its first request waited `window` seconds.
     """
 
     def __init__(
         self, host: PolicyHost, weights: Path, address: str, *, window: float, keys: Path | None = None
     ) -> None:
-        """Raises ConfigError when it may not, or cannot, listen on `address`; `keys` as the server's."""
+        """Listen. Raises ConfigError if it may not, or cannot, listen on `address`.
+
+        window: seconds that the first request of a batch waits for others at most.
+        keys: the folder of tools/keys.py; None: no encryption, and every client is let in.
+        """
         self.host, self.weights, self.window = host, weights, window
         self._access = AccessControl(address, keys, option="inference_port")
         self._socket = self._access.socket
@@ -61,18 +64,20 @@ class InferenceServer:
             self._poller.register(polled, zmq.POLLIN)
         self._policy = ThreadPoolExecutor(1, "policy")
         self._loader = Loader(host, self._wake)
-        self._job: Future[None] | None = None  # what the policy's thread is doing: meanwhile nothing is answered
+        self._job: Future[None] | None = None  # what the second thread is doing: meanwhile nothing is answered
         self._loaded: tuple[int, dict[str, Tensor]] | None = None  # to be swapped in
         self._waiting: dict[bytes, Question] = {}  # the latest of each actor; who has waited longest comes first
         self._first = 0.0  # when the first of them came
         self._asked: dict[bytes, float] = {}  # when each actor asked last
-        self._replaced = 0  # questions whose asker asked again before they were begun
-        self._seconds: deque[float] = deque(maxlen=COUNTED)  # from a question's coming, at worst, to its answer's going
+        self._replaced = 0  # requests whose actor asked again before they were begun
+        self._seconds: deque[float] = deque(maxlen=COUNTED)  # from a request's arrival, at the earliest, to its answer
         self._sizes: deque[int] = deque(maxlen=COUNTED)  # of batches
 
     def run(self, newest: Callable[[], dict[str, Any]], stopping: Callable[[], bool]) -> None:
-        """Answer until `stopping()`; `newest`, called at every turn, tells which weights are valid ({version, sha256}
-        or empty). Raises what ended the work of another thread."""
+        """Answer until `stopping()`. Raises what ended the work of another thread.
+
+        newest: called at each turn; returns the valid weights as {version, sha256}, or an empty dict.
+        """
         self._work(self.host.warm_up, MOST)
         while not stopping():
             if (self._woken, zmq.POLLIN) in self._poller.poll(self._patience()):
@@ -85,8 +90,11 @@ class InferenceServer:
                 self._begin()
 
     def report(self) -> dict[str, Any]:
-        """For the heartbeat: the version that acts, and of the last answers the median and the 99th percentile of the
-        time from question to answer, in ms, and how many a batch had."""
+        """Return the report for the heartbeat: the version that acts, and figures over the last COUNTED answers.
+
+        p50_ms, p99_ms: median and 99th percentile of the time from request to answer. batch: mean requests in a batch.
+        replaced: requests whose actor asked again before they were begun.
+        """
         report: dict[str, Any] = {"version": self.host.version}
         if self._seconds:
             p50, p99 = np.quantile(self._seconds, (0.5, 0.99)) * 1e3
@@ -95,7 +103,7 @@ class InferenceServer:
         return {**report, "replaced": self._replaced, **(self._access.report if self._access.refused else {})}
 
     def close(self) -> None:
-        """End the threads, after what they are at, and the sockets."""
+        """Let the threads finish their current job, then close the sockets."""
         self._policy.shutdown(cancel_futures=True)
         self._loader.close()
         self._access.context.destroy(linger=0)
@@ -105,13 +113,13 @@ class InferenceServer:
         os.eventfd_write(self._woken, 1)
 
     def _patience(self) -> int:
-        """How many ms nothing has to be done if nothing comes."""
+        """Return how many ms the loop may sleep if no message comes."""
         if self._job is not None or not self._waiting or not self.host.version:
             return TURN
         return min(TURN, max(0, math.ceil((self._first + self.window - time.monotonic()) * 1000)))
 
     def _hear(self, since: float) -> None:
-        """Take the questions that have come and can be answered; the first of them may have come at `since`."""
+        """Take the requests that wait in the socket; the first of them may have come at `since`."""
         for _ in range(HEARD):
             if not (came := received(self._socket)):
                 break
@@ -120,7 +128,7 @@ class InferenceServer:
                 send(self._socket, identity.bytes, answer)
 
     def _heard(self, identity: zmq.Frame, frames: Sequence[zmq.Frame], now: float) -> m.Message | None:
-        """Take one message; what is wrong with it is counted, and is the answer."""
+        """Take one message. If it is faulty, count that and return the Failed that answers it."""
         owner, message = None, None
         try:
             if (owner := self._access.admit(identity)) is None:
@@ -159,7 +167,7 @@ class InferenceServer:
             self._loader.begin(notice["version"], path(self.weights, notice["sha256"]))
 
     def _begin(self) -> None:
-        """Do what is next, if anything is: newer weights before a batch."""
+        """Begin the next job, if there is one: newer weights come before a batch."""
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
             self._work(self.host.swap, *loaded)
@@ -183,7 +191,7 @@ class InferenceServer:
         return self._waiting.keys() >= self._asked.keys() or now >= self._first + self.window
 
     def _finish(self) -> None:
-        """Raises what ended the work of the policy's thread, but for weights that do not fit."""
+        """Raise what ended the work of the policy's thread; weights that do not fit are only logged."""
         if self._job is not None and self._job.done():
             job, self._job = self._job, None
             try:

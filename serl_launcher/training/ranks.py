@@ -17,13 +17,12 @@ from torch import Tensor
 
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.networks.mlp import Statistics
+from serl_launcher.supervisor import REFUSED
 from serl_launcher.types import Batch, Metrics
 from serl_launcher.utils.distributed import World, gathered
 from serl_launcher.utils.optim import Optimizer
 
 log = logging.getLogger(__name__)
-
-REFUSED = 2  # as in launcher.py
 
 
 class Ranks:

@@ -26,7 +26,7 @@ from serl_client.connection import Connection
 from serl_client.errors import Refused
 
 from robot_infra.cameras import gl
-from serl_launcher import launcher
+from serl_launcher import launcher, supervisor
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.config import _check as check_word
 from serl_launcher.config import _read as read_word
@@ -353,11 +353,11 @@ def test_a_process_that_dies_slowly_before_it_does_anything_is_not_started_for_e
     tmp_path, monkeypatch, caplog, works, given_up
 ):
     now, started = [0.0], []
-    monkeypatch.setattr(launcher.time, "monotonic", lambda: now[0])
-    family = launcher._Family(tmp_path, f"ipc://{tmp_path}/server", [], archives=False)
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
+    family = supervisor.Supervisor(tmp_path, f"ipc://{tmp_path}/server", [])
     monkeypatch.setattr(family, "_start", started.append)
     if works:
-        launcher._sign("inference", f"ipc://{tmp_path}/server").touch()
+        supervisor.begun_file("inference", f"ipc://{tmp_path}/server").touch()
     deaths = 0
     while deaths < 10 and (over := family._ended("inference", -9)) is None:
         now[0] += 30.0  # never more than two within a minute

@@ -1,0 +1,146 @@
+"""Starts the processes of one run, and starts again those that end too early. The processes die with their parent."""
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+RESTARTS, WITHIN_S = 3, 60.0  # a process is started again at most so often within so many seconds
+REFUSED = 2  # exit status of a process that said in one sentence why it cannot run: another start does not help
+LEARNING = ("trainer", "inference")  # they start when the importer, where there is one, has ended
+RANKED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # a rank's own launcher sets them; a cluster's values must not reach us
+GIVING_UP = (
+    "%s ended %d times %s: giving up, the log above says why. Nothing that was stored is lost: mend that, and give the "
+    "same command again"
+)
+
+
+class Supervisor:
+    """The parent of one run's processes.
+
+    run_dir: the run's folder, where each process finds config.yaml.
+    local: the ipc address at which the server listens; empty where there is no server (a node beyond the first).
+    first: the processes to start at once.
+    archives: whether episodes stay in the store until they are exported, so that the run needs the export process.
+    export_s: seconds that the export process takes at most for the last episodes, once it is told to end.
+    """
+
+    def __init__(
+        self, run_dir: Path, local: str, first: Sequence[str], *, archives: bool = False, export_s: float = 0.0
+    ) -> None:
+        self._run_dir, self._local, self._first = run_dir, local, first
+        self._archives, self._export_s = archives, export_s
+        self._restarts: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RESTARTS))
+        self._vain: defaultdict[str, int] = defaultdict(int)  # starts in succession that came to nothing
+        self._children: dict[str, subprocess.Popen] = {}
+        self._signalled = False
+
+    def run(self) -> int:
+        """Start the processes, and return the exit status of the run when it is over."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: setattr(self, "_signalled", True))
+        try:
+            for name in self._first:
+                self._start(name)
+            while (status := self._look()) is None:
+                time.sleep(0.05)
+            if status == 0:
+                self._finish_export()
+            return status
+        finally:
+            self._end()
+
+    def _start(self, name: str) -> None:
+        command = [sys.executable, "-m", "serl_launcher.launcher", name, str(self._run_dir), self._local]
+        if self._local:
+            begun_file(name, self._local).unlink(missing_ok=True)
+        here = {key: value for key, value in os.environ.items() if key not in RANKED}
+        self._children[name] = subprocess.Popen(
+            command, preexec_fn=_die_with_parent, stdin=subprocess.DEVNULL, env=here
+        )
+
+    def _look(self) -> int | None:
+        """Start again what has ended and may be; return the exit status if the run is over."""
+        if self._signalled:
+            return 1
+        for name, child in list(self._children.items()):
+            if (status := child.poll()) is not None and (over := self._ended(name, status)) is not None:
+                return over
+        return None
+
+    def _ended(self, name: str, status: int) -> int | None:
+        """Go on after a process has ended; return the exit status if the run is over with it."""
+        if name == "importer" and status == 0:
+            del self._children[name]
+            for other in LEARNING:
+                self._start(other)
+            return None
+        if name == "export" and status == REFUSED and not self._archives:
+            del self._children[name]  # it has said why, and nothing needs it
+            return None
+        if name == "trainer" or status == REFUSED:
+            return 1 if status else 0
+        recent = self._restarts[name]
+        self._vain[name] = 0 if begun_file(name, self._local).exists() else self._vain[name] + 1
+        often = len(recent) == RESTARTS and time.monotonic() - recent[0] < WITHIN_S
+        if often or self._vain[name] > RESTARTS:
+            if name == "export":
+                return None  # shards can wait: the export is started again when the minute is over
+            log.error(GIVING_UP, name, RESTARTS + 1, "within a minute" if often else "before it could do anything")
+            return 1
+        recent.append(time.monotonic())
+        log.warning("%s ended with status %d: starting it again", name, status)
+        self._start(name)
+        return None
+
+    def _finish_export(self) -> None:
+        """Let the export process write the last episodes into shards, for a while."""
+        child = self._children.get("export")
+        if child is None:
+            return
+        if child.poll() is None:
+            log.info("the run is over; the last episodes are brought into datasets")
+            child.terminate()
+        deadline = time.monotonic() + self._export_s + 30.0  # it stops by itself, after the shard that it is at
+        while child.poll() is None and time.monotonic() < deadline and not self._signalled:
+            time.sleep(0.05)
+        if child.poll() != 0:
+            log.warning("not all episodes are in shards: `tools/data.py export %s` does the rest", self._run_dir)
+
+    def _end(self) -> None:
+        """Stop the processes, the server last: the others may still have something to tell it."""
+        if (child := self._children.get("export")) is not None:
+            child.kill()  # whenever it dies, there are only whole shards
+            child.wait()
+        for name in (*LEARNING, "importer", "server"):
+            child = self._children.get(name)
+            if child is not None and child.poll() is None:
+                child.terminate()
+                try:
+                    child.wait(10)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+
+
+def _die_with_parent() -> None:
+    """Run in a child before exec: the child is killed when its parent dies, and leaves Ctrl-C to the parent."""
+    killed_with_parent()
+    os.setpgid(0, 0)
+
+
+def killed_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def begun_file(name: str, local: str) -> Path:
+    """Return the file that says that this process has come as far as its work: it lies beside the server's socket."""
+    return Path(local.removeprefix("ipc://")).with_name(f"{name}.begun")
