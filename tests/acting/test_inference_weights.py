@@ -103,7 +103,7 @@ def test_weights_that_are_not_finite_are_left_aside_in_one_sentence(tmp_path, sp
     host = PolicyHost(copy.deepcopy(learner), spec, "cpu")
     next(learner.acting.parameters()).data[0] = float("inf")
     bad = weights.write(tmp_path, safetensors.torch.save(learner.acting.published()))[0]
-    with pytest.raises(ConfigError, match=r"are not finite in .*weight: the next ones will do"):
+    with pytest.raises(ConfigError, match=r"is not finite in .*weight: keeping the current ones"):
         host.load(1, weights.path(tmp_path, bad))
     assert host.version == 0
 

@@ -315,7 +315,7 @@ def test_a_start_that_fails_is_one_sentence_on_both_sides_and_its_traceback_is_i
     def fail(*_):
         raise RuntimeError("no such storage\nin two lines")
 
-    monkeypatch.setattr(training, "check_memory", fail)
+    monkeypatch.setattr("serl_launcher.training.trainer.check_memory", fail)
     why = r"trainer: it failed: RuntimeError: no such storage \(where: .*errors\.log\)"
     with pytest.raises(Refused, match=f"^the learner has ended: {why}$"):
         start(tmp_path / "run", small(["task=fake"]))
