@@ -1,4 +1,4 @@
-"""What the learner has accepted, by phase: the numbers that a plan's conditions look at and that people read."""
+"""Counts by phase what the learner has accepted, for the plan's conditions and for people."""
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,10 +32,10 @@ class _Phase:
 
 
 class RunCounters:
-    """Counts per phase, kept up to date by what changed; late data count for the phase that their stamp names.
+    """Counts per phase, updated by each change of an episode. Late data count for the phase that their stamp names.
 
-    `starts` has the hash of each evaluated episode's first observation, by number. It is taken when the episode is
-    first seen, because the episode may have left the store when the evaluation ends.
+    `starts`: {episode's number: hash of its first observation} of evaluated episodes. The hash is taken when the
+    episode is first seen, because it may have left the store when the evaluation ends.
     """
 
     def __init__(self, sources: ReplayMixture) -> None:
@@ -46,7 +46,7 @@ class RunCounters:
         self._history = np.zeros(1024, ENTRY)  # by number; an episode may be corrected long after it left the store
 
     def take(self, changed: Iterable[EpisodeInfo]) -> list[EpisodeInfo]:
-        """Count what changed; returns the episodes that ended by it."""
+        """Count the episodes that changed, and return those that ended by it."""
         ended = []
         for now in changed:
             self._begun(now)
@@ -62,7 +62,7 @@ class RunCounters:
         return ended
 
     def _count(self, phase: _Phase, now: EpisodeInfo) -> bool:
-        """Count an episode in place of what it was before; whether it ended by that."""
+        """Count an episode in place of its earlier state. Returns whether it ended by that."""
         if now.number >= len(self._history):
             self._history = np.concatenate([self._history, np.zeros(max(len(self._history), now.number), ENTRY)])
         known, before, steps, *_ = self._history[now.number].item()
@@ -80,12 +80,11 @@ class RunCounters:
         return more[0]
 
     def index(self, phase: str) -> int:
-        """The number that stands for a phase in `finished`; 0: it has no episodes yet."""
+        """Return the number of a phase in `finished`; 0: it has no episodes yet."""
         return self._phases[phase].index if phase in self._phases else 0
 
     def finished(self, phases: Iterable[str] | None = None) -> Array:
-        """The episodes of these phases, or of all, that were seen to their end, in order: [n] with the fields of
-        ENTRY, and `number`."""
+        """Return the finished episodes of these phases (None: all) in order: [n] with ENTRY's fields and `number`."""
         indices = [self.index(name) for name in (self._phases if phases is None else phases)]
         ended = np.isin(self._history["phase"], indices) & (self._history["flags"] & COUNTED > 0)
         found = np.zeros(ended.sum(), [*ENTRY.descr, ("number", "<i8")])
@@ -95,7 +94,7 @@ class RunCounters:
         return found
 
     def _begun(self, episode: EpisodeInfo) -> None:
-        """Keep where an evaluated episode began, while its first row is there."""
+        """Hash an evaluated episode's first observation while the store has it."""
         if episode.source != EVAL or not episode.steps or episode.number in self.starts:
             return
         buffer, first = self.sources.buffers[EVAL], np.array([episode.first], np.int64)
@@ -105,7 +104,7 @@ class RunCounters:
             self.starts[episode.number] = xxhash.xxh3_64_intdigest(b"".join(column.tobytes() for column in columns))
 
     def progress(self, wall_s: float) -> Progress:
-        """What a plan's conditions look at; sources are counted when they are asked for."""
+        """Return the numbers that a plan's conditions compare. Sources are counted when a condition asks for them."""
         phases = {
             name: PhaseCounts(p.env_steps, p.episodes, p.successes, p.interventions, _Recent(p), p.finished_steps)
             for name, p in self._phases.items()
@@ -113,12 +112,12 @@ class RunCounters:
         return Progress(phases, _Sizes(self.sources), wall_s)
 
     def recent(self, phase: str, count: int) -> list[EpisodeInfo]:
-        """The newest `count` finished episodes of a phase, the newest last."""
+        """Return the newest `count` finished episodes of a phase, the newest last."""
         return self._phases[phase].recent[-count:] if phase in self._phases else []
 
 
 class _Recent(Sequence[tuple[bool, bool]]):
-    """(success, assisted) of a phase's newest episodes whose task knows success."""
+    """(success, assisted) of a phase's newest episodes whose success is known."""
 
     def __init__(self, phase: _Phase) -> None:
         self._episodes = phase.recent
@@ -161,21 +160,21 @@ def _flags(episode: EpisodeInfo) -> int:
 
 
 def counts(episode: EpisodeInfo) -> bool:
-    """Whether an episode is over and was seen to its end; one that a crash cut has no verdict."""
+    """Return whether an episode is closed and has its final observation. One that a crash cut does not count."""
     return bool(episode.closed and episode.final)
 
 
 def succeeded(episode: EpisodeInfo) -> bool:
-    """A success that the operator did not discard."""
+    """Return whether an episode is a finished success that the operator did not discard."""
     return bool(counts(episode) and episode.success and not episode.discard)
 
 
 def evaluation(counters: RunCounters, phase: str, begin: int, count: int | None) -> dict[str, Any]:
-    """The evaluated episodes of a phase from the `begin`-th on, `count` of them or all:
-    {episodes, distinct_starts, successes, returns, versions}.
+    """Return the result of an evaluation: {episodes, distinct_starts, successes, returns, versions}.
 
-    A takeover is a failure; `successes` is None for a task that knows no success. Starts are compared by their first
-    observation.
+    phase: its name. begin: episodes of that phase to skip. count: episodes to take; None: all.
+    A takeover counts as a failure. `successes` is None for a task without success. Two starts are equal if their first
+    observations are.
     """
     done = counters.finished([phase])[begin:][:count]
     judged, flags = bool((done["flags"] & JUDGED).any()), done["flags"]
@@ -191,10 +190,10 @@ def evaluation(counters: RunCounters, phase: str, begin: int, count: int | None)
 def value_error(
     sources: ReplayMixture, algorithm: Algorithm, episodes: Collection[EpisodeInfo], device: str
 ) -> dict[str, float]:
-    """How far the values of the first chunks of these episodes, Q, are from the discounted returns that followed, G:
-    {value_error: mean |Q - G|, value_bias: mean (Q - G)}. Empty for an algorithm that learns no values.
+    """Compare the values Q of these episodes' first chunks with the discounted returns G that followed.
 
-    G holds what was seen: where a time limit ended an episode, nothing after it.
+    Returns {value_error: mean |Q - G|, value_bias: mean (Q - G)}; empty for an algorithm that learns no values.
+    G ends with the episode, also where a time limit ended it.
     """
     window = algorithm.windows.get("update") or next(iter(algorithm.windows.values()))
     begun = sources.beginnings(episodes, window, algorithm.discount)
@@ -205,7 +204,7 @@ def value_error(
 
 
 def curve(counters: RunCounters, phases: Collection[str]) -> list[dict[str, Any]]:
-    """The finished episodes of some phases in order, with the env steps up to each one's end."""
+    """Return the finished episodes of some phases in order, with the env steps up to each one's end."""
     done = counters.finished(phases)
     names = {counters.index(name): name for name in phases}
     rows = zip(*(done[name].tolist() for name in ("phase", "flags", "reward")), strict=True)

@@ -1,7 +1,7 @@
-"""No value that is not finite is published or kept: one of them would ruin the policy for good.
+"""Stops the run before NaN or infinity is published or kept, because one such value would ruin the policy for good.
 
-An optimiser leaves its weights alone when a gradient is not finite (utils/optim.py). So one bad batch costs one update,
-which is counted here. Many in a row end the run, and so do bad weights, while the last good ones are still there.
+An optimiser skips its step if a gradient is not finite (utils/optim.py). So one bad batch costs one update, which is
+counted here. Many in a row end the run, and so do bad weights, while the last good ones are still there.
 """
 
 import logging
@@ -19,9 +19,9 @@ MOST_IN_A_ROW = 100  # steps that may be refused one after another before the ru
 
 
 def check_finite(tree: Any, doing: str) -> None:
-    """Raises RetakeError when a float tensor somewhere in this tree of dicts holds NaN or infinity.
+    """Raise RetakeError if a float tensor in this tree of dicts holds NaN or infinity.
 
-    `doing` says what was about to happen to them.
+    doing: what was about to happen to the tensors, for the error's text.
     """
     if name := not_finite(tree):
         raise RetakeError(
@@ -32,7 +32,7 @@ def check_finite(tree: Any, doing: str) -> None:
 
 
 def not_finite(tree: Any) -> str:
-    """The name of the first float tensor in this tree that holds NaN or infinity; empty when there is none.
+    """Return the name of the first float tensor in this tree that holds NaN or infinity; empty if none does.
 
     Sums the tensors, because a sum carries either of them and takes a tenth of the time of a look at each number.
     """
@@ -40,7 +40,7 @@ def not_finite(tree: Any) -> str:
 
 
 class Refusals:
-    """Watches how many steps the optimisers refuse."""
+    """Counts the steps that the optimisers refuse."""
 
     def __init__(self) -> None:
         self._then: dict[str, tuple[int, int]] = {}

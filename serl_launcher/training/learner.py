@@ -1,7 +1,7 @@
-"""The trainer: it asks the plan for the next update, draws its batch, calls the method of that name, and publishes.
+"""The trainer's loop: ask the plan for the next update, draw its batch, call the method of that name, publish weights.
 
-Rank 0 is a client of the server like any other: it tells it the directive and the pace, and hears which episodes have
-changed. The rows themselves it reads from the mapped files.
+Rank 0 is a client of the server: it sends the directive and the step limit, and hears which episodes have changed. It
+reads the rows themselves from the mapped files.
 """
 
 import hashlib
@@ -44,7 +44,15 @@ FAREWELL_S = 15.0  # how long the actors may take to deliver the rest
 
 
 class Learner:
-    """Runs a plan to its end, on all ranks. `run_dir` is the run's folder; a batch has `batch_size` rows."""
+    """Runs a plan to its end, on all ranks.
+
+    run_dir: the run's folder.
+    link: the connection to the server.
+    sources: the replay buffers, from which batches are drawn.
+    batch_size: rows of a batch, of all ranks together.
+    checkpoint_s: seconds between two checkpoints; 0: after each update.
+    accept_plan: resume even if the current phase was edited.
+    """
 
     def __init__(
         self, *, run_dir: Path, link: Connection, plan: Plan, ranks: Ranks, sources: ReplayMixture,
@@ -76,12 +84,12 @@ class Learner:
 
     @property
     def wall_s(self) -> float:
-        """Seconds that this run has been worked on, over all its starts."""
+        """Seconds of work on this run, over all its starts."""
         return self._wall_s + time.monotonic() - self._began
 
     # -- the loop
     def run(self) -> None:
-        """Train until the plan ends; then let the actors deliver what they have and keep a last checkpoint."""
+        """Train until the plan ends. Then let the actors deliver their last data, and keep a last checkpoint."""
         saved = self.checkpoints.load()
         self._command = saved["command"] if saved else 0
         self._synchronise()
@@ -99,7 +107,7 @@ class Learner:
         self.checkpoint()
 
     def _update(self) -> bool:
-        """Make the update that is due, if one is due and its data are there."""
+        """Make the update that is due. Returns False if none is due, or if its sources hold no data for it."""
         name, phase = self.state.next_update(self._progress()), self.state.phase
         batch = None
         if name and phase:
@@ -116,7 +124,7 @@ class Learner:
         return True
 
     def _advance(self) -> None:
-        """Go on to the next phase when this one has ended, after what its end asks for."""
+        """If the phase has ended, do its on_end actions and go on to the next one."""
         self._obey()
         before, begin = self.state.phase, int(self.state.at.base["episodes"])
         actions = self.state.advance(self._progress())
@@ -150,7 +158,7 @@ class Learner:
             self.ranks.set_statistics(statistics(self.sources, source))
 
     def _evaluated(self, phase: Phase, begin: int) -> None:
-        """Keep the result of an evaluation. What ran is what was trained, by hash: else raises RetakeError."""
+        """Keep the result of an evaluation. Raises RetakeError if other weights acted than those that were trained."""
         result = evaluation(self.counters, phase.name, begin, phase.episodes)
         if any(version != self.version["version"] for version in result["versions"]):
             versions = result["versions"]
@@ -170,7 +178,7 @@ class Learner:
         return self.counters.progress(self.wall_s)
 
     def _hear(self) -> None:
-        """Take what the server has said, and ask again; never waits."""
+        """Take what the server has sent, and ask again. Never waits."""
         self._receive()
         if self.link.connected and not self._asked and time.monotonic() >= self._next_sync:
             self._asked = self.link.send(m.Sync(self._revision, self._command))
@@ -181,7 +189,7 @@ class Learner:
             if isinstance(message, m.Synced):
                 self._take(message)
             elif isinstance(message, m.Failed):
-                log.warning("the server says: %s", message.text)
+                log.warning("server: %s", message.text)
                 self._asked, self._next_sync = False, time.monotonic() + RETRY_S
         self._asked &= self.link.connected
 
@@ -195,7 +203,7 @@ class Learner:
         self._command = max(self._command, *(number for number, _, _ in synced.commands), 0)
 
     def _synchronise(self) -> None:
-        """Hear everything that there is before the first decision."""
+        """Hear of all episodes and commands that the server has."""
         while self._asked:  # an answer is under way already
             self.link.wait(SYNC_S)
             self._receive()
@@ -215,7 +223,7 @@ class Learner:
 
     # -- telling
     def _direct(self) -> None:
-        """Make the plan's directive the run's, when it has changed, and when the server may have been restarted."""
+        """Send the plan's directive if it has changed, or if the server may have been restarted."""
         body = self.state.directive()
         evaluates = body["mode"] == "evaluate"
         if evaluates and self._body.get("mode") != "evaluate":
@@ -229,7 +237,7 @@ class Learner:
             self._number, self._body, self._allowed, self._welcome = number, body, allowed, self.link.welcome
 
     def _tell(self) -> None:
-        """The pace when it changed, metrics, the console, and a checkpoint when one is due."""
+        """Send the step limit if it has changed. Write metrics, console and a checkpoint when they are due."""
         now = time.monotonic()
         allowed = None if self._starved else self.state.step_limit(self._progress())
         if self._body.get("paced") and (allowed != self._allowed or now >= self._next_allow):
@@ -242,7 +250,7 @@ class Learner:
             self.checkpoint()
 
     def _publish(self) -> None:
-        """Make the acting part the newest version, unless it is already."""
+        """Publish the acting part's weights as the newest version, unless they are that already."""
         data = self._acting()
         sha256 = hashlib.sha256(data).hexdigest()
         if sha256 != self.version.get("sha256"):
@@ -267,18 +275,18 @@ class Learner:
         return answer
 
     def _written(self, write: Callable[[], Kept]) -> Kept:
-        """What `write` returns, once the disk has room for it: a run does not end with what can be mended."""
+        """Return what `write` returns. While the disk is full, try again: a full disk ends no run."""
         while True:
             try:
                 return write()
             except (OSError, RuntimeError) as error:
                 if (full := full_disk(error)) is None:
                     raise
-                log.warning("training waits, make room in %s: %s", self.run_dir, full)
+                log.warning("training waits: %s. Make room in %s", full, self.run_dir)
                 time.sleep(FULL_S)
 
     def _farewell(self) -> None:
-        """The plan has ended: the directive says stop; wait for the actors to deliver the rest and to leave."""
+        """Send the directive `stop`, and wait until the actors have delivered their data and left."""
         deadline = time.monotonic() + FAREWELL_S
         while time.monotonic() < deadline:
             self._direct()
@@ -290,7 +298,7 @@ class Learner:
 
     # -- checkpoints
     def checkpoint(self) -> None:
-        """Keep everything that a resumed run needs to go on bit by bit."""
+        """Keep everything that a resumed run needs to continue bit by bit as this one would."""
         begun = time.monotonic()
         state = {
             "algorithm": self.ranks.state_dict(), "plan": self.state.state_dict(),
@@ -304,7 +312,7 @@ class Learner:
         self._schedule.saved(now, now - begun)
 
     def _resume(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint; under another plan only what was learned is taken from it."""
+        """Go on from a checkpoint. If the plan's phases are others, take only what was learned, and begin the plan."""
         self.version = dict(self.link.notice.weights)
         self.ranks.begin(saved and saved["algorithm"])
         if saved is None:

@@ -1,9 +1,9 @@
-"""How much memory a rank will need, found before any of it is taken.
+"""Estimates the memory that a rank will need, before any of it is taken.
 
-The algorithm makes each of its updates, while somebody counts what is alive. A small one does so with one row and with
-two, from which a batch follows. A large one is built of tensors that have a shape and no memory (PyTorch's
-FakeTensorMode, whose import takes seconds). Such tensors have no values: an update that asks for one (`.item()`, an
-`if` on a tensor) cannot be counted. The estimate says so and leaves it out; it ends no run.
+It makes each of the algorithm's updates, and counts the tensors that are alive. A small algorithm does so with one row
+and with two; the need of a batch follows from them. A large one is built of tensors that have a shape and no memory
+(PyTorch's FakeTensorMode, whose import takes seconds). Such tensors have no values, so an update that asks for a value
+(`.item()`, an `if` on a tensor) cannot be counted. The estimate says so and leaves that update out; the run goes on.
 """
 
 import logging
@@ -58,7 +58,7 @@ class Need:
 
 
 def check_built(make: Callable[[], Algorithm], processes: int) -> None:
-    """Raises ConfigError when that many processes cannot even build the algorithm in this machine's memory."""
+    """Raise ConfigError if this machine's memory is too small for so many processes to build the algorithm."""
     size = processes * _size(make)
     if size > SHARE * (there := free("cpu", 1)):
         raise ConfigError(
@@ -68,7 +68,10 @@ def check_built(make: Callable[[], Algorithm], processes: int) -> None:
 
 
 def needed(make: Callable[[], Algorithm], spec: Spec, batch_size: int, ranks: int, stage: int) -> Need:
-    """What training with batches of `batch_size` rows takes; `stage` is ZeRO's, of the largest network."""
+    """Return what training takes of each rank, with batches of `batch_size` rows for all ranks together.
+
+    stage: ZeRO's, of the largest network; 0: no sharding.
+    """
     rows = batch_size // ranks
     if _size(make) < SMALL:
         _, _, one = _counted(make, spec, lambda _: 1)
@@ -92,7 +95,7 @@ def needed(make: Callable[[], Algorithm], spec: Spec, batch_size: int, ranks: in
 
 
 def check(need: Need, free: int, device: str) -> None:
-    """Raises ConfigError, with what to change, when a rank cannot have what it needs."""
+    """Raise ConfigError, which says what to change, if a rank needs more than `free` bytes."""
     if need.total <= SHARE * free:
         return
     changes = ["a smaller batch_size, or a larger accumulation of the optimizer", "policy.checkpointing=true"]

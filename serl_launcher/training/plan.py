@@ -1,4 +1,4 @@
-"""A training run as data: sources and phases, read from one yaml and checked in full before anything moves."""
+"""A training run as data: its sources, views and phases. plan_reader.py reads them from a yaml and checks them."""
 
 import difflib
 import re
@@ -21,12 +21,13 @@ TERM = re.compile(r"(\w+)(?:\.(\w+)|\[(\d+)\])?\s*(>=|>)\s*(\d[\d_]*(?:\.\d+)?)"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A physical source, which actors write into: `capacity` in steps.
+    """A physical source, into which actors write.
 
-    `archive` is what an episode must be in before it may leave the store: `lerobot` (exported shards), or `none`.
-    `dataset` is a folder with a LeRobot dataset that fills this source before the first phase. `on_silence`: after so
-    many seconds of silence an actor's open episode is truncated; inf keeps it until the actor comes back, and None does
-    so for an actor with a real clock alone.
+    capacity: steps that it holds; older episodes leave the store.
+    archive: where an episode must be before it may leave: `lerobot` (in exported shards) or `none` (nowhere).
+    dataset: folder of a LeRobot dataset that fills this source before the first phase; None: no dataset.
+    on_silence: seconds without a message after which an actor's open episode is truncated. inf: keep it until the actor
+        is back. None: keep it for an actor with a real clock, truncate it for a simulated one.
     """
 
     capacity: int
@@ -37,7 +38,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Actors:
-    """What the actors do in a phase: the words of its directive. `intervene`: the operator may take over."""
+    """What the actors do in a phase, as its directive tells them. `intervene`: the operator may take over."""
 
     mode: str
     into: str | None = None
@@ -51,7 +52,7 @@ class Actors:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A method of the algorithm, in every `every`-th round of the phase's list, once `from_updates` were made."""
+    """A method of the algorithm. Due in every `every`-th round, once the phase has made `from_updates` updates."""
 
     name: str
     data: Mapping[str, float]  # source or view: share; the shares sum to 1
@@ -61,7 +62,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How many updates an env step pays for, and by how many updates either side may run ahead of the other."""
+    """The ratio of updates to env steps, and by how many updates either side may run ahead of the other."""
 
     updates_per_step: float
     tolerance: int
@@ -83,7 +84,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What actors and learner do at the same time, and until when. Conditions are texts that `parse` reads."""
+    """What actors and learner do at the same time, and until when. `parse` reads the texts of the conditions."""
 
     name: str
     actors: Actors
@@ -97,7 +98,7 @@ class Phase:
 
     @property
     def episodes(self) -> int | None:
-        """How many episodes an evaluation takes; None without such a bound in `until`, and in other phases."""
+        """The number of episodes of an evaluation; None in other phases, and if `until` has no such bound."""
         terms = [parse(text) for text in self.until if self.actors.mode == "evaluate"]
         return min(
             (int(t[0].bound) + t[0].strict for t in terms if len(t) == 1 and t[0].name == "episodes"), default=None
@@ -119,7 +120,7 @@ class Plan:
 
     @property
     def capacities(self) -> dict[str, int]:
-        """{physical source: steps} of those that a phase fills or looks at, or a dataset fills: no other is made."""
+        """{physical source: steps} of the sources that a phase fills or reads, or a dataset fills. No other is made."""
         names: set[str | None] = {name for name, source in self.sources.items() if source.dataset is not None}
         for phase in self.phases.values():
             seen = {name for update in phase.updates for name in update.data}
@@ -130,7 +131,7 @@ class Plan:
 
     @property
     def on_silence(self) -> dict[str, float]:
-        """{physical source: seconds} of those that say it."""
+        """{physical source: seconds} of the sources with such an option."""
         return {name: s.on_silence for name, s in self.sources.items() if s.on_silence is not None}
 
     @property
@@ -139,14 +140,14 @@ class Plan:
         return frozenset(name for name, source in self.sources.items() if source.archive == "lerobot")
 
     def only(self, name: str | None) -> "Plan":
-        """This plan with that one phase; None: with all of them. Raises ConfigError when it has no such phase."""
+        """Return this plan with that one phase; None: with all of them. Raises ConfigError if it has no such phase."""
         names = self.phases if name is None else [known(name, self.phases, "phase", "phase")]
         return replace(self, phases={each: self.phases[each] for each in names})
 
 
 @cache
 def parse(text: str) -> tuple[Term, ...]:
-    """The terms of a condition, all of which must hold; none when the text is no condition."""
+    """Return the terms of a condition, all of which must hold; an empty tuple if the text is no condition."""
     if text.strip() == OPERATOR:
         return (Term(OPERATOR),)
     matches = [TERM.fullmatch(part.strip()) for part in text.split(" and ")]
@@ -155,7 +156,7 @@ def parse(text: str) -> tuple[Term, ...]:
 
 
 def known(word: Any, words: Collection[str], kind: str, where: str) -> Any:
-    """`word`, when it is one of `words`. Raises ConfigError with the nearest of them when it is not."""
+    """Return `word` if it is one of `words`. Else raises ConfigError, which names the nearest of them."""
     if word in words:
         return word
     near = difflib.get_close_matches(str(word), words, n=1, cutoff=0)

@@ -36,9 +36,9 @@ EXAMPLE = "'env_steps >= 20000', 'demo.episodes >= 20', 'success[20] >= 0.9 and 
 
 
 def plan_of(config: DictConfig, methods: Collection[str] | None = None) -> Plan:
-    """The plan that a run's config names, with all its phases; `methods` as in `load_plan`.
+    """Return the plan of a run's config, with all its phases. `methods`: as in `load_plan`.
 
-    Raises ConfigError as `load_plan` does, and when the config's `phase` is none of them.
+    Raises ConfigError as `load_plan` does, and if the config's `phase` is not in the plan.
     """
     mapping: Any = OmegaConf.to_container(config.plan, resolve=True)
     plan = load_plan(mapping, methods=methods, has_operator=config.task.has_operator)
@@ -47,11 +47,13 @@ def plan_of(config: DictConfig, methods: Collection[str] | None = None) -> Plan:
 
 
 def load_plan(mapping: Mapping[str, Any], *, methods: Collection[str] | None, has_operator: bool) -> Plan:
-    """The plan that plain containers describe (interpolations resolved).
+    """Return the plan that a mapping of plain containers describes.
 
-    `methods` are the names of the algorithm's updates, None where no algorithm is at hand (then names are not
-    checked). Without an operator, teleop phases are left out, and so is the data that only they would have filled.
-    Raises ConfigError that names the line and the nearest right word.
+    mapping: the yaml's content, with its interpolations resolved.
+    methods: names of the algorithm's updates; None: they are not checked.
+    has_operator: False: teleop phases are left out, and so is the data that only they would have filled.
+
+    Raises ConfigError, which names the place and the nearest right word.
     """
     root = _Node("plan", mapping)
     root.keys(required=("phases",), optional=("sources",))
@@ -66,7 +68,7 @@ def load_plan(mapping: Mapping[str, Any], *, methods: Collection[str] | None, ha
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A value of the yaml, and its place there, which every complaint names."""
+    """A value of the yaml and its place there, which each error names."""
 
     where: str
     value: Any
@@ -90,14 +92,14 @@ class _Node:
                 raise self.error(f"{key!r} is missing")
 
     def items(self) -> list["_Node"]:
-        """The members of a list; a single text stands for a list of one."""
+        """Return the members of a list. A single text counts as a list of one."""
         values = [self.value] if isinstance(self.value, str) else self.value
         if not isinstance(values, list | tuple):
             raise self.error(f"should be a list, not {values!r}")
         return [_Node(f"{self.where}[{index}]", value) for index, value in enumerate(values)]
 
     def named(self) -> tuple[str, "_Node"]:
-        """A member of a list that is either `name` (then its value is None) or `name: value`."""
+        """Return (name, value) of a list member that is either `name` or `name: value`; the value of `name` is None."""
         if isinstance(self.value, Mapping) and len(self.value) == 1:
             return self.entries()[0]
         if not isinstance(self.value, str):
@@ -151,7 +153,7 @@ def _sources(node: _Node) -> tuple[dict[str, Source], dict[str, View]]:
 
 
 def _evaluations(node: _Node) -> Source:
-    """The built-in source, of which a plan may say the capacity."""
+    """Read the built-in source, whose capacity a plan may give."""
     found = node.at(EVAL, {"capacity": EVAL_CAPACITY})
     found.keys(required=("capacity",))
     return Source(found.at("capacity").whole(LEAST_CAPACITY))
@@ -253,7 +255,7 @@ class _Reader:
         return name, source.value
 
     def check(self, node: _Node, phase: Phase) -> None:
-        """Raise ConfigError when the learner would wait for what no actor makes, or when nothing can end the phase."""
+        """Raise ConfigError if the learner would wait for data that no actor makes, or if nothing can end the phase."""
         if phase.pace and not phase.actors.act:
             raise node.at("pace").error(f"actors in mode {phase.actors.mode!r} make no env steps to keep pace with")
         if phase.start_when is not None:
@@ -300,7 +302,7 @@ class _Reader:
 
 
 def _without_operator(plan: Plan) -> Plan:
-    """The plan without its teleop phases, and without the shares of sources that only they fill."""
+    """Return the plan without its teleop phases, and without the shares of sources that only they fill."""
     left_out = [name for name, phase in plan.phases.items() if phase.actors.mode == "teleop"]
     phases = {name: phase for name, phase in plan.phases.items() if name not in left_out}
     filled = {phase.actors.into for phase in phases.values()}

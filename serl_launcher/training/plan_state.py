@@ -1,4 +1,4 @@
-"""Where a run stands in its plan: which phase, what was done in it, and what may be done next."""
+"""The state of a run in its plan: the current phase, what was done in it, and which update may come next."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ class SourceCounts:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The numbers that conditions look at: by phase name, by source or view name, and the run's seconds of work."""
+    """The numbers that conditions compare: by phase name, by source or view name, and the run's seconds of work."""
 
     phases: Mapping[str, PhaseCounts] = field(default_factory=dict)
     sources: Mapping[str, SourceCounts] = field(default_factory=dict)
@@ -51,11 +51,11 @@ class Progress:
 
 
 class RateLimiter:
-    """A token bucket between env steps and updates: a step pays in `updates_per_step`, an update takes one out.
+    """A token bucket between env steps and updates: a step adds `updates_per_step` tokens, an update takes one.
 
-    Either side may run `tolerance` updates ahead, and always far enough for one step or one update, so the two never
-    wait for each other. Steps that the learner could not keep up with, beyond the tolerance, pay for nothing: this
-    caps the catching up after a slow stretch or a restart. `uncounted_steps` [steps] is all the state there is.
+    Either side may run `tolerance` updates ahead, and always by one step or one update, so that the two never wait for
+    each other. If the learner falls behind by more, the excess steps add no tokens: this caps the catching up after a
+    slow stretch or a restart. `uncounted_steps`, the number of such steps, is the only state.
     """
 
     def __init__(self, pace: Pace | None, uncounted_steps: float) -> None:
@@ -63,11 +63,11 @@ class RateLimiter:
         self._forgiven, self._report_at = 0.0, 1.0
 
     def may_update(self, env_steps: int, updates: int) -> bool:
-        """Whether one more update is paid for."""
+        """Return whether there is a token for one more update."""
         return self.pace is None or self._credit(self.pace, env_steps, updates) >= 1 - self.pace.tolerance
 
     def step_limit(self, env_steps: int, updates: int) -> int | None:
-        """The env step up to which a simulated actor may go before the next update; None: no limit."""
+        """Return the env step up to which a simulated actor may go before the next update; None: no limit."""
         if self.pace is None:
             return None
         room = self.pace.tolerance + 1 - self._credit(self.pace, env_steps, updates)
@@ -80,14 +80,17 @@ class RateLimiter:
             self.uncounted_steps += excess / pace.updates_per_step
             self._forgiven += excess
             if self._forgiven >= self._report_at:
-                log.warning("the learner is behind: %.0f updates will not be made up for", self._forgiven)
+                log.warning(
+                    "learner too slow: %.0f updates dropped. Lower updates_per_step, or use a faster GPU",
+                    self._forgiven,
+                )
                 self._report_at = 2 * self._forgiven
         return credit - max(0.0, excess)
 
 
 @dataclass(slots=True)
 class PhasePosition:
-    """The place in the plan as plain numbers, all of them in the checkpoint; `phase` None: the plan has ended."""
+    """The position in the plan as plain numbers, which the checkpoint keeps. `phase` None: the plan has ended."""
 
     phase: str | None
     base: dict[str, float]  # unit: the phase's count when it was entered
@@ -99,7 +102,7 @@ class PhasePosition:
 
 
 class PlanState:
-    """Follows a plan; owned by rank 0 of the learner, which tells it what was accepted and what was done."""
+    """Follows a plan. Rank 0 of the trainer owns it, and tells it what was accepted and what was done."""
 
     def __init__(self, plan: Plan, progress: Progress | None = None) -> None:
         """`progress`: what a store that is not empty held when this plan began."""
@@ -114,7 +117,7 @@ class PlanState:
         return None if self.at.phase is None else self.plan.phases[self.at.phase]
 
     def waits_for(self, progress: Progress) -> str | None:
-        """Why no update is due now, for the status line; None when one is."""
+        """Return why no update is due now, for the status line; None if one is due."""
         phase = self.phase
         if phase is None:
             return "nothing: the plan has ended"
@@ -128,17 +131,17 @@ class PlanState:
         return None if bucket.may_update(self._env_steps(progress), self.at.updates) else "env steps: pace"
 
     def next_update(self, progress: Progress) -> str | None:
-        """The name of the update that is due; None while there is none."""
+        """Return the name of the update that is due; None while there is none."""
         return None if self.waits_for(progress) else self._turn()[2]
 
     def begin(self) -> list[tuple[str, str | None]]:
-        """What is to be done before the phase's first update, once: [(action, source), ...]."""
+        """Return the actions before the phase's first update, once: [(action, source), ...]."""
         actions = [] if self.at.begun or self.phase is None else list(self.phase.on_begin)
         self.at.begun = True
         return actions
 
     def did_update(self, name: str) -> None:
-        """Count the update that `next_update` named; one that was skipped is not reported and comes again."""
+        """Count the update that `next_update` named. Do not call it for a skipped one, which then stays due."""
         turn, index, due = self._turn()
         if name != due:
             raise ValueError(f"{due!r} was due, not {name!r}")
@@ -147,7 +150,7 @@ class PlanState:
         self.updates += 1
 
     def publish_due(self) -> bool:
-        """Whether the phase asks for the weights to be published now."""
+        """Return whether the phase asks for the weights to be published now."""
         every = self.phase.publish_every if self.phase else None
         return every is not None and self.at.updates - self.at.published_at >= every
 
@@ -155,16 +158,16 @@ class PlanState:
         self.at.published_at = self.at.updates
 
     def step_limit(self, progress: Progress) -> int | None:
-        """How far `progress.phases[phase].env_steps` may go by a simulated actor's doing; None: no limit."""
+        """Return the limit of `progress.phases[phase].env_steps` for simulated actors; None: no limit."""
         phase = self.phase
         bucket = self._begin(phase, progress) if phase and phase.updates else None
         allowed = bucket.step_limit(self._env_steps(progress), self.at.updates) if bucket else None
         return None if allowed is None else allowed + int(self.at.base["env_steps"])
 
     def command(self, name: str, argument: str = "") -> None:
-        """Take an operator's word: next, hold, resume, stop, or goto with a phase. Raises ConfigError for any other.
+        """Take an operator's command: next, hold, resume, stop, or goto with a phase. Raises ConfigError for any other.
 
-        What needs the counters is done by `advance`. However a phase ends, its on_end actions are done.
+        `advance` carries out next, stop and goto. However a phase ends, its on_end actions are done.
         """
         known(name, COMMANDS, "command", "operator")
         if name == "goto":
@@ -177,7 +180,7 @@ class PlanState:
             self._command = (name, argument)
 
     def advance(self, progress: Progress) -> list[tuple[str, str | None]]:
-        """Go on to the next phase if this one has ended; what is then to be done: [(action, source), ...]."""
+        """Go on to the next phase if this one has ended. Returns its on_end actions: [(action, source), ...]."""
         (command, argument), self._command = self._command or ("", ""), None
         phase = self.phase
         reason = command or (phase and not self.at.held and self._ended_by(phase, progress))
@@ -190,7 +193,7 @@ class PlanState:
         return list(phase.on_end) if phase else []
 
     def directive(self) -> dict[str, Any]:
-        """What the actors are to do, without its number."""
+        """Return what the actors are to do, without the directive's number."""
         phase = self.phase
         if phase is None or self.at.held:
             mode = "stop" if phase is None else "idle"
@@ -198,7 +201,7 @@ class PlanState:
         return {"phase": phase.name, **asdict(phase.actors), "episodes": phase.episodes, "boundary": "episode"}
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain containers, with the phase as it was, so that an edit is noticed."""
+        """Return the position as plain containers, with the phase as it is now, so that a later edit is noticed."""
         uncounted_steps = self.bucket.uncounted_steps if self.bucket else None
         return {
             "at": asdict(self.at),
@@ -208,9 +211,9 @@ class PlanState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, accept: bool = False) -> None:
-        """Go on from a checkpoint, by the phase's name.
+        """Go on from a checkpoint in the phase of that name.
 
-        Raises ConfigError when the plan has no such phase any more, or, without `accept`, when it was edited.
+        Raises ConfigError if the plan has no such phase any more, or if it was edited and `accept` is False.
         """
         at = PhasePosition(**{**state["at"], "turn": tuple(state["at"]["turn"])})
         if at.phase is not None:
@@ -232,13 +235,13 @@ class PlanState:
         return None if uncounted_steps is None or self.phase is None else RateLimiter(self.phase.pace, uncounted_steps)
 
     def _begin(self, phase: Phase, progress: Progress) -> RateLimiter | None:
-        """The bucket, made at the first call that sees start_when met: the steps before pay for nothing."""
+        """Return the bucket; None before start_when is met. Steps before that moment add no tokens."""
         if self.bucket is None and (phase.start_when is None or self._met(phase.start_when, progress)):
             self.bucket = self._bucket(self._env_steps(progress))
         return self.bucket
 
     def _turn(self) -> tuple[int, int, str]:
-        """(round, index, name) of the next update that the phase's list has."""
+        """Return (round, index, name) of the next update in the phase's list."""
         updates = self.phase.updates if self.phase else ()
         if not updates:
             raise ValueError(f"phase {self.at.phase!r} has no updates")
@@ -258,7 +261,7 @@ class PlanState:
         return all(term.met_by(self._value(term, progress)) for term in parse(condition))
 
     def _value(self, term: Term, progress: Progress) -> float:
-        """What a term compares with its bound; nan, which meets nothing, where there is no value."""
+        """Return what a term compares with its bound; nan, which meets no bound, if there is no value yet."""
         if term.name == OPERATOR:
             return math.nan
         if term.window is not None:
@@ -272,12 +275,14 @@ class PlanState:
         return self._count(term.name, progress)
 
     def _count(self, unit: str, progress: Progress) -> float:
-        """The current phase's own count of a unit, since it was entered."""
+        """Return the current phase's count of a unit since it was entered."""
         return self.at.updates if unit == "updates" else self._total(unit, progress) - self.at.base[unit]
 
     def _total(self, unit: str, progress: Progress) -> float:
-        """The count of a unit since the run began. An evaluation counts the steps of finished episodes alone: it would
-        favour short ones if its steps could end it within a long one."""
+        """Return the count of a unit since the run began. An evaluation counts steps of finished episodes only.
+
+        Otherwise its step limit could end it within a long episode, so it would favour short ones.
+        """
         if unit == "wall_s":
             return progress.wall_s
         counts = self._counts(progress)

@@ -1,4 +1,4 @@
-"""Which actors are there, and which have left: for the learner's console and its log."""
+"""Says which actors are connected and which have left, in the learner's console and its log."""
 
 import logging
 import time
@@ -10,14 +10,14 @@ MOST = 8  # actors that have left and are still named
 
 
 class Presence:
-    """Hears who is connected, says in the log who has left and who is back, and as a text who is where."""
+    """Logs which actors have left and which are back. As a text: who is connected, and who left when."""
 
     def __init__(self) -> None:
         self.here: list[str] = []
         self._left: dict[str, float] = {}  # name: when (seconds, time.monotonic()), the latest last
 
     def take(self, actors: Collection[str]) -> None:
-        """These actors are connected now."""
+        """Take the names of the actors that are connected now."""
         if list(actors) == self.here:
             return
         for name in actors:

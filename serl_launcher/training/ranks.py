@@ -1,5 +1,5 @@
-"""The ranks of a trainer: how they are started, and the algorithm on all of them. Rank 0 has the Learner, and says what
-the others do."""
+"""The ranks of a trainer: how they are started, and the algorithm on all of them. Rank 0 has the Learner and tells the
+others what to do."""
 
 import logging
 import math
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 
 class Ranks:
-    """One algorithm, built alike on every rank. Rank 0 calls the public methods, the others `follow`.
+    """One algorithm, built alike on every rank. Rank 0 calls the public methods, the others call `follow`.
 
-    `sharding` is DeepSpeed's config, for the optimiser with most weights; with stage 0 every rank has everything.
+    sharding: DeepSpeed's config, for the optimiser with most weights. With stage 0 every rank holds everything.
     """
 
     def __init__(self, algorithm: Algorithm, world: World, sharding: Mapping[str, Any]) -> None:
@@ -36,7 +36,7 @@ class Ranks:
         self._sharding = sharding if world.size > 1 and sharding["zero_optimization"]["stage"] else None
 
     def check(self, batch_size: int) -> None:
-        """Raises ConfigError for a batch that the ranks cannot share, and for what ZeRO-3 cannot spread."""
+        """Raise ConfigError for a batch size that the ranks cannot share, or for networks that ZeRO-3 cannot shard."""
         optimizers = self._optimizers()
         parts = math.lcm(*(self.world.size * optimizer.accumulation for optimizer in optimizers))
         if batch_size % parts:
@@ -49,13 +49,13 @@ class Ranks:
 
     # -- what rank 0 says
     def begin(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from what `state_dict` said (None: from the weights that rank 0 was built with), on every rank."""
+        """Load `state` on every rank; None: take the weights with which rank 0 was built."""
         if state is not None:
             self.algorithm.load_state_dict(state)
         self._all("begin")
 
     def update(self, name: str, batch: Batch) -> Metrics:
-        """The update of that name on this batch, of which each rank takes an equal part; the mean of the metrics."""
+        """Make the update of that name, each rank on an equal part of the batch. Returns the mean of the metrics."""
         if self.world.size == 1:
             return getattr(self.algorithm, name)(batch.to(self.world.device))
         return self._all("update", [name, {column.name: getattr(batch, column.name) for column in fields(batch)}])
@@ -66,20 +66,20 @@ class Ranks:
         })  # fmt: skip
 
     def published(self) -> dict[str, Tensor]:
-        """What is sent to whoever acts, whole, in memory that is not the device's."""
+        """Return the acting part's weights {name: tensor}, whole, in the CPU's memory."""
         return self._all("published")
 
     def state_dict(self) -> dict[str, Any]:
-        """The algorithm's, whatever ranks and sharding are, and will be."""
+        """Return the algorithm's state, in a form that fits any number of ranks and any sharding."""
         return self._all("state")
 
     def steps(self) -> dict[str, tuple[int, int]]:
-        """{optimiser's name: (steps asked for, those refused because the gradient was not finite)}."""
+        """Return {optimiser's name: (steps asked for, steps refused because the gradient was not finite)}."""
         named = vars(self.algorithm).items()
         return {name: (item.steps, item.refused) for name, item in named if isinstance(item, Optimizer)}
 
     def end(self) -> None:
-        """Let the other ranks go."""
+        """Let the other ranks end."""
         self.world.broadcast(["end", None])
 
     def _all(self, what: str, argument: Any = None) -> Any:
@@ -88,7 +88,7 @@ class Ranks:
 
     # -- what every rank does
     def follow(self) -> None:
-        """Do what rank 0 says, until it says `end`."""
+        """Do what rank 0 tells this rank, until that is `end`."""
         while (order := self.world.broadcast())[0] != "end":
             getattr(self, f"_{order[0]}")(order[1])
 
@@ -123,7 +123,7 @@ class Ranks:
 
     def _state(self, _: None) -> dict[str, Any]:
         state = self.algorithm.state_dict()
-        whole: dict[int, Tensor | None] = {}  # what two modules share is kept once
+        whole: dict[int, Tensor | None] = {}  # a weight that two modules share is kept once
         for name, weight in self.algorithm.named_parameters(remove_duplicate=False):
             if hasattr(weight, "ds_id"):
                 if id(weight) not in whole:
