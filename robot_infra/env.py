@@ -1,4 +1,4 @@
-"""A robot, its cameras, its judge and its teleoperation as one Env that moves at a fixed rate."""
+"""RobotEnv makes a robot, its cameras, its judge and its teleoperation one Env that moves at a fixed rate."""
 
 import time
 from collections.abc import Mapping
@@ -18,14 +18,21 @@ IMAGES, AGE = "observation.images.", "age."  # and a camera's name
 
 
 class RobotEnv:
-    """The Env of serl_client.env over a robot; a context manager, so that every way out stops the robot.
+    """Implements serl_client.env.Env over a robot; a context manager, so that every way out stops the robot.
 
-    On the real clock a step lasts 1/fps seconds, counted by deadline; `late` counts the steps that took longer, and
-    after one of them the count goes on from there. On the simulated clock nothing waits. An episode of `max_steps`
-    is truncated; only the judge terminates one, and its success counts once the episode has ended. Each row also
-    records `age.<camera>`, how old each image was when its observation was complete (seconds), and with a teleop
-    `policy_action` (intervention.py). `operator` is the person at the keys, where the teleop is their keyboard too.
-    Raises ConfigError for an unknown clock and for a teleop that speaks of another action space.
+    judge: gives reward and success; only it terminates an episode. Its success counts once the episode has ended.
+    task: the task in words.
+    fps: steps per second.
+    max_steps: an episode of so many steps is truncated.
+    clock: "real": a step lasts 1/fps seconds, counted by deadline, and `late` counts the steps that took longer.
+        "simulated": nothing waits.
+    cameras: {name: camera}.
+    teleop: the device of the human; None: nobody can take over.
+    operator: the person at the keys, if the teleop is their keyboard too; it is closed with the env.
+
+    Each row also records `age.<camera>`, the age of each image when its observation was complete (seconds). With a
+    teleop it records `policy_action` (intervention.py). Raises ConfigError for an unknown clock, and for a teleop
+    whose action space differs from the robot's.
     """
 
     def __init__(
@@ -67,10 +74,12 @@ class RobotEnv:
         self.close()
 
     def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
-        """Begin an episode at the start that `seed` names; with `teleop` the operator drives all of it, and with
-        `intervene` the rows in which they touch the device.
+        """Begin an episode at the start that `seed` names, and return its first observation.
 
-        Raises ConfigError for `teleop` when there is no operator to drive.
+        teleop: the operator drives the whole episode.
+        intervene: the operator drives the steps in which they touch the device.
+
+        Raises ConfigError for `teleop` if the env has no teleop.
         """
         self._intervention.reset(seed, demonstrate=teleop, intervene=intervene)
         self.robot.home(seed)
@@ -80,13 +89,13 @@ class RobotEnv:
         return observation
 
     def step(self, action: Array | None) -> Step:
-        """One tick: send the action [A], wait for the end of the tick, observe, judge.
+        """Make one control step: send the action [A], wait for the end of the step, observe, judge.
 
-        None holds. In a row that the operator drives theirs is sent instead.
+        None: hold. In a step that the operator drives, the operator's action is sent instead.
         """
         driven, is_theirs = self._intervention.drive(action)
         executed = self.robot.command(self.robot.hold_action() if driven is None else driven)
-        extras = {POLICY_ACTION: policy_action(action, executed), **self._ages}  # of what this action answered
+        extras = {POLICY_ACTION: policy_action(action, executed), **self._ages}  # of the observation before this action
         self._wait()
         observation = self._observe()
         verdict = self.judge(observation)
@@ -100,7 +109,7 @@ class RobotEnv:
         self.robot.stop()
 
     def close(self) -> None:
-        """Stop the robot and give every device back, each of them even if another fails; may be called twice."""
+        """Stop the robot and give every device back, even if one of them fails; may be called twice."""
         with ExitStack() as stack:
             for part in (self.operator, self.teleop, *self.cameras.values(), self.robot):
                 if part is not None:
@@ -124,4 +133,4 @@ class RobotEnv:
             time.sleep(remaining)
         else:
             self.late += 1
-            self._deadline -= remaining  # no short ticks to catch up: the robot would be asked to hurry
+            self._deadline -= remaining  # no short steps to catch up, because the robot would have to hurry

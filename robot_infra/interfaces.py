@@ -1,4 +1,4 @@
-"""What RobotEnv asks of a robot, a camera, a teleoperation device and a judge, and what the person at the keys says."""
+"""Protocols of the parts of a RobotEnv: robot, camera, teleoperation device, judge and operator."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from serl_client.spec import Array, Feature
 
 
 class RobotFault(RetakeError):
-    """The robot, a sensor or its link failed: it was told to stop, and a person looks at it before it moves again."""
+    """Says that the robot, a sensor or its link failed. It was told to stop; a person must check it before it moves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """One image, uint8 [height, width, channel], and when it was taken (seconds, time.monotonic())."""
+    """Holds one image, uint8 [height, width, channel], and its time (seconds, time.monotonic())."""
 
     image: Array
     time: float
@@ -23,7 +23,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a judge says of one row; `success` is None where it cannot tell."""
+    """Holds a judge's verdict on one step; `success` is None if the judge cannot tell."""
 
     reward: float
     terminated: bool
@@ -31,9 +31,9 @@ class Verdict:
 
 
 class Robot(Protocol):
-    """A robot that takes one command for each row; a simulated one lives one tick for each command.
+    """Describes a robot that takes one command per step; in simulation one command is one step of time.
 
-    A failure is raised as RobotFault. Arrays that it returns are fresh: the caller keeps them.
+    It raises RobotFault for a failure. It returns fresh arrays, which the caller may keep.
     """
 
     observation: Mapping[str, Feature]  # what observe() gives, without images
@@ -41,19 +41,19 @@ class Robot(Protocol):
     space: str  # what an action means: "ee_delta", "joint_position", ...
 
     def observe(self) -> Observation:
-        """The state now, {name: array of the feature's shape and dtype}."""
+        """Return the state now, {name: array of the feature's shape and dtype}."""
         ...
 
     def command(self, action: Array) -> Array:
-        """Send an action [A]; return [A], what was really sent."""
+        """Send an action [A]; return the action [A] that was really sent."""
         ...
 
     def hold_action(self) -> Array:
-        """The action [A] that keeps the robot where it is: zeros for a delta, the last command for a position."""
+        """Return the action [A] that holds the robot still: zeros for a delta, the last command for a position."""
         ...
 
     def home(self, seed: int) -> None:
-        """Move to where episodes start; a simulated robot lays out the scene that `seed` names, a real one cannot."""
+        """Move to where episodes start. A simulated robot also sets up the scene that `seed` names."""
         ...
 
     def stop(self) -> None:
@@ -66,45 +66,50 @@ class Robot(Protocol):
 
 
 class Camera(Protocol):
-    """A camera that captures on its own; asking for its latest frame does not wait for the next one."""
+    """Describes a camera that captures on its own; `latest` does not wait for the next frame."""
 
     feature: Feature  # uint8 [height, width, channel]
 
-    def latest(self) -> Frame: ...
+    def latest(self) -> Frame:
+        """Return the latest frame."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give the device back; may be called twice."""
+        ...
 
 
 class Teleop(Protocol):
-    """A device, or a script, with which somebody moves the robot."""
+    """Describes a device, or a script, that moves the robot instead of the policy."""
 
     space: str  # the Robot.space of its actions
 
     def reset(self, seed: int, *, demonstrate: bool = True) -> None:
-        """An episode begins: one to `demonstrate` as a whole, or else one to take over where it seems right.
+        """Begin an episode.
 
-        A script draws its noise from `seed`.
+        seed: a script draws its noise from it.
+        demonstrate: the device drives the whole episode; else it takes over where it seems right.
         """
         ...
 
     def read(self) -> Array | None:
-        """The action [A] wanted now, or None while nobody touches the device. Never blocks."""
+        """Return the action [A] wanted now, or None while nobody touches the device. Never blocks."""
         ...
 
     def close(self) -> None: ...
 
 
 class Judge(Protocol):
-    """Reward and success of a row, from its observation. Never blocks."""
+    """Describes a judge, which gives reward and success of a step from its observation. Never blocks."""
 
     def __call__(self, observation: Observation) -> Verdict: ...
 
 
 class Operator(Protocol):
-    """The person who watches, and what they say: pause, stop, success, failure, discard, next."""
+    """Describes the person who watches. Events: pause, stop, success, failure, discard, next."""
 
     def poll(self) -> Sequence[str]:
-        """The events since the last poll, oldest first. Never blocks."""
+        """Return the events since the last poll, oldest first. Never blocks."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Who drives a row: the policy, or the operator, who demonstrates a whole episode or takes over in mid-episode."""
+"""Decides who drives a step: the policy, or an operator who demonstrates or takes over in mid-episode."""
 
 import numpy as np
 from serl_client.errors import ConfigError
@@ -6,14 +6,14 @@ from serl_client.spec import Array
 
 from robot_infra.interfaces import Teleop
 
-POLICY_ACTION = "policy_action"  # the column of what the policy proposed
+POLICY_ACTION = "policy_action"  # column of the policy's proposal
 
 
 class Intervention:
-    """Decides for each row. Where nobody may drive, the device is not even read: a plan without it cannot be disturbed.
+    """Decides for each step. If nobody may drive, the device is not even read, so that it cannot disturb the plan.
 
-    In an episode that the operator demonstrates every row is theirs, and hands off the device mean: hold. Where they
-    may intervene, a row is theirs while they touch the device; what the policy proposed for it is dropped.
+    The operator drives every step of an episode that they demonstrate; without a hand on the device the robot holds.
+    If they may intervene, they drive while they touch the device, and the policy's proposal is dropped.
     """
 
     def __init__(self, teleop: Teleop | None) -> None:
@@ -21,7 +21,7 @@ class Intervention:
         self._demonstrates = self._may_take_over = False
 
     def reset(self, seed: int, *, demonstrate: bool, intervene: bool) -> None:
-        """An episode begins. Raises ConfigError when it asks for a demonstration and there is nobody to give it."""
+        """Begin an episode. Raises ConfigError if it is to be demonstrated and there is no teleop."""
         if demonstrate and self._teleop is None:
             raise ConfigError("this robot has no teleop: nobody can demonstrate")
         self._demonstrates, self._may_take_over = demonstrate, intervene
@@ -29,7 +29,7 @@ class Intervention:
             self._teleop.reset(seed, demonstrate=demonstrate)
 
     def drive(self, proposed: Array | None) -> tuple[Array | None, bool]:
-        """(the action [A] to send now, None: hold; whether it is the operator's row)."""
+        """Return the action [A] to send now (None: hold), and whether the operator drives this step."""
         if self._teleop is None or not (self._demonstrates or self._may_take_over):
             return proposed, False
         wanted = self._teleop.read()
@@ -38,8 +38,9 @@ class Intervention:
 
 
 def policy_action(proposed: Array | None, executed: Array) -> Array:
-    """What POLICY_ACTION holds of a row [A], before limits: the policy's proposal, also where the operator drove
-    instead. Where it proposed nothing, or nothing finite, it is what was executed, so that no row holds an invention.
+    """Return the value of POLICY_ACTION [A]: the policy's proposal before limits, also if the operator drove instead.
+
+    If the policy proposed nothing, or nothing finite, it is the executed action, so that no value is invented.
     """
     is_proposal = proposed is not None and bool(np.isfinite(proposed).all())
     return np.asarray(proposed if is_proposal else executed, executed.dtype)

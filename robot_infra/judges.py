@@ -1,4 +1,4 @@
-"""Judges: who says what a row is worth, and when the task is done."""
+"""Judges give the reward of a step, and say when the task is done."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from robot_infra.interfaces import Verdict
 
 
 class Predicate:
-    """A sparse reward: 1, and the end of the episode, as soon as a predicate on the true scene holds."""
+    """Gives reward 1 and ends the episode as soon as a predicate on the true scene holds; else reward 0."""
 
     def __init__(self, holds: Callable[[], bool]) -> None:
         self._holds = holds
@@ -21,10 +21,10 @@ class Predicate:
 
 
 def near(first: Array, second: Array, distance: float) -> bool:
-    """Whether two points lie closer together than `distance` (all in metres)."""
+    """Return whether two points lie closer together than `distance` (all in metres)."""
     return float(np.linalg.norm(first - second)) < distance
 
 
 def lifted(tool: Array, block: Array, height: float = 0.12) -> bool:
-    """Whether the block is above `height` and at the tool, so held and not thrown; points [3] in metres."""
+    """Return whether the block is above `height` and at the tool, so held and not thrown; points [3] in metres."""
     return bool(block[2] > height) and near(tool, block, 0.04)

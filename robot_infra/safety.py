@@ -1,4 +1,4 @@
-"""The last look at a command before a robot gets it."""
+"""Checks every command before a robot gets it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,12 +12,14 @@ from robot_infra.interfaces import Robot, RobotFault
 
 
 class SafeRobot:
-    """A Robot that sends only finite commands within its bounds; a fault of the robot inside stops it.
+    """Wraps a Robot: it sends only finite commands within the bounds, and stops the robot on a fault.
 
-    box {entry of the action: (low, high)} narrows the bounds of entries that the action Feature names. jump (one
-    number, or one for each entry) is the most that an entry may change from one command to the next; it goes before
-    the bounds, so that a robot outside of them comes back slowly. `refused` counts the commands that held NaN or
-    infinity; the robot held instead. Raises ConfigError for a box around an entry that does not exist.
+    box: {entry of the action: (low, high)}, narrower bounds for entries that the action Feature names.
+    jump: how much an entry may change from one command to the next; one number, or one for each entry. It takes
+        precedence over the bounds, so that a robot outside of them returns slowly. None: no limit.
+
+    `refused` counts the commands with NaN or infinity; the robot held still instead. Raises ConfigError for a box
+    around an entry that does not exist.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class SafeRobot:
         self._last = robot.hold_action()
 
     def observe(self) -> Observation:
-        """As the robot's. Raises RobotFault for a value that is not finite."""
+        """Return the robot's observation. Raises RobotFault for a value that is not finite."""
         with self._stop_on_fault():
             observation = self.robot.observe()
             for name, array in observation.items():
@@ -49,7 +51,7 @@ class SafeRobot:
         return observation
 
     def command(self, action: Array) -> Array:
-        """Send the nearest action [A] that is allowed; return what was really sent."""
+        """Send the nearest allowed action [A]; return the action that was really sent."""
         with self._stop_on_fault():
             self._last = self.robot.command(self._allowed(action))
         return self._last

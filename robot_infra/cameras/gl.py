@@ -1,4 +1,4 @@
-"""Whether images can be rendered on this machine, and with which OpenGL."""
+"""Finds out whether this machine can render images, and with which OpenGL backend."""
 
 import logging
 import os
@@ -21,20 +21,21 @@ ABSENT = (
 
 @cache
 def backend() -> str:
-    """The first of BACKENDS with which a child process draws an image, or else the empty string.
+    """Return the first of BACKENDS with which a child process draws an image; empty: there is none.
 
-    A GL library that does not fit its driver aborts its process or hangs: so a child tries it, for PATIENCE at most and
-    about a second as a rule, once for this process. Where MUJOCO_GL names one of them only that is tried, since
-    mujoco has loaded it and PyOpenGL works with one.
+    A GL library that does not fit its driver aborts its process or hangs, so a child process tries it. This takes about
+    a second, PATIENCE at most, and is done once. If MUJOCO_GL names a backend only that is tried, because mujoco has
+    loaded it and PyOpenGL works with one.
     """
     named = os.environ.get("MUJOCO_GL", "").strip().lower()
     return next((name for name in ((named,) if named in BACKENDS else BACKENDS) if _draws(name)), "")
 
 
 def chosen(cameras: bool | str) -> str:
-    """The backend for a task's option `cameras`: true, false, or `auto`, which takes what there is.
+    """Return the backend for a task's option `cameras`: true, false, or auto (cameras if they can be drawn).
 
-    The empty string means: no cameras; `auto` says so, and for true it is a ConfigError, as is any other word.
+    The empty string means no cameras. With auto a warning is then logged. Raises ConfigError if `cameras` is true and
+    nothing can be drawn, or for any other value.
     """
     if cameras not in (True, False, "auto"):
         raise ConfigError(f"cameras is {cameras!r}; it may be true, false or auto")

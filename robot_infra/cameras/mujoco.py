@@ -1,4 +1,4 @@
-"""The cameras of a MuJoCo scene: each image is drawn when it is asked for, of the scene as it is at that moment."""
+"""The cameras of a MuJoCo scene: each image is drawn on request, of the scene at that moment."""
 
 import importlib
 import time
@@ -11,7 +11,7 @@ from serl_client.spec import Array, Feature
 from robot_infra.cameras import gl
 from robot_infra.interfaces import Frame
 
-SIZES = range(16, 1025)  # pixels
+SIZES = range(16, 1025)  # pixels a side
 MAX_GEOMS = 1000
 
 
@@ -40,7 +40,7 @@ class Renderer:
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._buffers)
 
     def draw(self, data: Any, camera: int) -> Array:
-        """What the model's camera of this number sees of `data`: a fresh image, uint8 [size, size, 3]."""
+        """Draw what the model's camera of this number sees of `data`; return a fresh image, uint8 [size, size, 3]."""
         mujoco, self._view.fixedcamid = self._mujoco, camera
         mujoco.mjv_updateScene(
             self._model, data, self._option, None, self._view, mujoco.mjtCatBit.mjCAT_ALL, self._scene
@@ -61,7 +61,7 @@ class Renderer:
 
 
 class MujocoCamera:
-    """One camera of a scene, a Camera whose frames are as old as the question. Cameras of a scene share a Renderer."""
+    """Draws a frame whenever one is asked for; a Camera. The cameras of a scene share one Renderer."""
 
     def __init__(self, renderer: Renderer, data: Any, number: int, *, size: int) -> None:
         self.feature = Feature((size, size, 3), "uint8")
@@ -75,13 +75,13 @@ class MujocoCamera:
 
 
 def cameras(model: Any, data: Any, backend: str, *, size: int) -> dict[str, MujocoCamera]:
-    """{name: camera} of all cameras of a model; images are square, `size` pixels a side."""
+    """Return {name: camera} of all cameras of a model; images are square, `size` pixels a side."""
     renderer = Renderer(model, backend, size=size)
     return {model.camera(n).name: MujocoCamera(renderer, data, n, size=size) for n in range(model.ncam)}
 
 
 def try_out(backend: str) -> None:
-    """Draw a white ball; raises when that cannot be done, or leaves no trace. What gl.backend() has a child do."""
+    """Draw a white ball in a child process of gl.backend(). Raises when that fails, or when the image is empty."""
     mujoco = _mujoco()
     model = mujoco.MjModel.from_xml_string(
         "<mujoco><worldbody><camera pos='0 0 3'/><geom size='1' rgba='1 1 1 1'/></worldbody></mujoco>"

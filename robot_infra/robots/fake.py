@@ -1,4 +1,4 @@
-"""A robot made of numpy: a point in the plane that is to reach another one, with settable latency and faults."""
+"""A robot made of numpy: a point in the plane that must reach another one, with settable latency and faults."""
 
 import time
 from collections.abc import Mapping
@@ -18,15 +18,16 @@ from robot_infra.teleop.scripted import Rescuer
 
 FAULTS = ("raise", "nan", "freeze")
 FPS = 10.0
-TRACKING = 0.7  # part of the remaining way that the point covers in one tick
+TRACKING = 0.7  # part of the remaining way that the point covers in one step
 NAMES = ("point.x", "point.y", "goal.x", "goal.y", "way.x", "way.y")
 
 
 class FakeRobot:
-    """A point that follows its commanded position with a first-order lag; positions in metres, within [-1, 1].
+    """Moves a point that follows its commanded position with a first-order lag; metres, within [-1, 1].
 
-    A command blocks for `latency` seconds. faults {kind: n} come with the n-th command, counted from 1: `raise`
-    fails it, `nan` spoils the next observation, and from `freeze` on the point no longer moves.
+    latency: how long a command blocks, seconds.
+    faults: {kind: n}, what happens at the n-th command, counted from 1. `raise` fails the command, `nan` puts a NaN
+        into the next observation, and from `freeze` on the point no longer moves.
     """
 
     space = "ee_delta"
@@ -75,7 +76,7 @@ class FakeRobot:
 
 
 def reach(robot: FakeRobot) -> Array:
-    """Straight to the goal: [x, y], more than 1 when it is far."""
+    """Return the action [x, y] straight to the goal; more than 1 when it is far."""
     return (robot.goal - robot.position) / robot.stroke
 
 
@@ -83,7 +84,7 @@ def make(
     *, max_steps: int, noise: float, clock: str, latency: float = 0.0, faults: Mapping[str, int] | None = None,
     operator: str = "scripted", takeover_after: int = 12, handback_after: int = 10,
 ) -> RobotEnv:  # fmt: skip
-    """The reaching task as an Env; the scripted operator's actions carry Gaussian noise, and see Rescuer."""
+    """Make the reaching task as an Env. `noise`: standard deviation of the scripted operator's actions (Scripted)."""
     robot = FakeRobot(latency=latency, faults=faults)
     scripted = Rescuer(
         partial(reach, robot), lambda: float(np.linalg.norm(robot.goal - robot.position)),

@@ -1,4 +1,4 @@
-"""Any gymnasium task with a continuous action, as an Env."""
+"""GymEnv makes any gymnasium task with a continuous action an Env."""
 
 import logging
 import math
@@ -13,23 +13,25 @@ from serl_client.spec import Array, Feature, Spec
 
 from robot_infra.interfaces import RobotFault
 
-SUCCESS = ("success", "is_success", "succeed", "next.success")  # in `info`; the last two are gym_hil's words
-HUMAN = {"is_intervention": "action_intervention"}  # gym_hil's: whether a person drove this row, and with what action
+SUCCESS = ("success", "is_success", "succeed", "next.success")  # keys of `info`; gym_hil uses the last two
+HUMAN = {"is_intervention": "action_intervention"}  # gym_hil: {whether a person drove this step: their action}
 
-MOST = 300  # characters of what a task says when it fails
+MOST = 300  # characters of the error text of a task
 
 log = logging.getLogger(__name__)
 
 
 class GymEnv:
-    """The Env of serl_client.env over `gymnasium.make(env_id, **options)`, on the simulated clock.
+    """Implements serl_client.env.Env over `gymnasium.make(env_id, **options)`, on the simulated clock.
 
-    A Box observation becomes `observation.state`, flattened to float32; each Box of a Dict `observation.<key>`; an
-    image, uint8 [height, width, channel], `observation.images.<key>` (`camera` where it has no key). The action is
-    clipped to its bounds; to hold is the action nearest to zero. An episode has success where its last row's info says
-    so under any of the keys `success`; None where it has none of them. `human` names the keys of info for a task with
-    a device of its own, {whether a person drove this row: their action}: it is their row then, and their action is the
-    one that was executed. fps is the task's own metadata["render_fps"] unless it is given.
+    fps: steps per second; None: the task's own metadata["render_fps"].
+    success: keys of info. An episode has success if its last info says so under any of them; None without these keys.
+    human: keys of info of a task with its own device, {whether a person drove this step: their action}. Such a step
+        counts as intervened, with that action as executed.
+
+    A Box observation becomes `observation.state`, flattened to float32; each Box of a Dict becomes
+    `observation.<key>`. An image, uint8 [height, width, channel], becomes `observation.images.<key>` (`camera` without
+    a key). The action is clipped to its bounds. To hold, the action nearest to zero is sent.
 
     Raises ConfigError for a task that does not exist, does not fit or cannot be made, and RobotFault where the task
     raises anything in reset or step: one sentence that names task and call, with the traceback in the log.
@@ -71,7 +73,7 @@ class GymEnv:
             return self._observation(self._env.reset(seed=seed)[0])
 
     def step(self, action: Array | None) -> Step:
-        """One tick with an action [A]; None holds. Raises ValueError for an action that is not finite."""
+        """Make one step with an action [A]; None: hold. Raises ValueError for an action that is not finite."""
         feature = self.spec.action
         executed = np.zeros(feature.shape, feature.dtype) if action is None else np.asarray(action, feature.dtype)
         feature.check("action", executed)
@@ -89,10 +91,11 @@ class GymEnv:
             return Step(self._observation(raw), float(reward), executed, is_theirs, terminated, truncated, success)
 
     def stop(self) -> None:
-        """Nothing to do: time stands still between two steps."""
+        """Do nothing: time stands still between two steps."""
 
     def close(self) -> None:
-        with suppress(RobotFault), self._explained("close"):  # the log has it; what ended the run matters more
+        """Close the task; an error of it is only logged."""
+        with suppress(RobotFault), self._explained("close"):  # else it would hide the error that ended the run
             self._env.close()
 
     def _succeeded(self, info: Mapping[str, Any]) -> bool | None:
@@ -100,7 +103,7 @@ class GymEnv:
         return any(told) if told else None
 
     def _theirs(self, info: Mapping[str, Any]) -> Array | None:
-        """The action [A] of the person who drove this row with a device of the task; None: nobody did."""
+        """Return the action [A] of a person who drove this step with a device of the task; None: nobody did."""
         keys = [key for flag, key in self._human.items() if info.get(flag)]
         if not keys:
             return None
@@ -111,7 +114,7 @@ class GymEnv:
 
     @contextmanager
     def _explained(self, call: str) -> Iterator[None]:
-        """Whatever the task raises becomes a RobotFault of one sentence."""
+        """Turn whatever the task raises into a RobotFault of one sentence."""
         try:
             yield
         except RetakeError:
@@ -143,7 +146,7 @@ def _make(env_id: str, options: Mapping[str, Any]) -> Any:
 
 
 def said(error: Exception) -> str:
-    """An exception in one line: its kind, its first words, and what helps where nothing can be drawn."""
+    """Return an exception in one line: its kind, its first words, and a hint if it is about drawing."""
     words = " ".join(str(error).split())
     draws = any(word in words for word in ("OpenGL", "GLFW", "gladLoad", "EGL"))
     hint = ". No screen? Set MUJOCO_GL=egl (apt-get install libegl1)" if draws else ""
@@ -151,7 +154,7 @@ def said(error: Exception) -> str:
 
 
 def _boxes(env: Any) -> dict[str, Any]:
-    """The task's observation as {key: Box}, under an empty key where it is one Box."""
+    """Return the task's observation as {key: Box}; a single Box has the empty key."""
     from gymnasium.spaces import Box, Dict
 
     space = env.observation_space

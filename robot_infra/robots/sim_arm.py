@@ -1,4 +1,4 @@
-"""The robot that everybody has: a light MuJoCo arm with a gripper, a table and a block to pick up."""
+"""A simulated robot for every machine: a light MuJoCo arm with a gripper, a table and a block to pick up."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from robot_infra.teleop.keyboard import chosen
 from robot_infra.teleop.scripted import Rescuer
 
 FPS = 10.0
-SUBSTEPS = 25  # physics steps of 4 ms in one tick
+SUBSTEPS = 25  # physics steps of 4 ms in one control step
 SHOULDER, UPPER_ARM, FOREARM, HAND = 0.19, 0.32, 0.30, 0.175  # metres: height of the joint, lengths up to the tool
 WORKSPACE = np.array([[0.25, -0.2, 0.025], [0.55, 0.2, 0.35]])  # metres, for the tool; fingers end 2 cm lower
 HOME = np.array([0.4, 0.0, 0.2])
@@ -36,7 +36,7 @@ SCALE = np.array([5.0] * 6 + [10.0] * 3 + [40.0] + [5.0] * 3 + [40.0, 5.0])  # b
 
 
 def inverse_kinematics(point: Array) -> tuple[float, float, float, float, float]:
-    """The joint angles (radians) that bring the tool to `point` [3] (metres) with the fingers straight down.
+    """Return the joint angles (radians) that bring the tool to `point` [3] (metres), fingers straight down.
 
     The hand points down, so shoulder and forearm reach for its root in a plane: the law of cosines gives the elbow.
     """
@@ -50,11 +50,13 @@ def inverse_kinematics(point: Array) -> tuple[float, float, float, float, float]
 
 
 class SimArm:
-    """A Robot whose action [dx, dy, dz, gripper] in [-1, 1] moves its commanded tool point and closes its fingers.
+    """Moves its commanded tool point and fingers by actions [dx, dy, dz, gripper] in [-1, 1].
 
-    The state [15] is scaled: tool, block and way between them, finger, commanded tool, commanded opening, finger's
-    speed; without `block_in_state` [9], only what an arm measures of itself. `tool` and `block` [3] are the true points
-    now, in metres. Only its cameras need graphics. Raises ConfigError without the package mujoco.
+    block_in_state: the state [15] has tool, block, the way between them, finger, commanded tool, commanded opening and
+        the finger's speed, all scaled. Otherwise the state [9] has only what an arm measures of itself.
+
+    `tool` and `block` [3] are the true points now, in metres. Only its cameras need graphics. Raises ConfigError
+    without the package mujoco.
     """
 
     space = "ee_delta"
@@ -76,19 +78,19 @@ class SimArm:
         self.home(0)
 
     def cameras(self, backend: str, *, size: int) -> Mapping[str, Camera]:
-        """cam_high and cam_wrist, drawn with this OpenGL (cameras/gl.py) as squares of `size` pixels."""
+        """Return cam_high and cam_wrist, drawn with this OpenGL backend (cameras/gl.py) as squares of `size` pixels."""
         from robot_infra.cameras.mujoco import cameras
 
         return cameras(self._model, self._data, backend, size=size)
 
     @property
     def holds(self) -> bool:
-        """Whether the closing fingers have met something, or each other."""
+        """Return whether the closing fingers have met something, or each other."""
         return self._opening < 0.003 and self._data.qpos[5] < 0.026
 
     @property
     def pose(self) -> Array:
-        """[14] float64: joint angles, fingers, then the block's place and orientation, for those who draw the scene."""
+        """Return [14] float64 for drawing the scene: joint angles, fingers, then the block's place and orientation."""
         return self._data.qpos.copy()
 
     def home(self, seed: int) -> None:
@@ -128,7 +130,10 @@ class SimArm:
 
 
 def pick(arm: SimArm) -> Array:
-    """Above the block, down, close, up: [x, y, z, gripper]; from the scene alone, so it also recovers a lost block."""
+    """Return the action [x, y, z, gripper] of a pick: above the block, down, close, up.
+
+    It follows from the scene alone, so that a lost block is picked again.
+    """
     x, y, z = arm.block - arm.tool
     beside = math.hypot(x, y) > 0.02
     if beside or abs(z) > 0.025:
@@ -137,7 +142,7 @@ def pick(arm: SimArm) -> Array:
 
 
 def left_to_pick(arm: SimArm, height: float = 0.12) -> float:
-    """Metres from the tool to the block, and from the block to `height`."""
+    """Return the metres from the tool to the block plus those from the block to `height`."""
     return float(np.linalg.norm(arm.block - arm.tool)) + max(0.0, height - float(arm.block[2]))
 
 
@@ -145,7 +150,7 @@ def make(
     *, max_steps: int, noise: float, clock: str, operator: str = "scripted", takeover_after: int = 12,
     handback_after: int = 10, cameras: bool | str = False, image_size: int = 128, block_in_state: bool = True,
 ) -> RobotEnv:  # fmt: skip
-    """Picking up the block as an Env; the scripted operator's actions carry Gaussian noise, and see Rescuer.
+    """Make the picking task as an Env. `noise`: standard deviation of the scripted operator's actions (Scripted).
 
     `cameras` is true, false or auto (cameras/gl.py). Raises ConfigError where neither state nor camera would show the
     block.

@@ -1,4 +1,4 @@
-"""The keys of a terminal as an Operator, and as a Teleop: no X, no extra package, the same over SSH."""
+"""Makes a terminal's keys an Operator and a Teleop, without X or an extra package, over SSH too."""
 
 import os
 import re
@@ -24,21 +24,21 @@ MOTIONS = {
 }  # fmt: skip
 ARROWS = {b"A": "i", b"B": "k", b"C": "l", b"D": "j"}  # up, down, right, left
 MOTION_LEGEND = "t take over/hand back   i k or arrows x   j l y   u o z   g grip   h release"
-ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*([@-~])|O([@-~]))")  # what arrows and function keys send; it holds letters
-UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|O)?\Z")  # the rest of it comes with the next reading
+# What arrows and function keys send. Its letters are no keys.
+ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*([@-~])|O([@-~]))")
+UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|O)?\Z")  # the next reading brings its rest
 
 HELD = 0.15  # seconds that a motion key counts as held: several periods of a terminal's key repeat
-STALE = 1.0  # seconds between two readings, after which a motion key was not meant for now: a pause, the way home
+STALE = 1.0  # seconds between two readings; after more, motion keys are dropped: they were pressed in a pause
 SPEED = 0.5  # of the robot's bounds, while a motion key is held
-BACKLOG = 256  # motion keys that nobody has asked for
+BACKLOG = 256  # motion keys that wait to be read
 
 
 class Keyboard:
-    """Reads single keys, for all who want some; a context manager that gives the terminal back as it was.
+    """Reads single keys; a context manager that restores the terminal.
 
     Without a terminal (a pipe, a service, a job in the background) there are no events, and no error. Ctrl-C works as
-    ever. A signal that ends the process without unwinding (SIGTERM, unless the program turns it into an exception)
-    leaves the terminal as it is: `stty sane` mends it.
+    usual. A signal that ends the process without an exception leaves the terminal changed: `stty sane` restores it.
     """
 
     def __init__(self, descriptor: int = 0) -> None:
@@ -58,15 +58,16 @@ class Keyboard:
 
     @property
     def has_terminal(self) -> bool:
+        """Return whether there is a terminal to read keys from."""
         return self._before is not None
 
     def poll(self) -> list[str]:
-        """The events since the last poll, oldest first; unknown keys give none. Never blocks."""
+        """Return the events since the last poll, oldest first; unknown keys give none. Never blocks."""
         self._read()
         return _emptied(self._events)
 
     def motions(self) -> list[str]:
-        """The keys of MOTIONS, and TOGGLE, since the last call, oldest first. Never blocks."""
+        """Return the keys of MOTIONS, and TOGGLE, since the last call, oldest first. Never blocks."""
         self._read()
         return _emptied(self._motions)
 
@@ -93,11 +94,12 @@ class Keyboard:
 
 
 class KeyboardTeleop:
-    """Moves a robot by its terminal's keys: x, y, z and gripper of an ee_delta action, as far as it has them.
+    """Moves a robot by a terminal's keys: those of x, y, z and gripper that its ee_delta action has.
 
-    A motion key takes the robot over and moves it while the key is held, the gripper until the other gripper key; with
-    no key held the robot holds. TOGGLE takes it over without a motion, and hands it back. Of what was pressed while
-    nobody read (a pause, the way home) only TOGGLE counts. Raises ConfigError for an action with other entries.
+    A motion key takes over, and moves the robot while it is held. A gripper key acts until the other one is pressed.
+    With no key held the robot holds still. TOGGLE takes over without a motion, or hands back. Of the keys that were
+    pressed while nobody read (a pause, the way home) only TOGGLE counts. Raises ConfigError for an action with other
+    entries.
     """
 
     space = "ee_delta"
@@ -113,7 +115,7 @@ class KeyboardTeleop:
         self._read_at = 0.0
 
     def reset(self, seed: int, *, demonstrate: bool = True) -> None:
-        self._keyboard.motions()  # meant for the episode before
+        self._keyboard.motions()  # drop them: they were meant for the episode before
         self._drives, self._pressed, self._read_at = demonstrate, {}, time.monotonic()
 
     def read(self) -> Array | None:
@@ -148,9 +150,12 @@ class KeyboardTeleop:
 
 
 def chosen(operator: str, scripted: Teleop, action: Feature, *, clock: str) -> tuple[Teleop, Keyboard | None]:
-    """Who operates a robot, and the terminal that this opens: `scripted` the program, `keyboard` a person.
+    """Return the teleop of a robot, and the terminal that it opens, if any.
 
-    Raises ConfigError for another word, and for a keyboard without a terminal or with a clock that no person follows.
+    operator: `scripted`: the given program; `keyboard`: a person.
+    clock: of the env; a person needs the real one.
+
+    Raises ConfigError for another operator, and for a keyboard without a terminal or on the simulated clock.
     """
     if operator == "scripted":
         return scripted, None
@@ -169,7 +174,7 @@ def chosen(operator: str, scripted: Teleop, action: Feature, *, clock: str) -> t
 
 
 def _arrow(escape: re.Match[bytes]) -> bytes:
-    """The motion key that an escape sequence stands for, or nothing."""
+    """Return the motion key of an escape sequence, or nothing."""
     return ARROWS.get(escape[1] or escape[2], "").encode()
 
 
@@ -180,10 +185,10 @@ def _emptied(keys: deque[str]) -> list[str]:
 
 
 def _in_front(descriptor: int) -> bool:
-    """Whether this is a terminal that we may touch: one that belongs to another job would stop us with a signal."""
+    """Return whether this is our terminal. That of another job would stop this process with a signal."""
     if not os.isatty(descriptor):
         return False
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # a terminal, but not the one that controls us
+    except OSError:  # a terminal, but not our controlling one
         return True

@@ -1,4 +1,4 @@
-"""Operators that are programs: they see the true scene, demonstrate a task, and help a policy that is stuck."""
+"""Scripted operators: they see the true scene, demonstrate a task, and help a policy that is stuck."""
 
 import math
 from collections.abc import Callable
@@ -9,9 +9,10 @@ from serl_client.spec import Array
 
 
 class Scripted:
-    """A Teleop that does what `intent` wants of the scene as it is; actions in [-1, 1]. It never lets go.
+    """Drives every step with the action of `intent`; a Teleop.
 
-    noise is the standard deviation of what is added to each entry: it spreads demonstrations around the best way.
+    intent: returns the action [A] for the scene as it is; it is clipped to [-1, 1].
+    noise: standard deviation of Gaussian noise on each entry, which spreads demonstrations around the best way.
     """
 
     space = "ee_delta"
@@ -32,7 +33,7 @@ class Scripted:
 
 
 class Rescuer(Scripted):
-    """Take over where the policy is stuck, and hand back once the task makes progress again.
+    """Takes over where the policy is stuck, and hands back once the task makes progress again.
 
     While it demonstrates, the script drives every step.
     remaining: returns how much of the task is left, metres.

@@ -1,4 +1,4 @@
-"""The actor's side of the data path, for the control thread: nothing in it waits, except where its name says so."""
+"""The actor's side of the data path, for the control thread. No call waits, except those named wait and drain."""
 
 import os
 import select
@@ -16,19 +16,23 @@ from serl_client.network import Answer, Network
 from serl_client.outbox import Outbox
 from serl_client.spec import Array, Spec
 
-CAPACITY = 4 << 30  # bytes
-SWITCH = 0.0005  # seconds
+CAPACITY = 4 << 30  # bytes of the outbox
+SWITCH = 0.0005  # seconds until the control thread gets its turn; Python's default is 5 ms
 
 
 class TrainerClient:
     """Pushes records, asks for actions and follows directives; a context manager.
 
-    A learner that is away, slow or stopped is no error: it shows in `connected`, `last_seen` and `pending`, and what
-    was pushed lies in the folder `outbox` (one for each actor) until it is acknowledged, over this process's end too.
-    What cannot be mended (another run, another Spec, a second client of this name, a bug in the network thread) is
-    raised by the next call, as a TrainerError. Weights are pulled only into a `weights_folder`, which is this
-    client's own. `key` is the file that lets this actor in (docs/security.md). The control thread gets its turn within
-    SWITCH of this process: Python would let the network thread go on for 5 ms.
+    outbox: folder of unacknowledged records; each actor has its own. It survives the end of this process.
+    capacity: limit of the outbox, bytes.
+    paced: take only the steps that the learner allows.
+    has_operator: this actor can demonstrate.
+    weights_folder: where weights are pulled to, this client's own folder; None: no weights are pulled.
+    key: file that lets this actor in (docs/security.md); None: the learner asks for no keys.
+
+    A learner that is away, slow or stopped is no error: see `connected`, `last_seen` and `pending`. The next call
+    raises TrainerError for what cannot be mended: another run, another Spec, a second client of this name, or a bug
+    in the network thread. Raises ConfigError for a key of another actor, or an outbox that cannot be used.
     """
 
     def __init__(
@@ -58,15 +62,15 @@ class TrainerClient:
         self.close()
 
     def close(self) -> None:
-        """End the network thread; what is not acknowledged lies in the outbox. May be called twice."""
+        """End the network thread; unacknowledged records stay in the outbox. May be called twice."""
         self._network.close()
         self._outbox.close()
 
     def push(self, record: Record) -> None:
-        """Hand over a record; its arrays belong to the client from now on. Look at `room` before an episode goes on.
+        """Hand over a record; the caller must not change its arrays afterwards. Check `has_room` before each step.
 
-        Raises TrainerError when the queue is full; there is always room for what ends an episode. A segment that does
-        not fit the Spec ends the network thread, and the next call says so.
+        Raises TrainerError when the queue is full; a record that ends an episode always has room. After a segment
+        that does not fit the Spec, a later call raises TrainerError.
         """
         self._send_queue.put(record)
         self._network.wake()
@@ -74,14 +78,14 @@ class TrainerClient:
 
     @property
     def has_room(self) -> bool:
-        """Whether an episode may go on: the outbox keeps up with what is pushed."""
+        """Return whether an episode may go on: the outbox keeps up with the pushed records."""
         return self._send_queue.has_room
 
     def ask(
         self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
         explore: bool, task: str,
     ) -> None:  # fmt: skip
-        """Ask for the actions from row `step` on; a newer question replaces one that was not sent yet."""
+        """Ask for the actions from step `step` on. A newer question replaces one that was not sent yet."""
         self.check()
         self._asked += 1
         arrays = dict(observation) if previous_action is None else {**observation, "previous_action": previous_action}
@@ -89,7 +93,7 @@ class TrainerClient:
         self._network.wake()
 
     def answer(self) -> Answer | None:
-        """The latest answer, once."""
+        """Return the latest answer, once; None if there is no new one."""
         self.check()
         if not self._network.answers:
             return None
@@ -97,7 +101,7 @@ class TrainerClient:
         return answer if number > self._forgotten else None
 
     def wait_answer(self, step: int, timeout: float) -> Answer | None:
-        """The answer to the question of row `step` or of a later one, within `timeout` seconds; others are dropped."""
+        """Return the answer for step `step` or a later one, or None after `timeout` seconds; drop older answers."""
         deadline = time.monotonic() + timeout
         while (answer := self.answer()) is None or answer.step < step:
             left = deadline - time.monotonic()
@@ -107,27 +111,27 @@ class TrainerClient:
         return answer
 
     def forget(self) -> None:
-        """Drop the answers to all that was asked so far: a new episode begins, or a human had the robot."""
+        """Drop the answers to all earlier questions: a new episode begins, or a human had the robot."""
         self._forgotten = self._asked
 
     def weights(self, newer_than: int) -> tuple[int, Path] | None:
-        """(version, verified file) of the newest weights here, if newer. The two newest files are kept."""
+        """Return (version, verified file) of the newest weights here, or None. The two newest files are kept."""
         newest = self._network.weights.newest if self._network.weights else None
         return newest if newest and newest[0] > newer_than else None
 
     def command(self, name: str, argument: str = "") -> None:
-        """Queue an operator's command to the plan; what became of it is logged."""
+        """Queue an operator's command to the plan; the log tells its result."""
         self._network.commands.append(Command(name, argument))
         self._network.wake()
 
     def wait(self, timeout: float) -> None:
-        """Until there is an answer, another directive or permission; at most `timeout` seconds."""
+        """Wait for an answer, another directive or another step limit; at most `timeout` seconds."""
         if self._news.poll(timeout * 1000):
             os.eventfd_read(self._network.news)
         self.check()
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all is acknowledged. False: it is not, after `timeout` seconds."""
+        """Wait until every record is acknowledged. Return False if that takes more than `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self.pending[0]:
             if time.monotonic() > deadline:
@@ -136,58 +140,59 @@ class TrainerClient:
         return True
 
     def check(self) -> None:
-        """Raise what ended the work of the network thread, if anything did, and for a segment that does not fit."""
+        """Raise the error that stopped the network thread, if any, or that of a segment that does not fit the Spec."""
         if (error := self._network.error or self._send_queue.error) is not None:
             raise error
 
     @property
     def session(self) -> str:
-        """Names this start of the actor."""
+        """Return the name of this session: one start of the actor."""
         return self._network.session
 
     @property
     def ordinal(self) -> int:
-        """The number of this actor in its run; known with the first directive."""
+        """Return the number of this session among all of the run; 0 before the first directive."""
         return self._network.ordinal
 
     @property
     def directive(self) -> Mapping[str, Any]:
-        """The latest {number, phase, mode, ...}; idle before the first one."""
+        """Return the latest directive {number, phase, mode, ...}; its mode is idle before the first one."""
         return self._network.directive
 
     @property
     def step_limit(self) -> int | None:
-        """How many steps this session may have made in all; None: no limit."""
+        """Return how many steps this session may make in all; None: no limit."""
         return self._network.step_limit
 
     @property
     def connected(self) -> bool:
+        """Return whether the learner has welcomed this session."""
         return self._network.server.connected
 
     @property
     def last_seen(self) -> float:
-        """Seconds since the learner was last heard; infinite before the first time."""
+        """Return the seconds since the learner's last message; infinite before the first one."""
         heard = self._network.server.heard
         return time.monotonic() - heard if heard else float("inf")
 
     @property
     def degraded(self) -> str:
-        """Why the learner acknowledges nothing; empty while it does."""
+        """Return why the learner acknowledges nothing; empty while it does."""
         return self._network.degraded
 
     @property
     def pending(self) -> tuple[int, int]:
-        """(records, bytes) that are not acknowledged."""
+        """Return the number of unacknowledged records and their bytes."""
         return self._send_queue.pending
 
     @property
     def fault(self) -> str:
-        """Why the outbox takes nothing; empty while it does."""
+        """Return why the outbox takes no record; empty while it does."""
         return self._send_queue.fault
 
     @property
     def report(self) -> Mapping[str, Any]:
-        """What the heartbeat of each second tells the learner; it is read anew each time."""
+        """Return what the heartbeat tells the learner each second; the mapping is read anew each time."""
         return self._network.report
 
     @report.setter

@@ -1,4 +1,4 @@
-"""One connection to one address that mends itself: a new DEALER socket each time, and Hello first."""
+"""One connection to one address. After a break it connects again, with a new DEALER socket and a Hello first."""
 
 import dataclasses
 import errno
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 RETRY = 0.25  # seconds between two attempts to connect
-SILENCE = 10.0  # seconds until a connection on which nothing ever came is given up
+SILENCE = 10.0  # seconds until a connection is closed on which no message ever came
 OPTIONS = {
     zmq.LINGER: 0,
-    zmq.RECONNECT_IVL: 10**9,  # ms: never, since it would come without a Hello; -1 would drop what is not yet read
+    zmq.RECONNECT_IVL: 10**9,  # ms, so never: libzmq would send no Hello; -1 would drop messages that are not read yet
     zmq.CONNECT_TIMEOUT: 3000,
     zmq.HANDSHAKE_IVL: 3000,
     zmq.HEARTBEAT_IVL: 1000,
@@ -52,11 +52,14 @@ ANSWERS: dict[type, type[m.Message]] = {
 
 
 class Connection:
-    """A connection for one thread. Whoever calls `receive` now and then has it connected again when it broke.
+    """Keeps one connection, for one thread. `receive`, called now and then, connects again after a break.
 
-    With a `key` it is encrypted, and the other side is the one that the key names; there is no way back to clear.
-    `greeting` is the Hello of the next connection; `welcome` its answer on this one, `notice` the latest of any;
-    `heard` is the time.monotonic() of the last message; `malformed` counts what was none.
+    address: of the other side, tcp://host:port or ipc://path.
+    greeting: the Hello of the next connection.
+    key: encrypts, and proves that the other side is the one that the key names; None: neither.
+
+    `welcome` is the answer to Hello on this connection, `notice` the latest StateUpdate on any. `heard` is the
+    time.monotonic() of the last message; `malformed` counts messages that could not be decoded.
     """
 
     def __init__(self, address: str, greeting: m.Hello, key: Key | None = None) -> None:
@@ -69,8 +72,8 @@ class Connection:
         self._monitor: zmq.Socket[bytes] | None = None
         self._opened = 0.0
         self._hint = ""  # why the handshake may have failed
-        self._barred = False  # the other side does not let our key in
-        self._requests = 0  # that were numbered
+        self._barred = False  # the other side refused our key
+        self._requests = 0  # the latest number of a request
         self._backlog: deque[m.Message] = deque()  # what came while `call` waited for something else
 
     def __enter__(self) -> "Connection":
@@ -81,21 +84,21 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a connection, or an attempt at one."""
+        """Return whether there is a connection, or an attempt at one."""
         return self._socket is not None
 
     @property
     def connected(self) -> bool:
-        """Whether the other side has welcomed us."""
+        """Return whether the other side has answered our Hello."""
         return self.welcome is not None
 
     @property
     def polled(self) -> list[tuple[zmq.Socket[bytes], int]]:
-        """What zmq_poll should watch for this link."""
+        """Return what zmq_poll should watch for this connection."""
         return [(socket, zmq.POLLIN) for socket in (self._socket, self._monitor) if socket is not None]
 
     def send(self, message: m.Message) -> bool:
-        """Queue a message; its arrays must not change afterwards. False: there is no connection, it was dropped."""
+        """Queue a message; its arrays must not change afterwards. Return False if it was dropped: no connection."""
         if self._socket is None:
             return False
         try:
@@ -105,7 +108,7 @@ class Connection:
         return True
 
     def receive(self) -> m.Message | None:
-        """The next message, or None; never waits. Raises Refused when the other side does not let our key in."""
+        """Return the next message, or None; never wait. Raises Refused when the other side refuses our key."""
         if self._barred:
             raise self._refused()
         if self._socket is None and time.monotonic() > self._opened + RETRY:
@@ -113,7 +116,7 @@ class Connection:
         return self._backlog.popleft() if self._backlog else self._next()
 
     def wait(self, seconds: float) -> None:
-        """Until something has come, at most `seconds`."""
+        """Wait until something has come, at most `seconds`."""
         if self._socket is None:
             time.sleep(min(seconds, RETRY))
         elif not self._backlog:
@@ -128,11 +131,12 @@ class Connection:
         return self._answer(m.Welcome, time.monotonic() + timeout)
 
     def call(self, message: m.Message, timeout: float) -> m.Message:
-        """The answer to one request; what else comes meanwhile is kept for `receive`.
+        """Send one request and return its answer; other messages are kept for `receive`. Connects where necessary.
 
-        Connects where necessary. Raises what a Failed names, Refused for our key, Timeout or Disconnected; after the
-        latter two the connection is a new one at the next call, so that a late answer is not taken for that to another
-        request.
+        timeout: seconds.
+
+        Raises the error that a Failed names, Refused for our key, Timeout or Disconnected. After the latter two the
+        next call makes a new connection, so that a late answer is not taken for that to another request.
         """
         deadline = time.monotonic() + timeout
         if self.welcome is None:
@@ -145,7 +149,7 @@ class Connection:
         return self._answer(ANSWERS[type(message)], deadline, request)
 
     def close(self, linger: int = 0) -> None:
-        """End the connection; what was sent may take another `linger` ms to leave."""
+        """Close the connection; sent messages have another `linger` ms to leave."""
         if self._socket is not None and self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(0)
@@ -198,7 +202,7 @@ class Connection:
     def _next(self) -> m.Message | None:
         while self._socket is not None and self._monitor is not None:
             is_mute = self.heard < self._opened < time.monotonic() - SILENCE
-            is_over = is_mute or has_come(self._monitor)  # asked first: the last words count
+            is_over = is_mute or has_come(self._monitor)  # asked before reading, so that the last messages are read
             if not (frames := received(self._socket)):
                 if is_over:
                     self._end()
@@ -211,7 +215,7 @@ class Connection:
         return None
 
     def _end(self) -> None:
-        """Close a connection that broke, and remember what its handshake came to."""
+        """Close a broken connection, and remember how its handshake failed."""
         assert self._monitor is not None
         event = parse_monitor_message(self._monitor.recv_multipart())["event"] if self._monitor.poll(0) else 0
         before, self._hint = self._hint, ""
@@ -235,19 +239,21 @@ class Connection:
         elif isinstance(message, m.StateUpdate):
             self.notice = message
         elif isinstance(message, m.Failed) and (message.kind == "Disconnected" or self.heard < self._opened):
-            self.close()  # it does not know us (any more): say Hello again
+            self.close()  # the server does not know this session: the next connection says Hello
         self.heard = time.monotonic()
         return message
 
 
 def has_come(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits: asking costs a fifth of catching zmq.Again."""
+    """Return whether a message waits. This costs a fifth of catching zmq.Again."""
     return bool(zmq.zmq_poll([(socket, zmq.POLLIN)], 0))
 
 
 def received(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-    """The frames of the message that has come, or none; at most wire.MAX_FRAMES + 2: what comes after them is dropped,
-    so that a million frames do not become a million objects."""
+    """Return the frames of the next message; none if there is no message.
+
+    Frames beyond wire.MAX_FRAMES + 2 are dropped, so that a million frames do not become a million objects.
+    """
     if not has_come(socket):
         return []
     frames = [socket.recv(zmq.NOBLOCK, copy=False)]
@@ -260,5 +266,5 @@ def received(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
 
 
 def failure(message: m.Failed) -> TrainerError:
-    """The error that a Failed names."""
+    """Return the error that a Failed names."""
     return KINDS.get(message.kind, TrainerError)(message.text)

@@ -1,7 +1,7 @@
-"""The live console of either side: one block of lines that is redrawn in place, and warnings above it.
+"""The live console of either side: one block of lines that is redrawn in place, with the log above it.
 
-Without a terminal (a log file, a pane that is piped) it prints one line every ten seconds instead, of what has changed.
-Lines of the log begin with their title and time: `[arm] 2026-11-22 08:40:01 text`, on a terminal without the date.
+Without a terminal (a log file, a pipe) it prints one line of changes every ten seconds. Lines of the log begin with
+their title and time: `[arm] 2026-11-22 08:40:01 text`. On a terminal the date is left out.
 """
 
 import logging
@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TextIO
 
-PLAIN_S = 10.0
-PLAIN_WIDTH = 200  # characters of such a line; rows that do not fit are left out
-BANNER_S = 0.04  # until a change of the banner is seen: less than a tick of most robots
-BACKLOG = 1000  # lines of the log that a terminal may lag behind; then the oldest go
+PLAIN_S = 10.0  # seconds between two lines without a terminal
+PLAIN_WIDTH = 200  # characters of such a line; values that do not fit are left out
+BANNER_S = 0.04  # seconds until a change of the banner is shown: less than one step of most robots
+BACKLOG = 1000  # lines of the log that wait for a slow terminal; beyond it the oldest are dropped
 # Text and ground of each banner: SGR codes of ECMA-48.
 COLOURS = {"POLICY": "30;42", "HUMAN": "30;43", "WAITING": "97;41", "PAUSED": "97;44", "IDLE": "97;100"}
 
@@ -25,8 +25,9 @@ COLOURS = {"POLICY": "30;42", "HUMAN": "30;43", "WAITING": "97;41", "PAUSED": "9
 class Console(logging.Handler):
     """Shows a banner, and `name  value` lines under a title.
 
-    As a logging handler it keeps the last warning in the block. While a LiveDisplay draws it, who logs does not wait
-    for the terminal; a terminal that is gone is no error."""
+    As a logging handler it keeps the last warning in the block. While a LiveDisplay draws it, logging does not wait
+    for the terminal. A terminal that is gone is no error.
+    """
 
     def __init__(self, title: str, stream: TextIO | None = None) -> None:
         super().__init__(logging.INFO)
@@ -42,7 +43,7 @@ class Console(logging.Handler):
         self.is_watched = False
 
     def show(self, rows: Mapping[str, str], banner: str = "") -> None:
-        """Replace the block by these lines, under a banner of one word in large and colour (see COLOURS)."""
+        """Replace the block by these lines, under a coloured banner of one word (see COLOURS)."""
         self._rows, self._banner = dict(rows), banner
         if self._live:
             self._erase()
@@ -52,7 +53,7 @@ class Console(logging.Handler):
             self._write(self._line(banner))
 
     def _line(self, banner: str) -> str:
-        """One line of the banner and the rows that have changed, as far as they fit; empty if there is none."""
+        """Return one line of the banner and the changed values that fit; empty if nothing has changed."""
         begin = f"[{self._title}] {time.strftime(stamp(self._stream))}" + f" {banner}" * bool(banner)
         line = begin
         for name, value in self._rows.items():
@@ -63,7 +64,7 @@ class Console(logging.Handler):
         return f"{line}\n" * (line != begin)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a log record above the block, or leave that to the LiveDisplay."""
+        """Print a log record above the block; while a LiveDisplay draws, only queue it."""
         text = self.format(record)
         if record.levelno >= logging.WARNING:
             self._warning = f"{time.strftime('%H:%M:%S')} {record.getMessage().splitlines()[0]}"
@@ -72,7 +73,7 @@ class Console(logging.Handler):
             self.flush()
 
     def flush(self) -> None:
-        """Print the log records that wait."""
+        """Print the queued log records."""
         if not self._lines:
             return
         self._erase()
@@ -105,8 +106,10 @@ class Console(logging.Handler):
 
 
 class LiveDisplay:
-    """Shows `rows()` on a console every second, and a new `banner()` and the log at once, from a thread of its own: a
-    slow terminal delays nobody."""
+    """Shows `rows()` on a console every second, and a new `banner()` and the log at once.
+
+    It draws in a thread of its own, so that a slow terminal delays no control step.
+    """
 
     def __init__(
         self, shown: Console, rows: Callable[[], Mapping[str, str]], banner: Callable[[], str] = lambda: ""
@@ -136,7 +139,7 @@ class LiveDisplay:
 
 
 def console(title: str) -> Console:
-    """The process's console, which from now on also shows its log."""
+    """Make the process's console and send its log there."""
     made = Console(title)
     made.setFormatter(logging.Formatter("%(asctime)s %(message)s", stamp(sys.stderr)))
     root = logging.getLogger()
@@ -146,10 +149,10 @@ def console(title: str) -> Console:
 
 
 def log_as(title: str, level: int = logging.INFO) -> None:
-    """Send the log of a process without a console to its stderr, each line with this title and the time."""
+    """Send the log of a process without a console to stderr; each line begins with this title and the time."""
     logging.basicConfig(level=level, format=f"[{title}] %(asctime)s %(message)s", datefmt=stamp(sys.stderr))
 
 
 def stamp(stream: TextIO) -> str:
-    """How times are written there: a file is read on another day."""
+    """Return the time format for a stream: with the date in a file, which is read on another day."""
     return "%H:%M:%S" if stream.isatty() else "%Y-%m-%d %H:%M:%S"

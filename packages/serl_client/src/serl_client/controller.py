@@ -1,4 +1,4 @@
-"""What moves the robot: a policy that answers from elsewhere, or chance."""
+"""Controllers give the robot its actions: a policy that answers from elsewhere, or random actions."""
 
 import time
 from collections.abc import Mapping
@@ -10,54 +10,61 @@ import xxhash
 from serl_client.network import Answer
 from serl_client.spec import Array, Spec
 
-REPEAT = 1.0  # seconds until a question counts as lost
+REPEAT = 1.0  # seconds until a question counts as lost and is asked again
 
 
 class Controller(Protocol):
-    """Gives the action of each row; `version`, `chunk_start`, `chunk_delay` and `extras` belong to the last one that it
-    gave."""
+    """Gives the action of each step; `version`, `chunk_start`, `chunk_delay` and `extras` describe the last one."""
 
-    version: int  # weights that acted
+    version: int  # of the weights that acted
     chunk_start: bool  # a new chunk began with this action
-    chunk_delay: int  # how many actions of that chunk were skipped, because it came late
+    chunk_delay: int  # how many actions of that chunk were skipped because it came late
     extras: Mapping[str, Array]
 
     def begin(self, episode: str, directive: Mapping[str, Any], task: str) -> None:
-        """An episode of this task (in words) begins, under this directive; what was asked before is forgotten."""
+        """Begin an episode of this task (in words) under this directive; forget earlier questions."""
         ...
 
     def act(
         self, observation: Mapping[str, Array], *, step: int, previous_action: Array | None, reset: bool
     ) -> Array | None:
-        """The action [A] for row `step`, or None: nothing yet.
+        """Return the action [A] for step `step`, or None if there is none yet.
 
-        `previous_action` is what the robot really did in the row before. `reset`: what lies before this row is no
-        history to act on (the first row, the end of a takeover); it stays set until an action was given.
+        previous_action: what the robot really did in the step before, [A].
+        reset: the policy must not use earlier steps as history (the first step, the end of a takeover). It stays set
+            until an action was given.
         """
         ...
 
 
 class Source(Protocol):
-    """Who answers a RemotePolicy: a TrainerClient, or a policy in this process."""
+    """Answers the questions of a RemotePolicy: a TrainerClient, or a policy in this process."""
 
     def ask(
         self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
         explore: bool, task: str,
     ) -> None:  # fmt: skip
+        """Ask for the actions from step `step` on; return at once."""
         ...
 
-    def wait_answer(self, step: int, timeout: float) -> Answer | None: ...
+    def wait_answer(self, step: int, timeout: float) -> Answer | None:
+        """Return the answer for step `step` or a later one, or None after `timeout` seconds."""
+        ...
 
-    def forget(self) -> None: ...
+    def forget(self) -> None:
+        """Drop the answers to all earlier questions."""
+        ...
 
 
 class RemotePolicy:
-    """Asks for chunks of actions [H, A] and gives them out row by row.
+    """Asks for chunks of actions [H, A] and gives them out step by step.
 
-    The next chunk is asked for when `n_action_steps` rows of one are used (None: all of them; a policy with H = 1 is
-    asked for every row); until it is here the old one goes on. `act` waits at most `deadline` seconds, and only where a
-    new chunk is due in this row. Of a chunk that comes late the rows that have passed are skipped. Where the directive
-    names the weights that must act, answers of others are not used."""
+    deadline: how long `act` waits for a chunk that this step needs, seconds.
+    n_action_steps: how many actions of a chunk are used before the next one is asked for; None: all H of them.
+
+    The old chunk goes on until the next one is here. The first actions of a late chunk are skipped. If the directive
+    names the weights that must act, answers of other weights are dropped.
+    """
 
     def __init__(self, source: Source, *, deadline: float, n_action_steps: int | None = None) -> None:
         self.version = 0
@@ -66,7 +73,7 @@ class RemotePolicy:
         self._source, self._deadline, self._n_action_steps = source, deadline, n_action_steps
         self._episode, self._directive, self._task = "", {}, ""
         self._chunk: Answer | None = None
-        self._asked: int | None = None  # the row of the oldest question that may still be answered
+        self._asked: int | None = None  # step of the oldest question that may still be answered
         self._asked_at = 0.0
         self._reset = False
         self._row = -1
@@ -99,7 +106,7 @@ class RemotePolicy:
         self._chunk, self._asked, self._reset = None, None, True
 
     def _left(self, step: int) -> int:
-        """How many actions there are from row `step` on."""
+        """Return how many actions the chunk has from step `step` on."""
         return len(self._chunk.action) - (step - self._chunk.step) if self._chunk else 0
 
     def _due(self, step: int) -> bool:
@@ -115,7 +122,7 @@ class RemotePolicy:
         self._asked_at = time.monotonic()
 
     def _take(self, answer: Answer, step: int) -> None:
-        """Use an answer, unless other weights must act (then the question is repeated later) or it is too late."""
+        """Use an answer, unless it is too late or other weights must act. In that case the question is repeated."""
         if self._directive["weights"] not in (None, answer.version):
             return
         self._asked = None
@@ -126,7 +133,7 @@ class RemotePolicy:
 
 
 class RandomPolicy:
-    """Uniform between the action's bounds; the same `seed` and episode give the same actions."""
+    """Draws actions uniformly between the bounds; the same `seed` and episode give the same actions."""
 
     def __init__(self, spec: Spec, seed: int) -> None:
         self.version = 0
@@ -147,5 +154,5 @@ class RandomPolicy:
 
 
 def decision_seed(episode: str, step: int) -> int:
-    """63 bits that name the noise of a decision, the same on every host."""
+    """Return the seed of a decision's noise, 63 bits, the same on every host."""
     return xxhash.xxh3_64_intdigest(f"{episode}/{step}".encode()) >> 1

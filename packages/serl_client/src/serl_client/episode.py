@@ -1,4 +1,4 @@
-"""The record of the robot's side: a few consecutive steps of one episode, and the outcome that may come later."""
+"""The records of an actor: segments of consecutive steps of one episode, and outcomes that may come later."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,16 @@ COLUMNS = ROW  # each [T]
 MAX_NAME = 200  # characters of an episode's, a task's or a phase's name
 MAX_NUMBER = 1 << 53
 UNSET = np.empty(0)
-BEYOND = 100  # an executed action may lie outside its bounds by this many times their distance
+BEYOND = 100  # an executed action may exceed its bounds by this many times their distance
 
 
 class NotFinite(ValueError):
-    """A column holds NaN or infinity, or a number that no sensor and no robot gives."""
+    """Says that a column holds NaN, infinity, or a number that no sensor and no robot gives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Under which directive, in which phase and with which weights a step was made; constant within a segment."""
+    """Names the directive, the phase and the version of the weights of a step; constant within a segment."""
 
     directive: int
     phase: str
@@ -30,14 +30,18 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """T consecutive steps of one episode, streamed as they happen.
+    """Holds T consecutive steps of one episode, streamed as they happen.
 
-    observation {name: [T, ...]}, and T+1 rows in the segment that ends the episode (its last row is the final
-    observation; an episode that was cut by a crash has none); action [T, A] as executed; reward float32,
-    intervened bool, chunk_start bool (a new chunk of the policy began here), time float64 (when the row's
-    observation was there: seconds, the robot's clock), gap bool (time passed without a step just before this one, so
-    that no window joins the two; default: never), chunk_delay uint16 (where a chunk starts, how many of its first
-    actions came too late and were skipped; default: 0), all [T]; extras {name: [T, ...]}.
+    observation: {name: [T, ...]}. The segment that ends the episode has T+1 rows; the last is the final observation.
+        An episode that a crash has cut has no such segment.
+    action: [T, A], as executed.
+    reward: float32 [T].
+    intervened: bool [T], a human drove.
+    chunk_start: bool [T], a new chunk of the policy began here.
+    time: float64 [T], when the row's observation was there; seconds, the robot's clock.
+    gap: bool [T], time passed without a step just before this one, so that no window joins the two. Default: False.
+    chunk_delay: uint16 [T], where a chunk starts, how many of its first actions were skipped as too late. Default: 0.
+    extras: {name: [T, ...]}.
     """
 
     episode: str
@@ -66,6 +70,7 @@ class Segment:
 
     @property
     def ends(self) -> bool:
+        """Return whether this is the last segment of its episode."""
         return self.terminated or self.truncated
 
     def check(self, spec: Spec) -> None:
@@ -88,12 +93,12 @@ class Segment:
         self._check_values(spec)
 
     def _check_values(self, spec: Spec) -> None:
-        """Raise NotFinite, naming the column: one such number makes every weight NaN that is trained on it."""
+        """Raise NotFinite with the column's name, because training on one such number makes every weight NaN."""
         columns = {name: getattr(self, name) for name in ("action", *COLUMNS)}
         if name := not_finite({**columns, **self.observation, **self.extras}):
             raise NotFinite(f"{name} must be finite: it holds NaN or infinity")
         low, high = np.asarray(spec.action.low, np.float64), np.asarray(spec.action.high, np.float64)
-        margin = BEYOND * (high - low)  # a robot that stands outside of its bounds comes back step by step
+        margin = BEYOND * (high - low)  # a robot outside of its bounds returns step by step
         if not ((self.action >= low - margin) & (self.action <= high + margin)).all():
             raise NotFinite(f"action lies more than {BEYOND} times the distance of its bounds outside of them")
 
@@ -109,16 +114,16 @@ class Segment:
 
 
 def not_finite(arrays: Mapping[str, Array]) -> str:
-    """The name of the first array that holds NaN or infinity; empty when none does."""
+    """Return the name of the first array that holds NaN or infinity; empty when none does."""
     named = ((name, array) for name, array in arrays.items() if array.dtype.kind == "f")
     return next((name for name, array in named if not np.isfinite(array).all()), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an episode ended, as somebody judged it: durable like a segment, and correctable by a later one.
+    """Says how an episode ended. It is durable like a segment, and a later one may correct it.
 
-    `judged_by` is `judge` (the environment) or `operator`; the operator's latest wins, all are kept.
+    judged_by: `judge` (the environment) or `operator`. The operator's latest outcome wins; all are kept.
     """
 
     episode: str
@@ -132,17 +137,20 @@ Record = Segment | Outcome
 
 @dataclass(frozen=True, slots=True)
 class LostRecord:
-    """Stands for a record that its actor made and cannot send: its disk has damaged it, or an earlier one of the same
-    episode. It is durable and acknowledged as such; the episode that was open ends before it, as truncated."""
+    """Takes the place of a record that its actor cannot send.
+
+    The actor's disk has damaged that record or an earlier one of the same episode. The store keeps a LostRecord like
+    any record; the open episode ends before it, as truncated.
+    """
 
     reason: str
 
 
-QueuedRecord = Record | LostRecord  # what lies under one number of a session
+QueuedRecord = Record | LostRecord  # each has one number of its session
 
 
 def join(segments: Sequence[Segment]) -> Segment:
-    """One segment from consecutive ones of one episode. Raises ValueError when they do not follow on each other."""
+    """Join consecutive segments of one episode. Raises ValueError when one does not follow the one before it."""
     first, last = segments[0], segments[-1]
     for before, after in itertools.pairwise(segments):
         if after.episode != first.episode or after.start != before.start + len(before) or before.ends:

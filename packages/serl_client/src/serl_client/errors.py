@@ -1,6 +1,6 @@
-"""What can go wrong between an actor and a learner; every text says what to do about it.
+"""The errors between an actor and a learner; every text says what to do about it.
 
-RetakeError                 anything that one clear sentence explains
+RetakeError                 an error that one clear sentence explains
 |-- ConfigError             what was asked for cannot be built: a wrong value, a missing extra, a full disk
 `-- TrainerError            the other side
     |-- Timeout             no answer in time
@@ -12,20 +12,21 @@ RetakeError                 anything that one clear sentence explains
 
 import errno
 
-MOST = 4000
+MOST = 4000  # characters of an error's text
 
 
 class RetakeError(Exception):
-    """One sentence for the person in front of the screen; programs print it without a traceback and exit with 1.
+    """Explains an error to a person; programs print it without a traceback and exit with 1.
 
-    It is cut after MOST characters: it may quote what a peer has sent."""
+    The text is cut after MOST characters, because it may quote what a peer has sent.
+    """
 
     def __init__(self, text: str = "") -> None:
         super().__init__(text if len(text) <= MOST else f"{text[:MOST]} ...")
 
 
 class ConfigError(RetakeError):
-    """What was asked for cannot be built."""
+    """Says that a setting, a file or an option cannot be used."""
 
 
 class TrainerError(RetakeError):
@@ -53,14 +54,14 @@ class ServerFailed(TrainerError):
 
 
 class MessageError(RetakeError):
-    """Bytes that are no message of ours: malformed, oversized or of an unknown kind. Nothing of them is used."""
+    """Says that bytes are no message: malformed, oversized or of an unknown kind. Nothing of them is used."""
 
 
 KINDS = {kind.__name__: kind for kind in (TrainerError, Timeout, Disconnected, VersionMismatch, Refused, ServerFailed)}
 
 
 def full_disk(error: BaseException | None) -> OSError | None:
-    """The full disk behind an error, if it is that (torch.save says it in words of its own)."""
+    """Return the OSError of a full disk that caused an error, or None. torch.save wraps it in another error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return error

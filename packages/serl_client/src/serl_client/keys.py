@@ -1,4 +1,4 @@
-"""Keys as files of mode 0600: who a client is, and by which key it knows its learner."""
+"""Key files of mode 0600: they name a client, and the public key of its learner."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from zmq.utils import z85
 from serl_client.errors import ConfigError
 
 MACHINE_ID = Path("/etc/machine-id")
-UNNAMED = "auto"  # what base.yaml calls an actor that was given no name
+UNNAMED = "auto"  # the name in base.yaml of an actor that was given none
 ROLES = ("viewer", "actor", "operator")  # each may do what those before it may
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """All that one client needs: its name and role, its two CURVE keys, and the public one of the learner (Z85)."""
+    """Holds a client's name and role, its two CURVE keys, and the learner's public key (Z85)."""
 
     name: str
     role: str
@@ -30,7 +30,7 @@ class Key:
 
     @classmethod
     def read(cls, file: Path) -> "Key":
-        """Raises ConfigError for a file that is no key, or that others than its owner may read."""
+        """Read a key file. Raises ConfigError if it is no key, or if others than its owner may read it."""
         try:
             key = cls(**read_private(file))
             if not NAME.fullmatch(key.name) or key.role not in ROLES:
@@ -42,34 +42,35 @@ class Key:
         return key
 
     def write(self, file: Path) -> None:
+        """Write the key to a file that only its owner may read."""
         write_private(file, asdict(self))
 
     def owns(self, name: str) -> bool:
-        """Whether a client with this key may go by `name`."""
+        """Return whether a client with this key may use `name`."""
         return owns(self.name, name)
 
 
 def owns(holder: str, name: str) -> bool:
-    """A key's own name, or one below it: left, left/status."""
+    """Return whether `name` is the holder's own, or one below it: left, left/status."""
     return name == holder or name.startswith(f"{holder}/")
 
 
 def known_as(key: Key | None, name: str) -> str:
-    """The name by which a tool goes: its own, below that of its key if it has one."""
+    """Return the name of a tool: its own, below that of its key if it has one."""
     return f"{key.name}/{name}" if key else name
 
 
 def named(name: str, key: Key | None) -> str:
-    """The name by which an actor goes: the one it was given, else that of its key, else that of its machine."""
+    """Return the name of an actor: the given one, else that of its key, else that of its machine."""
     if name != UNNAMED:
         return name
     return key.name if key else machine()
 
 
 def machine() -> str:
-    """What tells this machine's actor from those of others, and is the same after a restart: the outbox goes by it.
+    """Return a name for this machine's actor, the same after a restart, because the name of the outbox depends on it.
 
-    That is the host's name, and the numbers of the array's task and of the process where SLURM has started several.
+    It is the host's name, with the numbers of the array's task and of the process if SLURM has started several.
     """
     host = socket.gethostname().partition(".")[0]
     if host in ("", "localhost"):
@@ -80,13 +81,13 @@ def machine() -> str:
 
 
 def check_curve(text: Any) -> None:
-    """Raise ValueError for what is no CURVE key in Z85."""
+    """Raise ValueError unless `text` is a CURVE key in Z85."""
     if not isinstance(text, str) or len(text) != 40 or len(z85.decode(text.encode())) != 32:
         raise ValueError("no CURVE key")
 
 
 def read_private(file: Path) -> Any:
-    """The JSON in a file that only its owner may read. Raises ConfigError."""
+    """Return the JSON in a file. Raises ConfigError if others than its owner may read it, or if it is damaged."""
     try:
         with open(file) as opened:
             mode = os.fstat(opened.fileno()).st_mode & 0o777
@@ -100,7 +101,7 @@ def read_private(file: Path) -> Any:
 
 
 def write_private(file: Path, content: Any) -> None:
-    """Replace a file, as a whole, by JSON that only its owner may read."""
+    """Replace a file at once by JSON that only its owner may read."""
     aside = file.with_name(f".{file.name}.{os.getpid()}")
     with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
         json.dump(content, opened, indent=1)

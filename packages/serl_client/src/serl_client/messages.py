@@ -1,8 +1,8 @@
-"""The closed set of messages between actors, server, inference and trainer, and the two records a Push carries.
+"""The closed set of messages between actors, server, inference and trainer, and the records that a Push carries.
 
 Every field is plain msgpack data except `arrays`, which travel as raw frames. An unknown kind, a missing or an extra
-field is a MessageError; the handlers are found in tables keyed by these types. A Hello is first looked at for its
-protocol: a peer of another version is told so, in the form that Failed has in all versions.
+field is a MessageError. Handlers are found in tables keyed by these types. Of a Hello the protocol is checked first: a
+peer of another version is told so, in the form that Failed has in all versions.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ MAX_EARLIER = 64  # sessions that a Hello names besides its own
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of every connection. `role` is actor, learner or viewer; `earlier` lists [session, last seq] of the
+    """Opens every connection. `role` is actor, learner or viewer; `earlier` lists [session, last seq] of the
     sessions before this one that still lie in this outbox, the MAX_EARLIER oldest of them; `run` is "" before the first
     Welcome."""
 
@@ -42,7 +42,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class StateUpdate:
-    """What is valid now; sent when it changes and every second: the heartbeat of the server.
+    """Tells a client what is valid now; the server sends it on each change and every second, as its heartbeat.
 
     `directive` {number, phase, mode, ...}; `weights` {version, sha256, size} or empty; `step_limit` is how many
     steps this session may have made in all (None: no limit); `degraded` is the reason why nothing is acknowledged.
@@ -70,7 +70,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Sealed records of one session, in order: arrays {"records": uint8 [bytes]}."""
+    """Carries encoded records of one session, in order: arrays {"records": uint8 [bytes]}."""
 
     session: str
     arrays: Mapping[str, Array]
@@ -78,7 +78,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Every record of `session` below `expected` is durable; `resend`: begin again there, something was missing."""
+    """Says that every record of `session` below `expected` is durable; `resend`: send again from there."""
 
     session: str
     expected: int
@@ -88,7 +88,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """One observation, for the action at row `step`: arrays {name: [...]} and, after row 0, `previous_action` [A].
+    """Asks for the action at step `step`: arrays {name: [...]} and, after step 0, `previous_action` [A].
 
     `reset`: the carry begins anew. `seed` names the noise of this decision, so that any host draws the same. `task` is
     what to do, in words: the prompt of a policy that reads one. Raises MessageError for one that is too long.
@@ -108,7 +108,7 @@ class InferenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class InferenceResponse:
-    """The answer to the InferenceRequest of row `step`: arrays {"action": [H, A], extras}, made with weights
+    """Answers the InferenceRequest of step `step`: arrays {"action": [H, A], extras}, made with weights
     `version`."""
 
     step: int
@@ -118,27 +118,27 @@ class InferenceResponse:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A client lives; `report` holds its numbers for the console and for status: at most MAX_REPORT bytes, because the
-    server keeps those of all, and sends them on."""
+    """Says that a client lives; `report` holds its numbers for console and status, at most MAX_REPORT bytes, since the
+    server keeps the reports of all clients and sends them on."""
 
     report: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Bye:
-    """The client leaves of its own will; what it did not deliver lies in its outbox."""
+    """Says that the client leaves of its own will; its outbox keeps the undelivered records."""
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A process of the learner fails, and the run ends with it: the actors hear why. Answered by Done."""
+    """Ends the run because a process of the learner failed: the actors are told why. Answered by Done."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsRequest:
-    """`length` bytes of the weights file `sha256` from `offset`."""
+    """Asks for `length` bytes of the weights file `sha256` from `offset`."""
 
     sha256: str
     offset: int
@@ -148,7 +148,7 @@ class WeightsRequest:
 
 @dataclass(frozen=True, slots=True)
 class WeightsChunk:
-    """A part of a weights file: arrays {"data": uint8 [bytes]}."""
+    """Carries a part of a weights file: arrays {"data": uint8 [bytes]}."""
 
     sha256: str
     offset: int
@@ -157,7 +157,7 @@ class WeightsChunk:
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """Learner: from now on this is the directive; `steps` as in StepLimit. Answered by Done with its number."""
+    """Sets the directive (learner); `steps` as in StepLimit. Answered by Done with its number."""
 
     body: Mapping[str, Any]
     steps: int | None
@@ -166,7 +166,7 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class StepLimit:
-    """Learner: paced actors may bring the steps of this directive's phase to `steps`; None: no limit. Not answered."""
+    """Lets paced actors bring the steps of a directive's phase to `steps` (learner); None: no limit. Not answered."""
 
     directive: int
     steps: int | None
@@ -174,7 +174,7 @@ class StepLimit:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Learner: the file weights/<sha256>.safetensors of the run is a new version. Answered by Done with its number."""
+    """Makes weights/<sha256>.safetensors of the run a new version (learner). Answered by Done with its number."""
 
     sha256: str
     size: int
@@ -184,7 +184,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Archived:
-    """Learner: these episodes, by number, lie in verified shards, or need none: they may leave the store. Answered by
+    """Lets episodes, by number, leave the store (learner): they lie in verified shards, or need none. Answered by
     Done when that is durable."""
 
     episodes: Sequence[int]
@@ -193,7 +193,7 @@ class Archived:
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """Learner: the episodes that changed since `revision`, and the operator's commands since `command`."""
+    """Asks for the episodes changed since `revision` and the operator's commands since `command` (learner)."""
 
     revision: int
     command: int
@@ -201,7 +201,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """The answer to Sync: rows of `episodes` in the order of EPISODE, oldest change first; `more`: ask again."""
+    """Answers Sync: rows of `episodes` in the order of EPISODE, oldest change first; `more`: ask again."""
 
     revision: int
     episodes: Sequence[Sequence[Any]]
@@ -212,7 +212,7 @@ class Synced:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The operator wants something of the plan: next, hold, resume, goto, stop. Answered by Done."""
+    """Carries an operator's command to the plan: next, hold, resume, goto, stop. Answered by Done."""
 
     name: str
     argument: str = ""
@@ -228,8 +228,8 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A request was carried out; `value` is the number that was given, if one was; `request` is the asker's number of
-    the message that this answers."""
+    """Says that a request was carried out; `value` is the number that the server gave, if any; `request` is the
+    client's number of that request."""
 
     value: int = 0
     request: int = 0
@@ -237,7 +237,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request was not carried out; `kind` names the class in errors.py. The connection goes on unless `final`;
+    """Says that a request failed; `kind` names the class in errors.py. The connection goes on unless `final`;
     `request` as in Done, 0 for a message without a number."""
 
     kind: str
@@ -272,7 +272,7 @@ _HAS_ARRAYS = {kind: "arrays" in kind.__dataclass_fields__ for kind in TYPES}
 
 
 def _plain(annotation: Any) -> tuple[type, ...]:
-    """The types of what msgpack gives for a field's annotation."""
+    """Return the types that msgpack gives for a field's annotation."""
     parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     origins = [typing.get_origin(part) or part for part in parts]
     return tuple({Mapping: dict, Sequence: list}.get(origin, origin) for origin in origins)
@@ -282,7 +282,7 @@ _PLAIN = {kind: {name: _plain(annotation) for name, annotation in FIELDS[kind].i
 
 
 def encode(message: Message) -> list[wire.Buffer]:
-    """The frames of a message. Raises MessageError for an array that cannot travel, or a report that is too long."""
+    """Return the frames of a message. Raises MessageError for a forbidden dtype or a report that is too long."""
     kind = type(message)
     header: dict[str, Any] = {"type": kind.__name__}
     for name in FIELDS[kind]:
@@ -295,7 +295,7 @@ def encode(message: Message) -> list[wire.Buffer]:
 
 
 def decode(frames: Sequence[wire.Buffer]) -> Message:
-    """The message that some frames hold. Raises MessageError."""
+    """Return the message in these frames. Raises MessageError or, for a Hello, VersionMismatch."""
     header, arrays = wire.unpack(frames)
     name = header.pop("type", None)
     kind = _BY_NAME.get(name) if type(name) is str else None
@@ -339,7 +339,7 @@ def _check_version(hello: dict[str, Any]) -> None:
 
 
 def encode_record(seq: int, record: QueuedRecord) -> list[wire.Buffer]:
-    """A record as the outbox keeps it and a Push carries it."""
+    """Encode a record for the outbox and a Push."""
     if isinstance(record, Outcome | LostRecord):
         return wire.encode_record(seq, dataclasses.asdict(record), {})
     header = {
@@ -358,7 +358,7 @@ def decode_records(data: wire.Buffer) -> list[tuple[int, QueuedRecord]]:
 
 
 def records(data: wire.Buffer) -> Iterator[tuple[int, QueuedRecord]]:
-    """As `decode_records`, one by one: each is looked at when it is asked for."""
+    """Yield what `decode_records` returns; each record is decoded when it is asked for."""
     try:
         for seq, header, arrays in wire.decode_records(data):
             yield seq, _record(header, arrays)

@@ -26,16 +26,16 @@ from serl_client.weights import WeightsFolder
 
 log = logging.getLogger(__name__)
 
-TURN = 100  # ms between two looks at what no message tells of: a full disk, the clock
-BEAT = 1.0  # seconds
-PATIENCE = 0.5  # seconds for one question, before a newer one is sent after it
-FAREWELL = 200  # ms
-PULL = 1  # the number of each request for weights; those of commands follow
+TURN = 100  # ms between two looks at what no message announces: a full disk, the clock
+BEAT = 1.0  # seconds between two heartbeats
+PATIENCE = 0.5  # seconds to wait for an answer before a newer question is sent
+FAREWELL = 200  # ms for the last messages to leave
+PULL = 1  # request number of every WeightsRequest; commands have higher numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The actions for the rows from `step` on, [H, A], made with weights `version`."""
+    """Holds the actions [H, A] for the steps from `step` on, made with weights `version`."""
 
     step: int
     version: int
@@ -44,8 +44,11 @@ class Answer:
 
 
 class Network(threading.Thread):
-    """Owns every socket and every file of a client. The control thread writes `questions` and `commands`, wakes this
-    thread by `wake`, and reads the rest; `news` is an eventfd that is set when there is something new to read."""
+    """Owns every socket and every file of a client.
+
+    The control thread writes `questions`, `commands` and `report`, calls `wake`, and only reads the other attributes.
+    `news` is an eventfd that this thread sets when there is something new to read.
+    """
 
     def __init__(
         self, address: str, *, actor: str, spec: Spec, outbox: Outbox, weights_folder: Path | None, paced: bool,
@@ -84,10 +87,11 @@ class Network(threading.Thread):
         }  # fmt: skip
 
     def wake(self) -> None:
+        """Let the thread look at once at what the control thread has written."""
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """End the thread, after it has brought the queue to the outbox."""
+        """End the thread, after it has written the queue to the outbox. May be called twice."""
         if self._closing:
             return
         self._closing = True
@@ -163,7 +167,7 @@ class Network(threading.Thread):
         self._complain(str(error))
         if self.weights:
             self.weights.pause()
-        if not self._outbox.run:  # it could not be written down whose records these are: none may be sent
+        if not self._outbox.run:  # the run is not on the disk, so no record may be sent to it
             self.server.close()
 
     def _fail(self, error: TrainerError) -> None:
@@ -183,7 +187,7 @@ class Network(threading.Thread):
     # -- to the other side
 
     def _ask(self) -> None:
-        """One question at a time, so that a slow link carries no stale ones."""
+        """Send one question at a time, so that a slow link carries no stale ones."""
         if not self.questions or self._inference is None or not self._inference.is_open:
             return
         if self._asked and time.monotonic() < self._asked_at + PATIENCE:
@@ -215,7 +219,7 @@ class Network(threading.Thread):
         self._beaten_at = time.monotonic()
         try:
             self.server.send(m.Heartbeat(dict(self.report)))
-        except MessageError as error:  # the report is too long: we live all the same
+        except MessageError as error:  # the report is too long: send the heartbeat without it
             self._complain(str(error))
             self.server.send(m.Heartbeat({}))
 
@@ -288,7 +292,7 @@ class Network(threading.Thread):
                 return
 
     def _unanswered(self, failed: m.Failed) -> None:
-        """The inference process does not take a question."""
+        """Log that the inference process refused a question."""
         self._complain(f"the inference process: {failed.text}")
         self._asked.clear()
 

@@ -1,14 +1,14 @@
-"""The outbox: encoded records that nobody has acknowledged yet, in append-only files; what is in them survives kill -9.
+"""The outbox: unacknowledged encoded records in append-only files, which survive kill -9.
 
-A file holds records of one session and goes when its last one is acknowledged, which works on a full disk too: it is
-unlinked, or, when much is written, written again, since the pages of a new file cost more than all else that is done
-here with a record. What it held before are records of the same session with lower numbers, which no scan takes.
-Nothing is synced. Reading uses pread: a bad sector is then an OSError, and not the SIGBUS of a mapping, which would
-end the process that moves the robot.
+A file holds records of one session. When its last one is acknowledged it is unlinked, which works on a full disk too.
+While much is written it is reused instead, because the pages of a new file cost more than the rest of the work on a
+record. Its old content are records of the same session with lower numbers, which a scan ignores. Nothing is synced.
+Reading uses pread, so that a bad sector is an OSError. A mapping would get SIGBUS, which ends the robot's process.
 
-A record that the disk has damaged keeps its number, and `LostRecord` is sent in its place; so it is with those that go
-on with its episode, as they cannot be stored without it. The files stay until all that is acknowledged, so that the
-next start comes to the same result; then they are kept as *.damaged."""
+If the disk damages a record, a `LostRecord` with its number is sent in its place. The later records of its episode are
+lost too, because they cannot be stored without it. The files stay until all of these are acknowledged, so that the next
+start finds the same records lost. Then they are kept as *.damaged.
+"""
 
 import errno
 import fcntl
@@ -32,9 +32,9 @@ from serl_client.errors import ConfigError, MessageError
 log = logging.getLogger(__name__)
 
 FILE_BYTES = 8 << 20
-SPARE_FILES = 4  # that are kept to be written again,
-SPARE_SECONDS = 2.0  # if they are full so soon: pages that stay longer are brought to the disk, for nothing
-SLICE_BYTES = 512 << 10  # one Push: on a slow link a longer frame would hold up the heartbeat behind it
+SPARE_FILES = 4  # files that are kept for reuse
+SPARE_SECONDS = 2.0  # a file is reused at most at this age: the kernel writes older pages to the disk, for nothing
+SLICE_BYTES = 512 << 10  # of one Push: a longer frame would delay the heartbeat on a slow link
 
 
 @dataclass(slots=True, eq=False)
@@ -42,10 +42,10 @@ class _File:
     path: Path
     session: str
     first: int  # seq of its first record
-    ends: list[int] = field(default_factory=list)  # where each record ends
+    ends: list[int] = field(default_factory=list)  # end of each record, bytes
     lost: dict[int, bytes] = field(default_factory=dict)  # seq -> what is sent in place of that record
     born: float = field(default_factory=time.monotonic)
-    needed: float = 0  # the file stays until all below this seq is acknowledged
+    needed: float = 0  # the file stays until every record below this seq is acknowledged
 
     @property
     def size(self) -> int:
@@ -60,11 +60,13 @@ class _File:
 
 
 class Outbox:
-    """A folder of unacknowledged records of one actor, at most `capacity` bytes.
+    """Keeps the unacknowledged records of one actor in a folder.
 
-    `id` names the folder and `run` the run that its records belong to ("" as long as it is bound to none; an outbox
-    that is empty when it is opened belongs to no run). All but `pending` is used by one thread. Raises ConfigError
-    when another process has the folder open, or its disk fails.
+    capacity: limit of all records, bytes.
+
+    `id` names the folder. `run` names the run that its records belong to; it is "" while they belong to none, as after
+    opening an empty outbox. One thread uses all but `pending`. Raises ConfigError when another process has the folder
+    open, or its disk fails.
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
@@ -76,13 +78,13 @@ class Outbox:
         self._files: list[_File] = []  # in the order of writing; replaced, never changed: `pending` reads it
         self._expected: dict[str, int] = {}  # first unacknowledged seq of a session
         self._writing = ""  # the session that grows
-        self._doubted: dict[str, float] = {}  # records of a session below this seq are looked at before they are sent,
-        self._seen: dict[str, int] = {}  # and those below this one were
-        self._cut: dict[str, _File] = {}  # the sessions whose latest episode lacks a record, which is in that file
+        self._doubted: dict[str, float] = {}  # records of a session below this seq are checked before they are sent
+        self._seen: dict[str, int] = {}  # records of a session below this seq were checked
+        self._cut: dict[str, _File] = {}  # sessions whose latest episode lacks a record, and the file of that record
         self._bytes = 0
         self._number = 0
-        self._tail: tuple[_File, int] | None = None  # the file that is written, and its descriptor
-        self._spares: list[_File] = []  # of that session
+        self._tail: tuple[_File, int] | None = None  # the file under writing, and its descriptor
+        self._spares: list[_File] = []  # files for reuse, of the session under writing
         try:
             self._load()
             self.run, self.id = self._names()
@@ -96,13 +98,13 @@ class Outbox:
             raise
 
     def bind(self, run: str) -> None:
-        """From now on all that lies here belongs to `run`. Raises OSError."""
+        """Bind every record in the folder to `run`. Raises OSError."""
         _publish(self.folder / "run", run)
         self.run = run
 
     @property
     def sessions(self) -> dict[str, tuple[int, int]]:
-        """{session: (first unacknowledged seq, end)} of the sessions that have some, oldest first."""
+        """Return {session: (first unacknowledged seq, end)}, oldest session first."""
         spans: dict[str, tuple[int, int]] = {}
         for file in self._files:
             first = (
@@ -115,13 +117,13 @@ class Outbox:
 
     @property
     def pending(self) -> tuple[int, int]:
-        """(records, bytes) that are not acknowledged."""
+        """Return the number of unacknowledged records and their bytes."""
         files = self._files
         left = [(file.end - self._first(file), file.size - file.size_below(self._first(file))) for file in files]
         return sum(records for records, _ in left), sum(size for _, size in left)
 
     def append(self, session: str, seq: int, record: Sequence[wire.Buffer]) -> bool:
-        """Write one encoded record. False, with the reason in `fault`, if it is not in the outbox as a whole."""
+        """Write one encoded record. If that fails, return False, with the reason in `fault`."""
         size = sum(len(part) for part in record)
         if self._bytes + size + sum(spare.size for spare in self._spares) > self._capacity:
             self._drop_spares()
@@ -145,8 +147,12 @@ class Outbox:
         return True
 
     def read(self, session: str, seq: int, limit: int, *, alone: bool = False) -> tuple[int, bytes]:
-        """(next seq, bytes) of whole records from `seq` on: about SLICE_BYTES, at most `limit`; with `alone` the first
-        one may be larger. Raises OSError."""
+        """Return (next seq, bytes) of whole records from `seq` on: about SLICE_BYTES, and at most `limit`.
+
+        alone: the first record may exceed `limit`.
+
+        Raises OSError.
+        """
         file = next(file for file in self._files if file.session == session and file.first <= seq < file.end)
         begin, index = file.size_below(seq), seq - file.first
         if file.ends[index] - begin > limit and not alone:
@@ -165,15 +171,15 @@ class Outbox:
         return file.first + stop, data
 
     def recheck(self, session: str, end: int) -> None:
-        """What was sent of `session` below `end` came damaged: before it is sent again, each record is looked at."""
+        """Check each record of `session` below `end` before sending it again: the server received damaged data."""
         expected = self._expected.get(session, 0)
         self._doubted[session] = max(end, self._doubted.get(session, 0))
         self._seen[session] = min(expected, self._seen.get(session, 0))
         if any(max(file.lost, default=-1) >= expected for file in self._files if file.session == session):
-            self._cut.pop(session, None)  # it will be met again
+            self._cut.pop(session, None)  # the check finds it again
 
     def acknowledge(self, session: str, expected: int) -> None:
-        """Records of `session` below `expected` are durable elsewhere; files without any other go."""
+        """Remove the files whose records are all below `expected`: these are durable at the server."""
         expected = self._expected[session] = max(expected, self._expected.get(session, 0))
         mine = [file for file in self._files if file.session == session]
         is_over = bool(mine) and session != self._writing and mine[-1].end <= expected
@@ -190,7 +196,7 @@ class Outbox:
             self._bytes -= file.size
 
     def close(self) -> None:
-        """May be called twice."""
+        """Give the folder back; may be called twice."""
         self._close_tail()
         self._drop_spares()
         self._lock.close()
@@ -213,7 +219,7 @@ class Outbox:
         return self._tail
 
     def _cut_back(self) -> None:
-        """Remove what a failed write left; where even that fails, the next record begins a new file."""
+        """Remove what a failed write left. If that fails too, the next record begins a new file."""
         if self._tail is None:
             return
         file, descriptor = self._tail
@@ -223,14 +229,14 @@ class Outbox:
             self._close_tail()
 
     def _spare(self, file: _File) -> None:
-        """Keep a file to be written again, or because it is damaged, or unlink it. Raises OSError."""
+        """Unlink a file, or keep it: for reuse, or because it is damaged. Raises OSError."""
         if file.lost:
             kept = file.path.replace(file.path.with_suffix(".damaged"))
             log.warning("%s holds records that could not be sent; it stays until you delete it", kept)
             return
         is_quick = file.session == self._writing and time.monotonic() < file.born + SPARE_SECONDS
         if is_quick and len(self._spares) < SPARE_FILES and file.size <= 2 * FILE_BYTES:
-            with suppress(OSError):  # a new name may need room, which a full disk has not
+            with suppress(OSError):  # a new name may need room on a full disk
                 file.path = file.path.rename(file.path.with_suffix(".spare"))
                 self._spares.append(file)
                 return
@@ -248,7 +254,7 @@ class Outbox:
             self._tail = None
 
     def _names(self) -> tuple[str, str]:
-        """What the folder says of the run and of itself. It is written only once: the disk may be full now."""
+        """Return the names of the run and of the folder. They are written only once: the disk may be full now."""
         if not self._files:
             (self.folder / "run").unlink(missing_ok=True)
         run, id = _text(self.folder / "run"), _text(self.folder / "id")
@@ -258,7 +264,7 @@ class Outbox:
         return run, id
 
     def _load(self) -> None:
-        """Take in what an earlier life has left. Raises ConfigError for a file that cannot be read."""
+        """Take in the files of earlier sessions. Raises ConfigError for a file that cannot be read."""
         for path in self.folder.glob("*.spare"):
             with suppress(OSError):  # nothing reads it
                 path.unlink()
@@ -283,7 +289,7 @@ class Outbox:
         self._bytes = sum(file.size for file in self._files)
 
     def _looked_at(self, file: _File, seq: int, record: bytes) -> bytes:
-        """What is sent as the record `seq`: itself, or that it is lost."""
+        """Check the record `seq`, and return what is sent for it: the record, or a LostRecord."""
         if seq < self._seen.get(file.session, 0):
             return file.lost.get(seq, record)
         self._seen[file.session] = seq + 1
@@ -305,7 +311,7 @@ class Outbox:
 
 
 def _scanned(file: _File) -> _File:
-    """The file with all that is found in it."""
+    """Return the file with the ends of the records that were found in it."""
     try:
         data = file.path.read_bytes()
     except OSError as error:
@@ -323,14 +329,14 @@ def _scanned(file: _File) -> _File:
 
 
 def _miss(file: _File, end: int, size: int) -> None:
-    """The records from the end of `file` up to `end` are not there; what lies in their place ends at `size`."""
+    """Mark the records from the end of `file` up to `end` as missing; the bytes in their place end at `size`."""
     missing = range(file.end, end)
     file.lost.update(dict.fromkeys(missing, b""))
     file.ends += [size] * len(missing)
 
 
 def _next_record(data: bytes, begin: int, seq: int) -> tuple[int, int, int] | None:
-    """(number, begin, end) of the first whole, undamaged record from `begin` on, whose number is at least `seq`."""
+    """Return (number, begin, end) of the first undamaged record from `begin` on with a number of at least `seq`."""
     view, start = memoryview(data), begin
     while (begin := data.find(wire.MAGIC, begin)) >= 0:
         with suppress(MessageError):
@@ -343,7 +349,7 @@ def _next_record(data: bytes, begin: int, seq: int) -> tuple[int, int, int] | No
 
 
 def _records(file: _File, begin: int, stop: int, data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(seq, record) of those with the indices [begin, stop); `data` begins with the first of them."""
+    """Yield (seq, record) for the indices [begin, stop); `data` begins with the first of these records."""
     low = offset = file.size_below(file.first + begin)
     for index in range(begin, stop):
         yield file.first + index, data[low - offset : file.ends[index] - offset]
@@ -351,7 +357,7 @@ def _records(file: _File, begin: int, stop: int, data: bytes) -> Iterator[tuple[
 
 
 def _header(record: bytes, seq: int) -> dict[str, Any] | None:
-    """The header of one record; None: it is damaged."""
+    """Return the header of one record, or None if the record is damaged."""
     try:
         (number, header, _), *others = wire.decode_records(record)
     except (MessageError, ValueError):

@@ -1,4 +1,4 @@
-"""Why nothing is heard of a learner: what a look at its address finds, and what to do about it."""
+"""Finds out why a learner does not answer, by a look at its address, and says what to do."""
 
 import logging
 import socket
@@ -12,19 +12,19 @@ from serl_client.errors import Disconnected, Timeout, TrainerError
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 3.0  # seconds for one look
-SILENCE = 5.0  # seconds without a learner, until an actor says why
-WATCH = 1.0  # seconds between two thoughts of it
-AGAIN = 10.0  # seconds between two looks: each is a handshake that the learner counts as broken off
-# What every ZeroMQ peer says first (ZMTP 3.0): this signature and version, then the mechanism of its security, whether
-# it is the server, and zeros: GREETING bytes in all.
+PATIENCE = 3.0  # seconds for one look at the address
+SILENCE = 5.0  # seconds without a learner until an actor says why
+WATCH = 1.0  # seconds between two checks whether the learner is there
+AGAIN = 10.0  # seconds between two looks, because the learner counts each as a broken handshake
+# The greeting of every ZeroMQ peer (ZMTP 3.0): this signature and version, the security mechanism, whether the peer is
+# the server, and zeros; GREETING bytes in all.
 OPENING = b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x00"
 GREETING = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a look at an address found: whether a learner seems to be there, one sentence, and what to do."""
+    """Holds what a look at an address found: whether a learner seems to be there, one sentence, and what to do."""
 
     ok: bool
     text: str
@@ -32,8 +32,10 @@ class Look:
 
 
 def look(host: str, port: int, *, has_key: bool) -> Look:
-    """Whether somebody listens there, and whether it is a learner, with or without keys. Takes PATIENCE at most, and
-    longer where the name of the host is looked up in vain."""
+    """Look whether a learner listens there, and whether it asks for keys.
+
+    Takes PATIENCE at most, or longer if the lookup of the host's name fails slowly.
+    """
     try:
         greeting, seconds = greeted(host, port)
     except socket.gaierror as error:
@@ -51,7 +53,7 @@ def look(host: str, port: int, *, has_key: bool) -> Look:
 
 
 def greeted(host: str, port: int) -> tuple[bytes, float]:
-    """What a listener says to a ZeroMQ peer (GREETING bytes, or what came), and the seconds that connecting took."""
+    """Return a listener's greeting (GREETING bytes, or less), and the seconds that connecting took."""
     begin = time.monotonic()
     with socket.create_connection((host, port), PATIENCE) as peer:
         seconds = time.monotonic() - begin
@@ -66,7 +68,7 @@ def greeted(host: str, port: int) -> tuple[bytes, float]:
 
 
 def judged(address: str, greeting: bytes, seconds: float, has_key: bool) -> Look:
-    """What a greeting says of who listens at `address`."""
+    """Return what a greeting tells about the program at `address`."""
     if not greeting:
         advice = "is the learner stopped (Ctrl-Z)? Behind a tunnel: does the learner run at its other end?"
         return Look(False, f"{address} takes connections and says nothing", advice)
@@ -83,13 +85,13 @@ def judged(address: str, greeting: bytes, seconds: float, has_key: bool) -> Look
 
 
 def unwelcome(address: str) -> Look:
-    """Of an address where ZeroMQ is spoken and our Hello has no answer."""
+    """Return the Look for an address that speaks ZeroMQ and does not answer our Hello."""
     advice = "a learner that is starting, or stopped (see its screen), or another program: compare port="
     return Look(False, f"{address} does not answer to Hello", advice)
 
 
 def explained(error: TrainerError, host: str, port: int, *, has_key: bool) -> str:
-    """Why a call got no answer: what a look at the address finds, or else what the error says."""
+    """Return why a call got no answer: what a look at the address finds, or else the error's text."""
     if not isinstance(error, Disconnected | Timeout):
         return str(error)
     found = look(host, port, has_key=has_key)
@@ -97,14 +99,17 @@ def explained(error: TrainerError, host: str, port: int, *, has_key: bool) -> st
 
 
 class Lookout:
-    """While this holds, an actor that has not heard of its learner for SILENCE says why, and says when it is back.
+    """Logs why the learner has been away for SILENCE, and logs when it is back; a context manager.
 
-    `is_connected` tells whether the learner is there. A thread of its own looks, because a look may take seconds.
+    is_connected: returns whether the learner is there.
+    has_key: this actor has a key.
+
+    A thread of its own looks, because a look may take seconds.
     """
 
     def __init__(self, is_connected: Callable[[], bool], host: str, port: int, *, has_key: bool) -> None:
         self._is_connected, self._host, self._port, self._has_key = is_connected, host, port, has_key
-        self._left = time.monotonic()  # when the learner was there last, or when the looking began
+        self._left = time.monotonic()  # when the learner was last there, or when this object was made
         self._was_there = False
         self._told, self._looked = "", 0.0
         self._ended = threading.Event()
@@ -115,10 +120,10 @@ class Lookout:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._ended.set()  # nobody waits for a look that is under way
+        self._ended.set()  # the thread is a daemon: a look under way is not waited for
 
     def __str__(self) -> str:
-        """For the console: connected, or for how long not and why."""
+        """Return for the console: connected, or since when not, and why."""
         if self._is_connected():
             return "connected"
         heard = f"last heard {time.monotonic() - self._left:.0f} s ago" if self._was_there else "never heard"
@@ -129,7 +134,7 @@ class Lookout:
             self.watch()
 
     def watch(self) -> None:
-        """Look once, if the learner is away for long enough, and say what is new."""
+        """Look once if the learner has been away for long enough, and log what is new."""
         if self._is_connected():
             if self._told:
                 log.info("the learner is there%s", " again" * self._was_there)

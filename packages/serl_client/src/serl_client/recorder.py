@@ -1,4 +1,4 @@
-"""The rows of one episode, cut into segments and pushed as they happen."""
+"""The recorder: it cuts the steps of one episode into segments and pushes them as they happen."""
 
 import logging
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from serl_client.spec import Array, Feature, Spec
 
 log = logging.getLogger(__name__)
 
-SEGMENT_SECONDS = 0.5
+SEGMENT_SECONDS = 0.5  # at most
 SEGMENT_ROWS = 32  # at most
-SEGMENT_BYTES = 8 << 20  # at most, if that is one row
+SEGMENT_BYTES = 8 << 20  # at most; a larger row makes a segment of its own
 
 
 class Recorder:
-    """Cuts the rows of one episode into segments. Each array is written row by row, and given away when it is full."""
+    """Cuts the steps of one episode into segments. The client owns the arrays of a segment that was pushed."""
 
     def __init__(self, client: TrainerClient, episode: str, task: str) -> None:
         self.episode = episode
@@ -29,34 +29,36 @@ class Recorder:
         self._dropped: set[str] = set()  # names of extras that the Spec lacks
         self._start = 0
         self._stamp = Stamp(0, "", 0)
-        # How many rows the segment has, and the observation after them: one assignment, so that an interrupt between
-        # two instructions finds both or none.
+        # Rows of the open segment, and the observation after them. One assignment sets both, so that an interrupt
+        # between two instructions finds both or none.
         self._state: tuple[int, Observation] = 0, {}
 
     @property
     def is_empty(self) -> bool:
-        """Whether all rows are pushed."""
+        """Return whether every row is pushed."""
         return self._state[0] == 0
 
     @property
     def is_full(self) -> bool:
-        """Whether it is time to flush."""
+        """Return whether the open segment has all its rows, so that it is time to flush."""
         return self._state[0] == self._rows
 
     @property
     def steps(self) -> int:
+        """Return how many steps the episode has so far."""
         return self._start + self._state[0]
 
     def add(
         self, stamp: Stamp, observation: Observation, observed: float, step: Step, extras: Mapping[str, Array], *,
         chunk_start: bool, chunk_delay: int, gap: bool,
     ) -> str:  # fmt: skip
-        """Take one row: what was `observed` when (seconds, the robot's clock), and what was done in answer;
-        `chunk_start`, `chunk_delay` and `gap` as in Segment.
+        """Add one step, and return "". If a column is not finite, add nothing and return its name.
 
-        The row's time is that of its observation. Extras that are missing are zero. Those that the Spec lacks are
-        dropped, with one warning in an episode. Returns the name of a column that holds NaN or infinity, of this row or
-        of the observation after it: then the row is not taken, because no policy may see it; empty when it is taken.
+        observed: when `observation` was there; seconds, the robot's clock. It becomes the row's time.
+        step: what was done in answer, and the observation after it. That one must be finite too, because the policy
+            would see it next.
+        extras: further columns; a missing one is zero. One that the Spec lacks is dropped, with one warning for each.
+        chunk_start, chunk_delay, gap: as in Segment.
         """
         values = {
             "reward": step.reward, "intervened": step.intervened, "time": observed, "chunk_start": chunk_start,
@@ -85,16 +87,16 @@ class Recorder:
         return ""
 
     def not_finite(self, observation: Observation) -> str:
-        """The name of an entry of an observation that holds NaN or infinity, as it would be stored; or empty."""
+        """Return the name of an entry that would hold NaN or infinity in its stored dtype; empty: there is none."""
         with np.errstate(over="ignore"):  # what is too large for its dtype becomes infinite
             return not_finite({name: np.asarray(observation[name], dtype) for name, dtype in self._floats.items()})
 
     def flush(self) -> None:
-        """Push what there is; the episode goes on."""
+        """Push the open segment; the episode goes on."""
         self._push(terminated=False, truncated=False)
 
     def end(self, *, terminated: bool) -> None:
-        """The episode is over. Without a row that was not pushed yet nothing can tell so: the learner closes it."""
+        """End the episode and push its last segment. Without an unpushed row nothing is sent: the learner closes it."""
         self.ended = True
         if self._state[0]:
             self._write(*self._state)
@@ -130,6 +132,6 @@ class Recorder:
 
 
 def segment_rows(spec: Spec) -> int:
-    """How many rows a segment has: about half a second of them."""
+    """Return how many rows a segment has: about SEGMENT_SECONDS of them."""
     row = sum(feature.nbytes for feature in spec.observation.values())
     return int(max(1, min(SEGMENT_SECONDS * spec.fps, SEGMENT_ROWS, SEGMENT_BYTES / row)))

@@ -21,22 +21,22 @@ from serl_client.status import ActorStatus, SuccessCounter
 
 log = logging.getLogger(__name__)
 
-NAP = 0.05  # seconds between two looks at the operator; news from the learner end it
-SILENCE = 5.0  # seconds without an action, until the episode is given up; the next begins when there is one again
-AGAIN = 1.0  # seconds until the next reset, after one that gave no finite observation
+NAP = 0.05  # seconds between two looks at the operator; a message of the learner ends the wait early
+SILENCE = 5.0  # seconds without an action until the episode is cut off; the next begins with the next action
+AGAIN = 1.0  # seconds until the next reset, after a reset whose observation is not finite
 ROOM_PATIENCE = 1.0  # seconds that a simulated robot waits for the outbox
-FAREWELL = 30.0  # seconds to deliver the rest
+FAREWELL = 30.0  # seconds at the end to deliver the rest of the outbox
 TRAINING_SEEDS = 1_000_000_000
-EVALUATION_SEEDS = 10_000  # of one start of an actor
-MODES = ("collect", "teleop", "evaluate")  # with episodes; the others are idle and stop
+EVALUATION_SEEDS = 10_000  # for one session
+MODES = ("collect", "teleop", "evaluate")  # modes with episodes; the other two are idle and stop
 VERDICTS = {"success": True, "failure": False, "discard": None}
 
 
 class Operator(Protocol):
-    """A person with a keyboard. Events: pause (and go on), stop, next, success, failure, discard."""
+    """Describes a person with a keyboard. Events: pause (again: resume), stop, next, success, failure, discard."""
 
     def poll(self) -> list[str]:
-        """What was pressed since the last call; never waits."""
+        """Return the events since the last call; never wait."""
         ...
 
 
@@ -44,10 +44,15 @@ def run_actor(
     env: Env, controller: Controller, client: TrainerClient, *, seed: int, operator: Operator | None = None,
     on_episode: Callable[[Mapping[str, Any]], None] = lambda episode: None, status: ActorStatus | None = None,
 ) -> None:  # fmt: skip
-    """Do what the learner's directive says until it says stop; the robot is stopped however this ends.
+    """Follow the learner's directives until one says stop. The robot is stopped however this ends.
 
-    `seed` is the run's; `on_episode` gets the numbers of each finished episode. Raises what the environment raises,
-    and TrainerError when the learner refuses this actor; KeyboardInterrupt for SIGINT, SIGTERM and SIGHUP.
+    seed: the run's seed.
+    operator: who is polled for events in each step; None: nobody.
+    on_episode: is called with the numbers of each finished episode.
+    status: is kept up to date for the console.
+
+    Raises what the environment raises, TrainerError when the learner refuses this actor, and KeyboardInterrupt for
+    SIGINT, SIGTERM and SIGHUP.
     """
     status = status or ActorStatus()
     client.report = vars(status)
@@ -65,17 +70,17 @@ def run_actor(
 
 @dataclass
 class _Episode:
-    """An episode under way."""
+    """Holds the state of the episode under way."""
 
     recorder: Recorder
     observation: Observation
     teleop: bool
     began: float
-    observed: float  # when the observation was there (seconds, the robot's clock)
+    observed: float  # when `observation` was there; seconds, the robot's clock
     last: Step | None = None
     reset: bool = True
-    human: int = 0  # rows in succession of the takeover that goes on
-    held: int = 0  # rows in succession without an action
+    human: int = 0  # steps of the takeover under way
+    held: int = 0  # consecutive steps without an action
     reward: float = 0.0
     intervened: int = 0
 
@@ -89,12 +94,12 @@ class _Actor:
         self._operator, self._on_episode, self._status = operator, on_episode, status
         self._directive = client.directive
         self._is_real = env.clock == "real"
-        self._evaluated = 0, 0  # directive, and how many of its episodes have begun
-        self._latest = ""  # the episode that a verdict between two episodes is about
+        self._evaluated = 0, 0  # number of a directive, and how many of its evaluation episodes have begun
+        self._latest = ""  # the episode that ended last: a verdict between two episodes is about it
         self._successes = SuccessCounter(status)
         self._verdict = ""
         self._paused = False
-        self._unanswered: Observation | None = None  # where the robot stands since silence ended its episode
+        self._unanswered: Observation | None = None  # the last observation of an episode that silence cut off
         self._ticked: float | None = None
         self._simulated = time.monotonic()  # seconds, the clock of a simulated robot
 
@@ -110,7 +115,7 @@ class _Actor:
             self._judge_latest()
 
     def _next_mode(self) -> str:
-        """Apply the newest directive, at the boundary of an episode."""
+        """Apply the newest directive between two episodes; return its mode, or idle while no episode may begin."""
         directive, status = self._client.directive, self._status
         is_new, mode = directive["number"] != status.directive, directive["mode"]
         self._directive = directive
@@ -124,8 +129,10 @@ class _Actor:
         return mode if mode == "stop" or may_begin else "idle"
 
     def _answers(self) -> bool:
-        """Whether the policy gives actions again, if it was silent: after a fault nothing moves the robot unasked, not
-        even home."""
+        """Return whether the policy gives actions, after it was silent.
+
+        Until then the robot does not move, not even home, because the cause may be a fault.
+        """
         if self._unanswered is not None:
             action = self._controller.act(self._unanswered, step=0, previous_action=None, reset=True)
             self._unanswered = self._unanswered if action is None else None
@@ -167,7 +174,7 @@ class _Actor:
             self._wait_heard()
 
     def _wait_heard(self) -> None:
-        """A scripted operator is quick: let the learner say that it has enough before the next demonstration."""
+        """Wait for the learner's next directive, because a scripted operator would begin needless demonstrations."""
         self._client.drain(ROOM_PATIENCE)
         self._client.wait(NAP)
 
@@ -201,7 +208,7 @@ class _Actor:
         self._close(episode)
 
     def _hand_over(self, episode: _Episode, is_human: bool) -> None:
-        """Note a takeover, and a hand-back: what the policy saw before it is no history to act on."""
+        """Note a takeover or a hand-back. The policy begins anew after it, since it did not cause what came before."""
         if episode.teleop:
             return
         where = f"{episode.recorder.episode}, row {episode.recorder.steps - 1}"
@@ -215,8 +222,10 @@ class _Actor:
         episode.held = 0 if is_human else episode.held
 
     def _action(self, episode: _Episode) -> tuple[bool, bool, Array | None]:
-        """(whether the episode goes on, whether its next row had to wait, the action of that); waits for permission
-        and, as far as time does not go on without us, for the action."""
+        """Return (whether the episode goes on, whether the next step had to wait, its action).
+
+        Waits for the operator, for the step limit, and in simulation or before the first step for the action.
+        """
         waited = False
         while not self._called_off(waited) and not episode.recorder.ended:
             if not self._blocked(episode):
@@ -246,7 +255,7 @@ class _Actor:
         return action
 
     def _blocked(self, episode: _Episode) -> bool:
-        """Whether the next row has to wait, for the operator or for the learner's permission."""
+        """Return whether the next step has to wait: the operator has paused, or the step limit is reached."""
         if self._paused:
             if self._status.driver != "PAUSED":
                 self._env.stop()
@@ -255,19 +264,20 @@ class _Actor:
         allowed = self._client.step_limit
         if self._is_real or allowed is None or self._status.steps < allowed:
             return False
-        episode.recorder.flush()  # the learner counts what it has
+        episode.recorder.flush()  # the learner raises the limit by what it has received
         return True
 
     def _called_off(self, waited: bool) -> bool:
-        """Whether a newer directive ends the episode: one that says so, or one that lets us wait for ever."""
+        """Return True if a newer directive ends the episode now, or if this step waits and could wait for ever."""
         newer = self._client.directive
         if newer["number"] == self._directive["number"]:
             return False
-        over = newer["mode"] in ("idle", "stop") or self._directive["mode"] == "evaluate"  # its weights may be gone
+        # The weights under evaluation may no longer be served.
+        over = newer["mode"] in ("idle", "stop") or self._directive["mode"] == "evaluate"
         return newer.get("boundary") == "now" or (waited and over)
 
     def _close(self, episode: _Episode) -> None:
-        """End the episode if the operator, the environment, silence or the outbox says so."""
+        """End the episode if the operator or the environment says so, no action comes, or the outbox is full."""
         recorder, step = episode.recorder, episode.last
         assert step is not None
         if self._verdict or step.terminated or step.truncated:
@@ -284,7 +294,7 @@ class _Actor:
             recorder.flush()
 
     def _cut_off(self, episode: _Episode) -> None:
-        """End the episode before its end; a verdict that waited for a row to go with is pushed without one."""
+        """Truncate the episode, if it is not over, and push a verdict that still waits."""
         if not episode.recorder.ended:
             self._pronounce(episode.recorder.episode, None)
             episode.recorder.end(terminated=False)
@@ -296,7 +306,7 @@ class _Actor:
         return self._client.has_room
 
     def _report(self, episode: _Episode) -> None:
-        """Say how the episode ended."""
+        """Call `on_episode` with the numbers of an ended episode, and count its success."""
         recorder, step, verdict = episode.recorder, episode.last, self._verdict
         self._verdict = ""
         if step is None:
@@ -325,14 +335,14 @@ class _Actor:
                 self._client.command(event)
 
     def _pronounce(self, episode: str, success: bool | None) -> None:
-        """Push what judge and operator say of an episode: before its last rows, so that none counts as unjudged."""
+        """Push the verdicts of judge and operator, before the last rows, so that no episode counts as unjudged."""
         if success is not None:
             self._client.push(Outcome(episode, bool(success)))  # an environment's may be numpy's
         if verdict := self._verdict:
             self._client.push(Outcome(episode, VERDICTS[verdict], discard=verdict == "discard", judged_by="operator"))
 
     def _judge_latest(self) -> None:
-        """The operator's verdict on the episode that ended last, if there is one."""
+        """Push the operator's verdict on the episode that ended last, if there is one."""
         if self._latest:
             self._pronounce(self._latest, None)
         if self._verdict:
@@ -353,8 +363,10 @@ class _Actor:
         self._ticked = now
 
     def _observed(self) -> float:
-        """The time of the observation that has just come, in seconds. A simulated robot lives 1/fps with each of them,
-        however fast that is computed, so that what is recorded plays at the robot's pace."""
+        """Return the time of the observation that has just come, in seconds of the robot's clock.
+
+        A simulated step counts 1/fps, however fast it is computed, so that a recording plays at the robot's pace.
+        """
         self._simulated += 1 / self._env.spec.fps
         return time.monotonic() if self._is_real else self._simulated
 
@@ -366,10 +378,10 @@ class _Actor:
 
 
 def training_seed(seed: int, session: str, number: int) -> int:
-    """The start of an actor's episode `number`."""
+    """Return the seed of episode `number` of a session."""
     return xxhash.xxh3_64_intdigest(f"{seed}/{session}/{number}".encode()) % TRAINING_SEEDS
 
 
 def evaluation_seed(ordinal: int, number: int) -> int:
-    """Where evaluation episode `number` of the run's `ordinal`-th start of an actor begins; no training does there."""
+    """Return the seed of evaluation episode `number` of the run's session `ordinal`; no training episode has it."""
     return TRAINING_SEEDS + ordinal * EVALUATION_SEEDS + number

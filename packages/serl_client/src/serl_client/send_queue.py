@@ -1,7 +1,7 @@
-"""The way of the records: a bounded queue, the outbox, and the wire's window, until they are acknowledged.
+"""The send queue: records go through a bounded queue and the outbox to the wire, until they are acknowledged.
 
-`put`, `room`, `pending` and `fault` are for the control thread, and the rest for the network thread; no lock is
-shared, because each counter is written by one of them.
+The control thread calls `put`, `has_room`, `pending` and `fault`; the network thread calls the rest. They share no
+lock, because each counter is written by one of the two threads.
 """
 
 import logging
@@ -21,16 +21,16 @@ from serl_client.spec import Spec
 
 log = logging.getLogger(__name__)
 
-QUEUE_SECONDS = 2.0
-QUEUE_ROWS = 8  # at least
-SPOOL_BYTES = 1 << 20  # after these it is time to send
-STALL = 15.0  # seconds without an Ack, after which all is sent again
+QUEUE_SECONDS = 2.0  # of steps that fit into the queue
+QUEUE_ROWS = 8  # steps that fit at least
+SPOOL_BYTES = 1 << 20  # written to the outbox before the thread sends again
+STALL = 15.0  # seconds without an Ack; then every unacknowledged record is sent again
 OUTCOME_BYTES = 1024
 COLUMN_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
 
 
 class SendQueue:
-    """The records of one actor, numbered from 0 in its `session`; the outbox's earlier sessions go before them."""
+    """Numbers the records of one `session` from 0 and sends them, after those of earlier sessions in the outbox."""
 
     def __init__(self, outbox: Outbox, session: str, spec: Spec) -> None:
         self._outbox, self._session, self._spec = outbox, session, spec
@@ -51,8 +51,11 @@ class SendQueue:
         self.error: TrainerError | None = None  # what was pushed does not fit the Spec
 
     def put(self, record: Record) -> None:
-        """Raises TrainerError when the queue is full (what ends an episode has its room reserved), and TypeError for
-        an outcome that the wire cannot carry."""
+        """Queue a record for the network thread.
+
+        Raises TrainerError when the queue is full; room is reserved for a record that ends an episode. Raises
+        TypeError for an outcome that the wire cannot carry.
+        """
         size = OUTCOME_BYTES
         if isinstance(record, Outcome):
             if type(record.discard) is not bool or type(record.success) not in (bool, type(None)):
@@ -71,10 +74,12 @@ class SendQueue:
 
     @property
     def has_room(self) -> bool:
+        """Return whether less than half of the queue waits for the outbox."""
         return (self._put_bytes - self._spooled_bytes) * 2 <= self._capacity
 
     @property
     def fault(self) -> str:
+        """Return why the outbox takes no record; empty while it does."""
         return self._outbox.fault
 
     @property
@@ -107,10 +112,10 @@ class SendQueue:
         return bool(self._queue)
 
     def _checked(self, record: Record) -> QueuedRecord:
-        """The record, or that it is lost: one that does not fit the Spec, and what follows it in its episode.
+        """Return the record; or a LostRecord, if it does not fit the Spec or follows such a one in its episode.
 
-        The network thread checks, because it costs more than the control thread has to give. A value that is not
-        finite is a matter of a sensor, and the actor goes on; a wrong shape is one of the program, which gets `error`.
+        The network thread checks, because the control thread has no time for it. A sensor may give a value that is
+        not finite, so the actor goes on. A wrong shape is a bug of the program, which gets it as `error`.
         """
         if isinstance(record, Outcome):
             return record
@@ -129,12 +134,12 @@ class SendQueue:
 
     @property
     def earlier(self) -> list[list[Any]]:
-        """[session, last seq] of the sessions before this one that still lie in the outbox: the oldest MAX_EARLIER."""
+        """Return [session, last seq] of the oldest MAX_EARLIER earlier sessions in the outbox."""
         held = [[session, end - 1] for session, (_, end) in self._outbox.sessions.items() if session != self._session]
         return held[:MAX_EARLIER]
 
     def resume(self, expected: Sequence[Sequence[Any]], window: int) -> None:
-        """A connection begins: the other side wants [session, seq] next. Raises Refused when that is here no more."""
+        """Begin a connection whose server expects [session, seq] next. Raises Refused if that record is gone."""
         self._window, self._sending = window, ""
         wanted = {session: seq for session, seq in expected}
         self._named, self.needs_hello = wanted.keys(), False
@@ -149,9 +154,10 @@ class SendQueue:
             self._outbox.acknowledge(session, seq)
 
     def pushes(self) -> Iterator[Push]:
-        """What may be sent now; one that is taken counts as sent when the next one is asked for. Raises OSError.
+        """Yield the Push messages that fit the send window. Raises OSError if the outbox cannot be read.
 
-        A session follows when the one before it is acknowledged.
+        A message counts as sent once the caller asks for the next. A session is sent once the one before it is
+        acknowledged.
         """
         for session, (first, end) in self._outbox.sessions.items():
             if first == end:
@@ -174,6 +180,7 @@ class SendQueue:
             return
 
     def acknowledge(self, ack: Ack) -> None:
+        """Take in that records are durable at the server, or that the server wants them again."""
         self._outbox.acknowledge(ack.session, ack.expected)
         if ack.session != self._sending:
             return

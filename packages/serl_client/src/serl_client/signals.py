@@ -1,4 +1,4 @@
-"""What goes around a control loop: signals that unwind it, so that the robot is stopped, and no long collections."""
+"""Guards around a control loop: signals unwind it, so that the robot is stopped; garbage collections stay short."""
 
 import gc
 import signal
@@ -9,8 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM is a KeyboardInterrupt too, and so is the SIGHUP of a terminal that is gone (a lost SSH connection), so
-    that the robot is stopped on the way out; what was ignored (nohup) stays ignored."""
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that the robot is stopped on the way out.
+
+    SIGHUP comes when a terminal closes, as with a lost SSH connection. An ignored signal (nohup) stays ignored.
+    Does nothing outside of the main thread, where Python handles no signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -27,8 +30,10 @@ def interrupted_by_signals() -> Iterator[None]:
 
 @contextmanager
 def without_long_collections() -> Iterator[None]:
-    """The garbage collector leaves aside what is there now: looking at all that a program imports takes 10 ms (some
-    tenths of a second with torch), in the middle of a tick."""
+    """Exclude the objects that exist now from garbage collection.
+
+    Searching everything that a program imports takes 10 ms (some tenths of a second with torch), within one step.
+    """
     gc.freeze()
     try:
         yield

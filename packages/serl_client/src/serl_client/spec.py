@@ -1,4 +1,4 @@
-"""What a robot sees and does: the one description that both sides build everything from."""
+"""The Spec of a robot: both sides build everything from this description of what it sees and does."""
 
 import math
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ DTYPES = (
     "float64",
 )
 MAX_DIMENSIONS = 8
-MAX_ROW = 64 << 20  # bytes of one feature: it has to travel in one frame
+MAX_ROW = 64 << 20  # bytes of one feature in one row, because it is sent in one frame
 MAX_RECORD = 63 << 20  # bytes of the smallest record that ends an episode: one row, and the observation after it
 MAX_FEATURES = 240  # each is an array of a record
 MAX_SPEC = 512 << 10  # bytes of a Spec in a Hello
-MAX_BOUNDS = 4096  # numbers in a lower or an upper bound: they travel in the header of a Hello
+MAX_BOUNDS = 4096  # numbers in a bound, because they are sent in the header of a Hello
 MAX_TEXT = 200  # characters of a feature's name, or of one of its entries'
 ROW = {  # columns of every row
     "reward": "float32", "intervened": "bool", "chunk_start": "bool", "time": "float64", "gap": "bool",
@@ -41,7 +41,13 @@ ROW = {  # columns of every row
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Feature:
-    """One named array of every row: its shape without time, its dtype, and (required for the action) its bounds."""
+    """Describes one named array of every row: its shape without time, its dtype and its bounds.
+
+    names: of the entries; may be empty.
+    low, high: bounds, required for the action; numbers are broadcast to the shape.
+
+    Raises ConfigError for a dtype, a shape or names that cannot be stored.
+    """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -65,13 +71,13 @@ class Feature:
             raise ConfigError(f"a feature of the shape {self.shape} has no bounds: at most {MAX_BOUNDS} numbers have")
         for bound in ("low", "high"):
             if (value := getattr(self, bound)) is not None:
-                with np.errstate(over="ignore"):  # an infinite bound is refused where it must be finite
+                with np.errstate(over="ignore"):  # Spec refuses an infinite bound of the action
                     value = np.asarray(value, self.dtype)
                 object.__setattr__(self, bound, np.broadcast_to(value, self.shape).copy())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one row of this feature."""
+        """Return the bytes of one row of this feature."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,7 +94,7 @@ class Feature:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spec:
-    """Names, shapes, dtypes and bounds of all that an actor records, and the rate of its rows.
+    """Describes everything that an actor records, by names, shapes, dtypes and bounds, and the steps per second.
 
     Observation keys are LeRobot's feature names (`observation.state`, `observation.images.cam_high`); images are
     uint8 [height, width, channel]. Rows have a fixed size. Raises ConfigError for an action without finite bounds.
@@ -120,7 +126,7 @@ class Spec:
         self._check_size()
 
     def _check_size(self) -> None:
-        """Raise ConfigError for rows that could never travel, with the number and the limit."""
+        """Raise ConfigError, with number and limit, for rows that are too large to be sent."""
         seen = sum(feature.nbytes for feature in self.observation.values())
         record = 2 * seen + sum(feature.nbytes for feature in (*self.extras.values(), self.action))
         if record > MAX_RECORD:
@@ -148,7 +154,7 @@ class Spec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Spec":
-        """The Spec that `to_dict` described. Raises ConfigError when `data` describes none."""
+        """Return the Spec that `to_dict` described. Raises ConfigError when `data` describes none."""
         try:
             return cls(
                 {name: Feature(**feature) for name, feature in data["observation"].items()},
@@ -160,7 +166,7 @@ class Spec:
             raise ConfigError(f"this is no Spec: {error!r}") from None
 
     def difference(self, other: "Spec") -> str:
-        """What differs between two Specs, `name: mine, theirs`; empty when nothing does."""
+        """Return what differs between two Specs, as `name: mine, theirs`; empty when nothing does."""
         mine, theirs = _flat(self.to_dict()), _flat(other.to_dict())
         names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
         return "; ".join(f"{name}: {mine.get(name)}, {theirs.get(name)}" for name in names)

@@ -1,4 +1,4 @@
-"""What an actor tells of itself: on its console, and in its heartbeat to the learner."""
+"""The status of an actor, for its console and for its heartbeat to the learner."""
 
 import logging
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ RECENT = 20  # judged episodes
 
 @dataclass
 class ActorStatus:
-    """What a console shows of an actor, and what its heartbeat tells the learner."""
+    """Holds what the console shows of an actor, and what its heartbeat tells the learner."""
 
     directive: int = 0
     phase: str = ""
@@ -18,28 +18,30 @@ class ActorStatus:
     driver: str = "IDLE"  # POLICY, HUMAN, WAITING (no action has come), PAUSED (by the operator) or IDLE
     episodes: int = 0
     episode: str = ""  # the one under way, or the latest
-    steps: int = 0  # of this session
-    rate: float = 0.0  # rows per second
-    late: int = 0  # ticks of a real clock that took more than 1.5 of their time
+    steps: int = 0  # in this session
+    rate: float = 0.0  # steps per second, a moving average
+    late: int = 0  # steps on the real clock that took more than 1.5 / fps seconds
     takeovers: int = 0
-    assisted: str = "0/0"  # successes / episodes among the latest judged ones in which the operator took over,
-    unassisted: str = "0/0"  # and in which nobody did; demonstrations are neither
+    # Successes / episodes among the latest judged ones. Demonstrations count in neither.
+    assisted: str = "0/0"  # the operator took over
+    unassisted: str = "0/0"  # the policy drove every step
     warning: str = ""
 
     def warn(self, text: str) -> None:
+        """Show `text` as the latest warning, and log it."""
         self.warning = text
         log.warning("%s", text)
 
 
 class SuccessCounter:
-    """Counts the success of the latest RECENT judged episodes in a status, with and without a human's help apart."""
+    """Counts the successes of the latest RECENT judged episodes, apart for those with and without a human's help."""
 
     def __init__(self, status: ActorStatus) -> None:
         self._status = status
         self._episodes: dict[str, tuple[bool | None, bool]] = {}  # id: (success, assisted)
 
     def add(self, episode: str, success: bool | None, *, assisted: bool) -> None:
-        """An episode has ended; without a verdict, or discarded, it is None and counts as neither."""
+        """Add an ended episode; success None: it was not judged, or discarded, and does not count."""
         self._episodes[episode] = None if success is None else bool(success), assisted
         while len(self._episodes) > 2 * RECENT:
             del self._episodes[next(iter(self._episodes))]
@@ -48,7 +50,7 @@ class SuccessCounter:
         self._status.unassisted = _ratio([success for success, assisted in judged if not assisted])
 
     def correct(self, episode: str, success: bool | None) -> None:
-        """A later verdict on an episode that was added."""
+        """Replace the verdict on an episode that was added."""
         if episode in self._episodes:
             self.add(episode, success, assisted=self._episodes[episode][1])
 

@@ -1,4 +1,4 @@
-"""One weights file at a time, pulled in parts into a folder; a file that bears its final name was verified."""
+"""Pulls weights files into a folder, one at a time and in parts; a file with its final name was verified."""
 
 import hashlib
 import logging
@@ -17,19 +17,21 @@ from serl_client.spec import Array
 
 log = logging.getLogger(__name__)
 
-PART_BYTES = 1 << 20  # on a slow link a longer frame would hold up the heartbeat behind it
-OPEN_REQUESTS = 4
-PAUSE = 5.0  # seconds after the disk refused a part
+PART_BYTES = 1 << 20  # a longer frame would delay the heartbeat on a slow link
+OPEN_REQUESTS = 4  # parts that are requested at a time
+PAUSE = 5.0  # seconds until the next try after the disk or the server failed
 
 
 class _Pull:
-    """The file being pulled: `position` bytes of it lie in the folder and were given to the thread `hashing`, because
-    their checksum takes longer than all else."""
+    """Pulls one file: `position` bytes of it are in the folder and were given to the thread `hashing`.
+
+    That thread computes the checksum, because this takes longer than everything else.
+    """
 
     def __init__(self, folder: Path, hashing: ThreadPoolExecutor, version: int, sha256: str, size: int) -> None:
         self.version, self.sha256, self.size = version, sha256, size
         self.final, self.part = folder / f"{sha256}.safetensors", folder / f"{sha256}.part"
-        if self.final.exists():  # made by an earlier process: nobody knows whether it was written out in full
+        if self.final.exists():  # of an earlier process: a crash may have cut it, so check it again
             self.final.replace(self.part)
         self.descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT, 0o600)
         self.found = min(size, os.fstat(self.descriptor).st_size)  # bytes that an earlier process pulled
@@ -39,22 +41,24 @@ class _Pull:
         self._hashed: deque[Future[None]] = deque()
 
     def read_again(self) -> None:
+        """Add the next part that an earlier process pulled to the checksum."""
         self._count(os.pread(self.descriptor, min(PART_BYTES, self.found - self.position), self.position))
 
     def write(self, data: Array) -> None:
+        """Append a part, uint8 [bytes]. Raises OSError."""
         if os.pwrite(self.descriptor, data.data, self.position) != len(data):
             raise OSError("the disk is full")
         self._count(data.data)
 
     def close(self) -> bool:
-        """Whether the file is whole and undamaged; only then it has its final name."""
+        """Close the file; give it its final name and return True if it is whole and undamaged."""
         os.close(self.descriptor)
         self._await(0)
         whole = self.position == self.size and self._checksum.hexdigest() == self.sha256
         if whole:
             self.part.replace(self.final)
         elif self.position == self.size:
-            log.warning("weights %d were damaged on their way; once more", self.version)
+            log.warning("weights %d were damaged on their way; they are pulled again", self.version)
             self.part.unlink()
         return whole
 
@@ -64,15 +68,16 @@ class _Pull:
         self.position += len(data)
 
     def _await(self, most: int) -> None:
-        """Until at most so many parts wait for the checksum."""
+        """Wait until at most so many parts wait for the checksum."""
         while len(self._hashed) > most:
             self._hashed.popleft().result()
 
 
 class WeightsFolder:
-    """Follows what the server offers into `folder` (its own): finishes the pull that it began, then takes the newest.
+    """Pulls the weights that the server offers into `folder`, which belongs to it alone.
 
-    `newest` is (version, path); it and the file before it are kept. Used by one thread, except for `newest`.
+    It finishes the pull that it began, then takes the newest offer. `newest` is (version, path); that file and the one
+    before it are kept. One thread uses all of it; other threads read `newest`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,11 +90,11 @@ class WeightsFolder:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to do that waits for no message."""
+        """Return whether there is work that waits for no message."""
         return self._pull is not None and self._pull.position < self._pull.found
 
     def offer(self, weights: Mapping[str, Any]) -> None:
-        """The server has these: {version, sha256, size}, or nothing. Raises MessageError."""
+        """Take in what the server has: {version, sha256, size}, or nothing. Raises MessageError."""
         if not weights:
             return
         version, sha256, size = weights["version"], weights["sha256"], weights["size"]
@@ -98,12 +103,12 @@ class WeightsFolder:
         self._offer = version, sha256, size
 
     def restart(self) -> None:
-        """What was requested will not come any more."""
+        """Forget the open requests: their connection is gone."""
         if self._pull:
             self._pull.requested = max(self._pull.position, self._pull.found)
 
     def requests(self) -> Iterator[WeightsRequest]:
-        """What is to be sent now. Raises OSError."""
+        """Yield the requests to send now. Raises OSError."""
         if self._pull is None and self._offer and (self.newest is None or self._offer[0] > self.newest[0]):
             self._pull = _Pull(self._folder, self._hashing, *self._offer)
         pull = self._pull
@@ -120,21 +125,21 @@ class WeightsFolder:
             pull.requested += length
 
     def add(self, chunk: WeightsChunk) -> None:
-        """A part came. Raises MessageError for one that was not asked for, and OSError."""
+        """Write a part that came. Raises MessageError for a part that was not requested, and OSError."""
         pull, data = self._pull, chunk.arrays["data"]
         if pull is None or chunk.sha256 != pull.sha256 or chunk.offset != pull.position:
-            return  # asked for on a connection before this one
+            return  # requested on an earlier connection
         if data.dtype != "uint8" or data.ndim != 1 or pull.position + len(data) > pull.requested:
             raise MessageError("a part of weights has another length than was asked for")
         pull.write(data)
 
     def pause(self) -> None:
-        """The disk failed, or the server has this file no more: begin again a little later."""
+        """Begin again after PAUSE, because the disk failed or the server no longer has this file."""
         self._resume = time.monotonic() + PAUSE
         self._drop()
 
     def close(self) -> None:
-        """End the thread; what was pulled stays, and is gone on with."""
+        """End the thread; the parts that were pulled stay, and the next process continues with them."""
         self._drop()
         self._hashing.shutdown()
 

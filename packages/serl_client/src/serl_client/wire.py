@@ -1,10 +1,9 @@
-"""How named arrays become bytes, and back: one msgpack header and the raw bytes of each array; every limit is checked
-before anything is allocated, and nothing here can run code.
+"""Turns named arrays into bytes and back: one msgpack header, then the raw bytes of each array.
 
-Two forms of one thing. A *message* is multipart: the header is one frame, each array another (no payload is copied); or
-all arrays together are one, as in a record.
-An *encoded record* is one run of bytes with a sequence number and a checksum; the outbox stores it, the wire carries
-many of them in one frame, and the server checks it, all in the same form:
+Every limit is checked before memory is allocated, and no input can run code. There are two forms. A *message* is
+multipart: one frame for the header and one for each array, so that no payload is copied; or one frame for all arrays,
+as in a record. An *encoded record* is one run of bytes with a sequence number and a checksum. The outbox stores it, the
+wire carries many of them in one frame, and the server checks it, all in the same form:
 
     magic 4s | header length u32 | body length u64 | seq u64 | xxh3_64 of the body, seeded with seq, u64 | body
     body = msgpack header, then each array, each padded with zeros to 8 bytes
@@ -25,12 +24,12 @@ from serl_client.spec import DTYPES, MAX_DIMENSIONS, MAX_TEXT, Array
 Buffer = bytes | memoryview
 
 MAX_FRAMES = 256
-JOIN_BELOW = 1 << 20  # measured: a copy of it takes as long as two frames
+JOIN_BELOW = 1 << 20  # bytes; measured: copying them takes as long as two frames
 MAX_HEADER = 1 << 20
 MAX_ARRAY = 64 << 20  # also the socket's MAXMSGSIZE
 MAX_MESSAGE = 256 << 20
-MAX_RECORDS = 10_000  # in one run of encoded ones
-MAX_PARTS = 10_000  # lists and mappings in a header: each is 1 byte there, and 72 here; else it is below 30 for 1
+MAX_RECORDS = 10_000  # in one Push
+MAX_PARTS = 10_000  # lists and mappings in a header: an empty one takes 1 byte there, and 72 bytes of memory
 MAX_LENGTH = 100_000  # of a list or a mapping in a header
 
 NAMES = {np.dtype(name): name for name in DTYPES}  # dtype.name takes longer than all the rest
@@ -40,9 +39,10 @@ MAGIC = b"RTK1"
 
 
 def pack(header: Mapping[str, Any], arrays: Mapping[str, Array]) -> list[Buffer]:
-    """Frames of one message: the header (with each array's name, dtype and shape), then each array's own memory.
+    """Return the frames of one message: the header, with each array's name, dtype and shape, then each array's memory.
 
-    Raises MessageError for an array of a dtype that does not travel."""
+    Raises MessageError for an array whose dtype is not in DTYPES.
+    """
     layout: list[tuple[str, str, tuple[int, ...]]] = []
     frames: list[Buffer] = [b""]
     for name, array in arrays.items():
@@ -58,8 +58,10 @@ def pack(header: Mapping[str, Any], arrays: Mapping[str, Array]) -> list[Buffer]
 
 
 def joined(frames: list[Buffer]) -> list[Buffer]:
-    """The same message with all arrays in one frame, each padded with zeros to 8 bytes, if it has several and they are
-    small: a frame more costs more, in system calls and threads that wake up, than a copy of so few bytes."""
+    """Return the message with all arrays in one frame, each padded with zeros to 8 bytes, if they are small.
+
+    For up to JOIN_BELOW bytes a copy costs less than the system calls and thread wake-ups of further frames.
+    """
     if len(frames) <= 2 or sum(map(len, frames)) > JOIN_BELOW:
         return frames
     parts = [part for frame in frames[1:] for part in (frame, bytes(-len(frame) % 8))]
@@ -67,7 +69,7 @@ def joined(frames: list[Buffer]) -> list[Buffer]:
 
 
 def unpack(frames: Sequence[Buffer]) -> tuple[dict[str, Any], dict[str, Array]]:
-    """(header, arrays) of one message; the arrays are views of the frames. Raises MessageError."""
+    """Return (header, arrays) of one message; the arrays are views of the frames. Raises MessageError."""
     if not 1 <= len(frames) <= MAX_FRAMES or sum(map(len, frames)) > MAX_MESSAGE:
         raise MessageError(f"a message has 1 to {MAX_FRAMES} frames and at most {MAX_MESSAGE >> 20} MiB")
     header, layout = _header(frames[0])
@@ -86,7 +88,7 @@ def unpack(frames: Sequence[Buffer]) -> tuple[dict[str, Any], dict[str, Array]]:
 
 
 def encode_record(seq: int, header: Mapping[str, Any], arrays: Mapping[str, Array]) -> list[Buffer]:
-    """An encoded record as buffers to be written one after the other; the arrays are not copied."""
+    """Return an encoded record as buffers to write one after the other; the arrays are not copied."""
     head, *memory = pack(header, arrays)
     body: list[Buffer] = []
     for part in (head, *memory):
@@ -101,7 +103,7 @@ def encode_record(seq: int, header: Mapping[str, Any], arrays: Mapping[str, Arra
 
 
 def record_length(data: Buffer) -> int:
-    """Bytes of the encoded record that begins `data`. Raises MessageError when no whole record begins there."""
+    """Return the length in bytes of the record at the start of `data`. Raises MessageError if no whole one is there."""
     if len(data) < PREFIX.size:
         raise MessageError("a record was cut off")
     magic, header_length, body_length, _, _ = PREFIX.unpack_from(data)
@@ -113,7 +115,7 @@ def record_length(data: Buffer) -> int:
 
 
 def decode_records(data: Buffer) -> Iterator[tuple[int, dict[str, Any], dict[str, Array]]]:
-    """(seq, header, arrays) of each encoded record in `data`; the arrays are views. Raises MessageError."""
+    """Yield (seq, header, arrays) of each record in `data`; the arrays are views. Raises MessageError."""
     view = memoryview(data).cast("B")
     for _ in range(MAX_RECORDS):
         if not len(view):
@@ -171,7 +173,7 @@ def _header(frame: Buffer) -> tuple[dict[str, Any], list[tuple[str, str, tuple[i
 
 
 class _Counter:
-    """Lets as many lists and mappings through as a header may have."""
+    """Counts the lists and mappings of a header; raises ValueError beyond MAX_PARTS."""
 
     def __init__(self) -> None:
         self.count = 0
