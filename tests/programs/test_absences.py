@@ -20,8 +20,8 @@ COLLECT = ["task=sim_arm", "task.image_size=32", "plan=collect", "export.sources
 PRACTISE = [
     "task=sim_arm", "task.cameras=auto", "utd=1", "algo.hidden=[32,32]", "policy.hidden=[32,32]", "record=eval",
     "export.sources=all", 'plan.phases.demonstrate.until=["demo.episodes >= 2"]', "~plan.phases.baseline",
-    "plan.phases.practise.start_when='online.steps >= 20'", 'plan.phases.practise.until=["env_steps >= 60"]',
-    'plan.phases.evaluate.until=["episodes >= 2"]',
+    "plan.phases.practise.start_when='online.steps >= 20'",
+    'plan.phases.practise.until=["env_steps >= 60 and updates >= 1"]', 'plan.phases.evaluate.until=["episodes >= 2"]',
 ]  # fmt: skip
 
 
