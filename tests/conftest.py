@@ -14,22 +14,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the backg
 
 os.environ["WANDB_MODE"] = "disabled"  # the runs that tests start mirror nothing, unless they ask for it
 
-VIOLATIONS = Path(
-    os.environ.setdefault("RETAKE_VIOLATIONS", f"{tempfile.gettempdir()}/retake-{os.getpid()}.violations")
-)
+VIOLATIONS = Path(f"{tempfile.gettempdir()}/retake-{os.getpid()}.violations")
+os.environ["RETAKE_VIOLATIONS"] = str(VIOLATIONS)  # each worker of a parallel run, and what it starts, has its own
 WATCH = str(Path(__file__).parent / "watch")
 if WATCH not in sys.path:  # the processes of a parallel run have it from the one that started them
     os.environ["RETAKE_FOLDERS"] = os.path.realpath(tempfile.gettempdir())
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (WATCH, os.environ.get("PYTHONPATH"))))
     sys.path.append(WATCH)
-import sitecustomize  # noqa: E402, F401
+import sitecustomize  # noqa: E402
 
 from tests.shared import data  # noqa: E402
 
+sitecustomize.record_into(VIOLATIONS)  # a worker has loaded it with the file of the process that started it
 
-def pytest_sessionfinish(session):
-    if not hasattr(session.config, "workerinput"):
-        VIOLATIONS.unlink(missing_ok=True)
+
+def pytest_sessionfinish():
+    VIOLATIONS.unlink(missing_ok=True)
 
 
 def violations():

@@ -65,6 +65,12 @@ def watch(event: str, arguments: tuple[object, ...]) -> None:
         raise Violation(text)
 
 
+def record_into(path: str | os.PathLike[str]) -> None:
+    """Write violations to this file from now on."""
+    global _record
+    _record = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+
 if "RETAKE_VIOLATIONS" in os.environ:
-    _record = os.open(os.environ["RETAKE_VIOLATIONS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    record_into(os.environ["RETAKE_VIOLATIONS"])
     sys.addaudithook(watch)
