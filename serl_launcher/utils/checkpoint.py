@@ -13,6 +13,8 @@ import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
+from serl_launcher.store.files import sync_folder
+
 log = logging.getLogger(__name__)
 
 SOON_S = 1.0  # seconds from a start to its first checkpoint; each interval is twice the one before
@@ -76,10 +78,10 @@ class Checkpoints:
         with open(aside / MANIFEST, "w") as file:
             json.dump(manifest, file, indent=1)
             _sync(file)
-        _sync_folder(aside)
+        sync_folder(aside)
         aside.rename(path)
         for folder in (self.folder, self.folder.parent):  # the parent, because the folder may be new
-            _sync_folder(folder)
+            sync_folder(folder)
         self._forget()
         return path
 
@@ -152,14 +154,6 @@ def _sha256(path: Path) -> str:
 def _sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
