@@ -22,7 +22,7 @@ from serl_launcher.store.layout import Layout
 BLACK, WHITE = 8, 247  # pixel values: up to BLACK is dark, from WHITE on is overexposed
 SATURATED = 0.5  # an image is saturated if a larger share of its values is WHITE
 SAME = 2  # pixel values that a codec may change in an unchanged image
-STILL = 1e-3  # a state that changes by less per row counts as still: no camera sees it
+STILL = 1e-2  # a robot whose states change by less, while an image stays the same, stands still: no camera sees it
 LATE = 2.0  # a longer time between two rows is a gap, in periods
 SLACK = 0.1  # share by which the rate of the rows may differ from the Spec's
 OLD = 3.0  # an older image shows another moment, in periods
@@ -215,26 +215,19 @@ def _dimensions(actions: Array, action: Feature | None) -> Iterator[str]:
 
 def _images(episode: Recorded, name: str, frozen: int) -> Iterator[tuple[bool, str]]:
     """Yield whether a camera has black, saturated or frozen images."""
-    moves = _moves(episode)
+    states = [
+        array.reshape(len(episode), -1) for key, array in episode.numbers.items()
+        if key.startswith("observation.") and array.dtype.kind == "f"
+    ]  # fmt: skip
     seen: Counter[str] = Counter()
-    before, run, start = None, 1, 0
+    before, start, reported = None, 0, False
     for row, image in enumerate(episode.images[name]()):
         seen["black"] += bool(image.max() <= BLACK)
         seen["saturated"] += bool(np.mean(image >= WHITE) > SATURATED)
-        same = before is not None and np.abs(image.astype(np.int16) - before).max() <= SAME
-        run, start = (run + 1, start) if same else (1, row)
-        seen["frozen"] += run == frozen + 1 and bool(moves[start + 1 : row + 1].any())
+        if before is None or np.abs(image.astype(np.int16) - before).max() > SAME:
+            start, reported = row, False
+        elif row - start >= frozen and not reported:
+            reported = not states or any(np.abs(state[row] - state[start]).max() > STILL for state in states)
+            seen["frozen"] += reported
         before = image
     yield from ((True, f"{name}: {what} images") for what in ("black", "saturated", "frozen") if seen[what])
-
-
-def _moves(episode: Recorded) -> Array:
-    """Return [T] bool: whether a state changed since the row before. Without a state, True."""
-    states = [
-        array.reshape(len(episode), -1) for name, array in episode.numbers.items()
-        if name.startswith("observation.") and array.dtype.kind == "f"
-    ]  # fmt: skip
-    if not states:
-        return np.ones(len(episode), bool)
-    changed = [np.abs(np.diff(state, axis=0, prepend=state[:1])).max(1) > STILL for state in states]
-    return np.any(changed, axis=0)

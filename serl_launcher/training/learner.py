@@ -325,7 +325,8 @@ class Learner:
         if saved["phases"] == list(self.plan.phases):
             self.state.load_state_dict(saved["plan"], accept=self.accept_plan)
             self.evaluations = saved["evaluations"]
-            log.info("resumed in phase %s after %d updates", self.state.at.phase, self.state.updates)
+            over = "; the run is over: another run_dir= begins a new one" if self.state.at.phase is None else ""
+            log.info("resumed in phase %s after %d updates%s", self.state.at.phase, self.state.updates, over)
         else:
             self.state = PlanState(self.plan, self._progress())
             self.state.updates = saved["plan"]["updates"]
