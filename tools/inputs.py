@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Which inputs does a policy look at? Its loss, and what the loss becomes when an input shows another moment.
 
-tools/inputs.py --run-dir RUN [--source NAME] [--fold held_out] [--windows N]
+tools/inputs.py --run-dir RUN [--source NAME] [--split held_out] [--windows N]
 
 One batch is drawn from successful episodes, by default those of the evaluations, on which nothing trains. The newest
 published weights say their loss of imitation for it: as it is, then with one input after the other shuffled among the
@@ -12,8 +12,8 @@ Evaluations hold what the policy itself drew. Demonstrations that it never saw s
 with
     '+plan.sources.check={capacity: 2000}' \\
     '+plan.phases.check={actors: {mode: teleop, into: check}, until: ["check.episodes >= 25"]}'
-and then they are --source check. Of a source that the plan trains on, --fold held_out is new to the policy only where
-the plan takes it through a view with `fold: train`.
+and then they are --source check. Of a source that the plan trains on, --split held_out is new to the policy only where
+the plan takes it through a view with `split: train`.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from serl_launcher.acting.host import PolicyHost
 from serl_launcher.networks.vision import IMAGES
 from serl_launcher.policies.base import Policy
 from serl_launcher.replay.mixture import ReplayMixture
-from serl_launcher.replay.views import FOLDS, EpisodeInfo, View
+from serl_launcher.replay.views import SPLITS, EpisodeInfo, View
 from serl_launcher.store import weights
 from serl_launcher.store.index import Index
 from serl_launcher.training.build import build
@@ -50,16 +50,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, required=True, help="the run's folder; its learner may be running")
     parser.add_argument("--source", default=EVAL, help="where the episodes lie (eval)")
-    parser.add_argument("--fold", choices=FOLDS, help="only this fold of them (episodes.py); without it, all")
+    parser.add_argument("--split", choices=SPLITS, help="only the episodes of this split (replay/views.py)")
     parser.add_argument("--windows", type=int, default=256, help="how many windows the batch has (256)")
     options = parser.parse_args()
     try:
-        print("\n".join(lines(options.run_dir, options.source, options.fold, options.windows)))
+        print("\n".join(lines(options.run_dir, options.source, options.split, options.windows)))
     except (RetakeError, OSError, sqlite3.Error) as error:
         sys.exit(f"error: {error}")
 
 
-def lines(run_dir: Path, source: str, fold: str | None, count: int) -> Iterator[str]:
+def lines(run_dir: Path, source: str, split: str | None, count: int) -> Iterator[str]:
     """What a person reads. Raises ConfigError where there are no weights, or no such episodes."""
     if not (run_dir / "store/index.sqlite").exists() or not (run_dir / "config.yaml").exists():
         raise ConfigError(f"there is no run in {run_dir}: name the folder that a learner was given as run_dir")
@@ -68,12 +68,12 @@ def lines(run_dir: Path, source: str, fold: str | None, count: int) -> Iterator[
     with closing(Index(run_dir / "store/index.sqlite")) as index:
         spec = Spec.from_dict(index.meta("spec"))
         policy, version = published(run_dir, spec, index.weights(1))
-        sources = opened(run_dir, spec, index, source, fold)
+        sources = opened(run_dir, spec, index, source, split)
     batch = sources.sample(count, Window(policy.offsets), {DRAWN: 1.0})
     if batch is None:
-        of_fold = f" in the fold {fold}" if fold else ""
+        of_split = f" in the split {split}" if split else ""
         raise ConfigError(
-            f"{source} holds no successful episode{of_fold} that is as long as this policy needs: "
+            f"{source} holds no successful episode{of_split} that is as long as this policy needs: "
             "run an evaluation (plan=evaluate), or name another --source"
         )
     yield (
@@ -105,11 +105,11 @@ def published(run_dir: Path, spec: Spec, versions: list[dict[str, Any]]) -> tupl
     return host.algorithm.acting, versions[0]  # type: ignore[return-value]
 
 
-def opened(run_dir: Path, spec: Spec, index: Index, source: str, fold: str | None) -> ReplayMixture:
+def opened(run_dir: Path, spec: Spec, index: Index, source: str, split: str | None) -> ReplayMixture:
     """The run's source, with the view DRAWN of its successful episodes."""
     there = index.sources()
     known(source, there, "source", f"--source {source}")
-    view = View((source,), ("successful",), fold=fold)
+    view = View((source,), ("successful",), split=split)
     sources = ReplayMixture(run_dir / "store", spec, {source: there[source].capacity}, {DRAWN: view}, seed=SEED)
     revision = 0
     while True:

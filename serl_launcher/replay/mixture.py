@@ -73,7 +73,7 @@ class ReplayMixture:
             view, buffer = self.views[name], self.buffers[now.source]
             if part == now.source and (holds := view.holds(now)) != (before is not None and view.holds(before)):
                 numbers = buffer.steps_of(now.number, now.first, now.steps, choice.head)
-                choice.put(numbers, buffer.may_start(numbers, view.rows, starts) & holds)
+                choice.put(numbers, buffer.may_start(numbers, view.start_steps, starts) & holds)
 
     def _count(self, episode: EpisodeInfo, sign: int) -> None:
         for name, view in self.views.items():
@@ -195,7 +195,7 @@ class ReplayMixture:
             episodes, where = np.unique(buffer.episodes(numbers), return_inverse=True)
             known = (self.held[part].get(number) for number in episodes.tolist())
             holds = np.array([info is not None and view.holds(info) for info in known], bool)
-            choice.put(numbers, holds[where] & buffer.may_start(numbers, view.rows, starts))
+            choice.put(numbers, holds[where] & buffer.may_start(numbers, view.start_steps, starts))
             choice.head += len(numbers)
         return choice
 

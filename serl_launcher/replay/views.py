@@ -8,9 +8,9 @@ from typing import NamedTuple
 from serl_client.messages import EPISODE
 
 KEEP = ("all", "successful", "failed", "intervened", "rewarded", "unrewarded")
-ROWS = ("all", "intervened", "autonomous")
-FOLDS = ("train", "held_out")
-HELD_OUT = 0.1  # the share of episodes in the fold `held_out`
+START_STEPS = ("all", "intervened", "autonomous")
+SPLITS = ("train", "held_out")
+HELD_OUT = 0.1  # the share of episodes in the split `held_out`
 
 
 class EpisodeInfo(NamedTuple):
@@ -68,22 +68,22 @@ class View:
     """Selects whole episodes of some sources, and the steps at which windows may start.
 
     of: names of sources. keep: an episode is in the view if one of these (see KEEP) holds for it.
-    min_length: least steps of an episode. fold: `train`, `held_out`, or None for both.
-    rows: start windows at `all` steps, at the human's (`intervened`) or at the policy's (`autonomous`). A window that
-    has started continues over all steps.
+    min_length: least steps of an episode. split: `train`, `held_out`, or None for both.
+    start_steps: start windows at `all` steps, at the human's (`intervened`) or at the policy's (`autonomous`). A window
+    that has started continues over all steps.
     """
 
     of: tuple[str, ...]
     keep: tuple[str, ...] = ("all",)
     min_length: int = 1
-    fold: str | None = None
-    rows: str = "all"
+    split: str | None = None
+    start_steps: str = "all"
 
     def holds(self, episode: EpisodeInfo) -> bool:
         """Return whether an episode is in this view. A discarded one is in none."""
         if episode.source not in self.of or episode.discard or episode.steps < self.min_length:
             return False
-        if self.fold is not None and (self.fold == "held_out") != _held_out(episode.id):
+        if self.split is not None and (self.split == "held_out") != _held_out(episode.id):
             return False
         kept = {
             "all": True,
@@ -98,7 +98,7 @@ class View:
     def count(self, episode: EpisodeInfo) -> int:
         """Return at how many steps of an episode in this view windows may start."""
         shares = {"all": episode.steps, "intervened": episode.intervened}
-        return shares.get(self.rows, episode.steps - episode.intervened)
+        return shares.get(self.start_steps, episode.steps - episode.intervened)
 
 
 def _held_out(episode: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from serl_client.errors import ConfigError
 
-from serl_launcher.replay.views import FOLDS, KEEP, ROWS, View
+from serl_launcher.replay.views import KEEP, SPLITS, START_STEPS, View
 from serl_launcher.training.plan import (
     EVAL,
     LONGEST_WINDOW,
@@ -143,12 +143,12 @@ def _sources(node: _Node) -> tuple[dict[str, Source], dict[str, View]]:
             sources[name] = Source(entry.at("capacity").whole(LEAST_CAPACITY), archive, dataset.value, silence)
     for name, entry in node.entries():
         if name not in sources and name != EVAL:
-            entry.keys(required=("of",), optional=("keep", "min_length", "fold", "rows"))
+            entry.keys(required=("of",), optional=("keep", "min_length", "split", "start_steps"))
             of = tuple(part.word(sources, "physical source") for part in entry.at("of").items())
             keep = tuple(part.word(KEEP, "filter") for part in entry.at("keep", "all").items())
-            fold = entry.at("fold").word(FOLDS, "fold") if "fold" in entry.value else None
-            rows = entry.at("rows", "all").word(ROWS, "row filter")
-            views[name] = View(of, keep, entry.at("min_length", 1).whole(1), fold, rows)
+            split = entry.at("split").word(SPLITS, "split") if "split" in entry.value else None
+            start_steps = entry.at("start_steps", "all").word(START_STEPS, "choice of start steps")
+            views[name] = View(of, keep, entry.at("min_length", 1).whole(1), split, start_steps)
     return sources, views
 
 

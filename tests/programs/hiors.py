@@ -30,7 +30,7 @@ WORDS = [
     "plan=hiors", "utd=6", "batch_size=64", "algo=rejection", "policy=flow", "policy.hidden=[64,64]", "policy.steps=4",
     f"policy.horizon={HORIZON}", "checkpoint_s=1", "export.sources=all", f"export.episodes={SHARD}",
     "+plan.sources.wrong={of:[demo],keep:[failed]}",
-    "+plan.sources.corrected={of:[online],keep:[successful],rows:intervened}",
+    "+plan.sources.corrected={of:[online],keep:[successful],start_steps:intervened}",
     'plan.phases.demonstrate.until=["demo.episodes >= 42"]', 'plan.phases.clone.until=["updates >= 20"]',
     'plan.phases.baseline.until=["episodes >= 2"]',
     'plan.phases.practise.until=["env_steps >= 500 and episodes >= 16"]',  # two shards, whatever the clone can do

@@ -110,7 +110,7 @@ def test_views_follow_every_change_of_interleaved_episodes_as_a_look_at_all_of_t
     """Random actors, verdicts and discards, and a ring that is overwritten many times."""
     views = {
         "won": View(("online",), ("successful",)), "long": View(("online",), min_length=12),
-        "human": View(("online",), rows="intervened"),
+        "human": View(("online",), start_steps="intervened"),
     }  # fmt: skip
     sources, cursor, at = (
         ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0),
@@ -149,7 +149,7 @@ def _same_as_a_look_at_all(store, sources, views):
             expected = {
                 int(r["number"]) for r in whole
                 if view.holds(infos[int(r["episode"])])
-                and (view.rows == "all" or r["flags"] & layout.INTERVENED)
+                and (view.start_steps == "all" or r["flags"] & layout.INTERVENED)
                 and (begin == "any" or r["flags"] & layout.CHUNK_START)
             }  # fmt: skip
             choice = sources._choice(name, "online", begin)
@@ -221,7 +221,7 @@ def test_windows_start_where_the_rows_of_a_view_say_and_go_on_over_the_others(pu
     segment = make_segment("e0", 1, 0, 12, ends="terminated")
     segment.intervened[4:8] = True
     push("A", segment, make_segment("e1", 2, 0, 4, ends="terminated"))
-    views = {"human": View(("online",), rows="intervened"), "alone": View(("online",), rows="autonomous")}
+    views = {"human": View(("online",), start_steps="intervened"), "alone": View(("online",), start_steps="autonomous")}
     sources = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0)
     sources.update(store.index.catalog(0, 10)[1])
     human = sources.sample(300, CHUNK, {"human": 1.0})

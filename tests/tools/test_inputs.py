@@ -134,7 +134,7 @@ def test_the_same_question_has_the_same_answer(seeing, inputs):
 
 
 def test_a_fold_and_another_source_can_be_asked_about(seeing, inputs):
-    said = [inputs(seeing, "--source", "demo", "--fold", fold)[1] for fold in ("held_out", "train")]
+    said = [inputs(seeing, "--source", "demo", "--split", split)[1] for split in ("held_out", "train")]
     counts = [int(re.search(r"of (\d+) successful episodes of demo", text)[1]) for text in said]
     assert sum(counts) == 20
     assert 0 < counts[0] < counts[1]

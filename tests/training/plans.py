@@ -13,7 +13,7 @@ PLAN = {
     "sources": {
         "demo": {"capacity": 500},
         "online": {"capacity": 2000},
-        "success": {"of": ["online", "demo"], "keep": ["successful"], "min_length": 3, "fold": "train"},
+        "success": {"of": ["online", "demo"], "keep": ["successful"], "min_length": 3, "split": "train"},
     },
     "phases": {
         "demonstrate": {

@@ -109,7 +109,7 @@ def practise(
 ) -> list[int]:
     """The successes after each quarter of the updates that practise from the run `start`."""
     if not (folder / "summary.json").exists():
-        words = ["+plan.sources.human={of: [online], rows: intervened}"]
+        words = ["+plan.sources.human={of: [online], start_steps: intervened}"]
         words += [f"~plan.phases.{name}" for name in ("demonstrate", "clone", "baseline", "practise", "evaluate")]
         for quarter in range(1, QUARTERS + 1):
             practice = (
