@@ -22,9 +22,11 @@ from typing import Any, cast
 import numpy as np
 from serl_client import Feature, Outcome, Segment, Spec, Stamp
 from serl_client import messages as m
-from serl_client.connection import Connection, failure
+from serl_client.connection import Connection
 from serl_client.episode import LostRecord, QueuedRecord
 
+from tests.shared.clients import RawActor
+from tests.shared.common import until
 from tests.shared.oracle import Found
 
 from . import checker
@@ -93,29 +95,21 @@ def _mark_answers() -> None:
     m.encode, kind.publish = marked, published
 
 
-class Actor:
+class Actor(RawActor):
     """One life of an actor: it pushes the next records, and may wait for their acknowledgement."""
 
-    def __init__(self, address: str, name: str, session: str, earlier: Sequence[Sequence[Any]]) -> None:
-        hello = m.Hello(m.PROTOCOL, "actor", name, session, f"outbox-{name}", "", SPEC.to_dict(), earlier)
-        self.session, self.pushed, self.link = session, 0, Connection(address, hello)
+    pushed = 0
 
-    def push(self, count: int) -> None:
-        encoded = [m.encode_record(seq, record(self.session, seq)) for seq in range(self.pushed, self.pushed + count)]
-        data = b"".join(bytes(part) for parts in encoded for part in parts)
+    def __init__(self, address: str, name: str, session: str, earlier: Sequence[Sequence[Any]] = ()) -> None:
+        super().__init__(address, SPEC, name, session=session, outbox=f"outbox-{name}", earlier=earlier)
+
+    def push_next(self, count: int) -> None:
+        self.push(self.pushed, *[record(self.session, self.pushed + i) for i in range(count)])
         self.pushed += count
-        self.link.send(m.Push(self.session, {"records": np.frombuffer(data, np.uint8)}))
 
     def wait(self) -> None:
-        expected = 0
-        while expected < self.pushed:
-            message = self.link.receive()
-            if isinstance(message, m.Failed):
-                raise failure(message)
-            if isinstance(message, m.Ack):
-                expected = message.expected
-            if message is None:
-                self.link.wait(0.1)
+        until(lambda: self.hear() >= self.pushed or self.failed)
+        assert not self.failed, self.failed
 
 
 class _Played:
@@ -129,26 +123,29 @@ class _Played:
 
     def run(self) -> None:
         with self._server(CAPACITIES):
-            first, other = self._actor("a", "a0"), self._actor("b", "b0")
+            first, other = Actor(self._public, "a", "a0"), Actor(self._public, "b", "b0")
+            for actor in (first, other):
+                actor.welcome()
             self._ask("directives", BODIES[0], m.Direct(BODIES[0], None))
             for actor in (first, other):
-                actor.push(3)
+                actor.push_next(3)
                 actor.wait()
             self._ask("archived", [1, 2], m.Archived([1, 2]))
             self._ask("directives", BODIES[1], m.Direct(BODIES[1], None))
             for actor in (first, other):
-                actor.push(5)
+                actor.push_next(5)
             self._rounds(first, other, 9)
-            first.push(-first.pushed % 3 + 1)  # an episode that its actor will not end
+            first.push_next(-first.pushed % 3 + 1)  # an episode that its actor will not end
             first.wait()
             first.link.close()
-            second = self._actor("a", "a1", [["a0", first.pushed - 1]])
+            second = Actor(self._public, "a", "a1", [["a0", first.pushed - 1]])
+            second.welcome()
             self._rounds(second, other, 5)
         for link in (self._trainer, second.link, other.link):
             link.close()
         with self._server(CAPACITIES | ADDED):
-            for link in (second.link, other.link):
-                link.hello(10.0)
+            for actor in (second, other):
+                actor.welcome()
             self._ask("commands", "hold", m.Command("hold"))
             self._rounds(second, other, 8)
 
@@ -168,11 +165,6 @@ class _Played:
             thread.join()
             server.close()
 
-    def _actor(self, name: str, session: str, earlier: Sequence[Sequence[Any]] = ()) -> Actor:
-        actor = Actor(self._public, name, session, earlier)
-        actor.link.hello(10.0)
-        return actor
-
     def _ask(self, what: str, value: Any, request: m.Message) -> None:
         mark(asked=[what, value])
         self._trainer.call(request, 10.0)
@@ -180,8 +172,8 @@ class _Played:
     def _rounds(self, one: Actor, other: Actor, count: int) -> None:
         """Groups of records of both, some acknowledged before the next ones come; weights every fourth time."""
         for number in range(count):
-            one.push(self._chance.randint(1, 3))
-            other.push(self._chance.randint(1, 3))
+            one.push_next(self._chance.randint(1, 3))
+            other.push_next(self._chance.randint(1, 3))
             if self._chance.random() < 0.6 or number == count - 1:
                 one.wait()
                 other.wait()

@@ -1,6 +1,5 @@
 """A TCP proxy with faults, to stand between an actor and its learner: cut, half open, one way, slow, reset."""
 
-import math
 import select
 import socket
 import struct
@@ -28,11 +27,11 @@ class Proxy:
     `half_open` (accepted, nothing forwarded, nothing closed); `one_way` (`direction` "up" from the client, or "down":
     the other one stands still); `delay` (each byte comes `seconds` later); `trickle` (`rate` bytes/s in each
     direction). What stood still goes on at the next `pass`, as it does when a cable is plugged in again. `moved` counts
-    the bytes of each direction; after `cut_after` of them came down, all connections are closed, once (`cuts`).
+    the bytes of each direction.
     """
 
-    def __init__(self, target_host: str, target_port: int, cut_after: float = math.inf) -> None:
-        self.moved, self.cuts, self._cut_after = Counter[str](), 0, cut_after
+    def __init__(self, target_host: str, target_port: int) -> None:
+        self.moved = Counter[str]()
         self._target = (target_host, target_port)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self._listener.setblocking(False)
@@ -74,10 +73,6 @@ class Proxy:
                 pair.step(mode, options)
             self._pairs = [pair for pair in self._pairs if pair.is_open]
             self._wait(mode)
-            if self.moved["down"] >= self._cut_after:
-                self.cuts, self._cut_after = self.cuts + 1, math.inf
-                for pair in self._pairs:
-                    pair.close()
             if mode is not self._mode or options is not self._options:
                 mode, options = self._mode, self._options
             if mode in ("cut", "reset"):

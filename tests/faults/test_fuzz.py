@@ -1,6 +1,7 @@
 """Spoiled bytes and a hostile peer: what is refused is counted, nothing of it is written, and the server goes on."""
 
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -9,7 +10,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 
-import msgpack
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,10 +24,9 @@ from serl_launcher.store.store import Store
 from tests.faults.fuzzing import campaign, damage, hostile, live, mutations
 from tests.faults.fuzzing.targets import TARGETS, Target
 from tests.shared.common import free_port, until
-from tools import fuzz
+from tests.shared.tools import called
 
 SHORT = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-numbers = st.integers(-(2**63), 2**64 - 1) | st.floats() | st.sampled_from([True, None, "3", b"", [], {}])
 
 
 # -- the wire and the messages
@@ -40,17 +39,6 @@ def test_a_spoiled_case_of_any_kind_is_taken_or_refused_as_declared(tmp_path, ki
         target.run(case, tmp_path)
     except target.declared:
         return
-
-
-@SHORT
-@given(st.lists(numbers, max_size=10), st.sampled_from([*mutations.NASTY, "uint8", "float64"]), st.binary(max_size=64))
-def test_an_array_has_the_bytes_that_it_says_or_is_refused(shape, dtype, data):
-    try:
-        _, arrays = wire.unpack([msgpack.packb([{}, [["a", dtype, shape]]]), data])
-    except MessageError:
-        return
-    assert arrays["a"].nbytes == len(data)
-    assert list(arrays["a"].shape) == shape
 
 
 @pytest.mark.parametrize("bomb", mutations.BOMBS, ids=lambda bomb: f"{bomb[:6].hex()}-{len(bomb)}")
@@ -200,16 +188,14 @@ def test_an_empty_index_is_refused_and_stays_empty(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows", "steps", "published"])
-@pytest.mark.parametrize("change", ["short", "long", "gone"])
+@pytest.mark.parametrize("change", [-1, 1])
 def test_a_file_of_another_size_is_refused_and_stays_as_it_is(tmp_path, name, change):
     path = damage.template(tmp_path) / "online" / name
-    data = path.read_bytes()
-    path.unlink()
-    if change != "gone":
-        path.write_bytes(data[:-1] if change == "short" else data + b"x")
+    size = path.stat().st_size + change
+    os.truncate(path, size)
     with pytest.raises(ConfigError, match=f"{name} should have"):
         Store(tmp_path / "template")
-    assert path.exists() == (change != "gone")
+    assert path.stat().st_size == size
 
 
 def test_a_flood_of_outcomes_is_committed_in_parts(tmp_path, monkeypatch):
@@ -286,28 +272,35 @@ def test_an_actor_whose_report_is_too_long_lives_without_one(attacked):
 
 
 # -- the tool
-def test_the_tool_prints_counts_and_a_last_line_of_json(tmp_path, monkeypatch, capsys):
-    words = ["--cases", "300", "--only", "messages", "--seed", "3", "--failures", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["fuzz.py", *words])
-    with pytest.raises(SystemExit) as ended:
-        fuzz.main()
-    first, *_, last = capsys.readouterr().out.splitlines()
+def test_the_tool_prints_counts_and_a_last_line_of_json(tmp_path):
+    status, said = called("fuzz", "--cases", 300, "--only", "messages", "--seed", 3, "--failures", tmp_path)
+    first, *_, last = said.splitlines()
     wanted = {"cases": 300, "seed": 3, "crashes": 0, "files": [], "threads_lost": 0}
     assert wanted.items() <= json.loads(last).items()
     assert first.startswith("messages")
-    assert not ended.value.code
+    assert status == 0
 
 
-def test_a_case_that_crashes_or_writes_is_found_and_kept(tmp_path, monkeypatch):
-    def run(case, scratch):
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """planted(run, count) -> what the campaign says of so many cases, of which `run` is told the number."""
+
+    def planted(run, count):
+        target = Target(1.0, lambda chance, number: number, lambda case, scratch: run(case) or "taken")
+        monkeypatch.setitem(campaign.KINDS, "planted", target)
+        return campaign.apart("planted", count, 0, 1, tmp_path / "scratch")
+
+    return planted
+
+
+def test_a_case_that_crashes_or_writes_is_found_and_kept(tmp_path, planted):
+    def run(case):
         if case == 5:
             raise RuntimeError("planted")
         if case == 7:
-            open(tmp_path / "elsewhere", "w").close()
-        return "taken"
+            (tmp_path / "elsewhere").touch()
 
-    monkeypatch.setitem(campaign.KINDS, "planted", Target(1.0, lambda chance, number: number, run))
-    result = campaign.apart("planted", 10, 0, 1, tmp_path / "scratch")
+    result = planted(run, 10)
     _, *_ = campaign.keep(tmp_path / "kept", "planted", 1, result["failures"])
     kept = json.loads((tmp_path / "kept" / "planted-1-5.json").read_text())
     assert (result["crashes"], kept["number"], "planted" in kept["why"]) == (1, 5, True)
@@ -315,23 +308,17 @@ def test_a_case_that_crashes_or_writes_is_found_and_kept(tmp_path, monkeypatch):
     assert result["outcomes"] == {"taken": 9, "FAILED": 1}
 
 
-def test_what_the_cases_leave_in_memory_is_growth(tmp_path, monkeypatch):
+def test_what_the_cases_leave_in_memory_is_growth(planted):
     left = []
-
-    def run(case, scratch):
-        left.append(b"x" * (1 << 20))
-        return "taken"
-
-    monkeypatch.setitem(campaign.KINDS, "planted", Target(1.0, lambda chance, number: number, run))
-    assert campaign.apart("planted", 40, 0, 1, tmp_path / "scratch")["growth"] > campaign.GROWTH
+    assert planted(lambda case: left.append(b"x" * (1 << 20)), 40)["growth"] > campaign.GROWTH
 
 
 BUSY = """
-import sys, time, zmq
+import sys, zmq
 from serl_launcher.store.peers import bound
 socket = bound(zmq.Context(), sys.argv[1])
 print("bound", flush=True)
-time.sleep(1.5)
+sys.stdin.readline()
 count = 0
 while socket.poll(200):
     socket.recv_multipart()
@@ -344,11 +331,12 @@ print(count, flush=True)
 def test_a_client_that_floods_a_busy_server_and_is_cut_off_does_not_end_it(ping):
     port = free_port()
     words = [sys.executable, "-c", BUSY, f"tcp://127.0.0.1:{port}"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout.readline() == "bound\n"
         peer = hostile.Peer(port)
         peer.socket.sendall((hostile.message(b"x" * 50) + ping) * 4000)
         time.sleep(0.2)
         peer.reset()
+        print(file=server.stdin, flush=True)
         assert int(server.stdout.readline()) > 0
     assert server.returncode == 0

@@ -1,6 +1,7 @@
 """The proxy between an actor and its learner holds up, cuts and slows as it is told."""
 
 import socket
+import socketserver
 import threading
 from contextlib import nullcontext, suppress
 
@@ -9,30 +10,21 @@ import pytest
 from tests.faults.proxy import Proxy
 
 
+class Echo(socketserver.BaseRequestHandler):
+    def handle(self):
+        with suppress(OSError):
+            while data := self.request.recv(65536):
+                self.request.sendall(data)
+
+
 @pytest.fixture
 def echo():
     """The port of a server that says everything back."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def answer(end):
-        with end, suppress(OSError):
-            while data := end.recv(65536):
-                end.sendall(data)
-
-    def accept():
-        while True:
-            try:
-                end, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=answer, args=(end,), daemon=True).start()
-
-    thread = threading.Thread(target=accept)
-    thread.start()
-    yield listener.getsockname()[1]
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
-    thread.join()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever).start()
+        yield server.server_address[1]
+        server.shutdown()
 
 
 def heard(end, seconds=0.2):

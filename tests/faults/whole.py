@@ -5,25 +5,23 @@ A kill is over when a step is durable that was made after all of the killed were
 were, with those that lay in the outbox. What is read while it runs are files alone.
 """
 
-import ctypes
 import os
 import signal
 import sqlite3
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
 import numpy as np
 
-from tests.shared.common import free_port
+from tests.shared.programs import Programs
 
 from . import checker, counted
 
-ROOT = Path(__file__).resolve().parents[2]
+SIDES = {"launcher": "learner", "actor": "actor"}  # the process that a user starts: what it is called on a command line
 KILLED = ("launcher", "server", "trainer", "inference", "actor", "all")
 LOOK_S = 0.05
 RECORD = 5  # steps of a record of the quickstart, at most
@@ -36,14 +34,10 @@ class Whole:
     to both commands."""
 
     def __init__(self, folder: Path, seed: int, gap: Sequence[float], words: Sequence[str]) -> None:
-        self.run_dir, self.violations = folder / "run", []
+        self._programs, self._words, self.violations = Programs(folder), words, list[str]()
+        self.run_dir = self._programs.run_dir
         self.start_s, self.took_s, self.kills = 0.0, list[float](), 0  # of the undisturbed start; of each kill
-        self._folder, self._gap, self._random = folder, gap, Random(f"{seed}/whole")
-        port = free_port()
-        common = [sys.executable, "examples/train.py", f"run_dir={self.run_dir}", f"port={port}", *words]
-        self._commands = {
-            "launcher": [*common, "learner=true", f"inference_port={free_port()}"], "actor": [*common, "actor=true"]
-        }  # fmt: skip
+        self._gap, self._random = gap, Random(f"{seed}/whole")
         self._mine: dict[str, subprocess.Popen] = {}
         self._started: dict[str, float] = {}
         self._told = False  # an actor has heard that the run is over: the next one may come too late
@@ -61,9 +55,7 @@ class Whole:
                 self.violations.append(f"the run did not end in {seconds / 60:.0f} minutes")
                 return None
         finally:
-            for process in self._mine.values():
-                process.kill()
-                process.wait()
+            self._programs.end()
         found = counted.Counted(self.run_dir, self.violations)
         found.check(self._steps, self._written)
         self._check_times()
@@ -86,7 +78,7 @@ class Whole:
     # -- what a user does
     def _restart(self) -> bool:
         """Start what has ended; True when the run is over."""
-        for name in self._commands:
+        for name in SIDES:
             status = self._mine[name].poll() if name in self._mine else -1
             if status is None:
                 continue
@@ -95,7 +87,7 @@ class Whole:
             if name == "actor" and status == 0 and self._started["actor"] > self._started["launcher"]:
                 continue  # it was told that the run is over; a learner that begins again may want it once more
             if name in self._mine and status and not self._struck:
-                self.violations.append(f"the {name} ended with {status}, and nobody had killed anything: see its log")
+                self.violations.append(f"the {name} ended with {status}, and nobody had killed anything: see the log")
             self._told |= name == "actor" and status == 0
             self._start(name)
         return False
@@ -113,19 +105,12 @@ class Whole:
 
     def _start(self, name: str) -> None:
         self._started[name] = time.monotonic()
-        with open(self._folder / f"{name}.log", "ab") as log:
-            self._mine[name] = subprocess.Popen(
-                self._commands[name], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                preexec_fn=_die_with_us,
-            )  # fmt: skip
+        self._mine[name] = self._programs.start(SIDES[name], *self._words)
 
     # -- what is seen of it
     def _processes(self) -> dict[str, int]:
         """{name: pid} of the five, when all run; else nothing."""
-        found = {name: process.pid for name, process in self._mine.items() if process.poll() is None}
-        for pid in _children(found["launcher"]) if "launcher" in found else ():
-            words = _words(pid)
-            found |= {words[i + 1]: pid for i, word in enumerate(words) if word == "serl_launcher.launcher"}
+        found = self._programs.alive()
         return found if set(KILLED[:-1]) <= set(found) else {}
 
     def _recovered(self) -> bool:
@@ -198,21 +183,3 @@ class Whole:
     def _check_times(self) -> None:
         if self.took_s and (median := statistics.median(self.took_s)) > SLOWER * self.start_s:
             self.violations.append(f"the median kill cost {median:.1f} s, an undisturbed start {self.start_s:.1f} s")
-
-
-def _die_with_us() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _children(pid: int) -> Iterator[int]:
-    try:
-        yield from map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    except OSError:
-        return
-
-
-def _words(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return []

@@ -10,7 +10,7 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -152,32 +152,29 @@ def a_length_that_lies(port: int, amount: int) -> None:
             peer.send(frame(b"x" * 10, LONG, length))
 
 
-def a_frame_that_never_ends(port: int, amount: int) -> None:
+def _poured(port: int, amount: int, data: bytes, before: bytes = b"", after: bytes = b"") -> None:
     with Peer(port) as peer:
-        peer.send(frame(b"", LONG, 64 << 20))
+        peer.send(before)
         for _ in range(max(1, amount // 1000)):
-            peer.send(bytes(1000))
+            peer.send(data)
+        peer.send(after)
+        peer.is_open(0.1)
+
+
+def a_frame_that_never_ends(port: int, amount: int) -> None:
+    _poured(port, amount, bytes(1000), before=frame(b"", LONG, 64 << 20))
 
 
 def more_and_no_end(port: int, amount: int) -> None:
-    with Peer(port) as peer:
-        for _ in range(max(1, amount // 1000)):
-            peer.send(frame(b"x", MORE) * 1000)
+    _poured(port, amount, frame(b"x", MORE) * 1000)
 
 
 def a_message_of_tiny_frames(port: int, amount: int) -> None:
-    with Peer(port) as peer:
-        for _ in range(max(1, amount // 1000)):
-            peer.send(frame(b"x", MORE) * 1000)
-        peer.send(frame(b"x"))
-        peer.is_open(0.1)
+    _poured(port, amount, frame(b"x", MORE) * 1000, after=frame(b"x"))
 
 
 def many_tiny_messages(port: int, amount: int) -> None:
-    with Peer(port) as peer:
-        for _ in range(max(1, amount // 1000)):
-            peer.send(frame(b"x") * 1000)
-        peer.is_open(0.1)
+    _poured(port, amount, frame(b"x") * 1000)
 
 
 def a_header_that_unpacks_large(port: int, amount: int) -> None:
@@ -233,13 +230,5 @@ def threads(pid: int) -> int:
 
 def contents(folder: Path) -> dict[str, str]:
     """{path: hash of the content} of every file below a folder."""
-    return {str(path): _hash(path) for path in _files(folder)}
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def _hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

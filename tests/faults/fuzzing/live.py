@@ -54,8 +54,7 @@ class Attacked(ServerProcess):
         return self.honest.drain(20) and bool(self.report())
 
     def refused(self) -> int:
-        count = self.report()["refused"]
-        return count if isinstance(count, int) else sum(count.values())
+        return self.report()["refused"]
 
     def messages(self, count: int, chance: Random) -> None:
         """Spoiled messages of every kind, after a good Hello of an actor or of a viewer."""

@@ -67,7 +67,10 @@ def _decode(frames: list[bytes], scratch: Path) -> str:
 
 def _unpack(frames: list[bytes], scratch: Path) -> str:
     _, arrays = wire.unpack(frames)
-    return "taken" if sum(array.nbytes for array in arrays.values()) <= sum(map(len, frames)) else "grew"
+    layout: Any = msgpack.unpackb(frames[0], strict_map_key=False)[1]
+    assert [list(array.shape) for array in arrays.values()] == [shape for _, _, shape in layout]
+    assert sum(array.nbytes for array in arrays.values()) <= sum(map(len, frames[1:]))
+    return "taken"
 
 
 def _bomb(chance: Random, number: int) -> list[bytes]:
