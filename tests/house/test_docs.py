@@ -3,7 +3,6 @@
 import csv
 import re
 import shlex
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ from serl_client.errors import ConfigError
 
 from serl_launcher.config import composed
 from tests.faults.mutants import symbols
+from tests.shared.common import CONFIG, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -52,14 +51,14 @@ ITS_OWN = "task=my_robot"  # docs/robot.md brings the yaml itself
 
 @pytest.mark.parametrize("words", sorted(words for words in SAID if ITS_OWN not in words), ids=" ".join)
 def test_each_word_that_a_document_gives_to_a_run_is_one(words, tmp_path):
-    assert composed(ROOT / "config", ["learner=true", "task=sim_arm", *words, f"run_dir={tmp_path}"]).task.name
+    assert composed(CONFIG, ["learner=true", "task=sim_arm", *words, f"run_dir={tmp_path}"]).task.name
 
 
 def test_the_test_above_reads_blocks_and_lines_and_sees_a_wrong_word():
     text = "`./start.sh seed=1` and\n```bash\nx/run_actor.sh ip=a \\\n  'name=b c' # d\n./start.sh\n```\n"
     assert list(runs(text)) == [["seed=1"], ["ip=a", "name=b c"], []]
     with pytest.raises(ConfigError, match="sead"):
-        composed(ROOT / "config", ["learner=true", "sead=1"])
+        composed(CONFIG, ["learner=true", "sead=1"])
 
 
 def test_the_robot_of_the_page_on_robots_moves_within_its_limits():
