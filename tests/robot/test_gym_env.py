@@ -8,7 +8,7 @@ from serl_client.errors import ConfigError, RetakeError
 
 from robot_infra.interfaces import RobotFault
 from robot_infra.robots.gym import GymEnv
-from tests.shared.robots import from_yaml
+from tests.shared.robots import check_rows, from_yaml
 
 gymnasium = pytest.importorskip("gymnasium")
 spaces = gymnasium.spaces
@@ -17,72 +17,52 @@ IMAGE = spaces.Box(0, 255, (4, 6, 3), np.uint8)
 ACTION = spaces.Box(np.array([[-2.0, 1.0]]), np.array([[2.0, 3.0]]), dtype=np.float64)
 
 
-class Task(gymnasium.Env):
-    """Ends after its third step in the way it is told; keeps the action it got."""
+class FatalError(Exception):
+    """Of no kind that anybody could know beforehand, as mujoco's of this name."""
 
-    def __init__(self, observation=VECTOR, action=ACTION, end=(True, False), info=None, fps=20):
+
+class Task(gymnasium.Env):
+    """Ends after its third step in the way it is told; keeps the action it got, and gives out the same array each time.
+
+    fails: {the call that fails: its error}.
+    """
+
+    def __init__(self, observation=VECTOR, action=ACTION, end=(True, False), info=None, fps=20, fails=None):
         self.observation_space, self.action_space = observation, action
         self.metadata = {"render_fps": fps} if fps else {}
-        self.end, self.info = end, info or {}
+        self.end, self.info, self.fails = end, info or {}, fails or {}
+        self.raw = self.seen("make")
+
+    def seen(self, call):
+        if call in self.fails:
+            raise self.fails[call]
+        sample = self.observation_space.sample()
+        if call != "make" and isinstance(sample, np.ndarray):
+            self.raw[:], sample = sample, self.raw
+        return sample
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.steps = 0
         self.observation_space.seed(seed)
-        return self.observation_space.sample(), {}
+        return self.seen("reset"), {}
 
     def step(self, action):
         self.action = action
         self.steps += 1
         terminated, truncated = self.end if self.steps == 3 else (False, False)
-        return self.observation_space.sample(), 0.5, terminated, truncated, self.info
-
-
-class Reuses(Task):
-    """Gives out the same array each time."""
-
-    raw = np.zeros(3, np.float32)
-
-    def step(self, action):
-        self.raw[:] += 1
-        return self.raw, 0.0, False, False, {}
-
-
-class FatalError(Exception):
-    """Of no kind that anybody could know beforehand, as mujoco's of this name."""
-
-
-class Breaks(Task):
-    def __init__(self, where, error):
-        super().__init__()
-        self.where, self.error = where, error
-        self.breaks("make")
-
-    def breaks(self, call):
-        if call == self.where:
-            raise self.error
-
-    def reset(self, **options):
-        self.breaks("reset")
-        return super().reset(**options)
-
-    def step(self, action):
-        self.breaks("step")
-        return super().step(action)
+        return self.seen("step"), 0.5, terminated, truncated, self.info
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    tasks = {f"{task.__name__}-v0": task for task in (Task, Reuses, Breaks)}
-    for name, task in tasks.items():
-        gymnasium.register(name, task)
+    gymnasium.register("Task-v0", Task)
     yield
-    for name in tasks:
-        del gymnasium.registry[name]
+    del gymnasium.registry["Task-v0"]
 
 
-def env_of(**options):
-    return GymEnv("Task-v0", options=options)
+def env_of(env_id="Task-v0", **options):
+    return GymEnv(env_id, options=options)
 
 
 @pytest.fixture
@@ -98,31 +78,28 @@ def three(env):
     return [env.step(None) for _ in range(3)]
 
 
-def test_a_vector_becomes_the_state_flattened():
-    env = env_of()
-    observation = env.reset(0)
-    assert list(observation) == list(env.spec.observation) == ["observation.state"]
-    env.spec.observation["observation.state"].check("observation.state", observation["observation.state"])
-    assert observation["observation.state"].shape == (6,)
+@pytest.mark.parametrize(
+    ("space", "names"),
+    [
+        (VECTOR, {"observation.state": (6,)}),
+        (IMAGE, {"observation.images.camera": IMAGE.shape}),
+        (spaces.Dict(cam=IMAGE, joints=VECTOR), {"observation.images.cam": IMAGE.shape, "observation.joints": (6,)}),
+    ],
+)
+def test_a_vector_becomes_the_state_flattened_a_dict_keeps_its_names_and_images_stay_images(space, names):
+    env = env_of(observation=space)
+    check_rows(env, env.reset(0), env.step(None).observation)
+    assert {name: feature.shape for name, feature in env.spec.observation.items()} == names
+    assert all((feature.dtype == "uint8") == ("image" in name) for name, feature in env.spec.observation.items())
     assert env.spec.fps == 20
 
 
-def test_a_dict_keeps_its_names_and_images_stay_images():
-    env = env_of(observation=spaces.Dict(cam_high=IMAGE, joints=VECTOR))
-    for observation in (env.reset(0), env.step(None).observation):
-        assert sorted(observation) == ["observation.images.cam_high", "observation.joints"]
-        for name, feature in env.spec.observation.items():
-            feature.check(name, observation[name])
-    assert env.spec.observation["observation.images.cam_high"].dtype == "uint8"
-    assert list(env_of(observation=IMAGE).spec.observation) == ["observation.images.camera"]
-
-
 def test_an_observation_is_the_callers_own():
-    env = GymEnv("Reuses-v0", options={"observation": spaces.Box(-9, 9, (3,), np.float32)})
-    env.reset(0)
-    first = env.step(None).observation["observation.state"]
+    env = env_of(observation=spaces.Box(-9, 9, (3,), np.float32))
+    first = env.reset(0)["observation.state"]
+    kept = first.copy()
     env.step(None)
-    np.testing.assert_array_equal(first, [1, 1, 1])
+    np.testing.assert_array_equal(first, kept)
 
 
 def test_an_action_is_clipped_and_arrives_in_the_tasks_own_shape(env):
@@ -197,12 +174,12 @@ def test_a_row_that_a_person_drove_with_a_device_of_the_task_is_theirs_with_thei
 def test_whatever_a_task_raises_is_one_sentence_with_its_traceback_in_the_log(call, error, caplog):
     with (  # noqa: PT012 - which of the three raises is the parameter
         pytest.raises(RetakeError) as failure,
-        GymEnv("Breaks-v0", options={"where": call, "error": error}) as env,
+        env_of(fails={call: error}) as env,
     ):
         env.reset(0)
         env.step(None)
     sentence = str(failure.value)
-    assert f"Breaks-v0 failed in {call}(): {type(error).__name__}" in sentence
+    assert f"Task-v0 failed in {call}(): {type(error).__name__}" in sentence
     assert "\n" not in sentence
     assert ("MUJOCO_GL=egl" in sentence) is ("OpenGL" in str(error))
     assert any(record.exc_info and call in record.getMessage() for record in caplog.records)
@@ -235,18 +212,14 @@ def test_a_seed_names_a_start():
         ({"observation": spaces.Tuple((VECTOR, VECTOR))}, "a Tuple"),
         ({"action": spaces.Dict(arm=ACTION)}, "a Dict space"),
         ({"misspelt": 1}, "misspelt"),
+        ({"env_id": "NoSuchTask-v0"}, "NoSuchTask-v0"),
+        ({"env_id": "no_such_package:Task-v0"}, "no_such_package:Task-v0"),
     ],
 )
-def test_a_task_that_does_not_fit_is_refused_in_one_sentence(options, sentence):
+def test_a_task_that_is_not_there_or_does_not_fit_is_refused_in_one_sentence(options, sentence):
     with pytest.raises(ConfigError, match=sentence) as error:
         env_of(**options)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("env_id", ["NoSuchTask-v0", "no_such_package:Task-v0"])
-def test_an_unknown_task_is_refused(env_id):
-    with pytest.raises(ConfigError, match=env_id):
-        GymEnv(env_id)
 
 
 def test_a_rate_that_is_given_wins():
@@ -263,10 +236,3 @@ def test_a_missing_gymnasium_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ConfigError, match="gymnasium is missing: run `uv sync"):
         GymEnv("Pendulum-v1")
-
-
-def test_the_task_yaml_makes_an_env():
-    with from_yaml("gym", {"env_id": "Pendulum-v1"}) as env:
-        assert env.task == "Pendulum-v1"
-        env.reset(0)
-        assert env.step(None).observation["observation.state"].shape == (3,)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import termios
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from robot_infra.robots import fake
 from robot_infra.robots.fake import FakeRobot
 from robot_infra.teleop import keyboard as keyboard_module
 from robot_infra.teleop.keyboard import KEYS, LEGEND, MOTION_LEGEND, MOTIONS, TOGGLE, Keyboard, KeyboardTeleop, chosen
-from tests.shared.robots import Hand, build
+from tests.shared.robots import Clock, Hand, build
 
 
 @pytest.fixture
@@ -129,17 +130,13 @@ def test_the_legend_names_every_key():
 @pytest.fixture
 def at_keys(terminal, monkeypatch):
     """(press(bytes), teleop, pass_time(seconds)) of a robot with x, y, z and gripper."""
-    clock = type("Clock", (), {"now": 100.0, "monotonic": lambda self: self.now})()
+    clock = Clock()
     monkeypatch.setattr(keyboard_module, "time", clock)
     action = Feature((4,), names=("x", "y", "z", "gripper"), low=np.array(-1), high=np.array(1))
     with Keyboard(terminal[1]) as keyboard:
         teleop = KeyboardTeleop(keyboard, action)
         teleop.reset(0, demonstrate=False)
-
-        def pass_time(seconds):
-            clock.now += seconds
-
-        yield (lambda typed: os.write(terminal[0], typed)), teleop, pass_time
+        yield partial(os.write, terminal[0]), teleop, clock.sleep
 
 
 def test_what_was_pressed_while_nobody_read_moves_nothing(at_keys):

@@ -1,16 +1,15 @@
 """The embedded arm: its seeds, its kinematics, its judge's task and its scripted operator."""
 
 import sys
-from importlib.resources import files
 
 import numpy as np
 import pytest
 from serl_client.errors import ConfigError
 
 from robot_infra.robots.sim_arm import CENTRE, NAMES, SCALE, WORKSPACE, SimArm, make
-from tests.shared.robots import from_yaml, play
+from tests.shared.robots import check_rows, play
 
-mujoco = pytest.importorskip("mujoco")
+pytest.importorskip("mujoco")
 
 
 def metres(observation):
@@ -37,9 +36,8 @@ def arms():
 def test_the_spec_and_the_rows_agree(env):
     feature = env.spec.observation["observation.state"]
     assert len(feature.names) == feature.shape[0] == 15
-    feature.check("observation.state", env.reset(0)["observation.state"])
-    step = env.step(np.zeros(4, np.float32))
-    feature.check("observation.state", step.observation["observation.state"])
+    observation, step = env.reset(0), env.step(np.zeros(4, np.float32))
+    check_rows(env, observation, step.observation)
     env.spec.action.check("action", step.executed)
 
 
@@ -106,7 +104,7 @@ def test_an_arm_that_does_nothing_fails_at_the_time_limit(env):
     assert sum(step.reward for step in steps) == 0
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1, 0.2, 0.3])
+@pytest.mark.parametrize("noise", [0.0, 0.3])
 def test_the_scripted_operator_picks_up_the_block(noise):
     env = make(max_steps=60, noise=noise, clock="simulated")
     last = [play(env, seed, teleop=True)[-1] for seed in range(50)]
@@ -116,17 +114,7 @@ def test_the_scripted_operator_picks_up_the_block(noise):
         assert (state["block.z"] > 0.12) == step.terminated == (step.reward == 1)
 
 
-def test_the_scene_has_two_cameras():
-    model = mujoco.MjModel.from_xml_string(files("robot_infra.sim").joinpath("arm.xml").read_text())
-    assert [model.camera(index).name for index in range(model.ncam)] == ["cam_high", "cam_wrist"]
-
-
 def test_a_missing_simulator_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "mujoco", None)
     with pytest.raises(ConfigError, match="mujoco is missing: run `uv sync"):
         SimArm()
-
-
-def test_the_task_yaml_makes_an_env_with_an_operator():
-    with from_yaml("sim_arm") as env:
-        assert play(env, 0, teleop=True)[-1].success

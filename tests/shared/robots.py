@@ -33,6 +33,14 @@ def from_yaml(name, changes=None, **options):
     return env
 
 
+def check_rows(env, *observations):
+    """Each of them has what the Spec says, and nothing else."""
+    for observation in observations:
+        assert sorted(observation) == sorted(env.spec.observation)
+        for name, feature in env.spec.observation.items():
+            feature.check(name, observation[name])
+
+
 def play(env, seed, action=None, **reset):
     """The steps of one episode with the same action in each row."""
     env.reset(seed, **reset)
