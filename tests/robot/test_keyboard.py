@@ -6,7 +6,6 @@ import subprocess
 import sys
 import termios
 import time
-from functools import partial
 
 import numpy as np
 import pytest
@@ -129,66 +128,48 @@ def test_the_legend_names_every_key():
 
 @pytest.fixture
 def at_keys(terminal, monkeypatch):
-    """(press(bytes), teleop, pass_time(seconds)) of a robot with x, y, z and gripper."""
+    """(teleop of a robot with x, y, z and gripper, read(keys, seconds): its action after so long with these keys)."""
     clock = Clock()
     monkeypatch.setattr(keyboard_module, "time", clock)
     action = Feature((4,), names=("x", "y", "z", "gripper"), low=np.array(-1), high=np.array(1))
     with Keyboard(terminal[1]) as keyboard:
         teleop = KeyboardTeleop(keyboard, action)
         teleop.reset(0, demonstrate=False)
-        yield partial(os.write, terminal[0]), teleop, clock.sleep
+
+        def read(keys, seconds):
+            os.write(terminal[0], keys)
+            clock.sleep(seconds)
+            return None if (given := teleop.read()) is None else given.tolist()
+
+        yield teleop, read
 
 
-def test_what_was_pressed_while_nobody_read_moves_nothing(at_keys):
-    press, teleop, pass_time = at_keys
-    teleop.reset(0, demonstrate=False)
-    press(b"ig")
-    pass_time(5)  # on its way home
-    assert teleop.read() is None
-    press(b"i")
-    assert teleop.read().tolist() == [0.5, 0, 0, 0]
-    press(b"ktt")
-    pass_time(5)  # a pause, in which the toggle counts
-    assert teleop.read().tolist() == [0, 0, 0, 0]
+STILL, FORWARD = [0, 0, 0, 0], [0.5, 0, 0, 0]
 
 
-def test_a_motion_key_takes_over_moves_for_a_moment_and_then_the_robot_holds(at_keys):
-    press, teleop, pass_time = at_keys
-    assert teleop.read() is None
-    press(b"i")
-    assert teleop.read().tolist() == [0.5, 0, 0, 0]
-    pass_time(0.1)
-    press(b"l")
-    assert teleop.read().tolist() == [0.5, -0.5, 0, 0]
-    pass_time(0.1)
-    assert teleop.read().tolist() == [0, -0.5, 0, 0]
-    pass_time(0.1)
-    assert teleop.read().tolist() == [0, 0, 0, 0]
-    for _ in range(9):  # a held key comes again and again
-        press(b"\x1b[B")
-        assert teleop.read().tolist() == [-0.5, 0, 0, 0]
-        pass_time(0.033)
+@pytest.mark.parametrize(
+    "reads",
+    [
+        [(b"ig", 5, None), (b"i", 0, FORWARD), (b"ktt", 5, STILL)],  # the toggle counts
+        [(b"", 0, None), (b"i", 0, FORWARD), (b"l", 0.1, [0.5, -0.5, 0, 0]), (b"", 0.1, [0, -0.5, 0, 0]),
+         (b"", 0.1, STILL), *[(b"\x1b[B", 0.033, [-0.5, 0, 0, 0])] * 9],
+        [(b"t", 0, STILL), (b"gu", 0, [0, 0, 0.5, 1]), (b"", 9, [0, 0, 0, 1]), (b"h", 0, [0, 0, 0, -1]),
+         (b"t", 0, None), (b"o", 0, [0, 0, -0.5, 0])],
+    ],
+    ids=["pressed while nobody read", "a motion takes over for a moment, a held key goes on", "toggle and gripper"],
+)  # fmt: skip
+def test_what_a_person_types_moves_the_robot(at_keys, reads):
+    assert [at_keys[1](keys, seconds) for keys, seconds, _ in reads] == [expected for _, _, expected in reads]
 
 
-def test_a_key_toggles_the_takeover_and_the_gripper_keeps_what_it_was_told(at_keys):
-    press, teleop, pass_time = at_keys
-    press(b"t")
-    assert teleop.read().tolist() == [0, 0, 0, 0]
-    press(b"gu")
-    assert teleop.read().tolist() == [0, 0, 0.5, 1]
-    pass_time(9)
-    assert teleop.read().tolist() == [0, 0, 0, 1]
-    press(b"h")
-    assert teleop.read().tolist() == [0, 0, 0, -1]
-    press(b"t")
-    assert teleop.read() is None
-    press(b"o")
-    assert teleop.read().tolist() == [0, 0, -0.5, 0]
+def test_an_episode_begins_with_the_policy_and_a_demonstration_at_rest(at_keys):
+    teleop, read = at_keys
+    assert read(b"ti", 0) == FORWARD
     teleop.reset(1, demonstrate=False)
-    assert teleop.read() is None
-    press(b"i")
-    teleop.reset(1, demonstrate=True)  # a demonstration begins at rest
-    assert teleop.read().tolist() == [0, 0, 0, 0]
+    assert read(b"", 0) is None
+    assert read(b"i", 0) == FORWARD
+    teleop.reset(1, demonstrate=True)
+    assert read(b"", 0) == STILL
 
 
 @pytest.mark.parametrize(

@@ -72,16 +72,15 @@ def test_a_run_and_its_resumption_are_one_offline_run_without_account_or_network
     assert sent(path) == {"id": first["id"], "records": 4, "bytes": path.stat().st_size}
     runs = [run.name for run in path.parent.glob("wandb/offline-run-*")]
     assert {name.rsplit("-", 1)[1] for name in runs} == {first["id"]}
-    for name in (b"update/first", b"episode/return", b"update/between", b"update/last"):
-        assert content(path).count(name) > 0, name
-    assert b"episode/success" not in content(path)
+    names = (b"update/first", b"episode/return", b"update/between", b"update/last", b"episode/success")
+    assert [name in content(path) for name in names] == [True] * 4 + [False]
 
 
 def test_a_training_that_is_killed_leaves_a_whole_mirror_and_no_process(path, wandb):
     training = subprocess.Popen([sys.executable, "-c", TRAINING, path], stdout=subprocess.PIPE)
     assert training.stdout.readline() == b"written\n"
     until(lambda: sent(path)["records"] == 5)
-    children = [int(child) for child in children_of(training.pid)]
+    children = children_of(training.pid)
     training.kill()
     training.wait()
     training.stdout.close()
@@ -118,9 +117,8 @@ def test_without_wandb_metrics_are_written_and_one_sentence_says_so(path, monkey
     caplog.set_level("INFO")
     with mirrored(path, "auto"):
         MetricsLog(path).write("update", {"updates": 1})
-    assert [record.getMessage() for record in caplog.records] == [
-        "wandb is not installed (`. examples/install.sh --extra wandb`): metrics are in metrics.jsonl alone"
-    ]
+    (said,) = caplog.messages
+    assert said.startswith("wandb is not installed")
     assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
     with pytest.raises(ConfigError, match=r"^wandb is not installed .*: install it, or say wandb=false$"):
         mirrored(path, "online").__enter__()

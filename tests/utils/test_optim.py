@@ -1,7 +1,5 @@
 """The optimiser of one process: what a step is, how the learning rate goes, and what a checkpoint of it holds."""
 
-import copy
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +8,7 @@ from torch import nn
 
 from serl_launcher.utils.optim import Optimizer
 from serl_launcher.utils.schedule import rate
-from tests.shared.models import STATE, assert_same, batch, now, robot
+from tests.shared.models import STATE, assert_same, batch, robot
 
 
 class Net(nn.Module):
@@ -61,27 +59,6 @@ def test_a_step_is_adams_and_what_is_frozen_or_not_used_stays_as_it_is():
     assert not torch.equal(weights(module), weights(net()))
 
 
-def test_a_loss_that_passes_through_another_network_leaves_nothing_in_it():
-    policy, critic = net(0), net(1)
-    optimizer = Optimizer(policy, learning_rate=0.1)
-    rows = batch_of()
-    hidden = policy.first(now(rows.observation)[STATE])[:, None, :3]
-    value = critic(replace(rows, observation={STATE: hidden}))
-    optimizer.step(value.mean())
-    assert all(weight.grad is None for weight in critic.parameters())
-    assert not torch.equal(weights(policy), weights(net(0)))
-
-
-@pytest.mark.parametrize("accumulation", [2, 4])
-def test_parts_of_a_batch_make_the_step_of_the_whole(accumulation):
-    whole, parts = net(), net()
-    norms = steps(Optimizer(whole, learning_rate=0.01, grad_clip_norm=0.5), 3)
-    assert steps(
-        Optimizer(parts, learning_rate=0.01, grad_clip_norm=0.5, accumulation=accumulation), 3
-    ) == pytest.approx(norms)
-    torch.testing.assert_close(weights(parts), weights(whole))
-
-
 def test_a_gradient_is_cut_to_its_largest_norm():
     """With Adam a constant factor changes nothing but the share of epsilon, so the second moment is looked at."""
     optimizers = [Optimizer(net(), learning_rate=0.01, grad_clip_norm=clip) for clip in (None, 0.01)]
@@ -106,21 +83,6 @@ def test_a_step_goes_as_far_as_the_learning_rate_of_its_time():
     module, before = net(), net()
     steps(Optimizer(module, learning_rate=0.1, warmup=9), 1)
     assert (weights(module.last) - weights(before.last)).abs().mean() == pytest.approx(0.01, rel=1e-3)
-
-
-def test_it_goes_on_bit_for_bit_from_its_state():
-    options = {"learning_rate": 0.01, "warmup": 2, "decay": 6, "grad_clip_norm": 1.0, "accumulation": 2}
-    module = net()
-    optimizer = Optimizer(module, **options)
-    steps(optimizer, 3)
-    resumed, state = copy.deepcopy(module), copy.deepcopy(optimizer.state_dict())
-    again = Optimizer(resumed, **options)
-    again.load_state_dict(state)
-    assert again.state_dict()["steps"] == 3
-    names = {name for name, kept in state["states"].items() if kept}
-    assert names == {"first.weight", "first.bias", "last.weight", "last.bias"}
-    assert steps(optimizer, 3, seed=9) == steps(again, 3, seed=9)
-    assert torch.equal(weights(module), weights(resumed))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
