@@ -208,19 +208,17 @@ def test_only_the_critic_learns_from_update_critic(name):
     assert_same(before, weights(algorithm.acting))
     assert any(not torch.equal(value, critics[key]) for key, value in weights(algorithm.critic).items())
     assert all(parameter.grad is None for parameter in algorithm.acting.parameters())
-    algorithm.update(toy_batch(algorithm.windows["update"]))
-    assert all(parameter.grad is None for parameter in algorithm.critic.parameters()), "the policy's loss passes there"
 
 
 @pytest.mark.parametrize("name", ["sft", "rejection", "sac_pi0"])
 def test_parts_of_a_batch_make_the_step_of_the_whole(name):
-    words = [f"algo.optimizer.{option}" for option in ("learning_rate=1e-3", "grad_clip_norm=0.1")]
-    whole, *others = (build(name, *words, f"algo.optimizer.accumulation={n}") for n in (1, 2, 4))
-    gradients = [train(algorithm, config, 3)["gradient"] for algorithm, config in (whole, *others)]
-    for (algorithm, _), gradient in zip(others, gradients[1:], strict=True):
-        torch.testing.assert_close(gradient, gradients[0], atol=1e-4, rtol=1e-3)
-        for one, other in zip(whole[0].acting.parameters(), algorithm.acting.parameters(), strict=True):
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
+    words = [f"++algo.optimizer.{option}" for option in ("learning_rate=1e-3", "grad_clip_norm=0.1")]
+    ways = [build(name, *words, f"++algo.optimizer.accumulation={n}") for n in (1, 2, 4)]
+    metrics = [train(algorithm, config, 3) for algorithm, config in ways]
+    learned = [dict(algorithm.named_parameters()) for algorithm, _ in ways]
+    for way in (1, 2):
+        torch.testing.assert_close(metrics[way], metrics[0], atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(learned[way], learned[0], atol=1e-5, rtol=1e-3)
 
 
 @every_algorithm
@@ -253,7 +251,7 @@ def test_states_are_normalised_alike_in_every_network_and_it_is_published(name):
 
 COLOURS = ("algo.augment.brightness=0.2", "algo.augment.contrast=0.2")
 SCHEDULE = tuple(
-    f"algo.optimizer.{option}" for option in ("warmup=2", "decay=4", "grad_clip_norm=1.0", "accumulation=2")
+    f"++algo.optimizer.{option}" for option in ("warmup=2", "decay=4", "grad_clip_norm=1.0", "accumulation=2")
 )
 
 

@@ -69,6 +69,12 @@ def _the_same_loggers():
 # -- what there is to try
 
 
+@cache
+def made(*words: str, folder: Path = CONFIG) -> DictConfig:
+    """The config of these words, composed once; nobody changes it."""
+    return composed(folder, words)
+
+
 def head(group: str, name: str, folder: Path = CONFIG) -> str:
     """What the comment at the beginning of a yaml says."""
     lines = (folder / group / f"{name}.yaml").read_text().splitlines()
@@ -91,10 +97,9 @@ CHOICES = [(group, name) for group, names in sorted(OFFERED.items()) for name in
 
 def small(words: list[str], folder: Path = CONFIG) -> list[str]:
     """The words, and those that make networks and episodes small, and end each phase of the plan early."""
-    said = [*SMALL, *words]
-    config = composed(folder, said)
+    said, config = [*SMALL, *words], made(*words, folder=folder)
     if "gemma" in config.policy:
-        tiny = composed(CONFIG, ["policy=pi0_tiny"]).policy
+        tiny = made("policy=pi0_tiny").policy
         said += [f"policy.{name}={_word(tiny[name])}" for name in PI0]
     said += [f"{name}={value}" for name, value in SIZES.items() if OmegaConf.select(config, name) is not None]
     if "options" in config.task.env:
@@ -126,8 +131,9 @@ def _short(config: DictConfig) -> Iterator[str]:
 
 def goes_its_way(run_dir: Path, words: list[str], folder: Path = CONFIG) -> None:
     """A run of these words from its demonstrations to its evaluation, and another start that goes on from there."""
+    is_missing = demo_is_missing(made(*words, folder=folder).plan)
     words = small(words, folder)
-    if demo_is_missing(composed(folder, words).plan):
+    if is_missing:
         others = [word for word in words if not word.startswith("plan")]
         start(run_dir, small([*others, "plan=collect"], folder), folder)
     config = start(run_dir, words, folder)
@@ -166,9 +172,13 @@ def placed(words: list[str]) -> list[str]:
     """The words, on a task that is cheap and has what they need."""
     if any(word.startswith("task=") for word in words):
         return words
-    config = composed(CONFIG, words)
-    sees = config.algo.augment is not None or OmegaConf.select(config, "policy.encoder.cameras")
-    return [*words, *(["task=sim_arm", "task.cameras=true"] if sees else ["task=fake"])]
+    return [*words, *(["task=sim_arm", "task.cameras=true"] if sees(words) else ["task=fake"])]
+
+
+def sees(words: list[str]) -> bool:
+    """Whether these words need cameras."""
+    config = made(*words)
+    return config.algo.augment is not None or bool(OmegaConf.select(config, "policy.encoder.cameras"))
 
 
 def _marked(group: str, name: str):
@@ -217,24 +227,19 @@ def test_every_algorithm_takes_a_robot_with_one_action(name):
     """torch keeps the value of a fake tensor with one element: what copies it under the memory check fails there."""
     words = words_of("algo", name)
     needs(words)
-    config = composed(CONFIG, words)
-    sees = config.algo.augment is not None or OmegaConf.select(config, "policy.encoder.cameras")
-    camera = {"observation.images.top": SEEN.observation["observation.images.top"]} if sees else {}
+    camera = {"observation.images.top": SEEN.observation["observation.images.top"]} if sees(words) else {}
     checked(words, Spec({**ONE_ACTION.observation, **camera}, ONE_ACTION.action, fps=10.0))
 
 
 @pytest.mark.parametrize("name", OFFERED["policy"])
-@pytest.mark.parametrize(
-    "option", ["noise_level=0.1", "imitation_target=observation.state", "layer_norm=false", "lora=2"]
-)
-def test_every_option_of_a_policy_can_be_chosen(name, option):
+def test_every_option_of_a_policy_can_be_chosen(name):
     words = words_of("policy", name)
     needs(words)
-    if option.partition("=")[0] not in composed(CONFIG, words).policy:
-        pytest.skip("this policy has no such option")
-    state = Feature((3,), names=("x", "y", "z"))
-    action = Feature((3,), names=("x", "y", "z"), low=-1, high=1)
-    checked([*words, f"policy.{option}"], Spec({**SEEN.observation, "observation.state": state}, action, fps=10.0))
+    options = ("noise_level=0.1", "imitation_target=observation.state", "layer_norm=false", "lora=2")
+    has = made(*words).policy
+    state = action = Feature((3,), names=("x", "y", "z"), low=-1, high=1)
+    words += [f"policy.{option}" for option in options if option.partition("=")[0] in has]
+    checked(words, Spec({**SEEN.observation, "observation.state": state}, action, fps=10.0))
 
 
 @pytest.mark.parametrize("algo", ["sac_pi0", "sft", "rejection"])
@@ -247,7 +252,7 @@ def test_a_stochastic_sampler_is_trained_by_every_algorithm_for_chunks(algo):
 
 def named() -> list[str]:
     """The words `name=value` of README and docs that choose or set something of the config, each once."""
-    known = set(OFFERED) | set(composed(CONFIG, []).keys())
+    known = set(OFFERED) | set(made().keys())
     found = []
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         code = re.findall(r"```(?:bash)?\n(.*?)```|`([^`\n]+)`", page.read_text(), re.DOTALL)
@@ -258,24 +263,19 @@ def named() -> list[str]:
     return sorted({word for word in found if "..." not in word and word != "task=my_robot"})
 
 
-def homes() -> Iterator[list[str]]:
-    """Choices under which a word may have its place: none, then what each plan and each policy comes with."""
+def homes(first: str) -> Iterator[list[str]]:
+    """Choices under which a word may have its place: none, then what comes with each yaml, of its own group first."""
     yield []
-    for group in ("plan", "policy", "task", "algo"):
+    for group in sorted(("plan", "policy", "task", "algo"), key=lambda group: group != first):
         yield from (words_of(group, name) for name in OFFERED[group])
     yield ["plan=hiors", "task=fake"]
-
-
-@cache
-def made(*words: str) -> DictConfig:
-    return composed(CONFIG, words)
 
 
 @pytest.mark.parametrize("word", named())
 def test_every_word_that_a_page_names_is_taken(word):
     """It chooses what there is, or has a place and a value of the right kind under one of the choices."""
     override, complaints = read_word(word), []
-    for home in homes():
+    for home in homes(word.lstrip("+~").partition(".")[0]):
         try:
             if override.key_or_group in OFFERED:
                 assert override.value() in OFFERED[override.key_or_group]

@@ -1,5 +1,6 @@
 """The optimiser of one process: what a step is, how the learning rate goes, and what a checkpoint of it holds."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 from serl_launcher.utils.optim import Optimizer
 from serl_launcher.utils.schedule import rate
-from tests.shared.models import STATE, assert_same, batch, robot
+from tests.shared.models import STATE, assert_same, batch, now, robot
 
 
 class Net(nn.Module):
@@ -57,6 +58,17 @@ def test_a_step_is_adams_and_what_is_frozen_or_not_used_stays_as_it_is():
     for name in ("unused", "frozen"):
         assert torch.equal(weights(getattr(module, name)), weights(getattr(net(), name)))
     assert not torch.equal(weights(module), weights(net()))
+
+
+def test_a_loss_that_passes_through_another_network_leaves_nothing_in_it():
+    policy, critic = net(0), net(1)
+    optimizer = Optimizer(policy, learning_rate=0.1)
+    rows = batch_of()
+    hidden = policy.first(now(rows.observation)[STATE])[:, None, :3]
+    value = critic(replace(rows, observation={STATE: hidden}))
+    optimizer.step(value.mean())
+    assert all(weight.grad is None for weight in critic.parameters())
+    assert not torch.equal(weights(policy), weights(net(0)))
 
 
 def test_a_gradient_is_cut_to_its_largest_norm():
