@@ -1,12 +1,14 @@
-"""What several tests share: a small Spec, and segments whose content tells where they belong."""
+"""What several tests share: a small Spec, segments whose content tells where they belong, a server and its actors."""
 
 import os
 import signal
 import sys
 import tempfile
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from serl_client.client import TrainerClient
 
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # else each program that a test starts compiles all of torch again
     sys.dont_write_bytecode = False
@@ -24,6 +26,9 @@ if WATCH not in sys.path:  # the processes of a parallel run have it from the on
 import sitecustomize  # noqa: E402
 
 from tests.shared import data  # noqa: E402
+from tests.shared import keys as shared_keys  # noqa: E402
+from tests.shared.clients import connected, directed  # noqa: E402
+from tests.shared.servers import ServerThread  # noqa: E402
 
 sitecustomize.record_into(VIOLATIONS)  # a worker has loaded it with the file of the process that started it
 
@@ -60,6 +65,40 @@ def spec():
 @pytest.fixture
 def make_segment():
     return data.make_segment
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """serve(**options) -> a server in a thread, in the folder `run`; it is closed at the end."""
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(closing(ServerThread(tmp_path / "run", **options)))
+
+
+@pytest.fixture
+def join(spec, tmp_path):
+    """join(server, name) -> a TrainerClient with the key of that name, if there are keys; it is closed at the end.
+
+    It has got a directive to collect; `told=False`: it only tries.
+    """
+    with ExitStack() as stack:
+
+        def join(server, name="arm", *, outbox=None, spec=spec, told=True, **options):
+            keys, folder = getattr(server, "keys", None), tmp_path / (outbox or f"outbox-{name}")
+            options = {"key": keys and keys / f"{name}.key", **options}
+            client = stack.enter_context(TrainerClient(server.address, actor=name, spec=spec, outbox=folder, **options))
+            if told:
+                connected(client)
+                server.direct()
+                directed(client)
+            return client
+
+        yield join
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """A folder with a key for everybody in PEOPLE, made by the tool."""
+    return shared_keys.make(tmp_path / "keys")
 
 
 @pytest.fixture

@@ -7,13 +7,12 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 from serl_client import messages as m
-from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 
 from serl_launcher.config import composed
-from tests.shared.common import CONFIG, PATIENCE, free_port, until
+from tests.shared.clients import connected
+from tests.shared.common import CONFIG, free_port
 from tests.shared.inference import Inference
-from tests.shared.servers import ServerThread
 
 INFER = """
 import sys, time
@@ -38,20 +37,11 @@ class Process(Inference):
 
     def __init__(self, run_dir):
         port = free_port()
-        self.folder, self.local, self.address = (
-            run_dir / "weights",
-            f"ipc://{run_dir}/server",
-            f"tcp://127.0.0.1:{port}",
-        )
+        self.folder, self.address = run_dir / "weights", f"tcp://127.0.0.1:{port}"
+        run_dir.mkdir()
         OmegaConf.save(composed(CONFIG, ["algo=rlpd", f"inference_port={port}"]), run_dir / "config.yaml")
-        command = [sys.executable, "-c", INFER, run_dir, self.local]
+        command = [sys.executable, "-c", INFER, run_dir, f"ipc://{run_dir}/server"]
         self.child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-
-    def report(self):
-        """What it told the server last."""
-        with Connection(self.local, m.Hello(m.PROTOCOL, "learner", "test")) as link:
-            clients = link.call(m.Status(), PATIENCE).report["clients"]
-        return next((client for client in clients if client["actor"] == "inference"), {})
 
     def stop(self):
         self.child.kill()
@@ -60,7 +50,7 @@ class Process(Inference):
 
 @pytest.fixture
 def process(tmp_path):
-    made = Process(tmp_path)
+    made = Process(tmp_path / "run")
     yield made
     made.stop()
 
@@ -71,7 +61,7 @@ def inference(tmp_path, spec):
     with contextlib.ExitStack() as stack:
 
         def make(algorithm, **options):
-            made = Inference(tmp_path / "weights", algorithm, spec, **options)
+            made = Inference(tmp_path / "run/weights", algorithm, spec, **options)
             stack.callback(made.stop)
             return made
 
@@ -100,27 +90,21 @@ def link():
 
 
 @pytest.fixture
-def connect(tmp_path, spec):
-    """connect(inference) -> connect(name) -> a TrainerClient of a real server that names this inference process, and
-    whose weights are the inference process's."""
-    with contextlib.ExitStack() as stack:
+def connect(serve, join, tmp_path):
+    """connect(inference) -> (a real server that names this inference process, join(name), publish(version, algorithm)).
 
-        def serve(inference):
-            server = ServerThread(tmp_path, inference=inference.address)
-            stack.callback(server.close)
+    join(name) is a connected TrainerClient; its weights are the inference process's.
+    """
 
-            def client(name):
-                folder = tmp_path / name
-                made = TrainerClient(
-                    server.address, actor=name, spec=spec, outbox=folder, weights_folder=folder / "weights"
-                )
-                stack.enter_context(made)
-                until(lambda: made.connected)
-                return made
+    def connect(inference):
+        server = serve(inference=inference.address)
 
-            def publish(version, algorithm):
-                assert server.ask(m.Publish(*inference.publish(version, algorithm), 0)).value == version
+        def client(name):
+            return connected(join(server, name, told=False, weights_folder=tmp_path / name))
 
-            return client, publish
+        def publish(version, algorithm):
+            assert server.ask(m.Publish(*inference.publish(version, algorithm), 0)).value == version
 
-        yield serve
+        return server, client, publish
+
+    return connect

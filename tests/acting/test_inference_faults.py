@@ -18,11 +18,16 @@ from tests.store.foreign_client import Client
 from .toy import Counting, ask, gathering, receive
 
 
+def reported(server):
+    """What the inference process told the server last."""
+    return next((client for client in server.report()["clients"] if client["actor"] == "inference"), {})
+
+
 def test_a_busy_process_takes_new_weights_reports_and_ends_when_it_is_told_to(connect, process, link, spec):
-    connect_client, publish = connect(process)
-    connect_client("arm")
+    server, join, publish = connect(process)
+    join("arm")
     publish(1, rlpd(spec, seed=1))
-    until(lambda: process.report().get("version") == 1)
+    until(lambda: reported(server).get("version") == 1)
     asker = link(process.address)
 
     def answered():
@@ -32,7 +37,7 @@ def test_a_busy_process_takes_new_weights_reports_and_ends_when_it_is_told_to(co
     assert answered() == 1
     publish(2, rlpd(spec, seed=2))
     until(lambda: answered() == 2)
-    report = until(lambda: r if answered() and (r := process.report())["version"] == 2 else None)
+    report = until(lambda: r if answered() and (r := reported(server))["version"] == 2 else None)
     assert (report["batch"], report["p50_ms"] >= 200) == (1.0, True)
     asker.send(ask(reset=True))
     asker.wait(0.05)
@@ -41,10 +46,10 @@ def test_a_busy_process_takes_new_weights_reports_and_ends_when_it_is_told_to(co
 
 
 def test_a_policy_that_fails_ends_its_process_and_says_where(connect, process, link, spec):
-    connect_client, publish = connect(process)
-    connect_client("arm")
+    server, join, publish = connect(process)
+    join("arm")
     publish(1, rlpd(spec))
-    until(lambda: process.report().get("version") == 1)
+    until(lambda: reported(server).get("version") == 1)
     asker = link(process.address)
     asker.send(ask(reset=True))
     receive(asker)
@@ -58,8 +63,8 @@ def test_a_policy_that_fails_ends_its_process_and_says_where(connect, process, l
 
 def test_an_actor_never_waits_longer_than_its_deadline_for_weights_that_do_not_come(connect, inference, spec):
     """The directive names weights 2; what is here is 1. The runner must be able to hear of another directive."""
-    connect_client, publish = connect(inference(Counting()).start())
-    client = connect_client("arm")
+    _, join, publish = connect(inference(Counting()).start())
+    client = join("arm")
     publish(1, Counting())
     until(lambda: client.weights(0))
     algorithm = Counting()

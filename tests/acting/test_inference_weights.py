@@ -146,8 +146,8 @@ def test_the_old_weights_act_while_newer_ones_are_read_and_the_newest_follow(inf
 
 
 def test_an_actor_that_acts_by_itself_goes_on_while_newer_weights_are_read(connect, inference, spec):
-    connect_client, publish = connect(inference(Counting()))
-    client = connect_client("arm")
+    _, join, publish = connect(inference(Counting()))
+    client = join("arm")
     publish(1, Counting())
     until(lambda: client.weights(0))
     host = SlowDisk(Counting(), spec, "cpu")

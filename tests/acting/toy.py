@@ -83,13 +83,11 @@ def ask(step=0, *, seed=0, reset=False, explore=False, task="", key=0.0, **array
 
 def receive(link):
     """The next InferenceResponse."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        message = link.receive()
-        if isinstance(message, m.InferenceResponse):
-            return message
-        assert time.monotonic() < deadline, "no answer came"
-        link.wait(0.01)
+
+    def answer():
+        return message if isinstance(message := link.receive(), m.InferenceResponse) else None
+
+    return until(answer, every=0.001, why="no answer came")
 
 
 def reconnect(link):

@@ -1,7 +1,9 @@
 """A learner in memory, clients of it and outboxes that are closed at the end."""
 
+from contextlib import ExitStack, closing
+from functools import partial
+
 import pytest
-from serl_client.client import TrainerClient
 from serl_client.outbox import Outbox
 
 from tests.shared.clients import connected
@@ -16,18 +18,9 @@ def learner():
 
 
 @pytest.fixture
-def connect(spec, tmp_path, learner):
-    """Opens clients of the learner; they are closed at the end."""
-    clients = []
-
-    def open_client(address=None, **options):
-        options = {"actor": "robot", "spec": spec, "outbox": tmp_path / "outbox", **options}
-        clients.append(TrainerClient(address or learner.address, **options).__enter__())
-        return clients[-1]
-
-    yield open_client
-    for client in clients:
-        client.close()
+def connect(learner, join):
+    """connect(**options) -> a client of the learner, which may not have connected yet."""
+    return partial(join, learner, "robot", told=False)
 
 
 @pytest.fixture
@@ -37,13 +30,8 @@ def client(connect):
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens outboxes, and closes them at the end."""
-    outboxes = []
-
-    def open_outbox(folder=tmp_path / "outbox", capacity=1 << 20):
-        outboxes.append(Outbox(folder, capacity))
-        return outboxes[-1]
-
-    yield open_outbox
-    for outbox in outboxes:
-        outbox.close()
+    """opened(folder, capacity) -> an outbox."""
+    with ExitStack() as stack:
+        yield lambda folder=tmp_path / "outbox", capacity=1 << 20: stack.enter_context(
+            closing(Outbox(folder, capacity))
+        )

@@ -1,4 +1,4 @@
-"""The outbox: what was taken is there after a kill, and what was acknowledged is gone."""
+"""The outbox: what was taken is there after a kill, what was acknowledged is gone; and the queue before it."""
 
 import itertools
 import os
@@ -8,10 +8,14 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
+from serl_client import messages as m
 from serl_client import outbox as module
 from serl_client import wire
-from serl_client.errors import ConfigError
+from serl_client.episode import Outcome
+from serl_client.errors import ConfigError, Refused, TrainerError
+from serl_client.send_queue import SendQueue
 
 MIB = 1 << 20
 SESSION = "e" * 32
@@ -19,6 +23,9 @@ SESSION = "e" * 32
 
 def record(seq, size=100):
     return wire.encode_record(seq, {"seq": seq, "fill": "x" * size}, {})
+
+
+SIZE = sum(map(len, record(0)))
 
 
 def fill(outbox, count, *, session=SESSION, size=100, start=0):
@@ -35,16 +42,6 @@ def content(outbox, session=SESSION):
     return seqs
 
 
-def test_records_are_read_in_order_in_slices_of_whole_ones(opened, monkeypatch):
-    monkeypatch.setattr(module, "SLICE_BYTES", 1000)
-    outbox = opened()
-    fill(outbox, 50)
-    assert content(outbox) == list(range(50))
-    after, data = outbox.read(SESSION, 7, MIB)
-    assert len(data) <= 1000
-    assert [seq for seq, _, _ in wire.decode_records(data)] == list(range(7, after))
-
-
 @contextmanager
 def limited(size):
     """No file of this process may become larger: a full disk."""
@@ -56,7 +53,7 @@ def limited(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_slice_keeps_to_its_limit_and_one_large_record_goes_alone(opened, monkeypatch):
+def test_a_slice_of_whole_records_keeps_to_its_limit_and_one_large_record_goes_alone(opened, monkeypatch):
     monkeypatch.setattr(module, "SLICE_BYTES", 1000)
     outbox = opened()
     fill(outbox, 1, size=5000)
@@ -64,7 +61,12 @@ def test_a_slice_keeps_to_its_limit_and_one_large_record_goes_alone(opened, monk
     assert outbox.read(SESSION, 0, 2000) == (0, b"")
     after, data = outbox.read(SESSION, 0, MIB)
     assert (after, len(data) > 5000) == (1, True)
-    assert outbox.read(SESSION, 1, 2 * sum(len(part) for part in record(1)))[0] == 3
+    assert outbox.read(SESSION, 1, 2 * SIZE)[0] == 3
+    fill(outbox, 50, start=4)
+    assert content(outbox) == list(range(54))
+    after, data = outbox.read(SESSION, 7, MIB)
+    assert len(data) <= 1000
+    assert [seq for seq, _, _ in wire.decode_records(data)] == list(range(7, after))
 
 
 def test_files_are_rotated_and_unlinked_with_their_last_acknowledged_record(opened, monkeypatch):
@@ -99,7 +101,7 @@ def test_a_file_that_is_written_again_holds_nothing_of_what_it_held(opened, tmp_
     assert content(outbox) == [59, 60]
     shutil.copytree(outbox.folder, tmp_path / "killed")
     newest = sorted(outbox.folder.glob("*.records"))[-1]
-    assert newest.stat().st_size > 2 * sum(len(part) for part in record(60))
+    assert newest.stat().st_size > 2 * SIZE
     killed = opened(tmp_path / "killed")
     assert content(killed)[-2:] == [59, 60]
     assert list(killed.folder.glob("*.spare")) == []
@@ -110,12 +112,10 @@ def test_a_file_that_is_written_again_holds_nothing_of_what_it_held(opened, tmp_
 def test_pending_counts_records_and_bytes_that_are_not_acknowledged(opened):
     outbox = opened()
     fill(outbox, 10)
-    size = sum(len(part) for part in record(0))
-    assert outbox.pending == (10, 10 * size)
-    outbox.acknowledge(SESSION, 4)
-    assert outbox.pending == (6, 6 * size)
-    outbox.acknowledge(SESSION, 3)  # late, and out of order
-    assert outbox.pending == (6, 6 * size)
+    assert outbox.pending == (10, 10 * SIZE)
+    for expected in (4, 3):  # late, and out of order
+        outbox.acknowledge(SESSION, expected)
+        assert outbox.pending == (6, 6 * SIZE)
 
 
 def test_a_write_that_was_torn_at_any_byte_is_dropped_and_nothing_else(opened, tmp_path):
@@ -200,9 +200,9 @@ def test_a_disk_that_cannot_even_truncate_gets_a_new_file(opened, monkeypatch, w
     fill(outbox, 3, start=2)
     assert content(outbox) == list(range(5))
     outbox.close()
-    again, size = opened(), sum(len(part) for part in record(0))
+    again = opened()
     assert content(again) == list(range(5))
-    assert again.pending == (5, 5 * size), "none counts twice"
+    assert again.pending == (5, 5 * SIZE), "none counts twice"
 
 
 def test_a_failing_read_is_an_error_and_not_the_end_of_the_process(opened):
@@ -238,30 +238,6 @@ def test_records_stay_bound_to_their_run_and_an_empty_outbox_is_free(opened):
     assert opened().run == ""
 
 
-def test_an_outbox_that_was_killed_in_mid_write_is_opened_again(opened, tmp_path):
-    folder = tmp_path / "outbox"
-    code = f"""
-from contextlib import contextmanager
-from pathlib import Path
-from serl_client import wire
-from serl_client.outbox import Outbox
-outbox = Outbox(Path({str(folder)!r}), 1 << 30)
-seq = 0
-while True:
-    assert outbox.append("e" * 32, seq, wire.encode_record(seq, {{"fill": "x" * 20000}}, {{}}))
-    seq += 1
-    if seq == 200:
-        print("ready", flush=True)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        process.kill()
-    seqs = content(opened(folder, 1 << 30))
-    assert seqs == list(range(len(seqs)))
-    assert len(seqs) >= 200
-    shutil.rmtree(folder)
-
-
 def test_an_outbox_with_records_is_opened_and_sent_on_a_full_disk(opened):
     outbox = opened()
     outbox.bind("run")
@@ -274,3 +250,99 @@ def test_an_outbox_with_records_is_opened_and_sent_on_a_full_disk(opened):
         assert not again.append("f" * 32, 0, record(0))
         again.acknowledge(SESSION, 3)
         assert list(again.folder.glob(f"*{SESSION}*")) == []
+
+
+# -- the queue before it
+
+SESSIONS = [["before", 0], ["now", 0]]
+
+
+@pytest.fixture
+def queue(opened, spec):
+    """Sends the session "now", and has its first three outcomes; of "before" its outbox holds five."""
+    for session, count in (("before", 5), ("now", 3)):
+        outbox = opened()
+        made = SendQueue(outbox, session, spec)
+        put(made, count)
+        if session == "before":
+            outbox.close()
+    made.resume(SESSIONS, MIB)
+    return made
+
+
+def put(queue, count):
+    for number in range(count):
+        queue.put(Outcome(f"e{number}", True))
+        queue.move_to_outbox()
+
+
+def sent(queue):
+    """[(session, seq), ...] of what is sent now."""
+    pushes = list(queue.pushes())
+    return [(push.session, seq) for push in pushes for seq, _ in m.decode_records(push.arrays["records"].data)]
+
+
+def test_an_acknowledgement_that_overtakes_a_second_sending_is_taken(queue):
+    assert sent(queue) == [("before", seq) for seq in range(5)]
+    queue.acknowledge(m.Ack("before", 1, resend=True))
+    queue.acknowledge(m.Ack("before", 2))  # to the first sending
+    assert sent(queue) == [("before", seq) for seq in (2, 3, 4)]
+    queue.acknowledge(m.Ack("before", 4))
+    assert sent(queue) == []
+
+
+def test_an_acknowledgement_of_an_earlier_session_moves_nothing_of_the_current_one(queue):
+    assert len(sent(queue)) == 5
+    queue.acknowledge(m.Ack("before", 5))
+    assert sent(queue) == [("now", seq) for seq in range(3)]
+    queue.acknowledge(m.Ack("before", 5))  # the answer to a second sending
+    put(queue, 4)
+    assert sent(queue) == [("now", seq) for seq in range(3, 7)]
+    queue.acknowledge(m.Ack("before", 5, resend=True))
+    assert sent(queue) == []
+
+
+def test_no_more_than_the_window_is_on_its_way_and_a_record_larger_than_it_goes_alone(queue):
+    records, size = queue.pending
+    for window, now in ((1, [0]), (2.5 * size / records, [0, 1])):
+        queue.resume(SESSIONS, int(window))
+        assert sent(queue) == [("before", seq) for seq in now]
+        assert sent(queue) == []
+    queue.acknowledge(m.Ack("before", 2))
+    assert sent(queue) == [("before", 2), ("before", 3)]
+
+
+def test_a_learner_that_has_lost_what_it_acknowledged_is_not_sent_the_rest(queue, monkeypatch):
+    monkeypatch.setattr(module, "FILE_BYTES", 1)
+    put(queue, 2)
+    queue.acknowledge(m.Ack("before", 5))
+    queue.acknowledge(m.Ack("now", 4))
+    with pytest.raises(Refused, match="lost data; nothing was deleted"):
+        queue.resume(SESSIONS, MIB)
+    assert queue.pending[0] == 1
+
+
+def test_a_full_queue_shows_as_no_room_and_what_ends_the_episode_is_still_taken(opened, spec, make_segment):
+    """hi-ors E8: a queue of 100 lost 900 of 1000 transitions without a word."""
+    queue = SendQueue(opened(capacity=1000), "now", spec)
+
+    def put_on():
+        for start in itertools.count(step=4):
+            queue.put(make_segment(start=start))
+
+    with pytest.raises(TrainerError, match=r"queue .* full: the disk is too slow"):
+        put_on()
+    assert not queue.has_room
+    queue.put(make_segment(ends="truncated"))
+    queue.put(Outcome("e0", None, discard=True))
+    queue.move_to_outbox()
+    with pytest.raises(TrainerError, match=r"queue .* full: the outbox"):
+        put_on()
+    assert queue.pending[0] > 4
+
+
+@pytest.mark.parametrize("outcome", [Outcome("e0", np.True_), Outcome("e0", None, np.False_), Outcome("e0", 1)])
+def test_an_outcome_of_another_kind_of_bool_is_refused_where_it_is_pushed(queue, outcome):
+    with pytest.raises(TypeError, match="bool"):
+        queue.put(outcome)
+    assert queue.pending[0] == 8

@@ -1,26 +1,11 @@
-"""Servers and their actors; whatever a test opens is closed at its end, the clients first."""
+"""Servers, and actors by hand; whatever a test opens is closed at its end."""
 
 import contextlib
 
 import pytest
-from serl_client.client import TrainerClient
 
-from tests.shared import keys as shared_keys
-from tests.shared.clients import RawActor, connected, directed
-from tests.shared.servers import ServerProcess, ServerThread
-
-
-@pytest.fixture
-def serve(tmp_path):
-    """serve(**options) -> a server in a thread, in the folder `run`."""
-    with contextlib.ExitStack() as stack:
-
-        def serve(**options):
-            made = ServerThread(tmp_path / "run", **options)
-            stack.callback(made.close)
-            return made
-
-        yield serve
+from tests.shared.clients import RawActor
+from tests.shared.servers import ServerProcess
 
 
 @pytest.fixture
@@ -31,28 +16,8 @@ def server(serve):
 @pytest.fixture
 def process(tmp_path):
     """A server in a process of its own, which can be killed."""
-    made = ServerProcess(tmp_path / "run")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def join(spec, tmp_path):
-    """join(server, name) -> a TrainerClient that has got a directive to collect; `told=False`: it only tries."""
-    with contextlib.ExitStack() as stack:
-
-        def join(server, name="arm", *, outbox=None, spec=spec, told=True, **options):
-            folder = tmp_path / (outbox or f"outbox-{name}")
-            client = stack.enter_context(
-                TrainerClient(server.address, actor=name, spec=spec, outbox=folder, **options)
-            )  # fmt: skip
-            if told:
-                connected(client)
-                server.direct()
-                directed(client)
-            return client
-
-        yield join
+    with contextlib.closing(ServerProcess(tmp_path / "run")) as made:
+        yield made
 
 
 @pytest.fixture
@@ -67,9 +32,3 @@ def act(spec):
             return actor
 
         yield act
-
-
-@pytest.fixture
-def keys(tmp_path):
-    """A folder with a key for everybody in PEOPLE, made by the tool."""
-    return shared_keys.make(tmp_path / "keys")

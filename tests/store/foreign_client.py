@@ -1,13 +1,11 @@
 """A client of the learner's protocol, version 5, written from docs/protocol.md alone.
 
-foreign_client.py ADDRESS NAME [OUTBOX_JSON]: delivers one episode and prints one line of JSON. OUTBOX_JSON is a file
-(made if it is not there): {"run": str, "outbox": str, "earlier": [[session, last seq], ...]}.
+foreign_client.py ADDRESS NAME: delivers one episode and prints one line of JSON. It keeps no records of earlier lives.
 """
 
 import itertools
 import json
 import math
-import pathlib
 import secrets
 import struct
 import sys
@@ -101,11 +99,10 @@ class Connection:
 
 
 class Client:
-    def __init__(self, address, name, spec, *, run="", outbox=None, session=None, earlier=()):
-        self.address, self.name, self.spec, self.run = address, name, spec, run
-        self.outbox, self.session = outbox or secrets.token_hex(16), session or secrets.token_hex(16)
-        self.earlier, names = [list(pair) for pair in earlier], [*(s for s, _ in earlier), self.session]
-        self.kept, self.expected, self.sent = {s: {} for s in names}, dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    def __init__(self, address, name, spec):
+        self.address, self.name, self.spec, self.run = address, name, spec, ""
+        self.outbox, self.session = secrets.token_hex(16), secrets.token_hex(16)
+        self.kept, self.expected, self.sent = {}, 0, 0
         self.connection = self.asking = None
         self.state, self.answered, self.failures = {"directive": {}}, time.monotonic(), []
 
@@ -128,7 +125,7 @@ class Client:
                     "spec": self.spec,
                     "paced": False,
                     "has_operator": False,
-                    "earlier": [[s, last] for s, last in self.earlier if self.expected[s] <= last],
+                    "earlier": [],
                 },
             )
             until = min(end, time.monotonic() + 5)
@@ -149,32 +146,26 @@ class Client:
             raise Failed(f"the outbox belongs to run {self.run}, the learner has {welcome['run']}")
         self.run, self.limit, self.state = welcome["run"], welcome["max_unacknowledged"], welcome["state"]
         self.inference = welcome["inference"].replace("*", self.address.split("://")[1].rsplit(":", 1)[0])
-        for session, expected in welcome["expected"]:
-            self._acknowledge(session, expected, True)
-        self._flush()
-        return welcome
+        self._acknowledge(dict(welcome["expected"])[self.session], True)
 
-    def push(self, records, session=None):
+    def push(self, records):
         """Keeps and sends records; what max_unacknowledged does not let through goes out as Acks come (receive)."""
-        session = session or self.session
-        self.kept[session].update({record[0]: encode_record(*record) for record in records})
+        self.kept |= {record[0]: encode_record(*record) for record in records}
         self._flush()
 
-    def _acknowledge(self, session, expected, resend):
-        self.expected[session], self.answered = expected, time.monotonic()
-        self.kept[session] = {seq: data for seq, data in self.kept.get(session, {}).items() if seq >= expected}
-        self.sent[session] = expected if resend else max(expected, self.sent.get(session, 0))
+    def _acknowledge(self, expected, resend):
+        self.expected, self.answered = expected, time.monotonic()
+        self.kept = {seq: data for seq, data in self.kept.items() if seq >= expected}
+        self.sent = expected if resend else max(expected, self.sent)
+        self._flush()
 
     def _flush(self):
-        session = next((s for s, kept in self.kept.items() if kept), self.session)  # one session after the other
-        kept, seq = self.kept[session], self.sent[session]
-        flying = sum(len(data) for at, data in kept.items() if at < seq)
+        flying = sum(len(data) for at, data in self.kept.items() if at < self.sent)
         if not flying:
             self.answered = time.monotonic()
-        while seq in kept and (not flying or flying + len(kept[seq]) <= self.limit):
-            self.connection.send("Push", {"session": session}, {"records": ("uint8", (len(kept[seq]),), kept[seq])})
-            flying, seq = flying + len(kept[seq]), seq + 1
-        self.sent[session] = seq
+        while (data := self.kept.get(self.sent)) and (not flying or flying + len(data) <= self.limit):
+            self.connection.send("Push", {"session": self.session}, {"records": ("uint8", (len(data),), data)})
+            flying, self.sent = flying + len(data), self.sent + 1
 
     def receive(self, timeout):
         """The next message, already acted upon, or None; call it at least each second: it sends the Heartbeats too."""
@@ -184,7 +175,7 @@ class Client:
             if now - self.connection.heard > 5:  # a StateUpdate comes each second: the connection is lost
                 self.hello(60)
             if now - self.answered > 15:
-                self.sent = dict(self.expected)
+                self.sent = self.expected
                 self._flush()
             kind, fields, arrays = self.connection.receive(min(0.5, end - now))
             if not kind and now >= end:
@@ -192,8 +183,7 @@ class Client:
         if kind == "StateUpdate":
             self.state = fields
         elif kind == "Ack":
-            self._acknowledge(fields["session"], fields["expected"], fields["resend"])
-            self._flush()
+            self._acknowledge(fields["expected"], fields["resend"])
         elif kind == "Failed" and self.failure(fields):
             self.hello(60)
         return kind, fields, arrays
@@ -211,10 +201,6 @@ class Client:
                 raise TimeoutError(f"no {what}; degraded: {self.state.get('degraded')!r}; {self.failures[-3:]}")
             message = self.receive(0.5)
         return message
-
-    def await_ack(self, expected, timeout, session=None):
-        self.until(lambda _: self.expected[session or self.session] >= expected, timeout, f"Ack up to {expected}")
-        return self.expected[session or self.session]
 
     def ask(self, step, arrays, *, seed=0, reset=False, explore=False, task="", timeout=5.0):
         """(version, arrays) of the answer for this step, or None: there may be no answer."""
@@ -242,20 +228,20 @@ class Client:
             connection.socket.close()
 
 
-def segment(episode, start, T, directive, *, task="reach", mark=7.0, action=0.5, weights=0, clock=0.0, ends=""):
+def segment(episode, start, T, directive, *, clock, ends=""):
     """(fields, arrays) of steps start to start + T; ends is "", "terminated" or "truncated"; directive is the map."""
     steps, rows = range(start, start + T), T + bool(ends)
-    state = [value for i in range(rows) for value in (mark, start + i, 0, 0, 0, 0, 0, 0)]
+    state = [value for i in range(rows) for value in (7.0, start + i, 0, 0, 0, 0, 0, 0)]
     return {
         "episode": episode,
         "start": start,
-        "task": task,
+        "task": "reach",
         "extras": [],
-        "stamp": [directive.get("number", 0), directive.get("phase", ""), weights],
+        "stamp": [directive["number"], directive["phase"], 0],
         "terminated": ends == "terminated",
         "truncated": ends == "truncated",
     }, {
-        "action": ("float32", (T, 2), struct.pack(f"<{2 * T}f", *[action] * (2 * T))),
+        "action": ("float32", (T, 2), struct.pack(f"<{2 * T}f", *[0.5] * (2 * T))),
         "reward": ("float32", (T,), struct.pack(f"<{T}f", *steps)),
         "intervened": ("bool", (T,), bytes(T)),
         "chunk_start": ("bool", (T,), b"\1" * T),
@@ -266,23 +252,13 @@ def segment(episode, start, T, directive, *, task="reach", mark=7.0, action=0.5,
     }
 
 
-def outcome(episode, success=True, *, judged_by="judge", discard=False):
-    return {"episode": episode, "success": success, "discard": discard, "judged_by": judged_by}, {}
+def outcome(episode):
+    return {"episode": episode, "success": True, "discard": False, "judged_by": "judge"}, {}
 
 
-def lost(reason):
-    return {"reason": reason}, {}
-
-
-def main(address, name, outbox=""):
-    path = pathlib.Path(outbox) if outbox else None
-    client = Client(address, name, SPEC, **(json.loads(path.read_text()) if path and path.exists() else {}))
+def main(address, name):
+    client = Client(address, name, SPEC)
     client.hello(60)
-    for session, last in client.earlier:  # this script keeps no bytes: what did not arrive in its time is lost
-        client.push([(seq, *lost("not kept")) for seq in range(client.expected[session], last + 1)], session)
-        client.await_ack(last + 1, 60, session)
-    if path:
-        path.write_text(json.dumps({"run": client.run, "outbox": client.outbox}))
     client.until(lambda _: client.state["directive"].get("mode") == "collect", 120, "directive that collects")
     directive, episode, clock, records = client.state["directive"], f"{name}-{client.session[:8]}-0", time.time(), []
     for start, T in ((0, 6), (6, 6), (12, 8)):
@@ -290,21 +266,12 @@ def main(address, name, outbox=""):
         records.append((len(records), *made))
     records.append((len(records), *outcome(episode)))
     client.push(records)
-    expected = client.await_ack(len(records), 60)
-    clients = client.status().get("clients")
+    client.until(lambda _: client.expected == len(records), 60, f"Ack up to {len(records)}")
+    clients = client.status()["clients"]
     client.close()
-    sys.stdout.write(
-        json.dumps(
-            {
-                "run": client.run,
-                "session": client.session,
-                "expected": expected,
-                "directive": directive["number"],
-                "clients": len(clients) if hasattr(clients, "__len__") else clients,
-            }
-        )
-    )
+    said = {"run": client.run, "session": client.session, "expected": client.expected, "clients": len(clients)}
+    sys.stdout.write(json.dumps({**said, "directive": directive["number"]}))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:])

@@ -5,20 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.shared import oracle
 from tests.shared.common import until
-from tests.shared.servers import ServerProcess
 
 CLIENT = Path(__file__).with_name("foreign_client.py")
-
-
-@pytest.fixture
-def server(tmp_path):
-    made = ServerProcess(tmp_path / "run")
-    yield made
-    made.close()
 
 
 def delivered(server):
@@ -32,18 +22,18 @@ def delivered(server):
     return json.loads(out)
 
 
-def test_a_client_that_knows_the_page_alone_delivers_whole_episodes_in_two_lives(server):
-    first, second = delivered(server), delivered(server)
-    assert first["run"] == second["run"] == server.report()["run"]
+def test_a_client_that_knows_the_page_alone_delivers_whole_episodes_in_two_lives(process):
+    first, second = delivered(process), delivered(process)
+    assert first["run"] == second["run"] == process.report()["run"]
     assert (first["expected"], first["directive"], first["session"] != second["session"]) == (4, 1, True)
-    found = oracle.whole(server.run_dir / "store")
+    found = oracle.whole(process.run_dir / "store")
     assert len(found.episodes) == 2
     for episode in found.episodes.values():
         assert [episode[name] for name in ("steps", "terminated", "final", "success")] == [20, 1, 1, 1]
         steps = found.steps[episode["number"]]
         assert [step.record["reward"] for step in steps] == list(range(20))
         assert all((step.record["action"] == 0.5).all() for step in steps)
-    assert not server.refusals()
+    assert not process.refusals()
 
 
 def test_it_imports_nothing_of_ours():

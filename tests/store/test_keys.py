@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import time
 
 import pytest
@@ -15,8 +13,8 @@ from serl_client.keys import Key, named
 from serl_launcher.store import access as module
 from serl_launcher.store.access import BAN_S, AllowList
 from serl_launcher.store.store import Store
-from tests.shared.common import ROOT
 from tests.shared.keys import PEOPLE, do
+from tests.shared.tools import typed
 
 
 def test_a_key_file_that_others_may_read_is_refused_on_either_side(keys, spec, tmp_path):
@@ -49,16 +47,13 @@ def test_the_tool_makes_private_files_and_says_what_is_wrong(keys, tmp_path):
 
 
 def test_the_tool_as_it_is_typed(tmp_path):
-    def typed(*words):
-        command = [sys.executable, ROOT / "tools/keys.py", *words, "--keys", tmp_path / "made"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        return done.returncode, done.stdout + done.stderr
-
-    assert typed("make", "left", "--role", "actor")[0] == 0
+    folder = "--keys", tmp_path / "made"
+    assert typed("keys", "make", "left", "--role", "actor", *folder)[0] == 0
     secret = Key.read(tmp_path / "made/left.key").secret
-    code, said = typed("list")
+    code, said = typed("keys", "list", *folder)
+    assert secret not in repr(Key.read(tmp_path / "made/left.key"))
     assert (code, said.split()[:2], secret in said) == (0, ["left", "actor"], False)
-    code, said = typed("revoke", "right")
+    code, said = typed("keys", "revoke", "right", *folder)
     assert (code, said.count("\n"), said[:7]) == (1, 1, "error: ")
 
 
@@ -88,11 +83,6 @@ def test_actors_of_several_machines_and_jobs_have_names_of_their_own_without_bei
     assert names == {"robot-7-1-0", "robot-7-1-1", "robot-7-2-0"}
     monkeypatch.setattr("socket.gethostname", lambda: "a/b c")
     assert "/" not in named("auto", None)
-
-
-def test_no_secret_is_shown_by_a_key(keys):
-    key = Key.read(keys / "left.key")
-    assert key.secret not in repr(key)
 
 
 def test_a_ban_ends_after_ten_minutes_and_a_clock_that_was_put_back_ends_it_too(keys, monkeypatch):
@@ -150,12 +140,10 @@ def test_a_ban_outlives_the_server_and_an_allow_list_that_is_gone_lets_nobody_in
     assert AllowList(keys).find(public).role == "banned"
     do("unban", keys, "left")
     assert allowed.find(public).role == "actor"
-    (keys / "allowed.json").chmod(0o666)
-    (keys / "allowed.json").touch()
-    assert allowed.find(public).role == "unknown"
-    (keys / "allowed.json").chmod(0o600)
-    (keys / "allowed.json").touch()
-    assert allowed.find(public).role == "actor"
+    for mode, role in ((0o666, "unknown"), (0o600, "actor")):
+        (keys / "allowed.json").chmod(mode)
+        (keys / "allowed.json").touch()
+        assert allowed.find(public).role == role
     (keys / "allowed.json").unlink()
     assert allowed.find(public).role == "unknown"
 

@@ -9,7 +9,6 @@ import pytest
 import zmq
 from serl_client import ConfigError, Outcome
 from serl_client import messages as m
-from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 from serl_client.errors import Disconnected, Refused, VersionMismatch
 from serl_client.keys import Key, known_as
@@ -17,31 +16,15 @@ from serl_client.keys import Key, known_as
 from serl_launcher.store import access as module
 from serl_launcher.store.access import BAD_MESSAGES, CAUSES
 from serl_launcher.store.updates import MISSING
-from tests.shared.clients import RawActor, connected, directed, push_of
+from tests.shared.clients import RawActor, push_of
 from tests.shared.common import PATIENCE, until
 from tests.shared.data import make_segment
 from tests.shared.keys import do
 
 
-@pytest.fixture
-def actor(tmp_path, spec):
-    """actor(served, name) -> a TrainerClient with the key of that name."""
-    with contextlib.ExitStack() as stack:
-
-        def actor(served, name, key=None):
-            file = key or (served.keys / f"{name}.key" if served.keys else None)
-            made = TrainerClient(served.address, actor=name, spec=spec, outbox=tmp_path / f"box-{name}", key=file)
-            return stack.enter_context(made)
-
-        yield actor
-
-
 def collect(served, client, episode="e0"):
     """Deliver an episode."""
-    connected(client)
-    served.direct()
-    directed(client)
-    client.push(make_segment(episode, directive=client.directive["number"], ends="terminated"))
+    client.push(make_segment(episode, directive=served.direct(), ends="terminated"))
     assert client.drain(PATIENCE)
 
 
@@ -64,22 +47,15 @@ def test_with_keys_every_address_is_served_and_clients_find_inference_there(keys
         assert link.hello(PATIENCE).inference == "tcp://*:7"
 
 
-def test_without_keys_loopback_serves_whoever_comes_as_ever(serve, actor):
-    served = serve()
-    collect(served, actor(served, "arm"))
-    look(served, message=m.Command("next"))
-    assert served.refusals() == {}
-
-
 # -- who is let in
 
 
-def test_everybody_with_a_key_does_what_its_role_is_for(keys, serve, actor):
+def test_everybody_with_a_key_does_what_its_role_is_for(keys, serve, join):
     served = serve(keys=keys)
-    collect(served, actor(served, "left"))
+    collect(served, join(served, "left"))
     assert look(served).report["sources"]["online"]["head"] == 4
     assert look(served, "boss", message=m.Command("next")).value == 1
-    label = actor(served, "boss")
+    label = join(served, "boss")
     label.push(Outcome("e0", False, judged_by="operator"))
     assert label.drain(PATIENCE)
     assert verdicts(served) == [(0, 0)]
@@ -87,7 +63,7 @@ def test_everybody_with_a_key_does_what_its_role_is_for(keys, serve, actor):
 
 
 def test_an_unknown_key_no_key_and_the_key_of_another_learner_are_kept_out_told_and_counted(
-    keys, serve, actor, tmp_path, caplog
+    keys, serve, join, tmp_path, caplog
 ):
     served, other = serve(keys=keys), tmp_path / "other"
     for name in ("left", "right"):
@@ -108,7 +84,7 @@ def test_an_unknown_key_no_key_and_the_key_of_another_learner_are_kept_out_told_
     until(lambda: served.refusals() == {"unknown key": 1, "no key": 1, "wrong server key": 1})
     stranger.write(tmp_path / "stranger.key")
     with pytest.raises(Refused, match="does not let the key left in"):
-        until(actor(served, "left", tmp_path / "stranger.key").check)
+        until(join(served, "left", told=False, key=tmp_path / "stranger.key").check)
     assert served.report()["clients"] == []
     assert "unknown key" in caplog.text
     secrets = (stranger.secret, stranger.public, known.server, misled.secret)
@@ -123,9 +99,9 @@ def test_a_client_with_a_key_never_speaks_in_the_clear(keys, serve):
     assert served.report()["clients"] == []
 
 
-def test_a_revoked_key_is_refused_at_its_next_message_and_at_its_next_connection(keys, serve, actor):
+def test_a_revoked_key_is_refused_at_its_next_message_and_at_its_next_connection(keys, serve, join):
     served = serve(keys=keys)
-    left, right = actor(served, "left"), actor(served, "right")
+    left, right = join(served, "left"), join(served, "right")
     collect(served, left, "e0")
     collect(served, right, "e1")
     with served.link("viewer", "left/watch", key="left") as watch, served.link("viewer", "left", key="left") as again:
@@ -158,10 +134,10 @@ def test_what_a_revoked_client_sends_at_once_is_not_stored(keys, serve, spec):
 # -- what they may say
 
 
-def test_a_viewer_that_appends_is_refused_logged_and_counted(keys, serve, actor, caplog):
+def test_a_viewer_that_appends_is_refused_logged_and_counted(keys, serve, join, caplog):
     served = serve(keys=keys)
     with pytest.raises(Refused, match="the key eye has the role viewer, and appends nothing"):
-        until(actor(served, "eye").check)
+        until(join(served, "eye", told=False).check)
     push = push_of("e" * 32, make_segment("e0"))
     with served.link("viewer", "eye", key="eye") as link:
         link.hello(PATIENCE)
@@ -172,9 +148,9 @@ def test_a_viewer_that_appends_is_refused_logged_and_counted(keys, serve, actor,
     assert served.report()["sources"] == {}
 
 
-def test_an_actor_may_neither_steer_nor_label_the_episodes_of_others(keys, serve, actor):
+def test_an_actor_may_neither_steer_nor_label_the_episodes_of_others(keys, serve, join):
     served = serve(keys=keys)
-    left, right = actor(served, "left"), connected(actor(served, "right"))
+    left, right = join(served, "left"), join(served, "right")
     collect(served, left)
     with pytest.raises(Refused, match="Command is not for"):
         look(served, "left", "left/more", m.Command("stop"))
@@ -185,13 +161,13 @@ def test_an_actor_may_neither_steer_nor_label_the_episodes_of_others(keys, serve
     assert verdicts(served) == [(1, 0)]
 
 
-def test_an_actor_neither_labels_nor_takes_the_name_of_an_episode_that_another_will_begin(keys, serve, actor):
+def test_an_actor_neither_labels_nor_takes_the_name_of_an_episode_that_another_will_begin(keys, serve, join):
     served = serve(keys=keys)
-    right = connected(actor(served, "right"))
+    right = join(served, "right")
     name = f"right-{right.session[:8]}-000000"  # as the runner names them, and everybody's status shows them
     verdict = Outcome(name, None, discard=True, judged_by="operator")
     for record, what in ((verdict, "label"), (make_segment(name), "record")):
-        left = connected(actor(served, "left"))
+        left = join(served, "left")
         with pytest.raises(Refused, match=f"{name} is an episode of right: {what}l?ing it needs a key"):
             until(lambda link=left, what=record: link.push(what))  # the first one, or the next call says so
         left.close()
@@ -201,9 +177,9 @@ def test_an_actor_neither_labels_nor_takes_the_name_of_an_episode_that_another_w
     assert verdicts(served) == [(1, 0)]
 
 
-def test_identity_is_the_key_and_not_the_name_that_is_claimed(keys, serve, actor, spec):
+def test_identity_is_the_key_and_not_the_name_that_is_claimed(keys, serve, join, spec):
     served = serve(keys=keys)
-    right = actor(served, "right")
+    right = join(served, "right")
     collect(served, right)
     for name in ("right", "leftover", "", "right/left"):
         with (
@@ -215,7 +191,7 @@ def test_identity_is_the_key_and_not_the_name_that_is_claimed(keys, serve, actor
         with served.link("actor", name, key="left", spec=spec) as link:
             link.hello(PATIENCE)
     with pytest.raises(ConfigError, match=r"left\.key is that of left, not of right"):
-        actor(served, "right", keys / "left.key")
+        join(served, "right", key=keys / "left.key")
     collect(served, right, "e1")
     assert known_as(Key.read(keys / "left.key"), "status") == "left/status"
 
@@ -314,14 +290,14 @@ def test_what_a_client_reports_and_is_called_changes_neither_who_it_is_nor_the_l
     assert not any("\n" in line.message for line in lines)
 
 
-def test_while_the_allow_list_cannot_be_read_all_wait_and_afterwards_go_on(keys, serve, actor):
+def test_while_the_allow_list_cannot_be_read_all_wait_and_afterwards_go_on(keys, serve, join):
     served = serve(keys=keys)
-    left = actor(served, "left")
+    left = join(served, "left")
     collect(served, left)
     (keys / "allowed.json").chmod(0o644)
     (keys / "allowed.json").touch()
     left.push(make_segment("e1", directive=left.directive["number"], ends="terminated"))
-    right = actor(served, "right")
+    right = join(served, "right", told=False)
     until(lambda: served.refusals().get("unknown key", 0) >= 3)
     assert (left.pending[0], right.connected) == (1, False)
     (keys / "allowed.json").chmod(0o600)

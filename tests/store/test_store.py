@@ -31,19 +31,6 @@ def made(tmp_path):
     return founded(tmp_path)
 
 
-def test_what_was_committed_is_there_after_reopening(tmp_path, made):
-    for seq, record in enumerate([*make_episode("e0", 7, steps=8, success=True), make_segment("e1", 8)]):
-        made.stage("A", seq, record)
-        if seq == 2:
-            made.commit()
-    made.close()
-    assert contents(tmp_path) == [(1, i, 7.0) for i in range(8)]
-    opened = Store(tmp_path / "store")
-    assert opened.expected("A") == 3
-    episode = opened.index.episode("e0")
-    assert (episode.steps, episode.success, episode.closed, episode.final) == (8, 1, 1, 1)
-
-
 def test_a_repeated_record_is_ignored_and_a_gap_is_named(tmp_path, made):
     assert made.stage("A", 0, make_segment())
     assert not made.stage("A", 0, make_segment())
@@ -108,19 +95,6 @@ def test_a_segment_that_cannot_go_on_is_its_senders_fault_and_the_others_are_kep
 
 
 # -- actors and their lives
-
-
-def test_two_actors_of_one_name_and_seq_do_not_mix(tmp_path, made):
-    """hi-ors E1 and E2: a restarted actor begins again at 0, and two actors may count alike."""
-    made.hello("arm2", "outbox2", "B", [])
-    for seq in range(3):
-        made.stage("A", seq, make_segment(f"a{seq}", 1, ends="terminated"))
-        made.stage("B", seq, make_segment(f"b{seq}", 2, ends="terminated"))
-    made.commit()
-    made.hello("arm", "outbox", "A2", [])  # the first actor, started again
-    made.stage("A2", 0, make_segment("c0", 3, ends="terminated"))
-    made.commit()
-    assert [key for _, _, key in contents(tmp_path)] == ([1.0] * 4 + [2.0] * 4) * 3 + [3.0] * 4
 
 
 def test_an_actor_that_died_leaves_a_truncated_episode_only_when_its_next_life_has_delivered(made):

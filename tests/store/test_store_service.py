@@ -7,7 +7,6 @@ import threading
 import time
 
 import pytest
-from serl_client import ConfigError
 from serl_client import messages as m
 from serl_client.errors import TrainerError
 
@@ -113,20 +112,6 @@ def test_a_record_that_sets_off_a_bug_when_its_group_is_written_costs_the_others
     honest.push(before, make_segment(f"f{before}", ends="terminated"))
     until(lambda: honest.hear() > before)
     assert sorted(running.episodes()) == sorted(f"f{i}" for i in range(before + 1))
-
-
-def test_a_server_does_not_start_where_the_index_of_its_store_is_missing(serve, act, tmp_path):
-    running = serve()
-    actor = act(running)
-    actor.push(0, make_segment("e0", ends="terminated"))
-    actor.told(1)
-    running.stop()
-    steps = (tmp_path / "run/store/online/steps").read_bytes()
-    (tmp_path / "run/store/index.sqlite").rename(tmp_path / "index.sqlite")
-    with pytest.raises(ConfigError, match=r"but no index\.sqlite, without which nobody can read it"):
-        serve()
-    assert (tmp_path / "run/store/online/steps").read_bytes() == steps
-    (tmp_path / "index.sqlite").rename(tmp_path / "run/store/index.sqlite")
 
 
 @pytest.mark.parametrize("ends_by", ["being made", "a full disk"])

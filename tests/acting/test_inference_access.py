@@ -1,6 +1,5 @@
 """Who is let in by the inference process: as by the server, and with the same words."""
 
-import contextlib
 import re
 
 import numpy as np
@@ -15,23 +14,14 @@ from serl_launcher.acting.server import InferenceServer
 from serl_launcher.store.server import Server
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import make_segment
-from tests.shared.inference import Inference, rlpd
+from tests.shared.inference import rlpd
 from tests.shared.keys import do
 
 
 @pytest.fixture
-def answering(tmp_path, spec, one_thread):
-    """answering(keys) -> an InferenceServer in a thread, with weights."""
-    with contextlib.ExitStack() as stack:
-
-        def answering(keys=None):
-            algorithm = rlpd(spec)
-            made = Inference(tmp_path / "weights", algorithm, spec, window=0, keys=keys)
-            made.publish(1, algorithm)
-            stack.callback(made.stop)
-            return made.start()
-
-        yield answering
+def answering(inference, spec, one_thread):
+    """answering(keys) -> an inference server in a thread, with weights."""
+    return lambda keys=None: inference(rlpd(spec), window=0, keys=keys).acting()
 
 
 QUESTION = dict(step=0, seed=1, previous_action=None, reset=True, explore=False, task="")
@@ -42,7 +32,7 @@ def test_an_actor_pushes_and_asks(keys, serve, join, answering, has_keys):
     keys = keys if has_keys else None
     inference = answering(keys)
     served = serve(keys=keys, inference=inference.address)
-    left = join(served, "left", key=keys / "left.key" if keys else None)
+    left = join(served, "left")
     left.push(make_segment("e0", directive=left.directive["number"], ends="terminated"))
     assert left.drain(PATIENCE)
     left.ask({STATE: np.zeros(8, np.float32)}, **QUESTION)
