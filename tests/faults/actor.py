@@ -48,14 +48,9 @@ class Part:
 def play(part: Part) -> None:
     """Push until it is time to stop, then drain. Exits with 3 when the learner has sent it away for good."""
     client = TrainerClient(
-        part.address,
-        actor=part.name,
-        spec=SPEC,
-        outbox=part.outbox,
-        paced=part.paced,
-        weights_folder=part.weights,
+        part.address, actor=part.name, spec=SPEC, outbox=part.outbox, paced=part.paced, weights_folder=part.weights,
         key=part.key,
-    )
+    )  # fmt: skip
     truth = Truth(part.truth)
     truth.note(actor=part.name, life=part.life, session=client.session)
     _note_acknowledged(client, truth)

@@ -8,12 +8,12 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from serl_client import Segment, Stamp
-from serl_client import messages as m
-from serl_client.connection import Connection
+from serl_client import Segment
 from serl_client.episode import COLUMNS
 from serl_client.errors import TrainerError
-from serl_client.keys import Key
+
+from tests.shared.clients import RawActor
+from tests.shared.data import blank_segment
 
 from . import actor
 from .truth import Truth
@@ -41,55 +41,40 @@ HOSTILE: dict[str, Callable[[Segment], Mapping[str, Any]]] = {  # what an honest
 }  # fmt: skip
 
 
-class Insider:
+class Insider(RawActor):
     """One life of such a peer: an honest segment, then the hostile one, again and again, as one does that obeys when it
     is asked to send it again. What is stored of it has to be what it sent."""
 
     def __init__(
         self, address: str, key_file: Callable[[str], Path | None], truths: Path, random: Random, kind: str
     ) -> None:
-        self._change = HOSTILE[kind]
+        self._change, self._records = HOSTILE[kind], list[Segment]()
         name = f"insider{random.randrange(1 << 32):08x}"
-        hello = m.Hello(m.PROTOCOL, "actor", name, f"{name}-0", f"outbox-{name}", "", actor.SPEC.to_dict())
-        file = key_file(name)
-        self.link = Connection(address, hello, file and Key.read(file))
+        super().__init__(
+            address, actor.SPEC, name, session=f"{name}-0", outbox=f"outbox-{name}", key=key_file(name)
+        )  # fmt: skip
         self._truth = Truth(truths / f"{name}.jsonl")
-        self._session, self._records = hello.session, list[Segment]()
-        self._truth.note(actor=name, life=0, session=self._session)
+        self._truth.note(actor=name, life=0, session=self.session)
 
     def turn(self) -> None:
         """Say what there is to say now; what is refused is said again at the next turn."""
         try:
-            while self.link.receive() is not None:
-                pass
+            self.hear()
         except TrainerError:
             return  # its key is not let in any more
         directive = self.link.notice.directive
-        if not self.link.connected or directive.get("mode") != "collect":
-            return
-        if not self._records:
-            self._make(directive["number"])
-        encoded = [part for seq, record in enumerate(self._records) for part in m.encode_record(seq, record)]
-        data = b"".join(bytes(part) for part in encoded)
-        self.link.send(m.Push(self._session, {"records": np.frombuffer(data, np.uint8)}))
+        if self.link.connected and directive.get("mode") == "collect":
+            if not self._records:
+                self._make(directive["number"])
+            self.push(0, *self._records)
 
     def _make(self, directive: int) -> None:
-        honest = [_segment(f"{self._session}-episode", start, directive) for start in (0, LENGTH)]
+        stamp: dict[str, Any] = {"directive": directive, "phase": "collect", "weights": 0}
+        honest = [blank_segment(actor.SPEC, f"{self.session}-episode", i, LENGTH, **stamp) for i in (0, LENGTH)]
         self._records = [honest[0], dataclasses.replace(honest[1], **self._change(honest[1]))]
         for seq, record in enumerate(self._records):
             steps = [_fingerprint(record, i) for i in range(len(record))]
             self._truth.note(seq=seq, episode=record.episode, start=record.start, steps=steps, ends="")
-
-
-def _segment(episode: str, start: int, directive: int) -> Segment:
-    state = np.arange(LENGTH * 5, dtype=np.int64).reshape(LENGTH, 5) + start
-    images = np.full((LENGTH, *actor.IMAGE), start, np.uint8)
-    zeros = np.zeros(LENGTH)
-    return Segment(
-        episode, start, "chaos", Stamp(directive, "collect", 0),
-        {"observation.state": state, "observation.images.eye": images}, np.zeros((LENGTH, 2), np.float32),
-        zeros.astype(np.float32), zeros.astype(bool), zeros.astype(bool), zeros,
-    )  # fmt: skip
 
 
 def _fingerprint(segment: Segment, i: int) -> str:

@@ -5,6 +5,7 @@ import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -17,25 +18,17 @@ from .stage import Player, Stage
 from .trainer import SOURCE
 
 Nemesis = Callable[[Stage, Random], Iterator[float]]
-NETWORK: dict[str, tuple[str, dict[str, Any]]] = {  # nemesis: the proxy's mode and its options
-    "cut": ("cut", {}), "reset": ("reset", {}), "half-open": ("half_open", {}),
-    "up-only": ("one_way", {"direction": "up"}), "down-only": ("one_way", {"direction": "down"}),
-    "delay": ("delay", {"seconds": 0.1}), "trickle": ("trickle", {"rate": 40_000}),
-}  # fmt: skip
 
 
 def _length(random: Random) -> float:
     return random.uniform(0.1, 0.9)
 
 
-def _network(mode: str, options: dict[str, Any]) -> Nemesis:
-    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
-        stage.proxy.set(mode, **options)
-        lasts_over_timeout = mode in ("half_open", "one_way") and random.random() < 0.1
-        yield 3.6 if lasts_over_timeout else _length(random)
-        stage.proxy.set("pass")
-
-    return nemesis
+def _network(stage: Stage, random: Random, mode: str, **options: Any) -> Iterator[float]:
+    stage.proxy.set(mode, **options)
+    lasts_over_timeout = mode in ("half_open", "one_way") and random.random() < 0.1
+    yield 3.6 if lasts_over_timeout else _length(random)
+    stage.proxy.set("pass")
 
 
 def _some(stage: Stage, random: Random, who: str) -> list[Player]:
@@ -43,73 +36,54 @@ def _some(stage: Stage, random: Random, who: str) -> list[Player]:
     return {"server": [stage.server], "trainer": [stage.trainer], "actor": [actor], "all": stage.players}[who]
 
 
-def _kill(who: str) -> Nemesis:
-    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
-        for player in _some(stage, random, who):
-            stage.kill(player, random.uniform(0.0, 0.3))
-        yield 0.3
-
-    return nemesis
+def _kill(stage: Stage, random: Random, who: str) -> Iterator[float]:
+    for player in _some(stage, random, who):
+        stage.kill(player, random.uniform(0.0, 0.3))
+    yield 0.3
 
 
-def _stop(who: str) -> Nemesis:
-    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
-        stopped = _some(stage, random, who)
-        for player in stopped:
-            player.signal(signal.SIGSTOP)
-        yield _length(random)
-        for player in stopped:
-            player.signal(signal.SIGCONT)
-
-    return nemesis
+def _stop(stage: Stage, random: Random, who: str) -> Iterator[float]:
+    stopped = _some(stage, random, who)
+    for player in stopped:
+        player.signal(signal.SIGSTOP)
+    yield _length(random)
+    for player in stopped:
+        player.signal(signal.SIGCONT)
 
 
-def _fail_point(side: str) -> Nemesis:
+def _die(stage: Stage, random: Random, who: str) -> Iterator[float]:
     """Dies at a call, before it or in the middle of it."""
-
-    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
-        calls, path = {
-            "server": random.choice([
-                (WRITE, "store/main/rows"), (WRITE, "store/main/steps"),
-                (SYNC, "store/main/rows"), (SYNC, "store/main/steps"),
-                (WRITE, "index.sqlite"), (SYNC, "index.sqlite"), (WRITE | SYNC, "run/store"),
-                (CREATE | ALLOCATE | RENAME | SYNC, "run/store"),
-            ]),
-            "trainer": random.choice([(WRITE, "run/weights"), (SYNC, "run/weights"), (RENAME, "run/weights")]),
-            "actor": random.choice([(WRITE, ".records"), (UNLINK | CREATE, ".records")]),
-        }[side]  # fmt: skip
-        assert stage.control
-        stage.control.kill(calls, after=random.randint(0, 30), path=path, short=random.random() < 0.3)
-        for _ in range(random.randint(5, 40)):
-            yield 0.02
-            if stage.control.struck:
-                break  # its next life is not to die of it
-        stage.control.clear()
-
-    return nemesis
+    calls, path = {
+        "server": random.choice([
+            (WRITE, "store/main/rows"), (WRITE, "store/main/steps"),
+            (SYNC, "store/main/rows"), (SYNC, "store/main/steps"),
+            (WRITE, "index.sqlite"), (SYNC, "index.sqlite"), (WRITE | SYNC, "run/store"),
+            (CREATE | ALLOCATE | RENAME | SYNC, "run/store"),
+        ]),
+        "trainer": random.choice([(WRITE, "run/weights"), (SYNC, "run/weights"), (RENAME, "run/weights")]),
+        "actor": random.choice([(WRITE, ".records"), (UNLINK | CREATE, ".records")]),
+    }[who]  # fmt: skip
+    assert stage.control
+    stage.control.kill(calls, after=random.randint(0, 30), path=path, short=random.random() < 0.3)
+    for _ in range(random.randint(5, 40)):
+        yield 0.02
+        if stage.control.struck:
+            break  # its next life is not to die of it
+    stage.control.clear()
 
 
-def _fail(side: str, what: str) -> Nemesis:
+def _fail(stage: Stage, random: Random, who: str, calls: int, error: int) -> Iterator[float]:
     """A call of one side fails, once or for a while."""
-
-    def nemesis(stage: Stage, random: Random) -> Iterator[float]:
-        calls, error = {
-            "full": (WRITE, errno.ENOSPC),
-            "io": (WRITE | SYNC | READ, errno.EIO),
-            "sync": (SYNC, errno.EIO),
-        }[what]
-        path = ".records" if side == "actor" else random.choice(["run/store", "store/main", "index.sqlite"])
-        lasts = _length(random)
-        stage.sicken(lasts)
-        assert stage.control
-        stage.control.fail(
-            calls, error, after=random.randint(0, 20), sticky=random.random() < 0.6, path=path,
-            short=what == "full" and random.random() < 0.5,
-        )  # fmt: skip
-        yield lasts
-        stage.control.clear()
-
-    return nemesis
+    path = ".records" if who == "actor" else random.choice(["run/store", "store/main", "index.sqlite"])
+    lasts = _length(random)
+    stage.sicken(lasts)
+    assert stage.control
+    stage.control.fail(
+        calls, error, after=random.randint(0, 20), sticky=random.random() < 0.6, path=path,
+        short=error == errno.ENOSPC and random.random() < 0.5,
+    )  # fmt: skip
+    yield lasts
+    stage.control.clear()
 
 
 def _full_disk(stage: Stage, random: Random) -> Iterator[float]:
@@ -191,15 +165,19 @@ def _bit_rot(stage: Stage, random: Random) -> Iterator[float]:
 
 
 NEMESES: dict[str, Nemesis] = {
-    **{name: _network(*words) for name, words in NETWORK.items()},
-    **{f"kill-{who}": _kill(who) for who in ("server", "actor", "trainer", "all")},
-    **{f"stop-{who}": _stop(who) for who in ("server", "actor", "trainer")},
+    **{f"kill-{who}": partial(_kill, who=who) for who in ("server", "actor", "trainer", "all")},
+    **{f"stop-{who}": partial(_stop, who=who) for who in ("server", "actor", "trainer")},
+    **{name: partial(_network, mode=name.replace("-", "_")) for name in ("cut", "reset", "half-open")},
+    "up-only": partial(_network, mode="one_way", direction="up"),
+    "down-only": partial(_network, mode="one_way", direction="down"),
+    "delay": partial(_network, mode="delay", seconds=0.1), "trickle": partial(_network, mode="trickle", rate=40_000),
     "twin": _twin, "late": _late, "insider": _insider, "missing-index": _missing_index, "bit-rot": _bit_rot,
 }  # fmt: skip
 WITH_SHIM: dict[str, Nemesis] = {  # where there is a C compiler
-    **{f"die-{side}": _fail_point(side) for side in ("server", "trainer", "actor")},
-    **{f"{what}-server": _fail("server", what) for what in ("full", "io", "sync")},
-    "full-actor": _fail("actor", "full"), "io-actor": _fail("actor", "io"),
+    **{f"die-{who}": partial(_die, who=who) for who in ("server", "trainer", "actor")},
+    **{f"full-{who}": partial(_fail, who=who, calls=WRITE, error=errno.ENOSPC) for who in ("server", "actor")},
+    **{f"io-{who}": partial(_fail, who=who, calls=WRITE | SYNC | READ, error=errno.EIO) for who in ("server", "actor")},
+    "sync-server": partial(_fail, who="server", calls=SYNC, error=errno.EIO),
 }  # fmt: skip
 ON_FILES = {"missing-index", "bit-rot"}  # they look at what a disk without faults holds
 ON_DISK = {"full-server", "io-server", "sync-server", "full-disk"}  # they fail the learner's disk

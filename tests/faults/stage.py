@@ -1,23 +1,22 @@
 """The processes of one chaos round and the proxy between them; what is killed is started again, what fails is noted."""
 
 import ctypes
-import gc
 import json
 import logging
 import multiprocessing
 import os
 import signal
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from serl_launcher.store.server import Server, serve
+from serl_launcher.store.server import serve
 from tests.shared.common import free_port
 from tools import keys
 
@@ -25,7 +24,6 @@ from . import actor, checker, trainer
 from .insider import Insider
 from .proxy import Proxy
 from .shim import Control
-from .soaking.tables import tables
 from .truth import Truth, notes
 
 SENT_AWAY = 3  # an actor's exit status
@@ -51,30 +49,8 @@ class Setting:
     keys: bool = False
 
 
-@dataclass(frozen=True)
-class _ServerPart:
-    run_dir: Path
-    capacity: int
-    public: str
-    local: str
-    archives: bool
-    keys: Path | None
-    inference: str = "tcp://127.0.0.1:9"
-    pipe: Any = None  # whatever is said through it is answered with the sizes of the server's tables
-
-
-def _serve(part: _ServerPart) -> None:
-    serve(
-        part.run_dir, {trainer.SOURCE: part.capacity}, public=part.public, local=part.local, inference=part.inference,
-        archived=[trainer.SOURCE] if part.archives else [], keys=part.keys,
-        begun=lambda: threading.Thread(target=_tell, args=(part.pipe,), daemon=True).start() if part.pipe else None,
-    )  # fmt: skip
-
-
-def _tell(pipe: Any) -> None:
-    server = next(thing for thing in gc.get_objects() if isinstance(thing, Server))
-    while pipe.recv():
-        pipe.send({"tables": tables(server, "server"), "objects": len(gc.get_objects())})
+def _serve(served: Callable[[], None]) -> None:
+    served()
 
 
 def context() -> ForkServerContext:
@@ -213,9 +189,10 @@ class Stage:
         self._stop, self.asleep = folder / "stop", folder / "asleep"
         port, local = free_port(), f"ipc://{folder / 'learner'}"
         self._keys = folder / "keys" if setting.keys else None
-        self._served = _ServerPart(
-            self.disk / "run", setting.capacity, f"tcp://127.0.0.1:{port}", local, setting.archives, self._keys
-        )
+        self._served = partial(
+            serve, self.disk / "run", {trainer.SOURCE: setting.capacity}, public=f"tcp://127.0.0.1:{port}",
+            local=local, inference="tcp://127.0.0.1:9", archived=[trainer.SOURCE] * setting.archives, keys=self._keys,
+        )  # fmt: skip
         self.server = Player(context, "server", _serve, lambda _: self._served, folder / "server.log")
         self.trainer = Player(
             context, "trainer", trainer.play, lambda life: self._trainer_part(local, life), folder / "trainer.log"

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serl_client.spec import Spec
 
-from serl_launcher.store import layout, weights
+from serl_launcher.store import weights
 from tests.faults import checker
 from tests.faults.rot import Rot
+from tests.shared import oracle
 
+WEIGHTS = "sha256, size, update_, at, checksum"
 CHAOS = Path(__file__).parents[2] / "tools/chaos.py"
 
 
@@ -76,14 +77,10 @@ class Kept:
         self.folder, self.store = folder, folder / "disk/run/store"
         self.index = sqlite3.connect(self.store / "index.sqlite", isolation_level=None)
         ((spec,),) = self.index.execute("SELECT value FROM meta WHERE key = 'spec'")
-        ((capacity, self.tail, self.head),) = self.index.execute("SELECT capacity, tail, head FROM sources")
-        self.layout = layout.Layout(Spec.from_dict(json.loads(spec)), capacity)
-        self.steps = np.memmap(self.store / "main/steps", self.layout.step, "r+")
-        self.rows = {
-            name: np.memmap(self.store / "main/rows", feature.dtype, "r+", self.layout.blocks[name],
-                            (self.layout.rows, *feature.shape))
-            for name, feature in self.layout.spec.observation.items()
-        }  # fmt: skip
+        ((capacity, self.tail, head),) = self.index.execute("SELECT capacity, tail, head FROM sources")
+        self.room, self.live = oracle.slots(capacity), [number % capacity for number in range(self.tail, head)]
+        self.steps = np.memmap(self.store / "main/steps", oracle.kind(json.loads(spec)), "r+")
+        self.rows = oracle.rows(self.store / "main/rows", json.loads(spec), self.room, "r+")
 
     def check(self, archived=()):
         self.index.close()
@@ -92,27 +89,25 @@ class Kept:
 
     def pair(self):
         """Slots of two consecutive live steps, neither the last one, of one episode."""
-        live = [number % self.layout.capacity for number in range(self.tail, self.head)]
         return next(
-            (one, two) for one, two in pairwise(live)
+            (one, two) for one, two in pairwise(self.live)
             if self.steps[one]["episode"] == self.steps[two]["episode"] and self.steps[one]["first"] >= self.tail
             and self.steps[two]["final_row"] < 0
         )  # fmt: skip
 
     def stranger(self, slot):
         """A live step of another episode, without a final row."""
-        live = [number % self.layout.capacity for number in range(self.tail, self.head)]
         return next(
-            other for other in reversed(live)
+            other for other in reversed(self.live)
             if self.steps[other]["episode"] != self.steps[slot]["episode"] and self.steps[other]["final_row"] < 0
         )  # fmt: skip
 
-    def encode_record(self, slot):
+    def seal(self, slot):
         """Make the checksum of a step right again."""
         record = self.steps[slot]
-        seen = [row for row in (int(record["row"]), int(record["final_row"])) if row >= 0]
-        columns = (self.rows[name][row % self.layout.rows] for row in seen for name in sorted(self.rows))
-        self.steps[slot]["checksum"] = layout.checksum(record, columns)
+        seen = [int(record[name]) % self.room for name in ("row", "final_row") if record[name] >= 0]
+        columns = [self.rows[name][row] for row in seen for name in sorted(self.rows)]
+        record["checksum"] = oracle.checksum(record, columns)
 
 
 @pytest.fixture
@@ -121,32 +116,20 @@ def kept(played, tmp_path):
 
 
 def lose_a_step(kept):
-    kept.steps[kept.pair()[0]] = np.zeros((), kept.layout.step)
-
-
-def lose_the_last_record(kept):
-    kept.index.execute("UPDATE sessions SET expected = expected - 1")
-
-
-def lose_an_episode(kept):
-    kept.index.execute("DELETE FROM episodes WHERE number = (SELECT max(number) FROM episodes)")
-
-
-def lose_an_outcome(kept):
-    kept.index.execute("DELETE FROM outcomes WHERE rowid = 1")
+    kept.steps[kept.pair()[0]] = np.zeros((), kept.steps.dtype)
 
 
 def store_a_step_twice(kept):
     one, two = kept.pair()
     kept.steps[two]["index"], kept.steps[two]["row"] = kept.steps[one]["index"], kept.steps[one]["row"]
-    kept.encode_record(two)
+    kept.seal(two)
 
 
 def swap_two_steps(kept):
     one, two = kept.pair()
     kept.steps[[one, two]] = kept.steps[[two, one]]
     kept.steps["number"][[one, two]] = kept.steps["number"][[two, one]]
-    kept.encode_record(one), kept.encode_record(two)
+    kept.seal(one), kept.seal(two)
 
 
 def swap_two_episodes(kept):
@@ -161,45 +144,39 @@ def swap_two_episodes(kept):
 def put_a_row_into_another_episode(kept):
     one, _ = kept.pair()
     kept.steps[one]["row"] = kept.steps[kept.stranger(one)]["row"]
-    kept.encode_record(one)
+    kept.seal(one)
 
 
 def flip_a_bit_of_an_image(kept):
     one, _ = kept.pair()
-    kept.rows["observation.images.eye"][kept.steps[one]["row"] % kept.layout.rows, 3, 4, 1] ^= 16
+    kept.rows["observation.images.eye"][kept.steps[one]["row"] % kept.room, 3, 4, 1] ^= 16
 
 
 def flip_a_bit_and_seal_it(kept):
     one, _ = kept.pair()
     kept.steps[one]["action"][1] = np.nextafter(kept.steps[one]["action"][1], np.float32(2))
-    kept.encode_record(one)
+    kept.seal(one)
 
 
-def terminate_a_truncated_episode(kept):
-    kept.index.execute("UPDATE episodes SET terminated = 1 - terminated WHERE number = 1")
+def move(kept, which, to):
+    """Another tail (0) or head (1) is published."""
+    np.memmap(kept.store / "main/published", "<u8", "r+")[which] = to
 
 
 def evict_nearly_all(kept):
     (tail,) = kept.index.execute("SELECT max(first) FROM episodes").fetchone()
     kept.index.execute("UPDATE sources SET tail = ?, row_tail = (SELECT max(first_row) FROM episodes)", (tail,))
-    np.memmap(kept.store / "main/published", "<u8", "r+")[0] = tail
+    move(kept, 0, tail)
 
 
 def evict_half_of_an_episode(kept):
-    kept.index.execute("UPDATE sources SET tail = tail + 1")
-    np.memmap(kept.store / "main/published", "<u8", "r+")[0] += 1
+    tail = int(kept.steps[kept.pair()[1]]["number"])
+    kept.index.execute("UPDATE sources SET tail = ?", (tail,))
+    move(kept, 0, tail)
 
 
 def publish_too_much(kept):
-    np.memmap(kept.store / "main/published", "<u8", "r+")[1] += 1
-
-
-def forget_a_directive(kept):
-    kept.index.execute("UPDATE directives SET body = '{}'")
-
-
-def lose_the_newest_weights(kept):
-    kept.index.execute("INSERT INTO weights (sha256, size, update_, at, checksum) VALUES ('abc', 5, 1, 0.0, 0)")
+    move(kept, 1, kept.tail + len(kept.live) + 1)
 
 
 def leave_a_file_in_an_outbox(kept):
@@ -210,27 +187,27 @@ def leave_a_file_in_an_outbox(kept):
     ("damage", "count", "sentence"),
     [
         (lose_a_step, "lost", "is damaged, or not there"),
-        (lose_the_last_record, "lost", "records were acknowledged"),
-        (lose_an_episode, "lost", "is not in the index"),
-        (lose_an_outcome, "lost", "is there 0 times"),
+        ("UPDATE sessions SET expected = expected - 1", "lost", "records were acknowledged"),
+        ("DELETE FROM episodes WHERE number = (SELECT max(number) FROM episodes)", "lost", "is not in the index"),
+        ("DELETE FROM outcomes WHERE rowid = 1", "lost", "is there 0 times"),
         (store_a_step_twice, "lost duplicated", "1 are there twice"),
         (swap_two_steps, "reordered", "its steps lie in the order"),
         (swap_two_episodes, "reordered", "and the one before it at"),
         (put_a_row_into_another_episode, "", "its row comes from"),
         (flip_a_bit_of_an_image, "lost", "is damaged, or not there"),
         (flip_a_bit_and_seal_it, "", "is not what was sent"),
-        (terminate_a_truncated_episode, "", "its actor sent"),
+        ("UPDATE episodes SET terminated = 1 - terminated WHERE number = 1", "", "its actor sent"),
         (evict_nearly_all, "", "were kept"),
         (evict_half_of_an_episode, "", "lies within an episode"),
         (publish_too_much, "", "is published"),
-        (forget_a_directive, "", "is not what was answered to"),
-        (lose_the_newest_weights, "", "the weights abc are damaged, or not there"),
+        ("UPDATE directives SET body = '{}'", "", "is not what was answered to"),
+        (f"INSERT INTO weights ({WEIGHTS}) VALUES ('abc', 5, 1, 0.0, 0)", "", "the weights abc are damaged, or not"),
         (leave_a_file_in_an_outbox, "", "still holds"),
     ],
-    ids=lambda value: value.__name__ if callable(value) else None,
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_the_checker_sees(kept, damage, count, sentence):
-    damage(kept)
+    kept.index.execute(damage) if isinstance(damage, str) else damage(kept)
     report = kept.check()
     assert any(sentence in violation for violation in report.violations), report.violations
     for name in ("lost", "duplicated", "reordered"):

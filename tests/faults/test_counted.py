@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -109,20 +110,6 @@ def the_published_file_is_damaged(run):
     (run.folder / f"weights/{run.weights}.safetensors").write_bytes(b"else")
 
 
-def an_episode_is_worth_more_than_its_rows(run):
-    change(run, "UPDATE episodes SET reward = 22 WHERE number = 1")
-
-
-def a_takeover_is_kept_quiet(run):
-    change(run, "UPDATE episodes SET intervened = 1 WHERE number = 6")
-
-
-def change(run, words):
-    with sqlite3.connect(run.folder / "store/index.sqlite") as index:
-        index.execute(words)
-    index.close()
-
-
 @pytest.mark.parametrize(
     ("plant", "sentence"),
     [
@@ -136,13 +123,17 @@ def change(run, words):
         (another_policy_acted, "eval: successes of 3"),
         (the_published_file_is_damaged, "are damaged, or not there"),
         (a_step_is_lost, "is damaged, or not there"),
-        (an_episode_is_worth_more_than_its_rows, "reward of demonstrate-1"),
-        (a_takeover_is_kept_quiet, "takeovers in practise-6"),
+        ("UPDATE episodes SET reward = 22 WHERE number = 1", "reward of demonstrate-1"),
+        ("UPDATE episodes SET intervened = 1 WHERE number = 6", "takeovers in practise-6"),
     ],
     ids=lambda value: value.__name__ if callable(value) and value.__name__ != "tell" else None,
 )
 def test_the_independent_reader_sees(run, plant, sentence):
-    plant(run)
+    if isinstance(plant, str):
+        with closing(sqlite3.connect(run.folder / "store/index.sqlite", isolation_level=None)) as index:
+            index.execute(plant)
+    else:
+        plant(run)
     assert any(sentence in violation for violation in run.violations()), run.violations()
 
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 import numpy as np
 import pytest
 import zmq
-from serl_client import Feature, Segment, Spec, Stamp
+from serl_client import Feature, Spec
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.errors import Refused
@@ -25,7 +25,7 @@ from serl_client.errors import Refused
 from tests.faults.proxy import Proxy
 from tests.shared.clients import connected, directed, own_name, push_episodes
 from tests.shared.common import until
-from tests.shared.data import make_episode
+from tests.shared.data import blank_segment, make_episode
 from tests.shared.servers import ServerProcess
 
 CAMERAS = Spec(
@@ -248,19 +248,6 @@ def test_e13_nobody_reads_a_mix_of_two_versions(server, connect, tmp_path):
     assert reads > len(versions) > 3
 
 
-def camera_segment(client, number, steps):
-    generator, numbers = np.random.default_rng(number), np.arange(steps, dtype=np.float32)
-    images = {
-        name: generator.integers(0, 256, (steps + 1, *feature.shape), np.uint8)
-        for name, feature in CAMERAS.observation.items()
-    }
-    return Segment(
-        own_name(client, number), 0, "pack", Stamp(client.directive["number"], "practise", 1), images,
-        np.zeros((steps, 14), np.float32), numbers, numbers < 0, numbers < 0, numbers.astype(np.float64),
-        terminated=True,
-    )  # fmt: skip
-
-
 def test_e14_over_a_slow_link_all_arrives_once_and_the_heartbeat_lives(serve, connect):
     """There: over 5 MB/s every update returned True, and 9 of 49 items were there at the end. And E10: 20 steps of
     three cameras were 96 MB of pickled float32, and a success was sent twice."""
@@ -271,7 +258,8 @@ def test_e14_over_a_slow_link_all_arrives_once_and_the_heartbeat_lives(serve, co
         proxy.set("trickle", rate=5_000_000)
         for number in range(6):
             until(lambda: client.has_room)
-            client.push(camera_segment(client, number, 4))
+            stamp = {"directive": client.directive["number"], "ends": "terminated"}
+            client.push(blank_segment(CAMERAS, own_name(client, number), steps=4, **stamp))
         until(lambda: client.last_seen < 3.0 and not client.pending[0], 60)
         assert client._network.server.welcome is welcome, "the link never broke"
         episodes = [each for each in server.episodes().values() if each["actor"] == "e14"]

@@ -211,51 +211,36 @@ def test_the_implementation_goes_a_long_way_as_the_model_does_and_delivers_all(r
     assert beside.rows() == {name: list(range(count)) for name, count in made.items() if count}
 
 
-def _ack_before_commit(monkeypatch):
-    commit = Store.commit
-    monkeypatch.setattr(Store, "commit", lambda store: None if store._staged_bytes else commit(store))
+def _believing(welcomes, address, *arguments, hello=welcome.Welcomes.hello):
+    answer = hello(welcomes, address, *arguments)
+    return welcomes.take_over(welcomes._peers[address]) or answer
 
 
-def _no_dedupe(monkeypatch):
-    stage = Store._stage_segment
-    monkeypatch.setattr(
-        Store, "stage", lambda store, session, seq, record: stage(store, store.sessions[session], record)
-    )  # fmt: skip
+def _uncommitted(store, commit=Store.commit):
+    return None if store._staged_bytes else commit(store)
 
 
-def _fence_by_arrival(monkeypatch):
-    monkeypatch.setattr(welcome.Welcomes, "_check_outranked", lambda *_: None)
+def _stored_again(store, session, seq, record):
+    return store._stage_segment(store.sessions[session], seq, record)
 
 
-def _reopen_without_asking(monkeypatch):
-    monkeypatch.setattr(
-        SendQueue, "acknowledge", lambda stream, ack: stream._outbox.acknowledge(ack.session, ack.expected)
-    )
+def _deaf(queue, ack):
+    queue._outbox.acknowledge(ack.session, ack.expected)
 
 
-def _believe_any_hello(monkeypatch):
-    hello = welcome.Welcomes.hello
-
-    def believing(welcomes, address, *arguments):
-        answer = hello(welcomes, address, *arguments)
-        return welcomes.take_over(welcomes._peers[address]) or answer
-
-    monkeypatch.setattr(welcome.Welcomes, "hello", believing)
-
-
-def _forget_earlier_lives(monkeypatch):
-    monkeypatch.setattr(SendQueue, "earlier", [])
+FAULTS = {
+    "ack before commit": (Store, "commit", _uncommitted),
+    "no dedupe": (Store, "stage", _stored_again),
+    "fence by arrival": (welcome.Welcomes, "_check_outranked", lambda *_: None),
+    "reopen without asking": (SendQueue, "acknowledge", _deaf),
+    "believe any hello": (welcome.Welcomes, "hello", _believing),
+    "forget earlier lives": (SendQueue, "earlier", []),
+}
 
 
-FAULTS = (
-    _ack_before_commit, _no_dedupe, _fence_by_arrival, _reopen_without_asking, _believe_any_hello,
-    _forget_earlier_lives,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_an_implementation_with_one_fault_is_found_out(real, fault, monkeypatch):
-    fault(monkeypatch)
+    monkeypatch.setattr(*fault)
     with pytest.raises(AssertionError):
         play_wild_ones(real, 100)
 

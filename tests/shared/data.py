@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 from serl_client import Feature, Outcome, Segment, Spec, Stamp
+from serl_client.episode import COLUMNS
 
 from .common import STATE
 
@@ -36,6 +37,20 @@ def make_segment(
         terminated=ends == "terminated",
         truncated=ends == "truncated",
     )
+
+
+def blank_segment(spec, episode, start=0, steps=2, *, ends="", directive=1, phase="practise", weights=1):
+    """One that fits any Spec; every number of its observations is its start, all other columns are zeros."""
+
+    def made(features, rows, value=0):
+        return {name: np.full((rows, *feature.shape), value, feature.dtype) for name, feature in features.items()}
+
+    columns = {name: np.zeros(steps, dtype) for name, dtype in COLUMNS.items()}
+    return Segment(
+        episode, start, "reach", Stamp(directive, phase, weights),
+        made(spec.observation, steps + bool(ends), start), made({"": spec.action}, steps)[""], **columns,
+        terminated=ends == "terminated", truncated=ends == "truncated", extras=made(spec.extras, steps),
+    )  # fmt: skip
 
 
 def make_episode(name, key=0, *, steps=8, success=None, **stamp):

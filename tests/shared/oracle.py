@@ -105,7 +105,7 @@ def _steps(
             continue  # its episode is evicted
         seen = [int(record["row"]), *([int(record["final_row"])] if record["final_row"] >= 0 else [])]
         arrays = [columns[name][row % room] for row in seen for name in sorted(columns)]
-        if record["number"] != number or _checksum(record, arrays) != record["checksum"]:
+        if record["number"] != number or checksum(record, arrays) != record["checksum"]:
             violations.append(f"{folder.name}: step {number} is damaged, or not there")
             continue
         if not source["row_tail"] <= min(seen) <= max(seen) < source["row_head"]:
@@ -148,7 +148,8 @@ def rows(path: Path, spec: dict[str, Any], slots: int, mode: Literal["r", "r+"] 
     return found
 
 
-def _checksum(record: np.ndarray, arrays: Sequence[np.ndarray]) -> int:
+def checksum(record: np.ndarray, arrays: Sequence[np.ndarray]) -> int:
+    """That of a step, over its record and the arrays of its rows."""
     blank = record.copy()
     blank["checksum"] = 0
     return xxhash.xxh3_64_intdigest(blank.tobytes() + b"".join(array.tobytes() for array in arrays))

@@ -8,9 +8,11 @@ from typing import Any
 import msgpack
 import numpy as np
 import xxhash
-from serl_client import Feature, Outcome, Segment, Spec, Stamp, wire
+from serl_client import Feature, Outcome, Segment, Spec, wire
 from serl_client import messages as m
 from serl_client.episode import LostRecord, QueuedRecord
+
+from tests.shared.data import blank_segment
 
 STATE, IMAGE = "observation.state", "observation.images.top"
 SPEC = Spec(
@@ -47,13 +49,7 @@ BOMBS: tuple[bytes, ...] = (
 
 def segment(start: int = 0, steps: int = 2, *, episode: str = "e0", directive: int = 1, ends: bool = False) -> Segment:
     """One that fits SPEC."""
-    rows = steps + ends
-    observation = {STATE: np.ones((rows, 4), np.float32), IMAGE: np.zeros((rows, 6, 8, 3), np.uint8)}
-    flags, action = np.zeros(steps, bool), np.zeros((steps, 2), np.float32)
-    return Segment(
-        episode, start, "reach", Stamp(directive, "practise", 1), observation, action, np.zeros(steps, np.float32),
-        flags, flags, np.arange(steps, dtype=np.float64), terminated=ends, extras={"policy_action": action},
-    )  # fmt: skip
+    return blank_segment(SPEC, episode, start, steps, directive=directive, ends="terminated" * ends)
 
 
 def encoded(seq: int, record: QueuedRecord) -> bytes:

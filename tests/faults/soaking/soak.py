@@ -1,12 +1,15 @@
 """A chaos stage on which nothing fails but processes of actors, for as long as it takes: does anything grow?"""
 
+import gc
 import os
 import signal
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import numpy as np
 from serl_client import messages as m
 from serl_client.connection import Connection
 
+from serl_launcher.store.server import Server
 from tests.benches.served import check
 from tests.faults.stage import Player, Setting, Stage, context
 from tests.faults.trainer import SOURCE
@@ -21,6 +25,7 @@ from tests.shared.common import free_port
 
 from . import actors
 from .drift import Drift, broken, drift
+from .tables import tables
 
 LIFE = 8.0  # seconds that an actor lives, on average
 RECORDS = 128.0  # a second, of all actors together
@@ -31,6 +36,17 @@ STEPS = 160  # that the store holds for each actor: four episodes
 WEIGHTS = 1 << 20  # bytes
 GRACE = 60.0  # seconds on top where nothing has left the store yet: such a soak shows nothing
 ONE_EACH = ("rows of ", "index KB", "server.keeper.store.sessions")  # grow with the run's history
+
+
+def _begun(pipe: Any) -> None:
+    """In the server's process: whatever is said through the pipe is answered with the sizes of its tables."""
+    threading.Thread(target=_tell, args=(pipe,), daemon=True).start()
+
+
+def _tell(pipe: Any) -> None:
+    server = next(thing for thing in gc.get_objects() if isinstance(thing, Server))
+    while pipe.recv():
+        pipe.send({"tables": tables(server, "server"), "objects": len(gc.get_objects())})
 
 
 class Group(Player):
@@ -60,11 +76,12 @@ class Soak(Stage):
         super().__init__(context(), folder, 0, setting, None)
         self._pipe, theirs = self.context.Pipe()
         inference = f"tcp://127.0.0.1:{free_port()}"
-        self._served = replace(self._served, inference=inference, pipe=theirs)
+        self._served = partial(self._served, inference=inference, begun=partial(_begun, theirs))
         self._bound, theirs = self.context.Pipe()
         self._inference = self.context.Process(target=check, args=(theirs, inference), daemon=True)
         os.environ["MALLOC_ARENA_MAX"] = "1"  # hundreds of threads of short lives would scatter over many arenas
-        part = actors.Part(None, self._served.public, folder / "actors", (), min(LIFE, seconds / 4), count / RECORDS)
+        self._public = self._served.keywords["public"]
+        part = actors.Part(None, self._public, folder / "actors", (), min(LIFE, seconds / 4), count / RECORDS)
         names = [[str(name) for name in some] for some in np.array_split(np.arange(count), processes)]
         self.groups = [Group(self, number, replace(part, names=some)) for number, some in enumerate(names)]
         self.times: list[float] = []
@@ -102,7 +119,7 @@ class Soak(Stage):
                     action()
                     next_time[action] += period
             time.sleep(0.05)
-        with Connection(self._served.public, m.Hello(m.PROTOCOL, "viewer", "soak")) as link:
+        with Connection(self._public, m.Hello(m.PROTOCOL, "viewer", "soak")) as link:
             status: Any = link.call(m.Status(), 20.0)
         self.status = status.report
 
