@@ -21,7 +21,7 @@ import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf.errors import OmegaConfBaseException
@@ -51,11 +51,13 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="bench-", dir=vars(options).get("folder")) as folder:
             found = bench.measure(Path(folder), options)
-            found = paired.result(what, found) if isinstance(found, Iterator) else found
+            result = found if isinstance(found, str) else paired.result(what, found)
     except (RetakeError, OmegaConfBaseException) as error:
         sys.exit(f"error: {error}")
-    said = paired.lines if "figures" in found else bench.lines
-    print(json.dumps(found) if vars(options).get("json") else "\n".join(said(found)))
+    if isinstance(result, str):
+        print(result)
+    else:
+        print(json.dumps(result) if options.json else "\n".join(paired.lines(result)))
 
 
 if __name__ == "__main__":

@@ -1,204 +1,304 @@
-"""What pushing records and asking for actions costs a control loop (3 cameras of 224x224, state of 14).
+"""What pushing records and asking for actions costs a control loop, while the learner is well and while it fails.
 
-It is measured while the learner is alive, slow, stopped or dead, and while the outbox is full. Beside each loop runs
-the same loop without the calls, in a process of its own; the column `ratio` is that of the two (contract: at most 1.5).
-
-With --faults it is the whole actor that runs: the runner drives the fake robot and its three cameras on the real clock
-and asks another process for every action, while its learner is killed, stopped, cut off and out of disk in turn; beside
-it the same runner drives the same robot, and its client is one that does nothing. A tick is late when it lasted more
-than 1.1 of its time; the ratio is that of the shares of late ticks, because an actor that hears of no action for some
-seconds ends its episode and waits. Of a call, `own` is its wall time without that in which its thread could run and no
-processor was free (Linux counts it, schedstat): that belongs to the machine, and both loops have it. A late tick stands
-in our calls if their own time is half of what was too much. Out of disk: whatever the server writes to a file fails
-(RLIMIT_FSIZE).
+The runner drives the fake robot and three cameras of 224x224 on the real clock and asks another process for every
+action, while its learner is slow, killed, stopped, cut off and out of disk in turn; beside it the same runner drives
+the same robot, and its client is one that does nothing. A tick is late when it lasted more than 1.1 of its time; the
+ratio is that of the shares of late ticks, because an actor that hears of no action for some seconds ends its episode
+and waits. Of a call, `own` is its wall time without that in which its thread could run and no processor was free (Linux
+counts it, schedstat): that belongs to the machine, and both loops have it. A late tick stands in our calls if their own
+time is half of what was too much. Out of disk: whatever the server writes to a file fails (RLIMIT_FSIZE).
 """
 
 import argparse
+import os
+import resource
+import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zmq
 from serl_client import messages as m
+from serl_client.client import TrainerClient
+from serl_client.controller import RemotePolicy
+from serl_client.env import Observation, Step
+from serl_client.network import Answer
+from serl_client.runner import run_actor
+from serl_client.spec import Array, Feature
 
+from robot_infra.env import RobotEnv
+from robot_infra.interfaces import Frame
+from robot_infra.judges import Predicate, near
+from robot_infra.robots.fake import FakeRobot
+from robot_infra.safety import SafeRobot
 from tests.faults.proxy import Proxy
 from tests.shared.common import free_port
 
-from .loops import BODY, Call, Learner, Loop, Tick, Timed, actor, plain, ticks
-from .paired import option
-from .served import SPEC, Child
+from .paired import JSON, Figure, option
+from .served import Child, Served
 
-STATES = ("alive", "slow", "stopped", "dead", "full")
-FAULTS = ("killed", "stopped", "cut off", "no disk")
+FAULTS = ("slow", "killed", "stopped", "cut off", "no disk")
+CALLS = ("push", "ask", "answer")
 START = 5.0  # seconds before the first fault
 CYCLE = 15.0  # seconds from one fault to the next
 SHARE = 2 / 3  # of which it lasts
-LATE, VERY_LATE = 1.1, 1.5  # of a tick's time; very late as the actor's console counts
-GOAL = 1.5  # late ticks with the client, of those without
-OPTIONS = {
-    "--seconds": option(20.0, "per state, with --faults for all of it (20)"),
-    "--hz": option(30.0, "of the loop (30)"),
-    "--faults": option(False, "the whole actor, while its learner fails in turn"),
-    "--json": option(False, "print one list of objects, or with --faults one object"),
-}
+LATE = 1.1  # of a tick's time
+STEPS = 300  # of an episode
+DEADLINE = 0.01  # seconds that a tick waits for an action: less than a tick, else each without one would be late
+BODY = {
+    "phase": "bench", "mode": "collect", "into": "online", "explore": True, "weights": None, "intervene": False,
+}  # fmt: skip
+HORIZON, ACTION = 50, 2
+Tick = tuple[float, float]  # when it ended (time.monotonic()), and how long it lasted
+Call = tuple[float, int, int, int]  # when it began (time.monotonic()), and its wall, CPU and own nanoseconds
+Span = tuple[str, float, float]  # what was, from, to
+OPTIONS = {"--seconds": option(100.0, "for all of it (100)"), "--hz": option(30.0, "of the loop (30)"), **JSON}
 
 
-def measure(folder: Path, options: argparse.Namespace) -> Any:
-    if options.faults:
-        return faults(folder, options.seconds, options.hz)
-    return [control(folder / state, state, options.seconds, options.hz) for state in STATES]
-
-
-def lines(result: Any) -> Iterator[str]:
-    """What a person reads."""
-    return fault_lines(result) if isinstance(result, dict) else iter([HEADER, *(ROW.format(**each) for each in result)])
-
-
-HEADER = (
-    "learner   CPU us per call, median     wall us p99.9          tick late ms p99.9            late ticks\n"
-    "             push    ask  answer       push    ask  answer    with  without  ratio     with  without   of"
-)
-ROW = (
-    "{state:9} {push_cpu:7.1f} {ask_cpu:6.1f} {answer_cpu:7.1f}    {push_wall:7.0f} {ask_wall:6.0f} {answer_wall:7.0f}"
-    "  {late_ms:6.2f}  {plain_late_ms:7.2f}  {ratio:5.2f}   {late_ticks:6}  {plain_late_ticks:7} {ticks:4}"
-)
-
-
-# -- the loop alone
-def control(folder: Path, state: str, seconds: float, hz: float) -> dict[str, Any]:
-    """One line: the loop with the calls while the learner is in `state`, and the same loop without them."""
-    capacity = (1 if state == "full" else 2000) << 20
-    with Learner(folder) as learner, Child(plain, seconds, hz) as beside, ExitStack() as exits:
-        client = Timed(learner.address, actor="bench", spec=SPEC, outbox=folder / "outbox", capacity=capacity)
-        exits.enter_context(client)
-        learner.direct(client)
-        learner.enter(state)
-        beside.tell("begin")
-        beside.heard()
-        late = ticks(Loop(client).tick, seconds, hz)
-        plain_late = beside.heard(seconds + 60.0)
-    times = {name: np.array([(cpu, wall) for _, wall, cpu, _ in kept] or [(0, 0)]).T / 1e3
-             for name, kept in client.calls.items()}  # fmt: skip
-    return {
-        "state": state, **{f"{name}_cpu": float(np.median(cpu)) for name, (cpu, _) in times.items()},
-        **{f"{name}_wall": float(np.quantile(wall, 0.999)) for name, (_, wall) in times.items()},
-        "late_ms": milliseconds(late), "plain_late_ms": milliseconds(plain_late),
-        "ratio": milliseconds(late) / milliseconds(plain_late), "ticks": len(late),
-        "late_ticks": sum(x > 0.1 / hz for x in late), "plain_late_ticks": sum(x > 0.1 / hz for x in plain_late),
-    }  # fmt: skip
-
-
-def milliseconds(late: list[float]) -> float:
-    return float(np.quantile(late, 0.999)) * 1e3
-
-
-def faults(folder: Path, seconds: float, hz: float) -> dict[str, Any]:
-    """The figures of a run of `seconds`."""
-    inference = free_port()
+def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
+    hz, inference = options.hz, free_port()
     with (
         Proxy("127.0.0.1", inference) as answers,
-        Learner(folder, f"tcp://127.0.0.1:{inference}", f"tcp://127.0.0.1:{answers.port}", size=2) as learner,
+        Learner(folder, f"tcp://127.0.0.1:{inference}", f"tcp://127.0.0.1:{answers.port}") as learner,
         Proxy("127.0.0.1", int(learner.address.rpartition(":")[2])) as records,
         Child(actor, f"tcp://127.0.0.1:{records.port}", folder, hz) as ours,
         Child(actor, "", folder, hz) as beside,
     ):
         ours.heard()
         learner.ask(m.Direct(BODY, None))
-        until = time.monotonic() + seconds
+        until = time.monotonic() + options.seconds
         beside.tell(until)
-        time.sleep(min(START, seconds / 4))
-        times = [*troubles(learner, (records, answers), until)]
+        time.sleep(min(START, options.seconds / 4))
+        spans = [*troubles(learner, (records, answers), until)]
         learner.ask(m.Direct({"phase": "bench", "mode": "stop", "boundary": "now"}, None))
-        ticked, calls, left = ours.heard()
-        ticked_plain, _, _ = beside.heard()
-    return {"hz": hz, "seconds": seconds, "undelivered": left, **compared(ticked, ticked_plain, times, hz), "calls": {
-        name: call_figures(kept, times[0][1], until) for name, kept in calls.items()
-    }, "in_a_call": in_a_call(ticked, calls, times[0][1], until, hz)}  # fmt: skip
+        ticks, calls, left = ours.heard()
+        plain, _, _ = beside.heard()
+    begin, end = spans[0][1], spans[-1][2]
+    for state in ("all", "well", *FAULTS):
+        within = [span for span in [*spans, ("all", begin, end)] if span[0] == state]
+        yield from beside_plain(state, during(ticks, within), during(plain, within), 1 / hz)
+    calls = {name: during(kept, [("all", begin, end)]) for name, kept in calls.items()}
+    yield Figure("late ticks that stand in push, ask or answer", in_a_call(during(ticks, spans), calls, 1 / hz), "")
+    for name, kept in calls.items():
+        wall, cpu, own = np.array([times for _, *times in kept] or [(0, 0, 0)]).T / 1e3
+        yield Figure(f"{name}: CPU p50", float(np.median(cpu)), "us")
+        for column, times in (("CPU", cpu), ("own", own), ("wall", wall)):
+            yield Figure(f"{name}: {column} p99.9", float(np.quantile(times, 0.999)), "us")
+    yield Figure("records that were not delivered at the end", left, "", goal="<= 0")
 
 
-def troubles(learner: Learner, proxies: Sequence[Proxy], until: float) -> Iterator[tuple[str, float, float]]:
-    """(what, from, to) of each fault and of the time after it, as they happen, each fault at least once."""
+def troubles(learner: "Learner", proxies: Sequence[Proxy], until: float) -> Iterator[Span]:
+    """Each fault and the time after it, as they happen, each fault at least once."""
     begin = time.monotonic()
     cycle = min(CYCLE, (until - begin) / len(FAULTS))
     for number in range(max(len(FAULTS), int((until - begin) / cycle))):
         fault = FAULTS[number % len(FAULTS)]
         now = time.monotonic()
-        learner.enter(fault, proxies)
-        time.sleep(SHARE * cycle)
-        yield fault, now, time.monotonic()
-        now = time.monotonic()
-        learner.leave(fault, proxies)
+        with learner.failing(fault, proxies):
+            time.sleep(SHARE * cycle)
+            yield fault, now, time.monotonic()
+            now = time.monotonic()
         time.sleep(max(0.0, begin + (number + 1) * cycle - time.monotonic()))
         yield "well", now, time.monotonic()
 
 
-def compared(ticks: list[Tick], plain: list[Tick], times: list[tuple[str, float, float]], hz: float) -> dict[str, Any]:
-    """Both loops beside each other, as a whole and by what was wrong at that time."""
-    begin, end = times[0][1], times[-1][2]
-    spans = {"all": [(begin, end)]} | {
-        state: [(since, until) for name, since, until in times if name == state] for state in ("well", *FAULTS)
-    }
-    states = {
-        state: {"with": tick_figures(ticks, within, hz), "without": tick_figures(plain, within, hz)}
-        for state, within in spans.items()
-    }
-    ours, plain_loop = states["all"]["with"], states["all"]["without"]
-    ratio = ours["late"] / ours["ticks"] * plain_loop["ticks"] / max(1, plain_loop["late"])
-    return {"states": states, "ratio": ratio, "goal": GOAL, "holds": ratio <= GOAL}
+def during(kept: Sequence[Any], spans: Sequence[Span]) -> list[Any]:
+    return [each for each in kept if any(since <= each[0] < until for _, since, until in spans)]
 
 
-def tick_figures(ticks: list[Tick], spans: list[tuple[float, float]], hz: float) -> dict[str, Any]:
-    lasted = [period for end, period in ticks if any(since <= end < until for since, until in spans)]
-    return {
-        "ticks": len(lasted), "late": sum(period > LATE / hz for period in lasted),
-        "very_late": sum(period > VERY_LATE / hz for period in lasted),
-        "p999_ms": float(np.quantile(lasted or [0.0], 0.999)) * 1e3, "max_ms": max(lasted, default=0.0) * 1e3,
-    }  # fmt: skip
+def beside_plain(state: str, ours: list[Tick], plain: list[Tick], period: float) -> Iterator[Figure]:
+    """Both loops beside each other."""
+    late, plain_late = (sum(lasted > LATE * period for _, lasted in ticks) for ticks in (ours, plain))
+    share = 100 * late / max(1, len(ours))
+    against = f"without a client ({plain_late} of {len(plain)})"
+    ratio = share / 100 * len(plain) / max(1, plain_late)
+    yield Figure(f"{state}: late ticks", share, "%", against, ratio, "<= 1.5" if state == "all" else "")
+    most, plain_most = (float(np.quantile([lasted for _, lasted in ticks] or [0.0], 0.999)) for ticks in (ours, plain))
+    yield Figure(f"{state}: tick p99.9", most * 1e3, "ms", "without a client", most / (plain_most or period))
 
 
-def call_figures(kept: list[Call], since: float, until: float) -> dict[str, float]:
-    """Microseconds per call."""
-    found = [times for began, *times in kept if since <= began < until]
-    columns = dict(zip(("wall", "cpu", "own"), np.array(found or [(0, 0, 0)]).T / 1e3, strict=True))
-    figures = {"count": float(len(found))}
-    for name, column in columns.items():
-        figures |= {f"{name}_p50": float(np.median(column)), f"{name}_p999": float(np.quantile(column, 0.999))}
-        figures[f"{name}_max"] = float(column.max())
-    return figures
+def in_a_call(ticks: list[Tick], calls: Mapping[str, list[Call]], period: float) -> int:
+    """How many late ticks stand in our calls."""
+    spent = sorted((began, own) for kept in calls.values() for began, *_, own in kept)
+    return sum(
+        sum(own for began, own in spent if end - lasted <= began < end) > (lasted - period) * 1e9 / 2
+        for end, lasted in ticks if lasted > LATE * period
+    )  # fmt: skip
 
 
-def in_a_call(
-    ticks: list[Tick], calls: Mapping[str, list[Call]], since: float, until: float, hz: float
-) -> list[dict[str, float]]:
-    """The late ticks that stand in our calls, with the own milliseconds of each call in them."""
-    late = [(end, lasted) for end, lasted in ticks if since <= end < until and lasted > LATE / hz]
-    found = []
-    for end, lasted in late:
-        spent = {
-            name: sum(own for began, _, _, own in kept if end - lasted <= began < end) / 1e6
-            for name, kept in calls.items()
-        }
-        if sum(spent.values()) > (lasted - 1 / hz) * 1e3 / 2:
-            found.append({"lasted": lasted * 1e3, **spent})
-    return found
+class Learner(Served):
+    """A real server, and a stand-in for inference that answers at once."""
+
+    def __init__(self, folder: Path, inference: str, told: str) -> None:
+        super().__init__(folder / "run", 2000, answer, inference, told)
+
+    @contextmanager
+    def failing(self, fault: str, proxies: Sequence[Proxy]) -> Iterator[None]:
+        server, endless = self.pid, resource.RLIM_INFINITY
+        if fault == "slow":
+            ended = threading.Event()
+            threading.Thread(target=stutter, args=(server, ended), daemon=True).start()
+            yield
+            ended.set()
+        elif fault == "killed":
+            os.kill(server, signal.SIGKILL)
+            yield
+            self.start()
+        elif fault == "stopped":
+            os.kill(server, signal.SIGSTOP)
+            yield
+            os.kill(server, signal.SIGCONT)
+        elif fault == "no disk":
+            resource.prlimit(server, resource.RLIMIT_FSIZE, (0, endless))
+            yield
+            resource.prlimit(server, resource.RLIMIT_FSIZE, (endless, endless))
+        else:
+            for proxy in proxies:
+                proxy.set("half_open")
+            yield
+            for proxy in proxies:
+                proxy.set("pass")
 
 
-def fault_lines(result: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{'learner':9} {'ticks':>13}     {'late':>11}     {'>1.5':>9}     {'p99.9 ms':>13}     {'max ms':>13}"
-    yield " " * 9 + " with   without" * 5
-    for state, both in result["states"].items():
-        cells = ("ticks", "late", "very_late", "p999_ms", "max_ms")
-        yield f"{state:9}" + "".join(f"{both['with'][c]:6.0f}  {both['without'][c]:6.0f} " for c in cells)
-    verdict = "holds" if result["holds"] else "does not hold"
-    yield f"share of late ticks with / without the client: {result['ratio']:.2f} (goal <= {result['goal']}: {verdict})"
-    yield f"late ticks that stand in push, ask or answer: {len(result['in_a_call'])}"
-    yield "us per call       count    CPU: p50  p99.9    max    own: p50  p99.9    max   wall: p50  p99.9    max"
-    for name, call in result["calls"].items():
-        cells = "".join(
-            f"   {call[f'{time}_p50']:9.0f} {call[f'{time}_p999']:6.0f} {call[f'{time}_max']:6.0f}"
-            for time in ("cpu", "own", "wall")
-        )
-        yield f"{name:12} {call['count']:10.0f}{cells}"
-    yield f"records that were not delivered at the end: {result['undelivered']}"
+def stutter(server: int, ended: threading.Event) -> None:
+    """Stop the server for nine tenths of each second."""
+    with suppress(ProcessLookupError):
+        while not ended.wait(0.1):
+            os.kill(server, signal.SIGSTOP)
+            ended.wait(0.9)
+            os.kill(server, signal.SIGCONT)
+
+
+def answer(_: Any, address: str) -> None:
+    """Answers every InferenceRequest with a chunk of zeros."""
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.bind(address)
+    chunk = np.zeros((HORIZON, ACTION), np.float32)
+    while True:
+        identity, *parts = router.recv_multipart(copy=False)
+        message = m.decode([part.buffer for part in parts])
+        if isinstance(message, m.InferenceRequest):
+            router.send_multipart([identity.bytes, *m.encode(m.InferenceResponse(message.step, 1, {"action": chunk}))])
+
+
+# -- the actor
+class Timed(TrainerClient):
+    """A client for one thread that keeps what its calls took."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.calls: dict[str, list[Call]] = {name: [] for name in CALLS}
+        self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        for name in CALLS:
+            setattr(self, name, partial(self._timed, self.calls[name], getattr(self, name)))
+
+    def _timed(self, kept: list[Call], call: Callable[..., Any], *words: Any, **named: Any) -> Any:
+        began, queued = time.monotonic(), self._queued()
+        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        result = call(*words, **named)
+        cpu, wall = time.thread_time_ns() - cpu, time.perf_counter_ns() - wall
+        kept.append((began, wall, cpu, max(0, wall - (self._queued() - queued))))
+        return result
+
+    def _queued(self) -> int:
+        """Nanoseconds in which this thread could run and no processor was free."""
+        return int(os.pread(self._schedule, 64, 0).split()[1])
+
+
+class Noise:
+    """A camera that always has a new image."""
+
+    feature = Feature((224, 224, 3), "uint8")
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.default_rng(seed)
+
+    def latest(self) -> Frame:
+        return Frame(self._generator.integers(0, 256, self.feature.shape, np.uint8), time.monotonic())
+
+    def close(self) -> None:
+        pass
+
+
+class Ticked(RobotEnv):
+    """The fake robot with three cameras, at `hz`; keeps its `ticks`, without the first of each episode."""
+
+    def __init__(self, hz: float) -> None:
+        robot = FakeRobot()
+        super().__init__(
+            SafeRobot(robot), judge=Predicate(lambda: near(robot.position, robot.goal, 0.05)), task="bench", fps=hz,
+            max_steps=STEPS, cameras={f"cam_{i}": Noise(i) for i in range(3)},
+        )  # fmt: skip
+        self.ticks: list[Tick] = []
+        self._ended: float | None = None
+
+    def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
+        self._ended = None
+        return super().reset(seed, teleop=teleop, intervene=intervene)
+
+    def step(self, action: Array | None) -> Step:
+        step, now = super().step(action), time.monotonic()
+        if self._ended is not None:
+            self.ticks.append((now, now - self._ended))
+        self._ended = now
+        return step
+
+
+class Nobody:
+    """What a runner takes for its client, where nothing is sent and each question has its answer at once."""
+
+    actor, session, ordinal, connected, has_room = "beside", "0" * 32, 1, True, True
+    step_limit, fault, pending = None, "", (0, 0)
+
+    def __init__(self, env: Ticked, until: float) -> None:
+        self.spec, self.report, self._until = env.spec, {}, until
+        self._answer: Answer | None = None
+        self._chunk = np.zeros((HORIZON, *env.spec.action.shape), np.float32)
+        self.calls = {}
+
+    @property
+    def directive(self) -> Mapping[str, Any]:
+        return {**BODY, "number": 1, "mode": "collect" if time.monotonic() < self._until else "stop"}
+
+    def ask(self, observation: Observation, *, step: int, **_: Any) -> None:
+        self._answer = Answer(step, 1, self._chunk, {})
+
+    def wait_answer(self, step: int, timeout: float) -> Answer | None:
+        return self._answer
+
+    def forget(self) -> None:
+        self._answer = None
+
+    def wait(self, timeout: float) -> None:
+        time.sleep(timeout)
+
+    def drain(self, timeout: float) -> bool:
+        return True
+
+    def push(self, record: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def actor(pipe: Any, address: str, folder: Path, hz: float) -> None:
+    """The actor, until it is told to stop; without an `address` with a client that does nothing, until a time."""
+    until = 0.0 if address else pipe.recv()
+    with Ticked(hz) as env:
+        client: Any = Nobody(env, until)
+        if address:
+            client = Timed(address, actor="bench", spec=env.spec, outbox=folder / "outbox")
+        with closing(client):
+            if address:
+                client.__enter__()
+                while not client.connected:
+                    client.wait(0.05)
+                pipe.send("connected")
+            run_actor(env, RemotePolicy(client, deadline=DEADLINE, n_action_steps=1), client, seed=0)
+            pipe.send((env.ticks, client.calls, client.pending[0]))

@@ -21,22 +21,18 @@ that reach beyond 1 meet the goal. Figures whose goal is 0 are only in the table
 
 
 OPTIONS = {
-    "results": option([Path()], "what one printed with --json; control and pi0 have none"),
+    "results": option([Path()], "what one printed with --json"),
     "--out": option(Path("docs/benchmarks.md"), "(docs/benchmarks.md)"),
 }
 
 
-def measure(_: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Write the page and its picture."""
+def measure(_: Path, options: argparse.Namespace) -> str:
+    """Write the page and its picture; what to say of it."""
     results = [printed(path) for path in options.results]
     picture = options.out.with_suffix(".png")
     draw(results, picture)
     options.out.write_text("\n".join([TITLE, f"![ratio to goal]({picture.name})", *map(section, results)]) + "\n")
-    return {"wrote": str(options.out)}
-
-
-def lines(result: Mapping[str, Any]) -> list[str]:
-    return [f"wrote {result['wrote']}"]
+    return f"wrote {options.out}"
 
 
 def printed(path: Path) -> Mapping[str, Any]:

@@ -84,22 +84,25 @@ def cpu_seconds(*processes: int) -> float:
     return sum(time.clock_gettime(~process << 3 | 2) for process in processes)  # their CPUCLOCK_SCHED
 
 
+def processor() -> str:
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(": ")[2] for line in info if line.startswith("model name")), platform.machine())
+
+
 def machine() -> dict[str, Any]:
     """Where and when this was measured, and what else went on there (`load`: processes that ran or waited to)."""
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = next((line.partition(": ")[2] for line in info if line.startswith("model name")), platform.machine())
     return {
-        "processor": processor, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.release()}",
+        "processor": processor(), "cores": os.cpu_count(), "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "load": round(os.getloadavg()[0], 2),
     }  # fmt: skip
 
 
-def result(bench: str, figures: Iterable[Figure], **more: Any) -> dict[str, Any]:
-    """What a bench gives back: its figures, measured while this runs, and where; `more` is other plain data."""
+def result(bench: str, figures: Iterable[Figure]) -> dict[str, Any]:
+    """What a bench gives back: its figures, measured while this runs, and where."""
     before, found = machine(), [figure.plain() for figure in figures]
     where = {**before, "load_after": round(os.getloadavg()[0], 2)}
-    return {"bench": bench, "machine": where, "figures": found, **more}
+    return {"bench": bench, "machine": where, "figures": found}
 
 
 def lines(result: Mapping[str, Any]) -> Iterator[str]:
@@ -111,7 +114,6 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
         beside = "" if each.ratio is None else f"{each.ratio:8.3g} x {each.against}"
         goal = "" if each.holds is None else f"goal {each.goal}: {'holds' if each.holds else 'MISSED'}"
         yield f"{each.figure:{width}} {each.value:10.4g} {each.unit:6} {beside:40} {goal}".rstrip()
-    yield from result.get("notes", ())
 
 
 def option(default: Any, words: str, **more: Any) -> dict[str, Any]:

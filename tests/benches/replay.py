@@ -1,15 +1,13 @@
 """Drawing 256 pairs of observations (3 cameras of 224x224 and a state) from a warm source into memory that is used
 again, against a copy of the same bytes and against lerobot's ReplayBuffer with the same observations on the CPU.
 
-Also: the bytes that are written per byte of frame; how the two draw rows of 8 numbers, where there is little to copy
-and what is done around it counts; and what a batch costs right after an episode was discarded, as an operator or an
-evaluation may do twice a second, for windows that start anywhere and for those that start where a chunk began.
+Also: the bytes that are written per byte of frame, and how the two draw rows of 8 numbers, where there is little to
+copy and what is done around it counts.
 """
 
 import argparse
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -17,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from serl_client import Feature, Outcome, Spec
+from serl_client import Feature, Spec
 
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store.layout import Layout
@@ -36,7 +34,6 @@ OPTIONS = {
     "--rounds": option(9, "(9)"),
     "--steps": option(1500, "in the source (1500; 0.45 MB each)"),
     "--theirs": option(300, "in lerobot's buffer (300; 3.6 MB each); 0: without"),
-    "--large": option([200_000], "steps in the sources with discards (200000)", nargs="*"),
     **COMMON,
 }
 
@@ -47,8 +44,6 @@ def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     yield from replay("3x224x224x3", images, SPEC, options.steps, options, (">= 0.85", ">= 25"))
     shutil.rmtree(images)
     yield from replay("8 numbers", small, SMALL, options.steps * 40 // 3, options, ("", ""))
-    for steps in options.large:
-        yield from discards(folder / str(steps), steps, options.rounds)
 
 
 def replay(
@@ -72,39 +67,6 @@ def replay(
         yield Figure(f"{BATCH} pairs of {name}", rate, "/s", "lerobot's ReplayBuffer.sample", faster, goals[1])
 
 
-def discards(folder: Path, steps: int, count: int) -> Iterator[Figure]:
-    """A batch after one more episode was discarded, against one from a source where nothing was."""
-    fill(folder, SMALL, steps)
-    store = Store(folder)
-    cursor, rows = store.index.catalog(0, -1)
-    ids = [row[1] for row in rows]
-
-    def opened() -> ReplayMixture:
-        sources = ReplayMixture(folder, SMALL, {"online": steps}, {}, seed=0)
-        sources.update(rows)
-        return sources
-
-    def discarded(window: Window) -> float:
-        nonlocal cursor
-        store.stage("session", store.expected("session"), Outcome(ids.pop(len(ids) // 2), None, discard=True))
-        store.commit()
-        cursor, changed = store.index.catalog(cursor, 100)
-        return timed(lambda: (told.update(changed), told.sample(BATCH, window, {"online": 1.0})))()
-
-    untold, told = opened(), opened()
-    offsets = {STATE: (0,), "action": (0,), "next_observation": (1,)}
-    for name, window in (("", Window(offsets)), (", starts of chunks", Window(offsets, starts="chunk_start"))):
-        contenders = {
-            "none": timed(lambda window=window: untold.sample(BATCH, window, {"online": 1.0})),
-            "one": lambda window=window: discarded(window),
-        }  # fmt: skip
-        measured = interleaved(contenders, count)
-        title, value = f"a batch after a discard{name}, {steps:,} steps", 1e3 * median(measured["one"])
-        beside, goal = ratio(measured, "one", "none"), "" if name else "<= 3"
-        yield Figure(title, value, "ms", "a batch where nothing was discarded", beside, goal)
-    store.close()
-
-
 def interleaved(contenders: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
     rounds(contenders, 3)  # the pages are there
     return rounds(contenders, count)
@@ -118,7 +80,7 @@ def fill(folder: Path, spec: Spec, steps: int) -> float:
     seq, per = 0, max(1, EPISODE // rows.length)
     while (seq + per) * rows.length <= steps:
         for segment in rows.episode(per, number):
-            store.stage("session", seq, replace(segment, chunk_start=np.arange(len(segment)) % 8 == 0))
+            store.stage("session", seq, segment)
             seq += 1
         store.commit()
     store.index.probe()  # the log is brought into the database

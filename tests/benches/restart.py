@@ -16,9 +16,7 @@ from serl_client.client import TrainerClient
 from serl_client.errors import ConfigError
 
 from serl_launcher.replay.buffer import ReplayBuffer
-from serl_launcher.store.index import Index
 from serl_launcher.store.layout import Layout
-from serl_launcher.store.schema import Episode
 from tests.shared.common import free_port
 
 from .paired import COMMON, Figure, option
@@ -30,40 +28,16 @@ SPEC = Spec({STATE: Feature((250,))}, Feature((7,), low=-np.ones(7), high=np.one
 
 OPTIONS = {
     "--steps": option(100_000, "that are stored, of 1 KB (100000)"),
-    "--episodes": option(0, "that the run had before, and that left the store (0)"),
     "--rounds": option(3, "kills (3)"),
     **COMMON,
 }
 
 
 def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
-    return restart(folder, options.steps, options.rounds, options.episodes)
+    return restart(folder, options.steps, options.rounds)
 
 
-def remember(store: Path, count: int) -> None:
-    """Let the index of a stopped server know episodes of ten steps each that are there no more."""
-    index = Index(store / "index.sqlite")
-    (number, revision), demo = index.last_numbers(), index.sources()["demo"]
-    (session, *_) = index.sessions().values()
-    ids = [f"{session.actor}-{session.session[:8]}-{k:09d}" for k in range(count + 1)]
-    for begin in range(1, count + 1, 10_000):
-        index.put_episodes(
-            Episode(
-                number + k, ids[k], "demo", session.session, session.actor, "a task", 1, "demonstrate",
-                demo.head + 10 * k,
-                demo.row_head + 11 * k, ids[k], steps=10, reward=1.0, terminated=True, final=True, closed=True,
-                success=True, judged_by="judge", revision=revision + k,
-            )
-            for k in range(begin, min(begin + 10_000, count + 1))
-        )  # fmt: skip
-    demo.tail = demo.head = demo.head + 10 * (count + 1)
-    demo.row_tail = demo.row_head = demo.row_head + 11 * (count + 1)
-    index.put_sources([demo])
-    index.commit()
-    index.close()
-
-
-def restart(folder: Path, steps: int, count: int, episodes: int) -> Iterator[Figure]:
+def restart(folder: Path, steps: int, count: int) -> Iterator[Figure]:
     rows, ports, capacity = Rows(SPEC), (free_port(), free_port()), steps + 20_000
     words = [
         sys.executable, TRAIN, "learner=true", "task=fake", "plan=collect", "wandb=false", f"run_dir={folder / 'run'}",
@@ -90,10 +64,6 @@ def restart(folder: Path, steps: int, count: int, episodes: int) -> Iterator[Fig
                 if learners[-1].poll() is not None:
                     raise ConfigError(f"the learner has ended: {(folder / 'log').read_text()}")
             number = client.directive["number"]
-            if episodes:
-                kill()
-                remember(folder / "run/store", episodes)
-                start()
             deliver(client, rows.episode(steps // rows.length + 1, number))
             for segment in rows.episode(count, number):
                 kill()
@@ -107,7 +77,7 @@ def restart(folder: Path, steps: int, count: int, episodes: int) -> Iterator[Fig
     buffer = ReplayBuffer(folder / "run/store/demo", Layout(rows.spec, capacity))
     buffer.refresh()
     read, held = time.monotonic() - begin, buffer.head - buffer.tail
-    title = f"start to first acknowledgement, {held:,} steps and {episodes:,} past episodes"
+    title = f"start to first acknowledgement, {held:,} steps stored"
     yield Figure(title, max(took), "s", goal="<= 5")
     yield Figure("  the median", median(took), "s")
     yield Figure("  of it, a trainer's reading of these steps", read, "s")

@@ -3,12 +3,13 @@
 An observation (3 images of 224x224x3 uint8 and a state) goes to a process that answers a chunk of 50x14 float32 at
 once: ours through the calls that a runner makes, to our inference server with a stand-in for its policy. The policy's
 own time is no part of it. Then what encoding and decoding that observation takes, and how fast messages of 500 KB and
-3 MB go one way, in clear and with CURVE. --profile says where the time of a round trip goes.
+3 MB go one way, in clear and with CURVE.
 """
 
 import argparse
 import itertools
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ from serl_launcher.store.peers import send
 from tests.shared.common import free_port
 from tools.keys import locked, make
 
-from .paired import JSON, Figure, cpu_seconds, option, quantiles, ratio, result, rounds
+from .paired import JSON, Figure, cpu_seconds, option, quantiles, ratio, rounds
 from .peers import ASKED, CHUNK, RAW, Call, Peer, peers
 from .served import PATIENCE_S, SPEC, Child, RawTcp, Served
 
@@ -41,12 +42,6 @@ OURS, LINK, CURVE = "ours", "ours, one thread", "ours, CURVE"
 GOALS = {"lerobot, two calls": 1 / 5, "agentlace": 1 / 5, "gRPC protobuf": 1 / 3, "websocket (openpi)": 1.0}
 SIZES = {"500 KB": 500_000, "3 MB": 3_000_000}
 ANSWER_S = 10.0
-STAGES = (
-    "ask() puts the question and wakes the network thread", "the network thread has it",
-    "it is encoded and given to ZeroMQ", "the inference server has it and has decoded it",
-    "the policy has it", "the policy has answered", "the network thread has the answer",
-    "the control thread has it",
-)  # fmt: skip
 
 
 OPTIONS = {
@@ -55,38 +50,23 @@ OPTIONS = {
     "--megabytes": option(100, "that go one way in each measurement (100)"),
     "--peers": option(False, "measure what others do, too"),
     "--agentlace": option("", "the folder of agentlace's public source", metavar="DIR"),
-    "--profile": option(False, "say where the time of our round trip goes"),
     **JSON,
 }
 
 
-def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    absent: dict[str, str] = {}
-    stages: dict[str, tuple[float, float]] = {}
-    found = result("wire", figures(folder, options, absent, stages))
-    notes = [f"{name} is not beside it: {reason}" for name, reason in absent.items()]
-    notes += [f"{p50:8.0f} us (p99 {p99:6.0f}) until {stage}" for stage, (p50, p99) in stages.items()]
-    return {**found, "absent": absent, "profile_us": stages, "notes": notes}
-
-
-def figures(
-    folder: Path, options: argparse.Namespace, absent: dict[str, str], stages: dict[str, tuple[float, float]]
-) -> Iterator[Figure]:  # fmt: skip
-    """`absent` and `stages` get what is no figure."""
+def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     keys, others = keyed(folder / "keys"), peers(options.agentlace) if options.peers else []
     with Client(folder / "clear") as ours, Client(folder / "secure", keys) as secure:
         for each in (ours, secure):
             each.begin()
-        yield from round_trips(ours, secure, others, options.rounds, options.calls, absent)
-        if options.profile:
-            stages |= profile(ours, options.calls)
+        yield from round_trips(ours, secure, others, options.rounds, options.calls)
     yield from coding()
     yield from streams(options.megabytes, options.rounds, keys)
 
 
 # -- our side
 class Stand:
-    """In the place of a policy: answers each question with one chunk at once, and with when it did what."""
+    """In the place of a policy: answers each question with one chunk at once."""
 
     spec, version = SPEC, 1
 
@@ -98,12 +78,7 @@ class Stand:
             raise m.MessageError("the observation lacks something")
 
     def answer(self, questions: Sequence[Any]) -> list[m.InferenceResponse]:
-        begin = time.monotonic()
-        stamps = [np.array([each.came, begin, time.monotonic()]) for each in questions]
-        return [
-            m.InferenceResponse(each.ask.step, 1, {"action": CHUNK, "times": times})
-            for each, times in zip(questions, stamps, strict=True)
-        ]
+        return [m.InferenceResponse(each.ask.step, 1, {"action": CHUNK}) for each in questions]
 
 
 def infer(_: Any, address: str, keys: Path | None = None) -> None:
@@ -184,10 +159,8 @@ def answer_of(link: Connection, seconds: float, who: str) -> m.Message:
 
 
 # -- round trips
-def round_trips(
-    ours: Client, secure: Client, others: Sequence[Peer], count: int, calls: int, absent: dict[str, str]
-) -> Iterator[Figure]:
-    """p50, p99 and CPU of each, and ours beside each other; who cannot be measured is put into `absent`."""
+def round_trips(ours: Client, secure: Client, others: Sequence[Peer], count: int, calls: int) -> Iterator[Figure]:
+    """p50, p99 and CPU of each, and ours beside each other; of who cannot be measured stderr says why."""
     with ExitStack() as exits:
         found: dict[str, tuple[Call, int]] = {OURS: (ours, ours.beside.pid), CURVE: (secure, secure.beside.pid)}
         found[LINK] = exits.enter_context(link_to(ours.asked_at)), ours.beside.pid
@@ -195,7 +168,7 @@ def round_trips(
             try:
                 found[peer.name] = exits.enter_context(peer.running())
             except (ConfigError, ImportError) as error:
-                absent[peer.name] = f"{type(error).__name__}: {error}"
+                print(f"{peer.name} is not beside it: {type(error).__name__}: {error}", file=sys.stderr)
         for call, _ in found.values():
             for _ in range(30):
                 call()
@@ -226,41 +199,6 @@ def round_trips(
     for name in [name for name in GOALS if name in found]:
         goal = f"<= {GOALS[name]:.4f}"
         yield Figure("round trip, ours: p50", median(p50[OURS]) * 1e6, "us", name, ratio(p50, OURS, name), goal)
-
-
-def profile(call: Client, calls: int) -> dict[str, tuple[float, float]]:
-    """{stage: (p50, p99)} in us: how long after the one before it each stage of a round trip was reached."""
-    stamps: list[tuple[float, ...]] = []
-    network: Any = call.client._network
-    link, answered = network._inference, network._handlers[m.InferenceResponse]
-    sent, handled = [0.0, 0.0], [0.0]
-
-    def send(message: m.Message) -> bool:
-        sent[0] = time.monotonic()
-        done = type(link).send(link, message)
-        sent[1] = time.monotonic()
-        return done
-
-    def handle(act: m.InferenceResponse) -> None:
-        handled[0] = time.monotonic()
-        answered(act)
-
-    link.send, network._handlers[m.InferenceResponse] = send, handle
-    ask = call.client.ask
-
-    def asking(*words: Any, **more: Any) -> None:
-        ask(*words, **more)
-        asked[0] = time.monotonic()
-
-    asked = [0.0]
-    call.client.ask = asking  # type: ignore[method-assign]
-    for _ in range(calls + 30):
-        begin = time.monotonic()
-        answer = call()
-        stamps.append((begin, asked[0], *sent, *answer.extras["times"], handled[0], time.monotonic()))
-    steps = np.diff(np.array(stamps[30:]), axis=1).T
-    found = {stage: quantiles(each) for stage, each in zip(STAGES, steps, strict=True)}
-    return {stage: (1e6 * p50, 1e6 * p99) for stage, (p50, p99) in found.items()}
 
 
 # -- the parts
