@@ -27,17 +27,17 @@ from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.controller import RemotePolicy
 from serl_client.env import Observation, Step
-from serl_client.network import Answer
 from serl_client.runner import run_actor
 from serl_client.spec import Array, Feature
 
 from robot_infra.env import RobotEnv
 from robot_infra.interfaces import Frame
-from robot_infra.judges import Predicate, near
 from robot_infra.robots.fake import FakeRobot
 from robot_infra.safety import SafeRobot
 from tests.faults.proxy import Proxy
+from tests.shared.actors import Chunks, FakeClient
 from tests.shared.common import free_port
+from tests.shared.robots import never
 
 from .paired import JSON, Figure, option
 from .served import Child, Served
@@ -70,12 +70,12 @@ def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
         Child(actor, "", folder, hz) as beside,
     ):
         ours.heard()
-        learner.ask(m.Direct(BODY, None))
+        learner.direct(BODY)
         until = time.monotonic() + options.seconds
         beside.tell(until)
         time.sleep(min(START, options.seconds / 4))
         spans = [*troubles(learner, (records, answers), until)]
-        learner.ask(m.Direct({"phase": "bench", "mode": "stop", "boundary": "now"}, None))
+        learner.direct({"phase": "bench", "mode": "stop", "boundary": "now"})
         ticks, calls, left = ours.heard()
         plain, _, _ = beside.heard()
     begin, end = spans[0][1], spans[-1][2]
@@ -229,11 +229,10 @@ class Ticked(RobotEnv):
     """The fake robot with three cameras, at `hz`; keeps its `ticks`, without the first of each episode."""
 
     def __init__(self, hz: float) -> None:
-        robot = FakeRobot()
+        cameras = {f"cam_{i}": Noise(i) for i in range(3)}
         super().__init__(
-            SafeRobot(robot), judge=Predicate(lambda: near(robot.position, robot.goal, 0.05)), task="bench", fps=hz,
-            max_steps=STEPS, cameras={f"cam_{i}": Noise(i) for i in range(3)},
-        )  # fmt: skip
+            SafeRobot(FakeRobot()), judge=never, task="bench", fps=hz, max_steps=STEPS, clock="real", cameras=cameras
+        )
         self.ticks: list[Tick] = []
         self._ended: float | None = None
 
@@ -249,39 +248,16 @@ class Ticked(RobotEnv):
         return step
 
 
-class Nobody:
-    """What a runner takes for its client, where nothing is sent and each question has its answer at once."""
+class Nobody(FakeClient):
+    """A client that sends nothing and keeps nothing."""
 
-    actor, session, ordinal, connected, has_room = "beside", "0" * 32, 1, True, True
-    step_limit, fault, pending = None, "", (0, 0)
-
-    def __init__(self, env: Ticked, until: float) -> None:
-        self.spec, self.report, self._until = env.spec, {}, until
-        self._answer: Answer | None = None
-        self._chunk = np.zeros((HORIZON, *env.spec.action.shape), np.float32)
-        self.calls = {}
-
-    @property
-    def directive(self) -> Mapping[str, Any]:
-        return {**BODY, "number": 1, "mode": "collect" if time.monotonic() < self._until else "stop"}
-
-    def ask(self, observation: Observation, *, step: int, **_: Any) -> None:
-        self._answer = Answer(step, 1, self._chunk, {})
-
-    def wait_answer(self, step: int, timeout: float) -> Answer | None:
-        return self._answer
-
-    def forget(self) -> None:
-        self._answer = None
-
-    def wait(self, timeout: float) -> None:
-        time.sleep(timeout)
-
-    def drain(self, timeout: float) -> bool:
-        return True
+    connected, calls = True, {}
 
     def push(self, record: Any) -> None:
         pass
+
+    def wait(self, timeout: float) -> None:
+        time.sleep(timeout)
 
     def close(self) -> None:
         pass
@@ -291,14 +267,15 @@ def actor(pipe: Any, address: str, folder: Path, hz: float) -> None:
     """The actor, until it is told to stop; without an `address` with a client that does nothing, until a time."""
     until = 0.0 if address else pipe.recv()
     with Ticked(hz) as env:
-        client: Any = Nobody(env, until)
+        client: Any = Nobody(env.spec, intervene=False)
+        policy: Any = Chunks(HORIZON, scale=0.0)
         if address:
-            client = Timed(address, actor="bench", spec=env.spec, outbox=folder / "outbox")
+            client = policy = Timed(address, actor="bench", spec=env.spec, outbox=folder / "outbox").__enter__()
+            while not client.connected:
+                client.wait(0.05)
+            pipe.send("connected")
+        else:
+            threading.Timer(until - time.monotonic(), client.direct, ("stop", 2)).start()
         with closing(client):
-            if address:
-                client.__enter__()
-                while not client.connected:
-                    client.wait(0.05)
-                pipe.send("connected")
-            run_actor(env, RemotePolicy(client, deadline=DEADLINE, n_action_steps=1), client, seed=0)
+            run_actor(env, RemotePolicy(policy, deadline=DEADLINE, n_action_steps=1), client, seed=0)
             pipe.send((env.ticks, client.calls, client.pending[0]))

@@ -30,7 +30,7 @@ def drain(folder: Path, seconds: float) -> Iterator[Figure]:
         Served(folder / "run", capacity=4 * records * LENGTH) as served,
         TrainerClient(served.address, actor="away", spec=rows.spec, outbox=folder / "away") as away,
     ):
-        served.direct(away)
+        served.collect(away)
         served.kill()
         for segment in rows.episode(records, away.directive["number"]):
             while not away.has_room:

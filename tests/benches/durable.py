@@ -88,7 +88,7 @@ def acknowledgements(folder: Path, steps: int, seconds: float) -> Iterator[Figur
         TrainerClient(served.address, actor="bench", spec=SPEC, outbox=folder / "outbox") as client,
         plain_disk(folder / "plain", rows.bytes, rows.records) as plain,
     ):
-        served.direct(client)
+        served.collect(client)
         late, syncs = Latencies(client), []
         segments = rows.episode(round(seconds * SPEC.fps) + 30, client.directive["number"])
         begin = time.monotonic()

@@ -44,7 +44,7 @@ def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
         (f"20 Hellos that name {LIVES:,} lives each", many_lives, 20),
     ):
         with Served(folder / attack.__name__, 100_000) as served, actor(served.address, "honest") as honest:
-            segments = iter(rows.episode(20_000, served.ask(m.Direct(BODY, None)).value))
+            segments = iter(rows.episode(20_000, served.direct(BODY)))
             end = time.monotonic() + options.seconds
             alone = times(honest, segments, lambda end=end: time.monotonic() > end)
             resident = memory(served.pid)

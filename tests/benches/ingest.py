@@ -63,7 +63,7 @@ def ingest(name: str, megabytes: int, count: int, folder: Path) -> list[Figure]:
             stack.enter_context(TrainerClient(where, actor="bench", spec=rows.spec, outbox=there / str(i)))
             for i, where in enumerate((served.address, address))
         )
-        served.direct(client)
+        served.collect(client)
         link = stack.enter_context(Connection(address, m.Hello(m.PROTOCOL, "actor", "bench", "memory")))
         link.hello(20.0)
         messages = encoded(rows.episode(rows.pool, 1))

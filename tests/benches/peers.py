@@ -29,7 +29,7 @@ from serl_client.spec import Array
 
 from tests.shared.common import free_port
 
-from .served import Child, connected, observation, receive
+from .served import Child, joined, observation, receive
 
 CHUNK = np.zeros((50, 14), np.float32)
 ROOM = 64 << 20  # bytes of the largest message of gRPC
@@ -86,7 +86,7 @@ def serve_raw(port: int, ready: Callable[[], None]) -> None:
 def connect_raw(port: int) -> Iterator[Call]:
     question = np.concatenate([array.reshape(-1).view(np.uint8) for array in ASKED.values()])
     answer = memoryview(bytearray(CHUNK.nbytes))
-    with connected(port) as connection:
+    with joined(port) as connection:
         yield lambda: (connection.sendall(question.data), receive(connection, answer))
 
 

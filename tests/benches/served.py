@@ -21,8 +21,7 @@ import zmq
 from serl_client import Feature, Segment, Spec, Stamp
 from serl_client import messages as m
 from serl_client.client import TrainerClient
-from serl_client.connection import Connection
-from serl_client.errors import ConfigError, TrainerError
+from serl_client.errors import ConfigError
 from serl_client.recorder import segment_rows
 from serl_client.spec import Array
 from serl_client.weights import PART_BYTES
@@ -30,7 +29,9 @@ from serl_client.weights import PART_BYTES
 from serl_launcher.store.intake import MAX_UNACKNOWLEDGED
 from serl_launcher.store.peers import bound, send
 from serl_launcher.store.server import serve
+from tests.shared.clients import connected, directed
 from tests.shared.common import free_port
+from tests.shared.servers import ServerProcess
 
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # before packages that bring a `tests` of their own
 PROCESSES = multiprocessing.get_context("forkserver")  # each process has this module as soon as it starts
@@ -109,7 +110,7 @@ class Group(ExitStack):
             child.tell(value)
 
 
-class Served:
+class Served(ServerProcess):
     """The real server of a run in `folder`, with one source of `capacity` steps; a context manager.
 
     `beside(pipe, address)` is a process that serves those who look for inference, at `inference` (a free port, by
@@ -120,21 +121,17 @@ class Served:
         self, folder: Path, capacity: int, beside: Callable[..., None] | None = None, inference: str = "",
         told: str = "", keys: Path | None = None,
     ) -> None:  # fmt: skip
-        self.folder = folder
-        self.address, free = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-        self.local, inference = f"ipc://{folder}/server", inference or free
-        self._words = (folder, capacity, self.address, self.local, told or inference, keys)
-        self.beside = Child(beside or check, inference)
-        self.learner = Connection(self.local, m.Hello(m.PROTOCOL, "learner", "bench"))
-
-    def __enter__(self) -> Self:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.beside.__enter__()
-        self.start()
-        return self
+        inference = inference or f"tcp://127.0.0.1:{free_port()}"
+        self._inference, self.keys = told or inference, keys
+        self.beside = Child(beside or check, inference).__enter__()
+        super().__init__(folder, online=capacity)
 
     def start(self) -> None:
-        self._server = Child(run_server, *self._words).__enter__()
+        words = self.run_dir, self.capacities, self.address, self.local, self._inference, self.keys
+        self._server = Child(run_server, *words).__enter__()
+
+    def __enter__(self) -> Self:
+        return self
 
     @property
     def pid(self) -> int:
@@ -143,35 +140,26 @@ class Served:
     def kill(self) -> None:
         """As kill -9 does."""
         self._server.__exit__()
-        self.learner.close()
+        self.hang_up()
 
-    def ask(self, message: m.Message) -> Any:
-        """The answer to a message of the learner's role; a server that is starting is asked again."""
-        deadline = time.monotonic() + 30.0
-        while True:
-            try:
-                return self.learner.call(message, 20.0)
-            except TrainerError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-
-    def direct(self, client: TrainerClient) -> None:
+    def collect(self, client: TrainerClient) -> None:
         """Give the directive to collect, and wait until the client has it."""
-        while not client.connected:
-            client.wait(0.05)
+        connected(client)
         self.ask(m.Direct(BODY, None))
-        while not client.directive["number"]:
-            client.wait(0.05)
+        directed(client)
 
     @property
     def commits(self) -> int:
         """How many groups with a part of the newest episode were made durable until now."""
-        revision, page = 0, self.ask(m.Sync(0, 0))
+        revision, page = 0, self.synced(0)
         while page.episodes:
             revision = page.revision
-            page = self.ask(m.Sync(revision, 0))
+            page = self.synced(revision)
         return revision
+
+    def synced(self, revision: int) -> m.Synced:
+        page: Any = self.ask(m.Sync(revision, 0))
+        return page
 
     def __exit__(self, *exception: object) -> None:
         self.kill()
@@ -179,9 +167,9 @@ class Served:
 
 
 def run_server(
-    _: Any, run_dir: Path, capacity: int, public: str, local: str, inference: str, keys: Path | None
+    _: Any, run_dir: Path, capacities: dict[str, int], public: str, local: str, inference: str, keys: Path | None
 ) -> None:  # fmt: skip
-    serve(run_dir, {"online": capacity}, public=public, local=local, inference=inference, keys=keys)
+    serve(run_dir, capacities, public=public, local=local, inference=inference, keys=keys)
 
 
 @contextmanager
@@ -210,7 +198,7 @@ def check(pipe: Any, address: str) -> None:
 
 
 # -- plain TCP: the ceiling
-def connected(port: int) -> socket.socket:
+def joined(port: int) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", port))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
@@ -228,7 +216,7 @@ def receive(connection: socket.socket, memory: memoryview) -> None:
 def take(pipe: Any, port: int, file: Path | None) -> None:
     """Receives over plain TCP, as often as it is told, (bytes of a part, bytes of all), into one buffer; with a `file`
     it hashes and writes each part of a pull, as ours does. Says time.monotonic() of when it has all."""
-    with connected(port) as connection, suppress(EOFError):
+    with joined(port) as connection, suppress(EOFError):
         while True:
             size, left = pipe.recv()
             buffer = memoryview(bytearray(size))

@@ -37,7 +37,7 @@ def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
 def swarm(folder: Path, clients: int, processes: int, seconds: float, length: int) -> Iterator[Figure]:
     with Served(folder / "run", CAPACITY) as served:
         with TrainerClient(served.address, actor="first", spec=spec_of(ROW, fps=HZ), outbox=folder / "first") as first:
-            served.direct(first)
+            served.collect(first)
         parts = np.array_split(np.arange(clients), processes)
         words = [(served.address, folder, part.tolist(), seconds, length, clients) for part in parts]
         with Group(run_clients, words) as group:

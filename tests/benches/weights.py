@@ -7,7 +7,6 @@ ZeroMQ PUB, as agentlace does it. Then a receiver behind a slow link pulls besid
 """
 
 import argparse
-import hashlib
 import os
 import pickle
 import time
@@ -52,7 +51,6 @@ def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     for count in options.receivers:
         yield from pulls(folder / str(count), data, count, options.rounds, peers=options.peers)
     yield from beside_slow(folder / "slow", data, options.rounds)
-    yield from parts(folder / "file", data)
 
 
 # -- ours
@@ -67,7 +65,7 @@ class Published(Served):
         """Publish another file; time.monotonic() of just before its number was asked for."""
         self._count += 1
         self._data[:8] = np.array([self._count], np.uint64).view(np.uint8)
-        sha256, size = weights.write(self.folder / "weights", self._data.tobytes())
+        sha256, size = weights.write(self.run_dir / "weights", self._data.tobytes())
         begin = time.monotonic()
         self.ask(m.Publish(sha256, size, self._count))
         return begin
@@ -220,12 +218,3 @@ def beside_slow(folder: Path, data: np.ndarray, times: int) -> Iterator[Figure]:
         seconds = rounds(calls, times)
     value, beside = median(seconds["beside"]), ratio(seconds, "beside", "alone")
     yield Figure("two fast receivers beside a slow one", value, "s", "alone", beside, "<= 1.1")
-
-
-def parts(path: Path, data: np.ndarray) -> Iterator[Figure]:
-    """What one core does alone: the parts of a receiver's work."""
-    with open(path, "wb", 0) as file:
-        for name, call in (("sha256", hashlib.sha256), ("write to a new file", file.write), ("copy", bytes)):
-            begin = time.perf_counter()
-            call(data.data)
-            yield Figure(f"{name}, one core", data.nbytes / (time.perf_counter() - begin) / 1e9, "GB/s")

@@ -52,7 +52,7 @@ class _Asked:
         self.run_dir, self.port = run_dir, free_port()
         self.address, self.local = f"tcp://127.0.0.1:{self.port}", f"ipc://{run_dir}/server"
         self._admin = None
-        run_dir.mkdir(exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
 
     @property
     def admin(self):
