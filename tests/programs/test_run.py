@@ -4,22 +4,17 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
-import sqlite3
-import subprocess
-import sys
-from collections import defaultdict
-from contextlib import closing
+from collections import Counter, defaultdict
 
 import pytest
 import safetensors.torch
 import torch
 from serl_client.keys import machine
-from serl_client.spec import Spec
 
-from serl_launcher.store.index import Index
-from serl_launcher.store.layout import Layout
-from tests.shared.common import ROOT
+from tests.shared import oracle
+from tests.shared.models import assert_same
 from tests.shared.programs import PROMPT, Programs
 
 EVALUATED = 8
@@ -50,38 +45,24 @@ def assert_goes_on(before, after):
     assert after.checkpointed >= before.checkpointed > 0
 
 
-def stored_steps(run_dir):
-    """{episode number: [(index, directive, weights), ...]} in the order in which they lie in the store."""
-    index, found = Index(run_dir / "store/index.sqlite"), defaultdict(list)
-    for source in index.sources().values():
-        assert source.tail == 0, "nothing was evicted"
-        layout = Layout(Spec.from_dict(index.meta("spec")), source.capacity)
-        for record in layout.steps(run_dir / "store" / source.name)[: source.head]:
-            found[int(record["episode"])].append(tuple(int(record[name]) for name in ("index", "directive", "weights")))
-    index.close()
-    return found
-
-
 def assert_whole(run_dir, *, cut):
     """Every step is what was acknowledged, every episode is whole and once.
 
     Without an end are at most the last one of each start of an actor, which the plan's end or a kill called off, and
     `cut` more. That last one stays open until its actor comes again.
     """
-    checked = subprocess.run([sys.executable, ROOT / "tools/store.py", "verify", run_dir], capture_output=True)
-    assert checked.returncode == 0, checked.stdout
-    found = stored_steps(run_dir)
-    with closing(sqlite3.connect(run_dir / "store/index.sqlite")) as index:
-        rows = index.execute("SELECT number, session, steps, closed, final FROM episodes ORDER BY number").fetchall()
-        outcomes = index.execute("SELECT count(*) FROM outcomes GROUP BY episode").fetchall()
-    assert set(found) == {number for number, *_ in rows}
-    stamps, last = defaultdict(list), {session: number for number, session, *_ in rows}
-    for number, session, steps, closed, _ in rows:
-        assert [index for index, _, _ in found[number]] == list(range(steps))
-        assert closed or number == last[session]
-        stamps[session] += [stamp for _, *stamp in found[number]]
-    assert sum(not final for *_, final in rows) <= cut + len(last)
-    assert all(count == (1,) for count in outcomes)
+    found = oracle.whole(run_dir / "store")
+    assert not any(source["tail"] for source in found.sources.values()), "nothing was evicted"
+    rows = sorted(found.episodes.values(), key=lambda row: row["number"])
+    assert found.steps.keys() == {row["number"] for row in rows}
+    stamps, last = defaultdict(list), {row["session"]: row["number"] for row in rows}
+    for row in rows:
+        steps = found.steps[row["number"]]
+        assert [step.index for step in steps] == list(range(row["steps"]))
+        assert row["closed"] or row["number"] == last[row["session"]]
+        stamps[row["session"]] += [(int(step.record["directive"]), int(step.record["weights"])) for step in steps]
+    assert sum(not row["final"] for row in rows) <= cut + len(last)
+    assert set(Counter(outcome["episode"] for outcome in found.outcomes).values()) == {1}
     for given in stamps.values():
         directives, versions = zip(*given, strict=True)
         assert list(directives) == sorted(directives)
@@ -93,9 +74,8 @@ def assert_whole(run_dir, *, cut):
 def assert_finished(programs, before):
     """The run's summary says what its store says, and goes on from what was there `before`."""
     summary = json.loads((programs.run_dir / "summary.json").read_text())
-    with closing(sqlite3.connect(programs.run_dir / "store/index.sqlite")) as index:
-        steps = index.execute("SELECT sum(steps) FROM episodes WHERE source != 'eval'").fetchone()[0]
-    assert summary["env_steps"] == steps
+    episodes = oracle.whole(programs.run_dir / "store").episodes.values()
+    assert summary["env_steps"] == sum(row["steps"] for row in episodes if row["source"] != "eval")
     assert summary["updates"] >= before.checkpointed
     assert summary["eval"]["episodes"] == summary["eval"]["distinct_starts"] == EVALUATED
     assert summary["before"]["episodes"] == 4
@@ -107,45 +87,34 @@ def assert_finished(programs, before):
 
 
 @pytest.mark.slow
-def test_after_kill_9_of_each_process_and_of_all_the_run_goes_on_to_its_end(programs):
+def test_killed_or_interrupted_in_any_process_and_in_all_the_run_goes_on_to_its_end(programs):
     """Server and inference are started again by the launcher. After the death of the trainer, which ends the launcher,
     of the launcher, which ends its children, and of the actor, a person gives the same command again."""
-    learner, actor = programs.start("learner", *LONG), programs.start("actor", *LONG)
-    for victims in (
-        ["inference"], ["server"], ["actor"], ["trainer"], ["launcher"],
-        ["launcher", "server", "trainer", "inference", "actor"],
-    ):  # fmt: skip
-        before = programs.practised(programs.facts().practised + 60)
-        programs.kill(*victims)
-        if "trainer" in victims or "launcher" in victims:
-            assert programs.status(learner) != 0
-            programs.until(lambda: not {"launcher", "server", "trainer", "inference"} & set(programs.alive()), PROMPT)
-            learner = programs.start("learner", *LONG)
-        if "actor" in victims:
-            actor.wait()
-            actor = programs.start("actor", *LONG)
-        assert_goes_on(before, programs.practised(before.practised + 40))
-    programs.order("next")
-    assert programs.status(learner) == 0
-    assert programs.status(actor) == 0
-    assert_finished(programs, before)
-    assert_whole(programs.run_dir, cut=1)
-
-
-@pytest.mark.slow
-def test_ctrl_c_and_sigterm_end_every_process_and_the_next_start_goes_on(programs):
     learner = programs.start("learner", *LONG)
     programs.until(lambda: "waiting for the first actor" in programs.said())
     interrupt(programs, learner, signal.SIGTERM, left=set())
     learner, actor = programs.start("learner", *LONG), programs.start("actor", *LONG)
-    before = programs.practised(60)
-    interrupt(programs, learner, signal.SIGINT, left={"actor"})
-    interrupt(programs, actor, signal.SIGINT, left=set())
-    learner, actor = programs.start("learner", *LONG), programs.start("actor", *LONG)
-    assert_goes_on(before, programs.practised(before.practised + 40))
+    for victims in (
+        ["inference"], ["server"], ["actor"], ["trainer"], ["launcher"], ["Ctrl-C"],
+        ["launcher", "server", "trainer", "inference", "actor"],
+    ):  # fmt: skip
+        before = programs.practised(programs.facts().practised + 40)
+        if victims == ["Ctrl-C"]:
+            interrupt(programs, learner, signal.SIGINT, left={"actor"})
+            interrupt(programs, actor, signal.SIGINT, left=set())
+        else:
+            programs.kill(*victims)
+        if {"trainer", "launcher"} & set(victims):
+            assert programs.status(learner) != 0
+            programs.until(lambda: not {"launcher", "server", "trainer", "inference"} & set(programs.alive()), PROMPT)
+        if learner.poll() is not None:
+            learner = programs.start("learner", *LONG)
+        if "actor" in victims or actor.poll() is not None:
+            actor.wait()
+            actor = programs.start("actor", *LONG)
+        assert_goes_on(before, programs.practised(before.practised + 20))
     programs.order("next")
-    assert programs.status(learner) == 0
-    assert programs.status(actor) == 0
+    assert [programs.status(side) for side in (learner, actor)] == [0, 0]
     assert_finished(programs, before)
     assert_whole(programs.run_dir, cut=1)
 
@@ -168,29 +137,28 @@ def finished(tmp_path_factory):
     made.until(lambda: "learner: AWAY" in made.said())
     assert actor.poll() is None
     learner = made.start("learner", *WORDS)
-    yield made, {"learner": made.status(learner), "actor": made.status(actor)}
+    yield made, [made.status(learner), made.status(actor)]
     made.end()
 
 
 @pytest.mark.slow
 def test_an_actor_waits_for_its_learner_and_ends_with_it(finished):
     programs, statuses = finished
-    assert statuses == {"learner": 0, "actor": 0}
+    assert statuses == [0, 0]
     assert not programs.alive()
     assert_finished(programs, programs.facts())
     assert_whole(programs.run_dir, cut=0)
 
 
-def evaluated(run_dir, phase="evaluate"):
-    """{version: sha256} of the weights that acted in the evaluation's last directive."""
-    with closing(sqlite3.connect(run_dir / "store/index.sqlite")) as index:
-        last = index.execute("SELECT max(directive) FROM episodes WHERE phase = ?", (phase,)).fetchone()
-        numbers = index.execute("SELECT number FROM episodes WHERE directive = ? AND source = 'eval'", last).fetchall()
-        names = dict(index.execute("SELECT version, sha256 FROM weights").fetchall())
-    steps = stored_steps(run_dir)
-    versions = {version for (number,) in numbers for _, _, version in steps[number]}
-    assert len(numbers) >= EVALUATED
-    return {version: names[version] for version in versions}
+def evaluated(run_dir):
+    """(the steps of each episode of the evaluation's last directive, the sha256 of the weights that acted in them)."""
+    found, names = oracle.whole(run_dir / "store"), Programs(run_dir.parent).facts().weights
+    rows = [row for row in found.episodes.values() if row["phase"] == "evaluate"]
+    last = max(row["directive"] for row in rows)
+    episodes = [found.steps[row["number"]] for row in rows if row["directive"] == last]
+    assert len(episodes) >= EVALUATED
+    (version,) = {int(step.record["weights"]) for steps in episodes for step in steps}
+    return episodes, {number: sha256 for number, sha256, _ in names}[version]
 
 
 @pytest.mark.slow
@@ -199,36 +167,40 @@ def test_the_weights_that_were_evaluated_are_the_trained_ones(finished):
     run_dir = finished[0].run_dir
     summary = json.loads((run_dir / "summary.json").read_text())
     file = run_dir / "weights" / f"{summary['eval']['weights_sha256']}.safetensors"
-    assert hashlib.sha256(file.read_bytes()).hexdigest() == file.stem
-    assert list(evaluated(run_dir).values()) == [file.stem]
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == file.stem == evaluated(run_dir)[1]
     newest = max((run_dir / "checkpoints").glob("[0-9]*"))
     trained = torch.load(newest / "state.pt", weights_only=True)["algorithm"]
     acting = {name.removeprefix("policy."): value for name, value in trained.items() if name.startswith("policy.")}
-    published = safetensors.torch.load_file(file)
-    assert acting.keys() == published.keys()
-    assert all(torch.equal(acting[name], published[name]) for name in acting)
+    assert_same(acting, safetensors.torch.load_file(file))
     assert summary["updates"] == json.loads((newest / "manifest.json").read_text())["updates"]
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_evaluated_again_with_the_trained_weights(finished):
-    """By two actors: one asks the inference process, the other has the policy in its own."""
-    programs = finished[0]
-    trained = json.loads((programs.run_dir / "summary.json").read_text())
+def test_a_finished_run_is_evaluated_again_elsewhere_with_the_trained_weights(finished, tmp_path):
+    """On another machine, where nothing is that its actors kept, and on starts that nothing has seen. One of two
+    actors asks the inference process, the other has the policy in its own."""
+    here, there = finished[0], Programs(tmp_path)
+    shutil.copytree(here.run_dir, there.run_dir, ignore=shutil.ignore_patterns("actors"))
+    trained = json.loads((there.run_dir / "summary.json").read_text())
     words = [word for word in WORDS if "phases" not in word or "phases.evaluate" in word]
     words += ["plan=evaluate", "task.env.latency=0.005"]
-    local = programs.start("actor", *words, "name=local", "inference=local")
-    remote = programs.start("actor", *words, "name=remote")
-    programs.until(lambda: all(re.search(rf"\[{name}\] \S+ \S+ IDLE", programs.said()) for name in ("local", "remote")))
-    learner = programs.start("learner", *words)
-    assert [programs.status(process) for process in (learner, local, remote)] == [0, 0, 0]
-    again = json.loads((programs.run_dir / "evaluation.json").read_text())
-    assert json.loads((programs.run_dir / "summary.json").read_text()) == trained
-    assert again["eval"]["weights_sha256"] == trained["eval"]["weights_sha256"]
+    here.run_dir.rename(here.run_dir.with_name("moved"))
+    try:
+        sides = [there.start("actor", *words, f"name={name}", f"inference={name}") for name in ("local", "remote")]
+        there.until(lambda: all(re.search(rf"\[{name}\] \S+ \S+ IDLE", there.said()) for name in ("local", "remote")))
+        sides.append(there.start("learner", *words))
+        assert [there.status(side) for side in sides] == [0, 0, 0]
+    finally:
+        there.end()
+        here.run_dir.with_name("moved").rename(here.run_dir)
+    again = json.loads((there.run_dir / "evaluation.json").read_text())
+    assert json.loads((there.run_dir / "summary.json").read_text()) == trained
     assert again["eval"]["episodes"] == again["eval"]["distinct_starts"] == EVALUATED
-    assert list(evaluated(programs.run_dir).values()) == [trained["eval"]["weights_sha256"]]
+    episodes, acted = evaluated(there.run_dir)
+    assert again["eval"]["weights_sha256"] == trained["eval"]["weights_sha256"] == acted
     assert again["updates"] == trained["updates"]
-    names = {name.rsplit("-", 2)[0] for name in programs.facts().episodes}
+    assert not {steps[0].origin for steps in episodes} & {steps[0].origin for steps in evaluated(here.run_dir)[0]}
+    names = {name.rsplit("-", 2)[0] for name in there.facts().episodes}
     assert names == {machine(), "local", "remote"}
-    assert_whole(programs.run_dir, cut=0)
-    assert not {word for word in ("Traceback", "errors.log") if word in programs.said()}
+    assert_whole(there.run_dir, cut=0)
+    assert not {word for word in ("Traceback", "errors.log") if word in there.said()}

@@ -4,15 +4,14 @@ side's end is the other's. The sides are small scripts here; tmux runs a server 
 import os
 import shutil
 import subprocess
-import time
-from pathlib import Path
+import tempfile
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples/experiments/sim_arm/start_tmux.sh"
-PATIENCE = 30.0
+from tests.shared.common import PATIENCE, ROOT, until
+
+SCRIPT = ROOT / "examples/experiments/sim_arm/start_tmux.sh"
 WAITS = "trap 'echo {0} is interrupted; exit 130' INT TERM; echo {0} $@; sleep 60 >&- 2>&- & wait\n"
-needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 
 
 @pytest.fixture
@@ -30,71 +29,48 @@ def script(tmp_path):
 
 
 @pytest.fixture
-def tmux(tmp_path):
+def tmux():
     """tmux(*words) -> what it says, on a server of its own."""
-    place = Path("/tmp") / f"tmux-{os.getpid()}-{time.monotonic_ns()}"  # the path of a socket is short
-    place.mkdir()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TMUX")}
-    environment |= {"TMUX_TMPDIR": str(place), "TERM": "xterm"}
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # the path of a socket is short
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TMUX")}
+        environment |= {"TMUX_TMPDIR": place, "TERM": "xterm"}
 
-    def tmux(*words):
-        return subprocess.run(
-            ["tmux", *words], env=environment, capture_output=True, text=True, timeout=PATIENCE
-        ).stdout
+        def tmux(*words):
+            return subprocess.run(
+                ["tmux", *words], env=environment, capture_output=True, text=True, timeout=PATIENCE
+            ).stdout
 
-    yield tmux
-    tmux("kill-server")
-    shutil.rmtree(place)
+        yield tmux
+        tmux("kill-server")
 
 
-def until(condition):
-    deadline = time.monotonic() + PATIENCE
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "this never happened"
-        time.sleep(0.05)
-    return value
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+def test_inside_tmux_each_side_has_a_pane_of_its_own_and_ctrl_c_of_the_actor_ends_the_learner(script, tmux):
+    def shown():
+        """{what a pane shows at first: its id}"""
+        ids = tmux("list-panes", "-t", "outer", "-F", "#{pane_id}").split()
+        return {tmux("capture-pane", "-p", "-t", each).split("\n")[0]: each for each in ids}
 
-
-def panes(tmux):
-    """{what a pane shows at first: its id}"""
-    ids = tmux("list-panes", "-t", "outer", "-F", "#{pane_id}").split()
-    return {tmux("capture-pane", "-p", "-t", each).split("\n")[0].split(" ")[0]: each for each in ids}
-
-
-@needs_tmux
-def test_inside_tmux_each_side_has_a_pane_of_its_own(script, tmux):
     tmux("new-session", "-d", "-s", "outer", "-x", "80", "-y", "24", f"{script()} seed=1; echo status $?; sleep 60")
-    shown = until(lambda: found if len(found := panes(tmux)) == 2 and {"learner", "actor"} <= found.keys() else None)
+    until(lambda: shown().keys() == {"learner seed=1", "actor seed=1"}, every=0.05)
     assert tmux("list-sessions", "-F", "#{session_name}").split() == ["outer"]
-    for side, pane in shown.items():
-        assert tmux("capture-pane", "-p", "-t", pane).startswith(f"{side} seed=1\n")
+    panes = shown()
+    tmux("send-keys", "-t", panes["actor seed=1"], "C-c")
+    until(lambda: "status 130" in tmux("capture-pane", "-p", "-t", panes["learner seed=1"]), every=0.05)
 
 
-@needs_tmux
-def test_ctrl_c_in_the_actors_pane_ends_the_learner_and_says_so(script, tmux):
-    tmux("new-session", "-d", "-s", "outer", "-x", "80", "-y", "24", f"{script()} seed=1; echo status $?; sleep 60")
-    shown = until(lambda: found if {"learner", "actor"} <= (found := panes(tmux)).keys() else None)
-    tmux("send-keys", "-t", shown["actor"], "C-c")
-    until(lambda: "status 130" in tmux("capture-pane", "-p", "-t", shown["learner"]))
-
-
-def ended(command, **options):
+@pytest.mark.parametrize(
+    ("sides", "status", "sentence"),
+    [
+        ({"actor": "exit 3\n"}, 3, "The actor has ended, and the learner is stopped. The same command goes on"),
+        ({"learner": "exit 4\n"}, 4, ""),
+        ({"actor": "exit 0\n", "learner": "sleep 0.3; echo summary; exit 5\n"}, 5, "summary"),
+    ],
+    ids=["an actor fails", "a learner fails", "an actor is done and the learner goes on"],
+)
+def test_in_one_terminal_the_end_of_a_side_is_the_end_of_both(script, sides, status, sentence):
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE, **options
+        [script(**sides), "seed=1"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE
     )
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_in_one_terminal_an_actor_that_fails_ends_the_learner(script):
-    status, said = ended([script(actor="exit 3\n"), "seed=1"])
-    assert status == 3
-    assert "The actor has ended, and the learner is stopped. The same command goes on" in said
-
-
-def test_in_one_terminal_a_learner_that_fails_ends_the_actor_and_its_status_counts(script):
-    assert ended([script(learner="exit 4\n")])[0] == 4
-
-
-def test_in_one_terminal_an_actor_that_is_done_waits_for_the_learner(script):
-    status, said = ended([script(actor="exit 0\n", learner="sleep 0.3; echo summary; exit 5\n")])
-    assert (status, "summary" in said) == (5, True)
+    assert done.returncode == status
+    assert sentence in done.stdout + done.stderr

@@ -1,30 +1,32 @@
 """Two real processes train one algorithm: to the same end as one process, whatever is spread over them.
 
-This file is also the program of such a process: FOLDER LIFE
+This file is also the program that starts such processes: FOLDER
 """
 
 import fcntl
 import hashlib
+import importlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
+from multiprocessing import connection
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from serl_client import ConfigError
 
+from serl_launcher.config import groups
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.distributed import World, join
-from tests.shared.common import ROOT, free_port, until
+from tests.shared.common import CONFIG, ROOT, SCALE, free_port
 from tests.shared.models import batch, config_of, robot
 from tests.shared.programs import Programs
 
@@ -35,9 +37,9 @@ pytestmark = [
     ),
 ]
 
-PATIENCE = 240.0
-UPDATES, KEPT = 8, 4  # how many there are, and after how many a checkpoint is kept
-WAYS = ("replicas", "zero1", "zero2", "zero3")
+PATIENCE = 240.0 * SCALE
+UPDATES, KEPT = 6, 3  # how many there are, and after how many a checkpoint is kept
+WAYS = groups(CONFIG)["sharding"]
 SPEC = robot(states=4, reach=1)
 TINY = [
     "+algo=sft", "+policy=pi0_tiny", "algo.optimizer.learning_rate=1e-3", "policy.gemma.depth=2",
@@ -90,12 +92,17 @@ def alone(words, begin=0, state=None):
 # -- what a rank does
 
 
-def each_case(folder, world, life):
-    """`first`: keep a checkpoint on the way to the end; `second`: from there to the end. Then wait to be killed."""
+def each_case(folder, life, rank, port):
+    """`first`: keep a checkpoint on the way to the end; `second`: from there to the end. Then it is killed."""
+    os.environ |= {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    world = join("cpu")
     for case, (words, ways, _) in CASES.items():
         for way in ways:
             ranks = ranks_of(words, world, way)
-            if world.rank != 0:
+            if rank != "0":
                 ranks.follow()
                 continue
             place = Checkpoints(folder / case / way, spec=SPEC, config={})
@@ -104,14 +111,13 @@ def each_case(folder, world, life):
             if life == "first":
                 place.save(KEPT, ranks.state_dict())
             metrics += train(ranks, KEPT, UPDATES)
-            safetensors.torch.save_file(ranks.published(), folder / case / f"{way}.{life}.safetensors")
-            (folder / case / f"{way}.{life}.json").write_text(json.dumps([metrics, digest(ranks.state_dict())]))
+            trained = digest({"published": ranks.published(), **ranks.state_dict()})
+            (folder / case / f"{way}.{life}.json").write_text(json.dumps([metrics, trained]))
             ranks.end()
     if life == "second":
         moved(folder, world)
         refused(folder, world)
-    (folder / life).touch()
-    time.sleep(PATIENCE)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def moved(folder, world):
@@ -135,58 +141,40 @@ def refused(folder, world):
         (folder / f"refused{world.rank}").write_text(repr(error))
 
 
+def two_lives(folder):
+    """Fork two ranks, and two again when those are dead. What is slow to import is imported once, before."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    for name in ("accelerate", "deepspeed", "serl_launcher.policies.pi0"):
+        importlib.import_module(name)
+    for life in ("first", "second"):
+        fork, port = multiprocessing.get_context("fork"), free_port()
+        ranks = [fork.Process(target=each_case, args=(folder, life, rank, port)) for rank in "01"]
+        for rank in ranks:
+            rank.start()
+        connection.wait([rank.sentinel for rank in ranks], PATIENCE)
+        for rank in ranks:
+            rank.join(10.0)  # of a rank that failed the other one would wait for ever
+            rank.kill()
+            rank.join()
+        assert [rank.exitcode for rank in ranks] == [-signal.SIGKILL] * 2
+
+
 # -- the tests
-
-
-class Two:
-    """The two processes of one program, as `accelerate launch` starts them."""
-
-    def __init__(self, folder, life):
-        port = free_port()
-        self.log, self.processes = folder / f"{life}.{port}.log", []
-        for rank in ("0", "1"):
-            environment = os.environ | {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            }  # fmt: skip
-            command = [sys.executable, "-m", "tests.training.test_sharding", folder, life]
-            with open(self.log, "a") as log:
-                process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-            self.processes.append(process)
-
-    def until(self, path):
-        def there():
-            over = [process.poll() for process in self.processes]
-            assert not any(over), f"{over}: {self.said()}"
-            return path.exists()
-
-        until(there, PATIENCE, every=0.02, why=self.said)
-
-    def said(self):
-        return self.log.read_text()[-4000:]
-
-    def kill(self):
-        for process in self.processes:
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory):
     """Where two processes trained every case in every way, were killed, and went on from their checkpoints: a folder
-    that takes a minute to make, and that the processes of a parallel run share."""
+    that takes long to make, and that the processes of a parallel run share."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "lives"
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for life in ("first", "second"):
-            if not (folder / life).exists():
-                processes = Two(folder, life)
-                try:
-                    processes.until(folder / life)
-                finally:
-                    processes.kill()
+        if not (folder / "refused0").exists():
+            command = [sys.executable, "-m", "tests.training.test_sharding", folder]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * PATIENCE)
+            assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
 
@@ -302,4 +290,4 @@ def test_a_run_of_two_ranks_whose_rank_was_killed_says_so_and_goes_on_to_act_wit
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    each_case(Path(sys.argv[1]), join("cpu"), sys.argv[2])
+    two_lives(Path(sys.argv[1]))
