@@ -1,5 +1,6 @@
 """What several tests share: a small Spec, segments whose content tells where they belong, a server and its actors."""
 
+import logging
 import os
 import signal
 import sys
@@ -110,6 +111,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def same_loggers():
+    """What a run changes of the root logger is taken back."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = before, level
 
 
 class Killer:

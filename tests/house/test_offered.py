@@ -7,7 +7,6 @@ yaml says. A server, an actor and a trainer run in this process as their program
 
 import importlib.util
 import json
-import logging
 import re
 import shlex
 import shutil
@@ -40,7 +39,7 @@ from serl_launcher.utils.distributed import World
 from tests.shared.common import CONFIG, PATIENCE, ROOT
 from tests.shared.here import serving, start
 
-pytestmark = pytest.mark.usefixtures("one_thread", "_the_same_loggers")
+pytestmark = pytest.mark.usefixtures("one_thread", "same_loggers")
 
 OFFERED = groups(CONFIG)
 STEPS = 8  # of an episode of a gymnasium task
@@ -56,14 +55,6 @@ SEEN = Spec(
     {"observation.state": Feature((4,)), "observation.images.top": Feature((16, 16, 3), "uint8")},
     Feature((3,), low=-np.ones(3), high=np.ones(3)), fps=10.0,
 )  # fmt: skip
-
-
-@pytest.fixture
-def _the_same_loggers():
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = before, level
 
 
 # -- what there is to try
@@ -89,10 +80,10 @@ def words_of(group: str, name: str, folder: Path = CONFIG) -> list[str]:
             words.append(word)
     if words[0] == "task=gym":
         words.append("task.env_id=Pendulum-v1")
-    return [*words, "ranks=2", *words_of("algo", "rejection")] if group == "sharding" else words
+    return words
 
 
-CHOICES = [(group, name) for group, names in sorted(OFFERED.items()) for name in names]
+CHOICES = [(group, name) for group, names in sorted(OFFERED.items()) for name in names if group != "sharding"]
 
 
 def small(words: list[str], folder: Path = CONFIG) -> list[str]:
@@ -182,7 +173,7 @@ def sees(words: list[str]) -> bool:
 
 
 def _marked(group: str, name: str):
-    marks = [pytest.mark.slow] if group == "sharding" or re.search(r"pixels|^pi0|_pi0", name) else []
+    marks = [pytest.mark.slow] if re.search(r"pixels|^pi0|_pi0", name) else []
     return pytest.param(group, name, marks=marks, id=f"{group}-{name}")
 
 
@@ -229,6 +220,12 @@ def test_every_algorithm_takes_a_robot_with_one_action(name):
     needs(words)
     camera = {"observation.images.top": SEEN.observation["observation.images.top"]} if sees(words) else {}
     checked(words, Spec({**ONE_ACTION.observation, **camera}, ONE_ACTION.action, fps=10.0))
+
+
+@pytest.mark.parametrize("name", OFFERED["sharding"])
+def test_every_sharding_takes_the_algorithm_that_trains_one_network(name):
+    """Two ranks train in each of these ways, and go on from a checkpoint, in test_sharding."""
+    checked([f"sharding={name}", "ranks=2", *words_of("algo", "rejection")], SEEN)
 
 
 @pytest.mark.parametrize("name", OFFERED["policy"])

@@ -2,8 +2,10 @@
 
 import re
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 from serl_client.spec import Spec
@@ -14,26 +16,28 @@ from serl_launcher.datasets.names import MANIFEST
 from serl_launcher.replay.mixture import STRIDE, ReplayMixture
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.index import Index
-from serl_launcher.store.layout import CHUNK_START, INTERVENED, Layout
+from serl_launcher.store.layout import CHUNK_START, INTERVENED
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.types import Window
+from tests.shared import oracle
 from tests.shared.common import CONFIG, STATE
 from tests.shared.programs import Programs
 from tests.shared.tools import called
 
 PATIENCE = 120.0
 SOON = 30.0  # seconds within which a verdict has reached everything
-HORIZON, SHARD, EVALUATED = 8, 8, 20
+HORIZON, SHARD, EVALUATED = 8, 4, 6
 WORDS = [
     "task=fake", "task.env.max_steps=100", "task.env.takeover_after=3", "task.env.handback_after=2", "deadline_s=10",
     f"n_action_steps={HORIZON}",  # rows, the whole chunk
-    "plan=hiors", "utd=6", "batch_size=64", "algo=rejection", "policy=flow", "policy.hidden=[64,64]", "policy.steps=4",
+    "plan=hiors", "utd=1", "batch_size=64", "algo=rejection", "policy=flow", "policy.hidden=[64,64]", "policy.steps=4",
     f"policy.horizon={HORIZON}", "checkpoint_s=1", "export.sources=all", f"export.episodes={SHARD}",
+    "plan.sources.online.archive=lerobot", "record=eval",
     "+plan.sources.wrong={of:[demo],keep:[failed]}",
     "+plan.sources.corrected={of:[online],keep:[successful],start_steps:intervened}",
-    'plan.phases.demonstrate.until=["demo.episodes >= 42"]', 'plan.phases.clone.until=["updates >= 20"]',
+    'plan.phases.demonstrate.until=["demo.episodes >= 10"]', 'plan.phases.clone.until=["updates >= 20"]',
     'plan.phases.baseline.until=["episodes >= 2"]',
-    'plan.phases.practise.until=["env_steps >= 500 and episodes >= 16"]',  # two shards, whatever the clone can do
+    'plan.phases.practise.until=["env_steps >= 500 and episodes >= 12"]',  # three shards, whatever the clone can do
     'plan.phases.practise.start_when="online.episodes >= 2"',
     "plan.phases.practise.publish.every_updates=100000",  # the clone acts in all of it
     "~plan.phases.evaluate",
@@ -52,21 +56,10 @@ class Stored:
     steps: np.ndarray  # [T] step records
     state: np.ndarray  # [T, 6]
 
-    @property
-    def human(self):
-        return self.steps["flags"] & INTERVENED > 0
-
-    @property
-    def chunk_start(self):
-        return self.steps["flags"] & CHUNK_START > 0
-
-    @property
-    def action(self):
-        return self.steps["action"]
-
-    @property
-    def proposed(self):
-        return self.steps["extras.policy_action"]
+    human = property(lambda self: self.steps["flags"] & INTERVENED > 0)
+    chunk_start = property(lambda self: self.steps["flags"] & CHUNK_START > 0)
+    action = property(lambda self: self.steps["action"])
+    proposed = property(lambda self: self.steps["policy_action"])
 
     @property
     def keys(self):
@@ -104,43 +97,35 @@ class Run(Programs):
         """The exit statuses of programs that end by themselves."""
         return {side: self.status(process, PATIENCE) for side, process in self.processes.items()}
 
-    # -- what the operator does
     def label(self, episode, verdict):
+        """As the operator does."""
         done = called("label", "--run-dir", self.run_dir, "--port", self.ports[0], episode, verdict)
         assert done == (0, f"{episode}: {verdict}\n")
 
     # -- what there is
-    def index(self, ask):
-        index = Index(self.run_dir / "store/index.sqlite")
-        try:
-            return ask(index)
-        finally:
-            index.close()
+    def index(self):
+        return closing(Index(self.run_dir / "store/index.sqlite"))
 
     @property
     def spec(self):
-        return Spec.from_dict(self.index(lambda index: index.meta("spec")))
+        with self.index() as index:
+            return Spec.from_dict(index.meta("spec"))
 
     def catalog(self):
-        return [EpisodeInfo(*row) for row in self.index(lambda index: index.catalog(0, -1)[1])]
+        with self.index() as index:
+            return [EpisodeInfo(*row) for row in index.catalog(0, -1)[1]]
 
     def episodes(self, source=None, phase=None):
         """The episodes of a source or phase, by number; asserts that every step is there, once, and in order."""
-        there, infos = self.index(lambda index: index.sources()), self.catalog()
-        found = []
-        for name, place in there.items():
-            layout, folder = Layout(self.spec, place.capacity), self.run_dir / "store" / name
-            assert place.tail == 0
-            steps, state = layout.steps(folder)[: place.head], layout.observations(folder)[STATE]
-            assert np.array_equal(steps["number"], np.arange(place.head))
-            members = [info for info in infos if info.source == name]
-            assert Counter(steps["episode"].tolist()) == {info.number: info.steps for info in members}
-            for info in members:
-                mine = steps[steps["episode"] == info.number]
-                assert np.array_equal(mine["index"], np.arange(info.steps))
-                found.append(Stored(info, np.array(mine), np.array(state[mine["row"]])))
-        found.sort(key=lambda episode: episode.info.number)
-        return [e for e in found if source in (None, e.info.source) and phase in (None, e.info.phase)]
+        found, stored = oracle.whole(self.run_dir / "store"), []
+        assert not any(place["tail"] for place in found.sources.values())
+        assert sum(place["head"] for place in found.sources.values()) == sum(map(len, found.steps.values()))
+        for info in sorted(self.catalog(), key=attrgetter("number")):
+            steps = found.steps[info.number]
+            assert [step.index for step in steps] == list(range(info.steps))
+            records, states = (np.array([getattr(step, name) for step in steps]) for name in ("record", "origin"))
+            stored.append(Stored(info, records, states.astype(np.float32)))
+        return [e for e in stored if source in (None, e.info.source) and phase in (None, e.info.phase)]
 
     def drawn(self, view, count=20_000):
         """{(source, step number): (executed action, policy_action, whether it was the operator's)} of all that a

@@ -4,7 +4,6 @@ Most cases call examples/train.py in this process; in four a learner is started 
 """
 
 import errno
-import logging
 import os
 import shutil
 import socket
@@ -27,18 +26,13 @@ from serl_launcher.store.store import Store
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.utils.checkpoint import Checkpoints
 from tests.shared.common import CONFIG, free_port
-from tests.shared.here import TRAIN, serving
+from tests.shared.here import TRAIN, serving, start
 from tests.shared.programs import Programs
 
 SOURCES = {"demo": 5000, "online": 20_000, "eval": 20_000}  # of the plan quickstart
 
 
-@pytest.fixture(autouse=True)
-def _the_same_loggers():
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = before, level
+pytestmark = pytest.mark.usefixtures("same_loggers")
 
 
 @pytest.fixture
@@ -145,11 +139,6 @@ def make_store(run_dir, spec):
 def test_a_wrong_word_is_one_sentence(main, words, sentences):
     said = main(*words.split())
     assert [sentence for sentence in sentences if sentence not in said] == [], said
-
-
-def test_the_words_that_the_comments_of_the_yamls_name_are_taken():
-    config = composed(CONFIG, ["wandb=false", "task=sim_arm", "task.cameras=auto"])
-    assert (config.wandb, config.task.env.cameras) == (False, "auto")
 
 
 def test_a_broken_yaml_is_named(tmp_path):
@@ -293,15 +282,14 @@ def test_a_checkpoint_of_another_algorithm_is_refused_by_what_differs(child, spe
     assert "begin anew with another run_dir" in said
 
 
-def test_weights_of_another_algorithm_without_a_checkpoint_are_no_obstacle(programs):
+def test_weights_of_another_algorithm_without_a_checkpoint_are_no_obstacle(tmp_path):
     """A run that was killed before its first checkpoint begins anew, with whatever algorithm it is given."""
+    run_dir = tmp_path / "run"
     with fake.make(max_steps=50, noise=0.2, clock="simulated") as env:
-        store = make_store(programs.run_dir, env.spec)
-    store.publish_weights(*weights.write(programs.run_dir / "weights", safetensors.numpy.save({})), 0)
+        store = make_store(run_dir, env.spec)
+    store.publish_weights(*weights.write(run_dir / "weights", safetensors.numpy.save({})), 0)
     store.close()
-    words = ["task=fake", "plan=evaluate", 'plan.phases.evaluate.until=["episodes >= 1"]']
-    sides = [programs.start(side, *words) for side in ("learner", "actor")]
-    assert [programs.status(side) for side in sides] == [0, 0], programs.said()
+    start(run_dir, ["task=fake", "plan=evaluate", 'plan.phases.evaluate.until=["episodes >= 1"]', "wandb=false"])
 
 
 # -- processes that fail

@@ -1,8 +1,6 @@
 """A run in this process: server, trainer and actor as threads that do what their programs do."""
 
 import importlib.util
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -102,16 +100,9 @@ def start(run_dir: Path, words: list[str], folder: Path = CONFIG, *, acts: bool 
     with serving(config) as (local, port), building_by_turns():
         actor = OmegaConf.merge(config, {"learner": False, "actor": True, "inference": "local", "port": port})
         with thread(partial(TRAIN.act, actor), partial(stop, port)) if acts else nullcontext([]) as errors:
-            status = trained(run_dir, local, config.ranks)
+            status = launcher.child("trainer", str(run_dir), local)
     failures = run_dir / launcher.ERRORS
     if errors:
         raise errors[0]
     assert status == 0, failures.read_text() if failures.exists() else "see the sentence above"
     return config
-
-
-def trained(run_dir: Path, local: str, ranks: int) -> int:
-    """The exit status of a trainer; more ranks are processes, and take over the signals of the one that starts them."""
-    if ranks == 1:
-        return launcher.child("trainer", str(run_dir), local)
-    return subprocess.run([sys.executable, "-m", launcher.__name__, "trainer", run_dir, local], check=False).returncode
