@@ -1,30 +1,22 @@
 """An archived source lets nothing go before it is exported; an export that is killed leaves whole shards."""
 
-import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
 from serl_client import Outcome
-from serl_client import messages as m
 from serl_client.client import TrainerClient
-from serl_client.connection import Connection
-from serl_client.errors import TrainerError
 
 from serl_launcher.datasets import shards
-from serl_launcher.datasets.names import MANIFEST
-from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.errors import Full
-from serl_launcher.store.index import Index
-from serl_launcher.store.server import Server
 from serl_launcher.store.store import Store
+from tests.shared.clients import connected, push_all
 from tests.shared.common import until
-from tests.shared.programs import Programs
+from tests.shared.servers import ServerThread
 
 from .exporting import Run, needs_lerobot, opened, segment
 
@@ -33,30 +25,19 @@ from .exporting import Run, needs_lerobot, opened, segment
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-def die_after(calls):
-    """Kill this process at that call of what makes a shard durable, or of LeRobot's own steps."""
+def die_at(killer):
+    """Let it count the calls of what makes a shard durable, and of LeRobot's own steps."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
-    left = [calls]
-
-    def wrap(function):
-        def wrapped(*arguments, **options):
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*arguments, **options)
-
-        return wrapped
 
     for owner, name in ((os, "rename"), (os, "fsync"), (shutil, "rmtree"), (shards, "_exchange"),
                         (LeRobotDataset, "save_episode"), (LeRobotDataset, "finalize")):  # fmt: skip
-        setattr(owner, name, wrap(getattr(owner, name)))
+        setattr(owner, name, killer.wrap(getattr(owner, name)))
 
 
 @needs_lerobot
 @pytest.mark.parametrize("exchange", [True, False])
 def test_kill_at_every_step_leaves_only_whole_shards_and_a_repeat_doubles_nothing(
-    tmp_path, blind, monkeypatch, exchange
+    tmp_path, blind, monkeypatch, exchange, killer_at
 ):
     """Some lives write new shards, the later ones replace them, with and without a file system that exchanges."""
     if not exchange:
@@ -67,12 +48,12 @@ def test_kill_at_every_step_leaves_only_whole_shards_and_a_repeat_doubles_nothin
     while True:
         child = os.fork()
         if child == 0:
-            die_after(at)
+            die_at(killer_at(at))
             run.exporter = run.started()
             run.work()
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        lives, at = lives + 1, at % 45 + (4 if exchange else 7)
+        lives, at = lives + 1, at % 45 + (5 if exchange else 9)
         for shard in [n for n in run.shards() if not n.endswith(shards.PART)] if lives > 1 else []:
             dataset, table = run.opened(shard)
             assert (dataset.num_episodes, len(table["action"])) == (2, 12)
@@ -83,7 +64,7 @@ def test_kill_at_every_step_leaves_only_whole_shards_and_a_repeat_doubles_nothin
             relabelled = True
             run.add(Outcome("e0", True, judged_by="operator"), Outcome("e2", True, judged_by="operator"))
             at = 1
-    assert lives > 8
+    assert lives > 6
     assert run.shards() == ["000001-000002", "000003-000004"]
     outcomes = [run.opened(shard)[1]["outcome"].reshape(2, 6)[:, 0].tolist() for shard in run.shards()]
     assert outcomes == [[1, -1], [1, -1]]
@@ -206,121 +187,54 @@ def test_whatever_waits_for_the_export_is_due_there(tmp_path, blind):
     assert run.exporter._due("online", [1, 2], False) == [1, 2]
 
 
-PROCESS = """
+EXPORT = """
 import sys
 from pathlib import Path
 from omegaconf import OmegaConf
 from serl_launcher.datasets.export import export
-from serl_launcher.store.server import serve
 from serl_launcher.training.plan import Actors, Phase, Plan, Source
 phases = {"practise": Phase("practise", Actors("collect", "online"), ("operator",))}
 plan = Plan({"online": Source(120, "lerobot")}, {}, phases)
-run_dir, local, public = Path(sys.argv[2]), sys.argv[3], sys.argv[4]
-if sys.argv[1] == "server":
-    serve(run_dir, plan.capacities, public=public, local=local, inference=public, archived=plan.archived)
-else:
-    words = {"export": {"sources": "archived", "episodes": 4}, "record": "none", "live": None}
-    export(OmegaConf.create(words), run_dir, local, plan)
+words = {"export": {"sources": "archived", "episodes": 4}, "record": "none", "live": None}
+export(OmegaConf.create(words), Path(sys.argv[1]), sys.argv[2], plan)
 """
 
 
-@pytest.fixture
-def start(tmp_path):
-    """start(name) -> the process `server` or `export`, on sockets of this test."""
-    processes = []
-
-    def start(name):
-        addresses = [f"ipc://{tmp_path}/local", f"ipc://{tmp_path}/public"]
-        made = subprocess.Popen([sys.executable, "-c", PROCESS, name, str(tmp_path / "run"), *addresses])
-        processes.append(made)
-        return made
-
-    yield start
-    for process in processes:
+@contextmanager
+def exporting(server):
+    """An export process, which is killed at the end of this."""
+    process = subprocess.Popen([sys.executable, "-c", EXPORT, server.run_dir, server.local])
+    try:
+        yield process
+    finally:
         process.kill()
         process.wait()
 
 
-def called(link, message):
-    """The answer of a server that may still be starting."""
-
-    def answer():
-        with contextlib.suppress(TrainerError):
-            return link.call(message, 2.0)
-
-    return until(answer)
-
-
 @needs_lerobot
-def test_actors_keep_what_a_full_archived_source_does_not_take_until_the_export_catches_up(tmp_path, blind, start):
-    """Real processes: the export comes late and is killed; nothing is lost, doubled or out of order."""
-    (tmp_path / "run").mkdir()
-    start("server")
-    link = Connection(f"ipc://{tmp_path}/local", m.Hello(m.PROTOCOL, "learner", "trainer"))
-    with TrainerClient(f"ipc://{tmp_path}/public", actor="arm", spec=blind, outbox=tmp_path / "outbox") as client, link:
-        until(lambda: client.connected)
-        called(link, m.Direct({"phase": "practise", "mode": "collect", "into": "online"}, None))
-        names = [f"e{i}" for i in range(30)]
-        for name in names:
-            client.push(segment(blind, name, steps=10))
-            time.sleep(0.01)
-        until(lambda: "source online is full" in client.degraded, 60.0)
+def test_actors_keep_what_a_full_archived_source_does_not_take_until_the_export_catches_up(tmp_path, blind):
+    """The export is a process that comes late and is killed; nothing is lost, doubled or out of order."""
+    server, names = ServerThread(tmp_path / "run", {"online": 120}, archived=["online"]), [f"e{i}" for i in range(30)]
+    arm = TrainerClient(server.address, actor="arm", spec=blind, outbox=tmp_path / "outbox")
+    with closing(server), arm as client:
+        connected(client)
+        server.direct()
+        push_all(client, (segment(blind, name, steps=10) for name in names))
+        until(lambda: "source online is full" in client.degraded)
         assert client.pending[0] > 0
-        [why] = called(link, m.Status()).report["full"]
-        assert why == "source online is full, and its episode e0 waits for its export"
-        first = start("export")
-        until(lambda: called(link, m.Status()).report["sources"]["online"]["head"] > 100, 120.0)
-        first.kill()
-        last = start("export")
-        until(lambda: client.pending[0] == 0, 120.0)
-        until(lambda: client.degraded == "", 60.0)
-        last.send_signal(signal.SIGTERM)
-        assert last.wait(60) == 0
-        rows = [EpisodeInfo(*row) for row in called(link, m.Sync(0, 0)).episodes]
-    assert [info.id for info in sorted(rows, key=lambda info: info.first)] == names
-    tables = [(path, opened(path)[1]) for path in sorted((tmp_path / "run/datasets/online").iterdir())]
-    ids = [entry["id"] for path, _ in tables for entry in shards.read_manifest(path)["episodes"]]
-    assert sorted(ids, key=names.index) == names
-    for path, table in tables:
+        assert server.report()["full"] == ["source online is full, and its episode e0 waits for its export"]
+        with exporting(server):
+            until(lambda: server.report()["sources"]["online"]["head"] > 100, 120.0)
+        with exporting(server) as last:
+            until(lambda: client.pending[0] == 0 and client.degraded == "", 120.0)
+            last.terminate()
+            assert last.wait(60) == 0
+        rows = server.episodes()
+    assert sorted(rows, key=lambda name: rows[name]["first"]) == names
+    exported = []
+    for path in sorted((tmp_path / "run/datasets/online").iterdir()):
         members = [entry["id"] for entry in shards.read_manifest(path)["episodes"]]
         expected = np.concatenate([segment(blind, name, steps=10).action for name in members])
-        assert np.array_equal(table["action"].astype(np.float32), expected)
-
-
-def test_only_the_learner_may_say_what_is_archived(tmp_path):
-    server = Server(
-        tmp_path, {"online": 100}, public=f"ipc://{tmp_path}/p", local=f"ipc://{tmp_path}/l", inference="", archived=()
-    )
-    from serl_launcher.store.peers import ROLES
-
-    server.close()
-    assert [role for role, kinds in ROLES.items() if m.Archived in kinds] == ["learner"]
-
-
-@needs_lerobot
-@pytest.mark.slow
-def test_a_run_ends_with_all_of_its_archived_episodes_in_datasets_although_the_export_was_killed(tmp_path):
-    """The real programs: the export is killed in mid-run, started again by the launcher, and finishes at the end."""
-    words = [
-        "task=fake", "utd=1", "algo.hidden=[32,32]", "policy.hidden=[32,32]",
-        "+plan.sources.online.archive=lerobot", "export.episodes=4", "record=eval",
-        'plan.phases.demonstrate.until=["demo.episodes >= 5"]', 'plan.phases.baseline.until=["episodes >= 2"]',
-        'plan.phases.practise.until=["env_steps >= 600", operator]', 'plan.phases.evaluate.until=["episodes >= 3"]',
-    ]  # fmt: skip
-    programs = Programs(tmp_path)
-    try:
-        learner, actor = programs.start("learner", *words), programs.start("actor", *words)
-        programs.until(lambda: (tmp_path / "run/datasets/lock").exists() and "export" in programs.alive())
-        programs.kill("export")
-        assert learner.wait(240) == 0
-        assert actor.wait(30) == 0
-    finally:
-        programs.end()
-    index = Index(tmp_path / "run/store/index.sqlite")
-    rows = [EpisodeInfo(*row) for row in index.catalog(0, -1)[1]]
-    index.close()
-    folders = [path.parent for path in tmp_path.glob(f"run/datasets/*/*/{MANIFEST}")]
-    exported = [entry["id"] for folder in folders for entry in shards.read_manifest(folder)["episodes"]]
-    assert sorted(exported) == sorted(info.id for info in rows if info.source == "online")
-    assert sum(len(opened(folder)[0]) for folder in folders) == sum(i.steps for i in rows if i.source == "online")
-    assert len(list((tmp_path / "run/recordings").glob("*.rrd"))) == sum(info.source == "eval" for info in rows)
+        assert np.array_equal(opened(path)[1]["action"].astype(np.float32), expected)
+        exported += members
+    assert exported == names

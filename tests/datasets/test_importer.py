@@ -1,13 +1,10 @@
 """Bringing a LeRobot dataset into a store: once, in whole episodes, also when the importer is killed."""
 
 import contextlib
-import os
-import signal
 import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -26,24 +23,40 @@ from serl_launcher.store.store import DATASET, Store
 from serl_launcher.training.plan import Plan, Source
 from tests.shared import oracle
 from tests.shared.clients import connected
-from tests.shared.common import STATE, TRAIN, free_port, until
+from tests.shared.common import PATIENCE, STATE, TRAIN, until
+from tests.shared.programs import Programs
 from tests.shared.servers import ServerThread
 
 pytest.importorskip("lerobot", reason="the extra `data` is not installed: uv sync --inexact --extra data")
 
 
-@contextlib.contextmanager
-def serving_in(run_dir, capacities):
-    """A server of a run folder in a thread, which may be started again."""
-    serving = ServerThread(run_dir, capacities)
-    serving.capacities = capacities
-    yield serving
-    serving.close()
+@pytest.fixture
+def serving(tmp_path):
+    """serving(capacity) -> the server of a run folder, in a thread."""
+    servers = []
+
+    def serve(capacity=1000):
+        servers.append(ServerThread(tmp_path / "run", {"demo": capacity}))
+        servers[-1].capacity = capacity
+        return servers[-1]
+
+    yield serve
+    for server in servers:
+        server.close()
 
 
-def bring(serving, dataset, *, waits=False, source="demo"):
-    plan = Plan({source: Source(serving.capacities[source], dataset=str(dataset.folder))}, {}, {})
-    import_datasets(plan, serving.run_dir, local=serving.local, waits=waits)
+def bring(server, dataset, *, waits=False):
+    plan = Plan({"demo": Source(server.capacity, dataset=str(dataset.folder))}, {}, {})
+    import_datasets(plan, server.run_dir, local=server.local, waits=waits)
+
+
+@pytest.fixture
+def client(tmp_path):
+    """client(server, spec) -> a connected TrainerClient."""
+    with contextlib.ExitStack() as opened:
+        yield lambda server, spec: connected(opened.enter_context(
+            TrainerClient(server.address, actor="arm", spec=spec, outbox=tmp_path / "outbox", capacity=1 << 20)
+        ))  # fmt: skip
 
 
 def catalog(run_dir):
@@ -64,29 +77,15 @@ def assert_there_once(run_dir, dataset):
         assert np.array_equal([step.origin for step in found[episode.number]], theirs.column(STATE))
 
 
-def test_a_dataset_makes_the_store_where_no_actor_will(tmp_path, low):
-    with serving_in(tmp_path / "run", {"demo": 1000}) as serving:
-        bring(serving, low)
-        assert_there_once(serving.run_dir, low)
-        before = catalog(serving.run_dir)
-        bring(serving, low)
-        assert catalog(serving.run_dir) == before
-
-
-def test_its_outcomes_come_with_it(tmp_path, flagged):
-    with serving_in(tmp_path / "run", {"demo": 1000}) as serving:
-        bring(serving, flagged)
-        there = catalog(serving.run_dir)
-    assert [(episode.success, episode.terminated, episode.final) for episode in there] == [(1, 1, 1), (0, 1, 1)]
-
-
-def test_its_directive_is_no_actors(tmp_path, low):
-    with serving_in(tmp_path / "run", {"demo": 1000}) as serving:
-        bring(serving, low)
-        with TrainerClient(
-            serving.address, actor="arm", spec=low.spec(), outbox=tmp_path / "outbox", capacity=1 << 20
-        ) as client:  # fmt: skip
-            assert connected(client).directive["mode"] == "idle"
+@pytest.mark.parametrize("name", ["low", "video"])
+def test_a_dataset_makes_the_store_where_no_actor_will_and_its_directive_is_no_actors(serving, client, made, name):
+    server, dataset = serving(), made[name]
+    bring(server, dataset)
+    assert_there_once(server.run_dir, dataset)
+    before = catalog(server.run_dir)
+    bring(server, dataset)
+    assert catalog(server.run_dir) == before
+    assert client(server, dataset.spec()).directive["mode"] == "idle"
 
 
 def test_the_store_goes_on_with_the_directive_before_it(tmp_path, low):
@@ -100,48 +99,55 @@ def test_the_store_goes_on_with_the_directive_before_it(tmp_path, low):
     store.close()
 
 
-def test_it_waits_for_the_first_actor_and_takes_its_spec(tmp_path, low):
-    bounds = Feature((2,), low=-3, high=3)
-    spec = Spec(low.spec().observation, bounds, fps=10)
-    with serving_in(tmp_path / "run", {"demo": 1000}) as serving:
-        importer = threading.Thread(target=bring, args=(serving, low), kwargs={"waits": True})
-        importer.start()
-        importer.join(0.5)
-        assert importer.is_alive()
-        assert serving.server.store is None
-        with TrainerClient(serving.address, actor="arm", spec=spec, outbox=tmp_path / "outbox", capacity=1 << 20):
-            importer.join(30)
-        assert not importer.is_alive()
-        assert serving.server.store.spec == spec
-        assert_there_once(serving.run_dir, low)
+def test_it_waits_for_the_first_actor_and_takes_its_spec(serving, client, low):
+    spec, server = Spec(low.spec().observation, Feature((2,), low=-3, high=3), fps=10), serving()
+    importer = threading.Thread(target=bring, args=(server, low), kwargs={"waits": True})
+    importer.start()
+    importer.join(0.5)
+    assert importer.is_alive()
+    assert server.server.store is None
+    client(server, spec)
+    importer.join(PATIENCE)
+    assert not importer.is_alive()
+    assert server.server.store.spec == spec
+    assert_there_once(server.run_dir, low)
 
 
-def test_another_robots_dataset_is_refused_and_nothing_is_written(tmp_path, low):
+def test_another_robots_dataset_is_refused_and_nothing_is_written(tmp_path, serving, low):
     other = Spec({STATE: Feature((7,))}, Feature((2,), low=-1, high=1), fps=10)
     Store.create(tmp_path / "run/store", other, {"demo": 1000}).close()
-    with (
-        serving_in(tmp_path / "run", {"demo": 1000}) as serving,
-        pytest.raises(ConfigError, match=r"not of this run's robot: its observation.state is \[4\], the run's \[7\]"),
-    ):
-        bring(serving, low)
+    with pytest.raises(ConfigError, match=r"not of this run's robot: its observation.state is \[4\], the run's \[7\]"):
+        bring(serving(), low)
     assert not catalog(tmp_path / "run")
 
 
-def test_a_source_that_is_too_small_is_refused_with_the_figures(tmp_path, low):
-    said = r"capacity is 70 steps.*has 50; its longest episode has 30.*at least 80"
-    with serving_in(tmp_path / "run", {"demo": 70}) as serving, pytest.raises(ConfigError, match=said):
-        bring(serving, low)
+def test_a_source_that_is_too_small_is_refused_with_the_figures(tmp_path, serving, low):
+    with pytest.raises(ConfigError, match=r"capacity is 70 steps.*has 50; its longest episode has 30.*at least 80"):
+        bring(serving(70), low)
     assert not (tmp_path / "run/store").exists()
 
 
-def test_a_long_episode_that_the_store_keeps_in_parts_is_there_once(tmp_path, low):
-    with serving_in(tmp_path / "run", {"demo": 80}) as serving:
-        for _ in range(2):
-            bring(serving, low)
-            there = catalog(serving.run_dir)
-            assert sum(episode.steps for episode in there) == sum(low.lengths)
-            assert not any(episode.discard for episode in there)
+def test_a_long_episode_that_the_store_keeps_in_parts_is_there_once(serving, low):
+    server = serving(80)
+    for _ in range(2):
+        bring(server, low)
+        there = catalog(server.run_dir)
+        assert sum(episode.steps for episode in there) == sum(low.lengths)
+        assert not any(episode.discard for episode in there)
     assert any(episode.id.endswith(".part2") for episode in there)
+
+
+def test_its_outcomes_come_with_it_and_a_relabelled_episode_is_not_brought_again(serving, client, flagged):
+    server = serving()
+    bring(server, flagged)
+    there = catalog(server.run_dir)
+    assert [(episode.success, episode.terminated, episode.final) for episode in there] == [(1, 1, 1), (0, 1, 1)]
+    person = client(server, flagged.spec())
+    person.push(Outcome(there[0].id, False, discard=True, judged_by="operator"))
+    assert person.drain(PATIENCE)
+    bring(server, flagged)
+    after = catalog(server.run_dir)
+    assert [(episode.id, episode.discard) for episode in after] == [(there[0].id, 1), (there[1].id, 0)]
 
 
 # -- killed
@@ -160,25 +166,23 @@ import_datasets(plan, Path(run_dir), local=local, waits=False)
 
 
 @pytest.mark.slow
-def test_after_kill_9_of_the_importer_nothing_is_doubled(tmp_path, made):
-    dataset, half = made["long"], False
-    with serving_in(tmp_path / "run", {"demo": 20_000}) as serving:
-        command = [sys.executable, "-c", IMPORT, dataset.folder, serving.run_dir, serving.local]
-        for share in (0.2, 0.5, 0.8):
-            process = subprocess.Popen(command)
-            while process.poll() is None and steps(serving.run_dir) < share * 97 * 60:
-                time.sleep(0.005)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            half |= any(not episode.closed for episode in catalog(serving.run_dir))
-        assert subprocess.run(command).returncode == 0
-        assert half, "no kill has hit an episode"
-        there = catalog(serving.run_dir)
-        assert [e.steps for e in there if not e.discard] == dataset.lengths
-        assert len({e.id.partition("~")[0] for e in there}) == len(dataset.lengths)
-        assert all(e.closed and not e.final for e in there)
-        assert subprocess.run(command).returncode == 0
-        assert catalog(serving.run_dir) == there
+def test_after_kill_9_of_the_importer_nothing_is_doubled(serving, made):
+    dataset, half, server = made["long"], False, serving(20_000)
+    command = [sys.executable, "-c", IMPORT, dataset.folder, server.run_dir, server.local]
+    for share in (0.2, 0.5, 0.8):
+        process = subprocess.Popen(command)
+        until(lambda: process.poll() is not None or steps(server.run_dir) >= share * 97 * 60)  # noqa: B023
+        process.kill()
+        process.wait()
+        half |= any(not episode.closed for episode in catalog(server.run_dir))
+    assert subprocess.run(command).returncode == 0
+    assert half, "no kill has hit an episode"
+    there = catalog(server.run_dir)
+    assert [e.steps for e in there if not e.discard] == dataset.lengths
+    assert len({e.id.partition("~")[0] for e in there}) == len(dataset.lengths)
+    assert all(e.closed and not e.final for e in there)
+    assert subprocess.run(command).returncode == 0
+    assert catalog(server.run_dir) == there
 
 
 def steps(run_dir):
@@ -189,67 +193,27 @@ def steps(run_dir):
         return index.execute("SELECT sum(steps) FROM episodes").fetchone()[0] or 0
 
 
-def test_a_relabelled_episode_is_not_brought_again(tmp_path, flagged):
-    with serving_in(tmp_path / "run", {"demo": 1000}) as serving:
-        bring(serving, flagged)
-        first = catalog(serving.run_dir)[0].id
-        with TrainerClient(
-            serving.address, actor="person", spec=flagged.spec(), outbox=tmp_path / "outbox", capacity=1 << 20
-        ) as client:  # fmt: skip
-            client.push(Outcome(first, False, discard=True, judged_by="operator"))
-            assert client.drain(30)
-        bring(serving, flagged)
-        there = catalog(serving.run_dir)
-    assert [(episode.id == first, episode.discard) for episode in there] == [(True, 1), (False, 0)]
-
-
 # -- a whole run
-
-
-def started(run_dir, dataset, *words):
-    """The learner's program on a dataset alone: one phase of imitation, which no actor takes part in."""
-    ports = free_port(), free_port()
-    words = [
-        "learner=true", "task=fake", "algo=sft", "plan=sft", "phase=clone", f"run_dir={run_dir}", f"port={ports[0]}",
-        f"inference_port={ports[1]}", f"plan.sources.demo.dataset={dataset.folder}", "batch_size=16",
-        'plan.phases.clone.until=["updates >= 20"]', "policy.hidden=[32,32]", *words,
-    ]  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, TRAIN, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
-def importer(run_dir):
-    """The process id of a run's importer, if it lives."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            words = path.read_text(errors="replace").split("\0")
-            if "importer" in words and str(run_dir) in words:
-                return int(path.parent.name)
-    return None
-
-
-@pytest.mark.slow
-def test_a_policy_of_what_cameras_see_is_trained_on_a_dataset(tmp_path, made):
-    process = started(tmp_path / "run", made["video"], "policy=flow_pixels", "plan.sources.demo.capacity=1000")
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    assert "20 updates" in said
-    assert "Traceback" not in said
-    assert_there_once(tmp_path / "run", made["video"])
 
 
 @pytest.mark.slow
 def test_a_killed_importer_is_started_again_and_the_policy_is_trained(tmp_path, made):
-    run_dir = tmp_path / "run"
-    process = started(run_dir, made["long"], "policy=flow", "plan.sources.demo.capacity=7000")
-    until(lambda: steps(run_dir) > 500 or process.poll() is not None, every=0.01)
-    os.kill(importer(run_dir), signal.SIGKILL)
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    assert "importer ended with status -9: starting it again" in said
-    assert "20 updates" in said
+    """The learner's program on a dataset alone: one phase of imitation, which no actor takes part in."""
+    programs, run_dir = Programs(tmp_path), tmp_path / "run"
+    try:
+        learner = programs.start(
+            "learner", "task=fake", "algo=sft", "plan=sft", "phase=clone", "policy=flow", "policy.hidden=[32,32]",
+            f"plan.sources.demo.dataset={made['long'].folder}", "plan.sources.demo.capacity=7000", "batch_size=16",
+            'plan.phases.clone.until=["updates >= 20"]',
+        )  # fmt: skip
+        programs.until(lambda: steps(run_dir) > 500)
+        programs.kill("importer")
+        assert programs.status(learner, 300) == 0, programs.said()
+    finally:
+        programs.end()
+    assert "importer ended with status -9: starting it again" in programs.said()
+    assert "20 updates" in programs.said()
+    assert "Traceback" not in programs.said()
     assert_there_once(run_dir, made["long"])
     assert list((run_dir / "checkpoints").glob("[0-9]*/manifest.json"))
 
@@ -276,7 +240,7 @@ print(*export_run(Path(sys.argv[1]), 10, ["online"]), sep="\\n")
 
 
 @pytest.mark.slow
-def test_what_a_run_exported_is_the_same_in_another_run(tmp_path, spec, make_segment):
+def test_what_a_run_exported_is_the_same_in_another_run(tmp_path, serving, spec, make_segment):
     """Spec, steps, rewards, ends and outcomes; but the final observation of an episode that was truncated is not."""
     store = Store.create(tmp_path / "first/store", spec, {"online": 1000})
     store.hello("arm", "outbox", "session", [])
@@ -294,9 +258,9 @@ def test_what_a_run_exported_is_the_same_in_another_run(tmp_path, spec, make_seg
     assert done.returncode == 0, done.stderr[-3000:]
     shard = Dataset(Path(done.stdout.splitlines()[-1]))
     assert shard.spec() == spec
-    with serving_in(tmp_path / "second", {"demo": 1000}) as serving:
-        bring(serving, shard)
-        assert_there_once(serving.run_dir, shard)
-        there = catalog(serving.run_dir)
+    server = serving()
+    bring(server, shard)
+    assert_there_once(server.run_dir, shard)
+    there = catalog(server.run_dir)
     found = [(e.steps, e.success, e.terminated, e.truncated, e.final, e.reward, e.task) for e in there]
     assert found == [(8, 1, 1, 0, 1, 28, "reach"), (5, 0, 0, 1, 0, 10, "reach"), (7, None, 1, 0, 1, 21, "reach")]
