@@ -9,10 +9,12 @@ from contextlib import closing, contextmanager
 import numpy as np
 import pytest
 from serl_client import Outcome
+from serl_client import messages as m
 from serl_client.client import TrainerClient
 
 from serl_launcher.datasets import shards
 from serl_launcher.store.errors import Full
+from serl_launcher.store.peers import ROLES
 from serl_launcher.store.store import Store
 from tests.shared.clients import connected, push_all
 from tests.shared.common import until
@@ -238,3 +240,7 @@ def test_actors_keep_what_a_full_archived_source_does_not_take_until_the_export_
         assert np.array_equal(opened(path)[1]["action"].astype(np.float32), expected)
         exported += members
     assert exported == names
+
+
+def test_only_the_learner_may_say_what_is_archived():
+    assert [role for role, kinds in ROLES.items() if m.Archived in kinds] == ["learner"]

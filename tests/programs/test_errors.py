@@ -26,7 +26,7 @@ from serl_launcher.store.store import Store
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.utils.checkpoint import Checkpoints
 from tests.shared.common import CONFIG, free_port
-from tests.shared.here import TRAIN, serving, start
+from tests.shared.here import TRAIN, serving
 from tests.shared.programs import Programs
 
 SOURCES = {"demo": 5000, "online": 20_000, "eval": 20_000}  # of the plan quickstart
@@ -282,14 +282,15 @@ def test_a_checkpoint_of_another_algorithm_is_refused_by_what_differs(child, spe
     assert "begin anew with another run_dir" in said
 
 
-def test_weights_of_another_algorithm_without_a_checkpoint_are_no_obstacle(tmp_path):
+def test_weights_of_another_algorithm_without_a_checkpoint_are_no_obstacle(programs):
     """A run that was killed before its first checkpoint begins anew, with whatever algorithm it is given."""
-    run_dir = tmp_path / "run"
     with fake.make(max_steps=50, noise=0.2, clock="simulated") as env:
-        store = make_store(run_dir, env.spec)
-    store.publish_weights(*weights.write(run_dir / "weights", safetensors.numpy.save({})), 0)
+        store = make_store(programs.run_dir, env.spec)
+    store.publish_weights(*weights.write(programs.run_dir / "weights", safetensors.numpy.save({})), 0)
     store.close()
-    start(run_dir, ["task=fake", "plan=evaluate", 'plan.phases.evaluate.until=["episodes >= 1"]', "wandb=false"])
+    words = ["task=fake", "plan=evaluate", 'plan.phases.evaluate.until=["episodes >= 1"]']
+    sides = [programs.start(side, *words) for side in ("learner", "actor")]
+    assert [programs.status(side) for side in sides] == [0, 0], programs.said()
 
 
 # -- processes that fail

@@ -6,7 +6,6 @@ import threading
 
 import numpy as np
 import torch
-from serl_client import Outcome
 from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.console import Console
@@ -20,8 +19,9 @@ from serl_launcher.training.ranks import Ranks
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.distributed import World
 from serl_launcher.utils.logging import MetricsLog
+from tests.shared.clients import push_episodes
 from tests.shared.common import PATIENCE, STATE, until
-from tests.shared.data import make_segment
+from tests.shared.data import make_episode
 from tests.shared.inference import rlpd
 
 STEPS = 8  # of every episode
@@ -50,28 +50,16 @@ def plan_of(**phases):
 
 def found(run_dir, spec, *, practise=12, demo=4):
     """A run's store as a server would have left it: episodes of practice and demonstrations, each with its outcome."""
-    store = Store.create(run_dir / "store", spec, CAPACITIES)
-    phases = {"demo": "teach", "online": "practise"}
+    store, phases = Store.create(run_dir / "store", spec, CAPACITIES), {"demo": "teach", "online": "practise"}
     directives = {source: store.direct({"into": source, "phase": phases[source]}) for source in phases}
     store.hello("arm", "outbox", "A", [])
-    sources, seq = ["demo"] * demo + ["online"] * practise, 0
-    for number, source in enumerate(sources):
-        records = episode(f"e{number}", number, directive=directives[source], phase=phases[source])
-        for record in records:
-            store.stage("A", seq, record)
-            seq += 1
+    for number, source in enumerate(["demo"] * demo + ["online"] * practise):
+        for record in make_episode(f"e{number}", number, directive=directives[source], phase=phases[source]):
+            store.stage("A", store.expected("A"), record)
     store.close_session("A")
     store.commit()
     store.close()
     return run_dir
-
-
-def episode(name, number, **stamp):
-    """The records of one episode; every third is a success."""
-    return [
-        make_segment(name, number % 5, 0, STEPS, ends="terminated", **stamp),
-        Outcome(name, number % 3 == 0),
-    ]
 
 
 class Life:
@@ -220,12 +208,7 @@ LEARNING = dict(
 
 def push(client, numbers):
     """Whole episodes of the current directive; on return they are acknowledged."""
-    stamp = {"directive": client.directive["number"], "phase": client.directive["phase"]}
-    for number in numbers:
-        name = f"{client.actor}-{client.session[:8]}-{number:06d}"
-        for record in episode(name, number, **stamp):
-            until(lambda: client.has_room)
-            client.push(record)
+    push_episodes(client, numbers, directive=client.directive["number"], phase=client.directive["phase"])
     assert client.drain(PATIENCE)
 
 

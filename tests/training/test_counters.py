@@ -12,69 +12,75 @@ from serl_launcher.store.server import page_of
 from serl_launcher.store.store import Store
 from serl_launcher.training.counters import RunCounters, curve, evaluation
 from serl_launcher.training.plan import EVAL
+from tests.shared.data import make_segment
 
 CAPACITY, STEPS, STARTS = 100, 20, 12
 
 
+class Counted:
+    """A store that one actor writes into, and counters that hear of it."""
+
+    def __init__(self, folder, spec, into, phase):
+        self.spec, self.revision = spec, 0
+        self.store = Store.create(folder / "store", spec, {EVAL: CAPACITY, "online": CAPACITY})
+        self.store.direct({"into": into, "phase": phase})
+        self.store.hello("arm", "outbox", "A", [])
+        self.counters = self.another()
+
+    def another(self):
+        """Counters that have heard of nothing."""
+        capacities = {EVAL: CAPACITY, "online": CAPACITY}
+        return RunCounters(ReplayMixture(self.store.folder, self.spec, capacities, {}, seed=0))
+
+    def take(self, *records):
+        for record in records:
+            self.store.stage("A", self.store.expected("A"), record)
+        self.store.commit()
+        self.revision, rows = self.store.index.catalog(self.revision, 1000)
+        self.counters.take(self.counters.sources.update(rows))
+
+    def all_at_once(self):
+        """Counters that hear of everything in one go."""
+        made = self.another()
+        made.take(made.sources.update(self.store.index.catalog(0, 1000)[1]))
+        return made
+
+
 @pytest.fixture
-def store(tmp_path, spec):
-    opened = Store.create(tmp_path / "store", spec, {EVAL: CAPACITY})
-    opened.direct({"into": EVAL, "phase": "evaluate"})
-    opened.hello("arm", "outbox", "A", [])
-    yield opened
-    opened.close()
+def counted(request, tmp_path, spec):
+    made = Counted(tmp_path, spec, *getattr(request, "param", (EVAL, "evaluate")))
+    yield made
+    made.store.close()
 
 
-def played(store, make_segment, counters, begin, end):
-    """Episodes begin to end, of which the counters hears one after the other."""
-    revision = 0
-    for number in range(begin, end):
-        segment = make_segment(
-            f"e{number}", number % STARTS, 0, STEPS, ends="terminated", directive=1, phase="evaluate"
-        )  # fmt: skip
-        store.stage("A", number, segment)
-        store.commit()
-        revision, rows = store.index.catalog(revision, 1000)
-        counters.take(counters.sources.update(rows))
+def play(counted, count):
+    for number in range(count):
+        counted.take(make_segment(f"e{number}", number % STARTS, 0, STEPS, ends="terminated", phase="evaluate"))
 
 
-def opened(tmp_path, spec):
-    return RunCounters(ReplayMixture(tmp_path / "store", spec, {EVAL: CAPACITY}, {}, seed=0))
-
-
-def test_starts_are_counted_when_they_are_seen_and_not_when_most_of_them_are_evicted(
-    tmp_path, spec, make_segment, store
-):
-    counters = opened(tmp_path, spec)
-    played(store, make_segment, counters, 0, 2 * STARTS)
-    assert counters.sources.buffers[EVAL].tail > STEPS * STARTS, "the store holds a fifth of them"
-    result = evaluation(counters, "evaluate", 0, None)
+def test_starts_are_counted_when_they_are_seen_and_not_when_most_of_them_are_evicted(counted):
+    play(counted, 2 * STARTS)
+    assert counted.counters.sources.buffers[EVAL].tail > STEPS * STARTS, "the store holds a fifth of them"
+    result = evaluation(counted.counters, "evaluate", 0, None)
     assert (result["episodes"], result["distinct_starts"]) == (2 * STARTS, STARTS)
-    assert evaluation(counters, "evaluate", 2, 5)["distinct_starts"] == 5
+    assert evaluation(counted.counters, "evaluate", 2, 5)["distinct_starts"] == 5
 
 
-def test_after_a_restart_the_checkpoint_knows_the_starts_that_the_store_has_lost(tmp_path, spec, make_segment, store):
-    before = opened(tmp_path, spec)
-    played(store, make_segment, before, 0, STARTS)
-    after = opened(tmp_path, spec)
-    after.take(after.sources.update(store.index.catalog(0, 1000)[1]))
+def test_after_a_restart_the_checkpoint_knows_the_starts_that_the_store_has_lost(counted):
+    play(counted, STARTS)
+    after = counted.all_at_once()
     assert evaluation(after, "evaluate", 0, None)["distinct_starts"] < STARTS, "what is gone is not invented"
-    after.starts |= before.starts
+    after.starts |= counted.counters.starts
     assert evaluation(after, "evaluate", 0, None)["distinct_starts"] == STARTS
 
 
-def test_the_steps_of_an_episode_are_finished_with_its_end(tmp_path, spec, make_segment, store):
-    counters, revision = opened(tmp_path, spec), 0
-    counted = []
-    for number, ends in enumerate(["", "terminated"]):
-        segment = make_segment("e0", 0, number * 4, 4, ends=ends, directive=1, phase="evaluate")
-        store.stage("A", number, segment)
-        store.commit()
-        revision, rows = store.index.catalog(revision, 1000)
-        counters.take(counters.sources.update(rows))
-        counts = counters.progress(0.0).phases["evaluate"]
-        counted.append((counts.env_steps, counts.finished_steps))
-    assert counted == [(4, 0), (8, 8)]
+def test_the_steps_of_an_episode_are_finished_with_its_end(counted):
+    found = []
+    for start, ends in ((0, ""), (4, "terminated")):
+        counted.take(make_segment("e0", 0, start, 4, ends=ends, phase="evaluate"))
+        counts = counted.counters.progress(0.0).phases["evaluate"]
+        found.append((counts.env_steps, counts.finished_steps))
+    assert found == [(4, 0), (8, 8)]
 
 
 @pytest.mark.parametrize("name", ["e", "\N{GRINNING FACE}" * (MAX_NAME - 6)])
@@ -98,36 +104,24 @@ def test_the_catalog_comes_in_pages_that_fit_into_a_header_and_has_every_episode
     index.close()
 
 
-def test_the_counts_are_those_of_all_episodes_whatever_the_order_in_which_they_are_heard(tmp_path, spec, make_segment):
+@pytest.mark.parametrize("counted", [("online", "practise")], indirect=True)
+def test_the_counts_are_those_of_all_episodes_whatever_the_order_in_which_they_are_heard(counted):
     """As a restart hears them: corrected ones last, also those that left the store long ago."""
-    store = Store.create(tmp_path / "store", spec, {EVAL: CAPACITY, "online": CAPACITY})
-    store.direct({"into": "online", "phase": "practise"})
-    store.hello("arm", "outbox", "A", [])
-    lives = [
-        RunCounters(ReplayMixture(store.folder, spec, {EVAL: CAPACITY, "online": CAPACITY}, {}, seed=0))
-        for _ in range(2)
-    ]
-    revision = 0
+    expected = {}
     for number in range(60):
-        store.stage("A", store.expected("A"), make_segment(f"e{number}", 1, 0, 10, ends="terminated"))
-        store.stage("A", store.expected("A"), Outcome(f"e{number}", bool(number % 3)))
+        records = [make_segment(f"e{number}", 1, 0, 10, ends="terminated"), Outcome(f"e{number}", bool(number % 3))]
+        expected[f"e{number}"] = bool(number % 3)
         if number % 7 == 6:
-            store.stage(
-                "A", store.expected("A"), Outcome(f"e{number - 6}", True, discard=number % 2 == 0, judged_by="operator")
-            )
-        store.commit()
-        revision, rows = store.index.catalog(revision, 1000)
-        lives[0].take(lives[0].sources.update(rows))
-        assert len(lives[0].sources.held["online"]) <= CAPACITY // 10, "what has left the store is not kept"
-    lives[1].take(lives[1].sources.update(store.index.catalog(0, 1000)[1]))
-    expected = {f"e{number}": bool(number % 3) for number in range(60)}
-    for number in range(6, 60, 7):
-        expected[f"e{number - 6}"] = number % 2 == 1
-    for life in lives:
+            name, discard = f"e{number - 6}", number % 2 == 0
+            records.append(Outcome(name, True, discard=discard, judged_by="operator"))
+            expected[name] = not discard
+        counted.take(*records)
+        held = counted.counters.sources.held["online"]
+        assert len(held) <= CAPACITY // 10, "what has left the store is not kept"
+    for life in (counted.counters, counted.all_at_once()):
         phase = life.progress(0.0).phases["practise"]
         assert (phase.episodes, phase.env_steps, phase.successes) == (60, 600, sum(expected.values()))
         assert (life.episodes, life.env_steps) == (60, 600)
         assert [e.id for e in life.recent("practise", 5)] == [f"e{number}" for number in range(55, 60)]
         assert [point["success"] for point in curve(life, ["practise"])] == list(expected.values())
         assert [point["env_steps"] for point in curve(life, ["practise"])] == list(range(10, 610, 10))
-    store.close()

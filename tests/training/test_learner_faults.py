@@ -20,8 +20,9 @@ from serl_launcher.replay.mixture import statistics
 from serl_launcher.training import learner
 from serl_launcher.utils import checkpoint
 from tests.shared.common import PATIENCE, STATE, until
+from tests.shared.data import make_episode
 
-from .life import LEARNING, Life, differences, episode, finite, found, leave, phase, plan_of, poisoned, push
+from .life import LEARNING, Life, differences, finite, found, leave, phase, plan_of, poisoned, push
 
 # -- the server
 
@@ -75,7 +76,7 @@ def test_a_trainer_takes_no_answer_for_that_to_another_request_when_the_store_fa
     client = connect(server)
     until(lambda: len(life.made) > 3)
     (server.run_dir / "fail").touch()
-    for record in episode("failing", 0, directive=client.directive["number"]):
+    for record in make_episode("failing", directive=client.directive["number"]):
         client.push(record)
     until(lambda: client.degraded)
     time.sleep(2.0)  # the store is opened again each second, and fails again

@@ -1,6 +1,7 @@
 """A plan is refused at load or it can be followed; the run's place in it depends on nothing but what was accepted."""
 
 import math
+import re
 
 import pytest
 from serl_client.errors import ConfigError
@@ -55,10 +56,8 @@ def test_a_good_plan_is_read_in_full():
     ],
 )
 def test_a_typo_is_refused_with_its_line_and_the_nearest_right_word(path, value, line, nearest):
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError, match=rf"{re.escape(line)}.*did you mean {nearest!r}\?"):
         load(edited(path, value))
-    assert line in str(refusal.value)
-    assert f"did you mean {nearest!r}?" in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +88,14 @@ def test_a_typo_is_refused_with_its_line_and_the_nearest_right_word(path, value,
         ("phases.evaluate.on_begin", ["publish"], "only a phase with updates has"),
         ("sources.demo.dataset", 5, "the folder of a LeRobot dataset"),
         ("phases", {}, "nothing to do"),
+        ("phases.clone.pace", {"updates_per_step": 1, "tolerance": 8}, "no env steps to keep pace with"),
+        ("phases.clone.start_when", "demo.episodes >= 9", "nothing can meet it"),
+        ("phases.practise.start_when", "updates >= 9", "nothing can meet it"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_a_reason(path, value, text):
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError, match=re.escape(text)):
         load(edited(path, value))
-    assert text in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -115,15 +116,6 @@ def test_what_makes_no_sense_is_refused_with_a_reason(path, value, text):
 def test_a_phase_that_can_never_end_is_refused(path, until):
     with pytest.raises(ConfigError, match="can never end"):
         load(edited(path, until))
-
-
-def test_a_learner_that_would_wait_for_idle_actors_is_refused():
-    with pytest.raises(ConfigError, match="no env steps to keep pace with"):
-        load(edited("phases.clone.pace", {"updates_per_step": 1, "tolerance": 8}))
-    with pytest.raises(ConfigError, match="nothing can meet it"):
-        load(edited("phases.clone.start_when", "demo.episodes >= 9"))
-    with pytest.raises(ConfigError, match="nothing can meet it"):
-        load(edited("phases.practise.start_when", "updates >= 9"))
 
 
 @pytest.mark.parametrize(
@@ -188,19 +180,17 @@ def test_one_phase_can_be_run_alone():
 
 
 @pytest.mark.parametrize(
-    ("words", "seconds"), [({}, {}), ({"on_silence": "keep"}, {"online": math.inf}),
-                           ({"on_silence": {"truncate": 5}}, {"online": 5.0})],
+    ("word", "seconds"),
+    [(None, {}), ("keep", {"online": math.inf}), ({"truncate": 5}, {"online": 5.0}),
+     *((word, None) for word in ("truncate", 60, {"truncate": -1}, {"cut": 5}))],
 )  # fmt: skip
-def test_what_silence_does_to_an_open_episode_is_a_word_of_its_source(words, seconds):
+def test_what_silence_does_to_an_open_episode_is_a_word_of_its_source(word, seconds):
+    words = {} if word is None else {"on_silence": word}
     practise = {"actors": {"mode": "collect", "into": "online"}, "until": "operator"}
     plan = {"sources": {"online": {"capacity": 500, **words}}, "phases": {"practise": practise}}
-    assert load_plan(plan, methods=None, has_operator=True).on_silence == seconds
-
-
-@pytest.mark.parametrize("word", ["truncate", 60, {"truncate": -1}, {"cut": 5}])
-def test_another_word_for_silence_is_refused_with_its_place(word):
-    practise = {"actors": {"mode": "collect", "into": "online"}, "until": "operator"}
-    plan = {"sources": {"online": {"capacity": 500, "on_silence": word}}, "phases": {"practise": practise}}
+    if seconds is not None:
+        assert load_plan(plan, methods=None, has_operator=True).on_silence == seconds
+        return
     with pytest.raises(ConfigError, match=r"plan\.sources\.online\.on_silence"):
         load_plan(plan, methods=None, has_operator=True)
 
