@@ -2,8 +2,10 @@
 
 import pytest
 
+from serl_launcher.replay.buffer import ReplayBuffer
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.views import View
+from serl_launcher.store.layout import Layout
 from serl_launcher.store.store import Store
 
 
@@ -29,14 +31,40 @@ def push(store):
 
 
 @pytest.fixture
-def sources(store, spec):
-    views = {"success": View(("online", "demo"), ("successful",)), "long": View(("online",), min_length=6)}
-    made = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0)
-    cursor = [0]
+def whole(push, make_segment):
+    """whole(episodes, steps, key=...): that many whole episodes; the key of each is its number if none is given."""
 
-    def refresh():
-        cursor[0], rows = store.index.catalog(cursor[0], 10_000)
-        made.update(rows)
-        return made
+    def whole(episodes, steps=10, key=None, session="A"):
+        for i in episodes:
+            push(session, make_segment(f"{session}{i}.{steps}", i if key is None else key, 0, steps, ends="terminated"))
 
-    return refresh
+    return whole
+
+
+@pytest.fixture
+def reader(store, spec):
+    """reader() -> the buffer of the source `online`, which has read nothing yet."""
+    return lambda: ReplayBuffer(store.folder / "online", Layout(spec, 200))
+
+
+@pytest.fixture
+def mixture(store, spec):
+    """mixture(views) -> a function that returns the sources with these views, up to date."""
+
+    def make(views):
+        made, cursor = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0), 0
+
+        def refreshed():
+            nonlocal cursor
+            cursor, rows = store.index.catalog(cursor, 10_000)
+            made.update(rows)
+            return made
+
+        return refreshed
+
+    return make
+
+
+@pytest.fixture
+def sources(mixture):
+    return mixture({"success": View(("online", "demo"), ("successful",)), "long": View(("online",), min_length=6)})

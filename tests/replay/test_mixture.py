@@ -17,13 +17,12 @@ from .made import CHUNK, CHUNK_SAC, SAC, SEQUENCE, STATE, starts
 
 
 def test_an_episode_that_goes_on_after_its_beginning_was_evicted_is_joined_to_nobody_elses(
-    store, push, sources, make_segment
+    store, push, whole, sources, make_segment
 ):
     """The slot of its newest step is another episode's by then."""
     push("A", make_segment("long", 1, 0, 4))
     sources()
-    for i in range(19):
-        push("B", make_segment(f"b{i}", 2 + i, 0, 10, ends="terminated"))
+    whole(range(2, 21), session="B")
     store.stage("B", store.expected("B"), make_segment("b19", 21, 0, 10, ends="terminated"))
     push("A", make_segment("long", 1, 4, 4, ends="terminated"))  # in one group, which evicts its beginning
     found = sources()
@@ -36,13 +35,11 @@ def test_an_episode_that_goes_on_after_its_beginning_was_evicted_is_joined_to_no
     assert (batch.valid.sum(1) == (10 - batch.observation[STATE][:, 2, 1]).clamp(max=3)).all()
 
 
-def test_no_window_starts_in_an_episode_whose_beginning_was_evicted(push, sources, make_segment):
+def test_no_window_starts_in_an_episode_whose_beginning_was_evicted(push, whole, sources, make_segment):
     push("A", make_segment("long", 1, 0, 4))
-    for i in range(5):
-        push("B", make_segment(f"b{i}", 2 + i, 0, 10, ends="terminated"))
+    whole(range(2, 7), session="B")
     push("A", make_segment("long", 1, 4, 46, ends="terminated"))
-    for i in range(5, 17):
-        push("B", make_segment(f"b{i}", 2 + i, 0, 10, ends="terminated"))
+    whole(range(7, 19), session="B")
     found = sources()
     buffer = found.buffers["online"]
     assert 4 <= buffer.tail < 54, "its beginning is gone, and most of it is there"
@@ -105,18 +102,14 @@ def test_a_choice_of_steps_is_the_set_that_was_put_in_and_every_one_of_them_is_f
 
 
 def test_views_follow_every_change_of_interleaved_episodes_as_a_look_at_all_of_them_would(
-    push, store, spec, make_segment
+    push, store, mixture, make_segment
 ):
     """Random actors, verdicts and discards, and a ring that is overwritten many times."""
     views = {
         "won": View(("online",), ("successful",)), "long": View(("online",), min_length=12),
         "human": View(("online",), start_steps="intervened"),
     }  # fmt: skip
-    sources, cursor, at = (
-        ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0),
-        0,
-        {"A": 0, "B": 0},
-    )
+    sources, at = mixture(views), {"A": 0, "B": 0}
     generator, ids, started = np.random.default_rng(1), [], 0
     for turn in range(150):
         session = "AB"[generator.integers(2)]
@@ -133,9 +126,7 @@ def test_views_follow_every_change_of_interleaved_episodes_as_a_look_at_all_of_t
                            discard=bool(generator.random() < 0.2), judged_by="operator")  # fmt: skip
             push(session, word)
         if turn % 3 == 0:
-            cursor, rows = store.index.catalog(cursor, 10_000)
-            sources.update(rows)
-            _same_as_a_look_at_all(store, sources, views | {"online": View(("online",))})
+            _same_as_a_look_at_all(store, sources(), views | {"online": View(("online",))})
 
 
 def _same_as_a_look_at_all(store, sources, views):
@@ -188,8 +179,8 @@ def test_a_discard_and_a_verdict_look_at_no_steps_but_their_episodes_and_the_new
     made.close()
 
 
-def test_beginnings_that_are_overwritten_while_they_are_read_are_left_out(push, sources, make_segment):
-    push("A", make_segment("e0", 1, 0, 50, ends="terminated"), make_segment("e1", 2, 0, 50, ends="terminated"))
+def test_beginnings_that_are_overwritten_while_they_are_read_are_left_out(push, whole, sources, make_segment):
+    whole((1, 2), 50)
     found = sources()
     episodes = list(found.held["online"].values())
     push("A", *(make_segment(f"later{i}", 9, 0, n, ends="terminated") for i, n in enumerate((50, 50, 25))))
@@ -217,13 +208,12 @@ def test_the_same_generator_draws_the_same_batch_again(push, sources, make_segme
     assert (found.sample(32, SAC, {"online": 1.0}).step_id == first).all()
 
 
-def test_windows_start_where_the_rows_of_a_view_say_and_go_on_over_the_others(push, store, spec, make_segment):
+def test_windows_start_where_the_rows_of_a_view_say_and_go_on_over_the_others(push, mixture, make_segment):
     segment = make_segment("e0", 1, 0, 12, ends="terminated")
     segment.intervened[4:8] = True
     push("A", segment, make_segment("e1", 2, 0, 4, ends="terminated"))
     views = {"human": View(("online",), start_steps="intervened"), "alone": View(("online",), start_steps="autonomous")}
-    sources = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0)
-    sources.update(store.index.catalog(0, 10)[1])
+    sources = mixture(views)()
     human = sources.sample(300, CHUNK, {"human": 1.0})
     assert starts(human) == {(1, i) for i in range(4, 8)}
     assert human.valid.all()
@@ -310,9 +300,8 @@ def test_the_error_of_a_value_is_how_far_it_is_from_the_returns_in_the_mean(push
     assert value_error(found, Expects(None), episodes, "cpu") == value_error(found, Expects(2.0), [], "cpu") == {}
 
 
-def test_episodes_that_left_the_store_have_no_beginning(store, push, sources, make_segment):
-    for i in range(30):
-        push("A", make_segment(f"e{i}", i, 0, 10, ends="terminated"))
+def test_episodes_that_left_the_store_have_no_beginning(store, whole, sources):
+    whole(range(30))
     episodes = [EpisodeInfo(*row) for row in store.index.catalog(0, 100)[1]]
     found = sources()
     batch, returns = found.beginnings(episodes, CHUNK, 1.0)

@@ -7,9 +7,8 @@ import pytest
 import torch
 from serl_client import ConfigError, Feature, Spec
 
-from serl_launcher.replay.buffer import ReplayBuffer, batch_arrays
+from serl_launcher.replay.buffer import batch_arrays
 from serl_launcher.replay.mixture import ReplayMixture
-from serl_launcher.store import layout
 from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 
@@ -115,9 +114,9 @@ def test_an_episode_that_a_crash_cut_gives_chunks_but_no_last_value_target(store
     assert (batch.length == (6 - batch.observation[STATE][:, 0, 1]).clamp(max=5)).all()
 
 
-def test_what_the_writer_overwrites_while_it_is_copied_is_not_used(store, push, spec, make_segment):
-    push("A", make_segment("e0", 1, 0, 50, ends="terminated"))
-    reader = ReplayBuffer(store.folder / "online", layout.Layout(spec, 200))
+def test_what_the_writer_overwrites_while_it_is_copied_is_not_used(whole, reader):
+    whole((1,), 50)
+    reader = reader()
     reader.refresh()
     drawn = reader.draw(64, SAC, np.random.default_rng(0), None)
     into = {name: np.empty(shape, dtype) for name, (shape, dtype) in batch_arrays(reader.layout, 64, SAC).items()}
@@ -125,8 +124,7 @@ def test_what_the_writer_overwrites_while_it_is_copied_is_not_used(store, push, 
     copy = reader._take
 
     def copy_while_the_writer_goes_round(name, rows, out):
-        for i in range(8):
-            push("A", make_segment(f"later{i}", 9, 0, 50, ends="terminated"))
+        whole(range(2, 10), 50, key=9)
         reader._take = copy
         copy(name, rows, out)
 
@@ -154,14 +152,10 @@ class Overtaken:
         return torn
 
 
-def test_steps_that_are_overwritten_while_the_reader_takes_them_in_are_not_drawn(store, push, spec, make_segment):
-    def goes_round():
-        for i in range(8):
-            push("A", make_segment(f"later{i}", 9, 0, 50, ends="terminated"))
-
-    push("A", make_segment("e0", 1, 0, 50, ends="terminated"))
-    reader = ReplayBuffer(store.folder / "online", layout.Layout(spec, 200))
-    reader._steps = Overtaken(reader._steps, goes_round)
+def test_steps_that_are_overwritten_while_the_reader_takes_them_in_are_not_drawn(whole, reader):
+    whole((1,), 50)
+    reader = reader()
+    reader._steps = Overtaken(reader._steps, lambda: whole(range(2, 10), 50, key=9))
     reader.refresh()
     assert reader.draw(64, CHUNK, np.random.default_rng(0), None) is None
     reader.refresh()
@@ -169,9 +163,9 @@ def test_steps_that_are_overwritten_while_the_reader_takes_them_in_are_not_drawn
     assert drawn.steps.min() >= reader.tail > 50
 
 
-def test_what_is_overwritten_while_observations_and_returns_are_read_is_left_out(store, push, spec, make_segment):
-    push("A", make_segment("e0", 1, 0, 50, ends="terminated"), make_segment("e1", 2, 0, 50, ends="terminated"))
-    reader = ReplayBuffer(store.folder / "online", layout.Layout(spec, 200))
+def test_what_is_overwritten_while_observations_and_returns_are_read_is_left_out(push, whole, reader, make_segment):
+    whole((1, 2), 50)
+    reader = reader()
     reader.refresh()
     assert reader.returns(np.array([0, 50]), 1.0).tolist() == [1225.0, 1225.0]
     assert reader.observed(STATE, None).shape == (100, 8)
@@ -197,15 +191,13 @@ def test_a_column_that_no_row_has_is_named(push, sources, make_segment):
         sources().sample(4, window, {"online": 1.0})
 
 
-def test_a_reader_that_comes_late_or_falls_behind_sees_what_is_left(store, push, spec, make_segment):
-    reader = ReplayBuffer(store.folder / "online", layout.Layout(spec, 200))
-    for i in range(40):
-        push("A", make_segment(f"e{i}", i, 0, 10, ends="terminated"))
-    late = ReplayBuffer(store.folder / "online", layout.Layout(spec, 200))
-    for each in (reader, late):
+def test_a_reader_that_comes_late_or_falls_behind_sees_what_is_left(whole, reader):
+    early = reader()
+    whole(range(40))
+    for each in (early, reader()):
         each.refresh()
         drawn = each.draw(300, SAC, np.random.default_rng(0), None)
-        assert set(each.episode_of(drawn)) == set(range(reader.tail // 10 + 1, 41))
+        assert set(each.episode_of(drawn)) == set(range(each.tail // 10 + 1, 41))
 
 
 def test_rare_decisions_are_found_and_extras_keep_their_own_names(tmp_path, spec, make_segment):

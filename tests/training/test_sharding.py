@@ -273,12 +273,12 @@ def test_a_run_of_two_ranks_whose_rank_was_killed_says_so_and_goes_on_to_act_wit
     actor, learner = (run.start(side, *words) for side in ("actor", "learner"))
     run.until(lambda: run.facts().checkpointed > 0)
     os.kill(run.trainers()[1], signal.SIGKILL)
-    assert run.status(learner) == 1
+    assert run.status(learner, PATIENCE) == 1
     assert "rank 1 was killed by signal 9" in run.log.read_text()
     run.until(lambda: not run.trainers())
     before = run.facts().checkpointed
     learner = run.start("learner", *WORDS, "ranks=2", "sharding=zero3")
-    assert [run.status(process) for process in (learner, actor)] == [0, 0]
+    assert [run.status(process, PATIENCE) for process in (learner, actor)] == [0, 0]
     assert f"after {before} updates" in run.log.read_text()
     summary = json.loads((run.run_dir / "summary.json").read_text())
     file = run.run_dir / "weights" / f"{summary['eval']['weights_sha256']}.safetensors"
