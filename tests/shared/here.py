@@ -3,13 +3,12 @@
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import zmq
 from omegaconf import DictConfig, OmegaConf
 from serl_client import Spec
 from serl_client import messages as m
@@ -17,13 +16,13 @@ from serl_client.connection import Connection
 
 from serl_launcher import launcher
 from serl_launcher.config import composed
-from serl_launcher.store.server import Server
 from serl_launcher.training import build as training
 from serl_launcher.training import trainer
 from serl_launcher.training.plan_reader import plan_of
 
 from . import common
 from .common import CONFIG, PATIENCE
+from .servers import ServerThread
 
 SPECIFIED = importlib.util.spec_from_file_location("train", common.TRAIN)
 assert SPECIFIED is not None
@@ -56,18 +55,11 @@ def thread(target: Callable[[], object], failed: Callable[[], object] = list) ->
 @contextmanager
 def serving(config: DictConfig) -> Iterator[tuple[str, int]]:
     """(the learner's own address, the actors' port) of a server."""
-    plan, local = plan_of(config), f"ipc://{config.run_dir}/server"
-    server = Server(
-        Path(config.run_dir), plan.capacities, public="tcp://127.0.0.1:0", local=local,
-        inference="tcp://127.0.0.1:1", archived=plan.archived, on_silence=plan.on_silence,
-    )  # fmt: skip
-    with thread(server.run) as errors:
-        try:
-            yield local, int(server.public.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").rpartition(b":")[2])
-        finally:
-            server.stop()
-    server.close()
-    assert not errors
+    plan = plan_of(config)
+    options = {"archived": plan.archived, "on_silence": plan.on_silence}
+    with closing(ServerThread(Path(config.run_dir), plan.capacities, **options)) as server:
+        yield server.local, server.port
+    assert not server.ended
 
 
 def stop(port: int) -> None:

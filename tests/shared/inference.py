@@ -4,21 +4,20 @@ import threading
 
 import safetensors.torch
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from serl_launcher.acting.host import PolicyHost
 from serl_launcher.acting.server import InferenceServer
 from serl_launcher.store import weights
 
-from .common import CONFIG, free_port
+from .common import free_port
+from .models import config_of
 
 
 def composed_algorithm(spec, *words, seed=0):
     """The algorithm that these words of the command line name, with weights that `seed` names."""
     torch.manual_seed(seed)
-    with initialize_config_dir(str(CONFIG), version_base="1.3"):
-        return instantiate(compose(overrides=list(words)).algo)(spec)
+    return instantiate(config_of(*words).algo)(spec)
 
 
 def rlpd(spec, seed=0, *words):

@@ -2,16 +2,15 @@
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import torch
 from hydra import compose, initialize_config_dir
 from serl_client import Feature, Spec
 
 from serl_launcher.types import Batch
+from tests.shared.common import CONFIG, STATE
 
-CONFIG = Path(__file__).resolve().parents[2] / "config"
-STATE, CAMERA = "observation.state", "observation.images.top"
+CAMERA = "observation.images.top"
 REACH = 2.0
 
 
