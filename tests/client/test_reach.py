@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +15,7 @@ from serl_client.client import TrainerClient
 from serl_client.errors import Refused
 from serl_client.reach import Lookout, look
 
-from serl_launcher.store import keeper
-from serl_launcher.store.store import Store
 from tests.shared.common import ROOT, TRAIN, free_port, until
-from tests.shared.servers import ServerThread
 
 
 @pytest.fixture
@@ -118,26 +114,6 @@ def test_an_address_that_is_none_ends_the_actor_with_one_sentence(spec, tmp_path
         with pytest.raises(Refused, match="tcp://no host:1 is no address: say ip="):
             client.check()
     assert "Traceback" not in caplog.text
-
-
-def test_an_actor_that_is_told_to_wait_is_not_called_refused(spec, tmp_path, monkeypatch, caplog):
-    """The first one of a run, while the learner makes the files of its replay buffer."""
-    goes_on, create = threading.Event(), Store.create
-
-    def slow(*arguments):
-        assert goes_on.wait(30)
-        return create(*arguments)
-
-    monkeypatch.setattr(Store, "create", slow)
-    monkeypatch.setattr(keeper, "MAKE_S", 0.0)
-    with (
-        closing(ServerThread(tmp_path / "run")) as learner,
-        TrainerClient(learner.address, actor="arm", spec=spec, outbox=tmp_path / "outbox") as client,
-    ):
-        until(lambda: "the learner is making the files" in caplog.text)
-        goes_on.set()
-        until(lambda: client.connected)
-        assert learner.refusals() == {}
 
 
 def test_an_actor_without_learner_terminal_or_interrupts_says_what_it_waits_for_and_ends_with_ctrl_c(tmp_path):

@@ -114,8 +114,7 @@ def test_records_are_limited_by_their_number_and_wait_for_the_next_second(turns,
     turns.server.access._second = float("inf")  # time stands still
     turns.push(0, *outcomes(250))
     for expected in (100, 200, 250):
-        while turns.server.intake.has_work:
-            turns.server.intake.work()
+        turns.work()
         assert turns.store.expected(session_of(0)) == expected
         turns.server.access._counts.clear()
 
@@ -130,12 +129,10 @@ def test_more_than_the_window_holds_is_not_kept_and_asked_for_again(turns, monke
     assert peer.queued <= 2 << 12
     assert turns.server.access.refused.keys() == {"too fast"}
     monkeypatch.setattr(access, "RECORDS", 10**9)
-    while turns.server.intake.has_work:
-        turns.server.intake.work()
+    turns.work()
     reached = turns.store.expected(session_of(0))
     turns.push(0, *outcomes(50), begin=950)
-    turns.server.intake.work()
-    turns.server.intake.commit()
+    turns.work()
     assert (turns.got(0, m.Ack)[-1].expected, turns.got(0, m.Ack)[-1].resend) == (reached, True)
 
 

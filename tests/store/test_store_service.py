@@ -115,7 +115,7 @@ def test_a_record_that_sets_off_a_bug_when_its_group_is_written_costs_the_others
 
 
 @pytest.mark.parametrize("ends_by", ["being made", "a full disk"])
-def test_while_large_files_are_made_others_are_answered_and_the_actor_waits(serve, join, monkeypatch, ends_by):
+def test_while_large_files_are_made_others_are_answered_and_the_actor_waits(serve, join, monkeypatch, caplog, ends_by):
     begun, go_on, allocate = threading.Event(), threading.Event(), os.posix_fallocate
 
     def slow(*arguments):
@@ -132,7 +132,8 @@ def test_while_large_files_are_made_others_are_answered_and_the_actor_waits(serv
     assert begun.wait(10)
     for _ in range(3):
         assert running.report()["run"] == ""
-    assert not client.connected
+    until(lambda: "the learner is making the files" in caplog.text)
+    assert (client.connected, running.refusals()) == (False, {})
     go_on.set()
     if ends_by == "a full disk":
         with pytest.raises(TrainerError, match="No space left on device"):
