@@ -213,7 +213,8 @@ def test_warming_up_runs_every_shape_and_leaves_nothing_behind(spec):
     assert host.answer([Question(b"", ask())])[0].arrays["action"][0, 0] == 1
 
 
-def test_a_layer_that_is_compiled_is_compiled_once_for_all_layers_tasks_and_batches(spec):
+@pytest.mark.slow
+def test_a_layer_that_is_compiled_is_compiled_once_for_all_layers_tasks_and_batches(spec, one_thread):
     """What a GPU will do, with a compiler that writes no code."""
     host = PolicyHost(composed_algorithm(spec, "+algo=sft", "+policy=pi0_tiny"), spec, "cpu")
 
@@ -221,10 +222,10 @@ def test_a_layer_that_is_compiled_is_compiled_once_for_all_layers_tasks_and_batc
         questions = [Question(b"%d" % i, ask(seed=i, reset=True, explore=True, task=task, key=i)) for i in range(count)]
         return [answer.arrays["action"] for answer in host.answer(questions)]
 
-    sizes = (1, 2, 4, 8)
+    sizes = (1, 2, 4)
     expected = {size: actions("push the block", size) for size in sizes}
     host.acting._attend = torch.compile(host.acting._attend, fullgraph=True, backend="eager")
-    for size in sizes[:3]:
+    for size in sizes[:2]:
         actions("reach", size)
     with torch.compiler.set_stance("fail_on_recompile"):
         for size in sizes:
