@@ -252,8 +252,7 @@ def test_each_actor_has_a_carry_of_its_own_and_a_reset_begins_it_anew(inference,
 
 
 def test_a_carry_that_a_restart_lost_begins_anew(inference, link):
-    before = inference(Counting()).start()
-    before.publish(1, Counting())
+    before = inference(Counting()).acting()
     asker = link(before.address)
     for step in range(3):
         asker.send(ask(step, key=2, reset=step == 0))

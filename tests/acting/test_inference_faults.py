@@ -159,8 +159,7 @@ def test_an_actor_that_leaves_before_its_answer_costs_the_others_nothing(inferen
 
 
 def test_a_client_written_from_the_page_alone_asks_and_is_answered(inference, spec):
-    over_there = inference(Counting()).start()
-    over_there.publish(1, Counting())
+    over_there = inference(Counting()).acting()
     stranger = Client("tcp://127.0.0.1:1", "stranger", spec.to_dict())
     stranger.inference = over_there.address
     seen = {STATE: ("float32", (8,), np.full(8, 3, np.float32).tobytes())}

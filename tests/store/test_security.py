@@ -6,7 +6,6 @@ import shutil
 import socket
 
 import pytest
-import zmq
 from serl_client import ConfigError, Outcome
 from serl_client import messages as m
 from serl_client.connection import Connection
@@ -250,25 +249,18 @@ def test_mistakes_of_one_kind_and_old_versions_ban_no_key(keys, serve):
     assert served.refusals() == {"role": 5 * BAD_MESSAGES, "other version": 20}
 
 
-def test_nobody_writes_in_the_name_of_another_though_he_knows_its_numbers(keys, serve, spec):
+def test_nobody_writes_in_the_name_of_another_though_he_knows_its_numbers(keys, serve, act, spec):
     """The numbers lie in the files of the other's outbox."""
     served, mine, his = serve(keys=keys), "a" * 32, "b" * 32
-
-    def link(name, session, earlier=()):
-        return RawActor(
-            served.address, spec, name, session=session, outbox="box of left", earlier=earlier, key=keys / f"{name}.key"
-        )
-
-    with link("left", mine) as left:
-        left.welcome()
-        served.direct()
-        left.push(0, make_segment("e0"))
-        left.told(1)
-        for session, earlier in ((his, [[mine, 5]]), (mine, [])):
-            with link("right", session, earlier) as right, pytest.raises(Refused, match="or to another key"):
-                right.welcome()
-        left.push(1, make_segment("e0", start=4, ends="terminated"))
-        left.told(2)
+    left = act(served, "left", session=mine, key=keys / "left.key")
+    left.push(0, make_segment("e0"))
+    left.told(1)
+    for session, earlier in ((his, [[mine, 5]]), (mine, [])):
+        right = RawActor(served.address, spec, "right", session=session, earlier=earlier, key=keys / "right.key")
+        with right, pytest.raises(Refused, match="or to another key"):
+            right.welcome()
+    left.push(1, make_segment("e0", start=4, ends="terminated"))
+    left.told(2)
     (row,) = served.episodes().values()
     assert (row["id"], row["actor"], row["steps"]) == ("e0", "left", 8)
 
@@ -307,21 +299,6 @@ def test_while_the_allow_list_cannot_be_read_all_wait_and_afterwards_go_on(keys,
 
 
 # -- limits
-
-
-def test_a_connection_that_sends_junk_is_ignored_and_others_are_served(serve):
-    served = serve()
-    with served.link("viewer", "status") as link, zmq.Context.instance().socket(zmq.DEALER) as junk:
-        junk.linger = 0
-        junk.connect(served.address)
-        for _ in range(BAD_MESSAGES * 3):
-            junk.send(b"junk")
-        junk.send_multipart(m.encode(m.Hello(m.PROTOCOL, "viewer", "junk")))
-        until(lambda: served.refusals().get("bad message", 0) >= BAD_MESSAGES)
-        while junk.poll(100):
-            assert isinstance(m.decode(junk.recv_multipart()), m.Failed), "its Hello is not answered"
-        assert link.call(m.Status(), PATIENCE).report["refusals"] == {"bad message": BAD_MESSAGES}
-        assert [client["actor"] for client in served.report()["clients"]] == ["status"]
 
 
 def test_more_messages_within_a_second_than_allowed_are_dropped_and_counted(serve, monkeypatch):

@@ -42,7 +42,7 @@ def test_a_repeated_record_is_ignored_and_a_gap_is_named(tmp_path, made):
 
 
 def wide():
-    segment = make_segment()
+    segment = make_segment("e1")
     object.__setattr__(segment, "action", np.zeros((4, 3), np.float32))
     return segment
 
@@ -50,29 +50,16 @@ def wide():
 @pytest.mark.parametrize(
     ("segment", "says"),
     [
-        (make_segment(start=3), "came where the start of an episode"),
-        (make_segment(directive=9), "collects into no source"),
-        (make_segment(steps=300), "does not fit source"),
+        (make_segment("e1", start=3), "came where the start of an episode"),
+        (make_segment("e1", directive=9), "collects into no source"),
+        (make_segment("e1", steps=300), "does not fit source"),
         (wide(), r"action should be float32 \[4, 2\], not float32 \[4, 3\]"),
-    ],
-)
-def test_a_wrong_segment_is_refused_and_nothing_of_it_is_kept(tmp_path, made, segment, says):
-    with pytest.raises(Refused, match=says):
-        made.stage("A", 0, segment)
-    assert made.stage("A", 0, make_segment())
-    made.commit()
-    assert contents(tmp_path) == [(1, i, 0.0) for i in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("segment", "says"),
-    [
         (make_segment("e0", start=5), r"e0\[5\] came where e0\[4\]"),
         *((make_segment("e0", start=4, directive=d), f"no directive {d}") for d in (9, 2**31, 2**40, 2**53 - 1)),
         (make_segment("e0", start=4, weights=77), "a number that no column holds"),
     ],
 )
-def test_a_segment_that_cannot_go_on_is_its_senders_fault_and_the_others_are_kept(
+def test_a_wrong_segment_is_its_senders_fault_nothing_of_it_is_kept_and_the_others_are(
     tmp_path, made, monkeypatch, segment, says
 ):
     """Also one that sets off an error of ours while it is looked at."""
@@ -84,11 +71,12 @@ def test_a_segment_that_cannot_go_on_is_its_senders_fault_and_the_others_are_kep
         return records(*arguments)
 
     monkeypatch.setattr(store, "step_records", fail)
-    made.hello("other", "box", "B", [])
+    for session in "BC":
+        made.hello(f"arm{session}", f"outbox{session}", session, [])
     made.stage("A", 0, make_segment("e0"))
     made.stage("B", 0, make_segment("f0", ends="terminated"))
     with pytest.raises(Refused, match=says):
-        made.stage("A", 1, segment)
+        made.stage(*(("A", 1) if segment.episode == "e0" else ("C", 0)), segment)
     made.stage("A", 1, make_segment("e0", start=4, ends="terminated"))
     made.commit()
     assert len(contents(tmp_path)) == 12
