@@ -10,14 +10,13 @@ import sqlite3
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from tests.shared.oracle import Found
+from tests.shared.oracle import Found, opened
 
 from .truth import notes
 
@@ -49,9 +48,7 @@ class Life:
     drained: bool = False
 
 
-def check(
-    store: Path, truths: Sequence[Path], outboxes: Iterable[Path] = (), archived: Collection[str] = ()
-) -> Report:  # fmt: skip
+def check(store: Path, truths: Sequence[Path], outboxes: Iterable[Path], archived: Collection[str]) -> Report:
     """Everything that is wrong with a store whose server has ended, and with outboxes whose actors have drained;
     `archived` are the sources that an episode leaves only when the index says that it is archived."""
     report, lives = Report(), _lives(truths)
@@ -60,8 +57,7 @@ def check(
     if not (store / "index.sqlite").exists():
         report.violations.append("there is no store")
         return report
-    with closing(sqlite3.connect(f"file:{store / 'index.sqlite'}?mode=ro", uri=True)) as index:
-        index.row_factory = sqlite3.Row
+    with opened(store) as index:
         compare(Found(store, index, report.violations), lives, archived, report)
         _check_numbers(index, truths, report)
         newest = index.execute("SELECT sha256 FROM weights ORDER BY version DESC LIMIT 1").fetchone()
@@ -163,9 +159,7 @@ def _check_records(found: Found, lives: dict[str, Life], archived: Collection[st
     _check_order(found, lives, report)
 
 
-def _check_episode(
-    found: Found, episode: Mapping[str, Any], delivered: list[dict[str, Any]], report: Report
-) -> None:  # fmt: skip
+def _check_episode(found: Found, episode: Mapping[str, Any], delivered: list[dict[str, Any]], report: Report) -> None:
     id, wanted = episode["id"], [hash for note in delivered for hash in note["steps"]]
     parts = found.parts[episode["part_of"]]
     is_last = episode["number"] == parts[-1]["number"]

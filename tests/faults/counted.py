@@ -3,9 +3,7 @@ its summary.json."""
 
 import hashlib
 import json
-import sqlite3
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,13 @@ EVALUATED = {"before": 0, "eval": -1}  # summary's key -> which of the phases th
 
 def layout(store: Path) -> np.dtype:
     """What a step looks like in this store."""
-    with closing(sqlite3.connect(f"file:{store}/index.sqlite?mode=ro", uri=True)) as index:
-        return oracle.kind(json.loads(index.execute("SELECT value FROM meta WHERE key = 'spec'").fetchone()[0]))
+    with oracle.opened(store) as index:
+        return oracle.kind(oracle.spec_of(index))
 
 
 def expected(store: Path) -> dict[str, int]:
     """{session: records} that the store has."""
-    with closing(sqlite3.connect(f"file:{store}/index.sqlite?mode=ro", uri=True)) as index:
+    with oracle.opened(store) as index:
         return dict(index.execute("SELECT session, expected FROM sessions").fetchall())
 
 
@@ -46,8 +44,7 @@ class Counted:
         self.run_dir, self.violations = run_dir, violations
         self.summary = json.loads((run_dir / "summary.json").read_text())
         report = checker.Report()
-        with closing(sqlite3.connect(f"file:{run_dir}/store/index.sqlite?mode=ro", uri=True)) as index:
-            index.row_factory = sqlite3.Row
+        with oracle.opened(run_dir / "store") as index:
             self._found = oracle.Found(run_dir / "store", index, report.violations)
             self._weights = dict(index.execute("SELECT version, sha256 FROM weights").fetchall())
             bodies = index.execute("SELECT body FROM directives ORDER BY number").fetchall()

@@ -13,7 +13,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,7 +27,7 @@ from serl_client.episode import LostRecord, QueuedRecord
 
 from tests.shared.clients import RawActor
 from tests.shared.common import until
-from tests.shared.oracle import Found
+from tests.shared.oracle import Found, opened
 
 from . import checker
 from .actor import fingerprint_of
@@ -230,8 +230,7 @@ def note(session: str, seq: int) -> dict[str, Any]:
 def broken(run_dir: Path, promises: Promises) -> list[str]:
     """What of the promises the folder does not keep; nothing may have the store open."""
     report, lives = checker.Report(), dict[str, checker.Life]()
-    with closing(sqlite3.connect(f"file:{run_dir}/store/index.sqlite?mode=ro", uri=True)) as index:
-        index.row_factory = sqlite3.Row
+    with opened(run_dir / "store") as index:
         found = Found(run_dir / "store", index, report.violations)
         for number, session in enumerate(sorted({*found.sessions, *promises.expected})):
             count = found.sessions[session]["expected"] if session in found.sessions else 0

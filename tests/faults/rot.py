@@ -1,19 +1,14 @@
 """Bytes of a stopped server's files that turn over, and how they are turned back."""
 
-import json
 import re
-import sqlite3
-import subprocess
-import sys
-from contextlib import closing
 from pathlib import Path
 from random import Random
 
 import numpy as np
 
 from tests.shared import oracle
+from tests.shared.tools import typed
 
-ROOT = Path(__file__).resolve().parents[2]
 MOST = 3  # steps of which something turns over
 
 
@@ -22,9 +17,8 @@ class Rot:
 
     def __init__(self, run_dir: Path, source: str, random: Random) -> None:
         store = run_dir / "store"
-        with closing(sqlite3.connect(f"file:{store}/index.sqlite?mode=ro", uri=True)) as index:
-            spec = json.loads(index.execute("SELECT value FROM meta WHERE key = 'spec'").fetchone()[0])
-            words = "SELECT tail, head, capacity FROM sources WHERE name = ?"
+        with oracle.opened(store) as index:
+            spec, words = oracle.spec_of(index), "SELECT tail, head, capacity FROM sources WHERE name = ?"
             tail, head, capacity = index.execute(words, (source,)).fetchone()
         self._run_dir = run_dir
         self._turned: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # a place, what was there, what is there now
@@ -44,12 +38,11 @@ class Rot:
 
     def unseen(self) -> list[str]:
         """What `tools/store.py verify` says wrongly of it."""
-        words = [sys.executable, ROOT / "tools/store.py", "verify", self._run_dir]
-        done = subprocess.run(words, capture_output=True, text=True)
-        found = {int(number) for number in re.findall(r"step (\d+): damaged", done.stdout)}
-        if found == self.numbers and done.returncode == bool(found):
+        status, said = typed("store", "verify", self._run_dir)
+        found = {int(number) for number in re.findall(r"step (\d+): damaged", said)}
+        if found == self.numbers and status == bool(found):
             return []
-        return [f"bits of steps {sorted(self.numbers)} turned over, and verify says {found or done.stderr}"]
+        return [f"bits of steps {sorted(self.numbers)} turned over, and verify says {found or said}"]
 
     def mend(self) -> None:
         """Turn back what nobody has overwritten."""

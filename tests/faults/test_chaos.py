@@ -76,11 +76,11 @@ class Kept:
     def __init__(self, folder):
         self.folder, self.store = folder, folder / "disk/run/store"
         self.index = sqlite3.connect(self.store / "index.sqlite", isolation_level=None)
-        ((spec,),) = self.index.execute("SELECT value FROM meta WHERE key = 'spec'")
+        spec = oracle.spec_of(self.index)
         ((capacity, self.tail, head),) = self.index.execute("SELECT capacity, tail, head FROM sources")
         self.room, self.live = oracle.slots(capacity), [number % capacity for number in range(self.tail, head)]
-        self.steps = np.memmap(self.store / "main/steps", oracle.kind(json.loads(spec)), "r+")
-        self.rows = oracle.rows(self.store / "main/rows", json.loads(spec), self.room, "r+")
+        self.steps = np.memmap(self.store / "main/steps", oracle.kind(spec), "r+")
+        self.rows = oracle.rows(self.store / "main/rows", spec, self.room, "r+")
 
     def check(self, archived=()):
         self.index.close()

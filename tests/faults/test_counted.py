@@ -6,12 +6,12 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from serl_client.episode import Outcome
 
 from serl_launcher.store import weights
 from serl_launcher.store.store import Store
 from tests.faults import counted
 from tests.faults.whole import Whole
+from tests.shared.data import make_episode
 
 
 @pytest.mark.slow
@@ -39,8 +39,8 @@ PHASES = ("demonstrate", "teleop", "demo", 2), ("baseline", "evaluate", "eval", 
 class Run:
     """A run that is over: its store, its weights and its summary."""
 
-    def __init__(self, folder, spec, make_segment):
-        self.folder, self._make, self._seq, self._seed = folder, make_segment, 0, 0
+    def __init__(self, folder, spec):
+        self.folder, self._seq, self._seed = folder, 0, 0
         self.store = Store.create(folder / "store", spec, {"demo": 200, "online": 200, "eval": 200})
         self.store.hello("arm", "outbox", "A", [])
         for phase, mode, into, count in (*PHASES, ("evaluate", "evaluate", "eval", 3)):
@@ -62,10 +62,7 @@ class Run:
         self._seed += 1
         name = f"{phase}-{self._seed}"
         stamp = dict(directive=directive, phase=phase, weights=self.version)
-        for record in (
-            self._make(name, self._seed, 0, 4, **stamp), self._make(name, self._seed, 4, 3, ends="terminated", **stamp),
-            Outcome(name, True),
-        ):  # fmt: skip
+        for record in make_episode(name, self._seed, steps=7, success=True, **stamp):
             self.store.stage("A", self._seq, record)
             self._seq += 1
 
@@ -81,8 +78,8 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path, spec, make_segment):
-    made = Run(tmp_path, spec, make_segment)
+def run(tmp_path, spec):
+    made = Run(tmp_path, spec)
     yield made
     made.store.close()
 

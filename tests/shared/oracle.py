@@ -9,7 +9,7 @@ import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,10 +35,21 @@ class Step:
     seen: bytes  # of the row that was seen before it, a hash
 
 
-def read(store: Path) -> "Found":
-    """Everything in a store; `violations` of the result are what is wrong with it."""
+@contextmanager
+def opened(store: Path) -> Iterator[sqlite3.Connection]:
+    """The index of a store, for reading."""
     with closing(sqlite3.connect(f"file:{store / 'index.sqlite'}?mode=ro", uri=True)) as index:
         index.row_factory = sqlite3.Row
+        yield index
+
+
+def spec_of(index: sqlite3.Connection) -> dict[str, Any]:
+    return json.loads(index.execute("SELECT value FROM meta WHERE key = 'spec'").fetchone()[0])
+
+
+def read(store: Path) -> "Found":
+    """Everything in a store; `violations` of the result are what is wrong with it."""
+    with opened(store) as index:
         return Found(store, index, [])
 
 
@@ -61,7 +72,7 @@ class Found:
 
     def __init__(self, store: Path, index: sqlite3.Connection, violations: list[str]) -> None:
         self.violations = violations
-        self.spec = json.loads(index.execute("SELECT value FROM meta WHERE key = 'spec'").fetchone()[0])
+        self.spec = spec_of(index)
         self.sources = {row["name"]: row for row in index.execute("SELECT * FROM sources")}
         self.sessions = {row["session"]: row for row in index.execute("SELECT * FROM sessions")}
         self.episodes = {row["id"]: row for row in index.execute("SELECT * FROM episodes")}

@@ -5,17 +5,17 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from serl_client import Feature, Segment, Spec
 from serl_client.client import TrainerClient
-from serl_client.episode import COLUMNS
 from serl_client.errors import TrainerError
 
-from tests.benches.served import STATE, Latencies, Rows
+from tests.benches.served import STATE, Latencies
+from tests.shared.data import blank_segment
 
 from .tables import tables
 
@@ -46,8 +46,7 @@ class Actor:
         self.client: TrainerClient | None = None
         self._part, self._folder = part, part.folder / name
         self._random = random.Random(f"{name} {os.getpid()}")
-        self._rows = Rows(SPEC, length=ROWS, pool=1 << 16)
-        self._segments: list[Segment] = []
+        self._episodes, self._segments = 0, list[Segment]()
         self._late: Latencies | None = None
         self._next = time.monotonic() + self._random.random()
         self._ends = 0.0
@@ -93,9 +92,13 @@ class Actor:
         if not (client.has_room and client.directive["number"]):
             return
         if not self._segments:
-            prefix = f"{self.name}-{client.session[:12]}"
-            *segments, last = self._rows.episode(RECORDS, client.directive["number"], prefix=prefix)
-            self._segments = [*segments, _ended(last)][::-1]
+            self._episodes += 1
+            name, starts = f"{self.name}-{client.session[:12]}-{self._episodes}", range(0, RECORDS * ROWS, ROWS)
+            stamp: dict[str, Any] = {"directive": client.directive["number"]}
+            self._segments = [
+                blank_segment(SPEC, name, start, ROWS, ends="truncated" * (start == starts[-1]), **stamp)
+                for start in reversed(starts)
+            ]
         late.push(self._segments.pop())
 
     def taken(self) -> list[float]:
@@ -104,12 +107,6 @@ class Actor:
             return []
         taken, self._late.seconds = self._late.seconds, []
         return taken
-
-
-def _ended(segment: Segment) -> Segment:
-    """The same rows, the last of which is the final observation."""
-    columns = {name: getattr(segment, name)[:-1] for name in ("action", *COLUMNS)}
-    return replace(segment, **columns, truncated=True)
 
 
 def play(part: Part) -> None:

@@ -3,11 +3,9 @@
 import gc
 import os
 import signal
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,7 @@ from tests.benches.served import check
 from tests.faults.stage import Player, Setting, Stage, context
 from tests.faults.trainer import SOURCE
 from tests.shared.common import free_port
+from tests.shared.oracle import opened
 
 from . import actors
 from .drift import Drift, broken, drift
@@ -176,7 +175,7 @@ def index_sizes(store: Path) -> dict[str, float]:
     """The index's files in KB, and the rows of its tables."""
     files = {"index KB": "index.sqlite", "index log KB": "index.sqlite-wal"}
     sizes = {name: (store / file).stat().st_size / 1024 for name, file in files.items()}
-    with closing(sqlite3.connect(f"file:{store}/index.sqlite?mode=ro", uri=True)) as index:
+    with opened(store) as index:
         names = [name for (name,) in index.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         counts = {f"rows of {name}": index.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in names}
     return sizes | counts
