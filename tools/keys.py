@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--keys", type=Path, default=Path("keys"))
     options = parser.parse_args()
     if (options.what == "list") != (options.name is None) or (options.what == "make") != (options.role is not None):
-        parser.error("make NAME --role ROLE, list, revoke NAME or lift NAME")
+        parser.error("make NAME --role ROLE, list, revoke NAME or unban NAME")
     try:
         with locked(options.keys, options.what == "make"):
             print(act(options.what, options.keys, options.name, options.role))

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,9 @@ def size(path: Path) -> tuple[float, int, int]:
 
 def together(page: list[Path], speed: int, height: int, width: int) -> Iterator[list[Array]]:
     """A frame of each video of a page, as long as any goes on; one that has ended stands still."""
-    running: list[Iterator[Array] | None] = [lapse(path, speed, height, width) for path in page]
     shown: list[Array] = [np.zeros((height, width, 3), np.uint8)] * len(page)
-    while True:
-        for index, frames in enumerate(running):
-            image = next(frames, None) if frames is not None else None
-            if image is None:
-                running[index] = None
-            else:
-                shown[index] = image
-        if not any(running):
-            return
+    for images in zip_longest(*(lapse(path, speed, height, width) for path in page)):
+        shown = [before if image is None else image for before, image in zip(shown, images, strict=True)]
         yield shown
 
 

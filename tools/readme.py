@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -165,9 +166,7 @@ class Reader:
     def close(self) -> None:
         """End what still runs: only where this program is stopped."""
         for process in self._started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            kill(process)
 
     def turn(self) -> None:
         """Begin another page: who reads it may have read no other, and has made no keys."""
@@ -185,7 +184,7 @@ class Reader:
         if command.side:
             self._running.append((text, self._start(text)))
             return self._listening(text) if command.side == "learner" else ""
-        return self._ended(text, self._start(text), INSTALL_S if self.clean and installs else LIMIT_S)
+        return self._ended(self._start(text), INSTALL_S if self.clean and installs else LIMIT_S)
 
     def _listening(self, text: str) -> str:
         """Wait, as a person does, until the learner that was started last listens."""
@@ -206,7 +205,7 @@ class Reader:
             text = self.partner(self._running[0][0], *sides)
             self._running.append((text, self._start(text)))
         for text, process in self._running:
-            if failed := self._ended(text, process, LIMIT_S):
+            if failed := self._ended(process, LIMIT_S):
                 yield text, failed
         self._running.clear()
 
@@ -216,9 +215,8 @@ class Reader:
         kept = [word for word in shlex.split(text)[1:] if re.match(r"(run_dir|task[\w.]*|port|inference_port)=", word)]
         keys = {"keys=keys": "key=keys/left.key", "key=keys/left.key": "keys=keys"}
         kept += [keys[word] for word in shlex.split(text) if word in keys]
-        return shlex.join(
-            [f"examples/experiments/sim_arm/run_{other}.sh", *kept, *(SHORT if other == "learner" else [])]
-        )
+        short = SHORT if other == "learner" else []
+        return shlex.join([f"examples/experiments/sim_arm/run_{other}.sh", *kept, *short])
 
     def shortened(self, text: str) -> str:
         """The command with other places, and with words that make a run short and keep it off others' ports."""
@@ -236,12 +234,10 @@ class Reader:
         environment = {**os.environ, "WANDB_MODE": "disabled"}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # with it each process compiles torch anew, for half a minute
         if not self.clean:
-            environment["PYTHONPATH"] = (
-                f"{blocked(self.folder, self.extras)}:{self.folder}"  # the copy, not this folder
-            )
+            environment["PYTHONPATH"] = f"{blocked(self.folder, self.extras)}:{self.folder}"  # the copy
         with open(self._log, "ab") as log:
             log.write(f"\n$ {text}\n".encode())
-        with open(self._log, "ab") as log:
+            log.flush()
             process = subprocess.Popen(
                 ["bash", "-c", text], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=environment, start_new_session=True,
@@ -249,23 +245,24 @@ class Reader:
         self._started.append(process)
         return process
 
-    def _ended(self, text: str, process: subprocess.Popen[bytes], limit: float) -> str:
+    def _ended(self, process: subprocess.Popen[bytes], limit: float) -> str:
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)
-            with_time = f"did not end within {limit:.0f} s"
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            return with_time + self._last()
+            kill(process)
+            return f"did not end within {limit:.0f} s" + self._last()
         return f"ended with status {status}" + self._last() if status else ""
 
     def _last(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()
         return "".join(f"\n        {line[:200]}" for line in lines[-8:])
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End it and what it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def blocked(folder: Path, extras: Sequence[str]) -> Path:
@@ -311,28 +308,24 @@ def copied(folder: Path, *, clean: bool) -> Path:
 
 def give(commands: Sequence[Command], reader: Reader) -> int:
     """Give the commands, and print what became of each; returns how many failed."""
-    failed, before = 0, None
-    for command in [*commands, None]:
-        if before is not None and (command is None or (command.page, command.block) != (before.page, before.block)):
-            for text, reason in reader.finish():
-                failed += 1
-                print(f"FAILED   {before.page}:{before.line}  {text}\n    {reason}", flush=True)
-        if command is None:
-            break
-        if before is None or command.page != before.page:
+    failed, page = 0, ""
+    for (of, _), block in groupby(commands, key=lambda command: (command.page, command.block)):
+        if of != page:
             reader.turn()
-        before = command
-        shown = command.file or command.text
-        if command.reason:
-            print(f"not run  {command.page}:{command.line}  {shown}: {command.reason}", flush=True)
-            continue
-        began = time.monotonic()
-        reason = reader.give(command)
-        failed += bool(reason)
-        said = f"FAILED   {command.page}:{command.line}  {shown}\n    {reason}"
-        print(
-            said if reason else f"{time.monotonic() - began:6.1f} s {command.page}:{command.line}  {shown}", flush=True
-        )
+        page, line = of, 0
+        for command in block:
+            line, place = command.line, f"{page}:{command.line}  {command.file or command.text}"
+            if command.reason:
+                print(f"not run  {place}: {command.reason}", flush=True)
+                continue
+            began = time.monotonic()
+            reason = reader.give(command)
+            failed += bool(reason)
+            took = f"{time.monotonic() - began:6.1f} s {place}"
+            print(f"FAILED   {place}\n    {reason}" if reason else took, flush=True)
+        for text, reason in reader.finish():
+            failed += 1
+            print(f"FAILED   {page}:{line}  {text}\n    {reason}", flush=True)
     return failed
 
 
@@ -345,11 +338,8 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     commands = [command for page in options.page or pages(ROOT) for command in read(page)]
     if options.list:
-        for command in commands:
-            print(
-                f"{command.page}:{command.line}  {command.file or command.text}",
-                command.reason and f"[{command.reason}]",
-            )
+        for each in commands:
+            print(f"{each.page}:{each.line}  {each.file or each.text}", each.reason and f"[{each.reason}]")
     wrong = [] if options.page else stale(commands)
     for pattern in wrong:
         print(f"FAILED   tools/readme.py: the exception {pattern!r} fits no command: remove it")

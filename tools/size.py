@@ -20,6 +20,8 @@ def main() -> None:
     folders: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for name in names.stdout.split():
         path = ROOT / name
+        if not path.exists():  # not yet committed
+            continue
         folder = "/".join(path.relative_to(ROOT).parts[:2][: -1 if path.parent == ROOT else 2]) or "."
         folders[folder if (ROOT / folder).is_dir() else str(Path(folder).parent)].append(measure(path))
     total, part = 0, {"product": 0, "proof": 0}

@@ -12,7 +12,7 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 STATE, CAMERA = "observation.state", "observation.images.front"
 
-def make(root, lengths, camera=None, flags=False, names=None):
+def make(root, lengths, camera=None, flags=False, names=None, fps=10, still=1000, open=()):  # still: the last row shown
     features = {
         STATE: {"dtype": "float32", "shape": (4,), "names": names},
         "action": {"dtype": "float32", "shape": (2,), "names": None},
@@ -22,17 +22,17 @@ def make(root, lengths, camera=None, flags=False, names=None):
     if flags:
         features["next.reward"] = {"dtype": "float32", "shape": (1,), "names": None}
         features |= {f"next.{name}": {"dtype": "bool", "shape": (1,), "names": None} for name in ("done", "success")}
-    data = LeRobotDataset.create("a/b", fps=10, features=features, root=root, use_videos=True)
+    data = LeRobotDataset.create("a/b", fps=fps, features=features, root=root, use_videos=True)
     rng = np.random.default_rng(0)
     for episode, length in enumerate(lengths):
         for step in range(length):
             state = np.array([episode, step, rng.normal(), rng.normal()], np.float32)
             frame = {STATE: state, "action": np.clip(state[2:], -1, 1), "task": f"task {episode % 2}"}
             if camera:
-                frame[CAMERA] = np.zeros((64, 64, 3), np.uint8)
-                frame[CAMERA][:, :, episode % 3], frame[CAMERA][: step + 1, :, 1] = 8 * step % 250, 200
+                shown, frame[CAMERA] = min(step, still), np.zeros((64, 64, 3), np.uint8)
+                frame[CAMERA][:, :, episode % 3], frame[CAMERA][: shown + 1, :, 1] = 8 * shown % 250, 200
             if flags:
-                last = step == length - 1
+                last = step == length - 1 and episode not in open
                 frame["next.reward"] = np.array([float(last)], np.float32)
                 frame["next.done"], frame["next.success"] = np.array([last]), np.array([last and episode % 2 == 0])
             data.add_frame(frame)
@@ -48,7 +48,7 @@ def read(root):  # as lerobot reads it
 folder = Path(sys.argv[1])
 for name, options in json.loads(sys.argv[2]).items():
     make(folder / name, **options)
-    if "camera" in options:
+    if list(options) == ["lengths", "camera"]:
         try:
             read(folder / name)
         except (RuntimeError, ImportError) as error:
@@ -63,4 +63,8 @@ KINDS = {
     "flagged": {"lengths": [5, 9], "flags": True},
     "video": {"lengths": [11, 20], "camera": "video"},
     "image": {"lengths": [11, 20], "camera": "image"},
+    "first": {"lengths": [12, 9], "camera": "video", "flags": True},
+    "second": {"lengths": [20, 5, 8], "camera": "video", "flags": True},
+    "slow": {"lengths": [4], "camera": "video", "flags": True, "fps": 5},
+    "faulty": {"lengths": [30, 7, 1], "camera": "video", "flags": True, "still": 8, "open": [1]},
 }

@@ -11,6 +11,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,28 +21,19 @@ from serl_client.client import TrainerClient
 from serl_client.errors import ConfigError
 from serl_client.outbox import Outbox
 
-from robot_infra.env import RobotEnv
-from robot_infra.interfaces import Frame, Verdict
+from robot_infra.interfaces import Frame
 from robot_infra.robots.fake import FakeRobot
 from serl_launcher.config import composed
 from serl_launcher.store.store import Store
 from tests.shared.clients import connected
-from tests.shared.common import free_port, until
+from tests.shared.common import free_port
+from tests.shared.robots import build
 from tests.shared.servers import ServerThread
 from tests.shared.tools import called, typed
 from tools.checks import machine, network, robot
 from tools.checks.common import CONFIG, Run
 from tools.checks.sides import examined, looked
 from tools.keys import locked, make, revoke
-
-OTHER_PROTOCOL = """
-import sys
-from pathlib import Path
-from serl_client import messages
-from serl_launcher.store.server import serve
-messages.PROTOCOL = (90, 91)
-serve(Path(sys.argv[1]), {"online": 100}, public=sys.argv[2], local=sys.argv[3], inference="tcp://127.0.0.1:1")
-"""
 
 
 @cache
@@ -186,19 +178,12 @@ def test_nobody_and_somebody_else_at_the_learners_port(tmp_path):
             assert (state, expected in said) == ("FAIL", True), said
 
 
-def test_a_learner_of_another_protocol_is_told_with_both_numbers(tmp_path):
-    port = free_port()
-    run = planned("actor", tmp_path, f"port={port}")
-    address = f"tcp://127.0.0.1:{port}"
-    server = subprocess.Popen([sys.executable, "-c", OTHER_PROTOCOL, tmp_path, address, f"ipc://{tmp_path}/local"])
-    try:
-        until(lambda: found(network.reachable, run)[0] == "ok")
-        state, said = found(network.protocol, run)
-    finally:
-        server.kill()
-        server.wait()
+def test_a_learner_of_another_protocol_is_told_with_both_numbers(learner, tmp_path, monkeypatch):
+    monkeypatch.setattr(network, "m", SimpleNamespace(**vars(messages) | {"PROTOCOL": (90, 91)}))
+    state, said = found(network.protocol, planned("actor", tmp_path, f"port={learner}"))
     assert state == "FAIL"
     assert "90-91" in said
+    assert "{}-{}".format(*messages.PROTOCOL) in said
     assert "git pull" in said
 
 
@@ -210,7 +195,7 @@ def test_another_robot_and_another_run_are_refused(learner, tmp_path):
     ) as client:
         connected(client)
         assert found(network.protocol, run)[0] == "ok"
-        with FakeEnv() as run.env:
+        with real_env() as run.env:
             run.spec = run.env.spec
         state, said = found(network.same_robot, run)
         assert (state, "observation.state.shape: [7], [6]" in said) == ("FAIL", True), said
@@ -288,7 +273,7 @@ def test_a_full_disk_and_a_plan_that_is_too_large(tmp_path):
     assert state == "FAIL"
     assert "the replay buffer does not fit" in said
     run = planned("actor", tmp_path, "outbox_gb=0.000001")
-    with FakeEnv() as run.env:
+    with real_env() as run.env:
         run.spec = run.env.spec
         state, said = found(machine.disk, run)
     assert state == "FAIL"
@@ -297,7 +282,7 @@ def test_a_full_disk_and_a_plan_that_is_too_large(tmp_path):
 
 
 def test_a_store_that_is_there_tells_its_robot_and_keeps_its_capacities(tmp_path):
-    with FakeEnv() as env:
+    with real_env() as env:
         store = Store.create(tmp_path / "store", env.spec, {"online": 100, "demo": 50})
     with closing(store):
         run = planned("learner", tmp_path, "plan.sources.online.capacity=100", "plan.sources.demo.capacity=60")
@@ -345,16 +330,19 @@ class Camera:
         pass
 
 
-class FakeEnv(RobotEnv):
-    """The fake robot on the real clock with these cameras; `slow` seconds pass in each observation."""
+class Slow(FakeRobot):
+    """`seconds` pass in each observation."""
 
-    def __init__(self, *, slow=0.0, **cameras):
-        self.device = FakeRobot()
-        self.device.observe = lambda observe=self.device.observe: (time.sleep(slow), observe())[1]
-        super().__init__(
-            self.device, judge=lambda observation: Verdict(0.0, False, None), task="", fps=20.0, max_steps=9,
-            clock="real", cameras=cameras,
-        )  # fmt: skip
+    seconds = 0.0
+
+    def observe(self):
+        time.sleep(self.seconds)
+        return super().observe()
+
+
+def real_env(**cameras):
+    """The robot on the real clock with these cameras."""
+    return build(Slow(), fps=20, max_steps=9, clock="real", cameras=cameras)
 
 
 @pytest.mark.parametrize(
@@ -370,25 +358,26 @@ class FakeEnv(RobotEnv):
     ],
 )
 def test_a_camera_is_judged_by_rate_age_size_and_image(tmp_path, camera, state, words):
-    with FakeEnv(high=camera) as env:
+    with real_env(high=camera) as env:
         result, said = found(robot.cameras, planned("actor", tmp_path, env=env, seconds=0.4))
     assert result == state, said
     assert words in said
 
 
 def test_a_loop_that_is_too_slow_fails_and_names_the_slow_part(tmp_path):
-    with FakeEnv(slow=0.08, high=Camera()) as env:
+    with real_env(high=Camera()) as env:
+        env.robot.seconds = 0.08
         state, said = found(robot.control, planned("actor", tmp_path, env=env, seconds=0.4))
     assert state == "FAIL"
     assert "robot 8" in said  # ms
-    assert env.device.commands == 0
+    assert env.robot.commands == 0
 
 
 def test_a_real_robot_is_commanded_only_when_it_may_move(tmp_path):
-    with FakeEnv() as env:
+    with real_env() as env:
         for move in (False, True):
             said = found(robot.control, planned("actor", tmp_path, env=env, move=move, seconds=0.2))[1]
-            assert (env.device.commands > 0) == move, said
+            assert (env.robot.commands > 0) == move, said
 
 
 def test_a_robot_that_does_not_open_is_a_failure_and_the_rest_goes_on(learner, tmp_path):

@@ -1,9 +1,6 @@
 """tools/inputs.py: shuffling what a policy looks at raises its loss, and shuffling anything else does not."""
 
 import re
-import runpy
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +15,11 @@ from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store import weights
 from serl_launcher.store.store import Store
 from serl_launcher.training.build import build
+from tests.shared.common import CONFIG, STATE
+from tests.shared.tools import called
 from tools import inputs as tool
 
-ROOT = Path(__file__).resolve().parents[2]
-STATE, FRONT, SIDE = "observation.state", "observation.images.front", "observation.images.side"
+FRONT, SIDE = "observation.images.front", "observation.images.side"
 SIZE, STEPS, CAPACITY = 32, 16, 400
 SPEC = Spec(
     {STATE: Feature((2,)), FRONT: Feature((SIZE, SIZE, 3), "uint8"), SIDE: Feature((SIZE, SIZE, 3), "uint8")},
@@ -51,7 +49,7 @@ def episode(number, source, directive, random, success):
 
 def made(run, words, *, updates, success=True):
     """A run's folder with demonstrations, a policy that has cloned them, and three evaluated episodes."""
-    config = composed(ROOT / "config", ["learner=true", f"run_dir={run}", *words])
+    config = composed(CONFIG, ["learner=true", f"run_dir={run}", *words])
     run.mkdir()
     OmegaConf.save(config, run / "config.yaml")
     store = Store.create(run / "store", SPEC, {"demo": CAPACITY, "eval": CAPACITY})
@@ -83,19 +81,9 @@ def cloned(run, config, store, updates):
     return {name: tensor.contiguous() for name, tensor in algorithm.acting.state_dict().items()}
 
 
-@pytest.fixture
-def inputs(monkeypatch, capsys):
-    """Runs the tool in this process; returns (its exit status or last words, what it printed)."""
-
-    def inputs(run, *words):
-        monkeypatch.setattr(sys, "argv", ["inputs.py", "--run-dir", str(run), *words])
-        try:
-            runpy.run_path(str(ROOT / "tools/inputs.py"), run_name="__main__")
-        except SystemExit as end:
-            return end.code, capsys.readouterr().out
-        return 0, capsys.readouterr().out
-
-    return inputs
+def inputs(run, *words):
+    """(exit status, all that is said) of the tool."""
+    return called("inputs", "--run-dir", run, *words)
 
 
 def changes(said):
@@ -109,7 +97,7 @@ def seeing(tmp_path_factory):
     return made(tmp_path_factory.mktemp("seeing") / "run", SEES, updates=250)
 
 
-def test_shuffling_what_the_policy_looks_at_raises_its_loss_and_nothing_else_does(seeing, inputs):
+def test_shuffling_what_the_policy_looks_at_raises_its_loss_and_nothing_else_does(seeing):
     status, said = inputs(seeing)
     assert status == 0
     assert "3 successful episodes of eval, weights 1" in said
@@ -129,18 +117,18 @@ def test_percent_are_said_only_of_a_loss_above_zero(before, after, said):
     assert tool.change(before, after).strip() == said
 
 
-def test_the_same_question_has_the_same_answer(seeing, inputs):
+def test_the_same_question_has_the_same_answer(seeing):
     assert inputs(seeing, "--windows", "64") == inputs(seeing, "--windows", "64")
 
 
-def test_a_fold_and_another_source_can_be_asked_about(seeing, inputs):
+def test_a_fold_and_another_source_can_be_asked_about(seeing):
     said = [inputs(seeing, "--source", "demo", "--split", split)[1] for split in ("held_out", "train")]
     counts = [int(re.search(r"of (\d+) successful episodes of demo", text)[1]) for text in said]
     assert sum(counts) == 20
     assert 0 < counts[0] < counts[1]
 
 
-def test_a_camera_that_is_no_input_is_said_to_be_none(tmp_path, inputs):
+def test_a_camera_that_is_no_input_is_said_to_be_none(tmp_path):
     status, said = inputs(made(tmp_path / "run", BLIND, updates=1))
     assert status == 0
     assert set(changes(said)) == {STATE}
@@ -156,12 +144,12 @@ def test_a_camera_that_is_no_input_is_said_to_be_none(tmp_path, inputs):
         (1, True, ["--windows", "1"], "shuffling needs at least 2"),
     ],
 )
-def test_what_is_missing_is_said_in_one_sentence(tmp_path, inputs, updates, success, words, message):
-    error, _ = inputs(made(tmp_path / "run", BLIND, updates=updates, success=success), *words)
-    assert error.startswith("error: ")
-    assert "\n" not in error
-    assert message in error
+def test_what_is_missing_is_said_in_one_sentence(tmp_path, updates, success, words, message):
+    status, said = inputs(made(tmp_path / "run", BLIND, updates=updates, success=success), *words)
+    assert (status, said.count("\n")) == (1, 1)
+    assert said.startswith("error: ")
+    assert message in said
 
 
-def test_a_folder_without_a_run_is_named(tmp_path, inputs):
-    assert inputs(tmp_path)[0].startswith(f"error: there is no run in {tmp_path}: name the folder")
+def test_a_folder_without_a_run_is_named(tmp_path):
+    assert inputs(tmp_path)[1].startswith(f"error: there is no run in {tmp_path}: name the folder")

@@ -1,19 +1,15 @@
 """A time-lapse shows every episode by name, its end included, and never holds more than a frame of each."""
 
 import os
-import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
-from serl_client.errors import ConfigError
 
 from serl_launcher.utils import recording
+from tests.shared.tools import called, typed
 from tools import merge_video
-
-TOOL = Path(merge_video.__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -33,18 +29,12 @@ def read(av, path):
         return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
 
 
-def run(*arguments):
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
 def test_episodes_follow_each_other_by_name_with_every_nth_frame_and_the_last(tmp_path, av):
     video(tmp_path / "000002.mp4", 17, brightness=100)
     video(tmp_path / "000001.mp4", 20)
     out = tmp_path / "merged.mp4"
     for _ in range(2):  # its own output is no input
-        done = run(tmp_path, "--speed", 8, "--out", out)
-        assert (done.returncode, done.stdout) == (0, f"{out}: 2 episodes\n")
+        assert called("merge_video", tmp_path, "--speed", 8, "--out", out) == (0, f"{out}: 2 episodes\n")
     shown = [round(float(image.mean())) for image in read(av, out)]
     assert shown == pytest.approx([0, 8, 16, 255, 100, 108, 255], abs=4)
 
@@ -52,8 +42,8 @@ def test_episodes_follow_each_other_by_name_with_every_nth_frame_and_the_last(tm
 def test_a_grid_shows_several_at_once_and_those_that_ended_stand_still(tmp_path, av):
     for number, frames in enumerate((4, 8, 4, 2, 2)):
         video(tmp_path / f"{number}.mp4", frames, brightness=50)
-    done = run(tmp_path, "--speed", 1, "--grid", "2x2", "--out", tmp_path / "grid.mp4")
-    assert done.returncode == 0, done.stderr
+    status, said = called("merge_video", tmp_path, "--speed", 1, "--grid", "2x2", "--out", tmp_path / "grid.mp4")
+    assert status == 0, said
     images = read(av, tmp_path / "grid.mp4")
     assert (len(images), images[0].shape) == (8 + 2, (64, 96, 3))
     quarters = [[image[y : y + 32, x : x + 48].mean() for y in (0, 32) for x in (0, 48)] for image in images]
@@ -80,15 +70,12 @@ def test_memory_does_not_grow_with_the_number_of_episodes(tmp_path, monkeypatch)
 
 
 def test_what_cannot_be_merged_is_said_in_one_sentence(tmp_path, monkeypatch):
-    done = run(tmp_path, "--out", tmp_path / "out.mp4")
-    assert done.returncode == 1
-    assert done.stderr == f"no .mp4 in {tmp_path}: evaluated episodes are in a run's folder videos\n"
+    words = "merge_video", tmp_path, "--out", tmp_path / "out.mp4"
+    assert called(*words) == (1, f"no .mp4 in {tmp_path}: evaluated episodes are in a run's folder videos\n")
     (tmp_path / "torn.mp4").write_bytes(b"\0" * 1000)
-    done = run(tmp_path, "--out", tmp_path / "out.mp4")
-    assert done.returncode == 1
-    assert "torn.mp4 is not a video that can be read" in done.stderr
-    assert done.stderr.count("\n") == 1
+    status, said = typed(*words)
+    assert (status, said.count("\n")) == (1, 1)
+    assert "torn.mp4 is not a video that can be read" in said
     assert [path.name for path in tmp_path.iterdir()] == ["torn.mp4"]
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ConfigError, match="av is not installed"):
-        merge_video.merge([tmp_path], tmp_path / "out.mp4", speed=1, grid=(1, 1))
+    assert "av is not installed" in called(*words)[1]

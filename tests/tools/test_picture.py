@@ -1,8 +1,6 @@
 """The moving picture shows what a run's store holds: the simulator repeats it, or the picture is refused."""
 
-import subprocess
-import sys
-from pathlib import Path
+from itertools import count
 
 import numpy as np
 import pytest
@@ -13,13 +11,12 @@ from serl_client.runner import evaluation_seed
 from robot_infra.cameras import gl
 from robot_infra.robots.sim_arm import FPS, make
 from serl_launcher.store.store import Store
+from tests.shared.common import ROOT, STATE
+from tests.shared.tools import called
 
 pytest.importorskip("mujoco", reason="needs the extra `sim`")
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow, which the extra `learner` brings")
 from tools import picture  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
-STATE = "observation.state"
 
 
 def recorded(env, number, drive, directive, phase):
@@ -47,17 +44,14 @@ def run(tmp_path):
         env = make(max_steps=60, noise=0.0, clock="simulated")
         store = Store.create(tmp_path / "store", env.spec, {"eval": 500}, ())
         store.hello("arm", "outbox", "A", [])
-        sequence = 0
+        sequence = count()
         for phase, drive in enumerate(evaluated):
             directive = store.direct({"into": "eval", "phase": f"phase{phase}"})
             for number in range(2):
                 segment = recorded(env, number, drive, directive, f"phase{phase}")
                 spoil(segment)
-                store.stage("A", sequence, segment)
-                store.stage(
-                    "A", sequence + 1, Outcome(segment.episode, success=bool(segment.terminated), judged_by="judge")
-                )
-                sequence += 2
+                for record in (segment, Outcome(segment.episode, bool(segment.terminated), judged_by="judge")):
+                    store.stage("A", next(sequence), record)
         store.commit()
         store.close()
         return tmp_path
@@ -65,20 +59,13 @@ def run(tmp_path):
     return make_run
 
 
-def needs_a_renderer():
+def test_the_picture_shows_the_first_evaluation_beside_the_last(run):
     if not gl.backend():
         pytest.skip("this machine can draw no images")
-
-
-def test_the_picture_shows_the_first_evaluation_beside_the_last(run):
-    needs_a_renderer()
     out = run(False, False, True) / "both.gif"
-    done = subprocess.run(
-        [sys.executable, picture.__file__, out.parent, "--out", out, "--size", "64", "--seconds", "3"],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{out}: 30 frames, ")
+    status, said = called("picture", out.parent, "--out", out, "--size", 64, "--seconds", 3)
+    assert status == 0, said
+    assert said.startswith(f"{out}: 30 frames, ")
     with Image.open(out) as animation:
         assert animation.size == (128, 64 + picture.BAR)
         shown = [np.asarray(image.convert("RGB"), int) for image in ticks(animation)]

@@ -3,7 +3,6 @@
 import os
 import re
 import sqlite3
-import sys
 from contextlib import closing
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from serl_client.episode import LostRecord, Outcome
 
 from serl_launcher.store.store import Store
-from tools import store as tool
+from tests.shared.tools import called
 
 
 @pytest.fixture
@@ -30,20 +29,6 @@ def run(tmp_path, spec, make_segment):
     made.commit()
     made.close()
     return tmp_path / "run"
-
-
-@pytest.fixture
-def verify(run, monkeypatch, capsys):
-    """verify() -> (exit status, all that is said)."""
-
-    def verify():
-        monkeypatch.setattr(sys, "argv", ["store.py", "verify", str(run)])
-        with pytest.raises(SystemExit) as left:
-            tool.main()
-        said = capsys.readouterr().out
-        return (left.value.code, said) if isinstance(left.value.code, int) else (1, str(left.value.code))
-
-    return verify
 
 
 def flip(path, at):
@@ -89,11 +74,11 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_each_damage_is_one_sentence(run, verify, damage):
-    assert verify() == (0, "source online: 8 steps checked\n")
+def test_each_damage_is_one_sentence(run, damage):
+    assert called("store", "verify", run) == (0, "source online: 8 steps checked\n")
     spoil, says = DAMAGES[damage]
     spoil(run)
-    status, said = verify()
+    status, said = called("store", "verify", run)
     assert status == 1
     [line] = [line for line in said.splitlines() if not line.endswith("checked")]
     assert re.search(says, line), said

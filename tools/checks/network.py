@@ -51,9 +51,8 @@ def ports(run: Run) -> Iterator[Finding]:
             text += f" ({holder})"
         yield Finding("FAIL", text, f"stop what listens there (`ss -ltnp` names it), or choose {name}=...")
     if not taken:
-        yield Finding(
-            "ok", f"{', '.join(f'{name} {run.config[name]}' for name in names)} on {run.config.host} are free"
-        )
+        there = ", ".join(f"{name} {run.config[name]}" for name in names)
+        yield Finding("ok", f"{there} on {run.config.host} are free")
 
 
 def _taken(host: str, port: int) -> str:

@@ -1,0 +1,221 @@
+"""tools/data.py: a check finds each fault that was planted and says nothing of sound data; a merge keeps all."""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from serl_client.episode import Outcome, Segment, Stamp
+from serl_client.spec import Feature, Spec
+
+from serl_launcher.datasets.inspection import inspect
+from serl_launcher.store.layout import Layout
+from serl_launcher.store.store import Store
+from tests.shared.common import STATE, TOOLS
+from tests.shared.tools import called
+
+from .exporting import needs_lerobot, opened
+from .lerobots import CAMERA
+
+AGE = "age.front"
+SPEC = Spec(
+    {STATE: Feature((3,)), CAMERA: Feature((16, 16, 3), "uint8")}, Feature((2,), low=-1, high=1), fps=10.0,
+    extras={AGE: Feature(())},
+)  # fmt: skip
+STEPS = 40
+
+
+def sound(seed=0):
+    """The arrays of one episode in which nothing is wrong."""
+    rng = np.random.default_rng(seed)
+    return {
+        "state": rng.normal(size=(STEPS + 1, 3)).astype(np.float32),
+        "image": rng.integers(40, 200, (STEPS + 1, 16, 16, 3), dtype=np.uint8),
+        "action": rng.uniform(-0.9, 0.9, (STEPS, 2)).astype(np.float32),
+        "time": np.arange(STEPS) / 10.0,
+        "age": np.full(STEPS, 0.01, np.float32),
+    }
+
+
+def kept(run, *episodes, outcomes=True, ends=True, cut=()):
+    """A run's folder whose store holds these episodes; those in `cut` were truncated."""
+    store = Store.create(run / "store", SPEC, {"online": 1000})
+    store.hello("arm", "outbox", "session", [])
+    directive, seq = store.direct({"mode": "collect", "into": "online"}), itertools.count()
+    for number, arrays in enumerate(episodes):
+        count = len(arrays["action"])
+        seen = {STATE: arrays["state"], CAMERA: arrays["image"]}
+        segment = Segment(
+            f"e{number}", 0, "reach", Stamp(directive, "practise", 1),
+            {name: array[: count + ends] for name, array in seen.items()}, arrays["action"],
+            np.zeros(count, np.float32), np.zeros(count, bool), np.zeros(count, bool), arrays["time"],
+            terminated=ends and number not in cut, truncated=number in cut, extras={AGE: arrays["age"]},
+        )  # fmt: skip
+        store.stage("session", next(seq), segment)
+        if outcomes is True or number in (outcomes or ()):
+            store.stage("session", next(seq), Outcome(f"e{number}", True))
+    store.commit()
+    store.close_session("session")
+    store.commit()
+    store.close()
+    return run
+
+
+def said(run, frozen=10):
+    """({what is wrong}, {notes}) of a run."""
+    found = inspect(run, frozen).found
+    return tuple({what for is_wrong, what in found if is_wrong is kind} for kind in (True, False))
+
+
+def test_of_sound_data_nothing_is_said(tmp_path):
+    assert said(kept(tmp_path, sound(0), sound(1))) == (set(), set())
+
+
+FROZEN = "image", np.s_[10:25], 100
+
+
+def planted(number, name, where, value):
+    """An episode with that value in some rows of one array."""
+    arrays = sound(number)
+    arrays[name][where] = value
+    return arrays
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        (("image", 7, 2), f"{CAMERA}: black images"),
+        (("image", np.s_[7, :12], 255), f"{CAMERA}: saturated images"),
+        (FROZEN, f"{CAMERA}: frozen images"),
+        (("time", np.s_[20:], np.arange(20, STEPS) / 10 + 0.5), "has gaps of more than 2 periods between its rows"),
+        (("time", np.s_[:], np.arange(STEPS) / 10 * 1.5), "its rate is not 10 rows per second"),
+        (("time", 20, 1.8), "time does not go forward"),
+        (("age", 5, 0.5), f"{AGE}: images older than 3 periods"),
+        (("action", (3, 1), 1.5), "has actions outside the bounds"),
+    ],
+)
+def test_a_fault_in_one_episode_is_found_and_placed(tmp_path, fault, what):
+    run = kept(tmp_path, sound(0), planted(1, *fault))
+    assert said(run) == ({what}, set())
+    assert inspect(run, 10).found[True, what] == ["online: e1"]
+
+
+def test_values_that_are_no_numbers_are_found_in_a_store_of_before_they_were_refused(tmp_path):
+    run, layout = kept(tmp_path, sound(0), sound(1)), Layout(SPEC, 1000)
+    states = np.memmap(run / "store/online/rows", "float32", "r+", layout.blocks[STATE], (layout.rows, 3))
+    states[STEPS + 1 + 9, 2] = np.nan
+    states.flush()
+    assert inspect(run, 10).found == {(True, f"{STATE} has values that are no numbers"): ["online: e1"]}
+
+
+def test_an_image_that_stays_the_same_while_the_robot_stands_still_is_not_frozen(tmp_path):
+    standing = planted(0, *FROZEN)
+    standing["state"][10:25] = standing["state"][10]
+    assert said(kept(tmp_path / "standing", standing)) == (set(), set())
+    standing["state"][10:25] += 1e-2 * (1 - 0.5 ** np.arange(15))[:, None]  # it settles: no camera sees it
+    assert said(kept(tmp_path / "settling", standing)) == (set(), set())
+    assert said(kept(tmp_path / "moving", planted(0, *FROZEN)), frozen=20) == (set(), set())
+
+
+def test_a_missing_outcome_is_wrong_where_others_have_one(tmp_path):
+    some = kept(tmp_path / "some", sound(0), sound(1), outcomes=[0])
+    assert said(some) == ({"has no outcome"}, set())
+    none = kept(tmp_path / "none", sound(0), sound(1), outcomes=False)
+    assert said(none) == (set(), {"has no outcome"})
+
+
+def test_an_episode_that_was_cut_off_before_it_was_judged_is_normal(tmp_path):
+    """As the last one of an actor that is stopped, or of an evaluation."""
+    run = kept(tmp_path, sound(0), sound(1), outcomes=[0], cut=[1])
+    assert said(run) == (set(), {"was cut off before it was judged: normal where an actor was stopped"})
+    assert called("data", "check", run)[0] == 0
+
+
+def test_what_a_person_should_know_is_a_note(tmp_path):
+    constant, bound = sound(), sound(1)
+    constant["action"][:, 0] = 0.25
+    bound["action"][:, 0], bound["action"][: STEPS - 5, 1] = 0.25, 1.0
+    simulated = kept(tmp_path, constant | {"time": constant["time"] / 100}, bound, ends=False)
+    assert said(simulated) == (set(), {
+        "action[0] is always 0.25", "a simulated clock: times were not looked at", "without a final observation",
+    })  # fmt: skip
+    bound["action"][:, 1] = 1.0
+    assert "action[1] is always 1" in said(kept(tmp_path / "other", bound))[1]
+    bound["action"][0, 1] = 0.0
+    assert "action[1] is at a bound in 98 % of the rows" in said(kept(tmp_path / "third", bound))[1]
+
+
+def test_the_program_says_what_is_wrong_by_its_exit_status(tmp_path):
+    good, bad = kept(tmp_path / "good", sound()), kept(tmp_path / "bad", planted(0, "image", 7, 2))
+    for path, status, words in (
+        (good, 0, "nothing to complain of"), (bad, 1, "black images"), (tmp_path, 1, "holds no LeRobot dataset")
+    ):  # fmt: skip
+        ended, text = called("data", "check", path)
+        assert ended == status
+        assert words in text
+    assert "merge OUT SHARD..." in called("data", "--help")[1]
+
+
+# -- datasets of LeRobot's writer
+
+
+@needs_lerobot
+def test_faults_of_a_dataset_are_found(made):
+    assert not inspect(made["first"].folder, 10).wrong
+    found = inspect(made["faulty"].folder, 10).found
+    wrong = {what: places for (is_wrong, what), places in found.items() if is_wrong}
+    assert wrong == {
+        f"{CAMERA}: frozen images": ["episode 0"],
+        "has no end: neither terminated nor truncated": ["episode 1"],
+        "has one step": ["episode 2"],
+    }
+
+
+def merge(*words):
+    """In a process of its own: LeRobot takes long to import, and warns."""
+    command = [sys.executable, TOOLS / "data.py", "merge", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@needs_lerobot
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet")
+def test_a_merged_dataset_has_every_frame_and_lerobot_opens_it(made, tmp_path):
+    out, shards = tmp_path / "merged", [made["first"], made["second"]]
+    done = merge(out, *(shard.folder for shard in shards))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "merging 5 episodes, 54 frames of 2 datasets", "reading back: episode 5 of 5",
+        f"{out}: 5 episodes, 54 frames of 2 datasets",
+    ]  # fmt: skip
+    assert not inspect(out, 10).wrong
+    dataset, columns = opened(out)
+    there = [(number, length) for shard in shards for number, length in enumerate(shard.lengths)]
+    expected = [(number, step, f"task {number % 2}") for number, length in there for step in range(length)]
+    tasks = dataset.meta.tasks.index[columns["task_index"]]
+    assert [(*state[:2], task) for state, task in zip(columns[STATE], tasks, strict=True)] == expected
+    assert not list(tmp_path.glob("*.part"))
+
+
+@needs_lerobot
+@pytest.mark.slow
+def test_what_cannot_be_merged_is_said_and_nothing_is_left(made, tmp_path):
+    first = made["first"].folder
+    other = shutil.copytree(first, tmp_path / "other")
+    info = json.loads((other / "meta/info.json").read_text())
+    del info["features"]["next.success"]
+    (other / "meta/info.json").write_text(json.dumps(info))
+    for words, reason in (
+        ((first, first), "a dataset is named twice"),
+        ((first, made["slow"].folder), "5 frames per second, not 10"),
+        ((first, other), "next.success differs"),
+        ((first, tmp_path), "holds no LeRobot dataset"),
+    ):
+        done = merge(tmp_path / "out", *words)
+        assert done.returncode == 1
+        assert reason in done.stderr
+        assert not (tmp_path / "out").exists()
+    assert "is there already" in merge(other, first, made["second"].folder).stderr
