@@ -1,7 +1,6 @@
 """Sealed episodes become LeRobot datasets while the run goes on: equal to the store, whole whenever the export is
 killed, replaced when somebody judges anew; and an archived source lets nothing go before it is exported."""
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from serl_client.errors import ConfigError
 from serl_launcher.datasets import episodes, export, exporter, shards
 from serl_launcher.datasets.export import export_run
 from serl_launcher.datasets.exporter import Exporter
-from serl_launcher.datasets.names import MANIFEST
 from serl_launcher.store.layout import published
 from tests.shared.common import STATE, TOOLS
 
@@ -148,9 +146,7 @@ def test_a_shard_is_remade_when_it_does_not_hold_what_the_store_does(tmp_path, b
     run = Run(tmp_path, blind)
     run.episodes("e0", "e1")
     run.work()
-    manifest = run.manifest("000001-000002")
-    manifest["episodes"][0][field] = value
-    (tmp_path / "datasets/online/000001-000002" / MANIFEST).write_text(json.dumps(manifest))
+    run.forge("000001-000002", **{field: value})
     run.exporter = run.started()
     run.hear()
     assert run.exporter.settled == [2], "what is in no shard as a whole stays in the store"
@@ -167,12 +163,9 @@ def test_steps_that_a_shard_lacked_are_exported_although_somebody_took_it_away(t
     run = Run(tmp_path, blind)
     run.episodes("e0", "e1")
     run.work()
-    path = tmp_path / "datasets/online/000001-000002"
-    manifest = run.manifest(path.name)
-    manifest["episodes"][0]["steps"] = 4
-    (path / MANIFEST).write_text(json.dumps(manifest))
+    run.forge("000001-000002", steps=4)
     run.exporter = run.started()
-    os.rename(path, tmp_path / "away")
+    os.rename(tmp_path / "datasets/online/000001-000002", tmp_path / "away")
     run.work(rest=True)
     assert [entry["steps"] for entry in run.manifest("000001-000001")["episodes"]] == [6]
 
@@ -228,13 +221,13 @@ def test_an_episode_that_leaves_the_store_while_its_images_are_read_is_taken_fro
 @needs_lerobot
 def test_the_export_keeps_of_a_long_history_what_the_store_holds_and_corrects_the_rest(tmp_path, blind):
     run = Run(tmp_path, blind, capacity=100)
-    for i in range(40):
+    for i in range(24):
         run.episodes(f"e{i}", steps=10)
         run.work()
         assert len(run.exporter.episodes) <= 10 + run.exporter.remaining
     run.exporter = run.started()
     run.hear()
-    alive = {number for number in range(1, 41) if 10 * (number - 1) >= run.store.sources["online"].tail}
+    alive = {number for number in range(1, 25) if 10 * (number - 1) >= run.store.sources["online"].tail}
     assert set(run.exporter.episodes) == alive
     assert set(run.exporter.settled) <= alive
     run.add(Outcome("e0", True, judged_by="operator"))

@@ -100,18 +100,16 @@ def test_every_kind_of_feature_comes_back_from_a_shard(tmp_path):
 # -- what is missing
 
 
-def config(sources="archived", episodes=10):
-    return OmegaConf.create({"export": {"sources": sources, "episodes": episodes}, "record": "none", "live": None})
+def config(sources="archived", episodes=10, record="none"):
+    words = {"export": {"sources": sources, "episodes": episodes}, "record": record, "live": None}
+    return OmegaConf.create(words)
 
 
 def test_what_is_recorded_is_what_the_config_says():
-    said = config()
-    assert not export.recorded(said)
-    said.record = "eval"
-    assert export.recorded(said)
-    said.record = "some"
+    assert not export.recorded(config())
+    assert export.recorded(config(record="eval"))
     with pytest.raises(ConfigError, match="record=some: say eval, all, none"):
-        export.recorded(said)
+        export.recorded(config(record="some"))
 
 
 def test_without_lerobot_an_archive_is_refused_and_everything_else_goes_on(monkeypatch, caplog):
@@ -146,12 +144,17 @@ def test_the_export_loads_no_torch_before_there_is_something_to_write():
 
 
 @needs_lerobot
-def test_without_an_encoder_or_decoder_images_are_stored_as_they_are(tmp_path, seen, monkeypatch, caplog):
-    monkeypatch.setattr(shards, "_unfit", lambda codec, spec, feature: "no such codec")
+def test_where_torchcodec_finds_no_ffmpeg_images_are_stored_as_they_are(tmp_path, seen, monkeypatch, caplog):
+    (tmp_path / "lacks/torchcodec").mkdir(parents=True)
+    (tmp_path / "lacks/torchcodec/__init__.py").write_text("raise RuntimeError('Could not load libtorchcodec')\n")
+    monkeypatch.syspath_prepend(tmp_path / "lacks")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchcodec"]:
+        monkeypatch.delitem(sys.modules, name)
     run = Run(tmp_path, seen)
     run.episodes("e0", "e1")
     run.work()
-    assert "apt-get install ffmpeg" in caplog.text
+    assert caplog.text.count("apt-get install ffmpeg") == 1
+    assert "no video can be written and read here" in caplog.text
     dataset, _ = run.opened("000001-000002")
     assert dataset.meta.video_keys == []
     assert np.abs(dataset[5][CAMERA].numpy() * 255 - 150).max() < 1e-3

@@ -83,17 +83,25 @@ def weights(module):
     return {name: value.clone() for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
+def differences(one, other):
+    """Return the names of the leaves where two trees of tensors and plain data differ, bit by bit."""
+    one, other = leaves(one), leaves(other)
+
+    def same(a, b):
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+    return [name for name in sorted({*one, *other}) if not same(one.get(name), other.get(name))]
+
+
 def assert_same(one, other):
     """Assert that two trees of tensors and plain data are equal bit for bit."""
-    one, other = _leaves(one), _leaves(other)
-    assert one.keys() == other.keys()
-    for name, leaf in one.items():
-        assert torch.equal(leaf, other[name]) if isinstance(leaf, torch.Tensor) else leaf == other[name], name
+    assert not differences(one, other)
 
 
-def _leaves(tree):
-    if isinstance(tree, list):
-        tree = dict(enumerate(tree))
+def leaves(tree):
+    """Return {dotted name: leaf} of a tree of dicts, lists and tuples."""
     if isinstance(tree, dict):
-        return {f"{key}.{name}": leaf for key, branch in tree.items() for name, leaf in _leaves(branch).items()}
+        return {f"{key}.{name}": leaf for key, branch in tree.items() for name, leaf in leaves(branch).items()}
+    if isinstance(tree, list | tuple):
+        return leaves(dict(enumerate(tree)))
     return {"": tree}

@@ -23,6 +23,7 @@ from tests.shared.clients import push_episodes
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import make_episode
 from tests.shared.inference import rlpd
+from tests.shared.models import leaves
 
 STEPS = 8  # of every episode
 CAPACITIES = {"online": 2000, "demo": 500, "eval": 20_000}
@@ -175,24 +176,6 @@ def windows(learner):
         name: (counts.env_steps, counts.episodes, counts.successes, counts.interventions, list(counts.recent))
         for name, counts in phases.items()
     }
-
-
-def leaves(tree):
-    if isinstance(tree, dict):
-        return {f"{key}.{name}": leaf for key, branch in tree.items() for name, leaf in leaves(branch).items()}
-    if isinstance(tree, list | tuple):
-        return leaves(dict(enumerate(tree)))
-    return {"": tree}
-
-
-def differences(one, other):
-    """Where two trees of tensors and plain data differ, bit by bit."""
-    one, other = leaves(one), leaves(other)
-
-    def same(a, b):
-        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-    return [name for name in sorted({*one, *other}) if not same(one.get(name), other.get(name))]
 
 
 # -- bit by bit

@@ -12,8 +12,9 @@ from serl_launcher.store.store import Store
 from serl_launcher.training.counters import curve, evaluation
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import make_segment
+from tests.shared.models import differences
 
-from .life import LEARNING, STEPS, differences, found, leave, phase, plan_of, push, windows
+from .life import LEARNING, STEPS, found, leave, phase, plan_of, push, windows
 
 
 @pytest.mark.parametrize("dies_after", [0, 4, 6, 17])

@@ -15,14 +15,28 @@ from serl_launcher.training.plan_state import PhaseCounts, PlanState, Progress, 
 from .plans import PLAN, at, edited, load, practise
 
 
+def resumed(state, mapping=PLAN):
+    """Another life with this plan that goes on from the state's checkpoint."""
+    made = PlanState(load(mapping))
+    made.load_state_dict(json.loads(json.dumps(state.state_dict())))
+    return made
+
+
+def train(state, progress):
+    """The updates that are due before the state waits for something."""
+    names = []
+    while (name := state.next_update(progress)) is not None:
+        state.did_update(name)
+        names.append(name)
+    return names
+
+
 def test_what_a_phase_begins_with_is_done_once_and_before_its_first_update():
-    plan = load(edited("phases.clone.on_begin", [{"fit_normalizer": "demo"}]))
-    state = PlanState(plan)
+    mapping = edited("phases.clone.on_begin", [{"fit_normalizer": "demo"}])
+    state = PlanState(load(mapping))
     state.advance(demonstrated := Progress(sources={"demo": SourceCounts(300, 20)}))
     assert state.begin() == [("fit_normalizer", "demo")]
-    resumed = PlanState(plan)
-    resumed.load_state_dict(json.loads(json.dumps(state.state_dict())))
-    for each in (state, resumed):
+    for each in (state, resumed(state, mapping)):
         assert each.next_update(demonstrated) == "update"
         assert each.begin() == []
 
@@ -171,11 +185,7 @@ def test_the_learner_starts_when_told_and_a_simulator_is_free_until_then():
     ready = practise(500, online=500)
     assert state.next_update(ready) == "update_critic"
     assert state.step_limit(ready) == 500 + 5  # 8 + 1 updates ahead at 2 a step; the first 500 pay for nothing
-    made = 0
-    while (name := state.next_update(ready)) is not None:
-        state.did_update(name)
-        made += 1
-    assert made == 8
+    assert len(train(state, ready)) == 8
     assert state.waits_for(ready) == "env steps: pace"
     assert state.next_update(practise(502, online=0)) is not None  # started is started
 
@@ -206,18 +216,16 @@ def test_a_run_resumes_by_name_where_it_stood():
     now = practise(130, online=130, wall_s=9)
     for _ in range(5):
         state.did_update(state.next_update(now))
-    saved = json.loads(json.dumps(state.state_dict()))
     mapping = deepcopy(PLAN)
     clone = mapping["phases"]["clone"]
     mapping["phases"] = {"warm_up": clone, "more": clone, **mapping["phases"]}  # an index would now name another phase
-    resumed = PlanState(load(mapping))
-    resumed.load_state_dict(saved)
-    assert resumed.at == state.at
-    assert resumed.next_update(now) == state.next_update(now) == "update"
-    assert resumed.step_limit(now) == state.step_limit(now)
-    assert resumed.updates == 5
-    resumed.advance(practise(1100, wall_s=9))
-    assert resumed.phase.name == "evaluate"
+    other = resumed(state, mapping)
+    assert other.at == state.at
+    assert other.next_update(now) == state.next_update(now) == "update"
+    assert other.step_limit(now) == state.step_limit(now)
+    assert other.updates == 5
+    other.advance(practise(1100, wall_s=9))
+    assert other.phase.name == "evaluate"
 
 
 def test_an_edited_current_phase_is_refused_unless_accepted():
@@ -240,22 +248,14 @@ def test_a_checkpoint_in_a_phase_that_is_gone_is_refused():
 def test_a_restart_far_behind_its_data_does_not_train_for_minutes():
     state = at("practise")
     state.next_update(practise(10, online=10))
-    resumed = PlanState(load())
-    resumed.load_state_dict(state.state_dict())
-    made, now = 0, practise(900, online=900)
-    while (name := resumed.next_update(now)) is not None:
-        resumed.did_update(name)
-        made += 1
-    assert made <= 2 * 8 + 3
+    assert len(train(resumed(state), practise(900, online=900))) <= 2 * 8 + 3
 
 
 def test_a_finished_plan_stays_finished():
     state = PlanState(load())
     state.command("stop")
     assert state.advance(Progress()) == [("fit_normalizer", "demo")]
-    resumed = PlanState(load())
-    resumed.load_state_dict(json.loads(json.dumps(state.state_dict())))
-    assert resumed.directive()["mode"] == "stop"
+    assert resumed(state).directive()["mode"] == "stop"
 
 
 # -- the operator
