@@ -15,7 +15,7 @@ from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.policies.flow import TIME
 from serl_launcher.policies.pi0 import TOKENS, WORDS, fitted
 from tests.shared import pi0
-from tests.shared.models import REACH, STATE, robot
+from tests.shared.models import REACH, STATE, now, robot
 from tests.shared.pi0 import LEFT, ROWS, TASKS, TOP, WIDTH, action_of, batch_of, gradients, make, observation_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,11 +113,10 @@ def test_the_cached_path_is_the_joint_forward_of_the_paper():
 def test_the_loss_is_that_of_the_joint_forward_at_the_rows_noise_and_time():
     policy = make(LEFT)
     rows = batch_of(policy)
-    observation = {name: value[:, 0] for name, value in rows.observation.items()}
     noise, time = normal(rows.seed, (8, 8)), 0.001 + 0.999 * uniform(rows.seed, (), TIME) ** (1 / 1.5)
     action = torch.cat([rows.action / REACH, torch.zeros(ROWS, 8, 6)], -1)
     t = time[:, None, None]
-    error = joint_velocity(policy, observation, t * noise + (1 - t) * action, time) - (noise - action)
+    error = joint_velocity(policy, now(rows.observation), t * noise + (1 - t) * action, time) - (noise - action)
     assert_close(policy(rows)[0], error[..., :2].square().mean((1, 2)))
 
 

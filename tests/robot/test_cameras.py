@@ -196,10 +196,8 @@ def test_the_first_backend_that_draws_is_taken_or_the_one_that_mujoco_was_told(
     assert gl.backend() == taken
 
 
-def test_cameras_that_cannot_be_are_one_sentence_and_where_they_are_optional_the_run_goes_on(python, caplog):
+def test_where_cameras_are_optional_a_robot_without_any_goes_on_with_one_sentence(python, caplog):
     python("exit 1")
-    with pytest.raises(ConfigError, match="apt-get install libegl1 libosmesa6"):
-        bare(cameras=True)
     with caplog.at_level(logging.WARNING), bare(cameras="auto") as env:
         assert sorted(env.reset(0)) == ["observation.state"]
     (message,) = caplog.messages

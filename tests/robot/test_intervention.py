@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import re
 
 import numpy as np
 import pytest
@@ -75,11 +76,8 @@ def test_a_takeover_in_mid_chunk_drops_the_rest_and_the_hand_back_asks_anew(capl
     np.testing.assert_allclose(proposed[:, 0], [*expected[:3], 3e-3, *expected[4:]], atol=1e-6)  # what was dropped
     assert (status.takeovers, status.assisted, status.unassisted) == (1, "0/1", "0/0")
     assert report["intervened"] == 3 / 12
-    said = [message for message in caplog.messages if "operator" in message]
-    assert said == [
-        f"{episode.episode}, row 3: the operator takes over",
-        f"{episode.episode}, row 6: the operator hands back after 3 rows",
-    ]
+    said = [re.search(r"row (\d+): the operator (takes over|hands back)", message) for message in caplog.messages]
+    assert [match.groups() for match in said if match] == [("3", "takes over"), ("6", "hands back")]
 
 
 def test_a_decision_that_a_takeover_drops_was_none_and_leaves_no_extras_behind():

@@ -103,8 +103,6 @@ def test_what_does_not_fit_is_refused_before_anything_moves():
     teleop.space = "joint_position"
     with pytest.raises(ConfigError, match="joint_position"):
         build(teleop=teleop)
-    with pytest.raises(ConfigError, match="clock"):
-        build(clock="wall")
     with pytest.raises(ConfigError, match="explode"):
         FakeRobot(faults={"explode": 1})
     env = build()

@@ -1,10 +1,7 @@
 """The embedded arm: its seeds, its kinematics, its judge's task and its scripted operator."""
 
-import sys
-
 import numpy as np
 import pytest
-from serl_client.errors import ConfigError
 
 from robot_infra.robots.sim_arm import CENTRE, NAMES, SCALE, WORKSPACE, SimArm, make
 from tests.shared.robots import check_rows, play
@@ -112,9 +109,3 @@ def test_the_scripted_operator_picks_up_the_block(noise):
     for step in last:
         state = metres(step.observation)
         assert (state["block.z"] > 0.12) == step.terminated == (step.reward == 1)
-
-
-def test_a_missing_simulator_is_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mujoco", None)
-    with pytest.raises(ConfigError, match="mujoco is missing: run `uv sync"):
-        SimArm()

@@ -4,7 +4,7 @@ import torch
 from hydra.utils import instantiate
 from torch import nn
 
-from tests.shared.models import batch, config_of, robot
+from tests.shared.models import batch, config_of, now, robot
 
 LEFT, TOP = "observation.images.left", "observation.images.top"
 TASKS = ("push the cube", "go", "")
@@ -53,7 +53,7 @@ def batch_of(policy, seed=0):
 
 
 def observation_of(policy, seed=0):
-    return {name: value[:, 0] for name, value in batch_of(policy, seed).observation.items()}
+    return now(batch_of(policy, seed).observation)
 
 
 def gradients(policy, loss):

@@ -120,8 +120,6 @@ def test_without_wandb_metrics_are_written_and_one_sentence_says_so(path, monkey
     (said,) = caplog.messages
     assert said.startswith("wandb is not installed")
     assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
-    with pytest.raises(ConfigError, match=r"^wandb is not installed .*: install it, or say wandb=false$"):
-        mirrored(path, "online").__enter__()
 
 
 @pytest.mark.parametrize("mode", ["dryrun", None, True])
