@@ -76,22 +76,6 @@ def test_before_the_first_weights_nothing_is_answered_and_then_what_was_asked_la
     assert (answer.step, answer.version) == (1, 7)
 
 
-def test_weights_that_are_gone_already_leave_the_ones_that_act(inference, link, caplog):
-    over_there = inference(Counting()).acting()
-    asker = link(over_there.address)
-    asker.send(ask(reset=True))
-    assert receive(asker).version == 1
-    with caplog.at_level(logging.WARNING):
-        over_there.notice = {"version": 2, "sha256": "f" * 64}
-        until(lambda: "weights 2 are gone" in caplog.text)
-        asker.send(ask(reset=True))
-        assert receive(asker).version == 1
-    over_there.publish(3, Counting(scale=3))
-    until(lambda: over_there.server.host.version == 3)
-    asker.send(ask(reset=True))
-    assert receive(asker).arrays["action"][0, 0] == 3
-
-
 def test_weights_of_another_policy_are_refused_in_one_sentence(tmp_path, spec):
     other = weights.write(tmp_path, safetensors.torch.save(Counting().acting.published()))[0]
     with pytest.raises(ConfigError, match=r"not of this algorithm and policy .*start the actor with the learner's"):
@@ -108,23 +92,28 @@ def test_weights_that_are_not_finite_are_left_aside_in_one_sentence(tmp_path, sp
     assert host.version == 0
 
 
-def test_weights_of_another_policy_leave_what_acts_as_it_is(inference, link, caplog):
+@pytest.mark.parametrize(("size", "says"), [(None, "weights 2 are gone"), (4, "rest.0 is (4,) there and (3,) here")])
+def test_weights_that_are_gone_or_of_another_policy_leave_what_acts_as_it_is(inference, link, caplog, size, says):
     """Not even the part of them that would fit is taken."""
-    over_there = inference(Counting(sizes=(3,))).start()
-    over_there.publish(1, Counting(2, sizes=(3,)))
+    over_there = inference(Counting(2, sizes=(3,))).acting()
     asker = link(over_there.address)
-    asker.send(ask(reset=True))
-    assert receive(asker).arrays["action"][0, 0] == 2
-    with caplog.at_level(logging.INFO):
-        over_there.publish(2, Counting(5, sizes=(4,)))
-        until(lambda: "rest.0 is (4,) there and (3,) here" in caplog.text)
-    asker.send(ask(reset=True))
-    answer = receive(asker)
-    assert (answer.version, answer.arrays["action"][0, 0]) == (1, 2)
+    caplog.set_level(logging.INFO)
+
+    def acted():
+        asker.send(ask(reset=True))
+        answer = receive(asker)
+        return answer.version, answer.arrays["action"][0, 0]
+
+    assert acted() == (1, 2)
+    if size is None:
+        over_there.notice = {"version": 2, "sha256": "f" * 64}
+    else:
+        over_there.publish(2, Counting(5, sizes=(size,)))
+    until(lambda: says in caplog.text)
+    assert acted() == (1, 2)
     over_there.publish(3, Counting(7, sizes=(3,)))
     until(lambda: over_there.server.host.version == 3)
-    asker.send(ask(reset=True))
-    assert receive(asker).arrays["action"][0, 0] == 7
+    assert acted() == (3, 7)
 
 
 def test_the_old_weights_act_while_newer_ones_are_read_and_the_newest_follow(inference, link):

@@ -188,6 +188,8 @@ def test_the_operator_overrules_the_judge_whenever_he_speaks(made):
     made.stage("A", 2, Outcome("e0", False, judged_by="operator"))
     made.commit()
     made.stage("A", 3, Outcome("e0", True))
+    made.commit()
+    assert made.index.episode("e0").success == 0
     made.stage("A", 4, Outcome("e0", False, discard=True, judged_by="operator"))
     made.commit()
     episode = made.index.episode("e0")
