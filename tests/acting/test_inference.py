@@ -58,29 +58,19 @@ def test_a_batch_of_many_actors_changes_no_answer(spec):
         np.testing.assert_allclose(one.arrays["action"], other.arrays["action"], rtol=0, atol=2e-6)
 
 
-def test_questions_that_wait_together_are_answered_together_each_to_its_actor(inference, link):
+def test_questions_that_wait_together_are_answered_together_and_of_each_actor_the_latest(inference, link):
     over_there = inference(Counting()).acting()
     helper, *askers = [link(over_there.address) for _ in range(20)]
     with gathering(over_there, helper):
         for i, asker in enumerate(askers):
-            asker.send(ask(i, key=i, reset=True))
+            for step in (100 + i, i):
+                asker.send(ask(step, key=step, reset=True))
     for i, asker in enumerate(askers):
         answer = receive(asker)
         assert (answer.step, answer.version) == (i, 1)
         assert answer.arrays["action"].tolist() == [[1.0, float(i)]]
+    assert over_there.server.report()["replaced"] == 19
     assert over_there.server.host.algorithm.batches == [1, 19]
-
-
-def test_of_an_actors_questions_that_came_while_the_policy_was_busy_the_latest_is_answered(inference, link):
-    over_there = inference(Counting()).acting()
-    helper, asker = link(over_there.address), link(over_there.address)
-    with gathering(over_there, helper):
-        for step in range(5):
-            asker.send(ask(step, key=step, reset=True))
-    answer = receive(asker)
-    assert over_there.server.report()["replaced"] == 4
-    assert (answer.step, answer.arrays["action"].tolist()) == (4, [[1.0, 4.0]])
-    assert over_there.server.host.algorithm.batches == [1, 1]
 
 
 def test_eight_actors_at_a_slow_policy_get_their_answers_in_turn(inference, link, monkeypatch):
