@@ -94,7 +94,7 @@ class Soak(Stage):
         return [self.server, self.trainer, *self.groups]
 
     def _trainer_part(self, local: str, life: int) -> Any:
-        period = min(PUBLISH, self._every * 3)
+        period = min(PUBLISH, self._seconds / 4)
         return replace(super()._trainer_part(local, life), publishes=max(2, round(period / 0.05)))
 
     def __enter__(self) -> "Soak":
