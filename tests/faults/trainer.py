@@ -67,7 +67,7 @@ class _Work:
             self._direct()
         allowed = int(PACE * (time.monotonic() - self._part.began))
         self._link.send(m.StepLimit(self._directive, allowed if self._part.paced else None))
-        if self._part.weights_bytes and turn % self._part.publishes == 1:
+        if self._part.weights_bytes and (turn % self._part.publishes == 1 or not self._versions):
             self._publish()
         if self._part.archives:
             self._archive()
