@@ -26,7 +26,7 @@ from serl_client.status import RECENT, ActorStatus
 from robot_infra.teleop.keyboard import LEGEND, MOTION_LEGEND, Keyboard
 from serl_launcher.config import composed, factory, groups
 from serl_launcher.launcher import launch, writable
-from serl_launcher.training.plan import known
+from serl_launcher.utils.words import known
 
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 

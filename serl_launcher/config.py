@@ -3,7 +3,6 @@
 Hydra composes; a word that it would refuse at length, or take although it makes no sense, is found before that.
 """
 
-import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError
 from yaml import YAMLError
 
-from serl_launcher.training.plan import known
+from serl_launcher.utils.words import known, nearest
 
 REMEMBERED = ("algo", "policy")  # groups whose words a run folder keeps
 ALSO = {"wandb": False, "task.cameras": "auto"}  # what they take besides their default's kind
@@ -171,8 +170,7 @@ def _value(node: DictConfig, key: str) -> Any:
 
 
 def _unknown(override: Override, part: str, node: DictConfig, where: str) -> str:
-    near = difflib.get_close_matches(part, map(str, node.keys()), n=1, cutoff=0)
-    hint = f"did you mean {near[0]!r}?" if near else f"to add it, write +{override.input_line}"
+    hint = nearest(part, [str(key) for key in node]) or f"to add it, write +{override.input_line}"
     return f"{override.input_line}: {where} has no key {part!r}; {hint}"
 
 

@@ -39,8 +39,9 @@ from serl_launcher.replay.views import SPLITS, EpisodeInfo, View
 from serl_launcher.store import weights
 from serl_launcher.store.index import Index
 from serl_launcher.training.build import build
-from serl_launcher.training.plan import EVAL, known
+from serl_launcher.training.plan import EVAL
 from serl_launcher.types import Batch, Window
+from serl_launcher.utils.words import known
 
 DRAWN = "drawn"  # the view that the batch comes from
 SEED = 0

@@ -2,6 +2,6 @@
 
 Read host.py first: PolicyHost holds the weights and answers; LocalSource is the same inside an actor. server.py is the
 inference process, which answers many actors in batches; graphs.py records CUDA graphs.
-It may import algorithms, types, learner_link, store (access, peers, weights) and training (build, finite, memory), but
+It may import algorithms, types, utils, learner_link, store (access, peers, weights) and training (build, memory), but
 nothing of replay or datasets.
 """

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from serl_launcher.acting.graphs import Graphs
 from serl_launcher.algorithms.base import Algorithm
-from serl_launcher.training.finite import not_finite
 from serl_launcher.types import Carry
+from serl_launcher.utils.finite import not_finite
 
 log = logging.getLogger(__name__)
 
@@ -260,8 +260,11 @@ class LocalSource:
         deadline = time.monotonic() + max(0.0, timeout)
         if (newest := self.client.weights(self.host.version)) is not None:
             self._loader.begin(*newest)
-        if (loaded := self._loader.take(0.0 if self.host.version else max(0.0, timeout))) is not None:
-            self.host.swap(*loaded)
+        try:
+            if (loaded := self._loader.take(0.0 if self.host.version else max(0.0, timeout))) is not None:
+                self.host.swap(*loaded)
+        except ConfigError as error:  # perhaps those of an earlier plan, before the learner has published its own
+            log.warning("%s", error)
         if not self.host.version or self._question is None:
             self.client.wait(max(0.0, deadline - time.monotonic()))
             return None

@@ -23,12 +23,12 @@ from serl_launcher.replay.mixture import ReplayMixture, statistics
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store import weights
 from serl_launcher.training.counters import RunCounters, evaluation, succeeded, value_error
-from serl_launcher.training.finite import Refusals, check_finite
 from serl_launcher.training.plan import Phase, Plan
 from serl_launcher.training.plan_state import PlanState
 from serl_launcher.training.presence import Presence
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.utils.checkpoint import Checkpoints, Schedule
+from serl_launcher.utils.finite import Refusals, check_finite
 from serl_launcher.utils.logging import MetricsLog
 
 log = logging.getLogger(__name__)

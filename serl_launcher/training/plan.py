@@ -1,15 +1,12 @@
 """A training run as data: its sources, views and phases. plan_reader.py reads them from a yaml and checks them."""
 
-import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
-
-from serl_client.errors import ConfigError
 
 from serl_launcher.replay.views import View
+from serl_launcher.utils.words import known
 
 UNITS = ("env_steps", "episodes", "successes", "interventions", "updates", "wall_s")
 OPERATOR = "operator"  # the condition that a person meets with the command `next`
@@ -153,12 +150,3 @@ def parse(text: str) -> tuple[Term, ...]:
     matches = [TERM.fullmatch(part.strip()) for part in text.split(" and ")]
     groups = [match.groups() for match in matches if match] if None not in matches else []
     return tuple(Term(name, count, int(n) if n else None, sign == ">", float(x)) for name, count, n, sign, x in groups)
-
-
-def known(word: Any, words: Collection[str], kind: str, where: str) -> Any:
-    """Return `word` if it is one of `words`. Else raises ConfigError, which names the nearest of them."""
-    if word in words:
-        return word
-    near = difflib.get_close_matches(str(word), words, n=1, cutoff=0)
-    hint = f"did you mean {near[0]!r}?" if near else "there is none"
-    raise ConfigError(f"{where}: no {kind} is called {word!r}; {hint}")

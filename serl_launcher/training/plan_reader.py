@@ -22,9 +22,9 @@ from serl_launcher.training.plan import (
     Source,
     Term,
     Update,
-    known,
     parse,
 )  # fmt: skip
+from serl_launcher.utils.words import known
 
 MODES = ("idle", "collect", "teleop", "evaluate", "stop")
 METRICS = ("success", "unassisted_success")

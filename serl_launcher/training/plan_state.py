@@ -9,7 +9,8 @@ from typing import Any
 
 from serl_client.errors import ConfigError
 
-from serl_launcher.training.plan import OPERATOR, UNITS, Actors, Pace, Phase, Plan, Term, known, parse
+from serl_launcher.training.plan import OPERATOR, UNITS, Actors, Pace, Phase, Plan, Term, parse
+from serl_launcher.utils.words import known
 
 log = logging.getLogger(__name__)
 

@@ -158,6 +158,23 @@ def test_an_actor_that_acts_by_itself_goes_on_while_newer_weights_are_read(conne
     until(lambda: version(next(steps)) == 2)
 
 
+def test_an_actor_that_acts_by_itself_leaves_weights_of_another_policy_aside(connect, inference, spec, caplog):
+    """They may be of an earlier plan, and the learner's own are still to come."""
+    connect_client, publish = connect(inference(Counting()))
+    client = connect_client("arm")
+    controller = RemotePolicy(LocalSource(client, PolicyHost(Counting(sizes=(3,)), spec, "cpu")), deadline=0.1)
+    controller.begin("episode", {"explore": False, "weights": None}, "reach")
+
+    def act():
+        return controller.act({STATE: np.zeros(8, np.float32)}, step=0, previous_action=None, reset=True)
+
+    publish(1, Counting(sizes=(4,)))
+    until(lambda: act() is None and "rest.0 is (4,) there and (3,) here" in caplog.text)
+    publish(2, Counting(sizes=(3,)))
+    until(lambda: act() is not None)
+    assert controller.version == 2
+
+
 def test_new_weights_go_where_the_old_ones_are(tmp_path, spec):
     """What was compiled, or captured in a graph, reads them there."""
     host, newer = PolicyHost(rlpd(spec, seed=1), spec, "cpu"), PolicyHost(rlpd(spec, seed=2), spec, "cpu")

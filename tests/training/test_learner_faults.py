@@ -196,7 +196,7 @@ def test_batches_that_are_not_finite_cost_their_updates_and_nothing_else(server,
 
 def test_a_run_whose_gradients_are_never_finite_ends_with_one_sentence_and_its_good_weights(server, live, monkeypatch):
     monkeypatch.setattr(learner, "METRICS_S", 0.0)
-    monkeypatch.setattr("serl_launcher.training.finite.MOST_IN_A_ROW", 5)
+    monkeypatch.setattr("serl_launcher.utils.finite.MOST_IN_A_ROW", 5)
 
     def spoil(batch, updates):
         if updates >= 12:
