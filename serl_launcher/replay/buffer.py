@@ -174,10 +174,6 @@ class ReplayBuffer:
         """Return the windows that begin at these steps."""
         return self._resolve(*self._chain(numbers, _reach(window)), window)
 
-    def episode_of(self, drawn: Drawn) -> list[int]:
-        """Return the episode number of each window, B of them."""
-        return self.episodes(drawn.steps[:, 0]).tolist()
-
     # -- drawing
     def draw(self, count: int, window: Window, generator: np.random.Generator, among: Choice | None) -> Drawn | None:
         """Draw `count` windows whose first step is uniform over the usable ones. None if there are none.

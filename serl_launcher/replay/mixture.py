@@ -200,7 +200,7 @@ class ReplayMixture:
         return choice
 
     def _tasks(self, part: str, drawn: Drawn) -> list[str]:
-        found = [self.held[part].get(number) for number in self.buffers[part].episode_of(drawn)]
+        found = [self.held[part].get(number) for number in self.buffers[part].episodes(drawn.steps[:, 0]).tolist()]
         return ["" if episode is None else episode.task for episode in found]
 
     def chosen(self, name: str, part: str) -> Numbers | None:

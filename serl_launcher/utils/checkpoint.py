@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from serl_client.errors import ConfigError
-from serl_client.spec import Spec
+from serl_client.spec import Spec, difference
 
 from serl_launcher.store.files import sync_folder
 
@@ -119,13 +119,11 @@ class Checkpoints:
         if manifest.get("format") != FORMAT:
             raise ConfigError(f"{path} was made by another version of this program: begin anew with another run_dir")
         spec = self.spec.difference(Spec.from_dict(manifest["spec"]))
-        mine, theirs = _flat(self.config), _flat(manifest["config"])
-        names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
-        config = "; ".join(f"{name}: {mine.get(name)}, {theirs.get(name)}" for name in names)
-        for kind, difference in (("robot (its Spec)", spec), ("algorithm", config)):
-            if difference:
+        config = difference(self.config, manifest["config"])
+        for kind, differs in (("robot (its Spec)", spec), ("algorithm", config)):
+            if differs:
                 raise ConfigError(
-                    f"{path} was made with another {kind}. This run's value, then the checkpoint's: {difference}. "
+                    f"{path} was made with another {kind}. This run's value, then the checkpoint's: {differs}. "
                     "Ask for what the checkpoint has, or begin anew with another run_dir"
                 )
 
@@ -154,10 +152,3 @@ def _sha256(path: Path) -> str:
 def _sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in data.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat

@@ -6,6 +6,7 @@
 import contextlib
 import ctypes
 import functools
+import importlib
 import importlib.util
 import io
 import logging
@@ -64,10 +65,9 @@ class Recordings:
         if episodes not in EPISODES:
             raise ConfigError(f"record={episodes}: say {', '.join(EPISODES)}")
         self._folder, self._episodes = run_dir, episodes
-        self._makers: list[tuple[str, Callable[..., Any], Callable[[], Any]]]
-        self._makers = [("recordings/{:06d}.rrd", record_episode, _rerun)]
+        self._makers: list[tuple[str, Callable[..., Any], str]] = [("recordings/{:06d}.rrd", record_episode, "rerun")]
         if cameras(spec):
-            self._makers.append(("videos/{:06d}.mp4", record_video, _av))
+            self._makers.append(("videos/{:06d}.mp4", record_video, "av"))
         if episodes != "none":
             self._makers = [maker for maker in self._makers if _works(maker[2])]
         self._live = None if live is None else LiveViewer(spec, live)
@@ -89,9 +89,9 @@ class Recordings:
                 self._live = None
 
 
-def _works(load: Callable[[], Any]) -> bool:
+def _works(package: str) -> bool:
     try:
-        load()
+        _imported(package)
     except ConfigError as error:
         log.warning("%s", error)
         return False
@@ -108,7 +108,7 @@ def record_episode(path: Path, rows: Mapping[str, Array], info: Mapping[str, Any
     of the columns; `mode` says POLICY or HUMAN where it changes, `outcome` holds the info. Features that are neither
     images nor vectors are left out. Raises ConfigError without rerun-sdk.
     """
-    rr = _rerun()
+    rr = _imported("rerun")
     layout = _layout(tuple(cameras(spec)), tuple(_plots(spec)))
     stream = rr.RecordingStream(APPLICATION, recording_id=info["id"])
     data = stream.binary_stream()
@@ -135,7 +135,7 @@ class LiveViewer:
 
     def __init__(self, spec: Spec, port: int = 9876) -> None:
         self.spec, self.url = spec, f"rerun+http://{LOOPBACK}:{port}/proxy"
-        self._rr = _rerun()
+        self._rr = _imported("rerun")
         self._episode, self._begin = "", 0.0
         if _listens(port):
             raise ConfigError(f"port {port} of the live viewer is taken: set live to another one")
@@ -280,12 +280,12 @@ def _jpeg(image: Array) -> bytes:
     return encoded.getvalue()
 
 
-def _rerun() -> Any:
+def _imported(name: str) -> Any:
+    """Import rerun or av. Raises ConfigError without it."""
     try:
-        import rerun
+        return importlib.import_module(name)
     except ImportError:
-        raise ConfigError("rerun is not installed: install it with `. examples/install.sh --extra data`") from None
-    return rerun
+        raise ConfigError(f"{name} is not installed: install it with `. examples/install.sh --extra data`") from None
 
 
 def _program() -> str:
@@ -342,7 +342,7 @@ def write_mp4(path: Path, frames: Iterable[Array], fps: float) -> None:
     fps: frames per second. An odd size is padded with a black line. Raises ConfigError without av, and ValueError
     without any frame.
     """
-    av = _av()
+    av = _imported("av")
     aside, written = _aside(path), 0
     try:
         with av.open(str(aside), "w", format="mp4") as container:
@@ -367,14 +367,6 @@ def _beside(images: list[Array]) -> Array:
     height = max(image.shape[0] for image in images)
     colour = [np.broadcast_to(image, (*image.shape[:2], 3)) for image in images]
     return np.concatenate([np.pad(i, ((0, height - i.shape[0]), (0, 0), (0, 0))) for i in colour], axis=1)
-
-
-def _av() -> Any:
-    try:
-        import av
-    except ImportError:
-        raise ConfigError("av is not installed: install it with `. examples/install.sh --extra data`") from None
-    return av
 
 
 def _is_picture(feature: Feature) -> bool:

@@ -197,7 +197,7 @@ def test_a_reader_that_comes_late_or_falls_behind_sees_what_is_left(whole, reade
     for each in (early, reader()):
         each.refresh()
         drawn = each.draw(300, SAC, np.random.default_rng(0), None)
-        assert set(each.episode_of(drawn)) == set(range(each.tail // 10 + 1, 41))
+        assert set(each.episodes(drawn.steps[:, 0]).tolist()) == set(range(each.tail // 10 + 1, 41))
 
 
 def test_rare_decisions_are_found_and_extras_keep_their_own_names(tmp_path, spec, make_segment):

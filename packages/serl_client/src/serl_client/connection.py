@@ -39,16 +39,9 @@ BREAKS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 ANSWERS: dict[type, type[m.Message]] = {
-    m.Hello: m.Welcome,
-    m.Status: m.Status,
-    m.Sync: m.Synced,
-    m.WeightsRequest: m.WeightsChunk,
-    m.Direct: m.Done,
-    m.Publish: m.Done,
-    m.Archived: m.Done,
-    m.Over: m.Done,
-    m.Command: m.Done,
-}
+    m.Status: m.Status, m.Sync: m.Synced, m.WeightsRequest: m.WeightsChunk, m.Direct: m.Done, m.Publish: m.Done,
+    m.Archived: m.Done, m.Over: m.Done, m.Command: m.Done,
+}  # fmt: skip
 
 
 class Connection:

@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from serl_client import wire
 from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, Outcome, QueuedRecord, Segment, Stamp
@@ -253,7 +253,9 @@ Message = (
 )  # fmt: skip
 NUMBERED = WeightsRequest | Direct | Publish | Archived | Command  # requests whose answer names their number
 TYPES: tuple[type, ...] = Message.__args__
-FIELDS = {kind: {f.name: f.type for f in dataclasses.fields(kind) if f.name != "arrays"} for kind in TYPES}
+Part = TypeVar("Part", Segment, Stamp, Outcome, LostRecord)
+PARTS: tuple[type, ...] = (Segment, Stamp, Outcome, LostRecord)  # of a Push's records
+FIELDS = {kind: {f.name: f.type for f in dataclasses.fields(kind) if f.name != "arrays"} for kind in TYPES + PARTS}
 
 # One row of Synced.episodes.
 EPISODE = (
@@ -272,13 +274,13 @@ _HAS_ARRAYS = {kind: "arrays" in kind.__dataclass_fields__ for kind in TYPES}
 
 
 def _plain(annotation: Any) -> tuple[type, ...]:
-    """Return the types that msgpack gives for a field's annotation."""
+    """Return the types of a field's values, as msgpack gives them."""
     parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     origins = [typing.get_origin(part) or part for part in parts]
     return tuple({Mapping: dict, Sequence: list}.get(origin, origin) for origin in origins)
 
 
-_PLAIN = {kind: {name: _plain(annotation) for name, annotation in FIELDS[kind].items()} for kind in TYPES}
+_PLAIN = {kind: {name: _plain(annotation) for name, annotation in FIELDS[kind].items()} for kind in FIELDS}
 
 
 def encode(message: Message) -> list[wire.Buffer]:
@@ -368,33 +370,20 @@ def records(data: wire.Buffer) -> Iterator[tuple[int, QueuedRecord]]:
 
 def _record(header: dict[str, Any], arrays: dict[str, Array]) -> QueuedRecord:
     if "reason" in header:
-        lost = LostRecord(**header)
-        _typed(lost.reason, str)
-        return lost
+        return _typed(LostRecord(**header))
     if "judged_by" in header:
-        outcome = Outcome(**header)
-        _typed(outcome.episode, str)
-        _typed(outcome.judged_by, str)
-        _typed(outcome.discard, bool)
-        if outcome.success is not None:
-            _typed(outcome.success, bool)
-        return outcome
+        return _typed(Outcome(**header))
     if not all(array.ndim for array in arrays.values()):
         raise ValueError("each array of a segment is [T, ...]")
-    directive, phase, weights = header.pop("stamp")
+    stamp = _typed(Stamp(*header.pop("stamp")))
     extras = {name: arrays.pop(name) for name in header.pop("extras")}
     columns: dict[str, Any] = {name: arrays.pop(name) for name in ("action", *COLUMNS)}
-    stamp = Stamp(_typed(directive, int), _typed(phase, str), _typed(weights, int))
-    segment = Segment(**header, **columns, stamp=stamp, observation=arrays, extras=extras)
-    _typed(segment.episode, str)
-    _typed(segment.task, str)
-    _typed(segment.start, int)
-    _typed(segment.terminated, bool)
-    _typed(segment.truncated, bool)
-    return segment
+    return _typed(Segment(**header, **columns, stamp=stamp, observation=arrays, extras=extras))
 
 
-def _typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"{value!r} should be of type {kind.__name__}")
-    return value
+def _typed(record: Part) -> Part:
+    """Return the record. Raises ValueError for a field of another type."""
+    for name, allowed in _PLAIN[type(record)].items():
+        if type(value := getattr(record, name)) not in allowed:
+            raise ValueError(f"{name} is {value!r:.100}, of another type")
+    return record

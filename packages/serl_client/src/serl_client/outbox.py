@@ -107,11 +107,7 @@ class Outbox:
         """Return {session: (first unacknowledged seq, end)}, oldest session first."""
         spans: dict[str, tuple[int, int]] = {}
         for file in self._files:
-            first = (
-                spans[file.session][0]
-                if file.session in spans
-                else max(file.first, self._expected.get(file.session, 0))
-            )
+            first, _ = spans.get(file.session) or (max(file.first, self._expected.get(file.session, 0)), 0)
             spans[file.session] = (first, file.end)
         return {session: (min(first, end), end) for session, (first, end) in spans.items()}
 

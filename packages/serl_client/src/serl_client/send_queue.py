@@ -85,12 +85,10 @@ class SendQueue:
     @property
     def pending(self) -> tuple[int, int]:
         """(records, bytes) that are not acknowledged."""
-        queued = (
-            self._put - self._written,
-            self._put_bytes - self._spooled_bytes,
-        )  # read before the outbox
-        records, size = self._outbox.pending
-        return queued[0] + records, queued[1] + size
+        # Read the counters before the outbox.
+        records, size = self._put - self._written, self._put_bytes - self._spooled_bytes
+        stored, stored_bytes = self._outbox.pending
+        return records + stored, size + stored_bytes
 
     def move_to_outbox(self) -> bool:
         """Bring what is queued to the outbox, as far as that takes it; True: there is more, which can wait until what
@@ -147,9 +145,8 @@ class SendQueue:
             seq = wanted.get(session, first)
             if seq < first:
                 raise Refused(
-                    f"the learner expects record {seq} of session {session[:8]} and has acknowledged {first} "
-                    f"before: its "
-                    f"store lost data; nothing was deleted from {self._outbox.folder}"
+                    f"the learner expects record {seq} of session {session[:8]} and has acknowledged {first} before: "
+                    f"its store lost data; nothing was deleted from {self._outbox.folder}"
                 )
             self._outbox.acknowledge(session, seq)
 

@@ -13,19 +13,8 @@ from serl_client.errors import ConfigError
 
 Array = NDArray[Any]
 DTYPES = (
-    "bool",
-    "uint8",
-    "int8",
-    "uint16",
-    "int16",
-    "uint32",
-    "int32",
-    "uint64",
-    "int64",
-    "float16",
-    "float32",
-    "float64",
-)
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64",
+)  # fmt: skip
 MAX_DIMENSIONS = 8
 MAX_ROW = 64 << 20  # bytes of one feature in one row, because it is sent in one frame
 MAX_RECORD = 63 << 20  # bytes of the smallest record that ends an episode: one row, and the observation after it
@@ -167,9 +156,14 @@ class Spec:
 
     def difference(self, other: "Spec") -> str:
         """Return what differs between two Specs, as `name: mine, theirs`; empty when nothing does."""
-        mine, theirs = _flat(self.to_dict()), _flat(other.to_dict())
-        names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
-        return "; ".join(f"{name}: {mine.get(name)}, {theirs.get(name)}" for name in names)
+        return difference(self.to_dict(), other.to_dict())
+
+
+def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Return what differs between two trees of plain data, as `name: mine, theirs`; empty when nothing does."""
+    mine, theirs = _flat(mine), _flat(theirs)
+    names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+    return "; ".join(f"{name}: {mine.get(name)}, {theirs.get(name)}" for name in names)
 
 
 def _is_name(name: object) -> bool:
