@@ -34,22 +34,25 @@ class Algorithm(nn.Module, ABC):
     def acting(self) -> Policy:
         """The policy that `act` uses. Its `published()` weights are sent to actors."""
 
-    @abstractmethod
+    @torch.no_grad()
     def act(
         self, observation: Observation, previous_action: Tensor, carry: Carry, *, task: Sequence[str], noise: Tensor,
         explore: bool,
     ) -> tuple[Decision, Carry]:  # fmt: skip
-        """Choose actions for B observations, without a gradient.
+        """Choose actions for B observations {name: [B, ...]}, without a gradient.
 
-        observation: {name: [B, ...]}.
         previous_action: [B, A], the action that the robot executed last, in its units.
-        carry: the carry that the last call returned; None at an episode's start.
-        task: B tasks in words.
-        noise: [B, *noise_shape], standard normal. Without `explore` it is used only by policies that always act with
-            noise (see Policy.mode_at_zero).
-        explore: True: sample as in practice. False: act as in an evaluation.
+        carry: what the last call returned; None at an episode's start.
+        noise: [B, *noise_shape], standard normal.
+        explore: True: sample as in practice. False: act as in an evaluation, with the noise of `calm`.
         Returns the Decision, with action [B, H, A] in the robot's units, and the carry of the next call.
         """
+        noise = noise if explore else self.calm(noise)
+        return Decision(self.acting.sample(observation, task=task, noise=noise.unsqueeze(0))[0]), carry
+
+    def calm(self, noise: Tensor) -> Tensor:
+        """Return the noise with which an evaluation acts: none, unless the policy always acts with noise."""
+        return torch.zeros_like(noise) if self.acting.mode_at_zero else noise
 
     def value(self, batch: Batch) -> Tensor | None:
         """Estimate the return of each row [B], discounted by `discount` per step; None: no values are learned.
@@ -84,12 +87,22 @@ class Algorithm(nn.Module, ABC):
             getattr(self, name).load_state_dict(optimizer)
 
 
+@torch.no_grad()
+def follow(target: nn.Module, learned: nn.Module, share: float) -> None:
+    """Move each weight of `target` by this share towards the one of the same place in `learned`."""
+    for slow, fast in zip(target.parameters(), learned.parameters(), strict=True):
+        slow.lerp_(fast, share)
+
+
+def frozen(policy: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the frozen weights by id, for copy.deepcopy: a copy shares them with the policy."""
+    return {id(weight): weight for weight in policy.parameters() if not weight.requires_grad}
+
+
 def value_target(batch: Batch, next_value: Tensor, discount: float) -> Tensor:
     """y = sum_{i < length} discount^i r_i + discount^length (1 - terminated) V(next_observation) -> [B].
 
-    next_value: [B], V at the batch's next_observation.
-    discount: per step.
-    Only `terminated` ends the value; `truncated` does not.
+    next_value: [B], V at the batch's next_observation. Only `terminated` ends the value; `truncated` does not.
     """
     discounts = discount ** torch.arange(batch.reward.shape[1], device=batch.reward.device)
     rewards = (batch.reward * discounts).sum(1)  # past the episode's end the reward is zero

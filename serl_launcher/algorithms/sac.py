@@ -17,11 +17,11 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 from torch import Tensor, nn
 
-from serl_launcher.algorithms.base import Algorithm, critic_weight, value_target
+from serl_launcher.algorithms.base import Algorithm, critic_weight, follow, value_target
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.critic import Critic
 from serl_launcher.policies.base import Policy
-from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Window
+from serl_launcher.types import Batch, Metrics, Window
 from serl_launcher.utils.optim import Optimizer
 
 
@@ -39,15 +39,11 @@ class LogTemperature(nn.Module):
 class SAC(Algorithm):
     """Maximise return + alpha * entropy, off policy, with an ensemble of critics.
 
-    spec: shapes and names of the robot's observations and actions.
     policy: makes the policy from the Spec; it needs `rsample` and an `encoder`, of which the critics begin with a copy.
-    hidden: widths of the critics' layers. layer_norm: LayerNorm in the critics.
-    num_critics: size of the ensemble.
+    hidden, layer_norm: of the critics. num_critics: size of the ensemble.
     num_target_critics: critics drawn for each target, which takes their minimum.
-    discount: per step.
-    tau: share by which the target critics move towards the critics at each update.
-    learning_rate: of policy, critics and temperature.
-    initial_temperature: initial alpha.
+    discount: per step. tau: share by which the target critics move towards the critics at each update.
+    learning_rate: of policy, critics and temperature. initial_temperature: initial alpha.
     entropy_per_action: alpha holds the entropy at minus this per dimension of the action, scaled to [-1, 1].
     backup_entropy: True: the target includes the entropy of the next action.
     augment: makes the image augmentation; None: images stay as they are.
@@ -99,32 +95,24 @@ class SAC(Algorithm):
     def acting(self) -> Policy:
         return self.policy
 
-    @torch.no_grad()
-    def act(
-        self, observation: Observation, previous_action: Tensor, carry: Carry, *, task: Sequence[str], noise: Tensor,
-        explore: bool,
-    ) -> tuple[Decision, Carry]:  # fmt: skip
-        noise = noise if explore else torch.zeros_like(noise)
-        return Decision(self.policy.sample(observation, task=task, noise=noise.unsqueeze(0))[0]), carry
+    def calm(self, noise: Tensor) -> Tensor:
+        return torch.zeros_like(noise)
 
     def update(self, batch: Batch) -> Metrics:
         """Take one step of the critics, then one of the policy and of the temperature."""
-        batch = self._augmented(batch)
+        batch = self.augment(batch)
         return self._update_critic(batch) | self._update_policy(batch)
 
     def update_critic(self, batch: Batch) -> Metrics:
         """Take one step of the critics and of their targets; the policy does not change."""
-        return self._update_critic(self._augmented(batch))
-
-    def _augmented(self, batch: Batch) -> Batch:
-        return self.augment(batch) if self.augment else batch
+        return self._update_critic(self.augment(batch))
 
     def _update_critic(self, batch: Batch) -> Metrics:
         target = self.target(batch)  # [B]
         prediction = self.critic_optimizer(batch.observation, batch.action)  # [E, B]
         loss = (critic_weight(batch) * self.critic.loss(prediction, target)).mean()  # (5)
         gradient = self.critic_optimizer.step(loss)
-        self._follow()
+        follow(self.target_critic, self.critic, self.tau)
         return {"critic_loss": loss.detach(), "critic_gradient": gradient, "value": prediction.detach().mean()}
 
     def _update_policy(self, batch: Batch) -> Metrics:
@@ -134,12 +122,10 @@ class SAC(Algorithm):
         entropy = -log_prob.detach().mean()
         log_alpha = self.temperature_optimizer()
         self.temperature_optimizer.step(log_alpha * (entropy - self.target_entropy))  # (18), in log alpha
+        temperature = log_alpha.detach().exp()
         return {
-            "policy_loss": loss.detach(),
-            "policy_gradient": gradient,
-            "entropy": entropy,
-            "temperature": log_alpha.detach().exp(),
-        }
+            "policy_loss": loss.detach(), "policy_gradient": gradient, "entropy": entropy, "temperature": temperature,
+        }  # fmt: skip
 
     @torch.no_grad()
     def value(self, batch: Batch) -> Tensor:
@@ -168,11 +154,6 @@ class SAC(Algorithm):
         value = self.critic.value(batch.observation, action).mean(0)
         loss = self.log_temperature().detach().exp() * log_prob - value
         return (batch.weight * loss).mean(), log_prob
-
-    @torch.no_grad()
-    def _follow(self) -> None:
-        for target, critic in zip(self.target_critic.parameters(), self.critic.parameters(), strict=True):
-            target.lerp_(critic, self.tau)
 
     @torch.no_grad()
     def _copy_trunks(self) -> None:

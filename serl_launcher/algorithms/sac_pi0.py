@@ -21,14 +21,14 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 from torch import Tensor, nn
 
-from serl_launcher.algorithms.base import Algorithm, critic_weight, value_target
+from serl_launcher.algorithms.base import Algorithm, critic_weight, follow, frozen, value_target
 from serl_launcher.algorithms.sac import LogTemperature
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.critic import Critic
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.flow import FlowMatching
-from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Window
+from serl_launcher.types import Batch, Metrics, Observation, Window
 from serl_launcher.utils.distributed import gathered
 from serl_launcher.utils.optim import Optimizer
 
@@ -40,19 +40,13 @@ class SACPI0(Algorithm):
     needs some of these before `update`, which trains critics and policy: untrained critics would mislead the policy.
     Windows begin at any step: the h actions executed from there count as a chunk, even if they come from two chunks.
 
-    spec: shapes and names of the robot's observations and actions.
     policy: makes the policy from the Spec; it must be a FlowMatching.
     critic_horizon: h, actions of a chunk that the critics judge; cut to the chunk's length H.
     encoder: makes the critics' encoder, trained with them; None: the frozen features of the reference.
     optimizer: makes the policy's optimiser. critic_optimizer: makes the critics'.
-    hidden: widths of the critics' layers. layer_norm: LayerNorm in the critics.
-    num_critics: size of the ensemble.
-    discount: per step.
-    tau: share by which the target critics move towards the critics at each update.
+    hidden, layer_norm, num_critics, discount, tau, augment: as in SAC.
     distill_weight: weight of the mean squared distance to the reference's actions, scaled to [-1, 1].
-    initial_temperature: initial alpha; used only if the policy has a `noise_level`.
-    entropy_per_action: the target entropy is minus this per number of a chunk, scaled to [-1, 1]; likewise.
-    augment: makes the image augmentation; None: images stay as they are.
+    initial_temperature, entropy_per_action: as in SAC, per number of a chunk; for a policy with a `noise_level` only.
     Raises ConfigError for a policy that is no FlowMatching, and if `augment` is given and nothing reads images.
     """
 
@@ -78,7 +72,7 @@ class SACPI0(Algorithm):
         super().__init__()
         self.policy = _flow(policy(spec))
         self.critic_horizon = min(critic_horizon, self.policy.horizon)
-        self.reference = copy.deepcopy(self.policy, _frozen(self.policy)).requires_grad_(False)
+        self.reference = copy.deepcopy(self.policy, frozen(self.policy)).requires_grad_(False)
         features: Any = encoder(spec) if encoder else ReferenceFeatures(self.reference)
         self.critic = Critic(
             spec, encoder=features, horizon=self.critic_horizon, num_critics=num_critics, hidden=hidden,
@@ -107,35 +101,27 @@ class SACPI0(Algorithm):
     def acting(self) -> FlowMatching:
         return self.policy
 
-    @torch.no_grad()
-    def act(
-        self, observation: Observation, previous_action: Tensor, carry: Carry, *, task: Sequence[str], noise: Tensor,
-        explore: bool,
-    ) -> tuple[Decision, Carry]:  # fmt: skip
-        noise = noise if explore else noise[:, :1]  # only the noise at which the sample starts: every flow needs it
-        return Decision(self.policy.sample(observation, task=task, noise=noise.unsqueeze(0))[0]), carry
+    def calm(self, noise: Tensor) -> Tensor:
+        return noise[:, :1]  # only the noise at which the sample starts: every flow needs it
 
     def update_clone(self, batch: Batch) -> Metrics:
         """Take one step down the policy's imitation loss, then copy the policy to the reference."""
-        metrics = _descend(self.policy_optimizer, self._augmented(batch), self.imitation_loss)
+        metrics = _descend(self.policy_optimizer, self.augment(batch), self.imitation_loss)
         self._keep_reference()
         return metrics
 
     def update_critic(self, batch: Batch) -> Metrics:
         """Take one step of the critics and of their targets; the policy does not change."""
-        return self._update_critic(self._augmented(batch))
+        return self._update_critic(self.augment(batch))
 
     def update(self, batch: Batch) -> Metrics:
         """Take one step of the critics, then one of the policy, and of the temperature if there is one."""
-        batch = self._augmented(batch)
+        batch = self.augment(batch)
         return self._update_critic(batch) | self._update_policy(batch)
-
-    def _augmented(self, batch: Batch) -> Batch:
-        return self.augment(batch) if self.augment else batch
 
     def _update_critic(self, batch: Batch) -> Metrics:
         metrics = _descend(self.critic_optimizer, batch, self.critic_loss)
-        self._follow()
+        follow(self.target_critic, self.critic, self.tau)
         return metrics
 
     def _update_policy(self, batch: Batch) -> Metrics:
@@ -203,11 +189,6 @@ class SACPI0(Algorithm):
         return torch.where(batch.valid.unsqueeze(-1), batch.action, self.critic.scale.center)
 
     @torch.no_grad()
-    def _follow(self) -> None:
-        for target, critic in zip(self.target_critic.parameters(), self.critic.parameters(), strict=True):
-            target.lerp_(critic, self.tau)
-
-    @torch.no_grad()
     def _keep_reference(self) -> None:
         for reference, current in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
             if current.requires_grad:
@@ -247,11 +228,6 @@ def _flow(policy: Policy) -> FlowMatching:
             f"algo=sac_pi0 needs a flow policy: say policy=flow or policy=pi0, not {type(policy).__name__}"
         )
     return policy
-
-
-def _frozen(policy: nn.Module) -> dict[int, nn.Parameter]:
-    """Return the frozen weights by id, for copy.deepcopy: a copy shares them with the policy."""
-    return {id(weight): weight for weight in policy.parameters() if not weight.requires_grad}
 
 
 def _now(observation: Observation) -> dict[str, Tensor]:

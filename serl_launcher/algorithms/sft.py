@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from serl_client.spec import Spec
-from torch import Tensor, nn
+from torch import nn
 
-from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.algorithms.base import Algorithm, frozen
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.policies.base import Policy
-from serl_launcher.types import Batch, Carry, Decision, IdleFilter, Metrics, Observation, Window
+from serl_launcher.types import Batch, IdleFilter, Metrics, Window
 from serl_launcher.utils.distributed import gathered
 from serl_launcher.utils.optim import Optimizer
 
@@ -24,9 +24,6 @@ from serl_launcher.utils.optim import Optimizer
 class SFT(Algorithm):
     """Minimise the policy's imitation loss; act with the exponential moving average (EMA) of its weights.
 
-    spec: shapes and names of the robot's observations and actions.
-    policy: makes the policy from the Spec.
-    optimizer: makes the optimiser from the policy.
     ema_decay: share of the old average that an update keeps, 0 to 1. Update k, counted from 0, keeps
         min(ema_decay, (1 + k) / (10 + k)), so that the initial random weights are soon forgotten.
     idle_filter: {threshold, column, entries} as in types.IdleFilter; no window starts where the robot stands still.
@@ -48,8 +45,7 @@ class SFT(Algorithm):
     ) -> None:
         super().__init__()
         self.policy = policy(spec)
-        frozen = {id(weight): weight for weight in self.policy.parameters() if not weight.requires_grad}
-        self.averaged = copy.deepcopy(self.policy, frozen).requires_grad_(False)
+        self.averaged = copy.deepcopy(self.policy, frozen(self.policy)).requires_grad_(False)
         self.optimizer = optimizer(self.policy)
         self.ema_decay = ema_decay
         self.augment = augmentation(augment, self.policy.inputs)
@@ -59,19 +55,10 @@ class SFT(Algorithm):
     def acting(self) -> Policy:
         return self.averaged
 
-    @torch.no_grad()
-    def act(
-        self, observation: Observation, previous_action: Tensor, carry: Carry, *, task: Sequence[str], noise: Tensor,
-        explore: bool,
-    ) -> tuple[Decision, Carry]:  # fmt: skip
-        noise = torch.zeros_like(noise) if self.averaged.mode_at_zero and not explore else noise
-        return Decision(self.averaged.sample(observation, task=task, noise=noise.unsqueeze(0))[0]), carry
-
     def update(self, batch: Batch) -> Metrics:
         """Take one step down the mean loss, weighted by the batch's `weight`."""
-        batch = self.augment(batch) if self.augment else batch
         found = []
-        for part in self.optimizer.parts(batch):
+        for part in self.optimizer.parts(self.augment(batch)):
             loss, metrics = self.optimizer(part)  # [B]
             loss = (part.weight * loss).mean()
             gradient = self.optimizer.step(loss)

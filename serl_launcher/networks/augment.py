@@ -67,17 +67,19 @@ class Augment:
         return images
 
 
-def augmentation(made: Callable[[], Augment] | None, inputs: Collection[str]) -> Augment | None:
-    """Make the augmentation of a policy that reads the observations `inputs`; None: no augmentation.
+def augmentation(made: Callable[[], Augment] | None, inputs: Collection[str]) -> Callable[[Batch], Batch]:
+    """Make the augmentation of a policy that reads the observations `inputs`; None: batches stay as they are.
 
     Raises ConfigError if `inputs` has no images.
     """
-    if made and not any(name.startswith(IMAGES) for name in inputs):
+    if made is None:
+        return lambda batch: batch
+    if not any(name.startswith(IMAGES) for name in inputs):
         raise ConfigError(
             "augment changes images, and this policy sees none: say algo.augment=null, or a policy that sees "
             "(flow_pixels, gaussian_pixels, pi0) and a task with cameras"
         )
-    return made() if made else None
+    return made()
 
 
 def shifted(images: Tensor, down: Tensor, right: Tensor) -> Tensor:

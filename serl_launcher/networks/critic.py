@@ -46,11 +46,8 @@ class EnsembleHead(nn.Module):
 class Critic(nn.Module):
     """E estimates of Q(observation, actions): MLPs that share only their encoder.
 
-    spec: shapes and bounds of the robot's observations and actions.
-    encoder: encodes the observation.
     horizon: actions of one decision; a chunk counts as one action of horizon * A numbers.
-    num_critics: E.
-    hidden: widths of the layers.
+    num_critics: E. hidden: widths of the layers.
     layer_norm: LayerNorm in each hidden layer. It bounds the values of actions that are not in the data (RLPD, Ball et
         al. 2023, section 4.2). It has no gain and bias: they slowed the update down without a gain in our runs.
     scale: scale of actions, copied; the policy's, so that both see the same numbers. None: the Spec's bounds.

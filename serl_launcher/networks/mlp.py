@@ -19,10 +19,7 @@ SMALLEST_STD = 1e-4  # a state with less (0.1 mm, 0.1 mrad) is noise around a co
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, *, layer_norm: bool) -> nn.Sequential:
-    """Make an MLP [B, inputs] -> [B, outputs]. Each hidden layer has an optional LayerNorm and a ReLU.
-
-    hidden: widths of the hidden layers.
-    """
+    """Make an MLP [B, inputs] -> [B, outputs]. Each layer of `hidden` widths has an optional LayerNorm and a ReLU."""
     layers: list[nn.Module] = []
     for width in hidden:
         layers += [nn.Linear(inputs, width), *([nn.LayerNorm(width)] if layer_norm else []), nn.ReLU()]
@@ -65,7 +62,6 @@ class StateEncoder(nn.Module):
 class ActionScale(nn.Module):
     """Map actions [..., A] between the robot's units and the network's numbers near [-1, 1].
 
-    action: the Spec's action, with its bounds.
     kind: `bounds`: the Spec's bounds become -1 and 1. `range`: the smallest and largest action of the data become -1
         and 1. `std`: the data get mean 0 and standard deviation 1. `range` and `std` are for bounds much wider than the
         actions that the robot uses. They equal `bounds` until `set_statistics`, and are published with the weights.

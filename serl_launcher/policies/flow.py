@@ -35,9 +35,7 @@ TIME = 1  # stream of a row's random numbers for the time; stream 0 is the noise
 class FlowMatching(Policy):
     """The loss and the samplers of a velocity v(x_t, t, condition). A subclass adds the network.
 
-    spec: shapes, names and bounds of the robot's observations and actions.
-    horizon: H, actions of a chunk.
-    steps: N, Euler steps of the sampler.
+    horizon: H, actions of a chunk. steps: N, Euler steps of the sampler.
     imitation_target: column that a chunk imitates: `action`, or an observation with the positions that the robot
         reached after each step (as in Hi-ORS). Such positions include every human correction, by whatever device. The
         action must be positions too, with names among the observation's names.
@@ -181,9 +179,7 @@ class FlowMatching(Policy):
 class FlowPolicy(FlowMatching):
     """A flow policy whose velocity is an MLP of noisy chunk, time and encoded observation.
 
-    encoder: makes the observation's encoder from the Spec.
-    hidden: widths of the layers. layer_norm: LayerNorm after each hidden layer.
-    The other arguments are those of FlowMatching, with D = A.
+    hidden, layer_norm: as in mlp. The other arguments are those of FlowMatching, with D = A.
     """
 
     frequencies: Tensor
@@ -201,14 +197,11 @@ class FlowPolicy(FlowMatching):
         noise_level: float | None,
         scale: str = "bounds",
     ) -> None:
-        options = {
-            "horizon": horizon,
-            "steps": steps,
-            "imitation_target": imitation_target,
-            "noise_level": noise_level,
-            "scale": scale,
-        }
-        super().__init__(spec, width=(width := spec.action.shape[0]), **options)
+        width = spec.action.shape[0]
+        super().__init__(
+            spec, horizon=horizon, steps=steps, imitation_target=imitation_target, width=width,
+            noise_level=noise_level, scale=scale,
+        )  # fmt: skip
         self.encoder = encoder(spec)
         self.inputs, self.feature_size = self.encoder.inputs, self.encoder.size
         self.network = mlp(

@@ -20,9 +20,7 @@ LARGEST_UNIT = 1 - 1e-6  # an executed action on its bound would be infinite bef
 class GaussianPolicy(Policy):
     """action = tanh(mean + std * noise), scaled to the Spec's bounds; one action per decision.
 
-    Zero noise gives the deterministic action, tanh(mean).
-    encoder: makes the observation's encoder from the Spec.
-    hidden: widths of the layers. layer_norm: LayerNorm after each hidden layer.
+    Zero noise gives the deterministic action, tanh(mean). hidden, layer_norm: as in mlp.
     log_std_low, log_std_high: bounds of the log standard deviation, before the tanh.
     """
 

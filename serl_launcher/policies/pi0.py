@@ -109,14 +109,10 @@ class PI0(FlowMatching):
         tokenizer: str | None, weights: str | None, freeze: Sequence[str], lora: int | None, precision: str,
         checkpointing: bool, scale: str = "bounds",
     ) -> None:  # fmt: skip
-        options = {
-            "horizon": horizon,
-            "steps": steps,
-            "imitation_target": imitation_target,
-            "width": width,
-            "noise_level": noise_level,
-        }
-        super().__init__(spec, **options, scale=scale)
+        super().__init__(
+            spec, horizon=horizon, steps=steps, imitation_target=imitation_target, width=width,
+            noise_level=noise_level, scale=scale,
+        )  # fmt: skip
         self.sizes, self.image = Gemma(**gemma), Tower(**vision).image
         self.state = StateEncoder(spec)
         self.state_size, self.checkpointing = state_size, checkpointing

@@ -254,9 +254,9 @@ C5 killed SAC._update_critic: rows without weight move the critic
 D1 killed SFT._follow: the average is nearly the newest weights
     - averaged.lerp_(current, 1 - decay)
     + averaged.lerp_(current, decay)
-D2 killed SFT.act: every policy is evaluated at noise zero
-    - if self.averaged.mode_at_zero and not explore
-    + if not explore
+D2 killed Algorithm.calm: every policy is evaluated at noise zero
+    - torch.zeros_like(noise) if self.acting.mode_at_zero else noise
+    + torch.zeros_like(noise)
 D3 killed SFT.update: rows without weight are imitated
     - (part.weight * loss).mean()
     + loss.mean()
