@@ -36,18 +36,9 @@ class RobotEnv:
     """
 
     def __init__(
-        self,
-        robot: Robot,
-        *,
-        judge: Judge,
-        task: str,
-        fps: float,
-        max_steps: int,
-        clock: str = "real",
-        cameras: Mapping[str, Camera] | None = None,
-        teleop: Teleop | None = None,
-        operator: Operator | None = None,
-    ) -> None:
+        self, robot: Robot, *, judge: Judge, task: str, fps: float, max_steps: int, clock: str = "real",
+        cameras: Mapping[str, Camera] | None = None, teleop: Teleop | None = None, operator: Operator | None = None,
+    ) -> None:  # fmt: skip
         if clock not in CLOCKS:
             raise ConfigError(f"clock {clock!r} is unknown; use one of {', '.join(CLOCKS)}")
         if teleop is not None and teleop.space != robot.space:

@@ -23,12 +23,9 @@ class SafeRobot:
     """
 
     def __init__(
-        self,
-        robot: Robot,
-        *,
-        box: Mapping[str, tuple[float, float]] | None = None,
+        self, robot: Robot, *, box: Mapping[str, tuple[float, float]] | None = None,
         jump: float | Sequence[float] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.robot = robot
         self.observation, self.action, self.space = robot.observation, robot.action, robot.space
         self.refused = 0

@@ -160,13 +160,9 @@ def make(
     if not (backend or block_in_state):
         raise ConfigError("nothing would show the block: say task.cameras=true or task.block_in_state=true")
     scripted = Rescuer(
-        partial(pick, arm),
-        partial(left_to_pick, arm),
-        noise=noise,
-        margin=arm.stroke / 4,
-        takeover_after=takeover_after,
-        handback_after=handback_after,
-    )
+        partial(pick, arm), partial(left_to_pick, arm), noise=noise, margin=arm.stroke / 4,
+        takeover_after=takeover_after, handback_after=handback_after,
+    )  # fmt: skip
     teleop, keyboard = chosen(operator, scripted, arm.action, clock=clock)
     return RobotEnv(
         SafeRobot(arm),

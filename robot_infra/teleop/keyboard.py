@@ -58,7 +58,6 @@ class Keyboard:
 
     @property
     def has_terminal(self) -> bool:
-        """Return whether there is a terminal to read keys from."""
         return self._before is not None
 
     def poll(self) -> list[str]:
@@ -174,7 +173,6 @@ def chosen(operator: str, scripted: Teleop, action: Feature, *, clock: str) -> t
 
 
 def _arrow(escape: re.Match[bytes]) -> bytes:
-    """Return the motion key of an escape sequence, or nothing."""
     return ARROWS.get(escape[1] or escape[2], "").encode()
 
 

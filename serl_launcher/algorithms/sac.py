@@ -51,22 +51,11 @@ class SAC(Algorithm):
     """
 
     def __init__(
-        self,
-        spec: Spec,
-        *,
-        policy: Callable[[Spec], Policy],
-        hidden: Sequence[int],
-        layer_norm: bool,
-        num_critics: int,
-        num_target_critics: int,
-        discount: float,
-        tau: float,
-        learning_rate: float,
-        initial_temperature: float,
-        entropy_per_action: float,
-        backup_entropy: bool,
+        self, spec: Spec, *, policy: Callable[[Spec], Policy], hidden: Sequence[int], layer_norm: bool,
+        num_critics: int, num_target_critics: int, discount: float, tau: float, learning_rate: float,
+        initial_temperature: float, entropy_per_action: float, backup_entropy: bool,
         augment: Callable[[], Augment] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.policy: Any = policy(spec)  # a Policy with rsample and encoder, which the base class does not declare
         if not (hasattr(self.policy, "rsample") and hasattr(self.policy, "encoder")):

@@ -51,24 +51,12 @@ class SACPI0(Algorithm):
     """
 
     def __init__(
-        self,
-        spec: Spec,
-        *,
-        policy: Callable[[Spec], Policy],
-        critic_horizon: int,
-        encoder: Callable[[Spec], ObservationEncoder] | None,
-        optimizer: Callable[[nn.Module], Optimizer],
-        critic_optimizer: Callable[[nn.Module], Optimizer],
-        hidden: Sequence[int],
-        layer_norm: bool,
-        num_critics: int,
-        discount: float,
-        tau: float,
-        distill_weight: float,
-        initial_temperature: float,
-        entropy_per_action: float,
-        augment: Callable[[], Augment] | None,
-    ) -> None:
+        self, spec: Spec, *, policy: Callable[[Spec], Policy], critic_horizon: int,
+        encoder: Callable[[Spec], ObservationEncoder] | None, optimizer: Callable[[nn.Module], Optimizer],
+        critic_optimizer: Callable[[nn.Module], Optimizer], hidden: Sequence[int], layer_norm: bool,
+        num_critics: int, discount: float, tau: float, distill_weight: float, initial_temperature: float,
+        entropy_per_action: float, augment: Callable[[], Augment] | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.policy = _flow(policy(spec))
         self.critic_horizon = min(critic_horizon, self.policy.horizon)

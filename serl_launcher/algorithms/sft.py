@@ -34,15 +34,9 @@ class SFT(Algorithm):
     """
 
     def __init__(
-        self,
-        spec: Spec,
-        *,
-        policy: Callable[[Spec], Policy],
-        optimizer: Callable[[nn.Module], Optimizer],
-        ema_decay: float,
-        idle_filter: Mapping[str, Any],
-        augment: Callable[[], Augment] | None,
-    ) -> None:
+        self, spec: Spec, *, policy: Callable[[Spec], Policy], optimizer: Callable[[nn.Module], Optimizer],
+        ema_decay: float, idle_filter: Mapping[str, Any], augment: Callable[[], Augment] | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.policy = policy(spec)
         self.averaged = copy.deepcopy(self.policy, frozen(self.policy)).requires_grad_(False)

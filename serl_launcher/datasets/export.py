@@ -172,7 +172,6 @@ class _Client:
         return worked or not rest
 
     def _hear(self, exporter: Exporter) -> None:
-        """Ask the server for all new and changed episodes."""
         more = True
         while more:
             synced: Any = self.link.call(m.Sync(self._revision, NO_COMMANDS), timeout=5.0)

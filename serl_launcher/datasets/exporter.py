@@ -71,7 +71,6 @@ class Exporter:
                     log.warning("export: %s has no %s: it is not ours and is left alone", shard, MANIFEST)
 
     def _adopt(self, shard: Path, manifest: Mapping[str, Any]) -> None:
-        """Remember what a finished shard holds."""
         if manifest["run"] != self.run:
             raise ConfigError(f"{shard} is of run {manifest['run'][:12]}, not of this one: move {self.folder} away")
         for entry in [*manifest["episodes"], *manifest["left_out"]]:
@@ -294,7 +293,6 @@ class Exporter:
         self._adopt(shard, manifest)
 
     def _tell(self, counts: bool) -> None:
-        """Log how far the export is, while people wait for it."""
         self._written += counts
         if self.rest and time.monotonic() > self._told + TELL_S:
             self._told = time.monotonic()

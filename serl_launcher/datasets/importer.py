@@ -78,8 +78,6 @@ class _Missing:
 
 
 class _Import:
-    """Imports one dataset into one source."""
-
     def __init__(self, link: Connection, source: str, dataset: Dataset, spec: Spec, address: str, folder: Path) -> None:
         self._link, self._source, self._dataset, self._spec = link, source, dataset, spec
         self._address, self._folder = address, folder
@@ -139,7 +137,6 @@ class _Import:
             )
 
     def _missing(self) -> list[_Missing]:
-        """Return the episodes that are not whole in the store."""
         self._hear()
         missing = []
         for index, length in enumerate(self._dataset.lengths):
@@ -184,7 +181,6 @@ class _Import:
 
 
 def _settle(client: TrainerClient) -> None:
-    """Wait until the server has acknowledged everything in the outbox."""
     while not client.connected or client.pending[0]:
         _nap(client)
 

@@ -214,7 +214,6 @@ def _dimensions(actions: Array, action: Feature | None) -> Iterator[str]:
 
 
 def _images(episode: Recorded, name: str, frozen: int) -> Iterator[tuple[bool, str]]:
-    """Yield whether a camera has black, saturated or frozen images."""
     states = [
         array.reshape(len(episode), -1) for key, array in episode.numbers.items()
         if key.startswith("observation.") and array.dtype.kind == "f"

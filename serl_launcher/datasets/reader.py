@@ -176,7 +176,6 @@ class Episode:
         return self.entry["length"]
 
     def has(self, name: str) -> bool:
-        """Return whether the dataset has this column."""
         return name in self.dataset.features
 
     def column(self, name: str) -> Array:

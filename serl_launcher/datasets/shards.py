@@ -37,13 +37,8 @@ OLD = ".old.part"  # suffix of the version before, where the file system cannot 
 CODECS = ("libsvtav1", "h264")  # in order of preference; see codec_for
 WIDER = {"float16": "float32"}  # LeRobot's statistics fail on float16
 VERDICT = ("success", "discard", "judged_by")
-MARK = (
-    *VERDICT,
-    "steps",
-    "terminated",
-    "truncated",
-    "final",
-)  # a shard that differs from the store in these is written again
+# A shard that differs from the store in these is written again.
+MARK = (*VERDICT, "steps", "terminated", "truncated", "final")
 
 
 def missing() -> list[str]:
@@ -266,7 +261,6 @@ def drop(target: Path) -> None:
 
 
 def remove(part: Path) -> None:
-    """Remove a folder, if it is there."""
     shutil.rmtree(part, ignore_errors=True)
 
 

@@ -54,16 +54,9 @@ class Critic(nn.Module):
     """
 
     def __init__(
-        self,
-        spec: Spec,
-        *,
-        encoder: ObservationEncoder,
-        horizon: int,
-        num_critics: int,
-        hidden: Sequence[int],
-        layer_norm: bool,
-        scale: ActionScale | None = None,
-    ) -> None:
+        self, spec: Spec, *, encoder: ObservationEncoder, horizon: int, num_critics: int, hidden: Sequence[int],
+        layer_norm: bool, scale: ActionScale | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.num_critics = num_critics
         self.encoder = encoder

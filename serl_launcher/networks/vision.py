@@ -51,8 +51,7 @@ class ObservationEncoder(nn.Module):
     Each camera has its own convolutions and a projection to `latent` numbers in (-1, 1) (Yarats et al. 2021, arXiv
     2107.09645).
     cameras: names, as in `observation.images.<name>`; `all`: every camera of the Spec; empty: states alone.
-    channels: output channels of each convolution, multiples of 8.
-    latent: features per camera.
+    channels: as in ImageTrunk. latent: features per camera.
     Raises ConfigError for a camera that the Spec lacks.
     """
 
@@ -84,7 +83,6 @@ class ObservationEncoder(nn.Module):
 
 
 def _images(spec: Spec, cameras: Sequence[str]) -> tuple[str, ...]:
-    """Return the observation names of these cameras, sorted."""
     there = sorted(name for name in spec.observation if name.startswith(IMAGES))
     if ALL in cameras:
         if not there:

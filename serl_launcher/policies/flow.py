@@ -51,16 +51,9 @@ class FlowMatching(Policy):
     feature_size: int
 
     def __init__(
-        self,
-        spec: Spec,
-        *,
-        horizon: int,
-        steps: int,
-        imitation_target: str,
-        width: int,
-        noise_level: float | None,
+        self, spec: Spec, *, horizon: int, steps: int, imitation_target: str, width: int, noise_level: float | None,
         scale: str = "bounds",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.horizon, self.steps, self.imitation_target, self.width = horizon, steps, imitation_target, width
         self.size = spec.action.shape[0]  # A
@@ -185,18 +178,10 @@ class FlowPolicy(FlowMatching):
     frequencies: Tensor
 
     def __init__(
-        self,
-        spec: Spec,
-        *,
-        encoder: Callable[[Spec], ObservationEncoder],
-        horizon: int,
-        steps: int,
-        hidden: Sequence[int],
-        layer_norm: bool,
-        imitation_target: str,
-        noise_level: float | None,
+        self, spec: Spec, *, encoder: Callable[[Spec], ObservationEncoder], horizon: int, steps: int,
+        hidden: Sequence[int], layer_norm: bool, imitation_target: str, noise_level: float | None,
         scale: str = "bounds",
-    ) -> None:
+    ) -> None:  # fmt: skip
         width = spec.action.shape[0]
         super().__init__(
             spec, horizon=horizon, steps=steps, imitation_target=imitation_target, width=width,

@@ -28,15 +28,9 @@ class GaussianPolicy(Policy):
     mode_at_zero = True
 
     def __init__(
-        self,
-        spec: Spec,
-        *,
-        encoder: Callable[[Spec], ObservationEncoder],
-        hidden: Sequence[int],
-        layer_norm: bool,
-        log_std_low: float,
-        log_std_high: float,
-    ) -> None:
+        self, spec: Spec, *, encoder: Callable[[Spec], ObservationEncoder], hidden: Sequence[int], layer_norm: bool,
+        log_std_low: float, log_std_high: float,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.encoder = encoder(spec)
         self.scale = ActionScale(spec.action)

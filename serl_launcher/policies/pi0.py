@@ -91,7 +91,7 @@ class PI0(FlowMatching):
     prompt_tokens: tokens of the task; longer tasks are cut.
     tokenizer: tokenizer.json or its folder; None: the task is read as bytes.
     weights: pi0_base checkpoint of lerobot or openpi, model.safetensors or its folder; None: random weights.
-    freeze: parts that are not trained, of vision, language and expert.
+    freeze: parts of PARTS that are not trained.
     lora: rank of LoRA (Hu et al. 2021): all three parts are frozen, and low-rank updates of both stacks' projections
         are trained; None: no LoRA.
     precision: float32 or bfloat16, of matrix products; trained weights stay float32.

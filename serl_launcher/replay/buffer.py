@@ -331,7 +331,6 @@ def _check_idle_filter(idle_filter: IdleFilter, spec: Spec) -> None:
 
 
 def _observed(window: Window) -> list[int]:
-    """Return 0 and all offsets of observations and extras."""
     names = [name for name in window.offsets if name not in ("action", "next_observation")]
     return [0, *(offset for name in names for offset in window.offsets[name])]
 
@@ -348,7 +347,6 @@ def _past(window: Window) -> int:
 
 
 def _sees_after(window: Window) -> bool:
-    """Return whether the window needs an observation after its last step."""
     return _wants_next(window) or max(_observed(window)) >= window.horizon
 
 

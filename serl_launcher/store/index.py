@@ -120,7 +120,6 @@ class Index:
         return self._write(sql, *([*row, _checksum(row)] for row in rows))
 
     def _put(self, table: str, *things: Any) -> None:
-        """Write dataclasses as rows."""
         if things:
             names = [f.name for f in dataclasses.fields(things[0])]
             self._add(table, *([getattr(thing, name) for name in names] for thing in things), instead="OR REPLACE")

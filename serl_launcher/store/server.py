@@ -161,8 +161,6 @@ class Server:
     def _answered(
         self, address: Address, identity: zmq.Frame, message: m.Message, owner: KeyOwner | None
     ) -> m.Message | None:  # fmt: skip
-        """Do what a message asks for, and return the answer."""
-
         def answer() -> m.Message | None:
             if owner is not None and not self.access.allows(identity, owner, message):
                 return m.Failed("ServerFailed", f"too many {type(message).__name__}s within a second: say it again")

@@ -59,7 +59,6 @@ class Store:
         self._publish()
 
     def _load(self, archived: Collection[str]) -> None:
-        """Read what is there."""
         self.index.probe()  # an earlier life may have died after a sync that failed
         self.run: str = self.index.meta("run")
         self.spec = Spec.from_dict(self.index.meta("spec"))

@@ -23,11 +23,7 @@ MISSING = 64  # actors that are named as missing: the last ones
 
 
 class StateUpdates:
-    """Sends a StateUpdate to all `peers`: when it changes, and every second.
-
-    on_silence {source: seconds}: after how much silence of its actor an open episode is truncated; for other sources
-    the actor's clock says it.
-    """
+    """Sends a StateUpdate to all `peers`: when it changes, and every second. `on_silence`: as for Server."""
 
     def __init__(self, keeper: StoreKeeper, peers: dict[Address, Peer], on_silence: Mapping[str, float]) -> None:
         self._keeper, self._peers, self._on_silence = keeper, peers, on_silence

@@ -3,6 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from serl_launcher.training.plan import EVAL, LONGEST_WINDOW
 from serl_launcher.training.plan_state import PhaseCounts, Progress, SourceCounts
 
 COUNTED, SUCCEEDED, INTERVENED, JUDGED, TRAINED, ASSISTED = 1, 2, 4, 8, 16, 32
+NUMBER = attrgetter("number")
 ENTRY = np.dtype([("phase", "<i4"), ("flags", "<i4"), ("steps", "<i8"), ("weights", "<i8"), ("reward", "<f8")])
 
 
@@ -52,11 +54,11 @@ class RunCounters:
             self._begun(now)
             phase = self._phases.get(now.phase) or self._phases.setdefault(now.phase, _Phase(len(self._phases) + 1))
             if self._count(phase, now):
-                insort(phase.recent, now, key=_number)  # not by arrival, which a restart does not know any more
+                insort(phase.recent, now, key=NUMBER)  # not by arrival, which a restart does not know any more
                 del phase.recent[:-LONGEST_WINDOW]
                 ended.append(now)
             elif counts(now):
-                place = bisect_left(phase.recent, now.number, key=_number)
+                place = bisect_left(phase.recent, now.number, key=NUMBER)
                 if place < len(phase.recent) and phase.recent[place].number == now.number:
                     phase.recent[place] = now
         return ended
@@ -144,10 +146,6 @@ class _Sizes(Mapping[str, SourceCounts]):
 
     def __len__(self) -> int:
         return len(self._sources.views)
-
-
-def _number(episode: EpisodeInfo) -> int:
-    return episode.number
 
 
 def _flags(episode: EpisodeInfo) -> int:

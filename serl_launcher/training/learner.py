@@ -46,9 +46,7 @@ FAREWELL_S = 15.0  # how long the actors may take to deliver the rest
 class Learner:
     """Runs a plan to its end, on all ranks.
 
-    run_dir: the run's folder.
-    link: the connection to the server.
-    sources: the replay buffers, from which batches are drawn.
+    link: the connection to the server. sources: the replay buffers, from which batches are drawn.
     batch_size: rows of a batch, of all ranks together.
     checkpoint_s: seconds between two checkpoints; 0: after each update.
     accept_plan: resume even if the current phase was edited.

@@ -204,12 +204,8 @@ class PlanState:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain containers, with the phase as it is now, so that a later edit is noticed."""
         uncounted_steps = self.bucket.uncounted_steps if self.bucket else None
-        return {
-            "at": asdict(self.at),
-            "uncounted_steps": uncounted_steps,
-            "updates": self.updates,
-            "phase": _plain(self.phase),
-        }
+        state = {"at": asdict(self.at), "uncounted_steps": uncounted_steps, "updates": self.updates}
+        return state | {"phase": _plain(self.phase)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, accept: bool = False) -> None:
         """Go on from a checkpoint in the phase of that name.

@@ -79,7 +79,6 @@ class Ranks:
         return {name: (item.steps, item.refused) for name, item in named if isinstance(item, Optimizer)}
 
     def end(self) -> None:
-        """Let the other ranks end."""
         self.world.broadcast(["end", None])
 
     def _all(self, what: str, argument: Any = None) -> Any:

@@ -105,7 +105,6 @@ def _identity(config: DictConfig) -> dict[str, Any]:
 
 
 def _learning(options: Any) -> Any:
-    """Return the options without SPARING."""
     if not isinstance(options, dict):
         return options
     return {name: _learning(value) for name, value in options.items() if name not in SPARING}
@@ -126,14 +125,8 @@ def summarise(learner: Learner) -> None:
         measured = (report.read(summary).get("eval") or {}).get("weights_sha256")
         files = [*[summary] * (measured != version), learner.run_dir / "evaluation.json"]
     write = functools.partial(
-        report.write,
-        env_steps=counters.env_steps,
-        episodes=len(done),
-        assisted=int((done & ASSISTED > 0).sum()),
-        updates=learner.state.updates,
-        wall_s=learner.wall_s,
-        evaluations=evaluations,
-        weights_sha256=version,
+        report.write, env_steps=counters.env_steps, episodes=len(done), assisted=int((done & ASSISTED > 0).sum()),
+        updates=learner.state.updates, wall_s=learner.wall_s, evaluations=evaluations, weights_sha256=version,
         curve=curve(counters, [phase.name for phase in phases if phase.actors.mode == "collect"]),
-    )
+    )  # fmt: skip
     report.show([write(path) for path in files][-1], evaluated=bool(evaluations))

@@ -90,7 +90,6 @@ class World:
                 raise ConfigError(text if self.rank == 0 else "")
 
     def _message(self, mine: bytes) -> bytes:
-        """Return rank 0's message on every rank."""
         length = torch.tensor([len(mine)])
         distributed.broadcast(length, 0, group=self.orders)
         message = torch.frombuffer(bytearray(mine if self.rank == 0 else int(length)), dtype=torch.uint8)

@@ -230,7 +230,6 @@ def _send(stream: Any, rows: Mapping[str, Array], info: Mapping[str, Any], spec:
 
 
 def _plots(spec: Spec) -> dict[str, Feature]:
-    """Return the columns that are drawn as lines."""
     features = {**spec.observation, "action": spec.action, **spec.extras}
     vectors = {name: feature for name, feature in features.items() if len(feature.shape) <= 1}
     return vectors | {name: Feature(()) for name in FLAGS}

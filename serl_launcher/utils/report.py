@@ -25,17 +25,9 @@ def wilson(successes: int, episodes: int) -> tuple[float, float]:
 
 
 def write(
-    path: Path,
-    *,
-    env_steps: int,
-    episodes: int,
-    assisted: int,
-    updates: int,
-    wall_s: float,
-    evaluations: Sequence[Mapping[str, Any]],
-    weights_sha256: str,
-    curve: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
+    path: Path, *, env_steps: int, episodes: int, assisted: int, updates: int, wall_s: float,
+    evaluations: Sequence[Mapping[str, Any]], weights_sha256: str, curve: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
     """Write the summary to `path` and learning_curve.png beside it, and return the summary.
 
     The counts are of the whole run. wall_s: seconds.
@@ -51,16 +43,9 @@ def write(
         "before": before,
         "eval": {**results[-1], "weights_sha256": weights_sha256} if results else None,
     }
-    counts = {
-        "env_steps": env_steps,
-        "episodes": episodes,
-        "assisted": assisted,
-        "updates": updates,
-        "wall_s": round(wall_s, 1),
-        "weights_sha256": weights_sha256,
-    }
-    kept = {name: earlier.get(name) for name in measured}
-    summary = counts | (measured if results else kept)
+    counts = {"env_steps": env_steps, "episodes": episodes, "assisted": assisted, "updates": updates}
+    counts |= {"wall_s": round(wall_s, 1), "weights_sha256": weights_sha256}
+    summary = counts | (measured if results else {name: earlier.get(name) for name in measured})
     _write_whole(path, json.dumps(summary, indent=1).encode())
     if curve:
         _write_whole(path.with_name("learning_curve.png"), picture(curve))

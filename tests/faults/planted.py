@@ -143,7 +143,7 @@ Q3 killed ReplayMixture._refresh: evicted episodes count in the size of a view
     - self._count(episode, -1)
     + pass
 Q4 killed RunCounters.take: the newest episodes are in another order after a restart
-    - insort(phase.recent, now, key=_number)
+    - insort(phase.recent, now, key=NUMBER)
     + phase.recent.append(now)
 Q5 killed ReplayMixture._fill: steps of two sources have the same ids
     - target["step_id"] += STRIDE * list(self.buffers).index(part)

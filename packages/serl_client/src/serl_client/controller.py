@@ -106,7 +106,6 @@ class RemotePolicy:
         self._chunk, self._asked, self._reset = None, None, True
 
     def _left(self, step: int) -> int:
-        """Return how many actions the chunk has from step `step` on."""
         return len(self._chunk.action) - (step - self._chunk.step) if self._chunk else 0
 
     def _due(self, step: int) -> bool:

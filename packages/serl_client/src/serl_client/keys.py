@@ -46,7 +46,6 @@ class Key:
         write_private(file, asdict(self))
 
     def owns(self, name: str) -> bool:
-        """Return whether a client with this key may use `name`."""
         return owns(self.name, name)
 
 

@@ -341,7 +341,6 @@ def _check_version(hello: dict[str, Any]) -> None:
 
 
 def encode_record(seq: int, record: QueuedRecord) -> list[wire.Buffer]:
-    """Encode a record for the outbox and a Push."""
     if isinstance(record, Outcome | LostRecord):
         return wire.encode_record(seq, dataclasses.asdict(record), {})
     header = {

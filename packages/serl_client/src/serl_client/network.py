@@ -292,7 +292,6 @@ class Network(threading.Thread):
                 return
 
     def _unanswered(self, failed: m.Failed) -> None:
-        """Log that the inference process refused a question."""
         self._complain(f"the inference process: {failed.text}")
         self._asked.clear()
 

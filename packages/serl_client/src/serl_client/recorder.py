@@ -35,7 +35,6 @@ class Recorder:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether every row is pushed."""
         return self._state[0] == 0
 
     @property
@@ -45,7 +44,6 @@ class Recorder:
 
     @property
     def steps(self) -> int:
-        """Return how many steps the episode has so far."""
         return self._start + self._state[0]
 
     def add(

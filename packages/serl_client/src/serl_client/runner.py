@@ -70,8 +70,6 @@ def run_actor(
 
 @dataclass
 class _Episode:
-    """Holds the state of the episode under way."""
-
     recorder: Recorder
     observation: Observation
     teleop: bool
@@ -255,7 +253,6 @@ class _Actor:
         return action
 
     def _blocked(self, episode: _Episode) -> bool:
-        """Return whether the next step has to wait: the operator has paused, or the step limit is reached."""
         if self._paused:
             if self._status.driver != "PAUSED":
                 self._env.stop()
@@ -306,7 +303,6 @@ class _Actor:
         return self._client.has_room
 
     def _report(self, episode: _Episode) -> None:
-        """Call `on_episode` with the numbers of an ended episode, and count its success."""
         recorder, step, verdict = episode.recorder, episode.last, self._verdict
         self._verdict = ""
         if step is None:
@@ -342,7 +338,6 @@ class _Actor:
             self._client.push(Outcome(episode, VERDICTS[verdict], discard=verdict == "discard", judged_by="operator"))
 
     def _judge_latest(self) -> None:
-        """Push the operator's verdict on the episode that ended last, if there is one."""
         if self._latest:
             self._pronounce(self._latest, None)
         if self._verdict:

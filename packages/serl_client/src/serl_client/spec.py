@@ -115,7 +115,6 @@ class Spec:
         self._check_size()
 
     def _check_size(self) -> None:
-        """Raise ConfigError, with number and limit, for rows that are too large to be sent."""
         seen = sum(feature.nbytes for feature in self.observation.values())
         record = 2 * seen + sum(feature.nbytes for feature in (*self.extras.values(), self.action))
         if record > MAX_RECORD:
@@ -155,7 +154,6 @@ class Spec:
             raise ConfigError(f"this is no Spec: {error!r}") from None
 
     def difference(self, other: "Spec") -> str:
-        """Return what differs between two Specs, as `name: mine, theirs`; empty when nothing does."""
         return difference(self.to_dict(), other.to_dict())
 
 

@@ -68,7 +68,6 @@ class _Pull:
         self.position += len(data)
 
     def _await(self, most: int) -> None:
-        """Wait until at most so many parts wait for the checksum."""
         while len(self._hashed) > most:
             self._hashed.popleft().result()
 
