@@ -6,7 +6,6 @@
 import contextlib
 import ctypes
 import functools
-import importlib
 import importlib.util
 import io
 import logging
@@ -65,9 +64,10 @@ class Recordings:
         if episodes not in EPISODES:
             raise ConfigError(f"record={episodes}: say {', '.join(EPISODES)}")
         self._folder, self._episodes = run_dir, episodes
-        self._makers: list[tuple[str, Callable[..., Any], str]] = [("recordings/{:06d}.rrd", record_episode, "rerun")]
+        self._makers: list[tuple[str, Callable[..., Any], Callable[[], Any]]]
+        self._makers = [("recordings/{:06d}.rrd", record_episode, _rerun)]
         if cameras(spec):
-            self._makers.append(("videos/{:06d}.mp4", record_video, "av"))
+            self._makers.append(("videos/{:06d}.mp4", record_video, _av))
         if episodes != "none":
             self._makers = [maker for maker in self._makers if _works(maker[2])]
         self._live = None if live is None else LiveViewer(spec, live)
@@ -89,9 +89,9 @@ class Recordings:
                 self._live = None
 
 
-def _works(package: str) -> bool:
+def _works(load: Callable[[], Any]) -> bool:
     try:
-        _imported(package)
+        load()
     except ConfigError as error:
         log.warning("%s", error)
         return False
@@ -108,7 +108,7 @@ def record_episode(path: Path, rows: Mapping[str, Array], info: Mapping[str, Any
     of the columns; `mode` says POLICY or HUMAN where it changes, `outcome` holds the info. Features that are neither
     images nor vectors are left out. Raises ConfigError without rerun-sdk.
     """
-    rr = _imported("rerun")
+    rr = _rerun()
     layout = _layout(tuple(cameras(spec)), tuple(_plots(spec)))
     stream = rr.RecordingStream(APPLICATION, recording_id=info["id"])
     data = stream.binary_stream()
@@ -135,7 +135,7 @@ class LiveViewer:
 
     def __init__(self, spec: Spec, port: int = 9876) -> None:
         self.spec, self.url = spec, f"rerun+http://{LOOPBACK}:{port}/proxy"
-        self._rr = _imported("rerun")
+        self._rr = _rerun()
         self._episode, self._begin = "", 0.0
         if _listens(port):
             raise ConfigError(f"port {port} of the live viewer is taken: set live to another one")
@@ -279,12 +279,12 @@ def _jpeg(image: Array) -> bytes:
     return encoded.getvalue()
 
 
-def _imported(name: str) -> Any:
-    """Import rerun or av. Raises ConfigError without it."""
+def _rerun() -> Any:
     try:
-        return importlib.import_module(name)
+        import rerun
     except ImportError:
-        raise ConfigError(f"{name} is not installed: install it with `. examples/install.sh --extra data`") from None
+        raise ConfigError("rerun is not installed: install it with `. examples/install.sh --extra data`") from None
+    return rerun
 
 
 def _program() -> str:
@@ -341,7 +341,7 @@ def write_mp4(path: Path, frames: Iterable[Array], fps: float) -> None:
     fps: frames per second. An odd size is padded with a black line. Raises ConfigError without av, and ValueError
     without any frame.
     """
-    av = _imported("av")
+    av = _av()
     aside, written = _aside(path), 0
     try:
         with av.open(str(aside), "w", format="mp4") as container:
@@ -366,6 +366,14 @@ def _beside(images: list[Array]) -> Array:
     height = max(image.shape[0] for image in images)
     colour = [np.broadcast_to(image, (*image.shape[:2], 3)) for image in images]
     return np.concatenate([np.pad(i, ((0, height - i.shape[0]), (0, 0), (0, 0))) for i in colour], axis=1)
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise ConfigError("av is not installed: install it with `. examples/install.sh --extra data`") from None
+    return av
 
 
 def _is_picture(feature: Feature) -> bool:
