@@ -48,8 +48,7 @@ def wait_for_spec(
     """Wait for the server, and return the Spec of the run: the store's, or the one that the first actor brings.
 
     needs_actor: where the store has no Spec yet, wait for the first actor; False: return None.
-    announces: log every TELL_S seconds that an actor is waited for.
-    stopping: asked at each turn; once it says True, None is returned.
+    announces: log every TELL_S seconds that an actor is waited for. stopping: once it says True, None is returned.
     """
     told = 0.0
     while not stopping():

@@ -26,9 +26,8 @@ GIVING_UP = (
 class Supervisor:
     """The parent of one run's processes.
 
-    run_dir: the run's folder, where each process finds config.yaml.
+    run_dir: where each process finds config.yaml. first: the processes to start at once.
     local: the ipc address at which the server listens; empty where there is no server (a node beyond the first).
-    first: the processes to start at once.
     archives: whether episodes stay in the store until they are exported, so that the run needs the export process.
     export_s: seconds that the export process takes at most for the last episodes, once it is told to end.
     """

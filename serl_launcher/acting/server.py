@@ -50,9 +50,8 @@ class InferenceServer:
     def __init__(
         self, host: PolicyHost, weights: Path, address: str, *, window: float, keys: Path | None = None
     ) -> None:
-        """Listen. Raises ConfigError if it may not, or cannot, listen on `address`.
+        """Listen. Raises ConfigError if it may not, or cannot, listen on `address`. `window` is in seconds.
 
-        window: seconds that the first request of a batch waits for others at most.
         keys: the folder of tools/keys.py; None: no encryption, and every client is let in.
         """
         self.host, self.weights, self.window = host, weights, window

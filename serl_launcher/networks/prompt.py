@@ -23,8 +23,8 @@ class Prompt:
     vocabulary: number of tokens that the policy knows. Others are left out, with a warning: PaliGemma's tokenizer has
         one more than pi0, <image>.
 
-    Both cases only warn, because actors choose their tasks and no task may end the run. Raises ConfigError if the file
-    does not exist or has more than `vocabulary` regular tokens.
+    Both only warn, because actors choose their tasks. Raises ConfigError if the file does not exist or has more than
+    `vocabulary` regular tokens.
     """
 
     def __init__(self, tokenizer: str | None, *, length: int, vocabulary: int) -> None:

@@ -11,19 +11,16 @@ from torch import Tensor
 
 
 def normal(seed: Tensor, shape: Sequence[int], stream: int = 0) -> Tensor:
-    """Draw standard normal float32 [B, *shape] from the rows' seeds (Box and Muller 1958).
+    """Draw standard normal float32 [B, *shape] from the rows' seeds [B] int64 (Box and Muller 1958).
 
-    seed: [B] int64. stream: number that separates draws from one seed.
+    stream: number that separates draws from one seed.
     """
     first, second = (_uniform(seed, shape, 2 * stream + half) for half in (0, 1))
     return ((-2 * first.log()).sqrt() * (math.tau * second).cos()).float()
 
 
 def uniform(seed: Tensor, shape: Sequence[int], stream: int) -> Tensor:
-    """Draw uniform float32 in (0, 1), [B, *shape], from the rows' seeds.
-
-    seed: [B] int64. stream: number that separates draws from one seed; none collides with a draw of `normal`.
-    """
+    """Draw uniform float32 in (0, 1), [B, *shape], as `normal` does; no stream of it collides with one of `normal`."""
     return _uniform(seed, shape, 2 * stream + 2**32).float().clamp(1e-7, 1 - 1e-7)
 
 

@@ -18,8 +18,7 @@ GROUP = 8  # channels per group of GroupNorm; BatchNorm would make a row's resul
 class ImageTrunk(nn.Module):
     """Encode images by convolutions of stride 2, each with GroupNorm and ReLU: uint8 [B, *shape] -> [B, size].
 
-    shape: [height, width, channel] of the images.
-    channels: output channels of each layer, multiples of 8.
+    shape: [height, width, channel] of the images. channels: output channels of each layer, multiples of 8.
 
     The last maps are flattened, because they change much more from image to image than the mean positions of a spatial
     softmax. On the arm, whose state alone nearly explains a demonstration, cloning used the images within a few hundred

@@ -132,7 +132,7 @@ class FlowMatching(Policy):
     ) -> tuple[Tensor, Tensor]:
         """Sample one chunk per observation, with a gradient through all steps -> action [B, H, A], log_prob [B].
 
-        seed: [B] int64, of the rows. stream: number that separates draws from one seed.
+        seed, stream: see `normal`.
         log_prob is the log density of the last step of (5), given the steps before and without clipping. Minus its
         mean is a lower bound of the entropy, and falls with the noise level. Without a noise level it is zero.
         """

@@ -54,10 +54,7 @@ class GaussianPolicy(Policy):
         return self.scale.from_unit(torch.tanh(mean + log_std.exp() * noise))  # [n, B, 1, A]
 
     def rsample(self, observation: Observation, *, seed: Tensor, stream: int = 0) -> tuple[Tensor, Tensor]:
-        """Sample one action per observation, with a gradient -> action [B, 1, A], log_prob [B].
-
-        seed: [B] int64, of the rows. stream: number that separates draws from one seed.
-        """
+        """Sample one action per observation, with a gradient -> action [B, 1, A], log_prob [B]. See `normal`."""
         mean, log_std = self._gaussian(observation)
         noise = normal(seed, mean.shape[1:], stream)
         raw = mean + log_std.exp() * noise

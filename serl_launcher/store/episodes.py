@@ -28,7 +28,6 @@ class Episodes:
         self.committed()
 
     def committed(self) -> None:
-        """Begin a new group."""
         self.changed: dict[str, Episode] = {}
         self._begun: dict[str, list[Episode]] = {}  # in this group, by their ids and those of what they are parts of
         self._said: dict[str, list[Outcome]] = {}  # in this group, of an episode

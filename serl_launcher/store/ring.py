@@ -24,18 +24,15 @@ class Ring:
         self.clear()
 
     def clear(self) -> None:
-        """Begin a new group."""
         self.segments: list[tuple[Segment, Array]] = []  # staged, with their [T] step records
         self._steps = self._rows = 0  # staged
 
     @property
     def next_step(self) -> int:
-        """The number of the step that is staged next."""
         return self.source.head + self._steps
 
     @property
     def next_row(self) -> int:
-        """The number of the row (observation) that is staged next."""
         return self.source.row_head + self._rows
 
     def is_half_full(self, count: int) -> bool:

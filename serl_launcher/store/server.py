@@ -116,11 +116,9 @@ class Server:
             raise self.keeper.fatal
 
     def stop(self) -> None:
-        """End `run` after its present turn."""
         self._stopping = True
 
     def close(self) -> None:
-        """Close the sockets and the store."""
         self.access.context.destroy(linger=2000)  # why the run ends must reach its actors
         self.keeper.close(is_over=self.updates.is_over)
 

@@ -29,12 +29,9 @@ class Optimizer:
     Calling it runs the module. A step differentiates with respect to these parameters alone: a policy loss that passes
     through a critic leaves no gradient in the critic.
 
-    learning_rate: the largest of the schedule (see schedule.rate).
-    betas: decay rates of the first and second moment.
-    weight_decay: decoupled, as a share of the learning rate.
+    learning_rate: the largest of the schedule. warmup, decay, final: see schedule.rate.
+    betas: decay rates of the first and second moment. weight_decay: decoupled, as a share of the learning rate.
     grad_clip_norm: largest norm of the gradient; None: not clipped.
-    warmup: steps in which the learning rate grows. decay: step at which it has fallen; None: it does not fall.
-    final: learning rate after the decay, as a factor.
     accumulation: parts of a batch (see `parts`) whose mean gradient makes one step, so that a batch may exceed memory.
 
     A gradient that is not finite changes no weight and no moment, because one such value would stay in every weight

@@ -87,7 +87,6 @@ class Connection:
 
     @property
     def polled(self) -> list[tuple[zmq.Socket[bytes], int]]:
-        """Return what zmq_poll should watch for this connection."""
         return [(socket, zmq.POLLIN) for socket in (self._socket, self._monitor) if socket is not None]
 
     def send(self, message: m.Message) -> bool:

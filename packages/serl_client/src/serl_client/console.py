@@ -73,7 +73,6 @@ class Console(logging.Handler):
             self.flush()
 
     def flush(self) -> None:
-        """Print the queued log records."""
         if not self._lines:
             return
         self._erase()

@@ -42,7 +42,6 @@ class Key:
         return key
 
     def write(self, file: Path) -> None:
-        """Write the key to a file that only its owner may read."""
         write_private(file, asdict(self))
 
     def owns(self, name: str) -> bool:

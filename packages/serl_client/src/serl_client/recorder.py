@@ -39,7 +39,6 @@ class Recorder:
 
     @property
     def is_full(self) -> bool:
-        """Return whether the open segment has all its rows, so that it is time to flush."""
         return self._state[0] == self._rows
 
     @property

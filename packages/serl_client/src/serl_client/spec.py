@@ -66,7 +66,6 @@ class Feature:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of one row of this feature."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def to_dict(self) -> dict[str, Any]:

@@ -50,7 +50,6 @@ class SuccessCounter:
         self._status.unassisted = _ratio([success for success, assisted in judged if not assisted])
 
     def correct(self, episode: str, success: bool | None) -> None:
-        """Replace the verdict on an episode that was added."""
         if episode in self._episodes:
             self.add(episode, success, assisted=self._episodes[episode][1])
 
