@@ -80,10 +80,8 @@ def describe_store(config: DictConfig, plan: Plan) -> None:
 
 
 def _forget_dead_sockets() -> None:
-    """Remove the socket folders of learners that were killed.
-
-    Nobody listens at their sockets, and nobody holds their lock. A living launcher holds it while its server restarts.
-    """
+    """Remove the socket folders of learners that were killed: nobody listens there, and nobody holds their lock, as a
+    living launcher does while its server restarts."""
     for path in Path(tempfile.gettempdir()).glob(f"{SOCKETS}*/server"):
         with socket.socket(socket.AF_UNIX) as probe:
             try:

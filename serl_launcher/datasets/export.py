@@ -147,10 +147,8 @@ class _Client:
         self._next_beat = self._next_hear = 0.0
 
     def step(self, exporter: Exporter, *, rest: bool) -> bool:
-        """Ask the server what is new, write at most one shard, and tell the server. Waits if nothing is due.
-
-        rest: the run is over. Returns False once nothing is left to do then.
-        """
+        """Ask the server what is new, write at most one shard, and tell the server. Waits if nothing is due, unless the
+        run is over (`rest`). Returns False once nothing is left to do then."""
         while self.link.receive() is not None:
             pass
         try:

@@ -127,10 +127,7 @@ class Exporter:
             self._pending[info.source].add(number)
 
     def _differs(self, info: EpisodeInfo) -> bool:
-        """Return whether its shard would change if it was written now.
-
-        Of an episode that left the store only the verdict can change.
-        """
+        """Return whether its shard would change now: of an episode that left the store, only the verdict can."""
         there, now, count = self._mark[info.number], shards.mark_now(info), len(shards.VERDICT)
         is_there = info.first >= self._readers[info.source].tail
         return there != now if is_there else there[:count] != now[:count]
@@ -214,10 +211,8 @@ class Exporter:
                 self._sort(info)
 
     def _due(self, source: str, pending: list[int], rest: bool) -> list[int]:
-        """Return the numbers for the next shard of a source; empty if too few are pending.
-
-        Fewer than `count` make a shard at the end of the run, and when the oldest is a quarter of the store behind.
-        """
+        """Return the numbers for the next shard of a source. Fewer than `count` make one at the end of the run, and
+        when the oldest is a quarter of the store behind."""
         if not pending:
             return []
         waits = self._readers[source].head - self.episodes[pending[0]].first
@@ -259,10 +254,7 @@ class Exporter:
     def _make(
         self, shard: Path, source: str, infos: Sequence[EpisodeInfo], before: Mapping[str, Any] | None
     ) -> None:  # fmt: skip
-        """Write a shard of these episodes aside, verify it, and put it in place.
-
-        before: the manifest of the version that it replaces; None: it is the first.
-        """
+        """Write a shard aside, verify it, and put it in place of the version with the manifest `before`, if any."""
         phases = sorted(self._phases, key=lambda phase: self._phases[phase])
         left_out: list[tuple[EpisodeInfo, str]] = []
         again: list[int] = []  # episodes whose images come from the version before

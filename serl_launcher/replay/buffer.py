@@ -82,10 +82,8 @@ class ReplayBuffer:
         self._link(numbers[whole], records[whole])
 
     def _link(self, numbers: Numbers, records: Array) -> None:
-        """Link each step to the one before it in its episode, unless a gap lies between them.
-
-        Neighbours are linked as arrays; a run of them is linked to its episode's newest step so far.
-        """
+        """Link each step to the one before it in its episode, unless a gap lies between them. Neighbours are linked as
+        arrays; a run of them is linked to its episode's newest step so far."""
         if not len(numbers):
             return
         size, episodes, indices = self.layout.capacity, records["episode"], records["index"]
@@ -222,10 +220,7 @@ class ReplayBuffer:
         return moves | (chain[:, 0] == last)  # one step alone cannot show whether the robot moves
 
     def _chain(self, numbers: Numbers, reach: int) -> tuple[Numbers, Numbers]:
-        """Follow each step through its episode.
-
-        Returns the steps [B, reach + 1], NONE behind the episode's newest, and the last one that is there [B].
-        """
+        """Return the steps from each on [B, reach + 1], NONE behind its episode's newest, and the last there [B]."""
         size = self.layout.capacity
         chain = np.empty((len(numbers), reach + 1), np.int64)
         chain[:, 0] = last = numbers

@@ -279,10 +279,8 @@ class Store:
         self.kept.release()
 
     def _wait_for_archive(self, source: Source, segment: Segment) -> None:
-        """Raise Full when this segment needs the place of an episode that is kept.
-
-        When that is still open, it is cut, so that it can be exported: nobody waits for an actor that may be gone.
-        """
+        """Raise Full when this segment needs the place of an episode that is kept. An open one is cut first, so that it
+        can be exported: nobody waits for an actor that may be gone."""
         if (kept := self.kept.oldest(source.name)) is None:
             return
         first, first_row, id = kept

@@ -276,10 +276,8 @@ class PlanState:
         return self.at.updates if unit == "updates" else self._total(unit, progress) - self.at.base[unit]
 
     def _total(self, unit: str, progress: Progress) -> float:
-        """Return the count of a unit since the run began. An evaluation counts steps of finished episodes only.
-
-        Otherwise its step limit could end it within a long episode, so it would favour short ones.
-        """
+        """Return the count of a unit since the run began. An evaluation counts steps of finished episodes only, because
+        a limit of steps would else favour short episodes."""
         if unit == "wall_s":
             return progress.wall_s
         counts = self._counts(progress)

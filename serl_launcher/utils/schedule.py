@@ -4,10 +4,8 @@ import math
 
 
 def rate(step: int, *, warmup: int, decay: int | None, final: float) -> float:
-    """Return the factor on the learning rate after `step` steps.
-
-    warmup: steps over which it grows to 1. decay: step, counted from the beginning, at which it has fallen as a cosine
-    to `final`, where it stays; None: it stays at 1.
+    """Return the factor on the learning rate after `step` steps. It grows to 1 over `warmup` steps, then falls as a
+    cosine to `final` at step `decay`, counted from the beginning, and stays there. decay None: it stays at 1.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)

@@ -127,10 +127,8 @@ class _Actor:
         return mode if mode == "stop" or may_begin else "idle"
 
     def _answers(self) -> bool:
-        """Return whether the policy gives actions, after it was silent.
-
-        Until then the robot does not move, not even home, because the cause may be a fault.
-        """
+        """Return whether the policy gives actions, after it was silent. Until then the robot does not move, not even
+        home, because the cause may be a fault."""
         if self._unanswered is not None:
             action = self._controller.act(self._unanswered, step=0, previous_action=None, reset=True)
             self._unanswered = self._unanswered if action is None else None
@@ -220,10 +218,8 @@ class _Actor:
         episode.held = 0 if is_human else episode.held
 
     def _action(self, episode: _Episode) -> tuple[bool, bool, Array | None]:
-        """Return (whether the episode goes on, whether the next step had to wait, its action).
-
-        Waits for the operator, for the step limit, and in simulation or before the first step for the action.
-        """
+        """Return (whether the episode goes on, whether the next step had to wait, its action). Waits for the operator,
+        for the step limit, and in simulation or before the first step for the action."""
         waited = False
         while not self._called_off(waited) and not episode.recorder.ended:
             if not self._blocked(episode):

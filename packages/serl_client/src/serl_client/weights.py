@@ -23,10 +23,8 @@ PAUSE = 5.0  # seconds until the next try after the disk or the server failed
 
 
 class _Pull:
-    """Pulls one file: `position` bytes of it are in the folder and were given to the thread `hashing`.
-
-    That thread computes the checksum, because this takes longer than everything else.
-    """
+    """Pulls one file: `position` bytes of it are in the folder and were given to the thread `hashing`, which computes
+    the checksum, because this takes longer than everything else."""
 
     def __init__(self, folder: Path, hashing: ThreadPoolExecutor, version: int, sha256: str, size: int) -> None:
         self.version, self.sha256, self.size = version, sha256, size
