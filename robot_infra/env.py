@@ -21,12 +21,9 @@ class RobotEnv:
     """Implements serl_client.env.Env over a robot; a context manager, so that every way out stops the robot.
 
     judge: gives reward and success; only it terminates an episode. Its success counts once the episode has ended.
-    task: the task in words.
-    fps: steps per second.
-    max_steps: an episode of so many steps is truncated.
+    task: in words. fps: steps per second. max_steps: an episode of so many steps is truncated.
     clock: "real": a step lasts 1/fps seconds, counted by deadline, and `late` counts the steps that took longer.
         "simulated": nothing waits.
-    cameras: {name: camera}.
     teleop: the device of the human; None: nobody can take over.
     operator: the person at the keys, if the teleop is their keyboard too; it is closed with the env.
 
@@ -65,13 +62,7 @@ class RobotEnv:
         self.close()
 
     def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
-        """Begin an episode at the start that `seed` names, and return its first observation.
-
-        teleop: the operator drives the whole episode.
-        intervene: the operator drives the steps in which they touch the device.
-
-        Raises ConfigError for `teleop` if the env has no teleop.
-        """
+        """Begin an episode, as Env.reset. Raises ConfigError for `teleop` if the env has no teleop."""
         self._intervention.reset(seed, demonstrate=teleop, intervene=intervene)
         self.robot.home(seed)
         self._steps = 0
@@ -80,10 +71,7 @@ class RobotEnv:
         return observation
 
     def step(self, action: Array | None) -> Step:
-        """Make one control step: send the action [A], wait for the end of the step, observe, judge.
-
-        None: hold. In a step that the operator drives, the operator's action is sent instead.
-        """
+        """Make one control step, as Env.step: send the action [A], wait for the end of the step, observe, judge."""
         driven, is_theirs = self._intervention.drive(action)
         executed = self.robot.command(self.robot.hold_action() if driven is None else driven)
         extras = {POLICY_ACTION: policy_action(action, executed), **self._ages}  # of the observation before this action

@@ -63,10 +63,7 @@ class GymEnv:
         self.close()
 
     def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
-        """Begin an episode at the start that `seed` names, in which nobody intervenes.
-
-        Raises ConfigError for `teleop`: nobody can drive.
-        """
+        """Begin an episode in which nobody intervenes. Raises ConfigError for `teleop`: nobody can drive."""
         if teleop:
             raise ConfigError(f"{self.task} has no teleop: nobody can demonstrate")
         with self._explained("reset"):

@@ -151,9 +151,7 @@ class KeyboardTeleop:
 def chosen(operator: str, scripted: Teleop, action: Feature, *, clock: str) -> tuple[Teleop, Keyboard | None]:
     """Return the teleop of a robot, and the terminal that it opens, if any.
 
-    operator: `scripted`: the given program; `keyboard`: a person.
-    clock: of the env; a person needs the real one.
-
+    operator: `scripted`: the given program; `keyboard`: a person, who needs the real `clock` of the env.
     Raises ConfigError for another operator, and for a keyboard without a terminal or on the simulated clock.
     """
     if operator == "scripted":

@@ -38,9 +38,8 @@ class Rescuer(Scripted):
     While it demonstrates, the script drives every step.
     remaining: returns how much of the task is left, metres.
     margin: a step makes progress if it lowers the least `remaining` so far by more than this, metres.
-    takeover_after: steps in succession without progress, after which the script drives; at least 1.
-    handback_after: steps with progress, after which the policy drives again; at least 1.
-    Raises ConfigError if takeover_after or handback_after is less than 1.
+    takeover_after: steps in succession without progress, after which the script drives.
+    handback_after: steps with progress, after which the policy drives again. Raises ConfigError if either is below 1.
     """
 
     def __init__(

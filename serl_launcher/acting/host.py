@@ -89,9 +89,8 @@ class PolicyHost:
             raise ConfigError(
                 f"weights file {file.name} is not finite in {bad}: keeping the current ones until the next"
             )
-        return {
-            name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()
-        }  # the copy reads what load_file has only mapped
+        # The copy reads what load_file has only mapped.
+        return {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}
 
     def swap(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Act with these weights from now on. They overwrite the old ones in place, because CUDA graphs point there.

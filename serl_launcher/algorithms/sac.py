@@ -26,7 +26,7 @@ from serl_launcher.utils.optim import Optimizer
 
 
 class LogTemperature(nn.Module):
-    """log alpha, where the temperature alpha > 0 weights the entropy. initial: the initial alpha."""
+    """log alpha, where the temperature alpha > 0 weights the entropy; `initial` is alpha's first value."""
 
     def __init__(self, initial: float) -> None:
         super().__init__()

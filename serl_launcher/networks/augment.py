@@ -68,10 +68,8 @@ class Augment:
 
 
 def augmentation(made: Callable[[], Augment] | None, inputs: Collection[str]) -> Callable[[Batch], Batch]:
-    """Make the augmentation of a policy that reads the observations `inputs`; None: batches stay as they are.
-
-    Raises ConfigError if `inputs` has no images.
-    """
+    """Make the augmentation of a policy that reads the observations `inputs`; None: batches stay as they are. Raises
+    ConfigError if `inputs` has no images."""
     if made is None:
         return lambda batch: batch
     if not any(name.startswith(IMAGES) for name in inputs):

@@ -81,10 +81,8 @@ class RateLimiter:
             self.uncounted_steps += excess / pace.updates_per_step
             self._forgiven += excess
             if self._forgiven >= self._report_at:
-                log.warning(
-                    "learner too slow: %.0f updates dropped. Lower updates_per_step, or use a faster GPU",
-                    self._forgiven,
-                )
+                text = "learner too slow: %.0f updates dropped. Lower updates_per_step, or use a faster GPU"
+                log.warning(text, self._forgiven)
                 self._report_at = 2 * self._forgiven
         return credit - max(0.0, excess)
 

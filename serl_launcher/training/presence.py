@@ -34,7 +34,5 @@ class Presence:
     def __str__(self) -> str:
         now = time.monotonic()
         left = [f"{name} left {now - since:.0f} s ago" for name, since in self._left.items()]
-        advice = (
-            [] if self.here else ["start one with run_actor.sh" if left else "none yet: start one with run_actor.sh"]
-        )
-        return "; ".join([*([", ".join(self.here)] if self.here else []), *left, *advice])
+        start = "start one with run_actor.sh" if left else "none yet: start one with run_actor.sh"
+        return "; ".join([", ".join(self.here), *left] if self.here else [*left, start])

@@ -38,8 +38,7 @@ class Env(Protocol):
     def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
         """Begin an episode at the start that `seed` names, and return its first observation.
 
-        teleop: the operator drives the whole episode.
-        intervene: the operator may take over single steps. Otherwise nobody intervenes.
+        teleop: the operator drives all of it. intervene: the operator may take over single steps; else nobody does.
         """
         ...
 

@@ -101,10 +101,7 @@ def explained(error: TrainerError, host: str, port: int, *, has_key: bool) -> st
 class Lookout:
     """Logs why the learner has been away for SILENCE, and logs when it is back; a context manager.
 
-    is_connected: returns whether the learner is there.
-    has_key: this actor has a key.
-
-    A thread of its own looks, because a look may take seconds.
+    is_connected: returns whether the learner is there. A thread of its own looks, because a look may take seconds.
     """
 
     def __init__(self, is_connected: Callable[[], bool], host: str, port: int, *, has_key: bool) -> None:

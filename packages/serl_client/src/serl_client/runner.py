@@ -46,10 +46,8 @@ def run_actor(
 ) -> None:  # fmt: skip
     """Follow the learner's directives until one says stop. The robot is stopped however this ends.
 
-    seed: the run's seed.
-    operator: who is polled for events in each step; None: nobody.
+    seed: of the run. operator: is polled for events in each step. status: is kept up to date for the console.
     on_episode: is called with the numbers of each finished episode.
-    status: is kept up to date for the console.
 
     Raises what the environment raises, TrainerError when the learner refuses this actor, and KeyboardInterrupt for
     SIGINT, SIGTERM and SIGHUP.
