@@ -38,6 +38,8 @@ FORBIDDEN = {  # folder: what it never imports
     "serl_launcher.datasets": ("torch", *rooms("training", "acting", "types"), *MODELS),
     "serl_launcher.training": rooms("datasets", "acting"),
     "serl_launcher.acting": rooms("replay", "datasets"),
+    "serl_launcher.config": ("torch", *rooms("store", "replay", "datasets", "training", "acting", "types", *MODELS)),
+    "serl_launcher.utils": rooms("replay", "datasets", "training", "acting", *MODELS),
     "serl_launcher.learner_link": (*NO_TORCH, "serl_launcher.store"),
     "serl_launcher.supervisor": (*NO_TORCH, "serl_launcher.store"),
 }
