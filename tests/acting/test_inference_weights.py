@@ -160,8 +160,8 @@ def test_an_actor_that_acts_by_itself_goes_on_while_newer_weights_are_read(conne
 
 def test_an_actor_that_acts_by_itself_leaves_weights_of_another_policy_aside(connect, inference, spec, caplog):
     """They may be of an earlier plan, and the learner's own are still to come."""
-    connect_client, publish = connect(inference(Counting()))
-    client = connect_client("arm")
+    _, join, publish = connect(inference(Counting()))
+    client = join("arm")
     controller = RemotePolicy(LocalSource(client, PolicyHost(Counting(sizes=(3,)), spec, "cpu")), deadline=0.1)
     controller.begin("episode", {"explore": False, "weights": None}, "reach")
 
