@@ -1,6 +1,7 @@
-"""The words of a command line made into one config, or into one sentence that says what is wrong with them. No torch.
+"""Composes the yamls and the words of a command line into one config. No torch.
 
-Hydra composes; a word that it would refuse at length, or take although it makes no sense, is found before that.
+Hydra composes. We check each word before, because Hydra refuses some in many lines, and accepts some that make no
+sense. Each error is one sentence.
 """
 
 import inspect
@@ -27,14 +28,16 @@ NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the envir
 
 
 def composed(folder: Path, words: Sequence[str]) -> DictConfig:
-    """The config that folder/base.yaml and the command line's words (`algo=sac`, `seed=1`) make, fully resolved.
+    """Compose folder/base.yaml with the command line's words (`algo=sac`, `seed=1`), and resolve all values.
 
-    What a run was begun with (`algo=...`, `policy.horizon=...`) holds in its folder until a word says otherwise: it is
-    evaluated, or gets another plan, without repeating that. Raises ConfigError for an unknown choice or key, with the
-    nearest right one, for a value of another kind than the yaml's, for a value that is missing, and for a plan that is
-    made for another algorithm than the run.
+    A run folder keeps the words of `algo` and `policy` with which its run began. They hold until a new word replaces
+    them. So an evaluation, or another plan, needs no repetition.
+
+    Raises ConfigError for an unknown choice or key, with the nearest right one; for a value of another kind than the
+    yaml's; for a missing value; and for a plan that is made for another algorithm than the run's.
     """
-    place = _composed(folder, [word for word in words if _group(word) not in REMEMBERED])
+    others = [word for word in words if _group(word) not in REMEMBERED]
+    place = _composed(folder, others)
     said = {_key(word) for word in words}
     remembered = [word for word in _remembered(place) if said.isdisjoint((_key(word), _group(word)))]
     for word in sorted(set(place.remembered) - set(_defaults(folder))):  # the plan's own choice
@@ -44,17 +47,18 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
                 f"this plan is made for {word}, and the run in {place.run_dir} was begun with {begun}: choose another "
                 f"run_dir=..., or say {_key(word)}=... to have it that way"
             )
-    return _composed(folder, [*remembered, *words])
+    words = [*remembered, *words]
+    return place if words == others else _composed(folder, words)
 
 
 def _defaults(folder: Path) -> list[str]:
-    """What base.yaml chooses of each group, as words."""
+    """Return what base.yaml chooses of each group, as words."""
     entries: Any = OmegaConf.select(OmegaConf.load(folder / "base.yaml"), "defaults", default=[])
     return [f"{group}={name}" for entry in entries if isinstance(entry, Mapping) for group, name in entry.items()]
 
 
 def _remembered(config: DictConfig) -> list[str]:
-    """The words that the run folder of this config keeps."""
+    """Return the words that the run folder of this config keeps."""
     kept = Path(str(config.run_dir)) / "config.yaml"
     saved = OmegaConf.load(kept) if config.learner and kept.is_file() else OmegaConf.create()
     return list(OmegaConf.select(saved, "remembered", default=[]))
@@ -73,16 +77,16 @@ def _composed(folder: Path, words: Sequence[str]) -> DictConfig:
     try:
         overrides = [_read(word) for word in words]
         chosen = [override for override in overrides if override.key_or_group in choices]
+        values = [override for override in overrides if override not in chosen]
         for override in chosen:
             names = choices[override.key_or_group]
             where = f"{override.input_line} (there are {', '.join(names)})"
             known(override.value(), names, override.key_or_group, where)
         with initialize_config_dir(str(folder), version_base="1.3"):
-            defaults = compose("base", [str(override.input_line) for override in chosen])
-            for override in overrides:
-                if override not in chosen:
-                    _check(override, defaults)
-            config = compose("base", list(words), return_hydra_config=True)
+            config = compose("base", [str(override.input_line) for override in chosen], return_hydra_config=True)
+            for override in values:
+                _check(override, config)
+            config = compose("base", list(words), return_hydra_config=True) if values else config
         taken = [f"{group}={config.hydra.runtime.choices[group]}" for group in REMEMBERED]
         with open_dict(config):
             del config.hydra
@@ -96,15 +100,15 @@ def _composed(folder: Path, words: Sequence[str]) -> DictConfig:
 
 
 def groups(folder: Path) -> dict[str, list[str]]:
-    """{group: what there is to choose}."""
+    """Return {group: its choices}."""
     found = sorted(path for path in folder.iterdir() if path.is_dir())
     return {path.name: sorted(yaml.stem for yaml in path.glob("*.yaml")) for path in found}
 
 
 def factory(config: DictConfig, name: str, *arguments: Any) -> Callable[..., Any]:
-    """The callable that the node `name` of the config describes, which will be called with `arguments`.
+    """Return the callable that the config describes under `name`. The caller will call it with `arguments`.
 
-    Raises ConfigError when it does not exist, or takes other options than the node gives it.
+    Raises ConfigError if it does not exist, or if it does not take the options that stand there.
     """
     try:
         made = instantiate(OmegaConf.select(config, name))
@@ -130,7 +134,7 @@ def _read(word: str) -> Override:
 
 
 def _quoted(word: str) -> str:
-    """The word as a shell and Hydra take it, if quotes are all that it lacks; else nothing."""
+    """Return the word as a shell and Hydra take it, if it lacks nothing but quotes; else an empty text."""
     key, found, value = word.partition("=")
     if not found:
         return ""
@@ -146,7 +150,7 @@ def _quoted(word: str) -> str:
 
 
 def _check(override: Override, defaults: DictConfig) -> None:
-    """Raise ConfigError when there is no such key, or when its value is of another kind than the default."""
+    """Raise ConfigError if there is no such key, or if its value is of another kind than the default."""
     *above, last = override.key_or_group.split(".")
     node: Any = defaults
     for depth, part in enumerate((above or [last]) if override.is_add() else [*above, last]):
@@ -162,7 +166,7 @@ def _check(override: Override, defaults: DictConfig) -> None:
 
 
 def _value(node: DictConfig, key: str) -> Any:
-    """What stands there; None for a value that is missing, or that follows a missing one."""
+    """Return the value under `key`; None if it is missing, or interpolates a missing one."""
     try:
         return OmegaConf.select(node, key)
     except OmegaConfBaseException:
@@ -190,7 +194,7 @@ def _check_kind(override: Override, default: Any) -> None:
 
 
 def _missing(node: Any, where: str = "") -> Iterator[str]:
-    """The names of the values that a person has to give, depth first."""
+    """Yield the names of the values that a person has to give, depth first."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             yield from _missing(value, f"{where}.{key}" if where else str(key))
@@ -199,7 +203,7 @@ def _missing(node: Any, where: str = "") -> Iterator[str]:
 
 
 def _sentence(error: BaseException) -> str:
-    """What a library says over several lines, in one."""
+    """Return a library's error of several lines as one line."""
     lines = [line.strip() for line in str(error).splitlines()]
     text = " ".join(line for line in lines if line and not line.startswith(NOISE))
     return text.partition(", set env var")[0]

@@ -1,4 +1,4 @@
-"""What an algorithm asks of the replay (Window), what it gets (Batch) and what it answers an actor (Decision)."""
+"""Declares what an algorithm asks of the replay (Window), what it gets (Batch), and what it answers (Decision)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -14,12 +14,14 @@ Carry = Any  # an actor's memory between decisions: a tree of tensors, None for 
 
 @dataclass(frozen=True, slots=True)
 class IdleFilter:
-    """When a window shows a robot that waits, so that a policy which imitates it would wait for ever.
+    """Excludes windows in which the robot waits, because a policy that imitates them would wait for ever.
 
-    It does when no entry of `column` has a standard deviation above `threshold`, in the column's unit, from the
-    window's first step to its end. `column`: `action`, or a float observation; `entries`: indices of its flattened
-    values, None: all. An action that is a velocity or a step is constant in straight motion too, so for such a robot
-    name an observation with measured positions.
+    A robot waits if no entry of a column has a standard deviation above the threshold, from the window's first step to
+    its end.
+    threshold: standard deviation, in the column's unit.
+    column: `action`, or a float observation. A velocity or a relative step is constant in straight motion, too. If
+        actions are of that kind, name an observation with measured positions.
+    entries: indices of the column's flattened values; None: all.
     """
 
     threshold: float
@@ -29,19 +31,19 @@ class IdleFilter:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Which columns an update wants, at which steps relative to the step t that was drawn.
+    """Names the columns that an update needs, and at which steps. Each row of a batch is one drawn step t.
 
-    `offsets` maps a column to integer steps, each row of the batch being one t:
-    - an observation's name (`observation.state`): that observation at t + offset, {name: [B, To, ...]}. A step before
-      the episode's first or after its final observation repeats that one;
-    - `action`: always there, and always 0..H-1. The columns of a step (reward, terminated, truncated, intervened,
-      valid) come at the same offsets, [B, H]; what lies past the episode's end is zero with valid False. A gap, where
-      time passed without a step, is such an end, too;
-    - `next_observation`: (H,) if it is wanted at all. Every observation of this window at its own offsets plus the
-      number of valid steps, so that a window that the end cut short sees the episode's final observation;
-    - any other name: one of Spec.extras, or a derived column, at the action's offsets, in `Batch.extras`, [B, H, ...].
-    `starts` says which steps may be drawn: `any`, or `chunk_start`, those where a new chunk began. With
-    `idle_filter` no window starts where the robot waits; rows in which it waits still occur inside other windows.
+    offsets: {column: whole steps relative to t}. The columns are:
+        - an observation (`observation.state`), [B, To, ...]: before the episode's first step it repeats the first one,
+          after the episode's end the final one;
+        - `action`: required, and always 0..H-1. Reward, terminated, truncated, intervened and valid have the same
+          offsets, [B, H]. Behind the episode's end they are zero, and valid is False. A gap, where time passed without
+          a step, counts as an end;
+        - `next_observation`: (H,). Each observation of this window, at its own offsets plus the number of valid steps.
+          A window that the end cut short sees the episode's final observation;
+        - one of Spec.extras, or a derived column: at the action's offsets, in `Batch.extras`, [B, H, ...].
+    starts: which steps may be drawn: `any`, or `chunk_start`: steps at which a new chunk began.
+    idle_filter: no window starts where the robot waits; such steps may still occur later in a window. None: no filter.
 
     Raises ValueError for offsets that break these rules.
     """
@@ -65,12 +67,18 @@ class Window:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """B windows of H steps, on one device; floats are float32, flags bool, images uint8.
+    """Holds B windows of H steps, on one device; floats are float32, flags bool, images uint8.
 
-    observation {name: [B, To, ...]}; action [B, H, A] in the robot's units; reward, valid, terminated, truncated,
-    intervened [B, H]; length [B] int64, the number of valid steps (at least 1); weight [B], a factor on each row's
-    loss; step_id [B] int64; seed [B] int64, which all chance in a row's loss comes from; next_observation
-    {name: [B, To, ...]}, or None where the window does not ask for it; task: B names; extras {name: [B, H, ...]}.
+    observation: {name: [B, To, ...]}.
+    action: [B, H, A], in the robot's units.
+    reward, valid, terminated, truncated, intervened: [B, H].
+    length: [B] int64, the number of valid steps, at least 1.
+    weight: [B], a factor on each row's loss.
+    step_id: [B] int64.
+    seed: [B] int64. All random numbers in a row's loss come from it.
+    next_observation: {name: [B, To, ...]}; None if the window does not ask for it.
+    task: B tasks in words.
+    extras: {name: [B, H, ...]}.
     """
 
     observation: dict[str, Tensor]
@@ -92,7 +100,7 @@ class Batch:
         return len(self.action)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on `device`; the copy is done on return, so that the memory it came from may be used again."""
+        """Copy the batch to `device`. On return the copy is complete, so its source may be overwritten."""
         return self._each(lambda value: value.to(device) if isinstance(value, Tensor) else value)
 
     def part(self, index: int, count: int) -> "Batch":

@@ -5,6 +5,7 @@ control      what pushing records and asking for actions costs a control loop
 wire         how long one observation and its answer take, beside a plain TCP exchange and the peers
 ingest       how fast records come in over the wire, and until they are durable
 replay       how fast pairs of observations are drawn, beside a copy of the same bytes and lerobot's buffer
+update       how long an update of SAC and of RLPD takes, beside a minimal loop in torch
 durable      how fast groups become durable, beside plain writes and syncs; how late acknowledgements come
 swarm        many clients at once: their rates, how late acknowledgements come, and what it costs
 drain        how fast an actor that was cut off delivers what it kept, beside one that goes on
@@ -31,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before packages 
 from tests.benches import paired
 
 BENCHES = (  # each is a file of its name in benches/
-    "control", "wire", "ingest", "replay", "durable", "swarm", "drain", "restart", "hostile", "weights", "pi0-infer",
-    "pi0-train", "page",
+    "control", "wire", "ingest", "replay", "update", "durable", "swarm", "drain", "restart", "hostile", "weights",
+    "pi0-infer", "pi0-train", "page",
 )  # fmt: skip
 
 

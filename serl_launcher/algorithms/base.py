@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from serl_launcher.networks.mlp import ActionScale, StateEncoder, Statistics
 from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, Carry, Decision, Observation, Window
-from serl_launcher.utils.optim import Optimizer
+from serl_launcher.utils.optim import Optimizer, kernels
 
 
 class Algorithm(nn.Module, ABC):
@@ -90,8 +90,7 @@ class Algorithm(nn.Module, ABC):
 @torch.no_grad()
 def follow(target: nn.Module, learned: nn.Module, share: float) -> None:
     """Move each weight of `target` by this share towards the one of the same place in `learned`."""
-    for slow, fast in zip(target.parameters(), learned.parameters(), strict=True):
-        slow.lerp_(fast, share)
+    kernels._foreach_lerp_(list(target.parameters()), list(learned.parameters()), share)
 
 
 def frozen(policy: nn.Module) -> dict[int, nn.Parameter]:

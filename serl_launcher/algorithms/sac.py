@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from serl_launcher.algorithms.base import Algorithm, critic_weight, follow, value_target
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.critic import Critic
+from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, Metrics, Window
-from serl_launcher.utils.optim import Optimizer
+from serl_launcher.utils.optim import Optimizer, kernels
 
 
 class LogTemperature(nn.Module):
@@ -89,24 +90,28 @@ class SAC(Algorithm):
 
     def update(self, batch: Batch) -> Metrics:
         """Take one step of the critics, then one of the policy and of the temperature."""
-        batch = self.augment(batch)
-        return self._update_critic(batch) | self._update_policy(batch)
+        batch, noise = self.augment(batch), self._noise(batch)
+        return self._update_critic(batch, noise[0]) | self._update_policy(batch, noise[1])
 
     def update_critic(self, batch: Batch) -> Metrics:
         """Take one step of the critics and of their targets; the policy does not change."""
-        return self._update_critic(self.augment(batch))
+        return self._update_critic(self.augment(batch), self._noise(batch)[0])
 
-    def _update_critic(self, batch: Batch) -> Metrics:
-        target = self.target(batch)  # [B]
+    def _noise(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Draw the noise of the next actions and of the present ones at once: [B, 1, A] each."""
+        return normal(batch.seed, (2, *self.policy.noise_shape)).unbind(1)
+
+    def _update_critic(self, batch: Batch, noise: Tensor) -> Metrics:
+        target = self.target(batch, noise)  # [B]
         prediction = self.critic_optimizer(batch.observation, batch.action)  # [E, B]
         loss = (critic_weight(batch) * self.critic.loss(prediction, target)).mean()  # (5)
         gradient = self.critic_optimizer.step(loss)
         follow(self.target_critic, self.critic, self.tau)
         return {"critic_loss": loss.detach(), "critic_gradient": gradient, "value": prediction.detach().mean()}
 
-    def _update_policy(self, batch: Batch) -> Metrics:
+    def _update_policy(self, batch: Batch, noise: Tensor) -> Metrics:
         self._copy_trunks()
-        loss, log_prob = self.policy_loss(batch)
+        loss, log_prob = self.policy_loss(batch, noise)
         gradient = self.policy_optimizer.step(loss)
         entropy = -log_prob.detach().mean()
         log_alpha = self.temperature_optimizer()
@@ -121,11 +126,11 @@ class SAC(Algorithm):
         return self.critic.value(batch.observation, batch.action).mean(0)
 
     @torch.no_grad()
-    def target(self, batch: Batch) -> Tensor:
+    def target(self, batch: Batch, noise: Tensor) -> Tensor:
         """Compute the soft Bellman target of (5), with the soft value of (3) and RLPD's minimum over a random subset of
-        the critics -> [B]."""
+        the critics -> [B]. noise: of the next actions, [B, 1, A]."""
         assert batch.next_observation is not None  # the window asks for it
-        action, log_prob = self.policy.rsample(batch.next_observation, seed=batch.seed, stream=1)
+        action, log_prob = self.policy.rsample(batch.next_observation, noise=noise)
         values = self.target_critic.value(batch.next_observation, action)  # [E, B]
         if self.num_target_critics < len(values):
             values = values[torch.randperm(len(values), generator=self.generator)[: self.num_target_critics]]
@@ -134,18 +139,17 @@ class SAC(Algorithm):
             value = value - self.log_temperature().exp() * log_prob
         return value_target(batch, value, self.discount)
 
-    def policy_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def policy_loss(self, batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Compute alpha log pi(f(noise; s) | s) - Q(s, f(noise; s)), (9), with Q the ensemble's mean as in RLPD.
 
-        Returns the mean loss [] and log pi [B].
+        noise: [B, 1, A]. Returns the mean loss [] and log pi [B].
         """
-        action, log_prob = self.policy.rsample(batch.observation, seed=batch.seed)
+        action, log_prob = self.policy.rsample(batch.observation, noise=noise)
         value = self.critic.value(batch.observation, action).mean(0)
         loss = self.log_temperature().detach().exp() * log_prob - value
         return (batch.weight * loss).mean(), log_prob
 
     @torch.no_grad()
     def _copy_trunks(self) -> None:
-        trunks, learned = self.policy.encoder.trunks, self.critic.encoder.trunks
-        for policy, critic in zip(trunks.parameters(), learned.parameters(), strict=True):
-            policy.copy_(critic)
+        if learned := list(self.critic.encoder.trunks.parameters()):
+            kernels._foreach_copy_(list(self.policy.encoder.trunks.parameters()), learned)

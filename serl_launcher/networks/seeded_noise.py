@@ -3,6 +3,7 @@
 A row gets the same noise on every rank, in every micro-batch and on every device.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -11,27 +12,39 @@ from torch import Tensor
 
 
 def normal(seed: Tensor, shape: Sequence[int], stream: int = 0) -> Tensor:
-    """Draw standard normal float32 [B, *shape] from the rows' seeds [B] int64 (Box and Muller 1958).
+    """Draw standard normal float32 [B, *shape], none beyond 6, from the rows' seeds [B] int64 (Box and Muller 1958).
 
     stream: number that separates draws from one seed.
     """
-    first, second = (_uniform(seed, shape, 2 * stream + half) for half in (0, 1))
-    return ((-2 * first.log()).sqrt() * (math.tau * second).cos()).float()
+    bits = _bits(seed, shape, stream)
+    radius = _unit(bits >> 40).log_().mul_(-2).sqrt_()
+    return _unit(bits >> 16).mul_(math.tau).cos_().mul_(radius)
 
 
 def uniform(seed: Tensor, shape: Sequence[int], stream: int) -> Tensor:
     """Draw uniform float32 in (0, 1), [B, *shape], as `normal` does; no stream of it collides with one of `normal`."""
-    return _uniform(seed, shape, 2 * stream + 2**32).float().clamp(1e-7, 1 - 1e-7)
+    return _unit(_bits(seed, shape, stream + 2**32) >> 40).clamp_(1e-7, 1 - 1e-7)
 
 
-def _uniform(seed: Tensor, shape: Sequence[int], stream: int) -> Tensor:
-    """Draw float64 in (0, 1): SplitMix64 (Steele et al. 2014) of seed, stream and place, in wrapping int64."""
-    place = torch.arange(1, 1 + math.prod(shape), device=seed.device)
-    bits = _mixed(_mixed(_mixed(seed) + stream).unsqueeze(1) + 0x1E3779B97F4A7C15 * place)
-    return (((bits >> 11) & (2**53 - 1)).double() + 0.5).mul_(2.0**-53).view(len(seed), *shape)
+def _unit(bits: Tensor) -> Tensor:
+    """Map the lowest 24 bits to float32 in (0, 1]."""
+    return bits.bitwise_and_(2**24 - 1).float().add_(0.5).mul_(2.0**-24)
+
+
+def _bits(seed: Tensor, shape: Sequence[int], stream: int) -> Tensor:
+    """Draw int64 [B, *shape]: SplitMix64 (Steele et al. 2014) of seed, stream and place, in wrapping int64."""
+    bits = _mixed(_mixed(seed).unsqueeze(1) + _places(stream, math.prod(shape), seed.device))
+    return bits.view(len(seed), *shape)
+
+
+@functools.lru_cache(256)
+def _places(stream: int, size: int, device: torch.device) -> Tensor:
+    """Return [size] int64, which separates the draws from one seed."""
+    return (_mixed(torch.tensor([stream])) + torch.arange(1, 1 + size) * 0x1E3779B97F4A7C15).to(device)
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    bits = (bits ^ (bits >> 30 & (2**34 - 1))) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
-    bits = (bits ^ (bits >> 27 & (2**37 - 1))) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
-    return bits ^ (bits >> 31 & (2**33 - 1))
+    """Mix int64. `>>` fills with the sign, so its bits are masked."""
+    bits = (bits >> 30).bitwise_and_(2**34 - 1).bitwise_xor_(bits).mul_(-0x40A7B892E31B1A47)  # 0xBF58476D1CE4E5B9
+    bits = (bits >> 27).bitwise_and_(2**37 - 1).bitwise_xor_(bits).mul_(-0x6B2FB644ECCEEE15)  # 0x94D049BB133111EB
+    return (bits >> 31).bitwise_and_(2**33 - 1).bitwise_xor_(bits)

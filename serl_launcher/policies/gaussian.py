@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from serl_launcher.networks.mlp import ActionScale, mlp
-from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, Metrics, Observation
@@ -53,10 +52,12 @@ class GaussianPolicy(Policy):
         noise = torch.randn(n, *mean.shape, device=mean.device) if noise is None else noise
         return self.scale.from_unit(torch.tanh(mean + log_std.exp() * noise))  # [n, B, 1, A]
 
-    def rsample(self, observation: Observation, *, seed: Tensor, stream: int = 0) -> tuple[Tensor, Tensor]:
-        """Sample one action per observation, with a gradient -> action [B, 1, A], log_prob [B]. See `normal`."""
+    def rsample(self, observation: Observation, *, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample one action per observation, with a gradient -> action [B, 1, A], log_prob [B].
+
+        noise: [B, 1, A], standard normal.
+        """
         mean, log_std = self._gaussian(observation)
-        noise = normal(seed, mean.shape[1:], stream)
         raw = mean + log_std.exp() * noise
         return self.scale.from_unit(torch.tanh(raw)), _log_prob(noise, log_std, raw)
 

@@ -1,6 +1,7 @@
 """Draws batches from all replay buffers of a run: each source and view gives its share of a Batch."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Spec
 
-from serl_launcher.replay.buffer import SCAN, Drawn, ReplayBuffer, batch_arrays
+from serl_launcher.replay.buffer import SCAN, ReplayBuffer
 from serl_launcher.replay.choice import Choice, Numbers
 from serl_launcher.replay.views import EpisodeInfo, Held, View
+from serl_launcher.replay.windows import batch_arrays, is_single
 from serl_launcher.store.layout import Layout
 from serl_launcher.types import Batch, Window
 
@@ -35,10 +37,12 @@ class ReplayMixture:
             name: ReplayBuffer(folder / name, Layout(spec, capacity)) for name, capacity in capacities.items()
         }
         self.views = {**{name: View((name,)) for name in capacities}, **views}
+        self._offsets = {name: STRIDE * place for place, name in enumerate(capacities)}
+        self._plain = {name for name, view in self.views.items() if view == View(view.of)}  # of all episodes and steps
         self.held = {name: Held() for name in capacities}  # without those that left the store
         self.generator = np.random.default_rng(seed)
         self._pinned = pinned
-        self._memory: dict[Any, torch.Tensor] = {}
+        self._memory: dict[tuple[int, int], _Memory] = {}
         self._choices: dict[tuple[str, str, str], Choice] = {}  # by (view, source, Window.starts)
         self._sizes = {name: [0, 0] for name in self.views}  # [steps, closed episodes]
         self._discarded: set[str] = set()  # sources with a discarded episode: their plain view needs a Choice, too
@@ -92,24 +96,19 @@ class ReplayMixture:
         shares: {source or view: its part}, rounded to whole windows in this order.
         The batch is valid until the next call, which uses its memory again.
         """
-        layout = next(iter(self.buffers.values())).layout
-        arrays = {
-            name: self._array((name, id(window)), shape, dtype)
-            for name, (shape, dtype) in batch_arrays(layout, count, window).items()
-        }
+        memory = self._memory_of(window, count)
         tasks: list[str] = []
         begin, total, given = 0, sum(shares.values()), 0.0
         for name, share in shares.items():
             given += share
             end = round(count * given / total)
-            part = {key: array.numpy()[begin:end] for key, array in arrays.items()}
-            names = self._fill(name, end - begin, window, part)
+            names = self._fill(name, window, memory.part(begin, end))
             if names is None:
                 return None
             tasks += names
             begin = end
-        seed = torch.from_numpy(self.generator.integers(2**62, size=count))
-        return _batch(arrays, self.spec, window, seed, tuple(tasks))
+        seed = torch.from_numpy((self.generator.bit_generator.random_raw(count) >> 2).view(np.int64))
+        return _batch(memory.tensors, self.spec, window, seed, memory.weight, tuple(tasks))
 
     def beginnings(
         self, episodes: Collection[EpisodeInfo], window: Window, discount: float
@@ -141,28 +140,28 @@ class ReplayMixture:
             return None
         seed = torch.zeros(len(episodes), dtype=torch.int64)
         tasks = tuple(episode.task for episode in episodes)
-        return _batch(arrays, self.spec, window, seed, tasks), torch.from_numpy(returns).float()
+        return _batch(arrays, self.spec, window, seed, torch.ones(len(seed)), tasks), torch.from_numpy(returns).float()
 
-    def _fill(self, name: str, count: int, window: Window, into: Mapping[str, Array]) -> list[str] | None:
-        """Draw `count` windows of one source or view into arrays. Returns their tasks, or None if nothing is usable.
+    def _fill(self, name: str, window: Window, into: "_Memory") -> list[str] | None:
+        """Draw windows of one source or view into memory. Returns their tasks, or None if nothing is usable.
 
         The sources of a view give windows in proportion to the steps that each has in it.
         """
-        parts = list(self.views[name].of)
+        parts, count = list(self.views[name].of), len(into)
         sizes = [self._startable(name, part, window.starts) for part in parts]
         if count and not sum(sizes):
             return None
         counts = self.generator.multinomial(count, np.array(sizes) / sum(sizes)) if len(parts) > 1 else [count]
         begin, tasks = 0, []
-        for part, share in zip(parts, counts, strict=True):
+        for part, share in zip(parts, map(int, counts), strict=True):
             if not share:
                 continue
-            target = {key: array[begin : begin + share] for key, array in into.items()}
-            drawn = self._draw(name, part, int(share), window, target)
-            if drawn is None:
+            target = into.part(begin, begin + share)
+            numbers = self._draw(name, part, window, target)
+            if numbers is None:
                 return None
-            target["step_id"] += STRIDE * list(self.buffers).index(part)
-            tasks += self._tasks(part, drawn)
+            target.arrays["step_id"] += self._offsets[part]
+            tasks += self._tasks(part, numbers)
             begin += share
         return tasks
 
@@ -170,20 +169,25 @@ class ReplayMixture:
         choice = self._choice(name, part, starts)
         return self.buffers[part].head - self.buffers[part].tail if choice is None else len(choice)
 
-    def _draw(
-        self, name: str, part: str, count: int, window: Window, into: Mapping[str, Array]
-    ) -> Drawn | None:  # fmt: skip
+    def _draw(self, name: str, part: str, window: Window, into: "_Memory") -> Numbers | None:
+        """Draw windows of one source into memory. Returns the steps at which they start, or None."""
         buffer = self.buffers[part]
         while True:
-            drawn = buffer.draw(count, window, self.generator, self._choice(name, part, window.starts))
-            if drawn is None or buffer.gather(drawn, window, into):
-                return drawn
+            among = self._choice(name, part, window.starts)
+            if into.is_single:
+                steps = buffer.draw_steps(len(into), window, self.generator, among)
+                if steps is None or buffer.gather_steps(steps, window, into.arrays):
+                    return steps
+            else:
+                drawn = buffer.draw(len(into), window, self.generator, among)
+                if drawn is None or buffer.gather(drawn, window, into.arrays):
+                    return None if drawn is None else drawn.steps[:, 0]
             self._refresh(part, buffer)  # the server overwrote what was drawn
 
     def _choice(self, name: str, part: str, starts: str = "any") -> Choice | None:
         """Return the steps of source `part` at which windows of the view may start. None: all of them."""
         view, buffer = self.views[name], self.buffers[part]
-        if view == View(view.of) and part not in self._discarded and starts == "any":
+        if starts == "any" and name in self._plain and part not in self._discarded:
             return None
         key = name, part, starts
         if key not in self._choices:
@@ -199,8 +203,11 @@ class ReplayMixture:
             choice.head += len(numbers)
         return choice
 
-    def _tasks(self, part: str, drawn: Drawn) -> list[str]:
-        found = [self.held[part].get(number) for number in self.buffers[part].episodes(drawn.steps[:, 0]).tolist()]
+    def _tasks(self, part: str, numbers: Numbers) -> list[str]:
+        held = self.held[part]
+        if len(held.tasks) == 1:
+            return list(held.tasks) * len(numbers)
+        found = [held.get(number) for number in self.buffers[part].episodes(numbers).tolist()]
         return ["" if episode is None else episode.task for episode in found]
 
     def chosen(self, name: str, part: str) -> Numbers | None:
@@ -208,15 +215,22 @@ class ReplayMixture:
         choice = self._choice(name, part)
         return None if choice is None else choice.nth(np.arange(len(choice)))
 
-    def _array(self, key: Any, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        memory = self._memory.get((key, shape))
+    def _memory_of(self, window: Window, count: int) -> "_Memory":
+        memory = self._memory.get((id(window), count))
         if memory is None:
-            if self._pinned:
-                memory = torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True)
-            else:
-                memory = torch.from_numpy(np.empty(shape, dtype))  # in large pages, which are filled faster
-            self._memory[key, shape] = memory
+            layout = next(iter(self.buffers.values())).layout
+            tensors = {
+                name: self._tensor(shape, dtype) for name, (shape, dtype) in batch_arrays(layout, count, window).items()
+            }
+            arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+            memory = _Memory(window, tensors, arrays, torch.ones(count), is_single(window))
+            self._memory[id(window), count] = memory
         return memory
+
+    def _tensor(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        if self._pinned:
+            return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True)
+        return torch.from_numpy(np.empty(shape, dtype))  # in large pages, which are filled faster
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator's state, and {source: [tail, head]} as this reader saw them."""
@@ -227,16 +241,39 @@ class ReplayMixture:
         self.generator.bit_generator.state = state["generator"]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Memory:
+    """The memory of all batches of one window and size, as tensors and as arrays, or a part of it.
+
+    window: kept, because the memory is found by its id.
+    """
+
+    window: Window
+    tensors: dict[str, torch.Tensor]
+    arrays: dict[str, Array]
+    weight: torch.Tensor  # ones
+    is_single: bool
+
+    def __len__(self) -> int:
+        return len(self.arrays["step_id"])
+
+    def part(self, begin: int, end: int) -> "_Memory":
+        if begin == 0 and end == len(self):
+            return self
+        return replace(self, arrays={name: array[begin:end] for name, array in self.arrays.items()})
+
+
 def _batch(
-    arrays: Mapping[str, torch.Tensor], spec: Spec, window: Window, seed: torch.Tensor, task: tuple[str, ...]
-) -> Batch:
+    arrays: Mapping[str, torch.Tensor], spec: Spec, window: Window, seed: torch.Tensor, weight: torch.Tensor,
+    task: tuple[str, ...],
+) -> Batch:  # fmt: skip
     names = [name for name in window.offsets if name in spec.observation]
     columns = ("action", "reward", "valid", "terminated", "truncated", "intervened", "length", "step_id")
     following = {name: arrays[f"next.{name}"] for name in names} if "next_observation" in window.offsets else None
     return Batch(
         observation={name: arrays[name] for name in names},
         **{name: arrays[name] for name in columns},
-        weight=torch.ones(len(seed)),
+        weight=weight,
         seed=seed,
         next_observation=following,
         task=task,
@@ -250,7 +287,7 @@ def blank(spec: Spec, window: Window, count: int) -> Batch:
         name: torch.zeros(shape, dtype=getattr(torch, dtype))
         for name, (shape, dtype) in batch_arrays(Layout(spec, 1), count, window).items()
     }
-    return _batch(arrays, spec, window, torch.zeros(count, dtype=torch.int64), ("",) * count)
+    return _batch(arrays, spec, window, torch.zeros(count, dtype=torch.int64), torch.ones(count), ("",) * count)
 
 
 def statistics(mixture: ReplayMixture, name: str) -> dict[str, dict[str, Array]]:

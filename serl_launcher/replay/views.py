@@ -2,6 +2,7 @@
 
 import hashlib
 import heapq
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ class Held(dict[int, EpisodeInfo]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.tasks: Counter[str] = Counter()  # how many of these episodes have each task
         self._oldest: list[tuple[int, int]] = []  # a heap of (first, number)
 
     def put(self, episode: EpisodeInfo) -> EpisodeInfo | None:
@@ -52,6 +54,7 @@ class Held(dict[int, EpisodeInfo]):
         before = self.get(episode.number)
         if before is None:
             heapq.heappush(self._oldest, (episode.first, episode.number))
+            self.tasks[episode.task] += 1
         self[episode.number] = episode
         return before
 
@@ -60,6 +63,8 @@ class Held(dict[int, EpisodeInfo]):
         gone = []
         while self._oldest and self._oldest[0][0] < tail:
             gone.append(self.pop(heapq.heappop(self._oldest)[1]))
+            self.tasks[gone[-1].task] -= 1
+            self.tasks += Counter()  # without tasks that no episode has
         return gone
 
 

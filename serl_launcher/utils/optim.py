@@ -17,6 +17,9 @@ from serl_launcher.types import Batch
 from serl_launcher.utils.distributed import World, quiet
 from serl_launcher.utils.schedule import rate
 
+kernels: Any = torch  # torch's functions that begin with _ : type checkers do not see them
+
+NORM_EVERY = 20  # steps between two norms of a gradient that is not clipped: a norm costs as much as a small layer
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's state of one weight, beside the number of its steps
 
 Parameters = dict[str, nn.Parameter]
@@ -86,7 +89,8 @@ class Optimizer:
     def step(self, loss: Tensor) -> Tensor:
         """Add the gradient of a part's scalar loss; with that of the last part, take one step down.
 
-        Returns the step's gradient's norm, before it is clipped, without a gradient of its own; 0 before the last part.
+        Returns the gradient's norm before it is clipped, without a gradient of its own; 0 before the last part. If it
+        is not clipped, the norm is that of one of the last NORM_EVERY steps.
         """
         self._part += 1
         is_last = self._part == self.accumulation
@@ -121,7 +125,9 @@ class _Replica:
         self.run, self._parameters, self._world = module, parameters, world
         self._adam = _Adam(list(parameters.values()), **adam)
         self._is_last = False
-        self.refused = torch.zeros((), device=next(iter(parameters.values())).device)
+        device = next(iter(parameters.values())).device
+        self.refused, self._one, self._norm = (torch.full((), value, device=device) for value in (0.0, 1.0, 0.0))
+        self._since = 0  # steps since the last norm
         self._averaging: list[Any] = []
         if world.size > 1:
             for weight in parameters.values():
@@ -147,13 +153,17 @@ class _Replica:
             work.wait()
         self._averaging.clear()
         weights = list(self._parameters.values())
-        norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        is_bad = torch.zeros_like(self.refused)  # on the device: nobody waits for it
+        kernels._amp_foreach_non_finite_check_and_unscale_(gradients, is_bad, self._one)
+        if grad_clip_norm is not None or self._since % NORM_EVERY == 0:
+            self._norm = nn.utils.get_total_norm(gradients)
         if grad_clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(weights, grad_clip_norm, norm)
-        is_bad = norm.isfinite().logical_not_().float()  # on the device: nobody waits for it
+            nn.utils.clip_grads_with_norm_(weights, grad_clip_norm, self._norm)
+        self._since += 1
         self._adam.step(learning_rate, is_bad)
         self.refused += is_bad
-        return norm
+        return self._norm
 
     def state(self, name: str) -> State:
         return dict(self._adam.state.get(self._parameters[name], {}))
@@ -186,7 +196,6 @@ class _Adam:
                 self.state[weight] = {"step": torch.zeros((), device=weight.device), **moments}
         states = [self.state[weight] for weight in weights]
         steps, first, second = ([state[name] for state in states] for name in ("step", *MOMENTS))
-        kernels: Any = torch  # type checkers do not see what begins with _
         kernels._foreach_add_(steps, 1.0)
         kernels._fused_adamw_(
             weights, [weight.grad for weight in weights], first, second, [], steps, lr=learning_rate, amsgrad=False,

@@ -112,12 +112,28 @@ def test_the_target_of_soft_actor_critic_is_the_papers():
     algorithm, _ = build("sac", *overrides)
     rows = batch(SPEC, window=algorithm.windows["update"])
     generator = torch.Generator().set_state(algorithm.generator.get_state())
-    target = algorithm.target(rows)
+    noise = torch.randn(len(rows), *algorithm.policy.noise_shape)
+    target = algorithm.target(rows, noise)
     with torch.no_grad():
-        action, log_prob = algorithm.policy.rsample(rows.next_observation, seed=rows.seed, stream=1)
+        action, log_prob = algorithm.policy.rsample(rows.next_observation, noise=noise)
         pair = torch.randperm(4, generator=generator)[:2]
         value = algorithm.target_critic(rows.next_observation, action)[pair].min(0).values - 0.3 * log_prob
     torch.testing.assert_close(target, rows.reward[:, 0] + 0.5 * value)
+
+
+def test_the_noise_of_an_update_is_that_of_its_rows_and_the_target_has_another_than_the_loss(monkeypatch):
+    algorithm, _ = build("sac")
+    rows, seen = batch(SPEC, window=algorithm.windows["update"]), []
+    for name in ("target", "policy_loss"):
+        method = getattr(algorithm, name)
+        monkeypatch.setattr(
+            algorithm, name, lambda rows, noise, method=method: (seen.append(noise), method(rows, noise))[1]
+        )
+    algorithm.update(rows)
+    algorithm.update(rows)
+    assert torch.equal(seen[0], seen[2])
+    assert torch.equal(seen[1], seen[3])
+    assert (seen[0] != seen[1]).all()
 
 
 def test_target_networks_follow_by_tau_alone_and_rows_without_weight_move_no_critic():

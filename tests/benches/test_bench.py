@@ -82,6 +82,11 @@ SMALL = {  # {bench: (its words, {(figure, what it stands beside): its goal})}
         {("256 pairs of 3x224x224x3", "a copy of the same bytes"): ">= 0.85",
          ("bytes written per byte of 3x224x224x3", ""): "<= 1.02"},
     ),
+    "update": (
+        ("--rounds", "1", "--updates", "2"),
+        {(f"{name}, an update with a batch of {rows}", "a minimal loop"): "<= 1.1"
+         for name, rows in (("sac", 256), ("rlpd", 128))},
+    ),
     "durable": (
         ("--rounds", "1", "--steps", "128", "--seconds", "1"),
         {**{(f"commits of {records} records", "plain pwrite + fdatasync"): ">= 0.85" for records in (64, 8)},

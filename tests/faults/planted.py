@@ -124,8 +124,8 @@ P2 killed ReplayBuffer._link: a step is linked to one that was evicted, so windo
 P3 killed ReplayBuffer._usable: steps of an episode that is evicted in part are drawn
     - usable = (self._first[slots] >= self.tail) & (numbers >= self.tail)
     + usable = numbers >= self.tail
-P4 killed ReplayBuffer.gather: what is overwritten while it is copied is used
-    - return tail <= self.tail or bool((self._first[drawn.steps[:, 0] % self.layout.capacity] >= tail).all())
+P4 killed ReplayBuffer._still_there: what is overwritten while it is copied is used
+    - return tail <= self.tail or bool((self._first[slots] >= tail).all())
     + return True
 P5 killed ReplayBuffer._resolve: after the last step comes its own row, not the final observation
     - after = np.where(self._final[last_slot] == NONE, self._row[last_slot], self._final[last_slot])
@@ -146,7 +146,7 @@ Q4 killed RunCounters.take: the newest episodes are in another order after a res
     - insort(phase.recent, now, key=NUMBER)
     + phase.recent.append(now)
 Q5 killed ReplayMixture._fill: steps of two sources have the same ids
-    - target["step_id"] += STRIDE * list(self.buffers).index(part)
+    - target.arrays["step_id"] += self._offsets[part]
     + pass
 
 == server: test_service test_store_service test_peer_faults test_limits test_protocol_model
@@ -236,9 +236,9 @@ B5 equivalent _Reader.actors: a phase that evaluates nothing may record into the
 C1 killed SAC.target: the mean of the critics is the target, not the least
     - value = values.amin(0)
     + value = values.mean(0)
-C2 killed SAC.target: the next action is drawn with the noise of the loss
-    - seed=batch.seed, stream=1)
-    + seed=batch.seed)
+C2 killed SAC.update: the next action is drawn with the noise of the loss
+    - self._update_policy(batch, noise[1])
+    + self._update_policy(batch, noise[0])
 C3 killed SAC._update_policy: the temperature moves the wrong way
     - log_alpha * (entropy - self.target_entropy)
     + log_alpha * (self.target_entropy - entropy)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from serl_client import ConfigError, Feature, Spec
 
-from serl_launcher.replay.buffer import batch_arrays
 from serl_launcher.replay.mixture import ReplayMixture
+from serl_launcher.replay.windows import batch_arrays
 from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 
@@ -133,29 +133,21 @@ def test_what_the_writer_overwrites_while_it_is_copied_is_not_used(whole, reader
     assert (into[STATE] == 9).any(), "the test must have overwritten what was drawn"
 
 
-class Overtaken:
-    """The mapped steps, while the writer goes round once in the middle of a reader's copy: what the copy holds of each
-    step is its old number and its new content."""
-
-    def __init__(self, steps, goes_round):
-        self.steps, self.goes_round = steps, goes_round
-
-    def __getitem__(self, slots):
-        if self.goes_round is None:
-            return self.steps[slots]
-        numbers = self.steps[slots]["number"]
-        goes_round, self.goes_round = self.goes_round, None
-        goes_round()
-        torn = self.steps[slots]
-        assert (torn["number"] != numbers).all(), "the test must have overwritten what is read"
-        torn["number"] = numbers
-        return torn
-
-
 def test_steps_that_are_overwritten_while_the_reader_takes_them_in_are_not_drawn(whole, reader):
+    """Each record that the reader copies has its old number and its new content."""
+
+    def torn(slots):
+        reader._records = copied
+        numbers = copied(slots)["number"]
+        whole(range(2, 10), 50, key=9)
+        records = copied(slots)
+        assert (records["number"] != numbers).all(), "the test must have overwritten what is read"
+        records["number"] = numbers
+        return records
+
     whole((1,), 50)
     reader = reader()
-    reader._steps = Overtaken(reader._steps, lambda: whole(range(2, 10), 50, key=9))
+    copied, reader._records = reader._records, torn
     reader.refresh()
     assert reader.draw(64, CHUNK, np.random.default_rng(0), None) is None
     reader.refresh()
@@ -176,6 +168,25 @@ def test_what_is_overwritten_while_observations_and_returns_are_read_is_left_out
     assert reader.observed(STATE, np.array([0, 50]))[:, 0].tolist() == [2.0]
     assert reader.returns(np.array([0, 50]), 1.0) is None
     assert reader.returns(np.array([50]), 1.0).tolist() == [1225.0]
+
+
+def test_windows_of_one_step_are_drawn_and_copied_as_longer_ones_are(push, reader, make_segment):
+    """Of two actors at once, over a ring that is overwritten, with ends of each kind and a gap."""
+    reader = reader()
+    for i in range(30):
+        for session, number in (("A", 2 * i), ("B", 2 * i + 1)):
+            part = make_segment(f"e{number}", number, 0, 6, ends=("terminated", "truncated", None)[number % 3])
+            push(session, dataclasses.replace(part, gap=part.reward == 3) if number % 5 == 0 else part)
+        reader.refresh()
+    both = {name: np.empty(shape, dtype) for name, (shape, dtype) in batch_arrays(reader.layout, 200, SAC).items()}
+    chains, _ = reader._usable(np.arange(reader.tail, reader.head), SAC)
+    assert set(reader.draw_steps(5000, SAC, np.random.default_rng(0), None)) == set(chains[:, 0])
+    numbers = np.resize(chains[:, 0], 200)
+    one, other = both, {name: array.copy() for name, array in both.items()}
+    assert reader.gather_steps(numbers, SAC, one)
+    assert reader.gather(reader.windows(numbers, SAC), SAC, other)
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name], name)
 
 
 def test_only_steps_where_a_chunk_began_are_drawn_when_the_window_says_so(push, sources, make_segment):

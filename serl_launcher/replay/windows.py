@@ -1,0 +1,86 @@
+"""What a window means for the rows of a source: how far it looks, and the arrays of a batch of such windows."""
+
+import math
+from typing import Any
+
+from serl_client.errors import ConfigError
+from serl_client.spec import Spec
+
+from serl_launcher.store.layout import Layout
+from serl_launcher.types import IdleFilter, Window
+
+
+def is_single(window: Window) -> bool:
+    """Return whether the window is one step, seen now and after it."""
+    return window.horizon == 1 and window.idle_filter is None and not any(observed(window))
+
+
+def batch_arrays(layout: Layout, count: int, window: Window) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return {name: (shape, dtype)} of all arrays that `gather` fills. Next observations are `next.<name>`.
+
+    Raises ValueError for a column that no row has, and ConfigError for an idle filter that fits no column.
+    """
+    spec, steps = layout.spec, (count, window.horizon)
+    arrays: dict[str, tuple[tuple[int, ...], Any]] = {
+        "action": ((*steps, *spec.action.shape), spec.action.dtype), "reward": (steps, "float32"),
+        **dict.fromkeys(("valid", "terminated", "truncated", "intervened"), (steps, "bool")),
+        "length": ((count,), "int64"), "step_id": ((count,), "int64"),
+    }  # fmt: skip
+    for name, offsets in window.offsets.items():
+        if name in spec.observation:
+            feature = spec.observation[name]
+            prefixes = ("", "next.") if "next_observation" in window.offsets else ("",)
+            for prefix in prefixes:
+                arrays[prefix + name] = ((count, len(offsets), *feature.shape), feature.dtype)
+        elif name in spec.extras:
+            if offsets != window.offsets["action"]:
+                raise ValueError(
+                    f"column {name!r} has offsets {offsets}; it must use the action's: {window.offsets['action']}"
+                )
+            arrays[name] = ((*steps, *spec.extras[name].shape), spec.extras[name].dtype)
+        elif name not in ("action", "next_observation"):
+            raise ValueError(f"a window asks for {name!r}, which no row has; there are {sorted(spec.observation)}")
+    if window.idle_filter is not None:
+        _check_idle_filter(window.idle_filter, spec)
+    return arrays
+
+
+def _check_idle_filter(idle_filter: IdleFilter, spec: Spec) -> None:
+    feature = {"action": spec.action, **spec.observation}.get(idle_filter.column)
+    if feature is None or not feature.dtype.startswith("float"):
+        floats = [name for name, feature in spec.observation.items() if feature.dtype.startswith("float")]
+        raise ConfigError(
+            f"idle_filter.column={idle_filter.column!r}: no float column; name one of {['action', *sorted(floats)]}"
+        )
+    size = math.prod(feature.shape)
+    if idle_filter.entries is not None and not (idle_filter.entries and set(idle_filter.entries) <= {*range(size)}):
+        raise ConfigError(
+            f"idle_filter.entries={list(idle_filter.entries)}: {idle_filter.column} has the entries 0 to {size - 1}; "
+            "name some of these, or null for all"
+        )
+
+
+def observed(window: Window) -> list[int]:
+    """Return 0 and all offsets of observations and extras."""
+    names = [name for name in window.offsets if name not in ("action", "next_observation")]
+    return [0, *(offset for name in names for offset in window.offsets[name])]
+
+
+def reach(window: Window) -> int:
+    """Return K, the number of steps after the first one that a window may look at."""
+    furthest = max(observed(window))
+    return max(window.horizon - 1, furthest) if not wants_next(window) else window.horizon + furthest
+
+
+def past(window: Window) -> int:
+    """Return P, the number of steps before the first one that a window looks at."""
+    return -min(observed(window))
+
+
+def sees_after(window: Window) -> bool:
+    """Return whether the window needs an observation after its last step."""
+    return wants_next(window) or max(observed(window)) >= window.horizon
+
+
+def wants_next(window: Window) -> bool:
+    return "next_observation" in window.offsets
