@@ -3,7 +3,6 @@
 A row gets the same noise on every rank, in every micro-batch and on every device.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -33,14 +32,9 @@ def _unit(bits: Tensor) -> Tensor:
 
 def _bits(seed: Tensor, shape: Sequence[int], stream: int) -> Tensor:
     """Draw int64 [B, *shape]: SplitMix64 (Steele et al. 2014) of seed, stream and place, in wrapping int64."""
-    bits = _mixed(_mixed(seed).unsqueeze(1) + _places(stream, math.prod(shape), seed.device))
-    return bits.view(len(seed), *shape)
-
-
-@functools.lru_cache(256)
-def _places(stream: int, size: int, device: torch.device) -> Tensor:
-    """Return [size] int64, which separates the draws from one seed."""
-    return (_mixed(torch.tensor([stream])) + torch.arange(1, 1 + size) * 0x1E3779B97F4A7C15).to(device)
+    first = (stream * 0x632BE59BD9B4E019 + 2**63) % 2**64 - 2**63
+    places = torch.arange(1, 1 + math.prod(shape), device=seed.device).mul_(0x1E3779B97F4A7C15).add_(first)
+    return _mixed(_mixed(seed).unsqueeze(1) + places).view(len(seed), *shape)
 
 
 def _mixed(bits: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ class Optimizer:
         self._schedule: dict[str, Any] = {"warmup": warmup, "decay": decay, "final": final}
         self._adam = {"lr": learning_rate, "betas": tuple(betas), "weight_decay": weight_decay}
         self.steps = self._part = 0  # taken, and parts of the next one that were differentiated
+        self._norm = torch.zeros(())
         self._loaded: dict[str, State] = {}
         self._way: _Replica | _Shards | None = None  # made when it is needed: it takes memory, on the right device
 
@@ -74,7 +75,8 @@ class Optimizer:
         its device and like rank 0's. `sharding` is DeepSpeed's config; None: every rank has all."""
         if world.size == 1:
             return
-        self.steps, names = world.broadcast([self.steps, list(self._loaded)])
+        self.steps, norm, names = world.broadcast([self.steps, float(self._norm), list(self._loaded)])
+        self._norm = torch.tensor(norm)
         own = (self.module, self.parameters, self._adam, world)
         self._way = _Shards(*own, sharding, self.accumulation, self.grad_clip_norm) if sharding else _Replica(*own)
         for name in names:
@@ -97,9 +99,11 @@ class Optimizer:
         self.way.differentiate(loss / self.accumulation, is_first=self._part == 1, is_last=is_last)
         if not is_last:
             return torch.zeros((), device=loss.device)
-        norm = self.way.step(self.learning_rate * rate(self.steps, **self._schedule), self.grad_clip_norm)
+        learning_rate = self.learning_rate * rate(self.steps, **self._schedule)
+        norm = self.way.step(learning_rate, self.grad_clip_norm, measured=self.steps % NORM_EVERY == 0)
+        self._norm = self._norm.to(loss.device) if norm is None else norm
         self._part, self.steps = 0, self.steps + 1
-        return norm
+        return self._norm
 
     @property
     def refused(self) -> int:
@@ -107,15 +111,15 @@ class Optimizer:
         return 0 if self._way is None else int(self._way.refused)
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps taken, and the state of each weight by its name, whole: whatever ranks and sharding are, and were.
-        Every rank calls this."""
-        if self._way is None:
-            return {"steps": self.steps, "states": self._loaded}
-        return {"steps": self.steps, "states": {name: self._way.state(name) for name in self.parameters}}
+        """Return the steps taken, the last norm, and the state of each weight by its name, whole: whatever ranks and
+        sharding are, and were. Every rank calls this."""
+        states = self._loaded if self._way is None else {name: self._way.state(name) for name in self.parameters}
+        return {"steps": self.steps, "norm": float(self._norm), "states": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what state_dict said. Called before `spread`, on rank 0 alone."""
         self.steps, self._loaded, self._way = state["steps"], dict(state["states"]), None
+        self._norm = torch.tensor(state["norm"])
 
 
 class _Replica:
@@ -126,8 +130,7 @@ class _Replica:
         self._adam = _Adam(list(parameters.values()), **adam)
         self._is_last = False
         device = next(iter(parameters.values())).device
-        self.refused, self._one, self._norm = (torch.full((), value, device=device) for value in (0.0, 1.0, 0.0))
-        self._since = 0  # steps since the last norm
+        self.refused, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         self._averaging: list[Any] = []
         if world.size > 1:
             for weight in parameters.values():
@@ -148,7 +151,8 @@ class _Replica:
             weight.grad /= self._world.size
             self._averaging.append(distributed.all_reduce(weight.grad, async_op=True))
 
-    def step(self, learning_rate: float, grad_clip_norm: float | None) -> Tensor:
+    def step(self, learning_rate: float, grad_clip_norm: float | None, *, measured: bool) -> Tensor | None:
+        """Return the gradient's norm if it is clipped or `measured`."""
         for work in self._averaging:
             work.wait()
         self._averaging.clear()
@@ -156,14 +160,12 @@ class _Replica:
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         is_bad = torch.zeros_like(self.refused)  # on the device: nobody waits for it
         kernels._amp_foreach_non_finite_check_and_unscale_(gradients, is_bad, self._one)
-        if grad_clip_norm is not None or self._since % NORM_EVERY == 0:
-            self._norm = nn.utils.get_total_norm(gradients)
-        if grad_clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(weights, grad_clip_norm, self._norm)
-        self._since += 1
+        norm = nn.utils.get_total_norm(gradients) if measured or grad_clip_norm is not None else None
+        if norm is not None and grad_clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(weights, grad_clip_norm, norm)
         self._adam.step(learning_rate, is_bad)
         self.refused += is_bad
-        return self._norm
+        return norm
 
     def state(self, name: str) -> State:
         return dict(self._adam.state.get(self._parameters[name], {}))
@@ -230,7 +232,7 @@ class _Shards:
         if not is_last:
             self.run.step()  # it counts parts by this
 
-    def step(self, learning_rate: float, grad_clip_norm: float | None) -> Tensor:
+    def step(self, learning_rate: float, grad_clip_norm: float | None, *, measured: bool) -> Tensor:
         self._zero.param_groups[0]["lr"] = learning_rate
         self.run.step()
         return torch.as_tensor(self.run.get_global_grad_norm(), dtype=torch.float32, device=self.run.device)

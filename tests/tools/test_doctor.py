@@ -350,7 +350,7 @@ def real_env(**cameras):
     [
         (Camera(), "ok", "4x6x3"),
         (Camera(rate=3.0), "FAIL", "rows come at 20 Hz"),
-        (Camera(rate=12.0), "WARN", "some show one twice"),
+        (Camera(rate=17.0), "WARN", "some show one twice"),
         (Camera(waits=0.05), "WARN", "it should not wait for the next image"),
         (Camera(age=5.0), "FAIL", "it stands still"),
         (Camera(shape=(8, 6, 3)), "FAIL", "declared are uint8 [4, 6, 3]"),
