@@ -4,8 +4,8 @@ This file is also a program, which trains for two steps: it says what counting i
 """
 
 import json
-import os
 import logging
+import os
 import resource
 import subprocess
 import sys
