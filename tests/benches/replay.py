@@ -49,9 +49,9 @@ def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
 def replay(
     name: str, folder: Path, spec: Spec, steps: int, options: argparse.Namespace, goals: tuple[str, str]
 ) -> Iterator[Figure]:  # fmt: skip
-    stored = fill(folder, spec, steps)
+    stored, episodes = fill(folder, spec, steps)
     sources = ReplayMixture(folder, spec, {"online": steps}, {}, seed=0)
-    sources.update([])
+    sources.update(episodes)
     window = Window({**dict.fromkeys(spec.observation, (0,)), "action": (0,), "next_observation": (1,)})
     frame = sum(feature.nbytes for feature in spec.observation.values())
     here, there = np.ones((2 * BATCH * frame,), np.uint8), np.empty((2 * BATCH * frame,), np.uint8)
@@ -72,8 +72,8 @@ def interleaved(contenders: dict[str, Callable[[], float]], count: int) -> dict[
     return rounds(contenders, count)
 
 
-def fill(folder: Path, spec: Spec, steps: int) -> float:
-    """Fill a source with episodes; the bytes that this wrote per byte of frame."""
+def fill(folder: Path, spec: Spec, steps: int) -> tuple[float, list[Any]]:
+    """Fill a source with episodes. Return the bytes that this wrote per byte of frame, and the episodes."""
     store, rows = Store.create(folder, spec, {"online": steps}), Rows(spec)
     number = store.direct(BODY)
     store.hello("bench", "outbox", "session", [])
@@ -86,8 +86,9 @@ def fill(folder: Path, spec: Spec, steps: int) -> float:
     store.index.probe()  # the log is brought into the database
     frames = store.sources["online"].row_head * sum(feature.nbytes for feature in spec.observation.values())
     records = store.sources["online"].head * Layout(spec, steps).step.itemsize
+    episodes = store.index.catalog(0, -1)[1]
     store.close()
-    return (frames + records + (folder / "index.sqlite").stat().st_size) / frames
+    return (frames + records + (folder / "index.sqlite").stat().st_size) / frames, episodes
 
 
 def timed(call: Callable[[], Any]) -> Callable[[], float]:
