@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 SOON_S = 1.0  # seconds from a start to its first checkpoint; each interval is twice the one before
 SHARE = 0.1  # largest share of the time that goes into checkpoints
 
-FORMAT = 2  # of the state; 2: optimisers by the names of the weights
+FORMAT = 3  # of the state; 3: optimisers keep the last norm of their gradient
 STATE, MANIFEST = "state.pt", "manifest.json"
 ASIDE = ".aside"  # folder that is being written; after a crash the next save removes it
 

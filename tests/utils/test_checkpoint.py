@@ -99,7 +99,7 @@ def test_another_algorithm_robot_or_version_is_refused_and_both_values_are_named
     ):
         with pytest.raises(ConfigError, match=text):
             Checkpoints(checkpoints.folder, spec=told, config=config).load()
-    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
+    manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 2'))
     with pytest.raises(ConfigError, match="another version"):
         checkpoints.load()
 
