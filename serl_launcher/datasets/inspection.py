@@ -229,4 +229,8 @@ def _images(episode: Recorded, name: str, frozen: int) -> Iterator[tuple[bool, s
             reported = not states or any(np.abs(state[row] - state[start]).max() > STILL for state in states)
             seen["frozen"] += reported
         before = image
-    yield from ((True, f"{name}: {what} images") for what in ("black", "saturated", "frozen") if seen[what])
+    yield from ((True, f"{name}: {what} images") for what in ("black", "saturated") if seen[what])
+    if seen["frozen"] and any(AGE.search(key) and key.endswith("." + name.split(".")[-1]) for key in episode.numbers):
+        yield False, f"{name}: new images that show the same while the robot moves: does it see a plain surface?"
+    elif seen["frozen"]:
+        yield True, f"{name}: frozen images"
