@@ -6,6 +6,7 @@ wire         how long one observation and its answer take, beside a plain TCP ex
 ingest       how fast records come in over the wire, and until they are durable
 replay       how fast pairs of observations are drawn, beside a copy of the same bytes and lerobot's buffer
 update       how long an update of SAC and of RLPD takes, beside a minimal loop in torch
+stall        how long publishing and a checkpoint hold training up, beside one copy of as many bytes
 durable      how fast groups become durable, beside plain writes and syncs; how late acknowledgements come
 swarm        many clients at once: their rates, how late acknowledgements come, and what it costs
 drain        how fast an actor that was cut off delivers what it kept, beside one that goes on
@@ -32,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before packages 
 from tests.benches import paired
 
 BENCHES = (  # each is a file of its name in benches/
-    "control", "wire", "ingest", "replay", "update", "durable", "swarm", "drain", "restart", "hostile", "weights",
-    "pi0-infer", "pi0-train", "page",
+    "control", "wire", "ingest", "replay", "update", "stall", "durable", "swarm", "drain", "restart", "hostile",
+    "weights", "pi0-infer", "pi0-train", "page",
 )  # fmt: skip
 
 

@@ -18,12 +18,15 @@ POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
 PULL_S = 30.0  # a file that was asked for this recently is not deleted
 
 
-def write(folder: Path, data: bytes) -> tuple[str, int]:
-    """Keep `data` (a safetensors file) as <sha256>.safetensors; returns (sha256, size). Durable when it returns."""
+def write(folder: Path, data: bytes | memoryview, sha256: str | None = None) -> tuple[str, int]:
+    """Keep `data` (a safetensors file) as <sha256>.safetensors; returns (sha256, size). Durable when it returns.
+
+    sha256: that of `data`, where it is known already.
+    """
     make_folder(folder)
     for left in folder.glob("*.part"):  # by a trainer that was killed, or that found no room
         left.unlink(missing_ok=True)
-    sha256 = hashlib.sha256(data).hexdigest()
+    sha256 = sha256 or hashlib.sha256(data).hexdigest()
     aside = folder / f"{sha256}.{os.getpid()}.part"
     with open(aside, "wb") as file:
         file.write(data)

@@ -4,42 +4,37 @@ Rank 0 is a client of the server: it sends the directive and the step limit, and
 reads the rows themselves from the mapped files.
 """
 
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import safetensors.torch
 import torch
 from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.console import Console
-from serl_client.errors import RetakeError, full_disk
+from serl_client.errors import RetakeError
 
 from serl_launcher.learner_link import ask
 from serl_launcher.replay.mixture import ReplayMixture, statistics
 from serl_launcher.replay.views import EpisodeInfo
-from serl_launcher.store import weights
 from serl_launcher.training.counters import RunCounters, evaluation, succeeded, value_error
 from serl_launcher.training.plan import Phase, Plan
 from serl_launcher.training.plan_state import PlanState
 from serl_launcher.training.presence import Presence
 from serl_launcher.training.ranks import Ranks
-from serl_launcher.utils.checkpoint import Checkpoints, Schedule
-from serl_launcher.utils.finite import Refusals, check_finite
+from serl_launcher.training.writers import Keeper, Patience, Publisher
+from serl_launcher.utils.checkpoint import Checkpoints
+from serl_launcher.utils.finite import Refusals
 from serl_launcher.utils.logging import MetricsLog
 
 log = logging.getLogger(__name__)
-
-Kept = TypeVar("Kept")
 
 SYNC_S = 0.005
 RETRY_S = 0.2  # after the server said that it cannot
 ALLOW_S = 1.0  # the pace is told again this often: a server that was restarted does not know it
 METRICS_S = 1.0
-FULL_S = 1.0  # between two tries on a full disk
 FAREWELL_S = 15.0  # how long the actors may take to deliver the rest
 
 
@@ -48,22 +43,24 @@ class Learner:
 
     link: the connection to the server. sources: the replay buffers, from which batches are drawn.
     batch_size: rows of a batch, of all ranks together.
-    checkpoint_s: seconds between two checkpoints; 0: after each update.
+    checkpoint_s: seconds between two checkpoints; 0: after each update; None: by their size.
     accept_plan: resume even if the current phase was edited.
     """
 
     def __init__(
         self, *, run_dir: Path, link: Connection, plan: Plan, ranks: Ranks, sources: ReplayMixture,
         checkpoints: Checkpoints,
-        metrics: MetricsLog, console: Console, batch_size: int, checkpoint_s: float, accept_plan: bool,
+        metrics: MetricsLog, console: Console, batch_size: int, checkpoint_s: float | None, accept_plan: bool,
     ) -> None:  # fmt: skip
         self.run_dir, self.link, self.plan, self.ranks, self.sources = run_dir, link, plan, ranks, sources
         self.algorithm, self.device = ranks.algorithm, ranks.world.device
-        self.checkpoints, self.metrics, self.console = checkpoints, metrics, console
-        self.batch_size, self.checkpoint_s, self.accept_plan = batch_size, checkpoint_s, accept_plan
+        self.metrics, self.console = metrics, console
+        self.batch_size, self.accept_plan = batch_size, accept_plan
         self.counters = RunCounters(sources)
         self.state = PlanState(plan)
-        self.version: dict[str, Any] = {}  # the newest published weights: {version, sha256}
+        self._patience = Patience(run_dir)
+        self.publisher = Publisher(run_dir / "weights", ranks, self._call, self._patience)
+        self.keeper = Keeper(checkpoints, checkpoint_s, self._patience)
         self.evaluations: dict[str, dict[str, Any]] = {}  # the newest result of each phase that evaluates
         self._revision = self._command = self._number = 0
         self._orders: list[Sequence[Any]] = []  # commands that were heard and not carried out yet
@@ -74,7 +71,6 @@ class Learner:
         self._presence = Presence()
         self._asked = False  # a Sync is under way
         self._next_sync = self._next_allow = self._next_metrics = 0.0
-        self._schedule = Schedule(checkpoint_s, time.monotonic())
         self._wall_s, self._began = 0.0, time.monotonic()
         self._rate = (time.monotonic(), 0)  # when, and how many updates there were
         self._latest: Mapping[str, torch.Tensor] = {}
@@ -87,8 +83,19 @@ class Learner:
 
     # -- the loop
     def run(self) -> None:
-        """Train until the plan ends. Then let the actors deliver their last data, and keep a last checkpoint."""
-        saved = self.checkpoints.load()
+        """Train until the plan ends. Then let the actors deliver their last data, and keep a last checkpoint.
+
+        Nothing writes to the run's folder any more when this returns or raises.
+        """
+        try:
+            self._run()
+        finally:
+            self._patience.end()
+            self.publisher.writer.join()
+            self.keeper.writer.join()
+
+    def _run(self) -> None:
+        saved = self.keeper.checkpoints.load()
         self._command = saved["command"] if saved else 0
         self._synchronise()
         self._resume(saved)
@@ -114,11 +121,11 @@ class Learner:
         if name is None or batch is None:
             return False
         for action, source in self.state.begin():
-            self._do(action, source)
+            self._do(action, source, "")
         self._latest = {**self._latest, **self.ranks.update(name, batch)}
         self.state.did_update(name)
-        if self.state.publish_due():
-            self._publish()
+        if self.state.publish_due() and self.publisher.offer(self.state.updates):
+            self.state.did_publish()
         return True
 
     def _advance(self) -> None:
@@ -130,12 +137,13 @@ class Learner:
             assert before is not None
             self._show(time.monotonic(), before)  # what its last updates said; those of the next say other things
             self._latest = {}
+            self.publisher.settle(self.state.updates)  # the next phase begins with what this one published
             if before.actors.mode == "evaluate":
                 self._evaluated(before, begin)
             for action, source in actions:
-                self._do(action, source)
-            if ("checkpoint", None) not in actions:
-                self.checkpoint()  # a kill must not take the run back into a phase that the actors have left
+                self._do(action, source, before.name)
+            if ("checkpoint", None) not in actions:  # a kill must not take the run back into a phase
+                self.checkpoint(before.name)  # that the actors have left
         self._direct()
 
     def _obey(self) -> None:
@@ -146,9 +154,9 @@ class Learner:
                 log.warning("%s", error)
         self._orders.clear()
 
-    def _do(self, action: str, source: str | None) -> None:
+    def _do(self, action: str, source: str | None, ended: str) -> None:
         if action == "checkpoint":
-            self.checkpoint()
+            self.checkpoint(ended)
         elif action == "publish":
             self._publish()
         elif action == "fit_normalizer":
@@ -158,10 +166,10 @@ class Learner:
     def _evaluated(self, phase: Phase, begin: int) -> None:
         """Keep the result of an evaluation. Raises RetakeError if other weights acted than those that were trained."""
         result = evaluation(self.counters, phase.name, begin, phase.episodes)
-        if any(version != self.version["version"] for version in result["versions"]):
-            versions = result["versions"]
-            raise RetakeError(f"{phase.name} was to run weights {self.version['version']}, but {versions} acted")
-        if self.version["sha256"] != hashlib.sha256(self._acting()).hexdigest():
+        versions, published = result["versions"], self.publisher.version["version"]
+        if any(version != published for version in versions):
+            raise RetakeError(f"{phase.name} was to run weights {published}, but {versions} acted")
+        if not self.ranks.still_published():
             raise RetakeError(f"the weights that {phase.name} ran are not the trained ones")
         self.evaluations[phase.name] = result
         counted = {key: result[key] for key in ("episodes", "distinct_starts", "successes")}
@@ -217,7 +225,7 @@ class Learner:
             "success": None if episode.success is None else succeeded(episode), "intervened": episode.intervened,
             "weights": episode.weights, "updates": self.state.updates, "wall_s": round(self.wall_s, 2),
         }  # fmt: skip
-        self._written(lambda: self.metrics.once("episode", episode.id, values))
+        self._patience(lambda: self.metrics.once("episode", episode.id, values))
 
     # -- telling
     def _direct(self) -> None:
@@ -227,7 +235,7 @@ class Learner:
         if evaluates and self._body.get("mode") != "evaluate":
             self._publish()
         allowed = self.state.step_limit(self._progress())
-        body |= {"weights": self.version["version"] if evaluates else None, "paced": allowed is not None}
+        body |= {"weights": self.publisher.version["version"] if evaluates else None, "paced": allowed is not None}
         if body != self._body or self.link.welcome is not self._welcome:
             number = self._call(m.Direct(body, allowed)).value
             if number != self._number:
@@ -244,26 +252,15 @@ class Learner:
         if now >= self._next_metrics:
             self._next_metrics = now + METRICS_S
             self._show(now, self.state.phase)
-        if self._schedule.due(now):
-            self.checkpoint()
+        self.publisher.turn()
+        self.keeper.turn(self.state.updates, self._state)
 
     def _publish(self) -> None:
-        """Publish the acting part's weights as the newest version, unless they are that already."""
-        data = self._acting()
-        sha256 = hashlib.sha256(data).hexdigest()
-        if sha256 != self.version.get("sha256"):
-            _, size = self._written(lambda: weights.write(self.run_dir / "weights", data))
-            version = self._call(m.Publish(sha256, size, self.state.updates)).value
-            self.version = {"version": version, "sha256": sha256}
+        self.publisher.publish(self.state.updates)
         self.state.did_publish()
 
-    def _acting(self) -> bytes:
-        tensors = self.ranks.published()
-        check_finite(tensors, f"publishing the weights of update {self.state.updates}")
-        return safetensors.torch.save(tensors)
-
     def _note(self, kind: str, values: Mapping[str, Any]) -> None:
-        self._written(lambda: self.metrics.write(kind, {"updates": self.state.updates, **values}))
+        self._patience(lambda: self.metrics.write(kind, {"updates": self.state.updates, **values}))
 
     def _call(self, message: m.Message) -> Any:
         """Return the server's answer. Where that took a new connection, a Sync under way on the old one was lost."""
@@ -271,17 +268,6 @@ class Learner:
         answer = ask(self.link, message)
         self._asked &= self.link.welcome is before
         return answer
-
-    def _written(self, write: Callable[[], Kept]) -> Kept:
-        """Return what `write` returns. While the disk is full, try again: a full disk ends no run."""
-        while True:
-            try:
-                return write()
-            except (OSError, RuntimeError) as error:
-                if (full := full_disk(error)) is None:
-                    raise
-                log.warning("training waits: %s. Make room in %s", full, self.run_dir)
-                time.sleep(FULL_S)
 
     def _farewell(self) -> None:
         """Send the directive `stop`, and wait until the actors have delivered their data and left."""
@@ -295,30 +281,29 @@ class Learner:
         log.warning("still connected at the end: %s", ", ".join(self._presence.here))
 
     # -- checkpoints
-    def checkpoint(self) -> None:
-        """Keep everything that a resumed run needs to continue bit by bit as this one would."""
-        begun = time.monotonic()
-        state = {
+    def checkpoint(self, ended: str = "") -> None:
+        """Keep the state, and return when it is durable. ended: name of the phase that ends here; "": none."""
+        self.keeper.keep(self.state.updates, self._state(), ended)
+
+    def _state(self) -> dict[str, Any]:
+        """Return everything that a resumed run needs to continue bit by bit as this one would."""
+        return {
             "algorithm": self.ranks.state_dict(), "plan": self.state.state_dict(),
             "sources": self.sources.state_dict(), "torch": torch.get_rng_state(), "command": self._command,
             "wall_s": self.wall_s, "phases": list(self.plan.phases), "evaluations": self.evaluations,
-            "starts": self.counters.starts, "cost_s": self._schedule.cost,
+            "starts": self.counters.starts, "cost_s": self.keeper.schedule.cost,
         }  # fmt: skip
-        check_finite(state["algorithm"], f"keeping a checkpoint of update {self.state.updates}")
-        self._written(lambda: self.checkpoints.save(self.state.updates, state))
-        now = time.monotonic()
-        self._schedule.saved(now, now - begun)
 
     def _resume(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint. If the plan's phases are others, take only what was learned, and begin the plan."""
-        self.version = dict(self.link.notice.weights)
+        self.publisher.version = dict(self.link.notice.weights)
         self.ranks.begin(saved and saved["algorithm"])
         if saved is None:
             return
         self.sources.load_state_dict(saved["sources"])
         torch.set_rng_state(saved["torch"])
         self._wall_s = saved["wall_s"]
-        self._schedule = Schedule(self.checkpoint_s, time.monotonic(), saved.get("cost_s", 0.0))
+        self.keeper.resume(saved.get("cost_s", 0.0))
         self.counters.starts |= saved.get("starts", {})
         if saved["phases"] == list(self.plan.phases):
             self.state.load_state_dict(saved["plan"], accept=self.accept_plan)
@@ -354,7 +339,7 @@ class Learner:
             "store": ", ".join(f"{n} {b.head - b.tail}" for n, b in self.sources.buffers.items()),
             "updates": f"{self.state.updates}, {rate:.0f}/s",
             "waits for": self.state.waits_for(self._progress()) or ("data" if self._starved else "nothing"),
-            "weights": f"version {self.version.get('version', 0)}",
+            "weights": f"version {self.publisher.version.get('version', 0)}",
             "actors": str(self._presence),
         })  # fmt: skip
 

@@ -21,6 +21,7 @@ from serl_launcher.supervisor import REFUSED
 from serl_launcher.types import Batch, Metrics
 from serl_launcher.utils.distributed import World, gathered
 from serl_launcher.utils.optim import Optimizer
+from serl_launcher.utils.staging import Staging
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Ranks:
 
     def __init__(self, algorithm: Algorithm, world: World, sharding: Mapping[str, Any]) -> None:
         self.algorithm, self.world = algorithm, world
+        self._staging = Staging()
         self._sharding = sharding if world.size > 1 and sharding["zero_optimization"]["stage"] else None
 
     def check(self, batch_size: int) -> None:
@@ -65,9 +67,14 @@ class Ranks:
             kind: {name: value.tolist() for name, value in part.items()} for kind, part in statistics.items()
         })  # fmt: skip
 
-    def published(self) -> dict[str, Tensor]:
-        """Return the acting part's weights {name: tensor}, whole, in the CPU's memory."""
-        return self._all("published")
+    def published(self) -> Staging:
+        """Copy the acting part's weights, whole, into memory that stays allocated. Returns that memory."""
+        self._all("published")
+        return self._staging
+
+    def still_published(self) -> bool:
+        """Return whether the acting part has the weights that `published` has copied."""
+        return self._all("still_published")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the algorithm's state, in a form that fits any number of ranks and any sharding."""
@@ -114,11 +121,14 @@ class Ranks:
             kind: {name: np.asarray(value) for name, value in part.items()} for kind, part in argument.items()
         })  # fmt: skip
 
-    def _published(self, _: None) -> dict[str, Tensor]:
-        acting = self.algorithm.acting
-        with gathered(acting.parameters()):
-            tensors = acting.published() if self.world.rank == 0 else {}
-            return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    def _published(self, _: None) -> None:
+        with gathered(self.algorithm.acting.parameters()):
+            if self.world.rank == 0:
+                self._staging.copy(self.algorithm.acting.published())
+
+    def _still_published(self, _: None) -> bool:
+        with gathered(self.algorithm.acting.parameters()):
+            return self.world.rank == 0 and self._staging.holds(self.algorithm.acting.published())
 
     def _state(self, _: None) -> dict[str, Any]:
         state = self.algorithm.state_dict()

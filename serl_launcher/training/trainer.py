@@ -64,7 +64,7 @@ def _train(config: DictConfig, run_dir: Path, link: Connection, spec: Spec, worl
         run_dir=run_dir, link=link, plan=plan, ranks=ranks, sources=sources,
         checkpoints=Checkpoints(run_dir / "checkpoints", spec=spec, config=_identity(config)),
         metrics=MetricsLog(run_dir / "metrics.jsonl"), console=shown, batch_size=config.batch_size,
-        checkpoint_s=config.checkpoint_s, accept_plan=config.accept_plan,
+        checkpoint_s=None if config.checkpoint_s == "auto" else config.checkpoint_s, accept_plan=config.accept_plan,
     )  # fmt: skip
     with mirrored(run_dir / "metrics.jsonl", config.wandb):
         learner.run()
@@ -115,7 +115,7 @@ def summarise(learner: Learner) -> None:
 
     Such a plan leaves a summary.json alone that tells an evaluation of the same weights already.
     """
-    counters, phases, version = learner.counters, learner.plan.phases.values(), learner.version["sha256"]
+    counters, phases, version = learner.counters, learner.plan.phases.values(), learner.publisher.version["sha256"]
     done = counters.finished()["flags"]
     done = done[done & TRAINED > 0]
     evaluations = [learner.evaluations[phase.name] for phase in phases if phase.name in learner.evaluations]

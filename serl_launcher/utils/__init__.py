@@ -3,5 +3,5 @@ acting; of store, checkpoint.py takes how a folder is synced.
 
 Without torch: logging.py (metrics as JSON lines, wandb), recording.py (rerun, mp4), report.py (summary.json, learning
 curve), schedule.py (learning rate), words.py (the word that was meant). With torch: checkpoint.py, distributed.py
-(ranks), finite.py (NaN), optim.py (Adam, sharding).
+(ranks), finite.py (NaN), optim.py (Adam, sharding), staging.py (tensors as a file in memory).
 """

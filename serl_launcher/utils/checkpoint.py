@@ -1,27 +1,33 @@
 """Writes and reads checkpoints: folders that appear whole, never change, and fit only runs of the same kind."""
 
 import hashlib
+import io
 import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec, difference
+from torch import Tensor
 
 from serl_launcher.store.files import sync_folder
+from serl_launcher.utils.staging import Staging
 
 log = logging.getLogger(__name__)
 
 SOON_S = 1.0  # seconds from a start to its first checkpoint; each interval is twice the one before
 SHARE = 0.1  # largest share of the time that goes into checkpoints
 
-FORMAT = 3  # of the state; 3: optimisers keep the last norm of their gradient
-STATE, MANIFEST = "state.pt", "manifest.json"
+FORMAT = 4  # of the state; 4: tensors lie in a file of their own
+STATE, TENSORS, MANIFEST = "state.pt", "tensors.safetensors", "manifest.json"
+PLACE = "tensor of " + TENSORS  # {PLACE: name} stands in STATE for a tensor
 ASIDE = ".aside"  # folder that is being written; after a crash the next save removes it
 
 
@@ -54,26 +60,40 @@ class Checkpoints:
     """Keeps the checkpoints of one run, numbered as they were made: folder/000001, folder/000002, ...
 
     config: plain data that must be equal when a run resumes; so must `spec`.
-    keep: how many of the newest whole checkpoints are kept. Pinned ones are always kept.
+    keep: how many of the newest whole checkpoints are kept, beside the newest pinned one of each phase.
     """
 
     def __init__(self, folder: Path, *, spec: Spec, config: Mapping[str, Any], keep: int = 3) -> None:
         self.folder, self.spec, self.keep = folder, spec, keep
         self.config = json.loads(json.dumps(config))  # as it reads back from the manifest
+        self.staging = Staging()
         self._broken: set[Path] = set()  # found by load
 
-    def save(self, updates: int, state: Mapping[str, Any], *, pinned: bool = False) -> Path:
-        """Write `state`, made of tensors and plain data. On return it survives a power cut. Raises OSError."""
+    def stage(self, updates: int, state: Mapping[str, Any], *, pinned: str = "") -> Callable[[], Path]:
+        """Copy `state`, made of tensors and plain data, into memory that stays allocated.
+
+        pinned: the phase that ends here; "": none. Returns a function that writes the copy, in any thread. When that
+        returns, the checkpoint survives a power cut. It raises OSError. It may be called again until the next `stage`.
+        """
+        tensors: dict[str, Tensor] = {}
+        plain = io.BytesIO()
+        torch.save(_take_out(state, "", tensors, {}), plain)
+        self.staging.copy(tensors)
+        return partial(self._write, updates, plain.getbuffer(), pinned)
+
+    def _write(self, updates: int, plain: memoryview, pinned: str) -> Path:
         numbers = [int(path.name) for path in self._paths()]
         path, aside = self.folder / f"{max(numbers, default=0) + 1:06d}", self.folder / ASIDE
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        with open(aside / STATE, "wb") as file:
-            torch.save(state, file)
-            _sync(file)
+        contents = {STATE: plain, TENSORS: self.staging.data()}
+        for name, data in contents.items():
+            with open(aside / name, "wb") as file:
+                file.write(data)
+                _sync(file)
         manifest = {
-            "format": FORMAT, "updates": updates, "pinned": pinned, "sha256": {STATE: _sha256(aside / STATE)},
-            "spec": self.spec.to_dict(), "config": self.config,
+            "format": FORMAT, "updates": updates, "pinned": pinned, "spec": self.spec.to_dict(), "config": self.config,
+            "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()},
         }  # fmt: skip
         with open(aside / MANIFEST, "w") as file:
             json.dump(manifest, file, indent=1)
@@ -99,7 +119,8 @@ class Checkpoints:
                 self._broken.add(path)
                 continue
             self._check(path, manifest)
-            return torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
+            plain = torch.load(path / STATE, map_location="cpu", weights_only=True)
+            return _put_back(plain, safetensors.torch.load_file(path / TENSORS))
         if self._broken:
             raise ConfigError(
                 f"no checkpoint in {self.folder} is whole (see above): bring one back from a backup, or delete the "
@@ -111,7 +132,9 @@ class Checkpoints:
         return sorted(path for path in self.folder.glob("[0-9]*") if path.name.isdecimal())
 
     def _forget(self) -> None:
-        paths = [path for path in self._paths() if not _pinned(path)]
+        ends = {path: _pinned(path) for path in self._paths()}
+        newest = {phase: path for path, phase in ends.items() if phase}
+        paths = [path for path, phase in ends.items() if newest.get(phase) != path]
         for path in [*self._broken.intersection(paths), *[p for p in paths if p not in self._broken][: -self.keep]]:
             shutil.rmtree(path)
 
@@ -137,11 +160,36 @@ def _whole(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _pinned(path: Path) -> bool:
+def _pinned(path: Path) -> str:
+    """Return the phase that ended with this checkpoint; "" if none did."""
     try:
         return json.loads((path / MANIFEST).read_text())["pinned"]
     except (OSError, ValueError, KeyError):
-        return False  # broken: treated like any other
+        return ""  # broken: treated like any other
+
+
+def _take_out(value: Any, name: str, tensors: dict[str, Tensor], known: dict[Any, str]) -> Any:
+    """Return `value` with each tensor moved into `tensors`. What two names share is kept once (`known`)."""
+    if isinstance(value, Tensor):
+        place = value.untyped_storage()._cdata, value.storage_offset(), value.dtype, value.shape, value.stride()
+        if place not in known:
+            known[place], tensors[name] = name, value
+        return {PLACE: known[place]}
+    if isinstance(value, Mapping):
+        return {key: _take_out(item, f"{name}.{key}".lstrip("."), tensors, known) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_take_out(item, f"{name}.{i}", tensors, known) for i, item in enumerate(value))
+    return value
+
+
+def _put_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {PLACE}:
+            return tensors[value[PLACE]]
+        return {key: _put_back(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_put_back(item, tensors) for item in value)
+    return value
 
 
 def _sha256(path: Path) -> str:

@@ -23,6 +23,7 @@ def reported(server):
     return next((client for client in server.report()["clients"] if client["actor"] == "inference"), {})
 
 
+@pytest.mark.slow
 def test_a_busy_process_takes_new_weights_reports_and_ends_when_it_is_told_to(connect, process, link, spec):
     server, join, publish = connect(process)
     join("arm")
@@ -45,6 +46,7 @@ def test_a_busy_process_takes_new_weights_reports_and_ends_when_it_is_told_to(co
     assert process.child.wait(PATIENCE) == 0
 
 
+@pytest.mark.slow
 def test_a_policy_that_fails_ends_its_process_and_says_where(connect, process, link, spec):
     server, join, publish = connect(process)
     join("arm")

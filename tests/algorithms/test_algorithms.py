@@ -296,6 +296,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(name, overrides):
     assert_same(straight.state_dict(), resumed.state_dict())
 
 
+@pytest.mark.slow
 @every_algorithm
 def test_a_toy_task_is_learned(name):
     algorithm, config = build(name, *faster(name))

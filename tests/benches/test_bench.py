@@ -87,6 +87,11 @@ SMALL = {  # {bench: (its words, {(figure, what it stands beside): its goal})}
         {(f"{name}, an update with a batch of {rows}", "a minimal loop"): "<= 1.1"
          for name, rows in (("sac", 256), ("rlpd", 128))},
     ),
+    "stall": (
+        ("--rounds", "1", "--weights", "3", "--checkpoint", "3"),
+        {(f"{what} of 3 MB: training stands still".replace("publishing of", "publishing"), "one copy"): "<= 1.5"
+         for what in ("publishing", "a checkpoint")},
+    ),
     "durable": (
         ("--rounds", "1", "--steps", "128", "--seconds", "1"),
         {**{(f"commits of {records} records", "plain pwrite + fdatasync"): ">= 0.85" for records in (64, 8)},

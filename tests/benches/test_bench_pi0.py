@@ -18,6 +18,7 @@ def policy_of(*words, cameras):
     return spec, build(config, spec).policy
 
 
+@pytest.mark.slow
 def test_pi0_takes_the_published_flops_without_what_nobody_reads_of_the_last_layer():
     with memory._shapes():
         spec, policy = policy_of("policy=pi0", cameras=3)

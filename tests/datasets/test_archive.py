@@ -36,6 +36,7 @@ def die_at(killer):
         setattr(owner, name, killer.wrap(getattr(owner, name)))
 
 
+@pytest.mark.slow
 @needs_lerobot
 @pytest.mark.parametrize("exchange", [True, False])
 def test_kill_at_every_step_leaves_only_whole_shards_and_a_repeat_doubles_nothing(
@@ -135,6 +136,7 @@ def test_an_episode_that_never_ends_waits_for_the_export_of_its_parts(tmp_path, 
         run.add(segment(blind, "endless", start=180, steps=10, ends=""))
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_what_comes_of_an_archived_episode_after_an_operator_closed_it_leaves_in_a_shard_of_its_own(tmp_path, blind):
     """A dead link, a label, the export of 4 steps, the link is back: 36 more must not leave unexported."""
@@ -213,6 +215,7 @@ def exporting(server):
         process.wait()
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_actors_keep_what_a_full_archived_source_does_not_take_until_the_export_catches_up(tmp_path, blind):
     """The export is a process that comes late and is killed; nothing is lost, doubled or out of order."""

@@ -171,6 +171,7 @@ def test_the_program_says_what_is_wrong_by_its_exit_status(tmp_path):
 # -- datasets of LeRobot's writer
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_faults_of_a_dataset_are_found(made):
     assert not inspect(made["first"].folder, 10).wrong

@@ -21,6 +21,7 @@ from .exporting import CAMERA, Run, Silent, needs_lerobot, segment
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_lerobot_opens_every_shard_while_the_run_goes_on_and_its_numbers_are_the_stores(tmp_path, seen):
     run = Run(tmp_path, seen)
@@ -81,6 +82,7 @@ def test_episodes_of_two_actors_and_of_two_phases_are_kept_apart(tmp_path, blind
     assert [phases[online["phase"][0]], phases[demo["phase"][0]]] == ["practise", "demonstrate"]
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_an_outcome_after_the_export_makes_the_next_version_at_once(tmp_path, blind, caplog):
     run = Run(tmp_path, blind)
@@ -117,6 +119,7 @@ def test_an_outcome_after_the_export_makes_the_next_version_at_once(tmp_path, bl
     assert run.opened("000001-000002")[0].num_episodes == 2
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_a_relabel_reaches_an_episode_that_the_store_holds_no_more(tmp_path, seen):
     run = Run(tmp_path, seen, capacity=100, archived=["online"], count=2)
@@ -137,6 +140,7 @@ def test_a_relabel_reaches_an_episode_that_the_store_holds_no_more(tmp_path, see
     assert run.manifest("000001-000002")["images"]["encodings"] in (0, 2)
 
 
+@pytest.mark.slow
 @needs_lerobot
 @pytest.mark.parametrize(
     ("field", "value"), [("steps", 4), ("terminated", False), ("truncated", True), ("final", False)]
@@ -218,6 +222,7 @@ def test_an_episode_that_leaves_the_store_while_its_images_are_read_is_taken_fro
     assert np.array_equal(table["action"][:10].astype(np.float32), segment(seen, "e0", steps=10).action)
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_the_export_keeps_of_a_long_history_what_the_store_holds_and_corrects_the_rest(tmp_path, blind):
     run = Run(tmp_path, blind, capacity=100)
@@ -237,6 +242,7 @@ def test_the_export_keeps_of_a_long_history_what_the_store_holds_and_corrects_th
     assert set(run.exporter.episodes) == alive, "what was corrected is forgotten again"
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_the_end_of_a_run_says_how_far_the_export_is_and_how_to_go_on(tmp_path, blind, caplog, monkeypatch):
     monkeypatch.setattr(exporter, "TELL_S", 0.0)

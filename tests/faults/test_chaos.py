@@ -36,6 +36,7 @@ def test_rounds_of_faults_lose_double_and_reorder_nothing():
     assert 0 < said["acked"] <= said["produced"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nemesis", ["insider", "missing-index", "bit-rot"])
 def test_a_round_with_keys_of(nemesis):
     done, said = chaos("--round", "0", "--seed", "5", "--only", nemesis)

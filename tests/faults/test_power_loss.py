@@ -137,6 +137,7 @@ def test_every_cut_that_keeps_only_what_was_synced_keeps_every_promise(recorded)
     assert list(power.strict(trace, root)) == []
 
 
+@pytest.mark.slow
 def test_cuts_that_keep_some_of_the_rest_torn_and_out_of_order_keep_every_promise(recorded):
     trace, root, _ = recorded
     numbers = random.Random(3).sample(range(len(trace)), 100)
@@ -153,6 +154,7 @@ def test_without_one_of_its_syncs_a_cut_breaks_a_promise(recorded, site):
     assert power.without(trace, root, sites[site]) is not None
 
 
+@pytest.mark.slow
 def test_without_the_sync_of_one_commit_what_it_acknowledged_is_gone_or_what_it_evicted_is_overwritten(recorded):
     trace, root, sites = recorded
     alone = [power.without(trace, root, [number]) for number in sites["run/store/index.sqlite-wal"][::2]]

@@ -33,6 +33,7 @@ SHORT = (((1,), 2, 1), 13), (((2,), 1, 1), 999), (((1, 1), 1, 1), 7)  # with a d
 HISTORIES = 50  # for one server, before a new one is taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", SMALL.values(), ids=SMALL)
 def test_no_history_breaks_a_promise_and_each_one_goes_on_to_the_end(bounds):
     protocol = Protocol(*bounds)

@@ -49,6 +49,7 @@ SAID = {tuple(words) for path in DOCUMENTS for words in runs(path.read_text())}
 ITS_OWN = "task=my_robot"  # docs/robot.md brings the yaml itself
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", sorted(words for words in SAID if ITS_OWN not in words), ids=" ".join)
 def test_each_word_that_a_document_gives_to_a_run_is_one(words, tmp_path):
     assert composed(CONFIG, ["learner=true", "task=sim_arm", *words, f"run_dir={tmp_path}"]).task.name

@@ -191,6 +191,7 @@ def _marked(group: str, name: str):
     return pytest.param(group, name, marks=marks, id=f"{group}-{name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "name"), [_marked(group, name) for group, name in sorted(RUNS.values())])
 def test_every_yaml_makes_a_run(group, name, tmp_path):
     words = placed(words_of(group, name))
@@ -227,6 +228,7 @@ def checked(words: list[str], spec: Spec, folder: Path = CONFIG) -> None:
         assert answer.arrays["action"].shape[-1:] == spec.action.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OFFERED["algo"])
 def test_every_algorithm_takes_a_robot_with_one_action(name):
     """torch keeps the value of a fake tensor with one element: what copies it under the memory check fails there."""
@@ -236,12 +238,14 @@ def test_every_algorithm_takes_a_robot_with_one_action(name):
     checked(words, Spec({**ONE_ACTION.observation, **camera}, ONE_ACTION.action, fps=10.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OFFERED["sharding"])
 def test_every_sharding_takes_the_algorithm_that_trains_one_network(name):
     """Two ranks train in each of these ways, and go on from a checkpoint, in test_sharding."""
     checked([f"sharding={name}", "ranks=2", *words_of("algo", "rejection")], SEEN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OFFERED["policy"])
 def test_every_option_of_a_policy_can_be_chosen(name):
     words = words_of("policy", name)
@@ -253,6 +257,7 @@ def test_every_option_of_a_policy_can_be_chosen(name):
     checked(words, Spec({**SEEN.observation, "observation.state": state}, action, fps=10.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", ["sac_pi0", "sft", "rejection"])
 def test_a_stochastic_sampler_is_trained_by_every_algorithm_for_chunks(algo):
     checked([f"algo={algo}", "policy=flow", "policy.noise_level=0.05"], SEEN)
@@ -301,6 +306,7 @@ def test_every_word_that_a_page_names_is_taken(word):
 # -- the tests above see what is wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "name", "line", "complaint"),
     [

@@ -117,6 +117,7 @@ def test_a_plan_may_choose_its_algorithm_and_a_word_still_wins(tmp_path):
     assert composed(CONFIG, [*words, "algo=sft"]).remembered == ["algo=sft", "policy=flow"]
 
 
+@pytest.mark.slow
 def test_a_run_folder_remembers_what_policy_and_algorithm_it_was_begun_with(tmp_path):
     words = ["learner=true", f"run_dir={tmp_path}"]
     begun = composed(CONFIG, [*words, "plan=sft", "policy.horizon=6", "seed=4"])

@@ -231,6 +231,7 @@ def places(size, generator):
     return (60 + 150 * block).to(torch.uint8)[:, None, :, :, None].repeat(1, 1, 1, 1, 3), corner / (SIZE - 7) * 2 - 1
 
 
+@pytest.mark.slow
 def test_a_policy_learns_to_reach_for_what_only_the_camera_sees():
     """One-step episodes: the reward is how near the action comes to the block."""
     spec, generator = robot(2, reach=1, shape=(SIZE, SIZE, 3), cameras=(HIGH,)), torch.Generator().manual_seed(1)

@@ -277,6 +277,7 @@ def test_computing_the_layers_again_changes_no_loss_and_no_gradient_and_keeps_le
     assert kept[1] < 0.25 * kept[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_sample_is_one_graph_without_a_break(precision):
     policy = make(LEFT, precision=precision, steps=2, gemma={"depth": 2}, vision={"depth": 1})

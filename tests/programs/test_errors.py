@@ -183,6 +183,7 @@ def test_help_and_the_config_are_shown(monkeypatch, capsys, words, lines):
 # -- what is not there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "missing", "sentence"),
     [
@@ -227,6 +228,7 @@ def test_an_outbox_in_use_is_named(main, tmp_path):
     assert f"in use by process {os.getpid()}: stop it, or give this actor" in said
 
 
+@pytest.mark.slow
 def test_what_only_the_trainer_can_check_it_says_before_any_actor_comes(child, programs):
     updates = "plan.phases.practise.updates=[updat]"
     assert "updates[0]: no update of the algorithm is called 'updat'; did you" in child("trainer", updates)
@@ -251,6 +253,7 @@ def test_a_run_refuses_a_second_learner_and_an_actor_of_another_task_and_goes_on
     assert not {word for word in ("Traceback", "errors.log") if word in programs.said()}
 
 
+@pytest.mark.slow
 def test_sources_that_do_not_fit_the_disk_are_told_to_learner_and_actor_alike(train, programs):
     learner = programs.start("learner", "task=fake", "max_env_steps=1000000000000")
     said = train("actor=true", "task=fake", "run_dir=run", f"port={programs.ports[0]}").removeprefix("error: ")
@@ -274,7 +277,7 @@ def test_a_capacity_is_for_the_life_of_a_run(child, spec, tmp_path):
 def test_a_checkpoint_of_another_algorithm_is_refused_by_what_differs(child, spec, tmp_path):
     make_store(tmp_path / "run", spec).close()
     other = {"algo": {"num_critics": 7}}
-    Checkpoints(tmp_path / "run" / "checkpoints", spec=spec, config=other).save(0, {})
+    Checkpoints(tmp_path / "run" / "checkpoints", spec=spec, config=other).stage(0, {})()
     with serving(composed(CONFIG, ["learner=true", f"run_dir={tmp_path}/run"])) as (local, _):
         said = child("trainer", local=local)
     assert "000001 was made with another algorithm" in said
@@ -282,6 +285,7 @@ def test_a_checkpoint_of_another_algorithm_is_refused_by_what_differs(child, spe
     assert "begin anew with another run_dir" in said
 
 
+@pytest.mark.slow
 def test_weights_of_another_algorithm_without_a_checkpoint_are_no_obstacle(programs):
     """A run that was killed before its first checkpoint begins anew, with whatever algorithm it is given."""
     with fake.make(max_steps=50, noise=0.2, clock="simulated") as env:

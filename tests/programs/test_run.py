@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 
 import pytest
 import safetensors.torch
-import torch
 from serl_client.keys import machine
 
 from tests.shared import oracle
@@ -169,8 +168,9 @@ def test_the_weights_that_were_evaluated_are_the_trained_ones(finished):
     file = run_dir / "weights" / f"{summary['eval']['weights_sha256']}.safetensors"
     assert hashlib.sha256(file.read_bytes()).hexdigest() == file.stem == evaluated(run_dir)[1]
     newest = max((run_dir / "checkpoints").glob("[0-9]*"))
-    trained = torch.load(newest / "state.pt", weights_only=True)["algorithm"]
-    acting = {name.removeprefix("policy."): value for name, value in trained.items() if name.startswith("policy.")}
+    trained = safetensors.torch.load_file(newest / "tensors.safetensors")
+    prefix = "algorithm.policy."
+    acting = {name.removeprefix(prefix): value for name, value in trained.items() if name.startswith(prefix)}
     assert_same(acting, safetensors.torch.load_file(file))
     assert summary["updates"] == json.loads((newest / "manifest.json").read_text())["updates"]
 

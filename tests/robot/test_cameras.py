@@ -150,6 +150,7 @@ def test_closing_frees_the_context_and_others_go_on(arm):
         arm(image_size=16).close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", gl.BACKENDS)
 def test_each_backend_draws_the_scene_and_leaves_without_a_word(backend, monkeypatch):
     pytest.importorskip("mujoco")

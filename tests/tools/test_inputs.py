@@ -97,6 +97,7 @@ def seeing(tmp_path_factory):
     return made(tmp_path_factory.mktemp("seeing") / "run", SEES, updates=250)
 
 
+@pytest.mark.slow
 def test_shuffling_what_the_policy_looks_at_raises_its_loss_and_nothing_else_does(seeing):
     status, said = inputs(seeing)
     assert status == 0

@@ -17,6 +17,7 @@ from tests.shared.models import differences
 from .life import LEARNING, STEPS, found, leave, phase, plan_of, push, windows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies_after", [0, 4, 6, 17])
 def test_a_trainer_that_was_stopped_acts_and_goes_on_bit_by_bit(tmp_path, spec, serve, live, dies_after):
     """Stopped after a checkpoint in the first phase, between two, or in the second; the data stay the same."""
@@ -42,8 +43,8 @@ def test_a_trainer_that_was_stopped_acts_and_goes_on_bit_by_bit(tmp_path, spec, 
     assert len(straight.made) == 30
     assert not differences(third.everything(), expected)
     assert third.act() == straight.act()
-    assert third.learner.version["sha256"] == straight.learner.version["sha256"]
-    assert third.learner.wall_s > first.learner.checkpoints.load()["wall_s"] - 60
+    assert third.learner.publisher.version["sha256"] == straight.learner.publisher.version["sha256"]
+    assert third.learner.wall_s > first.learner.keeper.checkpoints.load()["wall_s"] - 60
 
 
 def test_a_trainer_that_dies_soon_after_each_change_of_phase_goes_on_from_there(server, live):

@@ -17,7 +17,7 @@ from serl_client.errors import RetakeError
 
 from serl_launcher.learner_link import capacities
 from serl_launcher.replay.mixture import statistics
-from serl_launcher.training import learner
+from serl_launcher.training import learner, writers
 from serl_launcher.utils import checkpoint
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import make_episode
@@ -46,9 +46,10 @@ def test_a_trainer_that_starts_while_the_server_is_dead_waits_for_it(server):
 def assert_newest(server, life):
     """What the trainer published last is what the server has."""
     told = server.report()["weights"]
-    assert {name: told[name] for name in ("version", "sha256")} == life.learner.version
+    assert {name: told[name] for name in ("version", "sha256")} == life.learner.publisher.version
 
 
+@pytest.mark.slow
 def test_a_trainer_hears_and_is_heard_again_after_each_death_of_the_server(server, live, connect):
     """It dies while it is asked, and while it is told: the trainer publishes after every update."""
     plan = plan_of(
@@ -71,7 +72,7 @@ def test_a_trainer_hears_and_is_heard_again_after_each_death_of_the_server(serve
     assert_newest(server, life)
 
 
-def test_a_trainer_takes_no_answer_for_that_to_another_request_when_the_store_fails(server, live, connect):
+def test_a_trainer_takes_no_answer_for_that_to_another_request_when_the_store_fails(server, live, connect, caplog):
     plan = plan_of(
         practise=phase(publish={"every_updates": 1}, until="env_steps >= 150"),
         rest=phase(updates=(), until="env_steps >= 40"),
@@ -84,7 +85,8 @@ def test_a_trainer_takes_no_answer_for_that_to_another_request_when_the_store_fa
         for record in make_episode("failing", directive=client.directive["number"]):
             client.push(record)
         until(lambda: client.degraded)
-        time.sleep(2.0)  # the store is opened again each second, and fails again
+        before = caplog.text.count("server: ")
+        until(lambda: caplog.text.count("server: ") > before + 1)  # it is opened again each second, and fails again
     assert client.drain(PATIENCE)
     push(client, range(8))
     until(lambda: client.directive["phase"] == "rest")
@@ -114,8 +116,9 @@ def counted(killer, *args, **kwargs):
             return getattr(file, name)
 
         def write(self, data):
-            (killer.wrap(file.write) if len(data) > 64 else file.write)(data)
-            file.flush()
+            for part in (data[: len(data) // 2], data[len(data) // 2 :]) if len(data) > 64 else (data,):
+                (killer.wrap(file.write) if len(data) > 64 else file.write)(part)
+                file.flush()
 
     return Counted()
 
@@ -128,6 +131,7 @@ def save_and_die(life, killer):
     life.learner.checkpoint()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_cut_off_at_any_step_leaves_the_last_good_one(tmp_path, spec, killer_at):
     run_dir, plan = found(tmp_path / "run", spec), plan_of(**LEARNING)
     life, at, kept, status = Life(run_dir, None, spec, plan), 0, set(), None
@@ -144,15 +148,15 @@ def test_a_checkpoint_that_is_cut_off_at_any_step_leaves_the_last_good_one(tmp_p
             finally:
                 os._exit(0)
         status = os.waitpid(child, 0)[1]
-        saved = life.learner.checkpoints.load()
+        saved = life.learner.keeper.checkpoints.load()
         kept.add(5 + at - saved["plan"]["updates"])
         assert not differences(saved["algorithm"], life.algorithm.state_dict())
         assert saved["sources"]["generator"] == life.learner.sources.generator.bit_generator.state
         life.learner.checkpoint()  # the next start's
-        assert life.learner.checkpoints.load()["plan"]["updates"] == 5 + at
+        assert life.learner.keeper.checkpoints.load()["plan"]["updates"] == 5 + at
     assert at > 20
     assert kept == {0, 1}, "either the one that was cut off is whole, or the one before it is there"
-    names = sorted(path.name for path in life.learner.checkpoints.folder.iterdir())
+    names = sorted(path.name for path in life.learner.keeper.checkpoints.folder.iterdir())
     assert len([name for name in names if name.isdecimal()]) == 3
 
 
@@ -165,14 +169,39 @@ def test_a_full_disk_makes_training_wait_and_ends_nothing(live, monkeypatch, ser
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(descriptor)
 
-    monkeypatch.setattr(learner, "FULL_S", 0.01)
+    monkeypatch.setattr(writers, "FULL_S", 0.01)
     monkeypatch.setattr(os, "fsync", full)
     life = live(server, plan_of(practise=phase(until="updates >= 3"))).begin()
     until(lambda: len(refused) > 3)
     assert life.updates == 0  # nothing was published yet
     room.set()
     assert life.end().updates == 3
-    assert life.learner.checkpoints.load()["plan"]["updates"] == 3
+    assert life.learner.keeper.checkpoints.load()["plan"]["updates"] == 3
+
+
+def test_training_goes_on_while_weights_and_a_checkpoint_are_written(live, monkeypatch, server):
+    """Weights that come meanwhile are published together, as the newest, before the phase ends."""
+    sync, room, held = os.fsync, threading.Event(), set()
+
+    def slow(descriptor):
+        if threading.current_thread() is not threading.main_thread() and life.updates > 3:
+            held.add(threading.current_thread().name.partition("_")[0])
+            assert room.wait(PATIENCE)
+        sync(descriptor)
+
+    plan = plan_of(practise=phase(publish={"every_updates": 1}, until="updates >= 400"))
+    life = live(server, plan, checkpoint_s=0.01)
+    monkeypatch.setattr(os, "fsync", slow)
+    life.begin()
+    until(lambda: held == {"weights", "checkpoint"})
+    reached = life.updates
+    until(lambda: life.updates > reached + 50)
+    room.set()
+    assert life.end().updates == 400
+    assert life.learner.publisher.version["version"] < 350
+    assert_newest(server, life)
+    assert life.learner.ranks.still_published()
+    assert life.learner.keeper.checkpoints.load()["plan"]["updates"] == 400
 
 
 def test_batches_that_are_not_finite_cost_their_updates_and_nothing_else(server, live, caplog):
@@ -187,10 +216,10 @@ def test_batches_that_are_not_finite_cost_their_updates_and_nothing_else(server,
     poisoned(life, "update", spoil).run()
     assert life.updates == 30
     assert life.learner.ranks.steps()["critic_optimizer"] == (30, 5)
-    saved = life.learner.checkpoints.load()
+    saved = life.learner.keeper.checkpoints.load()
     assert finite(saved["algorithm"])
     assert saved["plan"]["updates"] == 30
-    assert finite(life.learner.ranks.published())
+    assert finite(life.learner.ranks.published().tensors())
     assert "had no finite gradient: skipped" in caplog.text
 
 
@@ -205,7 +234,7 @@ def test_a_run_whose_gradients_are_never_finite_ends_with_one_sentence_and_its_g
     life = poisoned(live(server, plan_of(**LEARNING)), "update_critic", spoil)
     with pytest.raises(RetakeError, match=r"critic_optimizer: the gradients of the last 5 steps up to update \d+ were"):
         poisoned(life, "update", spoil).run()
-    assert finite(life.learner.checkpoints.load()["algorithm"])
+    assert finite(life.learner.keeper.checkpoints.load()["algorithm"])
     assert finite(life.algorithm.state_dict())
 
 
@@ -220,10 +249,10 @@ def test_weights_that_are_not_finite_are_neither_published_nor_kept(server, live
     life = poisoned(live(server, plan_of(**LEARNING)), "update_critic", spoil)
     with pytest.raises(RetakeError, match=rf"{where}\..* not finite, so the learner stopped before .* of update 1\d"):
         poisoned(life, "update", spoil).run()
-    saved = life.learner.checkpoints.load()
+    saved = life.learner.keeper.checkpoints.load()
     assert finite(saved["algorithm"])
     assert saved["plan"]["updates"] == 13
-    newest = server.run_dir / "weights" / f"{life.learner.version['sha256']}.safetensors"
+    newest = server.run_dir / "weights" / f"{life.learner.publisher.version['sha256']}.safetensors"
     assert finite(safetensors.torch.load_file(newest))
     assert live(server, plan_of(**LEARNING), seed=1).run().updates == 30
 

@@ -98,6 +98,7 @@ def take():
     sys.stdout.write(json.dumps([sorted(imported), peak() - before]))
 
 
+@pytest.mark.slow
 def test_what_is_predicted_is_what_training_takes_and_a_small_policy_is_counted_without_a_compiler():
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}  # what is freed goes back at once: a peak is exact
     done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, cwd=CONFIG.parent, env=env)
@@ -107,6 +108,7 @@ def test_what_is_predicted_is_what_training_takes_and_a_small_policy_is_counted_
     assert need_of(WIDE).total == pytest.approx(taken, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["policy.freeze=[vision,language]"], ["policy.lora=4"]], ids=["expert", "lora"])
 def test_what_is_frozen_is_there_once_and_has_no_gradient(words):
     tiny = ["algo=sft", "policy=pi0_tiny", "batch_size=4"]
@@ -142,6 +144,7 @@ COUNTED = [  # words, robots, way
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "specs", "way"), COUNTED)
 def test_every_documented_option_and_a_robot_with_one_action_are_counted(words, specs, way, monkeypatch, caplog):
     monkeypatch.setattr(memory, "SMALL", WAYS[way])

@@ -17,6 +17,7 @@ def read(*words, has_operator="true"):
     return plan_of(composed(CONFIG, ["task=fake", f"task.has_operator={has_operator}", *words]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", groups(CONFIG)["plan"])
 def test_a_plan_needs_an_operator_or_not_and_its_evaluations_are_as_long_as_the_config_says(name):
     words = [f"plan={name}", "baseline_episodes=3", "eval_episodes=7", "eval_steps=2000"]

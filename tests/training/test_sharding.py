@@ -109,9 +109,9 @@ def each_case(folder, life, rank, port):
             ranks.begin(None if life == "first" else place.load())
             metrics = [] if life == "second" else train(ranks, 0, KEPT)
             if life == "first":
-                place.save(KEPT, ranks.state_dict())
+                place.stage(KEPT, ranks.state_dict())()
             metrics += train(ranks, KEPT, UPDATES)
-            trained = digest({"published": ranks.published(), **ranks.state_dict()})
+            trained = digest({"published": ranks.published().tensors(), **ranks.state_dict()})
             (folder / case / f"{way}.{life}.json").write_text(json.dumps([metrics, trained]))
             ranks.end()
     if life == "second":

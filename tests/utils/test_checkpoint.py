@@ -24,28 +24,50 @@ def state(value):
     return {"weights": {"w": torch.full((3,), float(value))}, "generator": {"state": 2**127 + value}, "names": ["a"]}
 
 
+def keep(checkpoints, updates, state, pinned=""):
+    return checkpoints.stage(updates, state, pinned=pinned)()
+
+
 def test_the_newest_comes_back_as_it_was(checkpoints):
     (checkpoints.folder / ".aside").mkdir(parents=True)  # of a first save that was killed
     assert checkpoints.load() is None
     for value in range(3):
-        checkpoints.save(updates=7, state=state(value))
+        keep(checkpoints, updates=7, state=state(value))
     loaded = checkpoints.load()
     assert torch.equal(loaded["weights"].pop("w"), torch.full((3,), 2.0))
     assert loaded == {"weights": {}, "generator": {"state": 2**127 + 2}, "names": ["a"]}
 
 
-def test_the_last_few_and_the_pinned_ones_are_kept(tmp_path, spec):
+def test_the_last_few_are_kept_and_the_newest_with_which_each_phase_ended(tmp_path, spec):
     checkpoints = Checkpoints(tmp_path, spec=spec, config=CONFIG, keep=2)
-    for value in range(6):
-        checkpoints.save(updates=value, state=state(value), pinned=value == 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000002", "000005", "000006"]
+    for value, phase in enumerate(["", "reach", "reach", "lift", "", "", ""]):
+        keep(checkpoints, updates=value, state=state(value), pinned=phase)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000003", "000004", "000006", "000007"]
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "no state", "no manifest", "half a manifest"])
-def test_a_broken_checkpoint_is_skipped_with_a_warning(checkpoints, caplog, damage):
-    checkpoints.save(updates=1, state=state(1))
-    broken = checkpoints.save(updates=2, state=state(2))
-    file = broken / ("manifest.json" if "manifest" in damage else "state.pt")
+def test_what_is_written_is_what_was_there_when_it_was_staged(checkpoints):
+    weights = {"w": torch.zeros(3), "half": torch.ones((), dtype=torch.bfloat16), "none": torch.zeros(0, 2)}
+    weights |= {"flags": torch.tensor([True, False, True]), "columns": torch.arange(6).view(2, 3).T}
+    expected = {name: tensor.clone() for name, tensor in weights.items()}
+    for _ in range(2):  # the memory is used again
+        write = checkpoints.stage(
+            1, {"weights": weights, "again": {"w": weights["w"]}, "counts": [1, (2, weights["w"])]}
+        )
+        weights["w"] += 1
+        write()
+        loaded = checkpoints.load()
+        assert all(torch.equal(loaded["weights"][name], expected[name]) for name in weights)
+        assert torch.equal(loaded["counts"][1][1], expected["w"])
+        assert (checkpoints.folder / "000001/tensors.safetensors").stat().st_size < 600  # what is shared is kept once
+        expected["w"] += 1
+
+
+@pytest.mark.parametrize("name", ["state.pt", "tensors.safetensors"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "no file", "no manifest", "half a manifest"])
+def test_a_broken_checkpoint_is_skipped_with_a_warning(checkpoints, caplog, damage, name):
+    keep(checkpoints, updates=1, state=state(1))
+    broken = keep(checkpoints, updates=2, state=state(2))
+    file = broken / ("manifest.json" if "manifest" in damage else name)
     data = file.read_bytes()
     if damage.startswith("no "):
         file.unlink()
@@ -57,13 +79,13 @@ def test_a_broken_checkpoint_is_skipped_with_a_warning(checkpoints, caplog, dama
         loaded = checkpoints.load()
     assert loaded["weights"]["w"][0] == 1
     assert str(broken) in caplog.text
-    assert checkpoints.save(updates=2, state=state(3)).name == "000003"
+    assert keep(checkpoints, updates=2, state=state(3)).name == "000003"
     assert checkpoints.load()["weights"]["w"][0] == 3
 
 
-@pytest.mark.parametrize(("call", "points"), [("fsync", 4), ("rename", 1)])
+@pytest.mark.parametrize(("call", "points"), [("fsync", 5), ("rename", 1)])
 def test_a_save_that_fails_at_any_point_leaves_a_whole_one(checkpoints, monkeypatch, call, points):
-    checkpoints.save(updates=1, state=state(1))
+    keep(checkpoints, updates=1, state=state(1))
     original = getattr(os, call)
     for point in range(points):
         left = iter([True] * point)
@@ -76,22 +98,22 @@ def test_a_save_that_fails_at_any_point_leaves_a_whole_one(checkpoints, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(os, call, fail)
             with pytest.raises(OSError, match="no space"):
-                checkpoints.save(updates=2, state=state(2))
-        named = call == "fsync" and point == 3  # only the sync of the folder above was missing
+                keep(checkpoints, updates=2, state=state(2))
+        named = call == "fsync" and point == 4  # only the sync of the folder above was missing
         assert checkpoints.load()["weights"]["w"][0] == 1 + named
-    checkpoints.save(updates=2, state=state(3))
+    keep(checkpoints, updates=2, state=state(3))
     assert checkpoints.load()["weights"]["w"][0] == 3
     assert sorted(path.name for path in checkpoints.folder.iterdir())[-1] == ("000003" if call == "fsync" else "000002")
 
 
 def test_a_state_that_is_not_plain_data_is_not_executed(checkpoints):
-    checkpoints.save(updates=1, state={"surprise": print})
+    keep(checkpoints, updates=1, state={"surprise": print})
     with pytest.raises(pickle.UnpicklingError):
         checkpoints.load()
 
 
 def test_another_algorithm_robot_or_version_is_refused_and_both_values_are_named(checkpoints, spec):
-    manifest = checkpoints.save(updates=1, state=state(1)) / "manifest.json"
+    manifest = keep(checkpoints, updates=1, state=state(1)) / "manifest.json"
     other = replace(spec, observation={"observation.state": Feature((9,))})
     for told, config, text in (
         (spec, {"algo": {"discount": 0.99, "hidden": (128, 128)}}, r"algorithm.*algo\.discount: 0\.99, 0\.97"),
@@ -99,7 +121,7 @@ def test_another_algorithm_robot_or_version_is_refused_and_both_values_are_named
     ):
         with pytest.raises(ConfigError, match=text):
             Checkpoints(checkpoints.folder, spec=told, config=config).load()
-    manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 2'))
+    manifest.write_text(manifest.read_text().replace('"format": 4', '"format": 3'))
     with pytest.raises(ConfigError, match="another version"):
         checkpoints.load()
 
@@ -143,12 +165,12 @@ def test_checkpoints_take_a_share_of_the_time_however_large_they_are():
 
 def test_the_last_whole_checkpoint_stays_until_there_is_another_and_without_one_no_run_begins_anew(checkpoints):
     """Those that were found broken are not counted among the newest few."""
-    paths = [checkpoints.save(updates=value, state=state(value)) for value in range(3)]
+    paths = [keep(checkpoints, updates=value, state=state(value)) for value in range(3)]
     for path in paths[1:]:
         (path / "state.pt").write_bytes(b"")
     again = Checkpoints(checkpoints.folder, spec=checkpoints.spec, config=CONFIG, keep=2)
     assert again.load()["weights"]["w"][0] == 0
-    newest = again.save(updates=9, state=state(9))
+    newest = keep(again, updates=9, state=state(9))
     assert sorted(path.name for path in again.folder.iterdir()) == [paths[0].name, newest.name]
     (newest / "state.pt").write_bytes(b"")
     assert again.load()["weights"]["w"][0] == 0

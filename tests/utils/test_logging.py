@@ -56,6 +56,7 @@ def content(path):
     return b"".join(file.read_bytes() for file in sorted(path.parent.glob("wandb/offline-run-*/*.wandb")))
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resumption_are_one_offline_run_without_account_or_network(path, wandb, monkeypatch):
     monkeypatch.setattr(metrics, "FINISH_S", 60.0)
     log = MetricsLog(path)
