@@ -56,7 +56,8 @@ class StateEncoder(nn.Module):
     def forward(self, observation: Observation) -> Tensor:
         """Encode {name: [B, ...]}, with or without a time axis of one step -> [B, size]."""
         columns = [observation[name].reshape(len(observation[name]), -1) for name in self.sizes]
-        return (torch.cat(columns, -1).to(self.mean.dtype) - self.mean) / self.std
+        joined = columns[0] if len(columns) == 1 else torch.cat(columns, -1)
+        return joined.to(self.mean.dtype).sub(self.mean).div_(self.std)
 
 
 class ActionScale(nn.Module):
@@ -87,6 +88,7 @@ class ActionScale(nn.Module):
         self.register_buffer("high", torch.as_tensor(high), persistent=False)
         self.register_buffer("center", torch.as_tensor((high + low) / 2), persistent=kind != "bounds")
         self.register_buffer("half_range", torch.as_tensor((high - low) / 2), persistent=kind != "bounds")
+        self._is_unit = kind == "bounds" and bool((low == -1).all() and (high == 1).all())  # both maps change nothing
 
     def set_statistics(self, statistics: Statistics) -> None:
         """Scale by the data's statistics from now on, unless the kind is `bounds`.
@@ -110,11 +112,12 @@ class ActionScale(nn.Module):
 
     def to_unit(self, action: Tensor) -> Tensor:
         """Map [..., A] in the robot's units to [..., A] near [-1, 1]."""
-        return (action.to(self.center.dtype) - self.center) / self.half_range
+        action = action.to(self.center.dtype)
+        return action if self._is_unit else (action - self.center) / self.half_range
 
     def from_unit(self, action: Tensor) -> Tensor:
         """Map [..., A] near [-1, 1] to [..., A] in the robot's units."""
-        return torch.addcmul(self.center, action, self.half_range)
+        return action if self._is_unit else torch.addcmul(self.center, action, self.half_range)
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """Return the Spec's bounds, mapped by `to_unit`: low [A], high [A]."""

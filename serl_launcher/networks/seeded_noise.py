@@ -31,10 +31,13 @@ def _unit(bits: Tensor) -> Tensor:
 
 
 def _bits(seed: Tensor, shape: Sequence[int], stream: int) -> Tensor:
-    """Draw int64 [B, *shape]: SplitMix64 (Steele et al. 2014) of seed, stream and place, in wrapping int64."""
+    """Draw int64 [B, *shape]: SplitMix64 (Steele et al. 2014) of seed, stream and place, in wrapping int64.
+
+    Rows whose seeds differ by a multiple of its increment would share numbers; small and random seeds do not.
+    """
     first = (stream * 0x632BE59BD9B4E019 + 2**63) % 2**64 - 2**63
     places = torch.arange(1, 1 + math.prod(shape), device=seed.device).mul_(0x1E3779B97F4A7C15).add_(first)
-    return _mixed(_mixed(seed).unsqueeze(1) + places).view(len(seed), *shape)
+    return _mixed(seed.unsqueeze(1) + places).view(len(seed), *shape)
 
 
 def _mixed(bits: Tensor) -> Tensor:

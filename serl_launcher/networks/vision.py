@@ -78,7 +78,7 @@ class ObservationEncoder(nn.Module):
         for name, trunk, project in zip(self._images, self.trunks, self.projections, strict=True):
             image = observation[name]
             features.append(project(trunk(image.flatten(0, image.ndim - 4))))
-        return torch.cat(features, -1)
+        return features[0] if len(features) == 1 else torch.cat(features, -1)
 
 
 def _images(spec: Spec, cameras: Sequence[str]) -> tuple[str, ...]:

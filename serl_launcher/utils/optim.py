@@ -96,7 +96,8 @@ class Optimizer:
         """
         self._part += 1
         is_last = self._part == self.accumulation
-        self.way.differentiate(loss / self.accumulation, is_first=self._part == 1, is_last=is_last)
+        part = loss if self.accumulation == 1 else loss / self.accumulation
+        self.way.differentiate(part, is_first=self._part == 1, is_last=is_last)
         if not is_last:
             return torch.zeros((), device=loss.device)
         learning_rate = self.learning_rate * rate(self.steps, **self._schedule)

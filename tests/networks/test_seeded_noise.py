@@ -80,7 +80,7 @@ def test_the_numbers_are_the_same_for_ever():
         return bits ^ bits >> 31
 
     def number(stream, place, shift):
-        bits = mixed((mixed(int(SEED[0])) + 0x632BE59BD9B4E019 * stream + 0x1E3779B97F4A7C15 * place) % 2**64)
+        bits = mixed((int(SEED[0]) + 0x632BE59BD9B4E019 * stream + 0x1E3779B97F4A7C15 * place) % 2**64)
         return ((bits >> shift) % 2**24 + 0.5) / 2**24
 
     expected = [number(3 + 2**32, place, 40) for place in (1, 2, 3)]
