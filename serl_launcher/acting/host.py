@@ -21,13 +21,16 @@ from serl_client.network import Answer
 from serl_client.spec import Array, Spec
 from torch import Tensor
 
+from serl_launcher.acting.device import opened
 from serl_launcher.acting.graphs import Graphs
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.types import Carry
+from serl_launcher.utils import compiler
 from serl_launcher.utils.finite import not_finite
 
 log = logging.getLogger(__name__)
 
+MOST = 64  # requests in one batch; fewer where memory is lacking
 REMEMBERED = 1024  # connections whose carry is kept: the last ones that asked
 
 
@@ -45,7 +48,8 @@ class PolicyHost:
 
     It owns the algorithm from then on, and drops what only training needs. Weights have the policy's precision; buffers
     keep theirs. On a GPU the method that the policy names as its `graph` becomes one CUDA graph per power of two, and
-    batches are padded to that size. This was never run on a GPU.
+    batches are padded to that size. `warm_up` records one size. A batch whose size is not recorded is cut into smaller
+    ones. `most`: requests in one batch; it falls when memory is lacking. This was never run on a GPU.
     """
 
     def __init__(self, algorithm: Algorithm, spec: Spec, device: str) -> None:
@@ -53,14 +57,20 @@ class PolicyHost:
         self.acting = algorithm.acting
         for weight in self.acting.parameters():
             weight.data = weight.data.to(self.acting.precision)
-        self.algorithm = algorithm.to(device).eval()
-        self.spec, self.device = spec, torch.device(device)
-        self.version = 0  # none yet
-        graph = self.acting.graph if self.device.type == "cuda" else None
+        self._on = opened(device)
+        self.spec, self.device = spec, self._on.device
+        self.algorithm = algorithm.to(self.device).eval()
+        self.version, self.most = 0, MOST  # version 0: no weights yet
+        graph = self.acting.graph if self._on.records else None
         self.is_static = graph is not None  # only powers of two
+        self.is_short = False  # True: a batch was cut because its size was not recorded
+        self._ready: set[int] = set()  # sizes that are recorded
         if graph is not None:
-            self.acting.compile_layers()
-            setattr(self.acting, graph, Graphs(getattr(self.acting, graph)))
+            if lacks := compiler.lacking():
+                log.warning("the policy's layers are not compiled and answers take longer: %s is missing", lacks)
+            else:
+                self.acting.compile_layers()
+            setattr(self.acting, graph, Graphs(getattr(self.acting, graph), self._on))
         self._layout = {name: tensor.shape for name, tensor in self.acting.published().items()}
         self._carries: dict[bytes, Carry] = {}
 
@@ -89,8 +99,7 @@ class PolicyHost:
             raise ConfigError(
                 f"weights file {file.name} is not finite in {bad}: keeping the current ones until the next"
             )
-        # The copy reads what load_file has only mapped.
-        return {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}
+        return self._on.copies(tensors)  # this reads what load_file has only mapped
 
     def swap(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Act with these weights from now on. They overwrite the old ones in place, because CUDA graphs point there.
@@ -98,7 +107,9 @@ class PolicyHost:
         Raises ConfigError for weights of another policy.
         """
         try:
-            self.acting.load_published(tensors)
+            with self._on.here():
+                self.acting.load_published(tensors)
+                self._on.settle()  # the next copies are made where these `tensors` were
         except (RuntimeError, ValueError) as error:
             raise _unfit(str(error).splitlines()[-1].strip()) from None
         self.version = version
@@ -119,14 +130,34 @@ class PolicyHost:
             except ValueError as error:
                 raise MessageError(str(error)) from None
 
-    def warm_up(self, most: int) -> None:
-        """Record the graphs for batches of up to `most` requests, so that no answer waits for them."""
+    @property
+    def unrecorded(self) -> list[int]:
+        """Return the sizes that `warm_up` has still to record, in the order in which to do so.
+
+        One row is first, so that answers begin early. The others go down from the largest, whose memory they share.
+        """
+        sizes = [1 << power for power in range(self.most.bit_length()) if self.is_static]
+        return sorted(set(sizes) - self._ready, key=lambda size: (size > 1, -size))
+
+    def warm_up(self, size: int) -> None:
+        """Record the graphs for batches of `size` requests, a power of two, so that no answer waits for them.
+
+        If memory is lacking, `most` becomes half of that size. Raises torch.OutOfMemoryError if not even one row fits.
+        """
+        if not self.is_static:
+            return
         arrays = {name: np.zeros(feature.shape, feature.dtype) for name, feature in self.spec.observation.items()}
-        questions = [Question(b"", m.InferenceRequest(0, 0, True, explore, "", arrays)) for explore in (True, False)]
-        for size in (1 << power for power in range(most.bit_length()) if self.is_static):
-            for question in questions:  # the noise may have another shape where nothing is explored
-                self.answer([question] * size)
-        self._carries.clear()
+        self.is_short = False
+        try:
+            for explore in (True, False):  # the noise may have another shape where nothing is explored
+                question = Question(b"", m.InferenceRequest(0, 0, True, explore, "", arrays))
+                self._decide([question] * size, explore, None)
+            self._ready.add(size)
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise
+        if size not in self._ready:
+            self._lower(size // 2)
 
     def answer(self, questions: Sequence[Question]) -> list[m.InferenceResponse]:
         """Return one answer per question, in their order. `check` each before, because a batch cannot be half done."""
@@ -139,36 +170,74 @@ class PolicyHost:
         answers: dict[int, m.InferenceResponse] = {}
         for (explore, remembers), members in groups.items():
             part = [questions[i] for i in members]
-            answers.update(zip(members, self._act(part, explore, remembers), strict=True))
+            answers.update(zip(members, self._answered(part, explore, remembers), strict=True))
         return [answers[i] for i in range(len(questions))]
+
+    def _answered(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[m.InferenceResponse]:
+        """Answer in as few batches as fit. A batch for which memory is lacking is answered in halves."""
+        answers: list[m.InferenceResponse] = []
+        while left := questions[len(answers) :]:
+            part = left[: self._fitting(len(left))]
+            try:
+                answers += self._act(part, explore, remembers)
+                continue
+            except torch.OutOfMemoryError:
+                if len(part) == 1:
+                    raise
+            self._lower(self._size(len(part)) // 2)  # here the error holds no tensor any more
+        return answers
+
+    def _fitting(self, count: int) -> int:
+        """Return how many of `count` questions the next batch takes."""
+        count = min(count, self.most)
+        if not self.is_static or self._size(count) in self._ready:
+            return count
+        self.is_short = True
+        return max((size for size in self._ready if size <= count), default=1)
+
+    def _lower(self, most: int) -> None:
+        """Answer at most so many requests in a batch from now on."""
+        self._on.release()
+        self.most = min(self.most, most)
+        self._ready = {size for size in self._ready if size <= most}
+        log.warning("out of memory on %s: at most %d requests in a batch from now on", self.device, self.most)
 
     def _act(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[m.InferenceResponse]:
         rows = self._padded(questions)
-        asks = [question.ask for question in rows]
-        observation = {name: self._stack([ask.arrays[name] for ask in asks]) for name in self.spec.observation}
-        nothing = np.zeros(self.spec.action.shape, self.spec.action.dtype)
-        previous_action = self._stack([ask.arrays.get("previous_action", nothing) for ask in asks])
-        noise = torch.stack([self._noise(ask.seed) for ask in asks]).to(self.device)
         carry = _stacked([self._carries[question.actor] for question in rows]) if remembers else None
-        decision, carry = self.algorithm.act(
-            observation, previous_action, carry, task=tuple(ask.task for ask in asks), noise=noise, explore=explore
-        )
+        arrays, carry = self._decide(rows, explore, carry)
         if carry is not None:
             for i, question in enumerate(questions):
                 self._carries.pop(question.actor, None)  # so that whoever has not asked for longest comes first
                 self._carries[question.actor] = _at(carry, i)
             while len(self._carries) > REMEMBERED:
                 del self._carries[next(iter(self._carries))]
-        arrays = {name: value.cpu().numpy() for name, value in {"action": decision.action, **decision.extras}.items()}
         return [
             m.InferenceResponse(question.ask.step, self.version, {name: array[i] for name, array in arrays.items()})
             for i, question in enumerate(questions)
         ]
 
+    def _decide(self, rows: Sequence[Question], explore: bool, carry: Carry) -> tuple[dict[str, Array], Carry]:
+        """Return the decisions of these rows, {name: [B, ...]}, and the new carry. Remembers nothing."""
+        asks = [question.ask for question in rows]
+        nothing = np.zeros(self.spec.action.shape, self.spec.action.dtype)
+        with self._on.here():
+            observation = {name: self._stack([ask.arrays[name] for ask in asks]) for name in self.spec.observation}
+            previous_action = self._stack([ask.arrays.get("previous_action", nothing) for ask in asks])
+            noise = torch.stack([self._noise(ask.seed) for ask in asks]).to(self.device)
+            decision, carry = self.algorithm.act(
+                observation, previous_action, carry, task=tuple(ask.task for ask in asks), noise=noise, explore=explore
+            )
+            named = {"action": decision.action, **decision.extras}
+            return {name: value.cpu().numpy() for name, value in named.items()}, carry
+
     def _padded(self, questions: Sequence[Question]) -> list[Question]:
         """Repeat the last question until there are as many as the graph has rows."""
-        size = 1 << (len(questions) - 1).bit_length() if self.is_static else len(questions)
-        return [*questions, *[questions[-1]] * (size - len(questions))]
+        return [*questions, *[questions[-1]] * (self._size(len(questions)) - len(questions))]
+
+    def _size(self, count: int) -> int:
+        """Return how many rows a batch of `count` questions has."""
+        return 1 << (count - 1).bit_length() if self.is_static else count
 
     def _stack(self, arrays: Sequence[Array]) -> Tensor:
         return torch.from_numpy(np.stack([np.asarray(array) for array in arrays])).to(self.device)

@@ -27,13 +27,14 @@ from serl_launcher.learner_link import connect, wait_for_spec
 from serl_launcher.store.access import AccessControl
 from serl_launcher.store.peers import KeyOwner, check_hello, check_role, send
 from serl_launcher.store.weights import path
-from serl_launcher.training import memory
+from serl_launcher.training import budget, memory
 from serl_launcher.training.build import build, device_of, seed, untrained
 
 log = logging.getLogger(__name__)
 
-MOST = 64  # requests in one batch
 RECENT_S = 1.0  # an actor that asked within this time is expected to ask again
+IDLE_S = 10.0  # without any request, until a batch size is recorded: an actor with long chunks asks less often
+RECORD_S = 30.0  # between two recordings while actors ask, because answers wait for each, perhaps a minute
 HEARD = 256  # messages at one turn
 COUNTED = 1000  # answers that the report is about
 TURN = 50  # ms between two looks at what is published
@@ -45,6 +46,7 @@ class InferenceServer:
     The thread that calls `run` answers. A second thread warms up and swaps weights in, one job after the other; the
     loader's thread reads files. Requests that come during a batch wait in the socket. The latest of an actor counts. A
     batch begins when it has every actor that asked within RECENT_S, or when its first request waited `window` seconds.
+    Batches of one request are warmed up before anything else, larger ones while nobody asks.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class InferenceServer:
         self._loader = Loader(host, self._wake)
         self._job: Future[None] | None = None  # what the second thread is doing: meanwhile nothing is answered
         self._loaded: tuple[int, dict[str, Tensor]] | None = None  # to be swapped in
+        self._recorded = self._last = 0.0  # when the last recording began, and when anybody asked last
         self._waiting: dict[bytes, Question] = {}  # the latest of each actor; who has waited longest comes first
         self._first = 0.0  # when the first of them came
         self._asked: dict[bytes, float] = {}  # when each actor asked last
@@ -77,7 +80,7 @@ class InferenceServer:
 
         newest: called at each turn; returns the valid weights as {version, sha256}, or an empty dict.
         """
-        self._work(self.host.warm_up, MOST)
+        self._work(self.host.warm_up, 1)
         while not stopping():
             if (self._woken, zmq.POLLIN) in self._poller.poll(self._patience()):
                 os.eventfd_read(self._woken)
@@ -155,23 +158,27 @@ class InferenceServer:
         self._first = self._first if self._waiting else question.came
         self._replaced += question.actor in self._waiting
         self._waiting[question.actor] = question  # in the place of an earlier one
-        self._asked[question.actor] = question.came
+        self._asked[question.actor] = self._last = question.came
 
     def _load(self, notice: Mapping[str, Any]) -> None:
         try:
             self._loaded = self._loader.take() or self._loaded
         except ConfigError as error:
             log.info("%s", error)
-        if notice:
+        if notice and self._loaded is None and self._job is None:  # else there would be a third copy of the weights
             self._loader.begin(notice["version"], path(self.weights, notice["sha256"]))
 
     def _begin(self) -> None:
         """Begin the next job, if there is one: newer weights come before a batch."""
+        now = time.monotonic()
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
             self._work(self.host.swap, *loaded)
-        elif self._waiting and self.host.version and self._is_gathered(time.monotonic()):
-            self._answer([self._waiting.pop(actor) for actor in list(self._waiting)[:MOST]])
+        elif (sizes := self.host.unrecorded) and self._may_record(now):
+            self._recorded = now
+            self._work(self.host.warm_up, sizes[0])
+        elif self._waiting and self.host.version and self._is_gathered(now):
+            self._answer([self._waiting.pop(actor) for actor in list(self._waiting)[: self.host.most]])
 
     def _work(self, job: Callable[..., None], *arguments: Any) -> None:
         self._job = self._policy.submit(job, *arguments)
@@ -184,6 +191,11 @@ class InferenceServer:
             self._seconds.append(time.monotonic() - question.came)
         self._sizes.append(len(batch))
         self._hear(begin)
+
+    def _may_record(self, now: float) -> bool:
+        """Return whether nobody waits for an answer, or a batch was cut for want of a recording, some time ago."""
+        is_idle = not self.host.version or (not self._waiting and now > self._last + IDLE_S)
+        return is_idle or (self.host.is_short and now > self._recorded + RECORD_S)
 
     def _is_gathered(self, now: float) -> bool:
         self._asked = {actor: last for actor, last in self._asked.items() if last > now - RECENT_S}
@@ -208,9 +220,12 @@ def infer(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], Non
     with connect(local, "inference") as link:
         spec = wait_for_spec(link)
         assert spec is not None
-        memory.check_built(untrained(config, spec), 1)
+        make, device = untrained(config, spec), device_of(config)
+        memory.check_built(make, 1)
+        if device != "cpu":
+            budget.check_acting(budget.of_acting(make), memory.free(device, 1), device)
         server = InferenceServer(
-            PolicyHost(build(config, spec), spec, device_of(config)), run_dir / "weights",
+            PolicyHost(build(config, spec), spec, device), run_dir / "weights",
             f"tcp://{config.host}:{config.inference_port}", window=config.inference_window_ms / 1000,
             keys=Path(config["keys"]) if config["keys"] else None,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """The interface of every policy: an imitation loss, samples, and the weights that actors receive."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ class Policy(nn.Module, ABC):
     entries: Sequence[int] | None = None  # indices of that column's flattened values that are imitated; None: all
     mode_at_zero = False  # True: zero noise gives the most likely action, which acts without exploration
     precision = torch.float32  # of matrix products; trained weights are always float32
+    frozen: Set[str] = frozenset()  # names of the weights that are never trained, and not published
     graph: str | None = None  # name of a method (inputs {name: tensor}, noise) that a GPU may run as one CUDA graph
 
     @property

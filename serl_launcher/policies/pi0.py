@@ -126,7 +126,7 @@ class PI0(FlowMatching):
         if weights is not None:
             load_pretrained(self, weights)
         self._freeze(freeze, lora)
-        self._frozen = {name for name, weight in self.named_parameters() if not weight.requires_grad}
+        self.frozen = {name for name, weight in self.named_parameters() if not weight.requires_grad}
         self._frozen_digest: Tensor | None = None
 
     def _build(self, tower: Tower, gemma: Gemma) -> None:
@@ -264,14 +264,14 @@ class PI0(FlowMatching):
         weights = dict(self.named_parameters())
         tensors = {
             name: tensor.to(self.precision) if name in weights else tensor
-            for name, tensor in self.state_dict().items() if name not in self._frozen
+            for name, tensor in self.state_dict().items() if name not in self.frozen
         }  # fmt: skip
         return {**tensors, FROZEN: self._digest()}
 
     def load_published(self, tensors: Mapping[str, Tensor]) -> None:
         tensors = dict(tensors)
         frozen = tensors.pop(FROZEN, None)
-        if differing := sorted(tensors.keys() ^ (self.state_dict().keys() - self._frozen)):
+        if differing := sorted(tensors.keys() ^ (self.state_dict().keys() - self.frozen)):
             raise RuntimeError(f"weight {differing[0]}: trained by one of the two alone")
         if frozen is None or not torch.equal(frozen.cpu(), self._digest()):
             raise RuntimeError(
@@ -284,7 +284,7 @@ class PI0(FlowMatching):
         if self._frozen_digest is None:
             digest = hashlib.sha256()
             for name, weight in sorted(self.named_parameters()):
-                if name in self._frozen:
+                if name in self.frozen:
                     digest.update(name.encode())
                     digest.update(weight.detach().to(self.precision).cpu().flatten().view(torch.uint8).numpy().data)
             self._frozen_digest = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)

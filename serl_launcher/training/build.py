@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from omegaconf import DictConfig
@@ -10,7 +11,7 @@ from serl_client.spec import Spec
 
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.config import factory
-from serl_launcher.training import memory
+from serl_launcher.training import budget, memory
 
 
 def seed(config: DictConfig) -> None:
@@ -49,10 +50,18 @@ def untrained(config: DictConfig, spec: Spec) -> Callable[[], Algorithm]:
 def check_memory(config: DictConfig, spec: Spec, device: str, size: int, stage: int) -> memory.Need:
     """Return the memory that training takes on each of `size` ranks, with ZeRO's `stage` (0: no sharding).
 
-    Raises ConfigError when `device` does not have it.
+    Raises ConfigError when `device` does not have it, or is a GPU that has no room for the inference process beside it.
     """
     torch.set_num_threads(int(config.threads))  # the estimate computes a little while other processes start
     memory.check_built(untrained(config, spec), config.ranks)
-    need = memory.needed(untrained(config, spec), spec, config.batch_size, size, stage)
-    memory.check(need, memory.free(device, config.ranks), device)
+    make = untrained(config, spec)
+    need = memory.needed(make, spec, config.batch_size, size, stage)
+    if device == "cpu":
+        memory.check(need, memory.free(device, config.ranks), device)
+        return need
+    acting = budget.of_acting(make)
+    need = replace(need, published=acting.swapped, context=budget.CONTEXT + budget.NCCL * (size > 1))
+    free, total = torch.cuda.mem_get_info(device)
+    memory.check(need, free, device)
+    budget.check_both(need, acting, total, device)
     return need

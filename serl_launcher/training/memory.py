@@ -40,21 +40,23 @@ LIMITS = ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "mem
 @dataclass(frozen=True, slots=True)
 class Need:
     """Bytes of one rank: the `weights` that are trained, others (`copies`: averages, targets, frozen parts),
-    `gradients`, what the `optimizer` keeps, and `activations` of one part of a batch at the worst moment."""
+    `gradients`, what the `optimizer` keeps, and `activations` of one part of a batch at the worst moment. On a GPU
+    also copies of the weights that are `published`, and what CUDA and NCCL take (`context`)."""
 
     weights: int
     copies: int
     gradients: int
     optimizer: int
     activations: int
+    published: int = 0
+    context: int = 0
 
     @property
     def total(self) -> int:
         return sum(asdict(self).values())
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {_said(size)}" for name, size in asdict(self).items())
-        return f"{_said(self.total)} of memory for each rank ({parts})"
+        return f"{said(self.total)} of memory for each rank ({parts(self)})"
 
 
 def check_built(make: Callable[[], Algorithm], processes: int) -> None:
@@ -62,7 +64,7 @@ def check_built(make: Callable[[], Algorithm], processes: int) -> None:
     size = processes * _size(make)
     if size > SHARE * (there := free("cpu", 1)):
         raise ConfigError(
-            f"the weights and their copies alone take {_said(size)} of this machine's memory, of which {_said(there)} "
+            f"the weights and their copies alone take {said(size)} of this machine's memory, of which {said(there)} "
             "are free: choose a smaller policy, or fewer ranks"
         )
 
@@ -102,9 +104,7 @@ def check(need: Need, free: int, device: str) -> None:
     if need.activations < need.total - need.activations:
         less = "a policy that trains less (policy=pi0_expert, policy=pi0_lora)"
         changes = [less, "sharding=zero3 on several ranks", *changes]
-    raise ConfigError(
-        f"training takes {need}, and {_said(free)} are free on {device}. What helps: {'; '.join(changes)}"
-    )
+    raise ConfigError(f"training takes {need}, and {said(free)} are free on {device}. What helps: {'; '.join(changes)}")
 
 
 def free(device: str, ranks_here: int) -> int:
@@ -156,8 +156,13 @@ def _part(optimizers: list[Optimizer], rows: int) -> int:
 
 def _size(make: Callable[[], Algorithm]) -> int:
     """The bytes of all weights, found without any of them."""
+    return _bytes(hollow(make).parameters())
+
+
+def hollow(make: Callable[[], Algorithm]) -> Algorithm:
+    """Build the algorithm on `meta`: its weights have a shape and no memory."""
     with torch.device("meta"), _Unfilled():
-        return _bytes(make().parameters())
+        return make()
 
 
 class _Unfilled(TorchFunctionMode):
@@ -226,5 +231,10 @@ def _bytes(weights: Any) -> int:
     return sum(weight.numel() * weight.element_size() for weight in {id(weight): weight for weight in weights}.values())
 
 
-def _said(size: int) -> str:
+def parts(need: Any) -> str:
+    """Say the bytes in the fields of a dataclass, without those that are zero."""
+    return ", ".join(f"{name} {said(size)}" for name, size in asdict(need).items() if size)
+
+
+def said(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

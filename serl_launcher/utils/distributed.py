@@ -106,6 +106,8 @@ class World:
 def join(device: str) -> World:
     """Return the World of this process. device: `cpu`, or `cuda`, where each rank takes its own GPU."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        if device.startswith("cuda:"):  # pinned memory would else open a context on GPU 0, too
+            torch.cuda.set_device(device)
         return World(device=device)
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -9,10 +9,14 @@ from omegaconf import OmegaConf
 from serl_client import messages as m
 from serl_client.connection import Connection
 
+from serl_launcher.acting import host as hosts
+from serl_launcher.acting.host import PolicyHost
 from serl_launcher.config import composed
 from tests.shared.clients import connected
 from tests.shared.common import CONFIG, free_port
-from tests.shared.inference import Inference
+from tests.shared.inference import Inference, composed_algorithm
+
+from .gpu import FLOW
 
 INFER = """
 import sys, time
@@ -108,3 +112,14 @@ def connect(serve, join, tmp_path):
         return server, client, publish
 
     return connect
+
+
+@pytest.fixture
+def on(monkeypatch, spec, one_thread):
+    """on(gpu) -> a PolicyHost with a flow policy on this fake; its weights are the same each time."""
+
+    def make(gpu, *words):
+        monkeypatch.setattr(hosts, "opened", lambda _: gpu)
+        return PolicyHost(composed_algorithm(spec, *FLOW, *words, seed=1), spec, "cpu")
+
+    return make

@@ -8,10 +8,10 @@ import torch
 from serl_client import messages as m
 from serl_client.controller import RemotePolicy, decision_seed
 
-from serl_launcher.acting import server as module
+from serl_launcher.acting import host as module
 from serl_launcher.acting.host import LocalSource, PolicyHost, Question
 from tests.shared.common import PATIENCE, STATE, until
-from tests.shared.inference import composed_algorithm, rlpd
+from tests.shared.inference import rlpd
 
 from .toy import Counting, ask, gathering, observed, receive, reconnect
 
@@ -175,51 +175,6 @@ def test_each_question_of_a_batch_has_its_own_task(spec):
     host = PolicyHost(Counting(), spec, "cpu")
     host.answer([Question(name.encode(), ask(reset=True, task=name)) for name in "abc"])
     assert host.algorithm.tasks == [("a", "b", "c")]
-
-
-# -- on a GPU, as far as it can be told without one
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
-def test_padding_a_batch_to_a_power_of_two_changes_no_answer(spec, count):
-    host, plain = PolicyHost(Counting(), spec, "cpu"), PolicyHost(Counting(), spec, "cpu")
-    host.is_static = True
-    for turn in range(3):
-        questions = [Question(b"%d" % i, ask(i, key=i + turn, reset=turn == 0)) for i in range(count)]
-        for padded, expected in zip(host.answer(questions), plain.answer(questions), strict=True):
-            assert padded.step == expected.step
-            assert np.array_equal(padded.arrays["action"], expected.arrays["action"])
-    assert host.algorithm.batches == [{1: 1, 2: 2, 3: 4, 5: 8, 8: 8}[count]] * 3
-    assert plain.algorithm.batches == [count] * 3
-
-
-def test_warming_up_runs_every_shape_and_leaves_nothing_behind(spec):
-    host = PolicyHost(Counting(), spec, "cpu")
-    host.warm_up(8)
-    assert host.algorithm.batches == [], "on a CPU there is nothing to make"
-    host.is_static = True
-    host.warm_up(8)
-    assert host.algorithm.batches == [1, 1, 2, 2, 4, 4, 8, 8], "one that explores, and one that does not"
-    assert host.answer([Question(b"", ask())])[0].arrays["action"][0, 0] == 1
-
-
-@pytest.mark.slow
-def test_a_layer_that_is_compiled_is_compiled_once_for_all_layers_tasks_and_batches(spec, one_thread):
-    """What a GPU will do, with a compiler that writes no code."""
-    host = PolicyHost(composed_algorithm(spec, "+algo=sft", "+policy=pi0_tiny"), spec, "cpu")
-
-    def actions(task, count):
-        questions = [Question(b"%d" % i, ask(seed=i, reset=True, explore=True, task=task, key=i)) for i in range(count)]
-        return [answer.arrays["action"] for answer in host.answer(questions)]
-
-    sizes = (1, 2, 4)
-    expected = {size: actions("push the block", size) for size in sizes}
-    host.acting._attend = torch.compile(host.acting._attend, fullgraph=True, backend="eager")
-    for size in sizes[:2]:
-        actions("reach", size)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for size in sizes:
-            np.testing.assert_allclose(actions("push the block", size), expected[size], atol=1e-6)
 
 
 # -- memory

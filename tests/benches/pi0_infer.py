@@ -22,6 +22,7 @@ from serl_client import messages as m
 from serl_client.spec import Spec
 from torch import Tensor
 
+from serl_launcher.acting.device import opened
 from serl_launcher.acting.graphs import Graphs
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.policies.pi0 import PI0
@@ -141,8 +142,10 @@ def made(options: argparse.Namespace, host: PolicyHost, policy: PI0) -> list[Cas
         if not on_gpu:
             policy.compile_layers()
         ways["compiled"] = policy.chunks
-        shared = Graphs(shared) if on_gpu else shared
+        shared = Graphs(shared, opened(str(host.device))) if on_gpu else shared
     rows = sorted({1, options.samples, *options.batch})
+    for count in rows:
+        host.warm_up(1 << (count - 1).bit_length())
     cases = [Case(way, count, 1, answering(host, chunks, count)) for way, chunks in ways.items() for count in rows]
     return [*cases, Case("one prefix", 1, options.samples, answering(host, shared, 1))]
 

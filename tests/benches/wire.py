@@ -68,9 +68,9 @@ def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
 class Stand:
     """In the place of a policy: answers each question with one chunk at once."""
 
-    spec, version = SPEC, 1
+    spec, version, most, unrecorded = SPEC, 1, 64, ()
 
-    def warm_up(self, most: int) -> None:
+    def warm_up(self, size: int) -> None:
         """There is nothing to be made."""
 
     def check(self, ask: m.InferenceRequest) -> None:

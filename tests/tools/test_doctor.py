@@ -266,6 +266,16 @@ def test_keys_that_are_missing_open_to_others_of_another_name_or_revoked(tmp_pat
         assert tells("left.key", "left", "reachable", "leave key= out")
 
 
+def test_a_gpu_whose_kernels_cannot_be_compiled_is_told_and_nobody_else(tmp_path, monkeypatch):
+    for card, device, lacks in [("", "cpu", "gcc"), ("GPU 0", "cpu", ""), ("GPU 0", "cpu", "gcc"), ("", "cuda", "gcc")]:
+        monkeypatch.setattr(machine, "_nvidia", lambda card=card: card)
+        monkeypatch.setattr(machine.compiler, "lacking", lambda lacks=lacks: lacks)
+        run = planned("actor", tmp_path, "inference=local", f"device={device}")
+        said = [finding.text for finding in looked(machine.gpu, run)]
+        is_told = bool(lacks and (card or device == "cuda"))
+        assert ("kernels for the GPU cannot be compiled: gcc is missing" in said) is is_told
+
+
 def test_a_full_disk_and_a_plan_that_is_too_large(tmp_path):
     run = planned("learner", tmp_path, "plan.sources.online.capacity=1000000000000")
     assert found(robot.described_robot, run)[0] == "ok"

@@ -20,7 +20,7 @@ from torch._subclasses import fake_tensor
 
 from serl_launcher.config import composed
 from serl_launcher.replay.mixture import blank
-from serl_launcher.training import memory
+from serl_launcher.training import budget, memory
 from serl_launcher.training.build import build, check_memory
 from serl_launcher.types import Window
 from serl_launcher.utils.optim import Optimizer
@@ -178,6 +178,63 @@ def test_nothing_stays_changed_after_counting(monkeypatch):
     to, limit = torch.nn.Module.to, fake_tensor.CONSTANT_NUMEL_LIMIT
     need_of([*TINY, "policy.precision=bfloat16"])
     assert (torch.nn.Module.to, fake_tensor.CONSTANT_NUMEL_LIMIT) == (to, limit)
+
+
+# -- trainer and inference on one GPU
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """on_gpu(words, free, total, size=1) -> what check_memory says of the second GPU, with so many GB there."""
+
+    def check(words, free, total, size=1):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * GB), int(total * GB)))
+        return check_memory(composed(CONFIG, [*words, "ranks=1"]), SPEC, "cuda:1", size, 0)
+
+    return check
+
+
+def test_what_inference_takes_of_a_gpu_is_its_weights_those_it_swaps_in_its_graphs_and_cuda():
+    def of(*words):
+        return budget.of_acting(lambda: build(composed(CONFIG, ["algo=sft", *words]), SPEC))
+
+    whole, half = of("policy=pi0_tiny"), of("policy=pi0_tiny", "policy.precision=bfloat16")
+    expert, gaussian = of("policy=pi0_tiny", "policy.freeze=[vision,language]"), of("policy=gaussian")
+    assert half.weights == pytest.approx(whole.weights / 2, rel=0.01)
+    assert (whole.swapped, expert.weights) == (whole.weights, whole.weights)
+    assert 0 < expert.swapped < 0.6 * whole.swapped, "what is frozen is never swapped"
+    assert whole.graphs == pytest.approx(budget.GRAPHS * whole.weights, rel=0.01)
+    assert gaussian.graphs == 0
+    assert whole.total == whole.weights + whole.swapped + whole.graphs + budget.CONTEXT
+
+
+def test_a_rank_on_a_gpu_takes_what_cuda_takes_and_what_it_publishes_and_nccl_where_there_are_several(on_gpu):
+    alone, two = on_gpu(WIDE, 30, 30), on_gpu(WIDE, 30, 30, size=2)
+    assert alone.context == budget.CONTEXT
+    assert two.context == budget.CONTEXT + budget.NCCL
+    assert alone.published == budget.of_acting(lambda: build(composed(CONFIG, WIDE), SPEC)).swapped
+    assert "published" not in str(need_of(WIDE)), "on a CPU there is no such copy"
+
+
+def test_trainer_and_inference_are_refused_together_where_each_alone_would_fit(on_gpu):
+    need = on_gpu(WIDE, 30, 30)
+    acting = budget.of_acting(lambda: build(composed(CONFIG, WIDE), SPEC))
+    room = 1.02 * max(need.total, acting.total) / memory.SHARE / GB
+    said = r"trainer and inference share cuda:1, which has .*: training takes .*context.*inference .*swapped.*smaller"
+    with pytest.raises(ConfigError, match=said):
+        on_gpu(WIDE, room, room)
+    with pytest.raises(ConfigError, match=r"training takes .* are free on cuda:1"):
+        on_gpu(WIDE, 0.5 * need.total / GB, 30)
+    on_gpu(WIDE, room, 2 * room)  # inference has taken its part already
+
+
+def test_inference_is_refused_where_not_even_one_answer_has_room():
+    acting = budget.Acting(weights=6_000_000_000, swapped=6_000_000_000, graphs=3_000_000_000)
+    budget.check_acting(acting, int(14 * GB), "cuda:0")
+    with pytest.raises(
+        ConfigError, match=r"inference takes 15.6 GB \(weights 6.0 GB, .*, and 12.0 GB are free on cuda:0"
+    ):
+        budget.check_acting(acting, int(12 * GB), "cuda:0")
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from serl_launcher.store import layout
 from serl_launcher.store.index import Index
 from serl_launcher.store.layout import Layout
 from serl_launcher.training.plan_reader import plan_of
+from serl_launcher.utils import compiler
 from serl_launcher.utils import logging as metrics
 
 from .common import ROOT, Finding, Run, said
@@ -208,8 +209,11 @@ def gpu(run: Run) -> Iterator[Finding]:
 
     from serl_launcher.training.build import check_memory, device_of
 
-    device = device_of(run.config)
     there = _nvidia()
+    if (there or str(run.config.device).startswith("cuda")) and (lacks := compiler.lacking()):
+        advice = "apt-get install gcc python3-dev, then look again: without them PI0 answers more slowly"
+        yield Finding("WARN", f"kernels for the GPU cannot be compiled: {lacks} is missing", advice)
+    device = device_of(run.config)
     if device == "cpu" and there:
         advice = "install the torch for this driver, or a newer driver; device=cpu trains without the GPU"
         state = "ok" if run.config.device == "cpu" else "FAIL"

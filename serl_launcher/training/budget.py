@@ -1,0 +1,65 @@
+"""What the inference process takes of a GPU, and whether trainer and inference fit on one GPU together.
+
+The constants are believed, not measured: nothing of this was ever run on a GPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from serl_client.errors import ConfigError
+
+from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.training.memory import SHARE, Need, hollow, parts, said
+
+CONTEXT = 600 << 20  # bytes of a process before its first tensor: CUDA's context, kernels, cuBLAS' workspaces
+NCCL = 1 << 30  # bytes of a rank where there are several: NCCL's channels and buffers
+GRAPHS = 0.5  # of the acting weights: the graphs' pools, for batches of about 20 of PI0; memory may limit them to less
+
+
+@dataclass(frozen=True, slots=True)
+class Acting:
+    """Bytes of the inference process: `weights` in the policy's precision, a second copy of those that are `swapped`,
+    the pools of its `graphs`, and the `context` of CUDA."""
+
+    weights: int
+    swapped: int
+    graphs: int
+    context: int = CONTEXT
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def __str__(self) -> str:
+        return f"{said(self.total)} ({parts(self)})"
+
+
+def of_acting(make: Callable[[], Algorithm]) -> Acting:
+    """Return what the inference process takes of a GPU, found without any weights."""
+    policy = hollow(make).acting
+    sizes = {name: weight.numel() * policy.precision.itemsize for name, weight in policy.named_parameters()}
+    weights, rest = sum(sizes.values()), sum(buffer.nbytes for buffer in policy.buffers())
+    swapped = sum(size for name, size in sizes.items() if name not in policy.frozen) + rest
+    return Acting(weights + rest, swapped, int(GRAPHS * weights) if policy.graph else 0)
+
+
+def check_acting(acting: Acting, free: int, device: str) -> None:
+    """Raise ConfigError if the inference process needs more than `free` bytes, even if it answers one at a time."""
+    if acting.total - acting.graphs > SHARE * free:
+        raise ConfigError(
+            f"inference takes {acting}, and {said(free)} are free on {device}: "
+            "stop what else runs there, or choose a smaller policy"
+        )
+
+
+def check_both(training: Need, acting: Acting, total: int, device: str) -> None:
+    """Raise ConfigError if a rank and the inference process need more than the `total` bytes of a GPU.
+
+    What is free would not tell: the inference process may have taken its part already.
+    """
+    if training.total + acting.total > SHARE * total:
+        raise ConfigError(
+            f"trainer and inference share {device}, which has {said(total)}: training takes {training}, inference "
+            f"{acting}. What helps: a smaller batch_size, a policy that trains less (policy=pi0_expert, "
+            "policy=pi0_lora), policy.checkpointing=true, or a larger GPU"
+        )
