@@ -249,6 +249,31 @@ C5 killed SAC._update_critic: rows without weight move the critic
     - (critic_weight(batch) * self.critic.loss(prediction, target)).mean()
     + self.critic.loss(prediction, target).mean()
 
+== acting on a GPU: test_graphs test_device
+
+U1 killed Graphs._wrong: a recording that repeats one answer is believed
+    - if apart > 0 and all(error <= TOLERANCE * apart for error in errors):  # False for NaN
+    + if True:
+U2 killed Recording.__call__: the next replay overwrites an answer
+    - return self.result.clone()
+    + return self.result
+U3 killed PolicyHost.unrecorded: the smallest batch is recorded first, and memory is not shared
+    - key=lambda size: (size > 1, -size)
+    + key=lambda size: size
+U4 killed Cuda.__init__: streams belong to the first GPU
+    - with self.here():
+    + if True:
+U5 killed PolicyHost._answered: a batch without memory ends the process
+    - if len(part) == 1:
+    -     raise
+    + raise
+U6 killed Cpu._copied: staging memory is written before it was read
+    - self.settle()
+    + pass
+U7 killed InferenceServer._load: a third copy of the weights is made
+    - if notice and self._loaded is None and self._job is None:
+    + if notice:
+
 == imitation: test_flow test_algorithms test_replay test_mixture
 
 D1 killed SFT._follow: the average is nearly the newest weights

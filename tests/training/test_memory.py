@@ -209,23 +209,23 @@ def test_what_inference_takes_of_a_gpu_is_its_weights_those_it_swaps_in_its_grap
 
 
 def test_a_rank_on_a_gpu_takes_what_cuda_takes_and_what_it_publishes_and_nccl_where_there_are_several(on_gpu):
-    alone, two = on_gpu(WIDE, 30, 30), on_gpu(WIDE, 30, 30, size=2)
+    alone, two = on_gpu(FLOW, 30, 30), on_gpu(FLOW, 30, 30, size=2)
     assert alone.context == budget.CONTEXT
     assert two.context == budget.CONTEXT + budget.NCCL
-    assert alone.published == budget.of_acting(lambda: build(composed(CONFIG, WIDE), SPEC)).swapped
-    assert "published" not in str(need_of(WIDE)), "on a CPU there is no such copy"
+    assert alone.published == budget.of_acting(lambda: build(composed(CONFIG, FLOW), SPEC)).swapped
+    assert "published" not in str(need_of(FLOW)), "on a CPU there is no such copy"
 
 
 def test_trainer_and_inference_are_refused_together_where_each_alone_would_fit(on_gpu):
-    need = on_gpu(WIDE, 30, 30)
-    acting = budget.of_acting(lambda: build(composed(CONFIG, WIDE), SPEC))
+    need = on_gpu(FLOW, 30, 30)
+    acting = budget.of_acting(lambda: build(composed(CONFIG, FLOW), SPEC))
     room = 1.02 * max(need.total, acting.total) / memory.SHARE / GB
     said = r"trainer and inference share cuda:1, which has .*: training takes .*context.*inference .*swapped.*smaller"
     with pytest.raises(ConfigError, match=said):
-        on_gpu(WIDE, room, room)
+        on_gpu(FLOW, room, room)
     with pytest.raises(ConfigError, match=r"training takes .* are free on cuda:1"):
-        on_gpu(WIDE, 0.5 * need.total / GB, 30)
-    on_gpu(WIDE, room, 2 * room)  # inference has taken its part already
+        on_gpu(FLOW, 0.5 * need.total / GB, 30)
+    on_gpu(FLOW, room, 2 * room)  # inference has taken its part already
 
 
 def test_inference_is_refused_where_not_even_one_answer_has_room():
