@@ -10,6 +10,7 @@ from serl_client.errors import ConfigError
 
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.training.memory import SHARE, Need, hollow, parts, said
+from serl_launcher.utils.optim import Optimizer
 
 CONTEXT = 600 << 20  # bytes of a process before its first tensor: CUDA's context, kernels, cuBLAS' workspaces
 NCCL = 1 << 30  # bytes of a rank where there are several: NCCL's channels and buffers
@@ -41,6 +42,28 @@ def of_acting(make: Callable[[], Algorithm]) -> Acting:
     weights, rest = sum(sizes.values()), sum(buffer.nbytes for buffer in policy.buffers())
     swapped = sum(size for name, size in sizes.items() if name not in policy.frozen) + rest
     return Acting(weights + rest, swapped, int(GRAPHS * weights) if policy.graph else 0)
+
+
+def of_staging(make: Callable[[], Algorithm]) -> int:
+    """Return the bytes of this machine's memory that hold copies of weights and of a checkpoint while they are written.
+
+    A checkpoint has all weights, and two moments of each that is trained.
+    """
+    algorithm = hollow(make)
+    optimizers = [item for item in vars(algorithm).values() if isinstance(item, Optimizer)]
+    trained = {id(weight): weight.nbytes for each in optimizers for weight in each.parameters.values()}
+    whole = sum(tensor.nbytes for tensor in (*algorithm.parameters(), *algorithm.buffers()))
+    return whole + 2 * sum(trained.values()) + of_acting(make).swapped
+
+
+def check_staging(size: int, free: int) -> None:
+    """Raise ConfigError if `free` bytes of this machine's memory have no room for the copies of `of_staging`."""
+    if size > SHARE * free:
+        raise ConfigError(
+            f"weights and checkpoints are copied into this machine's memory before they are written: {said(size)}, of "
+            f"which {said(free)} are free. What helps: a policy that trains less (policy=pi0_expert, policy=pi0_lora), "
+            "or more memory"
+        )
 
 
 def check_acting(acting: Acting, free: int, device: str) -> None:

@@ -56,11 +56,14 @@ def check_memory(config: DictConfig, spec: Spec, device: str, size: int, stage: 
     memory.check_built(untrained(config, spec), config.ranks)
     make = untrained(config, spec)
     need = memory.needed(make, spec, config.batch_size, size, stage)
+    staged = budget.of_staging(make)
     if device == "cpu":
+        need = replace(need, staged=staged)
         memory.check(need, memory.free(device, config.ranks), device)
         return need
     acting = budget.of_acting(make)
     need = replace(need, published=acting.swapped, context=budget.CONTEXT + budget.NCCL * (size > 1))
+    budget.check_staging(staged, memory.free("cpu", 1))
     free, total = torch.cuda.mem_get_info(device)
     memory.check(need, free, device)
     budget.check_both(need, acting, total, device)

@@ -41,7 +41,8 @@ LIMITS = ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "mem
 class Need:
     """Bytes of one rank: the `weights` that are trained, others (`copies`: averages, targets, frozen parts),
     `gradients`, what the `optimizer` keeps, and `activations` of one part of a batch at the worst moment. On a GPU
-    also copies of the weights that are `published`, and what CUDA and NCCL take (`context`)."""
+    also copies of the weights that are `published`, and what CUDA and NCCL take (`context`). On a CPU also the copies
+    from which weights and checkpoints are written (`staged`)."""
 
     weights: int
     copies: int
@@ -50,6 +51,7 @@ class Need:
     activations: int
     published: int = 0
     context: int = 0
+    staged: int = 0
 
     @property
     def total(self) -> int:

@@ -92,7 +92,7 @@ def test_a_trainer_takes_no_answer_for_that_to_another_request_when_the_store_fa
     until(lambda: client.directive["phase"] == "rest")
     push(client, range(8, 14))
     until(lambda: life.phase == "last" and client.directive["phase"] == "last")
-    assert life.learner._number == client.directive["number"]
+    until(lambda: life.learner._number == client.directive["number"])
     assert_newest(server, life)
     client.command("next")
     leave(client, life)

@@ -21,8 +21,11 @@ from torch._subclasses import fake_tensor
 from serl_launcher.config import composed
 from serl_launcher.replay.mixture import blank
 from serl_launcher.training import budget, memory
-from serl_launcher.training.build import build, check_memory
+from serl_launcher.training.build import build, check_memory, untrained
+from serl_launcher.training.ranks import Ranks
 from serl_launcher.types import Window
+from serl_launcher.utils.checkpoint import Checkpoints
+from serl_launcher.utils.distributed import World
 from serl_launcher.utils.optim import Optimizer
 from tests.shared.models import CONFIG, STATE, robot
 
@@ -235,6 +238,22 @@ def test_inference_is_refused_where_not_even_one_answer_has_room():
         ConfigError, match=r"inference takes 15.6 GB \(weights 6.0 GB, .*, and 12.0 GB are free on cuda:0"
     ):
         budget.check_acting(acting, int(12 * GB), "cuda:0")
+
+
+def test_what_is_staged_is_as_large_as_what_is_written(tmp_path):
+    config = composed(CONFIG, ["algo=sft", "policy=flow", "policy.hidden=[64,64]", "ranks=1"])
+    make = untrained(config, SPEC)
+    algorithm = make()
+    batch = blank(SPEC, algorithm.windows["update"], 4)
+    batch.action.uniform_(-1, 1)
+    algorithm.update(batch)
+    published = Ranks(algorithm, World(), {}).published().size
+    checkpoints = Checkpoints(tmp_path, spec=SPEC, config={})
+    checkpoints.stage(1, {"algorithm": algorithm.state_dict()})
+    assert budget.of_staging(make) == pytest.approx(published + checkpoints.staging.size, rel=0.1)
+    assert check_memory(config, SPEC, "cpu", 1, 0).staged == budget.of_staging(make)
+    with pytest.raises(ConfigError, match=r"before they are written: 2.0 GB, of which 2.0 GB are free. What helps"):
+        budget.check_staging(2_000_000_000, 2_000_000_000)
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def ended(run_dir, phases, *, updates, sha256, evaluated=None):
     evaluations = {"evaluate": evaluation(evaluated, 50)} if evaluated is not None else {}
     summarise(SimpleNamespace(
         run_dir=run_dir, counters=counters, plan=plan, evaluations=evaluations, wall_s=1.0,
-        version={"sha256": sha256}, state=SimpleNamespace(updates=updates),
+        publisher=SimpleNamespace(version={"sha256": sha256}), state=SimpleNamespace(updates=updates),
     ))  # fmt: skip
     return report.read(run_dir / "summary.json")
 
