@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 from contextlib import ExitStack, closing
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,13 @@ from tests.shared.clients import connected, directed  # noqa: E402
 from tests.shared.servers import ServerThread  # noqa: E402
 
 sitecustomize.record_into(VIOLATIONS)  # a worker has loaded it with the file of the process that started it
+
+
+def pytest_collection_modifyitems(items):
+    on_a_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_a_gpu and not import_module("torch").cuda.is_available():
+        for item in on_a_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 def pytest_sessionfinish():

@@ -170,10 +170,8 @@ def test_a_layer_that_is_compiled_is_compiled_once_for_all_layers_tasks_and_batc
 
 # -- on a GPU
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-
-@gpu
+@pytest.mark.gpu
 def test_each_gpu_answers_recorded_as_a_cpu_does(spec):
     plain = PolicyHost(composed_algorithm(spec, *FLOW, seed=1), spec, "cpu")
     for index in range(torch.cuda.device_count()):
@@ -185,7 +183,7 @@ def test_each_gpu_answers_recorded_as_a_cpu_does(spec):
             np.testing.assert_allclose(actions(host, many(count)), actions(plain, many(count)), atol=1e-3)
 
 
-@gpu
+@pytest.mark.gpu
 def test_a_gpu_answers_while_new_weights_are_copied_and_has_them_after_the_swap():
     for index in range(torch.cuda.device_count()):
         device = Cuda(torch.device("cuda", index))

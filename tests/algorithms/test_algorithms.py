@@ -238,7 +238,7 @@ def test_parts_of_a_batch_make_the_step_of_the_whole(name):
 
 
 @every_algorithm
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_updates_and_acting_run_on_a_gpu(name):
     algorithm, config = build(name)
     algorithm.to("cuda")

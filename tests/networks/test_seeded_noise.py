@@ -106,7 +106,7 @@ def test_the_parts_of_a_batch_are_its_rows_in_order_with_all_their_columns():
     assert torch.equal(torch.cat([normal(part.seed, (4,)) for part in parts]), normal(rows.seed, (4,)))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpu_draws_the_same_numbers():
     torch.testing.assert_close(normal(SEED.cuda(), (PLACES,)).cpu(), normal(SEED, (PLACES,)), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(uniform(SEED.cuda(), (), 1).cpu(), uniform(SEED, (), 1))
