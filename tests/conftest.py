@@ -91,10 +91,11 @@ def join(spec, tmp_path):
     """
     with ExitStack() as stack:
 
-        def join(server, name="arm", *, outbox=None, spec=spec, told=True, **options):
+        def join(server, name="arm", *, address=None, outbox=None, spec=spec, told=True, **options):
             keys, folder = getattr(server, "keys", None), tmp_path / (outbox or f"outbox-{name}")
             options = {"key": keys and keys / f"{name}.key", **options}
-            client = stack.enter_context(TrainerClient(server.address, actor=name, spec=spec, outbox=folder, **options))
+            address = address or server.address
+            client = stack.enter_context(TrainerClient(address, actor=name, spec=spec, outbox=folder, **options))
             if told:
                 connected(client)
                 server.direct()

@@ -5,7 +5,6 @@ key on with every message of its connection, where it is looked up again. A key 
 next message. Without keys only loopback is served, and whoever reaches it is trusted like an operator.
 """
 
-import ipaddress
 import logging
 import math
 import os
@@ -20,7 +19,7 @@ from typing import Any
 
 import zmq
 from serl_client import messages as m
-from serl_client.connection import has_come
+from serl_client.connection import has_come, is_local
 from serl_client.errors import ConfigError, Refused
 from serl_client.keys import ROLES, check_curve, read_private, write_private
 from zmq.utils import z85
@@ -57,18 +56,10 @@ EVENTS = (
 )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address at this host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def check_address(address: str, keys: Path | None) -> None:
     """Raise ConfigError for an address that others reach, if there are no keys."""
     host = address.removeprefix("tcp://").rpartition(":")[0]
-    if keys is None and not address.startswith("ipc://") and not is_loopback(host):
+    if keys is None and not is_local(address):
         raise ConfigError(
             f"host={host}: without keys the learner listens on loopback only. Make a key for each robot PC with "
             "tools/keys.py make NAME --role actor, and say keys=keys here (docs/security.md)"

@@ -236,13 +236,14 @@ class Server:
             del self.peers[peer.address]
 
     def _weights(self, peer: Peer, request: m.WeightsRequest) -> m.Message:
-        if not self.keeper.ready.index.has_weights(request.sha256):
+        index = self.keeper.ready.index
+        if request.sha256 not in self.weights.opened and not index.has_weights(request.sha256):
             raise Refused(f"no weights {request.sha256[:12]} were published in this run")
         try:
-            data = self.weights.read(request.sha256, request.offset, request.length)
-        except (OSError, OverflowError) as error:
+            data, checksum = self.weights.read(request.sha256, request.part)
+        except OSError as error:
             raise ServerFailed(f"the weights cannot be read: {error}") from None
-        return m.WeightsChunk(request.sha256, request.offset, {"data": data})
+        return m.WeightsChunk(request.sha256, request.part, checksum, {"data": data})
 
     def _direct(self, peer: Peer, direct: m.Direct) -> m.Message:
         number = self.keeper.ready.direct(dict(direct.body))

@@ -1,4 +1,8 @@
-"""Weights as immutable files named by their sha256: written aside, synced, renamed, then only read. No torch."""
+"""Weights as immutable files named by their sha256: written aside, synced, renamed, then only read. No torch.
+
+Beside each lies <sha256>.checksums, the checksums of its parts. Both are of the same bytes in the trainer's memory, so
+that a receiver finds what this disk has damaged since, and the server computes nothing.
+"""
 
 import hashlib
 import mmap
@@ -10,10 +14,11 @@ from typing import Any
 import numpy as np
 from serl_client.errors import Refused
 from serl_client.spec import Array
+from serl_client.weights import PART_BYTES, part_checksum
 
 from serl_launcher.store.files import make_folder, sync_folder
 
-CHUNK = 4 << 20
+CHECKSUM_BYTES = 16
 POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
 PULL_S = 30.0  # a file that was asked for this recently is not deleted
 
@@ -26,19 +31,26 @@ def write(folder: Path, data: bytes | memoryview, sha256: str | None = None) -> 
     make_folder(folder)
     for left in folder.glob("*.part"):  # by a trainer that was killed, or that found no room
         left.unlink(missing_ok=True)
-    sha256 = sha256 or hashlib.sha256(data).hexdigest()
-    aside = folder / f"{sha256}.{os.getpid()}.part"
-    with open(aside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path(folder, sha256))
+    sha256, size = sha256 or hashlib.sha256(data).hexdigest(), len(data)
+    parts = (memoryview(data)[begin : begin + PART_BYTES] for begin in range(0, size, PART_BYTES))
+    checksums = [bytes.fromhex(part_checksum(part, sha256, size, i)) for i, part in enumerate(parts)]
+    for file, content in ((_checksums(folder, sha256), b"".join(checksums)), (path(folder, sha256), data)):
+        aside = file.with_suffix(f"{file.suffix}.{os.getpid()}.part")
+        with open(aside, "wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        aside.rename(file)
     sync_folder(folder)
-    return sha256, len(data)
+    return sha256, size
 
 
 def path(folder: Path, sha256: str) -> Path:
     return folder / f"{sha256}.safetensors"
+
+
+def _checksums(folder: Path, sha256: str) -> Path:
+    return folder / f"{sha256}.checksums"
 
 
 class WeightFiles:
@@ -47,30 +59,32 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._asked: dict[str, float] = {}
-        self._mapped: dict[str, mmap.mmap] = {}
+        self.opened: dict[str, tuple[mmap.mmap, bytes]] = {}  # the file and its checksums
 
-    def read(self, sha256: str, offset: int, length: int) -> Array:
-        """Up to `length` bytes of a published file, at most CHUNK, without a copy. Raises Refused when it is gone, and
-        OSError when it cannot be read."""
+    def read(self, sha256: str, part: int) -> tuple[Array, str]:
+        """Return a part of a published file, without a copy, and its checksum. Raises Refused when it is gone or has no
+        such part, and OSError when it cannot be read."""
         try:
-            mapped = self._mapped.get(sha256) or self._map(sha256)
+            mapped, checksums = self.opened.get(sha256) or self._open(sha256)
         except FileNotFoundError:
             raise Refused(f"the weights {sha256[:12]} are gone: take the newest") from None
         self._asked[sha256] = time.monotonic()
-        begin = min(max(0, offset), len(mapped))
-        end = min(begin + max(0, min(length, CHUNK)), len(mapped))
-        page = begin - begin % mmap.PAGESIZE
+        begin, end = part * PART_BYTES, min((part + 1) * PART_BYTES, len(mapped))
+        if not 0 <= begin < end:
+            raise Refused(f"the weights {sha256[:12]} have no part {part}")
+        checksum = checksums[part * CHECKSUM_BYTES :][:CHECKSUM_BYTES].hex()
         try:
-            mapped.madvise(POPULATE_READ, page, end - page)  # whoever sends what cannot be read would die of it
+            mapped.madvise(POPULATE_READ, begin, end - begin)  # whoever sends what cannot be read would die of it
         except OSError:  # or an older Linux
             with open(path(self.folder, sha256), "rb") as file:
-                return np.frombuffer(os.pread(file.fileno(), end - begin, begin), np.uint8)
-        return np.frombuffer(mapped, np.uint8)[begin:end]
+                return np.frombuffer(os.pread(file.fileno(), end - begin, begin), np.uint8), checksum
+        return np.frombuffer(mapped, np.uint8)[begin:end], checksum
 
-    def _map(self, sha256: str) -> mmap.mmap:
+    def _open(self, sha256: str) -> tuple[mmap.mmap, bytes]:
         with open(path(self.folder, sha256), "rb") as file:
-            self._mapped[sha256] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._mapped[sha256]
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.opened[sha256] = mapped, _checksums(self.folder, sha256).read_bytes()
+        return self.opened[sha256]
 
     def clean(self, newest: list[dict[str, Any]]) -> None:
         """Delete what is neither one of the `newest` versions nor being pulled (checkpoints hold their own)."""
@@ -78,7 +92,7 @@ class WeightFiles:
         recent = time.monotonic() - PULL_S
         self._asked = {sha256: asked for sha256, asked in self._asked.items() if asked > recent}
         needed |= self._asked.keys()
-        for file in self.folder.glob("*.safetensors"):
-            if file.stem not in needed:
+        for file in self.folder.iterdir():
+            if file.suffix in (".safetensors", ".checksums") and file.stem not in needed:
                 file.unlink()
-                self._mapped.pop(file.stem, None)
+                self.opened.pop(file.stem, None)

@@ -33,7 +33,8 @@ from tests.shared.clients import connected, directed
 from tests.shared.common import free_port
 from tests.shared.servers import ServerProcess
 
-os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # before packages that bring a `tests` of their own
+FIRST = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))  # before packages that bring a `tests`
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, FIRST))
 PROCESSES = multiprocessing.get_context("forkserver")  # each process has this module as soon as it starts
 PROCESSES.set_forkserver_preload([__name__])
 PATIENCE_S = 120.0  # a process that imports torch on a busy machine

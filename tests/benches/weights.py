@@ -101,22 +101,22 @@ def pull(pipe: Any, address: str, number: int) -> None:
             link.receive()
             link.wait(0.05)
         pipe.send(time.monotonic())
-        version = size = taken = asked = 0
+        version = count = taken = asked = 0
         while True:
             message = link.receive()
             if message is None:
                 link.send(m.Heartbeat({}))
                 link.wait(1.0)
             elif isinstance(message, m.WeightsChunk):
-                taken += len(message.arrays["data"])
-                if taken == size:
+                taken += 1
+                if taken == count:
                     pipe.send(time.monotonic())
             offer = link.notice.weights
-            if taken == size and offer and offer["version"] > version:
-                version, size, taken, asked = offer["version"], offer["size"], 0, 0
-            while asked < min(size, taken + OPEN_REQUESTS * PART_BYTES):
-                link.send(m.WeightsRequest(offer["sha256"], asked, min(PART_BYTES, size - asked)))
-                asked += PART_BYTES
+            if taken == count and offer and offer["version"] > version:
+                version, count, taken, asked = offer["version"], -(-offer["size"] // PART_BYTES), 0, 0
+            while asked < min(count, taken + OPEN_REQUESTS):
+                link.send(m.WeightsRequest(offer["sha256"], asked))
+                asked += 1
 
 
 # -- beside it

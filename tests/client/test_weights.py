@@ -1,5 +1,6 @@
 """Weights are pulled into a folder, gone on with after a cut, and given out only when they are whole."""
 
+import contextlib
 import dataclasses
 import hashlib
 
@@ -7,9 +8,12 @@ import numpy as np
 import pytest
 from serl_client import messages as m
 from serl_client import weights as weights_module
+from serl_client.errors import MessageError
+from serl_client.weights import WeightsFolder
 
 from tests.shared.clients import connected
 from tests.shared.common import until
+from tests.shared.fake_learner import weights_chunk
 
 
 def offer(learner, version, content):
@@ -50,8 +54,8 @@ def test_weights_are_pulled_and_a_pull_that_was_cut_goes_on_where_it_was(learner
     version, path = until(lambda: client.weights(0))
     assert (version, path.name, path.read_bytes()) == (5, f"{sha256}.safetensors", random_bytes(0))
     assert client.weights(5) is None
-    assert min(request.offset for request in learner.hear(m.WeightsRequest)[before:]) >= 4000
-    assert {request.offset for request in learner.hear(m.WeightsRequest)} == set(range(0, 20_500, 1000))
+    assert min(request.part for request in learner.hear(m.WeightsRequest)[before:]) >= 4
+    assert {request.part for request in learner.hear(m.WeightsRequest)} == set(range(21))
 
 
 def test_a_pull_is_finished_before_the_newest_weights_are_taken_and_two_files_are_kept(learner, connect, folder):
@@ -77,15 +81,155 @@ def test_a_pull_is_finished_before_the_newest_weights_are_taken_and_two_files_ar
     assert {path.name for path in folder.iterdir()} == {f"{newest[1]}.safetensors", f"{fourth}.safetensors"}
 
 
-def test_damaged_weights_are_never_given_out(learner, connect, folder):
+def test_a_part_that_was_damaged_on_its_way_is_pulled_again_alone_and_nothing_is_given_out_before(
+    learner, connect, folder, caplog
+):
+    learner.flipped = {3, 20}
     client = connected(connect(weights_folder=folder))
+    offer(learner, 1, random_bytes(0))
+    until(lambda: [request.part for request in learner.hear(m.WeightsRequest)].count(3) > 2)
+    assert client.weights(0) is None
+    learner.flipped = {20}
+    until(lambda: [request.part for request in learner.hear(m.WeightsRequest)].count(20) > 2)
+    assert client.weights(0) is None
+    learner.flipped = set()
+    assert until(lambda: client.weights(0))[1].read_bytes() == random_bytes(0)
+    asked = [request.part for request in learner.hear(m.WeightsRequest)]
+    assert (asked.count(0), asked.count(15)) == (1, 1)
+    assert "part 3 of weights 1 was damaged on its way" in caplog.text
+
+
+def test_who_may_be_somebody_else_is_believed_only_if_the_sha256_of_the_whole_fits(learner, connect, folder):
+    """Its parts fit the checksums that it made. 0.0.0.0 is this machine, by an address that is no loopback."""
     sha256 = hashlib.sha256(random_bytes(0)).hexdigest()
     learner.files[sha256] = bytes(20_500)
     learner.tell(weights={"version": 1, "sha256": sha256, "size": 20_500})
+    client = connected(connect(weights_folder=folder, address=learner.address.replace("127.0.0.1", "0.0.0.0")))
     until(lambda: len(learner.hear(m.WeightsRequest)) > 30)  # it begins anew
     assert client.weights(0) is None
     learner.files[sha256] = random_bytes(0)
     assert until(lambda: client.weights(0))[1].read_bytes() == random_bytes(0)
+
+
+# -- without a connection
+def exchange(weights, content, sha256=None, *, most=100, version=1, order=lambda chunks: chunks, errors=None):
+    """Let `weights` pull this content, about so many parts at most; the parts that it asked for."""
+    sha256, asked = sha256 or hashlib.sha256(content).hexdigest(), []
+    weights.offer({"version": version, "sha256": sha256, "size": len(content)})
+    while (weights.newest is None or weights.newest[0] < version) and (len(asked) < most or weights.busy):
+        try:
+            requests = list(weights.requests())
+            asked += [request.part for request in requests]
+            for chunk in order([weights_chunk(content, request) for request in requests]):
+                weights.add(chunk)
+        except OSError as error:
+            if errors is None:
+                raise
+            errors.append(str(error))
+            weights.pause()
+            weights._resume = 0.0
+    return asked
+
+
+@pytest.fixture
+def life(folder):
+    """life(verify) -> a WeightsFolder, from the beginning to the end of one process; a context manager."""
+
+    def life(verify=False):
+        return contextlib.closing(WeightsFolder(folder, verify=verify))
+
+    return life
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("pulled", [8, 100], ids=["a part file", "a whole file"])
+def test_what_the_disk_has_damaged_between_two_lives_is_found_and_pulled_again(folder, life, pulled):
+    content, errors = random_bytes(0), []
+    with life() as weights:
+        exchange(weights, content, most=pulled)
+    (left,) = folder.iterdir()
+    flip(left, 2500)
+    with life() as weights:
+        asked = exchange(weights, content, errors=errors)
+        assert weights.newest[1].read_bytes() == content
+    assert errors == ["weights 1 are not what their sha256 says; they are pulled again"]
+    assert asked.count(0) == 1, "what has come is worth nothing, as nobody knows which part it is"
+
+
+@pytest.mark.parametrize("left", [2999, 3000, 3001, 20_499, 20_500, 30_000])
+def test_a_pull_goes_on_after_the_last_whole_part_that_an_earlier_life_left(folder, life, left):
+    content = random_bytes(0)
+    folder.mkdir()
+    (folder / f"{hashlib.sha256(content).hexdigest()}.part").write_bytes((content + bytes(10_000))[:left])
+    with life() as weights:
+        asked = exchange(weights, content)
+        assert weights.newest[1].read_bytes() == content
+    assert asked == list(range(min(left, 20_500) // 1000, 21))
+
+
+def test_a_part_is_no_other_part_and_not_of_another_file_or_size(life):
+    content = random_bytes(0, 3000)
+    sha256 = hashlib.sha256(content).hexdigest()
+    with life() as weights:
+        for wrong in (
+            weights_chunk(content, m.WeightsRequest(sha256, 1)),
+            weights_chunk(content, m.WeightsRequest("a" * 64, 0)),
+            weights_chunk(content[:2000], m.WeightsRequest(sha256, 0)),
+        ):
+            named = dataclasses.replace(wrong, sha256=sha256, part=0)
+            with pytest.raises(OSError, match="part 0 of weights 1 was damaged"):
+                exchange(weights, content, order=lambda chunks, named=named: [named, *chunks[1:]])
+            weights.pause()
+            weights._resume = 0.0
+        exchange(weights, content)
+        assert weights.newest[1].read_bytes() == content
+
+
+@pytest.mark.parametrize("data", [np.zeros(999, np.uint8), np.zeros(0, np.uint8), np.zeros(1001, np.uint8)])
+@pytest.mark.parametrize("checksum", ["", "true"])
+def test_a_part_of_another_length_is_damaged(life, data, checksum):
+    content, errors = random_bytes(0, 3000), []
+    sha256 = hashlib.sha256(content).hexdigest()
+    checksum = checksum and weights_module.part_checksum(data.data, sha256, 3000, 0)
+    wrong = m.WeightsChunk(sha256, 0, checksum, {"data": data})
+    with life() as weights:
+        exchange(weights, content, most=3, order=lambda chunks: [wrong, *chunks[1:]], errors=errors)
+        exchange(weights, content)
+        assert weights.newest[1].read_bytes() == content
+    assert errors == ["part 0 of weights 1 was damaged on its way; it is pulled again"]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [lambda chunks: chunks * 2, lambda chunks: chunks[::-1], lambda chunks: chunks[1:] + chunks[:1]],
+    ids=["twice", "backwards", "the first last"],
+)
+def test_parts_that_come_twice_or_out_of_order_do_no_harm(life, order):
+    content = random_bytes(0)
+    with life() as weights:
+        exchange(weights, content, order=order, most=1000)
+        assert weights.newest[1].read_bytes() == content
+
+
+def test_two_versions_in_a_row_and_the_first_again(folder, life):
+    with life() as weights:
+        for version, seed in enumerate((1, 2, 1, 1, 2), 1):
+            exchange(weights, random_bytes(seed), version=version)
+            assert (weights.newest[0], weights.newest[1].read_bytes()) == (version, random_bytes(seed))
+    assert {path.suffix for path in folder.iterdir()} == {".safetensors"}
+
+
+@pytest.mark.parametrize("size", [0, -1, -(1 << 40), "1", 1.5, None])
+def test_weights_have_a_size(life, size):
+    with life() as weights:
+        with pytest.raises(MessageError, match="cannot be named"):
+            weights.offer({"version": 1, "sha256": "a" * 64, "size": size})
+        assert not list(weights.requests())
 
 
 @pytest.mark.parametrize("sha256", ["../../evil", "A" * 64, "a" * 63, 7])

@@ -245,12 +245,21 @@ def _check_outcomes(found: Found, lives: dict[str, Life], report: Report) -> Non
                 report.violations.append(f"the outcome of {row['id']} is {there}, and was said to be {said}")
 
 
-def check_weights(folder: Path, newest: Iterable[str], report: Report) -> None:
-    """The files of the newest versions are there, and each file is what its name says."""
+def check_weights(folder: Path, newest: Collection[str], report: Report) -> None:
+    """The files of the newest versions are there with their parts' checksums, and each file is what its name says."""
     for sha256 in {path.stem for path in folder.glob("*.safetensors")} | set(newest):
         path = folder / f"{sha256}.safetensors"
         if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
             report.violations.append(f"the weights {sha256[:8]} are damaged, or not there")
+        elif sha256 in newest and path.with_suffix(".checksums").read_bytes() != _part_checksums(path):
+            report.violations.append(f"the checksums of the weights {sha256[:8]} are damaged")
+
+
+def _part_checksums(path: Path) -> bytes:
+    data = path.read_bytes()
+    places = [f"{path.stem}/{len(data)}/{i}".encode() for i in range(-(-len(data) // (1 << 20)))]
+    seeds = map(xxhash.xxh3_64_intdigest, places)
+    return b"".join(xxhash.xxh3_128_digest(data[i << 20 : (i + 1) << 20], seed) for i, seed in enumerate(seeds))
 
 
 def _check_numbers(index: sqlite3.Connection, truths: Sequence[Path], report: Report) -> None:

@@ -56,7 +56,8 @@ def _serve(served: Callable[[], None]) -> None:
 def context() -> ForkServerContext:
     """What each process is a fork of: one that has these modules already."""
     os.environ["PYTHONSAFEPATH"] = "1"  # else the fork server takes modules from where this was started,
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # or from a package that brings a `tests` of its own
+    before = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))  # a package that brings `tests` of its own
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, before))
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload([f"tests.faults.{name}" for name in ("actor", "trainer", "stage")])
     return made

@@ -59,7 +59,7 @@ def test_the_checker_knows_nothing_of_the_product():
 def test_what_a_killed_trainer_has_left_of_its_weights_goes_with_the_next_version(tmp_path):
     (tmp_path / "abc.123.part").write_bytes(b"half")
     sha256, _ = weights.write(tmp_path, b"whole")
-    assert [file.name for file in tmp_path.iterdir()] == [f"{sha256}.safetensors"]
+    assert {file.name for file in tmp_path.iterdir()} == {f"{sha256}.safetensors", f"{sha256}.checksums"}
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import zmq
 from serl_client import messages as m
+from serl_client import weights
 from serl_client.episode import Outcome
 
 from .common import until
@@ -23,6 +24,7 @@ class FakeLearner:
         self.pushed_bytes = 0
         self.refusal = None
         self.files, self.parts = {}, 1 << 30  # sha256 -> bytes; how many parts are given before this learner dies
+        self.flipped = set()  # parts of which a bit flips on the wire
         self.heard = []  # all but records, in order
         self.steps_per_ack = None  # a paced actor may be so many steps ahead of what is here
         self.port = 0
@@ -149,5 +151,12 @@ class FakeLearner:
             self._stopping = True
             return None
         self.parts -= 1
-        data = np.frombuffer(self.files[request.sha256], np.uint8)[request.offset : request.offset + request.length]
-        return m.WeightsChunk(request.sha256, request.offset, {"data": data})
+        return weights_chunk(self.files[request.sha256], request, flipped=request.part in self.flipped)
+
+
+def weights_chunk(content, request, *, flipped=False):
+    """The answer to a request for a part of this content; of a `flipped` one a bit is another."""
+    data = content[request.part * weights.PART_BYTES :][: weights.PART_BYTES]
+    checksum = weights.part_checksum(data, request.sha256, len(content), request.part)
+    came = np.frombuffer(data, np.uint8) ^ np.uint8([flipped] + [0] * (len(data) - 1))
+    return m.WeightsChunk(request.sha256, request.part, checksum, {"data": came})

@@ -1,6 +1,8 @@
 """A client that was written from docs/protocol.md alone, on pyzmq, msgpack and xxhash, delivers to our server."""
 
+import hashlib
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +13,16 @@ from tests.shared.common import until
 CLIENT = Path(__file__).with_name("foreign_client.py")
 
 
-def delivered(server):
-    """What the client says that it did, in a life of its own."""
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+def delivered(server, content):
+    """What the client says that it did, in a life of its own, while these are the newest weights."""
     command = [sys.executable, CLIENT, server.address, "stranger"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as actor:
         until(lambda: server.report()["run"] or actor.poll() is not None)
+        server.publish(content)
         server.direct()
         out, complaint = actor.communicate(timeout=60)
     assert actor.returncode == 0, complaint
@@ -23,8 +30,10 @@ def delivered(server):
 
 
 def test_a_client_that_knows_the_page_alone_delivers_whole_episodes_in_two_lives(process):
-    first, second = delivered(process), delivered(process)
+    content = random.Random(0).randbytes((2 << 20) + 77)
+    first, second = delivered(process, content), delivered(process, content[::-1])
     assert first["run"] == second["run"] == process.report()["run"]
+    assert [each["weights"] for each in (first, second)] == [sha256(content), sha256(content[::-1])]
     assert (first["expected"], first["directive"], first["session"] != second["session"]) == (4, 1, True)
     found = oracle.whole(process.run_dir / "store")
     assert len(found.episodes) == 2

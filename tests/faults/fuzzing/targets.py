@@ -17,7 +17,7 @@ from serl_client import Segment, wire
 from serl_client import messages as m
 from serl_client.errors import ConfigError, MessageError, Refused, VersionMismatch
 from serl_client.spec import Spec
-from serl_client.weights import WeightsFolder
+from serl_client.weights import WeightsFolder, part_checksum
 
 from serl_launcher.store.access import OPEN
 from serl_launcher.store.peers import check_hello
@@ -139,21 +139,22 @@ def _weights(chance: Random, number: int) -> Any:
     offer: Any = {"version": number, "sha256": hashlib.sha256(FILE).hexdigest(), "size": len(FILE)}
     if chance.random() < 0.5:
         offer = spoiled_tree(chance, offer)
-    return [offer, chance.choice((FILE, spoiled_bytes(chance, FILE))), chance.choice((0, 0, 0, 7, -1, 2**63))]
+    data, part = chance.choice((FILE, spoiled_bytes(chance, FILE))), chance.choice((0, 0, 0, 7, -1, 2**63))
+    return [offer, data, part, chance.random() < 0.5]
 
 
 def _pull(case: Any, scratch: Path) -> str:
-    offer, data, offset = case
+    offer, data, part, verify = case
     folder = scratch / "weights"
     shutil.rmtree(folder, ignore_errors=True)
-    weights = WeightsFolder(folder)
+    weights = WeightsFolder(folder, verify=verify)
     try:
         if not isinstance(offer, dict):
             return "no offer"
         weights.offer(offer)
         for request in list(weights.requests()):
-            chunk = {"data": np.frombuffer(data[: request.length], np.uint8)}
-            weights.add(m.WeightsChunk(request.sha256, offset, chunk))
+            checksum = part_checksum(FILE, request.sha256, len(FILE), request.part)
+            weights.add(m.WeightsChunk(request.sha256, part, checksum, {"data": np.frombuffer(data, np.uint8)}))
             list(weights.requests())
         if weights.newest is None:
             return "not whole"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import ipaddress
 import logging
 import time
 from collections import deque
@@ -234,6 +235,15 @@ class Connection:
             self.close()  # the server does not know this session: the next connection says Hello
         self.heard = time.monotonic()
         return message
+
+
+def is_local(address: str) -> bool:
+    """Return whether only this machine reaches this address: ipc://path, or tcp:// with a host of loopback."""
+    host = address.removeprefix("tcp://").rpartition(":")[0]
+    try:
+        return address.startswith("ipc://") or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def has_come(socket: zmq.Socket[bytes]) -> bool:

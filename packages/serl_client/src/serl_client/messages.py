@@ -17,7 +17,7 @@ from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, Outcome, QueuedRe
 from serl_client.errors import MessageError, VersionMismatch
 from serl_client.spec import Array
 
-PROTOCOL = (5, 5)  # the oldest and the newest version spoken here
+PROTOCOL = (6, 6)  # the oldest and the newest version spoken here
 MAX_REPORT = 8192
 MAX_EARLIER = 64  # sessions that a Hello names besides its own
 
@@ -138,20 +138,20 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class WeightsRequest:
-    """Asks for `length` bytes of the weights file `sha256` from `offset`."""
+    """Asks for a part of the weights file `sha256`: MiB number `part`, from 0 on."""
 
     sha256: str
-    offset: int
-    length: int
+    part: int
     request: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsChunk:
-    """Carries a part of a weights file: arrays {"data": uint8 [bytes]}."""
+    """Carries a part of a weights file, with its `part_checksum` (weights.py): arrays {"data": uint8 [bytes]}."""
 
     sha256: str
-    offset: int
+    part: int
+    checksum: str
     arrays: Mapping[str, Array]
 
 

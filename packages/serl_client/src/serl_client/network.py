@@ -16,7 +16,7 @@ import numpy as np
 import zmq
 
 from serl_client import messages as m
-from serl_client.connection import Connection, failure
+from serl_client.connection import Connection, failure, is_local
 from serl_client.errors import MessageError, Refused, TrainerError
 from serl_client.keys import Key
 from serl_client.outbox import Outbox
@@ -65,7 +65,8 @@ class Network(threading.Thread):
         self.questions: deque[tuple[int, m.InferenceRequest]] = deque(maxlen=1)  # (number, question): the latest wins
         self.answers: deque[tuple[int, Answer]] = deque(maxlen=1)
         self.commands: deque[m.Command] = deque()
-        self.weights = WeightsFolder(weights_folder) if weights_folder else None
+        is_certain = key is not None or is_local(address)  # that nobody but the learner sends us weights
+        self.weights = WeightsFolder(weights_folder, verify=not is_certain) if weights_folder else None
         self.send_queue = SendQueue(outbox, self.session, spec)
         self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -11,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from serl_client.errors import MessageError
 from serl_client.messages import WeightsChunk, WeightsRequest
 from serl_client.spec import Array
@@ -19,51 +21,65 @@ log = logging.getLogger(__name__)
 
 PART_BYTES = 1 << 20  # a longer frame would delay the heartbeat on a slow link
 OPEN_REQUESTS = 4  # parts that are requested at a time
-PAUSE = 5.0  # seconds until the next try after the disk or the server failed
+PAUSE = 5.0  # seconds until the next try after the disk or the server failed, or something came damaged
+
+
+def part_checksum(data: bytes | memoryview, sha256: str, size: int, part: int) -> str:
+    """Return the xxh3_128 of a part of the weights file `sha256`, as hex. It fits no other file and no other place."""
+    return xxhash.xxh3_128_hexdigest(data, seed=xxhash.xxh3_64_intdigest(f"{sha256}/{size}/{part}".encode()))
 
 
 class _Pull:
-    """Pulls one file: `position` bytes of it are in the folder and were given to the thread `hashing`, which computes
-    the checksum, because this takes longer than everything else."""
+    """Pulls one file of `count` parts, of which the first `position` are verified and in the folder.
 
-    def __init__(self, folder: Path, hashing: ThreadPoolExecutor, version: int, sha256: str, size: int) -> None:
-        self.version, self.sha256, self.size = version, sha256, size
+    The sha256 of the whole is compared, too, if `verify`, or if an earlier process left a part: what lies on a disk may
+    change. The thread `hashing` computes it, because this takes longer than everything else.
+    """
+
+    def __init__(
+        self, folder: Path, hashing: ThreadPoolExecutor, verify: bool, version: int, sha256: str, size: int
+    ) -> None:  # fmt: skip
+        self.version, self.sha256, self.count = version, sha256, -(-size // PART_BYTES)
         self.final, self.part = folder / f"{sha256}.safetensors", folder / f"{sha256}.part"
         if self.final.exists():  # of an earlier process: a crash may have cut it, so check it again
             self.final.replace(self.part)
-        self.descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT, 0o600)
-        self.found = min(size, os.fstat(self.descriptor).st_size)  # bytes that an earlier process pulled
-        self.position = 0
-        self.requested = self.found
-        self._checksum, self._hashing = hashlib.sha256(), hashing
-        self._hashed: deque[Future[None]] = deque()
+        self._size, self._descriptor = size, os.open(self.part, os.O_RDWR | os.O_CREAT, 0o600)
+        self.found = min(size, os.fstat(self._descriptor).st_size) // PART_BYTES  # whole parts of an earlier process
+        os.ftruncate(self._descriptor, self.found * PART_BYTES)
+        self.position, self.requested = 0, self.found
+        self._checksum = hashlib.sha256() if verify or self.found else None
+        self._hashing, self._hashed = hashing, deque[Future[None]]()
 
     def read_again(self) -> None:
-        """Add the next part that an earlier process pulled to the checksum."""
-        self._count(os.pread(self.descriptor, min(PART_BYTES, self.found - self.position), self.position))
+        """Add the next part that an earlier process pulled to the sha256. Raises OSError."""
+        self._count(os.pread(self._descriptor, PART_BYTES, self.position * PART_BYTES))
 
-    def write(self, data: Array) -> None:
-        """Append a part, uint8 [bytes]. Raises OSError."""
-        if os.pwrite(self.descriptor, data.data, self.position) != len(data):
+    def write(self, data: Array, checksum: str) -> None:
+        """Append a part, uint8 [bytes]. Raises OSError if it is damaged, or not on the disk."""
+        begin = self.position * PART_BYTES
+        fits = data.dtype == "uint8" and data.shape == (min(PART_BYTES, self._size - begin),)
+        if not fits or part_checksum(data.data, self.sha256, self._size, self.position) != checksum:
+            raise OSError(f"part {self.position} of weights {self.version} was damaged on its way; it is pulled again")
+        if os.pwrite(self._descriptor, data.data, begin) != len(data):
             raise OSError("the disk is full")
         self._count(data.data)
 
-    def close(self) -> bool:
-        """Close the file; give it its final name and return True if it is whole and undamaged."""
-        os.close(self.descriptor)
+    def finish(self) -> None:
+        """Give the whole file its final name. Raises OSError if it is damaged."""
         self._await(0)
-        whole = self.position == self.size and self._checksum.hexdigest() == self.sha256
-        if whole:
-            self.part.replace(self.final)
-        elif self.position == self.size:
-            log.warning("weights %d were damaged on their way; they are pulled again", self.version)
-            self.part.unlink()
-        return whole
+        if self._checksum and self._checksum.hexdigest() != self.sha256:
+            os.ftruncate(self._descriptor, 0)
+            raise OSError(f"weights {self.version} are not what their sha256 says; they are pulled again")
+        self.part.replace(self.final)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
     def _count(self, data: bytes | memoryview) -> None:
-        self._await(OPEN_REQUESTS)
-        self._hashed.append(self._hashing.submit(self._checksum.update, data))
-        self.position += len(data)
+        if self._checksum:
+            self._await(OPEN_REQUESTS)
+            self._hashed.append(self._hashing.submit(self._checksum.update, data))
+        self.position += 1
 
     def _await(self, most: int) -> None:
         while len(self._hashed) > most:
@@ -75,12 +91,14 @@ class WeightsFolder:
 
     It finishes the pull that it began, then takes the newest offer. `newest` is (version, path); that file and the one
     before it are kept. One thread uses all of it; other threads read `newest`.
+
+    verify: compare the sha256 of each whole file, because the server may be somebody else.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, verify: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.newest: tuple[int, Path] | None = None
-        self._folder, self._hashing = folder, ThreadPoolExecutor(1, "checksum of weights")
+        self._folder, self._verify, self._hashing = folder, verify, ThreadPoolExecutor(1, "sha256 of weights")
         self._offer: tuple[int, str, int] | None = None
         self._pull: _Pull | None = None
         self._resume = 0.0
@@ -95,43 +113,47 @@ class WeightsFolder:
         if not weights:
             return
         version, sha256, size = weights["version"], weights["sha256"], weights["size"]
-        if not (isinstance(version, int) and isinstance(size, int) and re.fullmatch("[0-9a-f]{64}", sha256)):
+        named = isinstance(version, int) and re.fullmatch("[0-9a-f]{64}", sha256)
+        if not named or not isinstance(size, int) or size < 1:
             raise MessageError(f"these weights cannot be named: {dict(weights)}")
         self._offer = version, sha256, size
 
     def restart(self) -> None:
-        """Forget the open requests: their connection is gone."""
+        """Forget the open requests: their connection is gone, or one was lost."""
         if self._pull:
             self._pull.requested = max(self._pull.position, self._pull.found)
 
     def requests(self) -> Iterator[WeightsRequest]:
-        """Yield the requests to send now. Raises OSError."""
+        """Yield the requests to send now. Raises OSError for the disk, and for a part or a file that is damaged."""
+        if time.monotonic() < self._resume:
+            return
         if self._pull is None and self._offer and (self.newest is None or self._offer[0] > self.newest[0]):
-            self._pull = _Pull(self._folder, self._hashing, *self._offer)
+            self._pull = _Pull(self._folder, self._hashing, self._verify, *self._offer)
         pull = self._pull
-        if pull is None or time.monotonic() < self._resume:
+        if pull is None:
             return
         if self.busy:
             pull.read_again()
-        if pull.position == pull.size:
+        if pull.position == pull.count:
             self._finish(pull)
             return
-        while pull.requested < min(pull.size, pull.position + OPEN_REQUESTS * PART_BYTES) and not self.busy:
-            length = min(PART_BYTES, pull.size - pull.requested)
-            yield WeightsRequest(pull.sha256, pull.requested, length)
-            pull.requested += length
+        pull.requested = max(pull.requested, pull.position)  # what came may have been forgotten
+        while pull.requested < min(pull.count, pull.position + OPEN_REQUESTS) and not self.busy:
+            yield WeightsRequest(pull.sha256, pull.requested)
+            pull.requested += 1
 
     def add(self, chunk: WeightsChunk) -> None:
-        """Write a part that came. Raises MessageError for a part that was not requested, and OSError."""
-        pull, data = self._pull, chunk.arrays["data"]
-        if pull is None or chunk.sha256 != pull.sha256 or chunk.offset != pull.position:
+        """Take a part that came. Raises OSError like `requests`."""
+        pull = self._pull
+        if pull is None or chunk.sha256 != pull.sha256 or chunk.part < pull.position:
             return  # requested on an earlier connection
-        if data.dtype != "uint8" or data.ndim != 1 or pull.position + len(data) > pull.requested:
-            raise MessageError("a part of weights has another length than was asked for")
-        pull.write(data)
+        if chunk.part > pull.position:
+            self.restart()
+        elif chunk.part < pull.count:
+            pull.write(chunk.arrays["data"], chunk.checksum)
 
     def pause(self) -> None:
-        """Begin again after PAUSE, because the disk failed or the server no longer has this file."""
+        """Begin again after PAUSE: the disk failed, something was damaged, or the server has no such file any more."""
         self._resume = time.monotonic() + PAUSE
         self._drop()
 
@@ -142,15 +164,14 @@ class WeightsFolder:
 
     def _drop(self) -> None:
         if self._pull:
-            os.close(self._pull.descriptor)
+            self._pull.close()
             self._pull = None
 
     def _finish(self, pull: _Pull) -> None:
-        self._pull = None
-        if not pull.close():
-            return
+        pull.finish()
+        self._drop()
         kept = {pull.final, self.newest[1] if self.newest else pull.final}
+        self.newest = pull.version, pull.final
         for path in self._folder.iterdir():
             if path.suffix in (".safetensors", ".part") and path not in kept:
                 path.unlink()
-        self.newest = pull.version, pull.final
