@@ -35,7 +35,7 @@ def write(folder: Path, data: bytes | memoryview, sha256: str | None = None) -> 
     parts = (memoryview(data)[begin : begin + PART_BYTES] for begin in range(0, size, PART_BYTES))
     checksums = [bytes.fromhex(part_checksum(part, sha256, size, i)) for i, part in enumerate(parts)]
     for file, content in ((_checksums(folder, sha256), b"".join(checksums)), (path(folder, sha256), data)):
-        aside = file.with_suffix(f"{file.suffix}.{os.getpid()}.part")
+        aside = folder / f"{sha256}.{os.getpid()}{file.suffix}.part"
         with open(aside, "wb") as opened:
             opened.write(content)
             opened.flush()

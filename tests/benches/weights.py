@@ -1,7 +1,7 @@
 """How fast a weights file reaches several receivers at once, beside the same bytes over plain TCP.
 
-Ours is the real server and the pull of real clients: each part is hashed and written down, and what counts is when
-every receiver has the verified file. Its wire alone is the same pull into memory. Beside them stand plain TCP into
+Ours is the real server and the pull of real clients: each part is verified (xxh3_128) and written, and what counts is
+when every receiver has the verified file. Its wire alone is the same pull into memory. Beside them stand plain TCP into
 memory, plain TCP whose receivers hash and write as ours must, and with --peers one broadcast of lz4(pickle) over
 ZeroMQ PUB, as agentlace does it. Then a receiver behind a slow link pulls beside two fast ones.
 """

@@ -18,7 +18,8 @@ NEEDED = (
     *(f"run/store/{source}/published (made)" for source in ("demo", "online", "late")),
     *(f"run/store/{source}/{file}" for source in ("demo", "online") for file in ("rows", "steps")),
     "run/store/index.making", "run/store/index.sqlite-wal", "run/store/index.sqlite",
-    "run/store (made index.sqlite-shm)", "run/weights/*.part", "run/weights (named *.safetensors)",
+    "run/store (made index.sqlite-shm)", "run/weights/*.checksums.part",
+    "run/weights/*.safetensors.part", "run/weights (named *.safetensors)",
 )  # fmt: skip
 # Another one that follows before anything is promised does the same: that of SQLite for its log, in the same folder ...
 COVERED = ("run/store (made online)", "run/store (named index.sqlite)")
