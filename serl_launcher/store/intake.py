@@ -56,13 +56,12 @@ class Intake:
             return None
         if push.session not in store.sessions:
             return m.Failed("Disconnected", "say Hello again")
-        data = push.arrays["records"]
-        if peer.inbox and peer.queued + data.nbytes > 2 * MAX_UNACKNOWLEDGED:
+        if peer.inbox and peer.queued + push.nbytes > 2 * MAX_UNACKNOWLEDGED:
             self._access.refuse("too fast", f"{peer.hello.actor} sends more than its window holds")
             return None  # it is asked for this again, as what comes next leaves a gap
         is_first = not peer.inbox
-        peer.inbox.append(Batch(push, identity, m.records(data.data)))
-        peer.queued += data.nbytes
+        peer.inbox.append(Batch(push, identity, m.records(*push.parts)))
+        peer.queued += push.nbytes
         if is_first and not self._access.is_exhausted(peer.account):
             self._stage(peer, time.monotonic() + SLICE_S)
         return None

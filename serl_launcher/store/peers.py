@@ -90,7 +90,7 @@ class Peer:
     def drop_batch(self) -> None:
         """The first of the inbox is done with, or comes again."""
         if self.inbox:
-            self.queued -= self.inbox.popleft().push.arrays["records"].nbytes
+            self.queued -= self.inbox.popleft().push.nbytes
 
     @property
     def waits_for(self) -> str:

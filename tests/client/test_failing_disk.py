@@ -22,12 +22,12 @@ EIO = "Input/output error"
 ACTOR = """
 import json, logging, sys
 from pathlib import Path
-from serl_client import TrainerClient, outbox
+from serl_client import TrainerClient, outbox, recent
 from serl_client.errors import ConfigError
 from tests.faults import played
 logging.basicConfig(format="%(message)s")
 folder, stop, pushed, told = Path(sys.argv[1]), Path(sys.argv[3]), 0, set()
-outbox.FILE_BYTES = 4000
+outbox.FILE_BYTES, recent.KEPT_BYTES = 4000, 0
 try:
     client = TrainerClient(sys.argv[2], actor=folder.name, spec=played.SPEC, outbox=folder)
 except ConfigError as error:

@@ -38,8 +38,12 @@ def content(outbox, session=SESSION):
     seqs, (seq, end) = [], outbox.sessions.get(session, (0, 0))
     while seq < end:
         seq, data = outbox.read(session, seq, MIB)
-        seqs += [number for number, _, _ in wire.decode_records(data)]
+        seqs += [number for number, _, _ in wire.decode_records(*data)]
     return seqs
+
+
+def length(data):
+    return sum(map(len, data))
 
 
 @contextmanager
@@ -58,15 +62,15 @@ def test_a_slice_of_whole_records_keeps_to_its_limit_and_one_large_record_goes_a
     outbox = opened()
     fill(outbox, 1, size=5000)
     fill(outbox, 3, start=1)
-    assert outbox.read(SESSION, 0, 2000) == (0, b"")
+    assert outbox.read(SESSION, 0, 2000) == (0, [])
     after, data = outbox.read(SESSION, 0, MIB)
-    assert (after, len(data) > 5000) == (1, True)
+    assert (after, length(data) > 5000) == (1, True)
     assert outbox.read(SESSION, 1, 2 * SIZE)[0] == 3
     fill(outbox, 50, start=4)
     assert content(outbox) == list(range(54))
     after, data = outbox.read(SESSION, 7, MIB)
-    assert len(data) <= 1000
-    assert [seq for seq, _, _ in wire.decode_records(data)] == list(range(7, after))
+    assert length(data) <= 1000
+    assert [seq for seq, _, _ in wire.decode_records(*data)] == list(range(7, after))
 
 
 def test_files_are_rotated_and_unlinked_with_their_last_acknowledged_record(opened, monkeypatch):
@@ -205,13 +209,55 @@ def test_a_disk_that_cannot_even_truncate_gets_a_new_file(opened, monkeypatch, w
     assert again.pending == (5, 5 * SIZE), "none counts twice"
 
 
-def test_a_failing_read_is_an_error_and_not_the_end_of_the_process(opened):
+def test_a_failing_read_is_an_error_and_not_the_end_of_the_process(opened, monkeypatch):
+    monkeypatch.setattr("serl_client.recent.KEPT_BYTES", 0)
     outbox = opened()
     fill(outbox, 3)
     (path,) = outbox.folder.glob("*.records")
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(OSError, match="shorter"):
         outbox.read(SESSION, 0, MIB)
+
+
+def test_what_was_just_appended_is_read_from_memory_once_and_from_the_file_again(opened):
+    outbox = opened()
+    fill(outbox, 4)
+    (path,) = outbox.folder.glob("*.records")
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    assert outbox.read(SESSION, 0, 2 * SIZE)[0] == 2
+    assert outbox.read(SESSION, 2, MIB)[0] == 4
+    with pytest.raises(OSError, match="shorter"):
+        outbox.read(SESSION, 2, MIB)
+    path.write_bytes(whole)
+    assert content(outbox) == [0, 1, 2, 3]
+
+
+def test_memory_holds_no_more_than_its_limit_and_the_file_has_the_rest(opened, monkeypatch):
+    monkeypatch.setattr(module, "FILE_BYTES", 1)
+    monkeypatch.setattr("serl_client.recent.KEPT_BYTES", 2 * SIZE)
+    outbox = opened()
+    fill(outbox, 3)
+    fill(outbox, 1, start=3, size=5000)
+    assert list(outbox._recent._records) == [0, 1]
+    assert content(outbox) == [0, 1, 2, 3]
+    fill(outbox, 2, start=4)
+    assert list(outbox._recent._records) == [4, 5]
+    outbox.acknowledge(SESSION, 5)  # the server had it before
+    fill(outbox, 1, start=6)
+    assert content(outbox) == [5, 6]
+    fill(outbox, 2, start=7)
+    assert list(outbox._recent._records) == [7, 8]
+    fill(outbox, 9, session="f" * 32)
+    assert list(outbox._recent._records) == [0, 1]
+    assert (content(outbox), content(outbox, "f" * 32)) == ([5, 6, 7, 8], list(range(9)))
+
+
+def test_large_arrays_are_sent_as_they_lie_in_memory(opened):
+    outbox, image = opened(), np.zeros(wire.COPY_BELOW, np.uint8)
+    assert outbox.append(SESSION, 0, wire.encode_record(0, {}, {"a": image, "b": np.ones(3, np.uint8), "c": image}))
+    _, data = outbox.read(SESSION, 0, MIB)
+    assert [np.shares_memory(np.frombuffer(part, np.uint8), image) for part in data] == [False, True, False, True]
 
 
 def test_a_second_process_is_refused_and_told_who_has_the_folder(opened):
@@ -279,7 +325,7 @@ def put(queue, count):
 def sent(queue):
     """[(session, seq), ...] of what is sent now."""
     pushes = list(queue.pushes())
-    return [(push.session, seq) for push in pushes for seq, _ in m.decode_records(push.arrays["records"].data)]
+    return [(push.session, seq) for push in pushes for seq, _ in m.decode_records(*push.parts)]
 
 
 def test_an_acknowledgement_that_overtakes_a_second_sending_is_taken(queue):

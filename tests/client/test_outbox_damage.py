@@ -12,6 +12,12 @@ MIB = 1 << 20
 SESSION = "e" * 32
 
 
+@pytest.fixture(autouse=True)
+def from_file(monkeypatch):
+    """Nothing is sent from memory, so that what the disk has damaged is read."""
+    monkeypatch.setattr("serl_client.recent.KEPT_BYTES", 0)
+
+
 def episode(make_segment, name, ends="terminated"):
     """Three segments, and the outcome before the last one."""
     return [
@@ -40,7 +46,7 @@ def sent(outbox, session=SESSION):
     while seq < end:
         seq, data = outbox.read(session, seq, MIB)
         found |= {
-            number: "lost" if isinstance(each, LostRecord) else each for number, each in messages.decode_records(data)
+            number: "lost" if isinstance(each, LostRecord) else each for number, each in messages.decode_records(*data)
         }
     return found
 
@@ -98,6 +104,18 @@ def test_a_record_that_is_damaged_after_it_was_written_is_found_when_the_learner
     assert outbox.pending == (0, 0)
     assert list(outbox.folder.glob("*.records")) == []
     assert list(outbox.folder.glob("*.damaged"))
+
+
+def test_what_follows_a_lost_record_is_lost_too_though_it_is_in_memory(opened, make_segment, monkeypatch):
+    monkeypatch.setattr("serl_client.recent.KEPT_BYTES", MIB)
+    outbox = opened()
+    move_to_outbox(outbox, episode(make_segment, "a")[:2])
+    damage(outbox, 0)
+    assert lost(outbox) == []
+    outbox.recheck(SESSION, 2)
+    assert lost(outbox) == [0, 1]
+    move_to_outbox(outbox, episode(make_segment, "a")[2:] + episode(make_segment, "b"), start=2)
+    assert lost(outbox) == [0, 1, 3]
 
 
 def test_each_time_the_learner_refuses_what_came_it_is_looked_at_again(opened, make_segment):
@@ -191,7 +209,7 @@ class Learner:
     def take(self, data):
         """False: something came damaged, and nothing of it was taken."""
         try:
-            records = messages.decode_records(data)
+            records = messages.decode_records(*data)
         except wire.MessageError:
             return False
         for seq, record in records:

@@ -89,6 +89,31 @@ def test_every_message_travels(kind):
         assert same(got["a"], value["a"]) if name == "arrays" else got == value
 
 
+@pytest.mark.parametrize("size", [1, 7, 32, 100])
+def test_records_are_read_however_they_are_cut_into_buffers(make_segment, size):
+    data = joined(messages.encode_record(5, make_segment()), messages.encode_record(6, make_segment(start=4)))
+    parts = [data[begin : begin + size] for begin in range(0, len(data), size)]
+    for (seq, header, arrays), (number, other, copies) in zip(
+        wire.decode_records(data), wire.decode_records(*parts), strict=True
+    ):
+        assert (seq, header, arrays.keys()) == (number, other, copies.keys())
+        assert all(same(array, copies[name]) for name, array in arrays.items())
+    with pytest.raises(MessageError, match="cut off"):
+        list(wire.decode_records(*parts[:-1]))
+    damaged = [*parts[:-1], bytes([parts[-1][0] ^ 1]) + parts[-1][1:]]
+    with pytest.raises(MessageError, match="damaged"):
+        list(wire.decode_records(*damaged))
+
+
+def test_parts_are_gathered_in_order_into_as_many_frames_as_a_message_has():
+    large = bytes(wire.COPY_BELOW)
+    assert wire.gathered([b"a", b"b", large, b"c"]) == [b"ab", large, b"c"]
+    assert wire.gathered([]) == []
+    assert [len(part) for part in wire.gathered([large] * 255)] == [wire.COPY_BELOW] * 255
+    (one,) = wire.gathered([large] * 256)
+    assert len(one) == 256 * wire.COPY_BELOW
+
+
 def test_records_travel(make_segment):
     segment = make_segment(steps=5, ends="terminated")
     outcome = Outcome("e0", None, discard=True, judged_by="operator")

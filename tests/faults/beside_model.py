@@ -215,7 +215,7 @@ def _plain(message, length):
                 tuple((session[length:], last) for session, last in message.earlier),
             )
         case m.Push():
-            ((seq, _),) = m.decode_records(message.arrays["records"].data)
+            ((seq, _),) = m.decode_records(*message.parts)
             return "push", message.session[length:], seq
         case m.Heartbeat():
             return ("beat",)

@@ -12,7 +12,7 @@ Where the text is gone, write the mutant anew with the same meaning. Ids are nev
 """
 
 TABLE = r"""
-== outbox: test_outbox test_outbox_damage test_failing_disk test_client
+== outbox: test_outbox test_outbox_damage test_failing_disk test_client test_wire
 
 O1 equivalent Outbox._cut_back: what a failed write left at the end of a file stays there
     - os.ftruncate(descriptor, file.size)
@@ -31,6 +31,26 @@ O4 killed Outbox._load: a record that two files hold is read twice
 O5 equivalent Outbox._looked_at: after one damaged record the others are not checked
     - self._doubted[file.session] = math.inf
     + pass
+O6 killed RecentRecords.add: memory holds all that waits
+    - if self._bytes + size <= KEPT_BYTES:
+    + if True:
+O7 killed Outbox.read: the rest of an episode that lacks a record is sent from memory
+    - if recent and not is_doubted:
+    + if recent:
+O8 killed RecentRecords.take: what is in memory in part is sent without the rest
+    - if not all(each in taken for each in range(seq, end)):
+    -     return []
+    - return wire.gathered(part for each in range(seq, end) for part in taken[each][1])
+    + return wire.gathered(part for _, record in taken.values() for part in record)
+O10 killed RecentRecords.take: what was sent stays in memory, which is full then
+    - self._bytes -= sum(size for size, _ in taken.values())
+    + pass
+O11 killed Outbox.append: records of an earlier session are taken for those of this one
+    - self._recent = RecentRecords()
+    + pass
+O9 killed _Reader.views: a buffer that is done with is read again
+    - self._index, self._at = self._index + 1, 0
+    + self._at = 0
 
 == sending: test_client test_outbox test_outbox_damage test_peer_faults test_protocol_model
 

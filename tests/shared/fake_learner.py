@@ -105,11 +105,11 @@ class FakeLearner:
         return m.Welcome(self.run, 3, self.window, expected, None, inference, dataclasses.asdict(notice))
 
     def _push(self, identity, push):
-        self.pushed_bytes += push.arrays["records"].nbytes
+        self.pushed_bytes += push.nbytes
         if self.lost_pushes:
             self.lost_pushes -= 1
             return None
-        for seq, record in m.decode_records(push.arrays["records"].data):
+        for seq, record in m.decode_records(*push.parts):
             expected = self.expected.get(push.session, 0)
             if seq > expected:
                 if push.session in self._gaps:

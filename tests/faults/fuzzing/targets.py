@@ -59,8 +59,8 @@ def _flipped(chance: Random, number: int) -> list[bytes]:
 
 def _decode(frames: list[bytes], scratch: Path) -> str:
     message = m.decode(frames)
-    if isinstance(message, m.Push) and message.arrays.get("records") is not None:
-        m.decode_records(message.arrays["records"].data)
+    if isinstance(message, m.Push):
+        m.decode_records(*message.parts)
     m.encode(message)  # what was taken can be sent on: a report goes to whoever asks for the status
     return "taken"
 

@@ -31,7 +31,6 @@ OPTIONS = {
     zmq.HEARTBEAT_TTL: 3000,
     zmq.MAXMSGSIZE: wire.MAX_ARRAY,
 }
-COPY_BELOW = 128 << 10  # measured: a frame below it is cheaper to copy than to hand over
 BREAKS = (
     zmq.EVENT_CLOSED
     | zmq.EVENT_DISCONNECTED
@@ -157,7 +156,7 @@ class Connection:
         if self.key is not None:
             socket.curve_publickey, socket.curve_secretkey = self.key.public.encode(), self.key.secret.encode()
             socket.curve_serverkey = self.key.server.encode()
-        socket.copy_threshold = COPY_BELOW
+        socket.copy_threshold = wire.COPY_BELOW
         self._socket, self._monitor = socket, socket.get_monitor_socket(BREAKS)
         self._opened, self._barred = time.monotonic(), False
         try:

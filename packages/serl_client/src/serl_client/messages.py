@@ -70,10 +70,18 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Carries encoded records of one session, in order: arrays {"records": uint8 [bytes]}."""
+    """Carries encoded records of one session, in order: the bytes of all `arrays`, one after the other."""
 
     session: str
     arrays: Mapping[str, Array]
+
+    @property
+    def parts(self) -> list[wire.Buffer]:
+        return [array.data for array in self.arrays.values()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,16 +360,16 @@ def encode_record(seq: int, record: QueuedRecord) -> list[wire.Buffer]:
     return wire.encode_record(seq, header, {**columns, **record.observation, **record.extras})
 
 
-def decode_records(data: wire.Buffer) -> list[tuple[int, QueuedRecord]]:
+def decode_records(*data: wire.Buffer) -> list[tuple[int, QueuedRecord]]:
     """(seq, record) of each encoded record in `data`, at most MAX_RECORDS. Raises MessageError; shapes are not checked
     against a Spec yet."""
-    return list(records(data))
+    return list(records(*data))
 
 
-def records(data: wire.Buffer) -> Iterator[tuple[int, QueuedRecord]]:
+def records(*data: wire.Buffer) -> Iterator[tuple[int, QueuedRecord]]:
     """Yield what `decode_records` returns; each record is decoded when it is asked for."""
     try:
-        for seq, header, arrays in wire.decode_records(data):
+        for seq, header, arrays in wire.decode_records(*data):
             yield seq, _record(header, arrays)
     except (TypeError, KeyError, ValueError) as error:
         raise MessageError(f"this is no record: {error!r}") from None

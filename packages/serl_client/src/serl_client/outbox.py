@@ -3,7 +3,8 @@
 A file holds records of one session. When its last one is acknowledged it is unlinked, which works on a full disk too.
 While much is written it is reused instead, because the pages of a new file cost more than the rest of the work on a
 record. Its old content are records of the same session with lower numbers, which a scan ignores. Nothing is synced.
-Reading uses pread, so that a bad sector is an OSError. A mapping would get SIGBUS, which ends the robot's process.
+What was just appended is sent from memory (`recent.py`), once. What is sent again, or lay in the folder, is read from
+its file, by pread, so that a bad sector is an OSError. A mapping would get SIGBUS, which ends the robot's process.
 
 If the disk damages a record, a `LostRecord` with its number is sent in its place. The later records of its episode are
 lost too, because they cannot be stored without it. The files stay until all of these are acknowledged, so that the next
@@ -28,6 +29,7 @@ from typing import IO, Any
 from serl_client import messages, wire
 from serl_client.episode import LostRecord
 from serl_client.errors import ConfigError, MessageError
+from serl_client.recent import RecentRecords
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class Outbox:
         self._doubted: dict[str, float] = {}  # records of a session below this seq are checked before they are sent
         self._seen: dict[str, int] = {}  # records of a session below this seq were checked
         self._cut: dict[str, _File] = {}  # sessions whose latest episode lacks a record, and the file of that record
+        self._recent = RecentRecords()  # of that session
         self._bytes = 0
         self._number = 0
         self._tail: tuple[_File, int] | None = None  # the file under writing, and its descriptor
@@ -136,24 +139,31 @@ class Outbox:
             return False
         if not file.ends:
             self._files = [*self._files, file]
+        if session != self._writing:
+            self._recent = RecentRecords()
         self._writing = session
+        self._recent.add(seq, size, record)
         file.ends.append(file.size + size)
         self._bytes += size
         self.fault = ""
         return True
 
-    def read(self, session: str, seq: int, limit: int, *, alone: bool = False) -> tuple[int, bytes]:
-        """Return (next seq, bytes) of whole records from `seq` on: about SLICE_BYTES, and at most `limit`.
+    def read(self, session: str, seq: int, limit: int, *, alone: bool = False) -> tuple[int, list[wire.Buffer]]:
+        """Return (next seq, buffers) of whole records from `seq` on: about SLICE_BYTES, and at most `limit`.
 
         alone: the first record may exceed `limit`.
 
-        Raises OSError.
+        The first reading finds the latest records in memory; every other reads the file. Raises OSError.
         """
         file = next(file for file in self._files if file.session == session and file.first <= seq < file.end)
         begin, index = file.size_below(seq), seq - file.first
         if file.ends[index] - begin > limit and not alone:
-            return seq, b""
+            return seq, []
         stop = max(index + 1, bisect_right(file.ends, begin + min(limit, SLICE_BYTES)))
+        recent = self._recent.take(seq, file.first + stop) if session == self._writing else []
+        is_doubted = file.lost or session in self._cut or seq < self._doubted.get(session, 0)
+        if recent and not is_doubted:
+            return file.first + stop, recent
         size = file.ends[stop - 1] - begin
         if self._tail and self._tail[0] is file:
             data = os.pread(self._tail[1], size, begin)
@@ -162,9 +172,9 @@ class Outbox:
                 data = os.pread(opened.fileno(), size, begin)
         if len(data) != size:
             raise OSError(errno.EIO, f"{file.path} is shorter than it was")
-        if file.lost or session in self._cut or seq < self._doubted.get(session, 0):
+        if is_doubted:
             data = b"".join(self._looked_at(file, *record) for record in _records(file, index, stop, data))
-        return file.first + stop, data
+        return file.first + stop, [data]
 
     def recheck(self, session: str, end: int) -> None:
         """Check each record of `session` below `end` before sending it again: the server received damaged data."""

@@ -169,10 +169,10 @@ class SendQueue:
                 stop, data = self._outbox.read(session, self._next, self._window - flying, alone=not flying)
                 if not data:
                     return
-                yield Push(session, {"records": np.frombuffer(data, np.uint8)})
+                yield Push(session, {str(part): np.frombuffer(data[part], np.uint8) for part in range(len(data))})
                 if not flying:
                     self._heard = time.monotonic()
-                self._flying.append((stop, len(data)))
+                self._flying.append((stop, sum(map(len, data))))
                 self._next = stop
             return
 

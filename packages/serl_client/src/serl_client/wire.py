@@ -9,8 +9,9 @@ wire carries many of them in one frame, and the server checks it, all in the sam
     body = msgpack header, then each array, each padded with zeros to 8 bytes
 """
 
+import itertools
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +25,7 @@ from serl_client.spec import DTYPES, MAX_DIMENSIONS, MAX_TEXT, Array
 Buffer = bytes | memoryview
 
 MAX_FRAMES = 256
+COPY_BELOW = 128 << 10  # measured: a frame below it is cheaper to copy than to hand over
 JOIN_BELOW = 1 << 20  # bytes; measured: copying them takes as long as two frames
 MAX_HEADER = 1 << 20
 MAX_ARRAY = 64 << 20  # also the socket's MAXMSGSIZE
@@ -68,13 +70,22 @@ def joined(frames: list[Buffer]) -> list[Buffer]:
     return [frames[0], b"".join(parts)]
 
 
+def gathered(parts: Iterable[Buffer]) -> list[Buffer]:
+    """Return the same bytes in at most MAX_FRAMES - 1 buffers. Parts of at least COPY_BELOW bytes are not copied."""
+    found: list[Buffer] = []
+    for is_large, run in itertools.groupby(parts, lambda part: len(part) >= COPY_BELOW):
+        neighbours = list(run)
+        found += neighbours if is_large else [b"".join(neighbours)]
+    return found if len(found) < MAX_FRAMES else [b"".join(found)]
+
+
 def unpack(frames: Sequence[Buffer]) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return (header, arrays) of one message; the arrays are views of the frames. Raises MessageError."""
     if not 1 <= len(frames) <= MAX_FRAMES or sum(map(len, frames)) > MAX_MESSAGE:
         raise MessageError(f"a message has 1 to {MAX_FRAMES} frames and at most {MAX_MESSAGE >> 20} MiB")
     header, layout = _header(frames[0])
     if len(frames) == 2 and len(layout) > 1:
-        return header, _slices(memoryview(frames[1]), 0, layout)
+        return header, _slices(_Reader(frames[1:]), layout)
     if len(layout) != len(frames) - 1:
         raise MessageError(f"the header names {len(layout)} arrays, {len(frames) - 1} came")
     arrays = {}
@@ -104,50 +115,88 @@ def encode_record(seq: int, header: Mapping[str, Any], arrays: Mapping[str, Arra
 
 def record_length(data: Buffer) -> int:
     """Return the length in bytes of the record at the start of `data`. Raises MessageError if no whole one is there."""
-    if len(data) < PREFIX.size:
-        raise MessageError("a record was cut off")
-    magic, header_length, body_length, _, _ = PREFIX.unpack_from(data)
-    if magic != MAGIC or header_length > MAX_HEADER or body_length > MAX_MESSAGE:
-        raise MessageError("these bytes are no record")
-    if len(data) < PREFIX.size + body_length:
-        raise MessageError("a record was cut off")
+    reader = _Reader([data])
+    _, body_length, _, _ = _prefix(reader.take(PREFIX.size))
+    reader.skip(body_length)
     return PREFIX.size + body_length
 
 
-def decode_records(data: Buffer) -> Iterator[tuple[int, dict[str, Any], dict[str, Array]]]:
-    """Yield (seq, header, arrays) of each record in `data`; the arrays are views. Raises MessageError."""
-    view = memoryview(data).cast("B")
+def _prefix(data: Buffer) -> tuple[int, int, int, int]:
+    """Return (header length, body length, seq, checksum)."""
+    magic, header_length, body_length, seq, checksum = PREFIX.unpack(data)
+    if magic != MAGIC or header_length > MAX_HEADER or body_length > MAX_MESSAGE:
+        raise MessageError("these bytes are no record")
+    return header_length, body_length, seq, checksum
+
+
+def decode_records(*data: Buffer) -> Iterator[tuple[int, dict[str, Any], dict[str, Array]]]:
+    """Yield (seq, header, arrays) of each record in `data`, which is one run of bytes in any number of buffers.
+
+    The arrays are views where they lie in one buffer, and copies where they do not. Raises MessageError.
+    """
+    reader = _Reader(data)
     for _ in range(MAX_RECORDS):
-        if not len(view):
+        if not reader.left:
             return
-        length = record_length(view)
-        _, header_length, _, seq, checksum = PREFIX.unpack_from(view)
-        body = view[PREFIX.size : length]
-        if xxhash.xxh3_64_intdigest(body, seed=seq) != checksum:
+        header_length, body_length, seq, checksum = _prefix(reader.take(PREFIX.size))
+        body = reader.views(body_length)
+        found = xxhash.xxh3_64(seed=seq)
+        for view in body:
+            found.update(view)
+        if found.intdigest() != checksum:
             raise MessageError(f"record {seq} was damaged on its way: its checksum does not fit")
-        header, layout = _header(body[:header_length])
-        yield seq, header, _slices(body, _padded(header_length), layout)
-        view = view[length:]
-    if len(view):
+        arrays = _Reader(body)
+        header, layout = _header(arrays.take(header_length))
+        arrays.skip(-header_length % 8)
+        yield seq, header, _slices(arrays, layout)
+    if reader.left:
         raise MessageError(f"at most {MAX_RECORDS} records come together")
 
 
-def _slices(body: memoryview, offset: int, layout: list[tuple[str, str, tuple[int, ...], int]]) -> dict[str, Array]:
+class _Reader:
+    """Reads buffers as one run of bytes. `left` is how many are not read. Raises MessageError beyond the end."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._views = [memoryview(buffer).cast("B") for buffer in buffers]
+        self._index = self._at = 0  # the view that is next, and how much of it was read
+        self.left = sum(map(len, self._views))
+
+    def views(self, length: int) -> list[memoryview]:
+        """Return the next `length` bytes as they lie."""
+        if length > self.left:
+            raise MessageError("a record was cut off")
+        self.left -= length
+        found = []
+        while length:
+            view = self._views[self._index][self._at : self._at + length]
+            self._at += len(view)
+            length -= len(view)
+            found.append(view)
+            if self._at == len(self._views[self._index]):
+                self._index, self._at = self._index + 1, 0
+        return found
+
+    def take(self, length: int) -> Buffer:
+        """Return the next `length` bytes in one buffer: a view, or a copy if they lie in several."""
+        views = self.views(length)
+        return views[0] if len(views) == 1 else b"".join(views)
+
+    def skip(self, length: int) -> None:
+        self.views(length)
+
+
+def _slices(reader: _Reader, layout: list[tuple[str, str, tuple[int, ...], int]]) -> dict[str, Array]:
     arrays = {}
     for name, dtype, shape, nbytes in layout:
-        if offset + nbytes > len(body):
+        if nbytes > reader.left:
             raise MessageError(f"array {name!r} is longer than its record")
-        arrays[name] = np.ndarray(shape, dtype, body, offset)
-        offset += _padded(nbytes)
-    if offset != len(body):
+        arrays[name] = np.ndarray(shape, dtype, reader.take(nbytes))
+        reader.skip(-nbytes % 8)
+    if reader.left:
         raise MessageError("a record is longer than its arrays")
     if len(arrays) < len(layout):
         raise MessageError("a header names each array once")
     return arrays
-
-
-def _padded(length: int) -> int:
-    return length + -length % 8
 
 
 def _header(frame: Buffer) -> tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...], int]]]:

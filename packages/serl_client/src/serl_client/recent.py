@@ -1,0 +1,33 @@
+"""The records that were appended to the outbox last: they are sent from memory."""
+
+import itertools
+from collections.abc import Sequence
+
+from serl_client import wire
+
+KEPT_BYTES = 16 << 20  # of records in memory: as much as the server lets be on its way
+
+
+class RecentRecords:
+    """Keeps the encoded records of one session as they were written, until they are taken. Arrays are not copied."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, tuple[int, Sequence[wire.Buffer]]] = {}  # seq -> (bytes, record)
+        self._bytes = 0
+
+    def add(self, seq: int, size: int, record: Sequence[wire.Buffer]) -> None:
+        """Keep a record of `size` bytes, if there is room for it."""
+        if self._bytes + size <= KEPT_BYTES:
+            self._records[seq] = size, record
+            self._bytes += size
+
+    def take(self, seq: int, end: int) -> list[wire.Buffer]:
+        """Forget every record below `end`. Return the buffers of those from `seq` on; none if one is missing."""
+        taken = {each: self._records.pop(each) for each in self._below(end)}
+        self._bytes -= sum(size for size, _ in taken.values())
+        if not all(each in taken for each in range(seq, end)):
+            return []
+        return wire.gathered(part for each in range(seq, end) for part in taken[each][1])
+
+    def _below(self, end: int) -> list[int]:
+        return list(itertools.takewhile(lambda seq: seq < end, self._records))
