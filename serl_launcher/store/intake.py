@@ -11,6 +11,7 @@ from functools import partial
 
 import zmq
 from serl_client import messages as m
+from serl_client import wire
 from serl_client.connection import has_come
 from serl_client.episode import LostRecord, Outcome, QueuedRecord, Segment
 from serl_client.errors import MessageError, Refused, RetakeError
@@ -56,6 +57,8 @@ class Intake:
             return None
         if push.session not in store.sessions:
             return m.Failed("Disconnected", "say Hello again")
+        if push.nbytes > wire.MAX_ARRAY:
+            raise Refused(f"a Push holds at most {wire.MAX_ARRAY >> 20} MiB of records")
         if peer.inbox and peer.queued + push.nbytes > 2 * MAX_UNACKNOWLEDGED:
             self._access.refuse("too fast", f"{peer.hello.actor} sends more than its window holds")
             return None  # it is asked for this again, as what comes next leaves a gap

@@ -107,7 +107,7 @@ def test_records_are_read_however_they_are_cut_into_buffers(make_segment, size):
 
 def test_parts_are_gathered_in_order_into_as_many_frames_as_a_message_has():
     large = bytes(wire.COPY_BELOW)
-    assert wire.gathered([b"a", b"b", large, b"c"]) == [b"ab", large, b"c"]
+    assert wire.gathered([b"a", b"b", large, b"", large, b"c", b""]) == [b"ab", large, large, b"c"]
     assert wire.gathered([]) == []
     assert [len(part) for part in wire.gathered([large] * 255)] == [wire.COPY_BELOW] * 255
     (one,) = wire.gathered([large] * 256)

@@ -136,6 +136,17 @@ def test_more_than_the_window_holds_is_not_kept_and_asked_for_again(turns, monke
     assert (turns.got(0, m.Ack)[-1].expected, turns.got(0, m.Ack)[-1].resend) == (reached, True)
 
 
+def test_a_push_holds_no_more_in_several_arrays_than_in_one(turns, monkeypatch):
+    monkeypatch.setattr(intake.wire, "MAX_ARRAY", 999)
+    turns.welcome(0)
+    data = np.frombuffer(push_of(session_of(0), *outcomes(2)).arrays["records"], np.uint8)
+    turns.say(0, m.Push(session_of(0), {"0": data[:50], "1": data[50:], "2": np.zeros(900, np.uint8)}))
+    assert "a Push holds at most" in turns.got(0, m.Failed)[-1].text
+    turns.say(0, m.Push(session_of(0), {"0": data[:50], "1": data[50:]}))
+    turns.work()
+    assert turns.store.expected(session_of(0)) == 2
+
+
 def test_a_gap_that_follows_another_within_one_group_is_told_too(turns):
     turns.welcome(0)
     segments = [make_segment("x", start=4 * i, directive=turns.number) for i in range(4)]

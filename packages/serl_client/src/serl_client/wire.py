@@ -73,7 +73,7 @@ def joined(frames: list[Buffer]) -> list[Buffer]:
 def gathered(parts: Iterable[Buffer]) -> list[Buffer]:
     """Return the same bytes in at most MAX_FRAMES - 1 buffers. Parts of at least COPY_BELOW bytes are not copied."""
     found: list[Buffer] = []
-    for is_large, run in itertools.groupby(parts, lambda part: len(part) >= COPY_BELOW):
+    for is_large, run in itertools.groupby(filter(len, parts), lambda part: len(part) >= COPY_BELOW):
         neighbours = list(run)
         found += neighbours if is_large else [b"".join(neighbours)]
     return found if len(found) < MAX_FRAMES else [b"".join(found)]
