@@ -56,8 +56,8 @@ def test_sac_pi0_updates_what_each_phase_says_and_says_how_far_values_are_from_t
     published = safetensors.torch.load_file(tmp_path / "weights" / f"{summary['eval']['weights_sha256']}.safetensors")
     assert {name.partition(".")[0] for name in published} == {"encoder", "network", "scale"}
     newest = max((tmp_path / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
-    kept = torch.load(newest / "state.pt", weights_only=True)["algorithm"]
-    assert torch.equal(kept["policy.network.0.weight"], published["network.0.weight"])
+    kept = safetensors.torch.load_file(newest / "tensors.safetensors")
+    assert torch.equal(kept["algorithm.policy.network.0.weight"], published["network.0.weight"])
     assert not torch.equal(kept["policy.network.0.weight"], kept["reference.network.0.weight"])
 
 

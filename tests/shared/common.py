@@ -17,12 +17,16 @@ WORKERS = 16  # of xdist; each has a range of ports of its own
 _given: set[int] = set()
 
 
-def until(condition, seconds=30.0, *, every=0.005, why="this never happened"):
-    """Wait until `condition()` is true and return its value; fail with `why` (or what it returns) after `seconds`."""
-    deadline = time.monotonic() + seconds * SCALE
+def until(condition, seconds=30.0, *, every=0.02, why="this never happened"):
+    """Wait until `condition()` is true and return its value; fail with `why` (or what it returns) after `seconds`.
+
+    It looks more and more seldom, at last once in `every` seconds, because each look takes time of what is waited for.
+    """
+    begin = time.monotonic()
     while not (value := condition()):
-        assert time.monotonic() < deadline, why() if callable(why) else why
-        time.sleep(every)
+        waited = time.monotonic() - begin
+        assert waited < seconds * SCALE, why() if callable(why) else why
+        time.sleep(min(max(0.002, waited / 10), every))
     return value
 
 

@@ -5,7 +5,6 @@ import os
 import pytest
 
 from tests.shared.common import until
-from tests.shared.tools import called
 from tools import first_gpu
 from tools.first_gpu import Part, run, tried
 
@@ -39,14 +38,3 @@ def test_what_is_too_slow_is_ended_with_all_that_it_started(tmp_path):
 def test_a_part_ends_within_its_limit_and_says_so():
     page = "\n".join(tried("infer", Part((), ["sleep 600"]), 0.2))
     assert "FAILED: the part took more than 0.2 s" in page
-
-
-@pytest.mark.slow
-def test_the_page_is_made_without_a_gpu(tmp_path):
-    page = tmp_path / "gpu.md"
-    words = ("--device", "cpu", "--policy", "pi0_tiny", "--rounds", "1", "--out", page)
-    assert called("first_gpu", "infer", "tests", *words)[0] == 0
-    text = page.read_text()
-    assert text.count("ended well") == 3
-    assert "eager, rows 1, samples 1: p50" in text
-    assert "skipped" in text
