@@ -31,6 +31,21 @@ static int trace = -1;
 static char root[PATH_MAX];
 static pthread_mutex_t order = PTHREAD_MUTEX_INITIALIZER; /* that of the trace is that of the calls */
 
+/* A signal handler may write, too (Python's does), so none runs while the order is held. */
+static void enter(sigset_t *before)
+{
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, before);
+    pthread_mutex_lock(&order);
+}
+
+static void leave(const sigset_t *before)
+{
+    pthread_mutex_unlock(&order);
+    pthread_sigmask(SIG_SETMASK, before, NULL);
+}
+
 static int sys_open(int folder, const char *path, int flags, int mode)
 {
     return syscall(SYS_openat, folder, path, flags, mode);
@@ -115,9 +130,10 @@ static void record(unsigned kind, const char *path, int64_t offset, const struct
 void retake_mark(const void *data, size_t size)
 {
     struct iovec part = { (void *)data, size };
-    pthread_mutex_lock(&order);
+    sigset_t before;
+    enter(&before);
     record(MARK, root, 0, &part, 1, size);
-    pthread_mutex_unlock(&order);
+    leave(&before);
 }
 
 static ssize_t put(int fd, const struct iovec *parts, int count, off64_t offset, int flags)
@@ -131,10 +147,11 @@ static ssize_t put(int fd, const struct iovec *parts, int count, off64_t offset,
     if (how == FAIL) return -1;
     for (int i = 0; i < count; i++) size += parts[i].iov_len;
     count = first_bytes(parts, count, how == HALF && size > 1 ? size / 2 : size, cut);
-    pthread_mutex_lock(&order);
+    sigset_t before;
+    enter(&before);
     ssize_t done = syscall(SYS_pwritev2, fd, cut, count, offset, 0, flags);
     if (done > 0) record(WRITE, path, offset < 0 ? lseek(fd, 0, SEEK_CUR) - done : offset, cut, count, done);
-    pthread_mutex_unlock(&order);
+    leave(&before);
     if (how == HALF && control->armed == 2) kill(getpid(), SIGKILL);
     return done;
 }
@@ -156,10 +173,11 @@ static int change(unsigned kind, int fd, int64_t size, long number, long a, long
     if (!watched(kind)) return syscall(number, fd, a, b, c);
     path_of(fd, path);
     if (verdict(kind, path, "") == FAIL) return -1;
-    pthread_mutex_lock(&order);
+    sigset_t before;
+    enter(&before);
     int result = syscall(number, fd, a, b, c);
     if (result == 0) record(kind, path, size, NULL, 0, 0);
-    pthread_mutex_unlock(&order);
+    leave(&before);
     return result;
 }
 
@@ -184,12 +202,13 @@ static int move(unsigned kind, int folder, const char *name, int other, const ch
         if (to) path_at(other, to, target);
         if (verdict(kind, path, target) == FAIL) return -1;
     }
-    pthread_mutex_lock(&order);
+    sigset_t before;
+    enter(&before);
     int result = to ? syscall(SYS_renameat2, folder, name, other, to, flags)
                     : syscall(SYS_unlinkat, folder, name, flags);
     size_t size = strlen(target);
     if (result == 0 && trace >= 0) record(kind, path, flags, &(struct iovec){ target, size }, 1, size);
-    pthread_mutex_unlock(&order);
+    leave(&before);
     return result;
 }
 
@@ -208,12 +227,13 @@ static int make(unsigned kind, int folder, const char *name, int flags, int mode
         return kind == FOLDER ? (int)syscall(SYS_mkdirat, folder, name, mode) : sys_open(folder, name, flags, mode);
     path_at(folder, name, path);
     if (verdict(kind, path, "") == FAIL) return -1;
-    pthread_mutex_lock(&order);
+    sigset_t before;
+    enter(&before);
     int is_new = syscall(SYS_faccessat, folder, name, F_OK) != 0;
     int result = kind == FOLDER ? (int)syscall(SYS_mkdirat, folder, name, mode) : sys_open(folder, name, flags, mode);
     if (result >= 0 && is_new) record(kind, path, 0, NULL, 0, 0);
     else if (result >= 0 && (flags & O_TRUNC)) record(TRUNCATE, path, 0, NULL, 0, 0);
-    pthread_mutex_unlock(&order);
+    leave(&before);
     return result;
 }
 

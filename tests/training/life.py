@@ -85,7 +85,7 @@ class Life:
             console=Console("learner", io.StringIO()), **{**arguments, **options},
         )  # fmt: skip
         self.learner.link.wait = self._waiting(self.learner.link.wait)
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._error = None
 
     def _watched(self, name):
