@@ -19,8 +19,8 @@ def _one_machine(monkeypatch):
 
 def test_each_command_stands_on_the_page_with_what_it_said_and_how_it_ended():
     page = "\n".join(tried("train", Part((), ["echo 3 TFLOP/s", "echo no kernel >&2; exit 3"]), 60))
-    assert "$ echo 3 TFLOP/s\n3 TFLOP/s\n```\nended well, after 0 s" in page
-    assert "no kernel\n```\nFAILED: 3, after 0 s" in page
+    assert "$ echo 3 TFLOP/s\n3 TFLOP/s\n```\nended well, after " in page
+    assert "no kernel\n```\nFAILED: 3, after " in page
 
 
 def test_a_part_whose_packages_are_missing_is_left_out_and_names_them():
@@ -30,7 +30,7 @@ def test_a_part_whose_packages_are_missing_is_left_out_and_names_them():
 
 def test_what_is_too_slow_is_ended_with_all_that_it_started(tmp_path):
     file = tmp_path / "child"
-    status, text = run(f"sleep 600 & echo $! > {file}; trap '' INT; echo began; wait; sleep 600", 1.0)
+    status, text = run(f"sleep 600 & echo $! > {file}; trap '' INT; echo began; wait; sleep 600", 3.0)
     assert (status, text) == (None, "began\n")
     until(lambda: not os.path.exists(f"/proc/{int(file.read_text())}"))
 
