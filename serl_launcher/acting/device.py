@@ -6,7 +6,7 @@ inside `here`. Never run on a GPU.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,10 +17,23 @@ PIECE = 64 << 20  # bytes of the staging memory, because pinned memory is taken 
 Call = Callable[[], Tensor]
 
 
-class Cpu:
-    """Does in their order the things that a GPU does on several streams. It records nothing."""
+@runtime_checkable
+class Recorder(Protocol):
+    """A device that records kernels."""
 
-    records = False
+    def pool(self) -> Any:
+        """Return a new memory pool, which recordings may share: a replay overwrites what another one has left there."""
+
+    def record(self, call: Call, pool: Any) -> tuple[Callable[[], None], Tensor]:
+        """Return (what runs the kernels of `call` again, the tensor that it overwrites with their result)."""
+        ...
+
+    def release(self) -> None:
+        """Give back the memory that is kept for later."""
+
+
+class Cpu:
+    """Does in their order the things that a GPU does on several streams. It is no Recorder."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,14 +43,6 @@ class Cpu:
     def here(self) -> Iterator[None]:
         """Make this the thread's current device."""
         yield
-
-    def pool(self) -> Any:
-        """Return a new memory pool, which recordings may share: a replay overwrites what another one has left there."""
-        raise NotImplementedError
-
-    def record(self, call: Call, pool: Any) -> tuple[Callable[[], None], Tensor]:
-        """Return (what runs the kernels of `call` again, the tensor that it overwrites with their result)."""
-        raise NotImplementedError
 
     def release(self) -> None:
         """Give back the memory that is kept for later."""
@@ -74,9 +79,7 @@ class Cpu:
 
 
 class Cuda(Cpu):
-    """One CUDA device, with a stream for recordings and one for copies."""
-
-    records = True
+    """One CUDA device, with a stream for recordings and one for copies; a Recorder."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -93,7 +96,7 @@ class Cuda(Cpu):
             return torch.cuda.graph_pool_handle()
 
     def record(self, call: Call, pool: Any) -> tuple[Callable[[], None], Tensor]:
-        """See Cpu. Another thread may load weights meanwhile, so only this thread's errors count."""
+        """See Recorder. Another thread may load weights meanwhile, so only this thread's errors count."""
         with self.here():
             before = torch.cuda.current_stream()
             self._recordings.wait_stream(before)

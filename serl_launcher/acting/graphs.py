@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serl_launcher.acting.device import Cpu, is_out_of_memory
+from serl_launcher.acting.device import Recorder, is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Graphs:
     Raises torch.OutOfMemoryError if memory is lacking, also from a recording.
     """
 
-    def __init__(self, function: Callable[[Inputs, Tensor], Tensor], device: Cpu) -> None:
+    def __init__(self, function: Callable[[Inputs, Tensor], Tensor], device: Recorder) -> None:
         self._function, self._device = function, device
         self._recorded: dict[object, Recording] = {}
         self._of_one, self._of_more = device.pool(), device.pool()

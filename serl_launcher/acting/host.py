@@ -21,7 +21,7 @@ from serl_client.network import Answer
 from serl_client.spec import Array, Spec
 from torch import Tensor
 
-from serl_launcher.acting.device import opened
+from serl_launcher.acting.device import Recorder, opened
 from serl_launcher.acting.graphs import Graphs
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.types import Carry
@@ -61,16 +61,17 @@ class PolicyHost:
         self.spec, self.device = spec, self._on.device
         self.algorithm = algorithm.to(self.device).eval()
         self.version, self.most = 0, MOST  # version 0: no weights yet
-        graph = self.acting.graph if self._on.records else None
+        recorder = self._on if isinstance(self._on, Recorder) else None
+        graph = self.acting.graph if recorder else None
         self.is_static = graph is not None  # only powers of two
         self.is_short = False  # True: a batch was cut because its size was not recorded
         self._ready: set[int] = set()  # sizes that are recorded
-        if graph is not None:
+        if recorder and graph is not None:
             if lacks := compiler.lacking():
                 log.warning("the policy's layers are not compiled and answers take longer: %s is missing", lacks)
             else:
                 self.acting.compile_layers()
-            setattr(self.acting, graph, Graphs(getattr(self.acting, graph), self._on))
+            setattr(self.acting, graph, Graphs(getattr(self.acting, graph), recorder))
         self._layout = {name: tensor.shape for name, tensor in self.acting.published().items()}
         self._carries: dict[bytes, Carry] = {}
 

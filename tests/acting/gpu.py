@@ -17,8 +17,6 @@ class FakeGpu(Cpu):
     fails: what each recording raises. empty: a replay does nothing. room: rows of the largest recording.
     """
 
-    records = True
-
     def __init__(self, *, fails=None, empty=False, room=MOST):
         super().__init__(torch.device("cpu"))
         self.fails, self.empty, self.room = fails, empty, room

@@ -22,7 +22,7 @@ from serl_client import messages as m
 from serl_client.spec import Spec
 from torch import Tensor
 
-from serl_launcher.acting.device import opened
+from serl_launcher.acting.device import Recorder, opened
 from serl_launcher.acting.graphs import Graphs
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.policies.pi0 import PI0
@@ -142,7 +142,8 @@ def made(options: argparse.Namespace, host: PolicyHost, policy: PI0) -> list[Cas
         if not on_gpu:
             policy.compile_layers()
         ways["compiled"] = policy.chunks
-        shared = Graphs(shared, opened(str(host.device))) if on_gpu else shared
+        recorder = opened(str(host.device))
+        shared = Graphs(shared, recorder) if isinstance(recorder, Recorder) else shared
     rows = sorted({1, options.samples, *options.batch})
     for count in rows:
         host.warm_up(1 << (count - 1).bit_length())

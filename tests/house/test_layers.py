@@ -59,7 +59,7 @@ NAMED = {  # but for these, whose names are those of our own fields
     ("serl_launcher.store.index", "getattr(thing, name)"),
     ("serl_launcher.acting.host", "getattr(self.acting, graph)"),
     ("serl_launcher.acting.host",
-     "setattr(self.acting, graph, Graphs(getattr(self.acting, graph), self._on))"),
+     "setattr(self.acting, graph, Graphs(getattr(self.acting, graph), recorder))"),
 }  # fmt: skip
 
 
