@@ -94,11 +94,9 @@ def checksum(record: Array, observations: Iterable[Array]) -> int:
 
 
 def checksums(records: Array, columns: Sequence[Array]) -> list[int]:
-    """The `checksum` of each of T consecutive steps, [T] records; the columns of their observations are [T, ...], or
-    [T+1, ...] where the last of these is final."""
-    blank = records.copy()
-    blank["checksum"] = 0
-    lines = _lines(blank)
+    """The `checksum` of each of T consecutive steps, [T] records that have none yet; the columns of their observations
+    are [T, ...], or [T+1, ...] where the last of these is final."""
+    lines = _lines(records)
     rows = list(zip(*map(_lines, columns), strict=True))
     found = []
     for i, line in enumerate(lines):

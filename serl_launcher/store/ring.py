@@ -78,8 +78,7 @@ class Ring:
         for segment, records in self.segments:
             columns = [array for _, array in sorted(segment.observation.items())]
             records["checksum"] = layout.checksums(records, columns)
-        records = np.concatenate([records for _, records in self.segments])
-        self.files.write("steps", 0, self.layout.capacity, self.source.head, [records])
+        self.files.write("steps", 0, self.layout.capacity, self.source.head, [records for _, records in self.segments])
         self.source.head, self.source.row_head = self.next_step, self.next_row
         self.clear()
 

@@ -219,7 +219,8 @@ def test_a_failing_read_is_an_error_and_not_the_end_of_the_process(opened, monke
         outbox.read(SESSION, 0, MIB)
 
 
-def test_what_was_just_appended_is_read_from_memory_once_and_from_the_file_again(opened):
+def test_a_large_record_is_read_from_memory_once_and_from_the_file_again(opened, monkeypatch):
+    monkeypatch.setattr("serl_client.recent.LEAST_BYTES", SIZE)
     outbox = opened()
     fill(outbox, 4)
     (path,) = outbox.folder.glob("*.records")
@@ -236,6 +237,7 @@ def test_what_was_just_appended_is_read_from_memory_once_and_from_the_file_again
 def test_memory_holds_no_more_than_its_limit_and_the_file_has_the_rest(opened, monkeypatch):
     monkeypatch.setattr(module, "FILE_BYTES", 1)
     monkeypatch.setattr("serl_client.recent.KEPT_BYTES", 2 * SIZE)
+    monkeypatch.setattr("serl_client.recent.LEAST_BYTES", SIZE)
     outbox = opened()
     fill(outbox, 3)
     fill(outbox, 1, start=3, size=5000)
@@ -248,9 +250,11 @@ def test_memory_holds_no_more_than_its_limit_and_the_file_has_the_rest(opened, m
     assert content(outbox) == [5, 6]
     fill(outbox, 2, start=7)
     assert list(outbox._recent._records) == [7, 8]
+    fill(outbox, 1, start=9, size=99)
+    assert list(outbox._recent._records) == [7, 8], "what is small is not worth it"
     fill(outbox, 9, session="f" * 32)
     assert list(outbox._recent._records) == [0, 1]
-    assert (content(outbox), content(outbox, "f" * 32)) == ([5, 6, 7, 8], list(range(9)))
+    assert (content(outbox), content(outbox, "f" * 32)) == ([5, 6, 7, 8, 9], list(range(9)))
 
 
 def test_large_arrays_are_sent_as_they_lie_in_memory(opened):

@@ -108,6 +108,7 @@ def test_a_record_that_is_damaged_after_it_was_written_is_found_when_the_learner
 
 def test_what_follows_a_lost_record_is_lost_too_though_it_is_in_memory(opened, make_segment, monkeypatch):
     monkeypatch.setattr("serl_client.recent.KEPT_BYTES", MIB)
+    monkeypatch.setattr("serl_client.recent.LEAST_BYTES", 0)
     outbox = opened()
     move_to_outbox(outbox, episode(make_segment, "a")[:2])
     damage(outbox, 0)

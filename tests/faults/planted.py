@@ -32,8 +32,8 @@ O5 equivalent Outbox._looked_at: after one damaged record the others are not che
     - self._doubted[file.session] = math.inf
     + pass
 O6 killed RecentRecords.add: memory holds all that waits
-    - if self._bytes + size <= KEPT_BYTES:
-    + if True:
+    - if size >= LEAST_BYTES and self._bytes + size <= KEPT_BYTES:
+    + if size >= LEAST_BYTES:
 O7 killed Outbox.read: the rest of an episode that lacks a record is sent from memory
     - if recent and not is_doubted:
     + if recent:
@@ -49,7 +49,7 @@ O11 killed Outbox.append: records of an earlier session are taken for those of t
     - self._recent = RecentRecords()
     + pass
 O9 killed _Reader.views: a buffer that is done with is read again
-    - self._index, self._at = self._index + 1, 0
+    - self._view, self._at = next(self._next), 0
     + self._at = 0
 
 == sending: test_client test_outbox test_outbox_damage test_peer_faults test_protocol_model

@@ -3,10 +3,11 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
-from serl_client.spec import ROW, Array, Spec
+from serl_client.spec import ROW, Array, Feature, Spec
 
 COLUMNS = ROW  # each [T]
 MAX_NAME = 200  # characters of an episode's, a task's or a phase's name
@@ -97,9 +98,8 @@ class Segment:
         columns = {name: getattr(self, name) for name in ("action", *COLUMNS)}
         if name := not_finite({**columns, **self.observation, **self.extras}):
             raise NotFinite(f"{name} must be finite: it holds NaN or infinity")
-        low, high = np.asarray(spec.action.low, np.float64), np.asarray(spec.action.high, np.float64)
-        margin = BEYOND * (high - low)  # a robot outside of its bounds returns step by step
-        if not ((self.action >= low - margin) & (self.action <= high + margin)).all():
+        low, high = _limits(spec.action)
+        if not ((self.action >= low) & (self.action <= high)).all():
             raise NotFinite(f"action lies more than {BEYOND} times the distance of its bounds outside of them")
 
     def _check_names_and_numbers(self) -> None:
@@ -111,6 +111,14 @@ class Segment:
             raise ValueError("start, directive and weights are numbers from 0 on")
         if self.terminated and self.truncated:
             raise ValueError("an episode is terminated or truncated, not both")
+
+
+@lru_cache(8)
+def _limits(action: Feature) -> tuple[Array, Array]:
+    """Return [A], [A]: the least and the largest action; a robot outside of its bounds returns step by step."""
+    low, high = np.asarray(action.low, np.float64), np.asarray(action.high, np.float64)
+    margin = BEYOND * (high - low)
+    return low - margin, high + margin
 
 
 def not_finite(arrays: Mapping[str, Array]) -> str:

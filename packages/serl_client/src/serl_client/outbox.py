@@ -3,8 +3,9 @@
 A file holds records of one session. When its last one is acknowledged it is unlinked, which works on a full disk too.
 While much is written it is reused instead, because the pages of a new file cost more than the rest of the work on a
 record. Its old content are records of the same session with lower numbers, which a scan ignores. Nothing is synced.
-What was just appended is sent from memory (`recent.py`), once. What is sent again, or lay in the folder, is read from
-its file, by pread, so that a bad sector is an OSError. A mapping would get SIGBUS, which ends the robot's process.
+A large record that was just appended is sent from memory (`recent.py`), once. A small one, and what is sent again or
+lay in the folder, is read from its file, by pread, so that a bad sector is an OSError. A mapping would get SIGBUS,
+which ends the robot's process.
 
 If the disk damages a record, a `LostRecord` with its number is sent in its place. The later records of its episode are
 lost too, because they cannot be stored without it. The files stay until all of these are acknowledged, so that the next
@@ -153,7 +154,7 @@ class Outbox:
 
         alone: the first record may exceed `limit`.
 
-        The first reading finds the latest records in memory; every other reads the file. Raises OSError.
+        The first reading finds the latest large records in memory; every other reads the file. Raises OSError.
         """
         file = next(file for file in self._files if file.session == session and file.first <= seq < file.end)
         begin, index = file.size_below(seq), seq - file.first

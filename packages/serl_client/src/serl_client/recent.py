@@ -1,10 +1,11 @@
-"""The records that were appended to the outbox last: they are sent from memory."""
+"""The large records that were appended to the outbox last: they are sent from memory."""
 
 import itertools
 from collections.abc import Sequence
 
 from serl_client import wire
 
+LEAST_BYTES = wire.COPY_BELOW  # of a record: joining the parts of a smaller one costs as much as reading its file
 KEPT_BYTES = 16 << 20  # of records in memory: as much as the server lets be on its way
 
 
@@ -16,8 +17,8 @@ class RecentRecords:
         self._bytes = 0
 
     def add(self, seq: int, size: int, record: Sequence[wire.Buffer]) -> None:
-        """Keep a record of `size` bytes, if there is room for it."""
-        if self._bytes + size <= KEPT_BYTES:
+        """Keep a record of `size` bytes, if it is large and there is room for it."""
+        if size >= LEAST_BYTES and self._bytes + size <= KEPT_BYTES:
             self._records[seq] = size, record
             self._bytes += size
 

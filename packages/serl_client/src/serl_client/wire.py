@@ -117,7 +117,7 @@ def record_length(data: Buffer) -> int:
     """Return the length in bytes of the record at the start of `data`. Raises MessageError if no whole one is there."""
     reader = _Reader([data])
     _, body_length, _, _ = _prefix(reader.take(PREFIX.size))
-    reader.skip(body_length)
+    reader.views(body_length)
     return PREFIX.size + body_length
 
 
@@ -147,7 +147,7 @@ def decode_records(*data: Buffer) -> Iterator[tuple[int, dict[str, Any], dict[st
             raise MessageError(f"record {seq} was damaged on its way: its checksum does not fit")
         arrays = _Reader(body)
         header, layout = _header(arrays.take(header_length))
-        arrays.skip(-header_length % 8)
+        arrays.take(-header_length % 8)
         yield seq, header, _slices(arrays, layout)
     if reader.left:
         raise MessageError(f"at most {MAX_RECORDS} records come together")
@@ -156,10 +156,13 @@ def decode_records(*data: Buffer) -> Iterator[tuple[int, dict[str, Any], dict[st
 class _Reader:
     """Reads buffers as one run of bytes. `left` is how many are not read. Raises MessageError beyond the end."""
 
+    __slots__ = ("_at", "_next", "_view", "left")
+
     def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self._views = [memoryview(buffer).cast("B") for buffer in buffers]
-        self._index = self._at = 0  # the view that is next, and how much of it was read
-        self.left = sum(map(len, self._views))
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        self.left = sum(map(len, views))
+        self._next = iter(views)
+        self._view, self._at = next(self._next, memoryview(b"")), 0  # what is read now, and how much of it was
 
     def views(self, length: int) -> list[memoryview]:
         """Return the next `length` bytes as they lie."""
@@ -168,21 +171,23 @@ class _Reader:
         self.left -= length
         found = []
         while length:
-            view = self._views[self._index][self._at : self._at + length]
+            while self._at == len(self._view):
+                self._view, self._at = next(self._next), 0
+            view = self._view[self._at : self._at + length]
             self._at += len(view)
             length -= len(view)
             found.append(view)
-            if self._at == len(self._views[self._index]):
-                self._index, self._at = self._index + 1, 0
         return found
 
     def take(self, length: int) -> Buffer:
         """Return the next `length` bytes in one buffer: a view, or a copy if they lie in several."""
+        begin, end = self._at, self._at + length
+        if end <= len(self._view):
+            self._at = end
+            self.left -= length
+            return self._view[begin:end]
         views = self.views(length)
         return views[0] if len(views) == 1 else b"".join(views)
-
-    def skip(self, length: int) -> None:
-        self.views(length)
 
 
 def _slices(reader: _Reader, layout: list[tuple[str, str, tuple[int, ...], int]]) -> dict[str, Array]:
@@ -191,7 +196,8 @@ def _slices(reader: _Reader, layout: list[tuple[str, str, tuple[int, ...], int]]
         if nbytes > reader.left:
             raise MessageError(f"array {name!r} is longer than its record")
         arrays[name] = np.ndarray(shape, dtype, reader.take(nbytes))
-        reader.skip(-nbytes % 8)
+        if nbytes % 8:
+            reader.take(-nbytes % 8)
     if reader.left:
         raise MessageError("a record is longer than its arrays")
     if len(arrays) < len(layout):
