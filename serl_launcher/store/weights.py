@@ -8,6 +8,7 @@ import hashlib
 import mmap
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def write(folder: Path, data: bytes | memoryview, sha256: str | None = None) -> 
     sha256: that of `data`, where it is known already.
     """
     make_folder(folder)
-    for left in folder.glob("*.part"):  # by a trainer that was killed, or that found no room
+    for left in folder.glob("*.part"):  # by a trainer or a server that was killed, or that found no room
         left.unlink(missing_ok=True)
     sha256, size = sha256 or hashlib.sha256(data).hexdigest(), len(data)
     parts = (memoryview(data)[begin : begin + PART_BYTES] for begin in range(0, size, PART_BYTES))
@@ -60,6 +61,7 @@ class WeightFiles:
         self.folder = folder
         self._asked: dict[str, float] = {}
         self.opened: dict[str, tuple[mmap.mmap, bytes]] = {}  # the file and its checksums
+        self._beside = ThreadPoolExecutor(1, "deletes weights")  # it takes 0.3 s for each GB that was in memory
 
     def read(self, sha256: str, part: int) -> tuple[Array, str]:
         """Return a part of a published file, without a copy, and its checksum. Raises Refused when it is gone or has no
@@ -94,5 +96,10 @@ class WeightFiles:
         needed |= self._asked.keys()
         for file in self.folder.iterdir():
             if file.suffix in (".safetensors", ".checksums") and file.stem not in needed:
-                file.unlink()
-                self.opened.pop(file.stem, None)
+                gone = file.rename(file.with_suffix(f"{file.suffix}.part"))  # the next of its name is another
+                self._beside.submit(_delete, gone, self.opened.pop(file.stem, None))
+
+
+def _delete(file: Path, _opened: object) -> None:
+    """Delete a file; the last reference to its mapping ends here, too."""
+    file.unlink(missing_ok=True)

@@ -78,7 +78,7 @@ def test_a_pull_is_finished_before_the_newest_weights_are_taken_and_two_files_ar
     assert {path.stem for path in folder.iterdir()} == {first, newest[1]}
     fourth = offer(learner, 4, random_bytes(4))
     until(lambda: client.weights(3))
-    assert {path.name for path in folder.iterdir()} == {f"{newest[1]}.safetensors", f"{fourth}.safetensors"}
+    until(lambda: {path.name for path in folder.iterdir()} == {f"{newest[1]}.safetensors", f"{fourth}.safetensors"})
 
 
 def test_a_part_that_was_damaged_on_its_way_is_pulled_again_alone_and_nothing_is_given_out_before(
