@@ -33,7 +33,7 @@ def test_an_actor_pushes_and_asks(keys, serve, join, answering, has_keys):
     inference = answering(keys)
     served = serve(keys=keys, inference=inference.address)
     left = join(served, "left")
-    left.push(make_segment("e0", directive=left.directive["number"], ends="terminated"))
+    left.push(make_segment("e0", directive=left.state.directive["number"], ends="terminated"))
     assert left.drain(PATIENCE)
     left.ask({STATE: np.zeros(8, np.float32)}, **QUESTION)
     assert left.wait_answer(0, PATIENCE).action.shape[1] == 2

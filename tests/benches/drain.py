@@ -32,7 +32,7 @@ def drain(folder: Path, seconds: float) -> Iterator[Figure]:
     ):
         served.collect(away)
         served.kill()
-        for segment in rows.episode(records, away.directive["number"]):
+        for segment in rows.episode(records, away.state.directive["number"]):
             while not away.has_room:
                 time.sleep(0.001)
             away.push(segment)

@@ -90,7 +90,7 @@ def acknowledgements(folder: Path, steps: int, seconds: float) -> Iterator[Figur
     ):
         served.collect(client)
         late, syncs = Latencies(client), []
-        segments = rows.episode(round(seconds * SPEC.fps) + 30, client.directive["number"])
+        segments = rows.episode(round(seconds * SPEC.fps) + 30, client.state.directive["number"])
         begin = time.monotonic()
         for i, segment in enumerate(segments):
             time.sleep(max(0.0, begin + i / SPEC.fps - time.monotonic()))

@@ -72,7 +72,7 @@ def ingest(name: str, megabytes: int, count: int, folder: Path) -> list[Figure]:
 
         def end_to_end() -> float:
             commits = served.commits
-            seconds = deliver(client, rows.episode(segments, client.directive["number"]))
+            seconds = deliver(client, rows.episode(segments, client.state.directive["number"]))
             groups[0] = max(1, served.commits - commits)
             return seconds
 

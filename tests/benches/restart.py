@@ -59,11 +59,11 @@ def restart(folder: Path, steps: int, count: int) -> Iterator[Figure]:
 
         start()
         try:
-            while not client.directive["number"]:
+            while not client.state.directive["number"]:
                 client.wait(0.1)
                 if learners[-1].poll() is not None:
                     raise ConfigError(f"the learner has ended: {(folder / 'log').read_text()}")
-            number = client.directive["number"]
+            number = client.state.directive["number"]
             deliver(client, rows.episode(steps // rows.length + 1, number))
             for segment in rows.episode(count, number):
                 kill()

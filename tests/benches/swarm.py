@@ -70,7 +70,7 @@ def run_clients(
             stack.enter_context(TrainerClient(address, actor=f"actor-{i}", spec=spec, outbox=folder / f"outbox-{i}"))
             for i in numbers
         ]
-        while not all(client.directive["number"] for client in own):
+        while not all(client.state.directive["number"] for client in own):
             own[0].wait(0.05)
         rows, late = Rows(spec, length=length, pool=8 << 20), [Latencies(client) for client in own]
         episodes: list[list[Any]] = [[] for _ in own]
@@ -81,7 +81,7 @@ def run_clients(
             for i, number in enumerate(numbers):
                 time.sleep(max(0.0, begin + (tick + number / clients) * period - time.monotonic()))
                 if not episodes[i]:
-                    directive = own[i].directive["number"]
+                    directive = own[i].state.directive["number"]
                     episodes[i] = rows.episode(EPISODE // length, directive, prefix=f"actor-{number}")[::-1]
                 if own[i].has_room:
                     late[i].push(episodes[i].pop())

@@ -74,7 +74,7 @@ class Walk(CountingEnv):
     client, ahead = None, 0
 
     def step(self, action):
-        allowed = self.client.step_limit
+        allowed = self.client.state.step_limit
         self.ahead += allowed is not None and len(self.actions) >= allowed
         return super().step(action)
 

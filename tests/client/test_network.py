@@ -36,22 +36,21 @@ def test_the_end_of_the_network_thread_is_seen_by_the_next_call(client, monkeypa
 def test_directives_permissions_and_ordinal_are_followed(learner, connect):
     learner.notice = dataclasses.replace(learner.notice, step_limit=5)
     client = connect(paced=True)
-    assert (client.step_limit, client.directive["mode"]) == (0, "idle")
-    until(lambda: client.step_limit == 5)
-    assert client.ordinal == 3
+    assert (client.state.step_limit, client.state.directive["mode"]) == (0, "idle")
+    until(lambda: client.state.step_limit == 5)
+    assert client.state.ordinal == 3
     learner.tell(directive={"number": 4, "phase": "evaluate", "mode": "evaluate"}, step_limit=None)
-    until(lambda: client.directive["number"] == 4)
-    assert client.step_limit is None
+    until(lambda: client.state.directive["number"] == 4)
+    assert client.state.step_limit is None
     learner.tell(directive={"number": 2, "phase": "old", "mode": "stop"}, degraded="disk")
-    until(lambda: client.degraded == "disk")
-    assert client.directive["phase"] == "evaluate"
-    assert client.last_seen < PATIENCE
+    until(lambda: client.state.degraded == "disk")
+    assert client.state.directive["phase"] == "evaluate"
 
 
 def test_heartbeats_carry_the_report_and_commands_are_acknowledged(learner, connect, caplog):
     caplog.set_level("INFO")
     client = connect()
-    client.report = {"mode": "collect"}
+    client.report({"mode": "collect"})
     client.command("goto", "evaluate")
     until(lambda: learner.hear(m.Heartbeat))
     assert learner.hear(m.Heartbeat)[-1].report == {"mode": "collect"}

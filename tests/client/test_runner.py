@@ -251,11 +251,11 @@ def test_a_simulated_robot_gives_the_outbox_a_moment_to_catch_up(env, client):
 
 
 def test_a_paced_actor_makes_the_steps_it_may_and_pushes_them_before_it_waits(env, client):
-    client.step_limit, pushed = 3, []
+    client.state.step_limit, pushed = 3, []
 
     def allow_more():
         pushed.append((len(env.actions), sum(len(segment) for segment in client.segments)))
-        client.step_limit += 4
+        client.state.step_limit += 4
 
     client.script = {f"wait {n}": allow_more for n in range(1, 20)}
     run(env, client)
@@ -264,7 +264,7 @@ def test_a_paced_actor_makes_the_steps_it_may_and_pushes_them_before_it_waits(en
 
 
 def test_a_real_clock_is_never_paced(spec, client):
-    client.step_limit = 0
+    client.state.step_limit = 0
     run(CountingEnv(spec, clock="real"), client)
     assert lengths(client) == [13, 13]
 
@@ -281,7 +281,7 @@ def test_a_real_clock_is_never_paced(spec, client):
 def test_a_stop_is_obeyed_at_its_boundary_or_where_the_actor_would_wait_for_ever(
     env, client, limit, event, boundary, segments
 ):
-    client.step_limit = limit
+    client.state.step_limit = limit
     client.script = {event: lambda: client.direct("stop", number=2, boundary=boundary)}
     run(env, client)
     assert [(len(segment), segment.ends) for segment in client.segments] == segments
@@ -296,7 +296,7 @@ def test_idle_stops_the_robot_and_the_stamp_tells_the_directive(env, client):
     stamps = [(episode.stamp.directive, episode.stamp.phase) for episode in client.episodes]
     assert stamps == [(1, "practise"), (3, "again")]
     assert env.stops == 2  # once for idle, once at the end
-    assert (client.report["steps"], client.report["episodes"], client.report["mode"]) == (26, 2, "stop")
+    assert (client.reported["steps"], client.reported["episodes"], client.reported["mode"]) == (26, 2, "stop")
 
 
 def test_teleop_needs_an_operator(env, spec):

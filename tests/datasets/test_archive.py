@@ -225,13 +225,13 @@ def test_actors_keep_what_a_full_archived_source_does_not_take_until_the_export_
         connected(client)
         server.direct()
         push_all(client, (segment(blind, name, steps=10) for name in names))
-        until(lambda: "source online is full" in client.degraded)
+        until(lambda: "source online is full" in client.state.degraded)
         assert client.pending[0] > 0
         assert server.report()["full"] == ["source online is full, and its episode e0 waits for its export"]
         with exporting(server):
             until(lambda: server.report()["sources"]["online"]["head"] > 100, 120.0)
         with exporting(server) as last:
-            until(lambda: client.pending[0] == 0 and client.degraded == "", 120.0)
+            until(lambda: client.pending[0] == 0 and client.state.degraded == "", 120.0)
             last.terminate()
             assert last.wait(60) == 0
         rows = server.episodes()

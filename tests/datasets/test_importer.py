@@ -85,7 +85,7 @@ def test_a_dataset_makes_the_store_where_no_actor_will_and_its_directive_is_no_a
     before = catalog(server.run_dir)
     bring(server, dataset)
     assert catalog(server.run_dir) == before
-    assert client(server, dataset.spec()).directive["mode"] == "idle"
+    assert client(server, dataset.spec()).state.directive["mode"] == "idle"
 
 
 def test_the_store_goes_on_with_the_directive_before_it(tmp_path, low):

@@ -93,8 +93,8 @@ class _Work:
         while (left := self._next - time.monotonic()) > 0:
             self._client.wait(left)
         self._take_weights()
-        directive, steps = self._client.directive, self._random.randint(1, STEPS)
-        allowed = self._client.step_limit
+        directive, steps = self._client.state.directive, self._random.randint(1, STEPS)
+        allowed = self._client.state.step_limit
         has_room = self._client.has_room and self._client.pending[0] < BACKLOG
         may_go_on = has_room and (allowed is None or self._made + steps <= allowed)
         if self._episode and (directive["number"] != self._directive["number"] or not may_go_on):

@@ -76,8 +76,8 @@ N1 killed Network._ask: several questions are on their way at once
     - if self._asked and time.monotonic() < self._asked_at + PATIENCE:
     + if False:
 N2 killed Network._noticed: an older directive replaces a newer one
-    - if notice.directive and notice.directive["number"] >= self.directive["number"]:
-    + if notice.directive:
+    - is_newer = notice.directive and notice.directive["number"] >= before.directive["number"]
+    + is_newer = notice.directive
 N3 killed Network._welcomed: a command is sent again after a cut, and may be carried out twice
     - self.commands.popleft().name)
     + self.commands[0].name)

@@ -258,12 +258,12 @@ def test_an_actor_whose_report_is_too_long_lives_without_one(attacked):
     def report():
         return next(client for client in attacked.report()["clients"] if client["actor"] == "honest")
 
-    attacked.honest.report = {"late": 3}
+    attacked.honest.report({"late": 3})
     until(lambda: report().get("late") == 3)
-    attacked.honest.report = {"late": 4, "warning": "x" * 100_000}
+    attacked.honest.report({"late": 4, "warning": "x" * 100_000})
     until(lambda: "late" not in report())
     assert attacked.serves()
-    attacked.honest.report = {}
+    attacked.honest.report({})
 
 
 # -- the tool

@@ -1,5 +1,7 @@
 """What surrounds an actor's loop, without a robot and without a learner: environment, client, operator, policy."""
 
+from types import SimpleNamespace
+
 import numpy as np
 from serl_client import Outcome
 from serl_client.controller import RandomPolicy
@@ -47,19 +49,22 @@ class CountingEnv:
 class FakeClient:
     """A client whose learner takes everything; `script` holds functions that run after so many records, or waits."""
 
-    actor, session, ordinal = "robot", "0123456789abcdef", 3
-    has_room, fault, error, step_limit, drained, pending = True, "", None, None, True, (0, 0)
+    actor, session = "robot", "0123456789abcdef"
+    has_room, fault, error, drained, pending = True, "", None, True, (0, 0)
 
     def __init__(self, spec, mode="collect", **directive):
-        self.spec, self.report, self.waited = spec, {}, 0
+        self.spec, self.waited, self.state = spec, 0, SimpleNamespace(step_limit=None, ordinal=3)
         self.records, self.commands, self.script = [], [], {}
         self.direct(mode, **directive)
 
     def direct(self, mode, number=1, **directive):
-        self.directive = {
+        self.state.directive = {
             "number": number, "phase": "practise", "mode": mode, "into": "online", "explore": True,
             "episodes": None, "weights": None, "boundary": "episode", **directive,
         }  # fmt: skip
+
+    def report(self, numbers):
+        self.reported = numbers
 
     def push(self, record):
         self.records.append(record)

@@ -97,5 +97,5 @@ def connected(client):
 
 def directed(client):
     """Wait until a TrainerClient has heard a directive."""
-    until(lambda: client.directive["number"] > 0)
+    until(lambda: client.state.directive["number"] > 0)
     return client

@@ -288,7 +288,7 @@ def test_while_the_allow_list_cannot_be_read_all_wait_and_afterwards_go_on(keys,
     collect(served, left)
     (keys / "allowed.json").chmod(0o644)
     (keys / "allowed.json").touch()
-    left.push(make_segment("e1", directive=left.directive["number"], ends="terminated"))
+    left.push(make_segment("e1", directive=left.state.directive["number"], ends="terminated"))
     right = join(served, "right", told=False)
     until(lambda: served.refusals().get("unknown key", 0) >= 3)
     assert (left.pending[0], right.connected) == (1, False)

@@ -68,7 +68,7 @@ with TrainerClient(sys.argv[1], actor="arm", spec=data.tiny_spec(), outbox=Path(
     print(client.session, flush=True)
     clients.directed(client)
     for number in range(100_000):
-        clients.push_episodes(client, [number], directive=client.directive["number"])
+        clients.push_episodes(client, [number], directive=client.state.directive["number"])
         client.wait(0.002)
 """
 
@@ -111,11 +111,11 @@ def test_a_full_disk_is_degraded_nothing_false_is_acknowledged_and_space_brings_
     assert client.drain(20)
     with process.full_disk():
         push_episodes(client, range(1, 10))
-        until(lambda: "No space left" in client.degraded)
+        until(lambda: "No space left" in client.state.degraded)
         assert client.pending[0] == 27
         assert "No space left" in process.report()["degraded"]
     assert client.drain(30)
-    until(lambda: client.degraded == "")
+    until(lambda: client.state.degraded == "")
     assert_whole(process, client, 10)
 
 
@@ -297,14 +297,14 @@ def test_the_learners_messages_are_refused_from_the_actors_address(server, act):
 def test_a_paced_actor_gets_its_share_of_the_steps_and_no_more(server, join):
     client = connected(join(server, paced=True, told=False))
     number = server.ask(m.Direct({"phase": "practise", "mode": "collect", "into": "online", "paced": True}, 20)).value
-    until(lambda: client.step_limit == 20)
+    until(lambda: client.state.step_limit == 20)
     push_episodes(client, [0])
     assert client.drain(20)
-    assert client.step_limit == 20
+    assert client.state.step_limit == 20
     other = join(server, "other", paced=True, told=False)
-    until(lambda: other.step_limit == 6 and client.step_limit == 8 + 6)
+    until(lambda: other.state.step_limit == 6 and client.state.step_limit == 8 + 6)
     server.admin.send(m.StepLimit(number, None))
-    until(lambda: client.step_limit is None)
+    until(lambda: client.state.step_limit is None)
 
 
 def test_an_operators_command_is_acknowledged_and_reaches_the_learner(server, join):

@@ -150,7 +150,7 @@ def test_while_large_files_are_made_others_are_answered_and_the_actor_waits(serv
 
 def test_a_clock_that_is_an_hour_off_changes_nothing(server, join):
     early, late = join(server, "early"), join(server, "late")
-    number = early.directive["number"]
+    number = early.state.directive["number"]
     for i in range(3):
         for client, hours in ((early, -1 + 2 * (i % 2)), (late, 1)):  # one clock jumps, the other is ahead
             segment = make_segment(client.actor, start=4 * i, ends="terminated" * (i == 2), directive=number)

@@ -41,7 +41,7 @@ def test_a_learner_without_an_actor_says_what_is_missing(learner):
 
 def test_who_is_there_what_it_reports_and_what_lags(learner, spec, tmp_path):
     with TrainerClient(learner.address, actor="left", spec=spec, outbox=tmp_path / "outbox") as client:
-        client.report = {"directive": 1, "rate": 9.98765, "warning": ""}
+        client.report({"directive": 1, "rate": 9.98765, "warning": ""})
         connected(client)
         inference = Connection(learner.local, m.Hello(m.PROTOCOL, "learner", "inference"))
         inference.call(m.Status(), PATIENCE)

@@ -54,7 +54,7 @@ def connect(spec):
     def make(server, name="arm"):
         client = TrainerClient(server.address, actor=name, spec=spec, outbox=server.run_dir / f"outbox-{name}")
         opened.append(client.__enter__())
-        until(lambda: client.directive["number"] > 2)  # those two are from before the trainer began
+        until(lambda: client.state.directive["number"] > 2)  # those two are from before the trainer began
         return client
 
     yield make

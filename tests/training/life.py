@@ -191,7 +191,7 @@ LEARNING = dict(
 
 def push(client, numbers):
     """Whole episodes of the current directive; on return they are acknowledged."""
-    push_episodes(client, numbers, directive=client.directive["number"], phase=client.directive["phase"])
+    push_episodes(client, numbers, directive=client.state.directive["number"], phase=client.state.directive["phase"])
     assert client.drain(PATIENCE)
 
 

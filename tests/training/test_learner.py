@@ -96,7 +96,7 @@ def test_a_phase_without_data_says_so_and_leaves_that_behind(tmp_path, serve, li
     until(lambda: shown and shown[-1]["waits for"] == "data")
     client = connect(server)
     client.command("goto", "practise")
-    until(lambda: client.directive["phase"] == "practise" and client.directive["paced"])
+    until(lambda: client.state.directive["phase"] == "practise" and client.state.directive["paced"])
     until(lambda: shown[-1]["waits for"] == "env steps: pace")
     assert life.learner._allowed is not None
     client.command("next")
@@ -144,7 +144,7 @@ def test_an_operators_command_is_carried_out_once_over_all_restarts(server, live
     client.command("hold")  # nobody is there to hear it
     until(lambda: [row[1] for row in commands(server.run_dir)] == ["next", "hold", "resume", "hold"])
     third = live(server, plan, seed=2).begin()
-    until(lambda: client.directive["mode"] == "idle")
+    until(lambda: client.state.directive["mode"] == "idle")
     assert (third.phase, third.made) == ("two", [])
     for command in ("resume", "next"):
         client.command(command)
@@ -168,7 +168,7 @@ def test_the_windows_of_the_metrics_are_the_same_after_a_restart(tmp_path, serve
     first = live(server, plan).begin()
     left, right = connect(server, "left"), connect(server, "right")
     push(left, range(5))
-    stamp = {"directive": left.directive["number"]}
+    stamp = {"directive": left.state.directive["number"]}
     left.push(make_segment("long", 0, 0, STEPS, **stamp))
     assert left.drain(PATIENCE)
     push(right, range(6, 9))

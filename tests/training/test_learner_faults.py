@@ -66,7 +66,7 @@ def test_a_trainer_hears_and_is_heard_again_after_each_death_of_the_server(serve
         push(client, range(3 * number, 3 * number + 3))
     until(lambda: life.phase == "rest")
     client.command("next")
-    until(lambda: client.directive["mode"] == "stop")
+    until(lambda: client.state.directive["mode"] == "stop")
     leave(client, life)
     assert server.report()["directive"]["number"] == life.learner._number
     assert_newest(server, life)
@@ -82,17 +82,17 @@ def test_a_trainer_takes_no_answer_for_that_to_another_request_when_the_store_fa
     client = connect(server)
     until(lambda: len(life.made) > 3)
     with server.full_disk():
-        for record in make_episode("failing", directive=client.directive["number"]):
+        for record in make_episode("failing", directive=client.state.directive["number"]):
             client.push(record)
-        until(lambda: client.degraded)
+        until(lambda: client.state.degraded)
         before = caplog.text.count("server: ")
         until(lambda: caplog.text.count("server: ") > before + 1)  # it is opened again each second, and fails again
     assert client.drain(PATIENCE)
     push(client, range(8))
-    until(lambda: client.directive["phase"] == "rest")
+    until(lambda: client.state.directive["phase"] == "rest")
     push(client, range(8, 14))
-    until(lambda: life.phase == "last" and client.directive["phase"] == "last")
-    until(lambda: life.learner._number == client.directive["number"])
+    until(lambda: life.phase == "last" and client.state.directive["phase"] == "last")
+    until(lambda: life.learner._number == client.state.directive["number"])
     assert_newest(server, life)
     client.command("next")
     leave(client, life)

@@ -89,12 +89,12 @@ class Actor:
         assert client is not None
         assert late is not None
         client.check()
-        if not (client.has_room and client.directive["number"]):
+        if not (client.has_room and client.state.directive["number"]):
             return
         if not self._segments:
             self._episodes += 1
             name, starts = f"{self.name}-{client.session[:12]}-{self._episodes}", range(0, RECORDS * ROWS, ROWS)
-            stamp: dict[str, Any] = {"directive": client.directive["number"]}
+            stamp: dict[str, Any] = {"directive": client.state.directive["number"]}
             self._segments = [
                 blank_segment(SPEC, name, start, ROWS, ends="truncated" * (start == starts[-1]), **stamp)
                 for start in reversed(starts)

@@ -12,7 +12,7 @@ from serl_client.episode import Record
 from serl_client.errors import ConfigError
 from serl_client.keys import Key
 from serl_client.messages import Command, InferenceRequest
-from serl_client.network import Answer, Network
+from serl_client.network import Answer, Network, State
 from serl_client.outbox import Outbox
 from serl_client.spec import Array, Spec
 
@@ -30,7 +30,7 @@ class TrainerClient:
     weights_folder: where weights are pulled to, this client's own folder; None: no weights are pulled.
     key: file that lets this actor in (docs/security.md); None: the learner asks for no keys.
 
-    A learner that is away, slow or stopped is no error: see `connected`, `last_seen` and `pending`. The next call
+    A learner that is away, slow or stopped is no error: see `connected` and `pending`. The next call
     raises TrainerError for what cannot be mended: another run, another Spec, a second client of this name, or a bug
     in the network thread. Raises ConfigError for a key of another actor, or an outbox that cannot be used.
     """
@@ -48,6 +48,7 @@ class TrainerClient:
             address, actor=actor, spec=spec, outbox=self._outbox, weights_folder=weights_folder, paced=paced,
             has_operator=has_operator, key=opened,
         )  # fmt: skip
+        self.session = self._network.session  # names this start of the actor
         self._send_queue = self._network.send_queue
         self._news = select.poll()
         self._news.register(self._network.news, select.POLLIN)
@@ -124,8 +125,12 @@ class TrainerClient:
         self._network.commands.append(Command(name, argument))
         self._network.wake()
 
+    def report(self, numbers: Mapping[str, Any]) -> None:
+        """Let the heartbeat tell the learner these each second; the mapping is read anew each time."""
+        self._network.report = numbers
+
     def wait(self, timeout: float) -> None:
-        """Wait for an answer, another directive or another step limit; at most `timeout` seconds."""
+        """Wait for an answer or another state; at most `timeout` seconds."""
         if self._news.poll(timeout * 1000):
             os.eventfd_read(self._network.news)
         self.check()
@@ -145,40 +150,14 @@ class TrainerClient:
             raise error
 
     @property
-    def session(self) -> str:
-        """Return the name of this session: one start of the actor."""
-        return self._network.session
-
-    @property
-    def ordinal(self) -> int:
-        """Return the number of this session among all of the run; 0 before the first directive."""
-        return self._network.ordinal
-
-    @property
-    def directive(self) -> Mapping[str, Any]:
-        """Return the latest directive {number, phase, mode, ...}; its mode is idle before the first one."""
-        return self._network.directive
-
-    @property
-    def step_limit(self) -> int | None:
-        """Return how many steps this session may make in all; None: no limit."""
-        return self._network.step_limit
+    def state(self) -> State:
+        """Return what the learner said last: directive, step limit. It is one object, replaced when one of these is."""
+        return self._network.state
 
     @property
     def connected(self) -> bool:
         """Return whether the learner has welcomed this session."""
         return self._network.server.connected
-
-    @property
-    def last_seen(self) -> float:
-        """Return the seconds since the learner's last message; infinite before the first one."""
-        heard = self._network.server.heard
-        return time.monotonic() - heard if heard else float("inf")
-
-    @property
-    def degraded(self) -> str:
-        """Return why the learner acknowledges nothing; empty while it does."""
-        return self._network.degraded
 
     @property
     def pending(self) -> tuple[int, int]:
@@ -189,12 +168,3 @@ class TrainerClient:
     def fault(self) -> str:
         """Return why the outbox takes no record; empty while it does."""
         return self._send_queue.fault
-
-    @property
-    def report(self) -> Mapping[str, Any]:
-        """Return what the heartbeat tells the learner each second; the mapping is read anew each time."""
-        return self._network.report
-
-    @report.setter
-    def report(self, report: Mapping[str, Any]) -> None:
-        self._network.report = report

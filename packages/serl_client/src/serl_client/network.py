@@ -34,6 +34,22 @@ PULL = 1  # request number of every WeightsRequest; commands have higher numbers
 
 
 @dataclass(frozen=True, slots=True)
+class State:
+    """Holds what the learner said last.
+
+    directive: {number, phase, mode, ...}; its mode is idle before the first one.
+    step_limit: how many steps this session may make in all; None: no limit.
+    ordinal: number of this session among all of the run; 0 before the first directive.
+    degraded: why the learner acknowledges nothing; empty while it does.
+    """
+
+    directive: Mapping[str, Any]
+    step_limit: int | None
+    ordinal: int = 0
+    degraded: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """Holds the actions [H, A] for the steps from `step` on, made with weights `version`."""
 
@@ -56,10 +72,7 @@ class Network(threading.Thread):
     ) -> None:  # fmt: skip
         super().__init__(name=f"network of {actor}", daemon=True)
         self.session = os.urandom(16).hex()
-        self.directive: Mapping[str, Any] = {"number": 0, "phase": "", "mode": "idle"}
-        self.step_limit = 0 if paced else None
-        self.ordinal = 0
-        self.degraded = ""
+        self.state = State({"number": 0, "phase": "", "mode": "idle"}, 0 if paced else None)  # replaced, never changed
         self.report: Mapping[str, Any] = {}
         self.error: TrainerError | None = None
         self.questions: deque[tuple[int, m.InferenceRequest]] = deque(maxlen=1)  # (number, question): the latest wins
@@ -182,6 +195,11 @@ class Network(threading.Thread):
             log.warning("%s", text)
         self._complaint = text
 
+    def _change(self, **changes: Any) -> None:
+        before, self.state = self.state, dataclasses.replace(self.state, **changes)
+        if self.state != before:
+            self._tell()
+
     def _tell(self) -> None:
         os.eventfd_write(self.news, 1)
 
@@ -257,28 +275,25 @@ class Network(threading.Thread):
             if self._inference:
                 self._inference.close()
             self._inference = Connection(address, self._greeting(), self._key) if address else None
-        self.ordinal = welcome.ordinal
+        self._change(ordinal=welcome.ordinal)
         self._noticed(self.server.notice)
 
     def _noticed(self, notice: m.StateUpdate) -> None:
-        before = self.step_limit, self.directive["number"]
-        if notice.directive and notice.directive["number"] >= self.directive["number"]:
-            self.directive = notice.directive
-        if self._paced:
-            self.step_limit = notice.step_limit
-        if notice.degraded != self.degraded:
+        before = self.state
+        is_newer = notice.directive and notice.directive["number"] >= before.directive["number"]
+        if notice.degraded != before.degraded:
             log.warning("the learner acknowledges %s", f"nothing: {notice.degraded}" if notice.degraded else "again")
-        self.degraded = notice.degraded
+        self._change(
+            directive=notice.directive if is_newer else before.directive, degraded=notice.degraded,
+            step_limit=notice.step_limit if self._paced else None,
+        )  # fmt: skip
         if self.weights:
             self.weights.offer(notice.weights)
-        if before != (self.step_limit, self.directive["number"]):
-            self._tell()
 
     def _acknowledged(self, ack: m.Ack) -> None:
         self.send_queue.acknowledge(ack)
-        if self._paced and ack.step_limit != self.step_limit:
-            self.step_limit = ack.step_limit
-            self._tell()
+        if self._paced:
+            self._change(step_limit=ack.step_limit)
 
     def _answered(self, act: m.InferenceResponse) -> None:
         extras = dict(act.arrays)

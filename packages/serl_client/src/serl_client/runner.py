@@ -53,7 +53,7 @@ def run_actor(
     SIGINT, SIGTERM and SIGHUP.
     """
     status = status or ActorStatus()
-    client.report = vars(status)
+    client.report(vars(status))
     actor = _Actor(env, controller, client, seed, operator, on_episode, status)
     with interrupted_by_signals(), without_long_collections():
         try:
@@ -88,7 +88,7 @@ class _Actor:
     ) -> None:  # fmt: skip
         self._env, self._controller, self._client, self._seed = env, controller, client, seed
         self._operator, self._on_episode, self._status = operator, on_episode, status
-        self._directive = client.directive
+        self._directive = client.state.directive
         self._is_real = env.clock == "real"
         self._evaluated = 0, 0  # number of a directive, and how many of its evaluation episodes have begun
         self._latest = ""  # the episode that ended last: a verdict between two episodes is about it
@@ -112,7 +112,7 @@ class _Actor:
 
     def _next_mode(self) -> str:
         """Apply the newest directive between two episodes; return its mode, or idle while no episode may begin."""
-        directive, status = self._client.directive, self._status
+        directive, status = self._client.state.directive, self._status
         is_new, mode = directive["number"] != status.directive, directive["mode"]
         self._directive = directive
         status.directive, status.phase, status.mode = directive["number"], directive["phase"], mode
@@ -252,7 +252,7 @@ class _Actor:
                 self._env.stop()
             self._status.driver, episode.reset = "PAUSED", True
             return True
-        allowed = self._client.step_limit
+        allowed = self._client.state.step_limit
         if self._is_real or allowed is None or self._status.steps < allowed:
             return False
         episode.recorder.flush()  # the learner raises the limit by what it has received
@@ -260,7 +260,7 @@ class _Actor:
 
     def _called_off(self, waited: bool) -> bool:
         """Return True if a newer directive ends the episode now, or if this step waits and could wait for ever."""
-        newer = self._client.directive
+        newer = self._client.state.directive
         if newer["number"] == self._directive["number"]:
             return False
         # The weights under evaluation may no longer be served.
@@ -363,7 +363,7 @@ class _Actor:
         number, count = self._evaluated
         count = count if number == self._directive["number"] else 0
         self._evaluated = self._directive["number"], count + 1
-        return evaluation_seed(self._client.ordinal, count)
+        return evaluation_seed(self._client.state.ordinal, count)
 
 
 def training_seed(seed: int, session: str, number: int) -> int:
