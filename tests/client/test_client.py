@@ -16,7 +16,7 @@ from serl_client.runner import run_actor
 
 from tests.shared.actors import CountingEnv
 from tests.shared.clients import push_all
-from tests.shared.common import PATIENCE, until
+from tests.shared.common import PATIENCE, STATE, until
 
 QUESTION = {"step": 0, "seed": 0, "previous_action": None, "reset": True, "explore": False, "task": ""}
 
@@ -37,6 +37,21 @@ def test_what_the_learner_lost_is_sent_again(learner, client, segments, monkeypa
         until(lambda before=before: learner.pushed_bytes > before)
     assert client.drain(PATIENCE)
     assert [seq for _, seq, _ in learner.records] == list(range(count))
+
+
+def test_an_array_that_its_caller_changes_after_the_push_is_stored_as_it_was_written(learner, client, make_segment):
+    """Its memory fits the checksum no more, so the learner refuses it, and it comes from the outbox's file."""
+    learner.stop()
+    until(lambda: not client.connected)
+    segment = make_segment()
+    client.push(segment)
+    until(lambda: client._outbox.pending[0])
+    segment.observation[STATE][:] = 7
+    learner.start()
+    assert client.drain(PATIENCE)
+    ((*_, stored),) = learner.records
+    assert np.array_equal(stored.observation[STATE], make_segment().observation[STATE])
+    assert learner.damaged == 1
 
 
 def test_another_run_is_refused_and_nothing_is_deleted(learner, connect, client, segments):

@@ -6,9 +6,11 @@ import hashlib
 
 import numpy as np
 import pytest
+import zmq
 from serl_client import messages as m
 from serl_client import weights as weights_module
 from serl_client.errors import MessageError
+from serl_client.keys import Key
 from serl_client.weights import WeightsFolder
 
 from tests.shared.clients import connected
@@ -99,16 +101,36 @@ def test_a_part_that_was_damaged_on_its_way_is_pulled_again_alone_and_nothing_is
     assert "part 3 of weights 1 was damaged on its way" in caplog.text
 
 
-def test_who_may_be_somebody_else_is_believed_only_if_the_sha256_of_the_whole_fits(learner, connect, folder):
-    """Its parts fit the checksums that it made. 0.0.0.0 is this machine, by an address that is no loopback."""
-    sha256 = hashlib.sha256(random_bytes(0)).hexdigest()
+def offer_wrong(learner):
+    """Offer weights whose parts fit the checksums that the sender made, and whose whole does not fit its sha256."""
+    sha256 = offer(learner, 1, random_bytes(0))
     learner.files[sha256] = bytes(20_500)
-    learner.tell(weights={"version": 1, "sha256": sha256, "size": 20_500})
+    return sha256
+
+
+def test_who_may_be_somebody_else_is_believed_only_if_the_sha256_of_the_whole_fits(learner, connect, folder):
+    """0.0.0.0 is this machine, by an address that is no loopback."""
+    sha256 = offer_wrong(learner)
     client = connected(connect(weights_folder=folder, address=learner.address.replace("127.0.0.1", "0.0.0.0")))
     until(lambda: len(learner.hear(m.WeightsRequest)) > 30)  # it begins anew
     assert client.weights(0) is None
     learner.files[sha256] = random_bytes(0)
     assert until(lambda: client.weights(0))[1].read_bytes() == random_bytes(0)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"], ids=["loopback", "CURVE"])
+def test_of_the_learner_itself_the_sha256_of_the_whole_is_not_computed(learner, connect, folder, tmp_path, host):
+    options = {"address": learner.address.replace("127.0.0.1", host)}
+    if host == "0.0.0.0":
+        learner.stop()
+        public, learner.secret = zmq.curve_keypair()
+        options["key"] = tmp_path / "robot.key"
+        Key("robot", "actor", public.decode(), learner.secret.decode(), public.decode()).write(options["key"])
+        learner.start()
+    offer_wrong(learner)
+    client = connected(connect(weights_folder=folder, **options))
+    assert until(lambda: client.weights(0))[1].read_bytes() == bytes(20_500)
+    assert len(learner.hear(m.WeightsRequest)) == 21
 
 
 # -- without a connection

@@ -8,6 +8,7 @@ import zmq
 from serl_client import messages as m
 from serl_client import weights
 from serl_client.episode import Outcome
+from serl_client.errors import MessageError
 
 from .common import until
 
@@ -27,7 +28,8 @@ class FakeLearner:
         self.flipped = set()  # parts of which a bit flips on the wire
         self.heard = []  # all but records, in order
         self.steps_per_ack = None  # a paced actor may be so many steps ahead of what is here
-        self.port = 0
+        self.port, self.secret = 0, b""  # with a secret key it encrypts
+        self.damaged = 0  # pushes that did not fit their checksums
         self._gaps, self._peers = set(), {}
         self._outgoing = []
         self.start()
@@ -40,6 +42,8 @@ class FakeLearner:
         self._stopping = False
         self._router = zmq.Context.instance().socket(zmq.ROUTER)
         self._router.set(zmq.LINGER, 0)
+        if self.secret:
+            self._router.curve_server, self._router.curve_secretkey = True, self.secret
         if self.port:
             until(self._bound)
         else:
@@ -109,7 +113,12 @@ class FakeLearner:
         if self.lost_pushes:
             self.lost_pushes -= 1
             return None
-        for seq, record in m.decode_records(*push.parts):
+        try:
+            records = m.decode_records(*push.parts)
+        except MessageError:
+            self.damaged += 1
+            return m.Ack(push.session, self.expected.get(push.session, 0), resend=True)
+        for seq, record in records:
             expected = self.expected.get(push.session, 0)
             if seq > expected:
                 if push.session in self._gaps:
