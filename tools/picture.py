@@ -10,7 +10,6 @@ import argparse
 import sqlite3
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from importlib.resources import files
 from itertools import chain, islice, product, repeat
 from pathlib import Path
@@ -19,15 +18,12 @@ from typing import Any
 import numpy as np
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.runner import evaluation_seed
-from serl_client.spec import Array, Spec
+from serl_client.spec import Array
 
 from robot_infra.cameras import gl
 from robot_infra.cameras.mujoco import Renderer
 from robot_infra.robots.sim_arm import FPS, SimArm
-from serl_launcher.datasets.episodes import EpisodeReader
-from serl_launcher.replay.views import EpisodeInfo
-from serl_launcher.store.index import Index
-from serl_launcher.store.layout import Layout
+from serl_launcher.datasets.episodes import opened
 from serl_launcher.training.plan import EVAL
 
 CAMERA = {"name": "picture", "pos": [1.15, -0.75, 0.72], "xyaxes": [0.62, 0.78, 0, -0.32, 0.25, 0.91], "fovy": 34}
@@ -78,25 +74,21 @@ Evaluation = tuple[str, list[dict[str, Array]]]
 
 def evaluations(run: Path) -> tuple[Evaluation, Evaluation]:
     """(caption, rows of each episode) of the first and of the last evaluation. Raises ConfigError without two."""
-    path = run / "store" / "index.sqlite"
-    if not path.exists():
+    if not (run / "store" / "index.sqlite").exists():
         raise ConfigError(f"{run} holds no store: name the folder of a run")
-    with closing(Index(path)) as index:
-        spec, source = Spec.from_dict(index.meta("spec")), index.sources().get(EVAL)
-        infos = [EpisodeInfo(*row) for row in index.catalog(0, -1)[1]]
+    _, readers, infos = opened(run)
     evaluated = [info for info in infos if info.source == EVAL and info.closed and info.success is not None]
     evaluated.sort(key=lambda info: info.number)
     phases = list(dict.fromkeys(info.phase for info in evaluated))
-    if source is None or len(phases) < 2:
+    if len(phases) < 2:
         raise ConfigError(
             f"{run} has {len(phases)} phases with evaluated episodes; a picture needs two: before and after training"
         )
-    reader = EpisodeReader(run / "store" / EVAL, Layout(spec, source.capacity), (source.tail, source.head))
 
     def of(phase: str, title: str) -> Evaluation:
         mine = [info for info in evaluated if info.phase == phase]
         won = sum(bool(info.success) for info in mine)
-        return f"{title}: {won} of {len(mine)} picked up", [reader.rows(info) for info in mine[:STARTS]]
+        return f"{title}: {won} of {len(mine)} picked up", [readers[EVAL].rows(info) for info in mine[:STARTS]]
 
     return of(phases[0], "before training"), of(phases[-1], "after training")
 

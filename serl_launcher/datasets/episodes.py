@@ -4,15 +4,17 @@ The store may evict an episode while it is read. The reader looks at the store's
 instead of returning steps that were overwritten.
 """
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from serl_client.errors import RetakeError
-from serl_client.spec import Array
+from serl_client.spec import Array, Spec
 
 from serl_launcher.datasets.names import is_image
 from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.index import Index
 from serl_launcher.store.layout import CHUNK_START, GAP, INTERVENED, TERMINATED, TRUNCATED, Layout, published
 
 SCAN = 4096  # steps looked at at once
@@ -115,3 +117,15 @@ class EpisodeReader:
         if not np.array_equal(records["index"], np.arange(info.steps)):
             raise Mismatch(f"{info.id} has {len(records)} steps in the store, {info.steps} were acknowledged")
         return records
+
+
+def opened(run_dir: Path) -> tuple[Spec, dict[str, EpisodeReader], list[EpisodeInfo]]:
+    """Open the store of a run: its Spec, a reader of each source, and all episodes. The learner may be running."""
+    with closing(Index(run_dir / "store/index.sqlite")) as index:
+        spec, sources = Spec.from_dict(index.meta("spec")), index.sources().values()
+        infos = [EpisodeInfo(*row) for row in index.catalog(0, -1)[1]]
+    return spec, {
+        source.name: EpisodeReader(
+            run_dir / "store" / source.name, Layout(spec, source.capacity), (source.tail, source.head)
+        ) for source in sources
+    }, infos  # fmt: skip

@@ -12,12 +12,10 @@ from pathlib import Path
 import numpy as np
 from serl_client.spec import Array, Feature, Spec
 
-from serl_launcher.datasets.episodes import EpisodeReader, Gone
+from serl_launcher.datasets.episodes import EpisodeReader, Gone, opened
 from serl_launcher.datasets.names import ENDS, OUTCOME, SUCCESS, TIME, is_image
 from serl_launcher.datasets.reader import Dataset, Episode
 from serl_launcher.replay.views import EpisodeInfo
-from serl_launcher.store.index import Index
-from serl_launcher.store.layout import Layout
 
 BLACK, WHITE = 8, 247  # pixel values: up to BLACK is dark, from WHITE on is overexposed
 SATURATED = 0.5  # an image is saturated if a larger share of its values is WHITE
@@ -78,28 +76,15 @@ def inspect(folder: Path, frozen: int) -> Findings:
     """
     findings = Findings()
     if (folder / "store/index.sqlite").exists():
-        for name, spec, episodes in _sources(folder):
-            _look(findings, episodes, spec.fps, spec.action, frozen, f"{name}: ")
+        spec, readers, infos = opened(folder)
+        for name, reader in readers.items():
+            held = [i for i in infos if i.source == name and i.first >= reader.tail and not i.discard]
+            _look(findings, _stored(reader, spec, sorted(held)), spec.fps, spec.action, frozen, f"{name}: ")
     else:
         dataset = Dataset(folder)
         action = dataset.spec().action if dataset.manifest else None  # a dataset of others tells no bounds
         _look(findings, (_of_dataset(episode) for episode in dataset), dataset.fps, action, frozen, "")
     return findings
-
-
-def _sources(run: Path) -> Iterator[tuple[str, Spec, Iterator[Recorded]]]:
-    index = Index(run / "store/index.sqlite")
-    try:
-        spec, sources = Spec.from_dict(index.meta("spec")), index.sources()
-        _, rows = index.catalog(0, -1)
-        infos = [EpisodeInfo(*row) for row in rows]
-    finally:
-        index.close()
-    for source in sources.values():
-        layout = Layout(spec, source.capacity)
-        reader = EpisodeReader(run / "store" / source.name, layout, (source.tail, source.head))
-        held = [info for info in infos if info.source == source.name and info.first >= source.tail]
-        yield source.name, spec, _stored(reader, spec, sorted(info for info in held if not info.discard))
 
 
 def _stored(reader: EpisodeReader, spec: Spec, infos: list[EpisodeInfo]) -> Iterator[Recorded]:

@@ -90,11 +90,6 @@ class Server:
         """The run's store; None before the first actor's Spec has come."""
         return self.keeper.store
 
-    @property
-    def degraded(self) -> str:
-        """Why the store's disk fails; empty where it does not."""
-        return self.keeper.degraded
-
     # -- the loop
     def run(self) -> None:
         """Serve until `stop`. Raises ConfigError when no store can be made for the first actor's Spec."""
@@ -200,7 +195,7 @@ class Server:
         """What a address is told whose message is fine, and yet not taken; without one it is not let in any more."""
         if message is None:
             self.peers.pop(address, None)
-        elif not (self.degraded or self.keeper.fatal or isinstance(error, ServerFailed)):  # no fault of this address's
+        elif not (self.keeper.degraded or self.keeper.fatal or isinstance(error, ServerFailed)):  # not its fault
             self.access.refuse("not taken", str(error))
         final = isinstance(message, (m.Hello, m.Push, type(None))) and not isinstance(error, ServerFailed)
         return m.Failed(type(error).__name__, str(error), final)
@@ -299,7 +294,7 @@ class Server:
         directive, weights = self.updates.shared()
         return m.Status({
             "run": self.store.run if self.store else "", "uptime_s": round(now - self._started, 1), "time": time.time(),
-            "degraded": self.degraded, "full": sorted({s.waits_for for s in self.peers.values()} - {""}),
+            "degraded": self.keeper.degraded, "full": sorted({s.waits_for for s in self.peers.values()} - {""}),
             **self.access.report, "directive": directive, "weights": weights,
             "sources": self.store.manifest() if self.store else {}, "clients": clients,
             "missing": {actor: round(now - seen, 1) for actor, seen in self.updates.missing.items()},

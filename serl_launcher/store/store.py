@@ -152,17 +152,13 @@ class Store:
     def close_session(self, session: str) -> None:
         """This actor's life is over: an episode it left open is truncated, without a final observation."""
         self.lives.close(session)
-        self.cut(session)
+        self.episodes.cut(session)
 
     def close_open(self) -> None:
         """The run is over: what is open is truncated, durably; what its actor brings of it later is a part."""
         for session in list(self.episodes.open):
-            self.cut(session)
+            self.episodes.cut(session)
         self.commit()
-
-    def cut(self, session: str) -> None:
-        """Truncate the open episode of this session, without a final observation; not durable before commit()."""
-        self.episodes.cut(session)
 
     def expected(self, session: str) -> int:
         """The seq that this session's next record must have; 0 for one that is not known (any more)."""
@@ -198,7 +194,7 @@ class Store:
     def _stage_segment(self, state: Session, segment: Segment) -> None:
         source, records = self._checked(state, segment)
         if segment.start == 0:
-            self.cut(state.session)  # even if this segment has to wait: what is open is never exported
+            self.episodes.cut(state.session)  # even if this segment has to wait: what is open is never exported
         self._wait_for_archive(source, segment)
         nbytes = sum(array.nbytes for array in segment.observation.values())
         ring = self.rings[source.name]
@@ -254,7 +250,7 @@ class Store:
         if len(self._staged_lost) >= GROUP_OUTCOMES:
             self.commit()
         self._staged_lost.append((state.session, seq, lost.reason[:MAX_NAME]))
-        self.cut(state.session)
+        self.episodes.cut(state.session)
 
     def _stage_outcome(self, state: Session, seq: int, outcome: Outcome) -> None:
         """An outcome may come before its episode's first segment, or long after its last."""
@@ -287,7 +283,7 @@ class Store:
         if not self.rings[source.name].would_overwrite(first, first_row, segment):
             return
         for episode in [episode for episode in self.episodes.open.values() if episode.id == id]:
-            self.cut(episode.session)
+            self.episodes.cut(episode.session)
         raise Full(f"source {source.name} is full, and its episode {id} waits for its export")
 
     # -- the group

@@ -110,4 +110,4 @@ class StateUpdates:
             silent = now - self._heard[episode.session]
             if silent >= self._on_silence.get(episode.source, by_clock):
                 log.warning("%s is truncated, as %s was silent for %.0f s", episode.id, episode.actor, silent)
-                store.cut(episode.session)
+                store.episodes.cut(episode.session)

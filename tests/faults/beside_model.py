@@ -169,7 +169,7 @@ class Real:
             for key in self.identities
         }  # fmt: skip
         store, sessions = self.server.store, {}
-        if not self.server.degraded:
+        if not self.server.keeper.degraded:
             mine = [session for session in store.sessions.values() if session.session.startswith(self.session(""))]
             durable = store.index.sessions()
             sessions = {
@@ -180,7 +180,7 @@ class Real:
                 )
                 for session in sorted(mine, key=lambda session: session.position)
             }
-        return clients, links, bool(self.server.degraded), sessions
+        return clients, links, bool(self.server.keeper.degraded), sessions
 
     def rows(self):
         """{session: [index of each of its steps, in the order of the store]}, for the sessions of this history."""

@@ -87,7 +87,7 @@ def test_nothing_that_a_start_or_a_record_asks_of_the_index_reads_all_past_episo
     made.hello("arm", "outbox", "A", [])
     fill(made, 5)
     made.stage("A", 10, make_segment("open"))
-    made.cut("A")
+    made.episodes.cut("A")
     made.stage("A", 11, make_segment("open", start=4, ends="terminated"))
     made.stage("A", 12, Outcome("open", True))
     made.archive([1, 2, 3, 4, 5])

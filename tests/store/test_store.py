@@ -120,7 +120,7 @@ def test_what_comes_after_a_cut_from_elsewhere_is_a_part_of_its_own_and_nothing_
         made.hello(*DESK)
         made.stage("B", 0, Outcome("e0", None, judged_by="operator"))
     elif how == "silence":
-        made.cut("A")
+        made.episodes.cut("A")
     else:
         made.close_open()
     made.commit()
@@ -140,10 +140,10 @@ def test_what_comes_after_a_cut_from_elsewhere_is_a_part_of_its_own_and_nothing_
 
 def test_an_outcome_of_an_episode_holds_for_all_its_parts_whenever_they_come(made):
     made.stage("A", 0, make_segment("e0"))
-    made.cut("A")
+    made.episodes.cut("A")
     made.stage("A", 1, make_segment("e0", start=4))
     made.stage("A", 2, Outcome("e0", True))
-    made.cut("A")
+    made.episodes.cut("A")
     made.stage("A", 3, make_segment("e0", start=8))
     made.commit()
     parts = [(each.id, each.success) for each in made.index.parts("e0")]
@@ -160,7 +160,7 @@ def test_an_outcome_of_an_episode_holds_for_all_its_parts_whenever_they_come(mad
 def test_a_part_does_not_take_the_name_of_another_episode(made):
     made.stage("A", 0, make_segment("e0.part2", ends="terminated"))
     made.stage("A", 1, make_segment("e0"))
-    made.cut("A")
+    made.episodes.cut("A")
     made.stage("A", 2, make_segment("e0", start=4, ends="terminated"))
     made.commit()
     assert [each.id for each in made.index.parts("e0")] == ["e0", "e0.part3"]
