@@ -78,8 +78,8 @@ class EpisodeReader:
         """Read a closed episode: {name: [T, ...]}.
 
         The names are those of the observations and extras of the Spec, action, reward, terminated, truncated,
-        intervened, chunk_start, gap, chunk_delay, time, weights and directive. Observations have T + 1 rows if the
-        episode has a final one. Images are StoredImages, so a long episode takes no more memory than a short one.
+        intervened, chunk_start, gap, chunk_delay, time, weights_version and directive. Observations have T + 1 rows if
+        the episode has a final one. Images are StoredImages, so a long episode takes no more memory than a short one.
 
         Raises Gone if it was evicted, before or meanwhile, and Mismatch if steps of it are missing in the store.
         """
@@ -96,7 +96,8 @@ class EpisodeReader:
         truncated[-1] |= bool(info.truncated)  # the steps of an episode that was cut have no flag for it
         found |= {"intervened": flags & INTERVENED > 0, "chunk_start": flags & CHUNK_START > 0, "gap": flags & GAP > 0}
         found |= {"terminated": terminated, "truncated": truncated}
-        found |= {name: records[name] for name in ("action", "reward", "time", "chunk_delay", "weights", "directive")}
+        columns = ("action", "reward", "time", "chunk_delay", "weights_version", "directive")
+        found |= {name: records[name] for name in columns}
         found |= {name: records[f"extras.{name}"] for name in self.layout.spec.extras}
         if self.tail > info.first:  # looked at after copying
             raise Gone(info.id)

@@ -3,7 +3,7 @@
 What one row of a shard holds:
     observation.*, action, the Spec's extras    as in the store; images are uint8 there, and their video is lossy
     next.reward, next.done, next.terminated, next.truncated, next.success    of the step that begins in this row
-    intervened, chunk_start, gap, chunk_delay, time, weights, directive      as in the store
+    intervened, chunk_start, gap, chunk_delay, time, weights_version, directive    as in the store
     phase      an index into the manifest's `phases`
     outcome    of the whole episode: -1 unknown, 0 failure, 1 success
 LeRobot has no row for the observation after the last action: it stays in the store.
@@ -16,17 +16,17 @@ INSTALL = "run `uv sync --inexact --extra data` here"
 REWARD, DONE, SUCCESS = "next.reward", "next.done", "next.success"
 TERMINATED, TRUNCATED = "next.terminated", "next.truncated"
 INTERVENED, CHUNK_START, GAP, CHUNK_DELAY, TIME = "intervened", "chunk_start", "gap", "chunk_delay", "time"
-WEIGHTS, DIRECTIVE, PHASE, OUTCOME = "weights", "directive", "phase", "outcome"
+WEIGHTS_VERSION, DIRECTIVE, PHASE, OUTCOME = "weights_version", "directive", "phase", "outcome"
 ENDS = (DONE, SUCCESS, TERMINATED, TRUNCATED)
 FLAG, NUMBER = Feature((1,), "bool"), Feature((1,), "int64")
 COLUMNS = {
     REWARD: Feature((1,)), DONE: FLAG, TERMINATED: FLAG, TRUNCATED: FLAG, SUCCESS: FLAG,
     INTERVENED: FLAG, CHUNK_START: FLAG, GAP: FLAG, CHUNK_DELAY: NUMBER, TIME: Feature((1,), "float64"),
-    WEIGHTS: NUMBER, DIRECTIVE: NUMBER, PHASE: NUMBER, OUTCOME: NUMBER,
+    WEIGHTS_VERSION: NUMBER, DIRECTIVE: NUMBER, PHASE: NUMBER, OUTCOME: NUMBER,
 }  # fmt: skip
 STORED = {  # a step's field in the store: its column in a shard
     "reward": REWARD, "terminated": TERMINATED, "truncated": TRUNCATED,
-    **{name: name for name in (INTERVENED, CHUNK_START, GAP, CHUNK_DELAY, TIME, WEIGHTS, DIRECTIVE)},
+    **{name: name for name in (INTERVENED, CHUNK_START, GAP, CHUNK_DELAY, TIME, WEIGHTS_VERSION, DIRECTIVE)},
 }  # fmt: skip
 RESERVED = {*COLUMNS, "timestamp", "frame_index", "episode_index", "index", "task_index", "task"}
 

@@ -31,7 +31,7 @@ from serl_launcher.store.files import sync_folder
 log = logging.getLogger(__name__)
 
 NEEDED = ("lerobot", "av", "torchcodec")
-FORMAT = 2
+FORMAT = 3
 PART = ".part"  # suffix of a folder that is being written, or that a dead writer left
 OLD = ".old.part"  # suffix of the version before, where the file system cannot exchange two folders
 CODECS = ("libsvtav1", "h264")  # in order of preference; see codec_for

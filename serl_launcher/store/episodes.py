@@ -61,7 +61,7 @@ class Episodes:
         episode = Episode(
             self._number, self._free_id(segment), ring.source.name, state.session, state.actor, segment.task,
             segment.stamp.directive, segment.stamp.phase, first=ring.next_step, first_row=ring.next_row,
-            part_of=segment.episode, part_start=segment.start, weights=segment.stamp.weights,
+            part_of=segment.episode, part_start=segment.start, weights=segment.stamp.weights_version,
         )  # fmt: skip
         for id in dict.fromkeys((episode.part_of, episode.id)):
             self._begun.setdefault(id, []).append(episode)
@@ -75,7 +75,7 @@ class Episodes:
         episode.steps += len(segment)
         episode.reward += float(segment.reward.sum(dtype=np.float64))
         episode.intervened += int(segment.intervened.sum())
-        episode.weights = min(episode.weights, segment.stamp.weights)
+        episode.weights = min(episode.weights, segment.stamp.weights_version)
         episode.terminated, episode.truncated = segment.terminated, segment.truncated
         episode.final = episode.closed = segment.ends
         self.changed[episode.id] = episode

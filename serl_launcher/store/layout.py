@@ -41,7 +41,7 @@ class Layout:
         """The record of one step; `final_row` is -1 but for the step that ended its episode with an observation."""
         fields: list[tuple] = [
             ("number", "<u8"), ("episode", "<u8"), ("first", "<u8"), ("row", "<u8"), ("final_row", "<i8"),
-            ("checksum", "<u8"), ("time", "<f8"), ("weights", "<u8"), ("index", "<u4"), ("directive", "<u4"),
+            ("checksum", "<u8"), ("time", "<f8"), ("weights_version", "<u8"), ("index", "<u4"), ("directive", "<u4"),
             ("flags", "<u2"), ("chunk_delay", "<u2"), ("reward", "<f4"), ("action", self.spec.action.dtype,
             self.spec.action.shape),
         ]  # fmt: skip

@@ -91,7 +91,7 @@ def step_records(segment: Segment, kind: np.dtype) -> Array:
     """Make the [T] step records of a segment, without their numbers and checksums."""
     records = np.zeros(len(segment), kind)
     records["final_row"] = -1
-    records["directive"], records["weights"] = segment.stamp.directive, segment.stamp.weights
+    records["directive"], records["weights_version"] = segment.stamp.directive, segment.stamp.weights_version
     records["time"], records["reward"], records["action"] = segment.time, segment.reward, segment.action
     records["chunk_delay"] = segment.chunk_delay
     records["flags"] = (

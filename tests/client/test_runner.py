@@ -118,7 +118,7 @@ def test_a_segment_is_cut_where_the_weights_change(env, client, spec):
             return super().act(observation, step=step, **rest)
 
     run(env, client, Changing(spec, 0), episodes=1)
-    found = [(s.start, len(s), s.stamp.weights) for s in client.segments]
+    found = [(s.start, len(s), s.stamp.weights_version) for s in client.segments]
     assert found == [(0, 4, 0), (4, 4, 1), (8, 4, 2), (12, 1, 3)]
 
 

@@ -47,7 +47,7 @@ def test_lerobot_opens_every_shard_while_the_run_goes_on_and_its_numbers_are_the
             assert table["next.terminated"].sum() == table["next.done"].sum() == 2
             assert table["next.success"].sum() == 1
             assert set(table["outcome"].tolist()) == {0, 1}
-            assert set(table["weights"].tolist()) == {3}
+            assert set(table["weights_version"].tolist()) == {3}
             for step in (0, 5):
                 image = (dataset[step][CAMERA].numpy() * 255).round().astype(int)
                 assert np.abs(image - 30 * step).max() <= 12, "the frame of another step"

@@ -168,6 +168,6 @@ def fingerprint_of(segment: Segment, i: int) -> str:
     flags = 4 * bool(segment.intervened[i]) + 8 * bool(segment.chunk_start[i])
     return fingerprint(
         seen, segment.action[i], reward=float(segment.reward[i]), time=float(segment.time[i]),
-        weights=segment.stamp.weights, directive=segment.stamp.directive, index=segment.start + i,
+        weights=segment.stamp.weights_version, directive=segment.stamp.directive, index=segment.start + i,
         flags=flags + last * (1 * segment.terminated + 2 * segment.truncated),
     )  # fmt: skip

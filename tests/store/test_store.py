@@ -66,7 +66,7 @@ def test_a_wrong_segment_is_its_senders_fault_nothing_of_it_is_kept_and_the_othe
     records = store.step_records
 
     def fail(*arguments):
-        if any(getattr(argument, "stamp", None) and argument.stamp.weights == 77 for argument in arguments):
+        if any(getattr(argument, "stamp", None) and argument.stamp.weights_version == 77 for argument in arguments):
             raise OverflowError("a number that no column holds")
         return records(*arguments)
 

@@ -26,7 +26,7 @@ class Stamp:
 
     directive: int
     phase: str
-    weights: int
+    weights_version: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,8 +107,9 @@ class Segment:
             raise ValueError("a segment has an episode, a start >= 0 and at least one step")
         if any(len(name) > MAX_NAME for name in (self.episode, self.task, self.stamp.phase)):
             raise ValueError(f"the names of episode, task and phase have at most {MAX_NAME} characters")
-        if not all(0 <= number < MAX_NUMBER for number in (self.start, self.stamp.directive, self.stamp.weights)):
-            raise ValueError("start, directive and weights are numbers from 0 on")
+        numbers = self.start, self.stamp.directive, self.stamp.weights_version
+        if not all(0 <= number < MAX_NUMBER for number in numbers):
+            raise ValueError("start, directive and weights version are numbers from 0 on")
         if self.terminated and self.truncated:
             raise ValueError("an episode is terminated or truncated, not both")
 

@@ -353,7 +353,7 @@ def encode_record(seq: int, record: QueuedRecord) -> list[wire.Buffer]:
         return wire.encode_record(seq, dataclasses.asdict(record), {})
     header = {
         "episode": record.episode, "start": record.start, "task": record.task,
-        "stamp": [record.stamp.directive, record.stamp.phase, record.stamp.weights],
+        "stamp": [record.stamp.directive, record.stamp.phase, record.stamp.weights_version],
         "terminated": record.terminated, "truncated": record.truncated, "extras": list(record.extras),
     }  # fmt: skip
     columns = {name: getattr(record, name) for name in ("action", *COLUMNS)}
