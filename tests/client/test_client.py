@@ -39,8 +39,12 @@ def test_what_the_learner_lost_is_sent_again(learner, client, segments, monkeypa
     assert [seq for _, seq, _ in learner.records] == list(range(count))
 
 
-def test_an_array_that_its_caller_changes_after_the_push_is_stored_as_it_was_written(learner, client, make_segment):
-    """Its memory fits the checksum no more, so the learner refuses it, and it comes from the outbox's file."""
+@pytest.mark.parametrize(("least", "damaged"), [(1 << 20, 0), (0, 1)], ids=["sent from its file", "sent from memory"])
+def test_an_array_that_its_caller_changes_after_the_push_is_stored_as_it_was_written(
+    learner, client, make_segment, monkeypatch, least, damaged
+):
+    """What lies in memory fits the checksum no more, so the learner refuses it, and it comes from the outbox's file."""
+    monkeypatch.setattr("serl_client.recent.LEAST_BYTES", least)
     learner.stop()
     until(lambda: not client.connected)
     segment = make_segment()
@@ -51,7 +55,7 @@ def test_an_array_that_its_caller_changes_after_the_push_is_stored_as_it_was_wri
     assert client.drain(PATIENCE)
     ((*_, stored),) = learner.records
     assert np.array_equal(stored.observation[STATE], make_segment().observation[STATE])
-    assert learner.damaged == 1
+    assert learner.damaged == damaged
 
 
 def test_another_run_is_refused_and_nothing_is_deleted(learner, connect, client, segments):
