@@ -376,7 +376,7 @@ def deliver(client: TrainerClient, segments: list[Segment]) -> float:
     begin = time.perf_counter()
     for segment in segments:
         while not client.has_room or client.pending[1] > AHEAD:
-            time.sleep(0.0002)
+            time.sleep(0.002)
         client.push(segment)
     while client.pending[0]:
         time.sleep(0.0005)

@@ -147,7 +147,6 @@ def decode_records(*data: Buffer) -> Iterator[tuple[int, dict[str, Any], dict[st
             raise MessageError(f"record {seq} was damaged on its way: its checksum does not fit")
         arrays = _Reader(body)
         header, layout = _header(arrays.take(header_length))
-        arrays.take(-header_length % 8)
         yield seq, header, _slices(arrays, layout)
     if reader.left:
         raise MessageError(f"at most {MAX_RECORDS} records come together")
@@ -180,13 +179,14 @@ class _Reader:
         return found
 
     def take(self, length: int) -> Buffer:
-        """Return the next `length` bytes in one buffer: a view, or a copy if they lie in several."""
-        begin, end = self._at, self._at + length
-        if end <= len(self._view):
-            self._at = end
-            self.left -= length
-            return self._view[begin:end]
+        """Return the next `length` bytes in one buffer: a view, or a copy if they lie in several. Skip their padding."""
+        begin, padded = self._at, length + -length % 8
+        if begin + padded <= len(self._view):
+            self._at += padded
+            self.left -= padded
+            return self._view[begin : begin + length]
         views = self.views(length)
+        self.views(padded - length)
         return views[0] if len(views) == 1 else b"".join(views)
 
 
@@ -196,8 +196,6 @@ def _slices(reader: _Reader, layout: list[tuple[str, str, tuple[int, ...], int]]
         if nbytes > reader.left:
             raise MessageError(f"array {name!r} is longer than its record")
         arrays[name] = np.ndarray(shape, dtype, reader.take(nbytes))
-        if nbytes % 8:
-            reader.take(-nbytes % 8)
     if reader.left:
         raise MessageError("a record is longer than its arrays")
     if len(arrays) < len(layout):
