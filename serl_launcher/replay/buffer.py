@@ -21,7 +21,6 @@ from serl_launcher.types import IdleFilter, Window
 
 NONE = -1  # no such step, or no such row
 SCAN = 65536  # steps taken in at once
-FLAGS = {"terminated": TERMINATED, "truncated": TRUNCATED, "intervened": INTERVENED}
 SPARE = 16  # one more step is drawn for so many, as some are of no use
 TRIES = 64  # draws before `draw` says that nothing is usable
 
@@ -59,9 +58,10 @@ class ReplayBuffer:
             np.zeros(size, bool) for _ in range(6)
         )
         self._reward = np.zeros(size, np.float32)
+        self._action = np.zeros((size, *layout.spec.action.shape), layout.spec.action.dtype)
         self._columns = {
-            "reward": self._reward, "terminated": self._terminated, "truncated": self._truncated,
-            "intervened": self._intervened,
+            "action": self._action, "reward": self._reward, "terminated": self._terminated,
+            "truncated": self._truncated, "intervened": self._intervened,
         }  # fmt: skip
         self._last: dict[int, int] = {}  # episode -> its newest step, while it has not ended
 
@@ -88,7 +88,7 @@ class ReplayBuffer:
         self._final[slots] = np.where(final == NONE, NONE, final % self.layout.rows)
         self._first[slots] = np.where(whole, records["first"], NONE)
         self._episode[slots] = records["episode"]
-        self._reward[slots], flags = records["reward"], records["flags"]
+        self._action[slots], self._reward[slots], flags = records["action"], records["reward"], records["flags"]
         self._chunk_start[slots], self._intervened[slots] = flags & CHUNK_START > 0, flags & INTERVENED > 0
         self._terminated[slots], self._truncated[slots] = flags & TERMINATED > 0, flags & TRUNCATED > 0
         self._ends[slots] = False
@@ -118,6 +118,9 @@ class ReplayBuffer:
             self._last[episode] = int(numbers[finish])
             if self._ends[numbers[finish] % size]:
                 del self._last[episode]
+
+    def _slots(self, numbers: Numbers) -> Numbers:
+        return numbers if self.head <= self.layout.capacity else numbers % self.layout.capacity
 
     def _records(self, slots: Numbers) -> Array:
         """Copy the records of these slots as bytes: by fields, as numpy would, takes 30 times as long."""
@@ -171,7 +174,7 @@ class ReplayBuffer:
         first = self._first[numbers % self.layout.capacity]
         numbers, first = numbers[first >= self.tail], first[first >= self.tail]
         slots = numbers % self.layout.capacity
-        found = self._steps["action"][slots] if name == "action" else self._observations[name][self._row[slots]]
+        found = self._action[slots] if name == "action" else self._observations[name][self._row[slots]]
         tail = int(self._published[0])
         return found if tail <= self.tail else found[first >= tail]
 
@@ -184,7 +187,7 @@ class ReplayBuffer:
         total, factor = np.zeros(len(numbers)), 1.0
         while (there := numbers != NONE).any():
             slots = numbers % self.layout.capacity
-            total += factor * np.where(there, self._steps["reward"][slots], 0.0)
+            total += factor * np.where(there, self._reward[slots], 0.0)
             numbers, factor = np.where(there, self._next[slots], NONE), factor * discount
         tail = int(self._published[0])
         return total if tail <= self.tail or bool((first >= tail).all()) else None
@@ -232,7 +235,7 @@ class ReplayBuffer:
         """Return [B] bool: whether an entry of the filter's column varies by more than the threshold in the chain."""
         slots = np.where(chain == NONE, last[:, None], chain) % self.layout.capacity
         if idle_filter.column == "action":
-            values = self._steps["action"][slots]
+            values = self._action[slots]
         else:
             values = self._observations[idle_filter.column][self._row[slots]]
         values = values.reshape(*slots.shape, -1)
@@ -280,7 +283,7 @@ class ReplayBuffer:
         for _ in range(TRIES):
             picks = (generator.random(count + count // SPARE + 1) * size).astype(np.int64)  # faster than integers()
             numbers = self.tail + picks if among is None else among.nth(picks)
-            slots = numbers % self.layout.capacity
+            slots = self._slots(numbers)
             usable = self._is_followed.take(slots) if wants_next(window) else np.ones(len(slots), bool)
             if self.tail:  # else nothing was evicted
                 usable &= self._first.take(slots) >= self.tail
@@ -292,12 +295,10 @@ class ReplayBuffer:
 
     def gather_steps(self, numbers: Numbers, window: Window, into: Mapping[str, Array]) -> bool:
         """Copy as `gather` does, for a window that is_single. Returns False if steps were overwritten meanwhile."""
-        slots = (numbers % self.layout.capacity)[:, None]
+        slots = self._slots(numbers)[:, None]
         for name, column in self._columns.items():
-            column.take(slots, out=into[name], mode="clip")
-        records = self._records(slots)
-        into["action"][...], into["step_id"][...] = records["action"], numbers
-        into["valid"][...], into["length"][...] = True, 1
+            column.take(slots, axis=0, out=into[name], mode="clip")
+        into["step_id"][...], into["valid"][...], into["length"][...] = numbers, True, 1
         after = self._after.take(slots) if wants_next(window) else None
         rows = self._row.take(slots)
         for name in window.offsets:
@@ -306,7 +307,7 @@ class ReplayBuffer:
                 if after is not None:
                     self._take(name, after, into[f"next.{name}"])
             elif name in self.layout.spec.extras:
-                into[name][...] = records[f"extras.{name}"]
+                into[name][...] = self._records(slots)[f"extras.{name}"]
         return self._still_there(slots)
 
     def _still_there(self, slots: Numbers) -> bool:
@@ -319,13 +320,10 @@ class ReplayBuffer:
 
         Returns False if the server overwrote some of them meanwhile: draw again.
         """
-        records = self._records(drawn.steps % self.layout.capacity)  # [B, H]
-        flags, valid = records["flags"], drawn.valid
-        columns = {
-            "action": records["action"], "reward": records["reward"],
-            **{name: flags & flag > 0 for name, flag in FLAGS.items()},
-            **{name: records[f"extras.{name}"] for name in self.layout.spec.extras if name in window.offsets},
-        }  # fmt: skip
+        slots, valid = self._slots(drawn.steps), drawn.valid  # [B, H] each
+        columns = {name: column.take(slots, axis=0, mode="clip") for name, column in self._columns.items()}
+        for name in [name for name in self.layout.spec.extras if name in window.offsets]:
+            columns[name] = self._records(slots)[f"extras.{name}"]
         for name, column in columns.items():
             mask = valid.reshape(valid.shape + (1,) * (column.ndim - 2))
             np.multiply(column, mask, out=into[name], casting="unsafe")

@@ -1,7 +1,7 @@
 """Draws batches from all replay buffers of a run: each source and view gives its share of a Batch."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +102,15 @@ class ReplayMixture:
         for name, share in shares.items():
             given += share
             end = round(count * given / total)
-            names = self._fill(name, window, memory.part(begin, end))
+            names = self._fill(name, window, memory.share(begin, end))
             if names is None:
                 return None
             tasks += names
             begin = end
-        seed = torch.from_numpy((self.generator.bit_generator.random_raw(count) >> 2).view(np.int64))
-        return _batch(memory.tensors, self.spec, window, seed, memory.weight, tuple(tasks))
+        np.right_shift(self.generator.bit_generator.random_raw(count), 2, out=memory.seeds)
+        if memory.batch.task != (task := tuple(tasks)):
+            memory.batch = replace(memory.batch, task=task)
+        return memory.batch
 
     def beginnings(
         self, episodes: Collection[EpisodeInfo], window: Window, discount: float
@@ -160,7 +162,8 @@ class ReplayMixture:
             numbers = self._draw(name, part, window, target)
             if numbers is None:
                 return None
-            target.arrays["step_id"] += self._offsets[part]
+            if self._offsets[part]:
+                target.arrays["step_id"] += self._offsets[part]
             tasks += self._tasks(part, numbers)
             begin += share
         return tasks
@@ -222,8 +225,10 @@ class ReplayMixture:
             tensors = {
                 name: self._tensor(shape, dtype) for name, (shape, dtype) in batch_arrays(layout, count, window).items()
             }
+            seed, weight = self._tensor((count,), "int64"), self._tensor((count,), "float32").fill_(1)
+            batch = _batch(tensors, self.spec, window, seed, weight, ())
             arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-            memory = _Memory(window, tensors, arrays, torch.ones(count), is_single(window))
+            memory = _Memory(window, batch, seed.numpy().view(np.uint64), arrays, is_single(window))
             self._memory[id(window), count] = memory
         return memory
 
@@ -241,21 +246,28 @@ class ReplayMixture:
         self.generator.bit_generator.state = state["generator"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Memory:
-    """The memory of all batches of one window and size, as tensors and as arrays, or a part of it.
+    """The memory of all batches of one window and size, or a part of it.
 
-    window: kept, because the memory is found by its id.
+    window: kept, because the memory is found by its id. batch: of this memory, as it was drawn last.
     """
 
     window: Window
-    tensors: dict[str, torch.Tensor]
-    arrays: dict[str, Array]
-    weight: torch.Tensor  # ones
+    batch: Batch
+    seeds: Array  # of the batch
+    arrays: Mapping[str, Array]  # the other columns that are drawn
     is_single: bool
+    _shares: dict[tuple[int, int], "_Memory"] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.arrays["step_id"])
+
+    def share(self, begin: int, end: int) -> "_Memory":
+        """Return a part, which is kept for the next batch."""
+        if (begin, end) not in self._shares:
+            self._shares[begin, end] = self.part(begin, end)
+        return self._shares[begin, end]
 
     def part(self, begin: int, end: int) -> "_Memory":
         if begin == 0 and end == len(self):

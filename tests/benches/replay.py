@@ -1,8 +1,9 @@
 """Drawing 256 pairs of observations (3 cameras of 224x224 and a state) from a warm source into memory that is used
 again, against a copy of the same bytes and against lerobot's ReplayBuffer with the same observations on the CPU.
 
-Also: the bytes that are written per byte of frame, and how the two draw rows of 8 numbers, where there is little to
-copy and what is done around it counts.
+Also: the bytes that are written per byte of frame, and how rows of 8 numbers are drawn, where there is little to copy
+and what is done around it counts. There lerobot's buffer holds as many steps as ours, so that caches help neither, and
+so does another peer: a ring of five numpy arrays.
 """
 
 import argparse
@@ -33,7 +34,7 @@ SMALL = Spec({STATE: Feature((8,))}, Feature((7,), low=-np.ones(7), high=np.ones
 OPTIONS = {
     "--rounds": option(9, "(9)"),
     "--steps": option(1500, "in the source (1500; 0.45 MB each)"),
-    "--theirs": option(300, "in lerobot's buffer (300; 3.6 MB each); 0: without"),
+    "--theirs": option(300, "with images in lerobot's buffer (300; 3.6 MB each); 0: without lerobot"),
     **COMMON,
 }
 
@@ -41,13 +42,15 @@ OPTIONS = {
 def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     torch.set_num_threads(1)
     images, small = folder / "images", folder / "small"
-    yield from replay("3x224x224x3", images, SPEC, options.steps, options, (">= 0.85", ">= 25"))
+    yield from replay("3x224x224x3", images, SPEC, options.steps, options, (">= 0.85", ">= 25", ""), options.theirs)
     shutil.rmtree(images)
-    yield from replay("8 numbers", small, SMALL, options.steps * 40 // 3, options, ("", ""))
+    steps = options.steps * 40 // 3
+    yield from replay("8 numbers", small, SMALL, steps, options, ("", ">= 1", ">= 0.3"), steps)
 
 
 def replay(
-    name: str, folder: Path, spec: Spec, steps: int, options: argparse.Namespace, goals: tuple[str, str]
+    name: str, folder: Path, spec: Spec, steps: int, options: argparse.Namespace, goals: tuple[str, str, str],
+    theirs: int,
 ) -> Iterator[Figure]:  # fmt: skip
     stored, episodes = fill(folder, spec, steps)
     sources = ReplayMixture(folder, spec, {"online": steps}, {}, seed=0)
@@ -62,9 +65,13 @@ def replay(
     yield Figure(f"{BATCH} pairs of {name}", rate, "GB/s", "a copy of the same bytes", beside, goals[0])
     yield Figure(f"bytes written per byte of {name}", stored, "", goal="<= 1.02" if goals[0] else "")
     if options.theirs:  # apart: it leaves the caches to whoever comes next as nothing else here does
-        measured = interleaved({"ours": ours, "lerobot": timed(lerobot(spec, options.theirs))}, options.rounds)
+        measured = interleaved({"ours": ours, "lerobot": timed(lerobot(spec, theirs))}, options.rounds)
         rate, faster = BATCH / median(measured["ours"]), ratio(measured, "lerobot", "ours")
         yield Figure(f"{BATCH} pairs of {name}", rate, "/s", "lerobot's ReplayBuffer.sample", faster, goals[1])
+    if goals[2]:
+        measured = interleaved({"ours": ours, "ring": timed(ring(spec, steps))}, options.rounds)
+        rate, faster = BATCH / median(measured["ours"]), ratio(measured, "ring", "ours")
+        yield Figure(f"{BATCH} pairs of {name}", rate, "/s", "a ring of numpy arrays", faster, goals[2])
 
 
 def interleaved(contenders: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
@@ -98,6 +105,19 @@ def timed(call: Callable[[], Any]) -> Callable[[], float]:
         return perf_counter() - begin
 
     return seconds
+
+
+def ring(spec: Spec, capacity: int) -> Callable[[], Any]:
+    """One array for each column of that many transitions; a call that samples, and checks nothing."""
+    shapes = [feature.shape for feature in (*spec.observation.values(), *spec.observation.values(), spec.action)]
+    columns = [np.zeros((capacity, *shape), np.float32) for shape in (*shapes, (), ())]  # reward and terminated
+    generator = np.random.default_rng(0)
+
+    def sample() -> list[torch.Tensor]:
+        picks = generator.integers(capacity, size=BATCH)
+        return [torch.from_numpy(column[picks]) for column in columns]
+
+    return sample
 
 
 def lerobot(spec: Spec, capacity: int) -> Callable[[], Any]:
