@@ -99,9 +99,14 @@ class Batch:
     def __len__(self) -> int:
         return len(self.action)
 
-    def to(self, device: torch.device | str) -> "Batch":
-        """Copy the batch to `device`. On return the copy is complete, so its source may be overwritten."""
-        return self._each(lambda value: value.to(device) if isinstance(value, Tensor) else value)
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
+        """Copy the batch to `device`.
+
+        non_blocking: return at once. The source, in pinned memory, must stay as it is until the device has copied it.
+        """
+        return self._each(
+            lambda value: value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value
+        )
 
     def part(self, index: int, count: int) -> "Batch":
         """The rows of one of `count` equal parts."""

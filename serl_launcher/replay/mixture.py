@@ -25,12 +25,13 @@ class ReplayMixture:
     """Reads all sources of a run for one trainer rank, and draws batches from them.
 
     folder: the run's `store` folder. capacities: {source: steps}. views: {name: View}; each source is a view, too.
-    seed: of `generator` (numpy), which is part of the trainer's state. pinned: put batches into pinned memory.
+    seed: of `generator` (numpy), which is part of the trainer's state.
+    device: `cpu`, or a GPU, to which batches are copied from pinned memory while this process goes on.
     """
 
     def __init__(
         self, folder: Path, spec: Spec, capacities: Mapping[str, int], views: Mapping[str, View], *, seed: int,
-        pinned: bool = False,
+        device: str = "cpu",
     ) -> None:  # fmt: skip
         self.spec = spec
         self.buffers = {
@@ -41,7 +42,7 @@ class ReplayMixture:
         self._plain = {name for name, view in self.views.items() if view == View(view.of)}  # of all episodes and steps
         self.held = {name: Held() for name in capacities}  # without those that left the store
         self.generator = np.random.default_rng(seed)
-        self._pinned = pinned
+        self._device = device
         self._memory: dict[tuple[int, int], _Memory] = {}
         self._choices: dict[tuple[str, str, str], Choice] = {}  # by (view, source, Window.starts)
         self._sizes = {name: [0, 0] for name in self.views}  # [steps, closed episodes]
@@ -94,9 +95,11 @@ class ReplayMixture:
         """Draw a batch of `count` windows. None if a source or view has nothing usable yet.
 
         shares: {source or view: its part}, rounded to whole windows in this order.
-        The batch is valid until the next call, which uses its memory again.
+        The batch is valid until the next call, which on a CPU uses its memory again.
         """
         memory = self._memory_of(window, count)
+        if memory.copied is not None:
+            memory.copied.synchronize()
         tasks: list[str] = []
         begin, total, given = 0, sum(shares.values()), 0.0
         for name, share in shares.items():
@@ -110,7 +113,11 @@ class ReplayMixture:
         np.right_shift(self.generator.bit_generator.random_raw(count), 2, out=memory.seeds)
         if memory.batch.task != (task := tuple(tasks)):
             memory.batch = replace(memory.batch, task=task)
-        return memory.batch
+        if self._device == "cpu":
+            return memory.batch
+        copy = memory.batch.to(self._device, non_blocking=True)
+        memory.copied = torch.cuda.current_stream(self._device).record_event()
+        return copy
 
     def beginnings(
         self, episodes: Collection[EpisodeInfo], window: Window, discount: float
@@ -233,9 +240,9 @@ class ReplayMixture:
         return memory
 
     def _tensor(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        if self._pinned:
-            return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True)
-        return torch.from_numpy(np.empty(shape, dtype))  # in large pages, which are filled faster
+        if self._device == "cpu":
+            return torch.from_numpy(np.empty(shape, dtype))  # in large pages, which are filled faster
+        return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator's state, and {source: [tail, head]} as this reader saw them."""
@@ -258,6 +265,7 @@ class _Memory:
     seeds: Array  # of the batch
     arrays: Mapping[str, Array]  # the other columns that are drawn
     is_single: bool
+    copied: Any = None  # an event of a GPU: the last batch has left this memory
     _shares: dict[tuple[int, int], "_Memory"] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:

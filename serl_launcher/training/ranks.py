@@ -57,9 +57,12 @@ class Ranks:
         self._all("begin")
 
     def update(self, name: str, batch: Batch) -> Metrics:
-        """Make the update of that name, each rank on an equal part of the batch. Returns the mean of the metrics."""
+        """Make the update of that name, each rank on an equal part of the batch. Returns the mean of the metrics.
+
+        The batch is on this rank's device.
+        """
         if self.world.size == 1:
-            return getattr(self.algorithm, name)(batch.to(self.world.device))
+            return getattr(self.algorithm, name)(batch)
         return self._all("update", [name, {column.name: getattr(batch, column.name) for column in fields(batch)}])
 
     def set_statistics(self, statistics: Statistics) -> None:

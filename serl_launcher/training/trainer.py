@@ -58,8 +58,8 @@ def _train(config: DictConfig, run_dir: Path, link: Connection, spec: Spec, worl
     plan = plan_of(config, set(ranks.algorithm.windows)).only(config.phase)
     for note in plan.notes:
         log.info("%s", note)
-    pinned = world.device != "cpu"
-    sources = ReplayMixture(run_dir / "store", spec, capacities(link), plan.views, seed=config.seed, pinned=pinned)
+    folder, kept = run_dir / "store", capacities(link)
+    sources = ReplayMixture(folder, spec, kept, plan.views, seed=config.seed, device=world.device)
     learner = Learner(
         run_dir=run_dir, link=link, plan=plan, ranks=ranks, sources=sources,
         checkpoints=Checkpoints(run_dir / "checkpoints", spec=spec, config=_identity(config)),

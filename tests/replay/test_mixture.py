@@ -1,5 +1,7 @@
 """What is drawn of which source: views and their sizes, shares, the seed, and the beginnings of episodes."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from serl_launcher.store import layout
 from serl_launcher.store.store import Store
 from serl_launcher.training.counters import value_error
 from serl_launcher.types import IdleFilter, Window
+from tests.shared.models import differences
 
 from .made import CHUNK, CHUNK_SAC, SAC, SEQUENCE, STATE, starts
 
@@ -206,6 +209,51 @@ def test_the_same_generator_draws_the_same_batch_again(push, sources, make_segme
     assert not (found.sample(32, SAC, {"online": 1.0}).step_id == first).all()
     found.load_state_dict(state)
     assert (found.sample(32, SAC, {"online": 1.0}).step_id == first).all()
+
+
+class SlowGpu:
+    """A GPU's stream that a CPU plays. Copies are made only when its event is waited for."""
+
+    def __init__(self, monkeypatch):
+        self.begun = []
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(torch.Tensor, "to", lambda *source, non_blocking: self._copied(*source, non_blocking))
+        empty = torch.empty  # pinned memory needs a GPU
+        monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **more: empty(*shape, **more))
+
+    def _copied(self, source, device, non_blocking):
+        assert non_blocking, "the trainer waits for all updates before"
+        self.begun.append((torch.full_like(source, 7), source))
+        return self.begun[-1][0]
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        for made, source in self.begun:
+            made.copy_(source)
+        self.begun.clear()
+
+
+def test_a_batch_is_drawn_over_the_last_one_only_when_a_gpu_has_copied_that(
+    store, push, spec, make_segment, monkeypatch
+):  # fmt: skip
+    push("A", make_segment("e0", 1, 0, 40, ends="terminated"))
+
+    def mixture(device):
+        made = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, {}, seed=0, device=device)
+        made.update(store.index.catalog(0, 100)[1])
+        return made
+
+    windows = (SAC, CHUNK, SAC, SAC, CHUNK)
+    here = mixture("cpu")
+    expected = [asdict(here.sample(16, window, {"online": 1.0})) for window in windows]
+    gpu = SlowGpu(monkeypatch)
+    there = mixture("cuda")
+    copies = [there.sample(16, window, {"online": 1.0}) for window in windows]
+    assert gpu.begun, "the trainer goes on while the last batch is copied"
+    gpu.synchronize()
+    assert not differences([asdict(batch) for batch in copies], expected)
 
 
 def test_windows_start_where_the_rows_of_a_view_say_and_go_on_over_the_others(push, mixture, make_segment):
