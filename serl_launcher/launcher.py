@@ -51,7 +51,9 @@ def launch(config: DictConfig) -> int:
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"the learner needs {', '.join(missing)}: run `uv sync --inexact --extra learner` here")
     metrics.check(config.wandb)
-    config.ranks = ranks_of(config)
+    most = ranks_of(config)
+    if config.ranks != "auto" or config.nodes > 1 or most == 1:
+        config.ranks = most  # else the trainer says how many, when it knows how many weights there are
     if config.node_rank:
         return _follow(config)
     plan = plan_of(config)
@@ -103,7 +105,10 @@ def _follow(config: DictConfig) -> int:
 
 
 def ranks_of(config: DictConfig) -> int:
-    """Return how many processes train on this machine. Raises ConfigError for numbers that do not fit each other."""
+    """Return how many processes train on this machine, at most where `ranks` is auto.
+
+    Raises ConfigError for numbers that do not fit each other.
+    """
     ranks = _gpus(str(config.device)) if config.ranks == "auto" else config.ranks
     missing = [name for name in NEEDED_BY_RANKS if importlib.util.find_spec(name) is None]
     if missing and config.ranks == "auto":

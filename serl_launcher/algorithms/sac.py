@@ -90,16 +90,16 @@ class SAC(Algorithm):
 
     def update(self, batch: Batch) -> Metrics:
         """Take one step of the critics, then one of the policy and of the temperature."""
-        batch, noise = self.augment(batch), self._noise(batch)
+        batch, noise = self.augment(batch), self._noise(batch, 2)
         return self._update_critic(batch, noise[0]) | self._update_policy(batch, noise[1])
 
     def update_critic(self, batch: Batch) -> Metrics:
         """Take one step of the critics and of their targets; the policy does not change."""
-        return self._update_critic(self.augment(batch), self._noise(batch)[0])
+        return self._update_critic(self.augment(batch), self._noise(batch, 1)[0])
 
-    def _noise(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Draw the noise of the next actions and of the present ones at once: [B, 1, A] each."""
-        return normal(batch.seed, (2, *self.policy.noise_shape)).unbind(1)
+    def _noise(self, batch: Batch, count: int) -> tuple[Tensor, ...]:
+        """Draw the noise of the next actions, and with `count` 2 of the present ones at once: [B, 1, A] each."""
+        return normal(batch.seed, (count, *self.policy.noise_shape)).unbind(1)
 
     def _update_critic(self, batch: Batch, noise: Tensor) -> Metrics:
         target = self.target(batch, noise)  # [B]

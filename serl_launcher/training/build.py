@@ -1,6 +1,7 @@
 """What trainer and inference process make of the run's config: seed, device, algorithm, and a check of the memory."""
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +13,10 @@ from serl_client.spec import Spec
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.config import factory
 from serl_launcher.training import budget, memory
+
+log = logging.getLogger(__name__)
+
+WORTH = 50_000_000  # weights, frozen ones too, from which on several GPUs are believed to be faster; not measured
 
 
 def seed(config: DictConfig) -> None:
@@ -45,6 +50,15 @@ def untrained(config: DictConfig, spec: Spec) -> Callable[[], Algorithm]:
     if "weights" in config.algo.policy:
         config.algo.policy.weights = None
     return lambda: build(config, spec)
+
+
+def ranks_of(config: DictConfig, spec: Spec) -> int:
+    """Return how many processes train where `ranks` is auto: one for each GPU, or 1 for less than WORTH weights."""
+    there = torch.cuda.device_count() if device_of(config) == "cuda" else 1
+    if there == 1 or sum(weight.numel() for weight in memory.hollow(untrained(config, spec)).parameters()) >= WORTH:
+        return there
+    log.info("1 of %d GPUs trains, because messages between them would take longer: ranks=%d uses all", there, there)
+    return 1
 
 
 def check_memory(config: DictConfig, spec: Spec, device: str, size: int, stage: int) -> memory.Need:

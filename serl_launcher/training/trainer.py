@@ -16,7 +16,7 @@ from serl_client.spec import Spec
 from serl_launcher.config import factory
 from serl_launcher.learner_link import capacities, connect, wait_for_spec
 from serl_launcher.replay.mixture import ReplayMixture
-from serl_launcher.training.build import build, check_memory, device_of, seed
+from serl_launcher.training.build import build, check_memory, device_of, ranks_of, seed
 from serl_launcher.training.counters import ASSISTED, TRAINED, curve
 from serl_launcher.training.learner import Learner
 from serl_launcher.training.plan_reader import plan_of
@@ -33,12 +33,23 @@ SPARING = ("accumulation", "checkpointing")  # options of an algorithm that chan
 
 def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None]) -> None:
     """Run the trainer process of a run; `begun` is never called, because nobody starts a trainer again."""
+    if config.ranks == "auto":
+        config.ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else _chosen(config, local)
     if config.ranks * config.nodes > 1 and "RANK" not in os.environ:
         sys.exit(launch_ranks(config, ["serl_launcher.launcher", "trainer", str(run_dir), local]))
     if os.environ.get("RANK", "0") == "0":
         train(config, run_dir, local, console("learner"))
     else:
         follow(config)
+
+
+def _chosen(config: DictConfig, local: str) -> int:
+    """Return `ranks_of` once the robot is known, which the number of weights depends on."""
+    plan_of(config, _updates(config))  # raises now what would else be found after the wait for an actor
+    with connect(local, "trainer") as link:
+        spec = wait_for_spec(link, announces=True)
+    assert spec is not None
+    return ranks_of(config, spec)
 
 
 def train(config: DictConfig, run_dir: Path, local: str, shown: Console) -> None:

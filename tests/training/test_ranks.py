@@ -1,0 +1,67 @@
+"""How many of a machine's GPUs train where `ranks` is auto."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from serl_launcher import launcher
+from serl_launcher.config import composed
+from serl_launcher.training import build, trainer
+from tests.shared.common import CONFIG, free_port
+from tests.shared.models import robot
+
+GPUS = 4
+
+
+@pytest.fixture
+def ranks(monkeypatch, tmp_path_factory):
+    """ranks(*words) -> how many processes train a run with these words on a machine with four GPUs."""
+    started = []
+
+    class Supervisor:
+        """Starts the trainer alone, in this process."""
+
+        def __init__(self, run_dir, *_, **__):
+            self.run_dir = run_dir
+
+        def run(self):
+            config = OmegaConf.load(self.run_dir / "config.yaml")
+            assert isinstance(config, DictConfig)
+            trainer.main(config, self.run_dir, "", lambda: None)
+            return 0
+
+    monkeypatch.setattr(launcher, "_gpus", lambda device: GPUS)
+    monkeypatch.setattr(launcher, "NEEDED_BY_RANKS", ())
+    monkeypatch.setattr(launcher, "Supervisor", Supervisor)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS)
+    monkeypatch.setattr(trainer, "connect", lambda local, name: nullcontext())
+    monkeypatch.setattr(trainer, "wait_for_spec", lambda link, announces: robot())
+    monkeypatch.setattr(trainer, "launch_ranks", lambda config, module: started.append(config.ranks))
+    monkeypatch.setattr(trainer.sys, "exit", lambda status: None)
+    monkeypatch.setattr(trainer, "train", lambda config, *_: started.append(config.ranks))
+
+    def ranks(*words):
+        started.clear()
+        place = [f"run_dir={tmp_path_factory.mktemp('run')}", f"port={free_port()}", f"inference_port={free_port()}"]
+        assert launcher.launch(composed(CONFIG, ["learner=true", *place, *words])) == 0
+        return started[0]
+
+    return ranks
+
+
+def test_small_networks_train_on_one_gpu_and_large_ones_on_all(ranks, monkeypatch):
+    assert ranks() == 1
+    assert ranks("ranks=2") == 2
+    monkeypatch.setattr(build, "WORTH", 1000)
+    assert ranks() == GPUS
+    assert ranks("device=cpu") == 1, "several GPUs are no reason for several processes on a CPU"
+
+
+@pytest.mark.slow
+def test_pi0_is_large(ranks):
+    pytest.importorskip("transformers")
+    assert ranks("algo=sft", "policy=pi0") == GPUS
+    assert ranks("algo=sft", "policy=pi0_lora") == GPUS
