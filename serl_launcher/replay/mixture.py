@@ -263,7 +263,7 @@ class _Memory:
     window: Window
     batch: Batch
     seeds: Array  # of the batch
-    arrays: Mapping[str, Array]  # the other columns that are drawn
+    arrays: dict[str, Array]  # the other columns that are drawn
     is_single: bool
     copied: Any = None  # an event of a GPU: the last batch has left this memory
     _shares: dict[tuple[int, int], "_Memory"] = field(init=False, default_factory=dict)

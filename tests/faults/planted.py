@@ -150,6 +150,9 @@ P4 killed ReplayBuffer._still_there: what is overwritten while it is copied is u
 P5 killed ReplayBuffer._resolve: after the last step comes its own row, not the final observation
     - after = np.where(self._final[last_slot] == NONE, self._row[last_slot], self._final[last_slot])
     + after = self._row[last_slot]
+P6 killed ReplayMixture.sample: a batch is drawn over the last one while a GPU still copies that
+    - memory.copied.synchronize()
+    + pass
 
 == sources and counters: test_replay test_mixture test_counters test_learner
 
