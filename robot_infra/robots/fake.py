@@ -92,12 +92,6 @@ def make(
     )  # fmt: skip
     teleop, keyboard = chosen(operator, scripted, robot.action, clock=clock)
     return RobotEnv(
-        SafeRobot(robot),
-        judge=Predicate(lambda: near(robot.position, robot.goal, 0.05)),
-        task="reach the goal",
-        fps=FPS,
-        max_steps=max_steps,
-        clock=clock,
-        teleop=teleop,
-        operator=keyboard,
-    )
+        SafeRobot(robot), judge=Predicate(lambda: near(robot.position, robot.goal, 0.05)), task="reach the goal",
+        fps=FPS, max_steps=max_steps, clock=clock, teleop=teleop, operator=keyboard,
+    )  # fmt: skip

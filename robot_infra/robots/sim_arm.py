@@ -165,13 +165,7 @@ def make(
     )  # fmt: skip
     teleop, keyboard = chosen(operator, scripted, arm.action, clock=clock)
     return RobotEnv(
-        SafeRobot(arm),
-        judge=Predicate(lambda: lifted(arm.tool, arm.block)),
-        task="pick up the block",
-        fps=FPS,
-        max_steps=max_steps,
-        clock=clock,
-        cameras=arm.cameras(backend, size=image_size) if backend else None,
-        teleop=teleop,
-        operator=keyboard,
-    )
+        SafeRobot(arm), judge=Predicate(lambda: lifted(arm.tool, arm.block)), task="pick up the block", fps=FPS,
+        max_steps=max_steps, clock=clock, cameras=arm.cameras(backend, size=image_size) if backend else None,
+        teleop=teleop, operator=keyboard,
+    )  # fmt: skip

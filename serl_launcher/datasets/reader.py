@@ -19,21 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serl_client.episode import MAX_NAME, Segment, Stamp
+from serl_client.episode import COLUMNS, MAX_NAME, Segment, Stamp
 from serl_client.errors import ConfigError
 from serl_client.recorder import segment_rows
 from serl_client.spec import DTYPES, Array, Feature, Spec
 
 from serl_launcher.datasets.names import (
-    CHUNK_DELAY,
-    CHUNK_START,
     DONE,
-    GAP,
     INSTALL,
-    INTERVENED,
     MANIFEST,
     OUTCOME,
-    REWARD,
+    STORED,
     SUCCESS,
     TERMINATED,
     TIME,
@@ -259,14 +255,14 @@ class Episode:
             )  # fmt: skip
 
     def _columns(self) -> dict[str, Any]:
-        reward = self.column(REWARD) if self.has(REWARD) else np.zeros(len(self))
-        time = self.column(TIME if self.has(TIME) else "timestamp")
-        delay = self.column(CHUNK_DELAY) if self.has(CHUNK_DELAY) else np.zeros(len(self))
+        """Return the columns of every row, [T]; zeros for one that the dataset lacks."""
+        called = {name: STORED[name] for name in COLUMNS} | ({} if self.has(TIME) else {"time": "timestamp"})
         return {
-            "reward": reward.reshape(-1).astype(np.float32), "intervened": self.flag(INTERVENED),
-            "chunk_start": self.flag(CHUNK_START), "time": time.reshape(-1).astype(np.float64), "gap": self.flag(GAP),
-            "chunk_delay": delay.reshape(-1).astype(np.uint16),
-        }  # fmt: skip
+            name: (self.column(called[name]).reshape(-1) if self.has(called[name]) else np.zeros(len(self))).astype(
+                dtype
+            )
+            for name, dtype in COLUMNS.items()
+        }
 
     def _extra(self, name: str, feature: Feature) -> Array:
         """Return one of Spec.extras, [T, *shape]; zeros if the dataset has no such column."""

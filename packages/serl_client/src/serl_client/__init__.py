@@ -9,18 +9,6 @@ from serl_client.runner import run_actor
 from serl_client.spec import Array, Feature, Spec
 
 __all__ = [
-    "Array",
-    "ConfigError",
-    "Env",
-    "Feature",
-    "Outcome",
-    "RemotePolicy",
-    "RetakeError",
-    "Segment",
-    "Spec",
-    "Stamp",
-    "Step",
-    "TrainerClient",
-    "TrainerError",
-    "run_actor",
-]
+    "Array", "ConfigError", "Env", "Feature", "Outcome", "RemotePolicy", "RetakeError", "Segment", "Spec", "Stamp",
+    "Step", "TrainerClient", "TrainerError", "run_actor",
+]  # fmt: skip
