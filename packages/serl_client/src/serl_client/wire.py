@@ -179,7 +179,7 @@ class _Reader:
         return found
 
     def take(self, length: int) -> Buffer:
-        """Return the next `length` bytes in one buffer: a view, or a copy if they lie in several. Skip their padding."""
+        """Return the next `length` bytes in one buffer: a view, or a copy if they lie in several. Skip padding."""
         begin, padded = self._at, length + -length % 8
         if begin + padded <= len(self._view):
             self._at += padded
