@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GemmaConfig, SiglipVisionConfig, SiglipVisionModel
 from transformers.models.gemma.modeling_gemma import GemmaModel, apply_rotary_pos_emb
 
+from serl_launcher.networks.attention import attention, bias, joined
 from serl_launcher.networks.mlp import StateEncoder
 from serl_launcher.networks.prompt import Prompt
 from serl_launcher.networks.vision import ALL, IMAGES
@@ -172,10 +173,10 @@ class PI0(FlowMatching):
             words = prepared[WORDS]
             there = torch.cat([words.new_ones(len(words), hidden.shape[1] - words.shape[1]), words], 1)
             turned = self._turned(self.language, hidden, there.cumsum(1) - 1)
-            mask = there[:, None, None, :]  # every token sees every token that is no padding
+            added = self._bias(there.unsqueeze(1))  # every token sees every token that is no padding
             layers = []
             for layer in self.language.layers:
-                hidden, keys_values = self._run(self._attend, layer, hidden, turned, mask, None)
+                hidden, keys_values = self._run(self._attend, layer, hidden, turned, added, None)
                 layers.append(keys_values)
         state = functional.pad(self.state(prepared), (0, self.state_size - self.state.size))
         return Prefix(layers, there, _linear(self.state_projection, state).unsqueeze(1))
@@ -202,13 +203,13 @@ class PI0(FlowMatching):
         there, count = condition.there, hidden.shape[1]
         sees = torch.ones(count, count, dtype=torch.bool, device=chunk.device)
         sees[0, 1:] = False  # the state sees no action
-        mask = torch.cat([there.unsqueeze(1).expand(-1, count, -1), sees.expand(len(there), -1, -1)], 2).unsqueeze(1)
+        added = self._bias(torch.cat([there.unsqueeze(1).expand(-1, count, -1), sees.expand(len(there), -1, -1)], 2))
         positions = there.sum(1, keepdim=True) + torch.arange(count, device=chunk.device)
         with self._autocast():
             hidden = hidden.to(self.precision)
             turned = self._turned(self.expert, hidden, positions)
             for layer, past in zip(self.expert.layers, condition.layers, strict=True):
-                hidden, _ = self._run(self._attend, layer, hidden, turned, mask, past)
+                hidden, _ = self._run(self._attend, layer, hidden, turned, added, past)
             hidden = self.expert.norm(hidden)
         return _linear(self.action_out, hidden[:, 1:])  # [B, H, D]
 
@@ -225,25 +226,24 @@ class PI0(FlowMatching):
         return part(*inputs)
 
     def _attend(
-        self, layer: Any, hidden: Tensor, turned: tuple[Tensor, Tensor], mask: Tensor, past: KeysValues | None
+        self, layer: Any, hidden: Tensor, turned: tuple[Tensor, Tensor], added: Tensor, past: KeysValues | None
     ) -> tuple[Tensor, KeysValues]:
         """Run one pre-norm layer on hidden [B, T, width] -> new hidden, keys and values.
 
-        past: keys and values of earlier tokens, or None. mask: [B, 1, 1 or T, all tokens], True where a token sees.
+        past: keys and values of earlier tokens, or None. added: what `_bias` says of all tokens.
         """
-        attention, normed = layer.self_attn, layer.input_layernorm(hidden)
-        keys, values = self._heads(attention.k_proj(normed)), self._heads(attention.v_proj(normed))
-        if attention.q_proj is None:  # the backbone's last layer: only its keys and values are needed
+        own, normed = layer.self_attn, layer.input_layernorm(hidden)
+        keys, values = self._heads(own.k_proj(normed)), self._heads(own.v_proj(normed))
+        if own.q_proj is None:  # the backbone's last layer: only its keys and values are needed
             return hidden, (apply_rotary_pos_emb(keys, keys, *turned)[1], values)
-        query, keys = apply_rotary_pos_emb(self._heads(attention.q_proj(normed)), keys, *turned)
-        seen = (keys, values)
-        if past is not None:
-            seen = (torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2))
-        groups = self.sizes.heads // self.sizes.kv_heads
-        every = (part.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for part in seen)
-        heard = functional.scaled_dot_product_attention(query, *every, attn_mask=mask)
-        hidden = hidden + attention.o_proj(heard.transpose(1, 2).flatten(2))
+        query, keys = apply_rotary_pos_emb(self._heads(own.q_proj(normed)), keys, *turned)
+        parts = [(keys, values)] if past is None else [past, (keys, values)]
+        seen = (joined(part, added.shape[-1]) for part in zip(*parts, strict=True))
+        hidden = hidden + own.o_proj(attention(query, *seen, added))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden)), (keys, values)
+
+    def _bias(self, sees: Tensor) -> Tensor:
+        return bias(sees, self.sizes.heads // self.sizes.kv_heads, self.precision)
 
     def compile_layers(self) -> None:
         self._attend = torch.compile(self._attend, fullgraph=True)
