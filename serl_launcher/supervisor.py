@@ -14,11 +14,13 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 RESTARTS, WITHIN_S = 3, 60.0  # a process is started again at most so often within so many seconds
+FAILURES, FAILING_S = 10, 3600.0  # inference may fail so often within so many seconds, as on a GPU that is broken
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # exit statuses of a process that others have ended
 REFUSED = 2  # exit status of a process that said in one sentence why it cannot run: another start does not help
 LEARNING = ("trainer", "inference")  # they start when the importer, where there is one, has ended
 RANKED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # a rank's own launcher sets them; a cluster's values must not reach us
 GIVING_UP = (
-    "%s ended %d times %s: giving up, the log above says why. Nothing that was stored is lost: mend that, and give the "
+    "%s ended %s: giving up, the log above says why. Nothing that was stored is lost: mend that, and give the "
     "same command again"
 )
 
@@ -38,6 +40,7 @@ class Supervisor:
         self._run_dir, self._local, self._first = run_dir, local, first
         self._archives, self._export_s = archives, export_s
         self._restarts: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RESTARTS))
+        self._failures: deque[float] = deque(maxlen=FAILURES)  # when inference failed by itself
         self._vain: defaultdict[str, int] = defaultdict(int)  # starts in succession that came to nothing
         self._children: dict[str, subprocess.Popen] = {}
         self._signalled = False
@@ -87,18 +90,29 @@ class Supervisor:
             return None
         if name == "trainer" or status == REFUSED:
             return 1 if status else 0
-        recent = self._restarts[name]
-        self._vain[name] = 0 if begun_file(name, self._local).exists() else self._vain[name] + 1
-        often = len(recent) == RESTARTS and time.monotonic() - recent[0] < WITHIN_S
-        if often or self._vain[name] > RESTARTS:
+        if how := self._hopeless(name, status):
             if name == "export":
                 return None  # shards can wait: the export is started again when the minute is over
-            log.error(GIVING_UP, name, RESTARTS + 1, "within a minute" if often else "before it could do anything")
+            log.error(GIVING_UP, name, how)
             return 1
-        recent.append(time.monotonic())
+        self._restarts[name].append(time.monotonic())
         log.warning("%s ended with status %d: starting it again", name, status)
         self._start(name)
         return None
+
+    def _hopeless(self, name: str, status: int) -> str:
+        """Count this end of a process. Return how often it has ended if another start is in vain, else nothing."""
+        now, recent = time.monotonic(), self._restarts[name]
+        self._vain[name] = 0 if begun_file(name, self._local).exists() else self._vain[name] + 1
+        if name == "inference" and status not in KILLED:
+            self._failures.append(now)
+        if len(recent) == RESTARTS and now - recent[0] < WITHIN_S:
+            return f"{RESTARTS + 1} times within a minute"
+        if self._vain[name] > RESTARTS:
+            return f"{RESTARTS + 1} times before it could do anything"
+        if name == "inference" and len(self._failures) == FAILURES and now - self._failures[0] < FAILING_S:
+            return f"{FAILURES} times within an hour, and nobody killed it"
+        return ""
 
     def _finish_export(self) -> None:
         """Let the export process write the last episodes into shards, for a while."""

@@ -238,8 +238,8 @@ class PI0(FlowMatching):
             return hidden, (apply_rotary_pos_emb(keys, keys, *turned)[1], values)
         query, keys = apply_rotary_pos_emb(self._heads(own.q_proj(normed)), keys, *turned)
         parts = [(keys, values)] if past is None else [past, (keys, values)]
-        seen = (joined(part, added.shape[-1]) for part in zip(*parts, strict=True))
-        hidden = hidden + own.o_proj(attention(query, *seen, added))
+        every_key, every_value = (joined(part, added.shape[-1]) for part in zip(*parts, strict=True))
+        hidden = hidden + own.o_proj(attention(query, every_key, every_value, added))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden)), (keys, values)
 
     def _bias(self, sees: Tensor) -> Tensor:

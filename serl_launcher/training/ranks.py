@@ -63,7 +63,9 @@ class Ranks:
         """
         if self.world.size == 1:
             return getattr(self.algorithm, name)(batch)
-        return self._all("update", [name, {column.name: getattr(batch, column.name) for column in fields(batch)}])
+        self.world.broadcast(["update", name])
+        parts = [batch.part(rank, self.world.size) for rank in range(self.world.size)]
+        return self._update(name, [{field.name: getattr(part, field.name) for field in fields(part)} for part in parts])
 
     def set_statistics(self, statistics: Statistics) -> None:
         self._all("statistics", {
@@ -102,20 +104,23 @@ class Ranks:
             getattr(self, f"_{order[0]}")(order[1])
 
     def _begin(self, _: None) -> None:
-        self.algorithm.to(self.world.device)
-        for value in self.algorithm.state_dict().values():
-            if isinstance(value, Tensor):
-                self.world.broadcast_into(value)
-        self.algorithm.generator.set_state(self.world.broadcast(self.algorithm.generator.get_state()).cpu())
         optimizers = self._optimizers()
         largest = max(optimizers, key=lambda optimizer: sum(p.numel() for p in optimizer.parameters.values()))
+        sharded: set[int] = set()  # the ids of weights that ZeRO-3 takes from the CPU, one at a time
+        if self._sharding and self._sharding["zero_optimization"]["stage"] == 3:
+            sharded = {id(weight) for weight in largest.module.parameters()}
+        named = (*self.algorithm.named_parameters(), *self.algorithm.named_buffers())
+        whole = [tensor for _, tensor in named if id(tensor) not in sharded]
+        for tensor in whole:
+            tensor.data = tensor.data.to(self.world.device)
+            self.world.broadcast_into(tensor)
+        self.algorithm.generator.set_state(self.world.broadcast(self.algorithm.generator.get_state()).cpu())
         for optimizer in optimizers:
             optimizer.spread(self.world, self._sharding if optimizer is largest else None)
 
-    def _update(self, argument: Any) -> Metrics:
-        name, columns = argument
-        batch = Batch(**{**columns, "task": tuple(columns["task"])})
-        metrics = getattr(self.algorithm, name)(batch.part(self.world.rank, self.world.size))
+    def _update(self, name: str, parts: Sequence[Mapping[str, Any]] = ()) -> Metrics:
+        columns = self.world.scatter(parts)
+        metrics = getattr(self.algorithm, name)(Batch(**{**columns, "task": tuple(columns["task"])}))
         values = self.world.mean(torch.stack([value.float() for value in metrics.values()]))
         return dict(zip(metrics, values, strict=True))
 

@@ -6,7 +6,7 @@ imports nothing for it.
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,26 +41,27 @@ class World:
         """
         if self.size == 1:
             return tree
-        sent: list[Tensor] = []
-        mine: Any = msgpack.packb(tree, default=lambda value: self._described(value, sent)) if self.rank == 0 else b""
-        given = iter(list(sent))
-
-        def taken(_: int, description: bytes) -> Tensor:
-            if self.rank == 0:
-                return next(given)
-            dtype, shape = msgpack.unpackb(description)
-            sent.append(torch.empty(shape, dtype=getattr(torch, dtype), device=self.device))
-            return sent[-1]
-
-        tree = msgpack.unpackb(self._message(mine), ext_hook=taken, strict_map_key=False)
-        for tensor in sent:
+        mine, sent = self._packed(tree) if self.rank == 0 else (b"", [])
+        tree, tensors = self._unpacked(self._message(mine), sent)
+        for tensor in tensors:
             self.broadcast_into(tensor)
+        return tree
+
+    def scatter(self, trees: Sequence[Any] = ()) -> Any:
+        """Return this rank's of rank 0's `trees`, one for each rank. They differ in no tensor's shape and type."""
+        packed = [self._packed(tree) for tree in trees]
+        every: Any = msgpack.packb([message for message, _ in packed])
+        messages = msgpack.unpackb(self._message(every))
+        tree, tensors = self._unpacked(messages[self.rank])
+        for i, tensor in enumerate(tensors):
+            if tensor.numel():
+                distributed.scatter(_raw(tensor), [_raw(sent[i]) for _, sent in packed] or None, 0)
         return tree
 
     def broadcast_into(self, tensor: Tensor) -> None:
         """Overwrite a contiguous tensor on the device with rank 0's."""
         if self.size > 1 and tensor.numel():
-            distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)
+            distributed.broadcast(_raw(tensor), 0)
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean over all ranks of a tensor on the device."""
@@ -96,11 +97,33 @@ class World:
         distributed.broadcast(message, 0, group=self.orders)
         return message.numpy().tobytes()
 
-    def _described(self, value: Any, sent: list[Tensor]) -> msgpack.ExtType:
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{type(value)} cannot be sent to other ranks")
-        sent.append(value.detach().to(self.device).contiguous())
-        return msgpack.ExtType(TENSOR, msgpack.packb([str(value.dtype).removeprefix("torch."), list(value.shape)]))
+    def _packed(self, tree: Any) -> tuple[Any, list[Tensor]]:
+        """Return a message that describes the tree, and its tensors, on the device."""
+        sent: list[Tensor] = []
+
+        def described(value: Any) -> msgpack.ExtType:
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{type(value)} cannot be sent to other ranks")
+            sent.append(value.detach().to(self.device).contiguous())
+            return msgpack.ExtType(TENSOR, msgpack.packb([str(value.dtype).removeprefix("torch."), list(value.shape)]))
+
+        return msgpack.packb(tree, default=described), sent
+
+    def _unpacked(self, message: bytes, given: Sequence[Tensor] = ()) -> tuple[Any, list[Tensor]]:
+        """Return the tree that a message describes, and its tensors: those `given`, or new ones to be overwritten."""
+        tensors: list[Tensor] = []
+
+        def taken(_: int, description: bytes) -> Tensor:
+            dtype, shape = msgpack.unpackb(description)
+            new = None if given else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            tensors.append(given[len(tensors)] if new is None else new)
+            return tensors[-1]
+
+        return msgpack.unpackb(message, ext_hook=taken, strict_map_key=False), tensors
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def join(device: str) -> World:

@@ -1,6 +1,6 @@
 """The optimiser of one module, and how that module is replicated or sharded over the ranks.
 
-A replicated module averages its gradients during the backward pass, as PyTorch's DDP does. A sharded module uses
+A replicated module averages its gradients during the backward pass (averaging.py). A sharded module uses
 DeepSpeed (Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054): stage 1 splits the optimiser state over the ranks, stage
 2 also the gradients, stage 3 also the weights. Weights, gradients and states are float32 in each case, so that all
 take the same steps.
@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from serl_launcher.types import Batch
+from serl_launcher.utils.averaging import GradientAverage
 from serl_launcher.utils.distributed import World, quiet
 from serl_launcher.utils.schedule import rate
 
@@ -72,7 +73,8 @@ class Optimizer:
 
     def spread(self, world: World, sharding: Mapping[str, Any] | None) -> None:
         """Train on all ranks from now on, with the state that rank 0 has; every rank calls this, its module being on
-        its device and like rank 0's. `sharding` is DeepSpeed's config; None: every rank has all."""
+        its device and like rank 0's. `sharding` is DeepSpeed's config; None: every rank has all. ZeRO-3 takes weights from
+        the CPU, one at a time, and gives every rank a part of rank 0's."""
         if world.size == 1:
             return
         self.steps, norm, names = world.broadcast([self.steps, float(self._norm), list(self._loaded)])
@@ -127,36 +129,24 @@ class _Replica:
     """All of a module on every rank."""
 
     def __init__(self, module: nn.Module, parameters: Parameters, adam: Mapping[str, Any], world: World) -> None:
-        self.run, self._parameters, self._world = module, parameters, world
+        self.run, self._parameters = module, parameters
         self._adam = _Adam(list(parameters.values()), **adam)
-        self._is_last = False
+        self._average = GradientAverage(list(parameters.values()), world) if world.size > 1 else None
         device = next(iter(parameters.values())).device
         self.refused, self._one = torch.zeros((), device=device), torch.ones((), device=device)
-        self._averaging: list[Any] = []
-        if world.size > 1:
-            for weight in parameters.values():
-                weight.register_post_accumulate_grad_hook(self._average)
 
     def differentiate(self, loss: Tensor, *, is_first: bool, is_last: bool) -> None:
         if is_first:
             for weight in self._parameters.values():
                 weight.grad = None
-        self._is_last = is_last
+        if is_last and self._average is not None:
+            self._average.begin()
         loss.backward(inputs=list(self._parameters.values()))
-        self._is_last = False
-
-    def _average(self, weight: Tensor) -> None:
-        """Begin to average a gradient that is complete, while the others are still made."""
-        if self._is_last:
-            assert weight.grad is not None
-            weight.grad /= self._world.size
-            self._averaging.append(distributed.all_reduce(weight.grad, async_op=True))
 
     def step(self, learning_rate: float, grad_clip_norm: float | None, *, measured: bool) -> Tensor | None:
         """Return the gradient's norm if it is clipped or `measured`."""
-        for work in self._averaging:
-            work.wait()
-        self._averaging.clear()
+        if self._average is not None:
+            self._average.finish()
         weights = list(self._parameters.values())
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         is_bad = torch.zeros_like(self.refused)  # on the device: nobody waits for it
@@ -220,11 +210,13 @@ class _Shards:
         counted = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation}
         self._parameters, self._rank, self._whole = parameters, world.rank, deepspeed.utils
         self._stage = sharding["zero_optimization"]["stage"]
+        config = {**sharding, **counted, "gradient_clipping": grad_clip_norm or 0.0}
         with quiet():
+            if self._stage == 3:  # `initialize` alone would move the whole module to the device before it is sharded
+                deepspeed.zero.Init(module=module, config_dict_or_path=config)
             self.run, self._zero, *_ = deepspeed.initialize(
                 model=module, model_parameters=list(parameters.values()),
-                optimizer=torch.optim.AdamW(parameters.values(), fused=True, **adam),
-                config={**sharding, **counted, "gradient_clipping": grad_clip_norm or 0.0},
+                optimizer=torch.optim.AdamW(parameters.values(), fused=True, **adam), config=config,
             )  # fmt: skip
 
     def differentiate(self, loss: Tensor, *, is_first: bool, is_last: bool) -> None:

@@ -15,6 +15,7 @@ import sys
 from importlib.util import find_spec
 from multiprocessing import connection
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from serl_launcher.config import groups
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.distributed import World, join
+from serl_launcher.utils.optim import Optimizer
 from tests.shared.common import CONFIG, ROOT, SCALE, free_port
 from tests.shared.models import batch, config_of, robot
 from tests.shared.programs import Programs
@@ -227,6 +229,29 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused():
 def test_zero_3_is_refused_where_several_networks_are_trained():
     with pytest.raises(ConfigError, match="sharding=zero2"):
         ranks_of(CASES["rlpd"][0], World(size=2), "zero3").check(16)
+
+
+class Told(World):
+    """Rank 0 of two that are not there: what it would send of weights is kept."""
+
+    sent: ClassVar[list[torch.Tensor]] = []
+
+    def broadcast(self, tree=None):
+        return tree
+
+    def broadcast_into(self, tensor):
+        self.sent.append(tensor)
+
+
+@pytest.mark.parametrize("way", ["zero2", "zero3"])
+def test_what_zero_3_shards_goes_to_no_device_before_it_is_sharded(way, monkeypatch):
+    monkeypatch.setattr(Told, "sent", sent := [])
+    monkeypatch.setattr(Optimizer, "spread", lambda *_: None)
+    ranks = ranks_of(CASES["flow"][0], Told(size=2), way)
+    ranks.begin(None)
+    moved, policy = {tensor.data_ptr() for tensor in sent}, ranks.algorithm.policy
+    assert {weight.data_ptr() in moved for weight in policy.parameters()} == {way != "zero3"}
+    assert {other.data_ptr() for other in (*ranks.algorithm.averaged.parameters(), *policy.buffers())} <= moved
 
 
 # -- whole runs
