@@ -3,17 +3,20 @@
 The constants are believed, not measured: nothing of this was ever run on a GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from serl_client.errors import ConfigError
 
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.training.memory import SHARE, Need, hollow, parts, said
+from serl_launcher.utils.averaging import BUCKET
 from serl_launcher.utils.optim import Optimizer
 
 CONTEXT = 600 << 20  # bytes of a process before its first tensor: CUDA's context, kernels, cuBLAS' workspaces
 NCCL = 1 << 30  # bytes of a rank where there are several: NCCL's channels and buffers
+NUMBER = 4  # bytes of a weight or a gradient that is trained: float32
 GRAPHS = 0.5  # of the acting weights: the graphs' pools, for batches of about 20 of PI0; memory may limit them to less
 
 
@@ -42,6 +45,21 @@ def of_acting(make: Callable[[], Algorithm]) -> Acting:
     weights, rest = sum(sizes.values()), sum(buffer.nbytes for buffer in policy.buffers())
     swapped = sum(size for name, size in sizes.items() if name not in policy.frozen) + rest
     return Acting(weights + rest, swapped, int(GRAPHS * weights) if policy.graph else 0)
+
+
+def of_exchange(make: Callable[[], Algorithm], zero: Mapping[str, Any]) -> int:
+    """Return the bytes that each of several ranks takes for gradients and weights on their way.
+
+    zero: `zero_optimization` of DeepSpeed's config. Stages 1 and 2 fill one bucket of gradients while another is sent.
+    Stage 3 has whole weights while they are used. One that is larger than the limits is whole, too, with its gradient.
+    """
+    if not zero["stage"]:
+        return BUCKET
+    if zero["stage"] < 3:
+        return int(2 * zero["reduce_bucket_size"] * NUMBER)
+    limits = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters")
+    largest = max(weight.nbytes for weight in hollow(make).parameters())
+    return int(sum(zero[name] for name in limits) * NUMBER) + 2 * largest
 
 
 def of_staging(make: Callable[[], Algorithm]) -> int:

@@ -61,15 +61,18 @@ def ranks_of(config: DictConfig, spec: Spec) -> int:
     return 1
 
 
-def check_memory(config: DictConfig, spec: Spec, device: str, size: int, stage: int) -> memory.Need:
-    """Return the memory that training takes on each of `size` ranks, with ZeRO's `stage` (0: no sharding).
+def check_memory(config: DictConfig, spec: Spec, device: str, size: int) -> memory.Need:
+    """Return the memory that training takes on each of `size` ranks.
 
     Raises ConfigError when `device` does not have it, or is a GPU that has no room for the inference process beside it.
     """
     torch.set_num_threads(int(config.threads))  # the estimate computes a little while other processes start
     memory.check_built(untrained(config, spec), config.ranks)
     make = untrained(config, spec)
-    need = memory.needed(make, spec, config.batch_size, size, stage)
+    zero = config.sharding.zero_optimization
+    need = memory.needed(make, spec, config.batch_size, size, zero.stage)
+    if size > 1:
+        need = replace(need, exchanged=budget.of_exchange(make, zero))
     staged = budget.of_staging(make)
     if device == "cpu":
         need = replace(need, staged=staged)

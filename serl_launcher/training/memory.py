@@ -42,7 +42,8 @@ class Need:
     """Bytes of one rank: the `weights` that are trained, others (`copies`: averages, targets, frozen parts),
     `gradients`, what the `optimizer` keeps, and `activations` of one part of a batch at the worst moment. On a GPU
     also copies of the weights that are `published`, and what CUDA and NCCL take (`context`). On a CPU also the copies
-    from which weights and checkpoints are written (`staged`)."""
+    from which weights and checkpoints are written (`staged`). With several ranks also what these send each other at
+    once (`exchanged`)."""
 
     weights: int
     copies: int
@@ -52,6 +53,7 @@ class Need:
     published: int = 0
     context: int = 0
     staged: int = 0
+    exchanged: int = 0
 
     @property
     def total(self) -> int:

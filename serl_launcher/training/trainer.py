@@ -95,7 +95,7 @@ def _ranks(config: DictConfig, spec: Spec, world: World) -> Ranks:
     sharding: Any = OmegaConf.to_container(config.sharding)
     with world.together():
         if world.rank == 0:
-            need = check_memory(config, spec, world.device, world.size, sharding["zero_optimization"]["stage"])
+            need = check_memory(config, spec, world.device, world.size)
             log.info("training takes %s", need)
         seed(config)
         ranks = Ranks(build(config, spec), world, sharding)

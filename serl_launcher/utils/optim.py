@@ -73,8 +73,8 @@ class Optimizer:
 
     def spread(self, world: World, sharding: Mapping[str, Any] | None) -> None:
         """Train on all ranks from now on, with the state that rank 0 has; every rank calls this, its module being on
-        its device and like rank 0's. `sharding` is DeepSpeed's config; None: every rank has all. ZeRO-3 takes weights from
-        the CPU, one at a time, and gives every rank a part of rank 0's."""
+        its device and like rank 0's. `sharding` is DeepSpeed's config; None: every rank has all. ZeRO-3 takes weights
+        from the CPU, one at a time, and gives every rank a part of rank 0's."""
         if world.size == 1:
             return
         self.steps, norm, names = world.broadcast([self.steps, float(self._norm), list(self._loaded)])

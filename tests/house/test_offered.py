@@ -212,7 +212,7 @@ def checked(words: list[str], spec: Spec, folder: Path = CONFIG) -> None:
     """Compose, check the memory, build, make every update and an action: as a trainer and an actor begin."""
     config = composed(folder, ["learner=true", *small(words, folder)])
     config.ranks = launcher.ranks_of(config)
-    training.check_memory(config, spec, "cpu", 1, config.sharding.zero_optimization.stage)
+    training.check_memory(config, spec, "cpu", 1)
     algorithm = training.build(config, spec)
     plan_of(config, set(algorithm.windows))
     Ranks(algorithm, World(), config.sharding).check(config.batch_size)

@@ -24,6 +24,7 @@ from serl_launcher.training import budget, memory
 from serl_launcher.training.build import build, check_memory, untrained
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.types import Window
+from serl_launcher.utils.averaging import BUCKET
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.distributed import World
 from serl_launcher.utils.optim import Optimizer
@@ -88,7 +89,7 @@ def take():
     torch.set_num_threads(1)
     sys.modules.pop("torch._dynamo", None)
     config = composed(CONFIG, ["algo=rlpd", "ranks=1"])
-    check_memory(config, SPEC, "cpu", 1, 0)
+    check_memory(config, SPEC, "cpu", 1)
     learned = build(config, SPEC)
     learned.update(blank(SPEC, learned.windows["update"], 8))
     imported = {"torch._dynamo", "sympy"} & set(sys.modules)
@@ -153,7 +154,7 @@ def test_every_documented_option_and_a_robot_with_one_action_are_counted(words, 
     monkeypatch.setattr(memory, "SMALL", WAYS[way])
     config = composed(CONFIG, [*words, "ranks=1"])
     for spec in specs:
-        need = check_memory(config, spec, "cpu", 1, 0)
+        need = check_memory(config, spec, "cpu", 1)
         assert min(need.weights, need.copies, need.gradients, need.optimizer, need.activations) > 0
     assert not caplog.records
 
@@ -192,7 +193,7 @@ def on_gpu(monkeypatch):
 
     def check(words, free, total, size=1):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * GB), int(total * GB)))
-        return check_memory(composed(CONFIG, [*words, "ranks=1"]), SPEC, "cuda:1", size, 0)
+        return check_memory(composed(CONFIG, [*words, "ranks=1"]), SPEC, "cuda:1", size)
 
     return check
 
@@ -217,6 +218,29 @@ def test_a_rank_on_a_gpu_takes_what_cuda_takes_and_what_it_publishes_and_nccl_wh
     assert two.context == budget.CONTEXT + budget.NCCL
     assert alone.published == budget.of_acting(lambda: build(composed(CONFIG, FLOW), SPEC)).swapped
     assert "published" not in str(need_of(FLOW)), "on a CPU there is no such copy"
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra `vla`")
+def test_layer_norms_are_given_float32_so_that_autocast_on_a_gpu_keeps_what_was_counted():
+    """CUDA's autocast computes them in float32, a CPU's in the type that they get."""
+    algorithm = build(composed(CONFIG, [*TINY, "policy.precision=bfloat16"]), SMALL)
+    types = []
+    for module in algorithm.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.register_forward_hook(lambda _, inputs, made: types.extend([inputs[0].dtype, made.dtype]))
+    algorithm.update(blank(SMALL, algorithm.windows["update"], 2))
+    assert set(types) == {torch.float32}
+
+
+def test_what_ranks_send_each_other_is_counted_and_one_large_weight_too():
+    def of(way, *words):
+        config = composed(CONFIG, [*WIDE, *words, f"sharding={way}", "ranks=1"])
+        return check_memory(config, SPEC, "cpu", 2).exchanged
+
+    assert of("replicas") == BUCKET
+    assert of("zero2", "sharding.zero_optimization.reduce_bucket_size=1e6") == 2 * 1_000_000 * 4
+    assert of("zero3") == (50_000_000 + 50_000_000 + 100_000_000) * 4 + 2 * 3000 * 3000 * 4
+    assert need_of(WIDE).exchanged == 0
 
 
 def test_trainer_and_inference_are_refused_together_where_each_alone_would_fit(on_gpu):
@@ -251,7 +275,7 @@ def test_what_is_staged_is_as_large_as_what_is_written(tmp_path):
     checkpoints = Checkpoints(tmp_path, spec=SPEC, config={})
     checkpoints.stage(1, {"algorithm": algorithm.state_dict()})
     assert budget.of_staging(make) == pytest.approx(published + checkpoints.staging.size, rel=0.1)
-    assert check_memory(config, SPEC, "cpu", 1, 0).staged == budget.of_staging(make)
+    assert check_memory(config, SPEC, "cpu", 1).staged == budget.of_staging(make)
     with pytest.raises(ConfigError, match=r"before they are written: 2.0 GB, of which 2.0 GB are free. What helps"):
         budget.check_staging(2_000_000_000, 2_000_000_000)
 

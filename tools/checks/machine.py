@@ -225,8 +225,7 @@ def gpu(run: Run) -> Iterator[Finding]:
         name = torch.cuda.get_device_name(device)
         yield Finding("ok", f"torch {torch.__version__} on {name}, {said(free)} of {said(total)} free")
     if run.side == "learner" and run.spec is not None:
-        stage = run.config.sharding.zero_optimization.stage
-        need = check_memory(run.config, run.spec, device, run.config.ranks * run.config.nodes, stage)
+        need = check_memory(run.config, run.spec, device, run.config.ranks * run.config.nodes)
         yield Finding("ok", f"training takes {need}")
 
 
