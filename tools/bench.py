@@ -15,6 +15,8 @@ hostile      what one client can do to the others' acknowledgements: floods, Hel
 weights      how fast weights reach several receivers
 pi0-infer    how fast PI0 answers, beside what the machine allows and beside other ways to run it
 pi0-train    how fast PI0 is trained, beside what the machine allows
+pi0-swap     how late PI0's answers are while newer weights are read, and how long they wait for the swap
+pi0-ranks    how fast several ranks train PI0 together, replicated and sharded
 page         the page of a full run, docs/benchmarks.md, from what the others printed with --json
 """
 
@@ -34,7 +36,7 @@ from tests.benches import paired
 
 BENCHES = (  # each is a file of its name in benches/
     "control", "wire", "ingest", "replay", "update", "stall", "durable", "swarm", "drain", "restart", "hostile",
-    "weights", "pi0-infer", "pi0-train", "page",
+    "weights", "pi0-infer", "pi0-train", "pi0-swap", "pi0-ranks", "page",
 )  # fmt: skip
 
 

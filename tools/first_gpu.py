@@ -4,7 +4,9 @@
 tests       the tests that need a GPU
 quickstart  the first run of the README, with its learner on the GPU
 infer       how fast PI0 answers: eager, compiled and recorded, with one camera and with three
+swap        how late PI0 answers while newer weights are read
 train       how fast PI0 is trained, with and without checkpointing
+ranks       how fast two GPUs train PI0 together: replicated, with ZeRO-2 and with ZeRO-3
 
 It needs this checkout and Python with torch, but no network and nothing installed of this project. A part whose
 packages are missing says which. Try the page without a GPU: --device cpu --policy pi0_tiny
@@ -32,10 +34,11 @@ ENDS_S = 10.0  # seconds that what is too slow gets to end by itself
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Commands that are run one after the other, and the packages that they need."""
+    """Commands that are run one after the other, the packages that they need, and how many GPUs (0: any)."""
 
     needs: Sequence[str]
     commands: Sequence[str]
+    gpus: int = 0
 
 
 def parts(options: argparse.Namespace) -> dict[str, Part]:
@@ -51,23 +54,28 @@ def parts(options: argparse.Namespace) -> dict[str, Part]:
         "infer": Part((*LEARNER, "transformers"), [
             f"{bench} pi0-infer {words} --cameras {cameras} --rounds {options.rounds} {device}" for cameras in (1, 3)
         ]),
+        "swap": Part((*LEARNER, "transformers"), [f"{bench} pi0-swap {words} --rounds {options.rounds} {device}"]),
         "train": Part((*LEARNER, "transformers"), [
             f"{bench} pi0-train {words} --rounds {options.rounds} {device} policy.checkpointing={checkpointing}"
             for checkpointing in ("true", "false")
         ]),
+        "ranks": Part((*LEARNER, "transformers", "accelerate", "deepspeed"), [
+            f"{bench} pi0-ranks --ways {way} {words} --rounds {options.rounds} {device} policy.checkpointing=true"
+            for way in ("replicas", "zero2", "zero3")
+        ], gpus=0 if options.device == "cpu" else 2),
     }  # fmt: skip
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """`words`: the command line (sys.argv's). Exits with 1 if a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("tests", "quickstart", "infer", "train")
+    names = ("tests", "quickstart", "infer", "swap", "train", "ranks")
     parser.add_argument("part", nargs="*", help="(all)", metavar="PART", choices=(*names, []))
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu (cuda)")
     parser.add_argument(
-        "--policy", default="pi0", help="of infer and train: pi0, pi0_expert, pi0_lora or pi0_tiny (pi0)"
+        "--policy", default="pi0", help="of all but tests and quickstart: pi0, pi0_expert, pi0_lora or pi0_tiny (pi0)"
     )
-    parser.add_argument("--rounds", type=int, default=20, help="how often infer and train measure (20)")
+    parser.add_argument("--rounds", type=int, default=20, help="how often these measure (20)")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds that a part may take (540)")
     parser.add_argument(
         "--out", type=Path, default=Path("gpu.md"), help="the page; what it holds already stays (gpu.md)"
@@ -90,6 +98,9 @@ def tried(name: str, part: Part, limit: float) -> Iterator[str]:
     yield from (f"## {name}", "", f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {machine()}", "")
     if missing := [package for package in part.needs if find_spec(package) is None]:
         yield from (f"Left out: this Python lacks {', '.join(missing)}.", "")
+        return
+    if part.gpus and (there := gpus()) < part.gpus:
+        yield from (f"Left out: it needs {part.gpus} GPUs, and this machine has {there}.", "")
         return
     deadline = time.monotonic() + limit
     for command in part.commands:
@@ -119,6 +130,13 @@ def run(command: str, limit: float) -> tuple[int | None, str]:
                 process.wait(ENDS_S)
         said.seek(0)
         return status, said.read()
+
+
+def gpus() -> int:
+    """Return how many GPUs torch sees."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def machine() -> str:

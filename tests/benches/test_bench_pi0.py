@@ -47,6 +47,21 @@ def test_several_samples_of_one_prefix_begin_with_the_chunk_of_one():
         torch.testing.assert_close(several(policy, 3, prepared, noise), policy.chunks(prepared, noise))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bench", "words", "figures"),
+    [
+        ("pi0-swap", ["--rounds", "1"], ["an answer alone: p99", "while weights are read: p99", "the swap"]),
+        ("pi0-ranks", ["--rounds", "1", "--batch", "4", "--ways", "zero3"], ["zero3: samples", "until it is spread"]),
+    ],
+)
+def test_a_small_pi0_shows_the_figures_on_a_cpu(bench, words, figures, capsys):
+    pytest.importorskip("deepspeed")
+    main([bench, "--policy", "pi0_tiny", *words, "device=cpu"])
+    said = capsys.readouterr().out
+    assert [figure for figure in figures if figure not in said] == []
+
+
 @pytest.mark.parametrize(
     ("bench", "words", "message"),
     [

@@ -28,6 +28,13 @@ def test_a_part_whose_packages_are_missing_is_left_out_and_names_them():
     assert page.endswith("Left out: this Python lacks no_such_package.\n")
 
 
+def test_a_part_for_several_gpus_says_how_many_there_are(monkeypatch):
+    monkeypatch.setattr(first_gpu, "gpus", lambda: 1)
+    page = "\n".join(tried("ranks", Part((), ["echo ran"], gpus=2), 60))
+    assert page.endswith("Left out: it needs 2 GPUs, and this machine has 1.\n")
+    assert "ran\n```\nended well" in "\n".join(tried("ranks", Part((), ["echo ran"], gpus=1), 60))
+
+
 def test_what_is_too_slow_is_ended_with_all_that_it_started(tmp_path):
     file = tmp_path / "child"
     status, text = run(f"sleep 600 & echo $! > {file}; trap '' INT; echo began; wait; sleep 600", 3.0)
