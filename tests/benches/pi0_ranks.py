@@ -32,9 +32,10 @@ from .paired import Figure, figure_of, option
 from .pi0 import configured, forget_peak, options, peak, robot, seconds
 from .pi0_train import WARM, random_batch
 
+WAYS = ("replicas", "zero2", "zero3")
 OPTIONS = options(
     10, batch=option(32, "samples of an update, of all ranks together (32)"), ranks=option(2, "processes (2)"),
-    ways=option(["replicas", "zero2", "zero3"], "of config/sharding (replicas zero2 zero3)"),
+    ways=option(list(WAYS), "of config/sharding (replicas zero2 zero3)", choices=WAYS),
 )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def test_several_samples_of_one_prefix_begin_with_the_chunk_of_one():
     ("bench", "words", "figures"),
     [
         ("pi0-swap", ["--rounds", "1"], ["an answer alone: p99", "while weights are read: p99", "the swap"]),
-        ("pi0-ranks", ["--rounds", "1", "--batch", "4", "--ways", "zero3"], ["zero3: samples", "until it is spread"]),
+        ("pi0-ranks", ["--ways", "zero3", "--batch", "4", "--rounds", "1"], ["zero3: samples", "until it is spread"]),
     ],
 )
 def test_a_small_pi0_shows_the_figures_on_a_cpu(bench, words, figures, capsys):
