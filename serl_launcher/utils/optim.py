@@ -189,7 +189,7 @@ class _Adam:
                 self.state[weight] = {"step": torch.zeros((), device=weight.device), **moments}
         states = [self.state[weight] for weight in weights]
         steps, first, second = ([state[name] for state in states] for name in ("step", *MOMENTS))
-        kernels._foreach_add_(steps, 1 - skip)
+        kernels._foreach_add_(steps, [1 - skip] * len(steps))  # one tensor alone would be read, which waits for the GPU
         kernels._fused_adamw_(
             weights, [weight.grad for weight in weights], first, second, [], steps, lr=learning_rate, amsgrad=False,
             maximize=False, grad_scale=None, found_inf=skip, **self._options,

@@ -27,7 +27,7 @@ def _stamped(**numbers: int) -> Callable[[Segment], Mapping[str, Any]]:
 
 HOSTILE: dict[str, Callable[[Segment], Mapping[str, Any]]] = {  # what an honest segment that goes on is changed to
     **{f"directive 2^{power}": _stamped(directive=1 << power) for power in (31, 32, 40, 52, 63)},
-    **{f"weights 2^{power}": _stamped(weights=1 << power) for power in (52, 53, 63)},
+    **{f"weights 2^{power}": _stamped(weights_version=1 << power) for power in (52, 53, 63)},
     "directive -1": _stamped(directive=-1),
     "start 2^40": lambda honest: {"start": 1 << 40},
     "a long phase": lambda honest: {"stamp": dataclasses.replace(honest.stamp, phase="x" * 100_000)},

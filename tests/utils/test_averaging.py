@@ -76,8 +76,8 @@ def trained(folder, rank):
 def ranks(tmp_path_factory):
     """What both ranks have written down."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=partial(trained, folder), args=(rank,), daemon=True) for rank in (0, 1)]
+    spawn = multiprocessing.get_context("spawn")  # autograd does not survive a fork
+    processes = [spawn.Process(target=partial(trained, folder), args=(rank,), daemon=True) for rank in (0, 1)]
     for process in processes:
         process.start()
     for process in processes:

@@ -90,16 +90,23 @@ def test_a_training_that_is_killed_leaves_a_whole_mirror_and_no_process(path, wa
     assert b"update/loss" in content(path)
 
 
+@pytest.fixture
+def new_children():
+    """A function: the children of this process that it had not when the test began."""
+    before = set(children_of(os.getpid()))
+    return lambda: [child for child in children_of(os.getpid()) if child not in before]
+
+
 def children_of(pid):
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return file.read().split()
 
 
-def test_a_mirror_that_dies_or_cannot_begin_is_one_sentence_and_training_goes_on(path, wandb, capfd):
+def test_a_mirror_that_dies_or_cannot_begin_is_one_sentence_and_training_goes_on(path, wandb, capfd, new_children):
     with mirrored(path, "offline"):
         log = MetricsLog(path)
         until(lambda: (path.parent / "wandb/sent.json").exists())
-        (child,) = children_of(os.getpid())
+        (child,) = new_children()
         os.kill(int(child), signal.SIGKILL)
         log.write("update", {"updates": 1})
     (path.parent / "wandb/sent.json").write_text("torn")
@@ -124,11 +131,11 @@ def test_without_wandb_metrics_are_written_and_one_sentence_says_so(path, monkey
 
 
 @pytest.mark.parametrize("mode", ["dryrun", None, True])
-def test_another_mode_is_refused_and_false_starts_nothing(path, mode):
+def test_another_mode_is_refused_and_false_starts_nothing(path, mode, new_children):
     with pytest.raises(ConfigError, match="say wandb=auto, offline, online or false"):
         mirrored(path, mode).__enter__()
     with mirrored(path, False):
-        assert not children_of(os.getpid())
+        assert not new_children()
     assert not path.parent.exists()
 
 
