@@ -255,14 +255,11 @@ class Episode:
             )  # fmt: skip
 
     def _columns(self) -> dict[str, Any]:
-        """Return the columns of every row, [T]; zeros for one that the dataset lacks."""
-        called = {name: STORED[name] for name in COLUMNS} | ({} if self.has(TIME) else {"time": "timestamp"})
-        return {
-            name: (self.column(called[name]).reshape(-1) if self.has(called[name]) else np.zeros(len(self))).astype(
-                dtype
-            )
-            for name, dtype in COLUMNS.items()
-        }
+        """Return the columns of every row, [T]; zeros for one that the dataset lacks, but for the time."""
+        called = STORED if self.has(TIME) else {**STORED, "time": "timestamp"}
+        there = {name for name in COLUMNS if name == "time" or self.has(called[name])}
+        found = {name: self.column(called[name]) if name in there else np.zeros(len(self)) for name in COLUMNS}
+        return {name: found[name].reshape(-1).astype(dtype) for name, dtype in COLUMNS.items()}
 
     def _extra(self, name: str, feature: Feature) -> Array:
         """Return one of Spec.extras, [T, *shape]; zeros if the dataset has no such column."""

@@ -97,7 +97,7 @@ def figures(ranks: Ranks, spec: Spec, options: argparse.Namespace, need: int) ->
     forget_peak(device)
     ranks.begin(None)
     beginning = peak(device)
-    batch = random_batch(spec, ranks.algorithm.windows["update"], options.batch)
+    batch = random_batch(spec, ranks.algorithm.windows["update"], options.batch).to(ranks.world.device)
     times = [seconds(lambda: ranks.update("update", batch), device) for _ in range(WARM + options.rounds)]
     most = peak(device)
     ranks.end()
