@@ -76,12 +76,12 @@ def act(config: DictConfig) -> int:
             source = local_source(config, client) if local else client
             controller = RemotePolicy(source, deadline=config.deadline_s, n_action_steps=config.n_action_steps)
             status = ActorStatus()
-            keys = {"keys": LEGEND} | ({"motion keys": MOTION_LEGEND} if env.operator else {})
-            keys = keys if getattr(keyboard, "has_terminal", True) else {}
+            person = keyboard if getattr(keyboard, "has_terminal", True) else None
+            keys = {"keys": LEGEND} | ({"motion keys": MOTION_LEGEND} if env.operator else {}) if person else {}
             shown = console(name)
             lookout = Lookout(lambda: client.connected, str(config.ip), int(config.port), has_key=key is not None)
             with lookout, LiveDisplay(shown, lambda: rows(status, client, keys, lookout), lambda: status.driver):
-                run_actor(env, controller, client, seed=config.seed, operator=keyboard, status=status)
+                run_actor(env, controller, client, seed=config.seed, operator=person, reset=config.reset, status=status)
     return 0
 
 

@@ -22,8 +22,7 @@ class RobotEnv:
 
     judge: gives reward and success; only it terminates an episode. Its success counts once the episode has ended.
     task: in words. fps: steps per second. max_steps: an episode of so many steps is truncated.
-    clock: "real": a step lasts 1/fps seconds, counted by deadline, and `late` counts the steps that took longer.
-        "simulated": nothing waits.
+    clock: "real": a step lasts 1/fps seconds (see `_wait`). "simulated": nothing waits.
     teleop: the device of the human; None: nobody can take over.
     operator: the person at the keys, if the teleop is their keyboard too; it is closed with the env.
 
@@ -48,10 +47,10 @@ class RobotEnv:
             extras[POLICY_ACTION] = Feature(robot.action.shape, robot.action.dtype)
         self.spec = Spec({**robot.observation, **images}, robot.action, fps, extras)
         self.task, self.clock, self.has_operator = task, clock, teleop is not None
-        self.late = 0
         self._max_steps = max_steps
         self._steps = 0
-        self._deadline = 0.0
+        self._began = 0.0  # when the tick under way began; seconds, time.monotonic()
+        self._homed: int | None = None  # the seed that the robot went home for
         self._ages: dict[str, Array] = {}  # of the latest observation
         self._intervention = Intervention(teleop)
 
@@ -61,21 +60,35 @@ class RobotEnv:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @property
+    def is_home(self) -> bool:
+        return self.robot.is_home
+
+    def home(self, seed: int) -> None:
+        self.robot.home(seed)
+        self._homed = seed
+
     def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
         """Begin an episode, as Env.reset. Raises ConfigError for `teleop` if the env has no teleop."""
         self._intervention.reset(seed, demonstrate=teleop, intervene=intervene)
-        self.robot.home(seed)
-        self._steps = 0
-        observation = self._observe()
-        self._deadline = time.monotonic()
-        return observation
+        if self._homed != seed:
+            self.home(seed)
+        while not self.is_home:
+            time.sleep(1 / self.spec.fps)
+        self._homed, self._steps = None, 0
+        self._began = time.monotonic()
+        return self._observe()
+
+    def look(self) -> bool:
+        return self._intervention.look()
 
     def step(self, action: Array | None) -> Step:
         """Make one control step, as Env.step: send the action [A], wait for the end of the step, observe, judge."""
         driven, is_theirs = self._intervention.drive(action)
+        sent = time.monotonic()
         executed = self.robot.command(self.robot.hold_action() if driven is None else driven)
         extras = {POLICY_ACTION: policy_action(action, executed), **self._ages}  # of the observation before this action
-        self._wait()
+        self._wait(sent)
         observation = self._observe()
         verdict = self.judge(observation)
         self._steps += 1
@@ -85,7 +98,11 @@ class RobotEnv:
 
     def stop(self) -> None:
         """Hold now; may be called twice."""
+        self._homed = None
         self.robot.stop()
+
+    def recover(self) -> None:
+        self.robot.recover()
 
     def close(self) -> None:
         """Stop the robot and give every device back, even if one of them fails; may be called twice."""
@@ -103,13 +120,16 @@ class RobotEnv:
         self._ages = {AGE + name.removeprefix(IMAGES): age for name, age in ages.items()}
         return observation | {name: frame.image for name, frame in frames.items()}
 
-    def _wait(self) -> None:
+    def _wait(self, sent: float) -> None:
+        """Wait for the end of the tick whose command was `sent` then.
+
+        A tick begins with its observation and lasts one period. If its command is sent in the second half of it, the
+        period counts from the command, so that each action has time to act, and the robot need not hurry afterwards.
+        """
         if self.clock == "simulated":
             return
-        self._deadline += 1 / self.spec.fps
-        remaining = self._deadline - time.monotonic()
-        if remaining > 0:
+        period = 1 / self.spec.fps
+        end = (sent if sent > self._began + period / 2 else self._began) + period
+        if (remaining := end - time.monotonic()) > 0:
             time.sleep(remaining)
-        else:
-            self.late += 1
-            self._deadline -= remaining  # no short steps to catch up, because the robot would have to hurry
+        self._began = max(end, time.monotonic())

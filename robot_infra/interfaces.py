@@ -5,12 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serl_client.env import Observation
-from serl_client.errors import RetakeError
 from serl_client.spec import Array, Feature
-
-
-class RobotFault(RetakeError):
-    """Says that the robot, a sensor or its link failed. It was told to stop; a person must check it before it moves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,12 +28,17 @@ class Verdict:
 class Robot(Protocol):
     """Describes a robot that takes one command per step; in simulation one command is one step of time.
 
-    It raises RobotFault for a failure. It returns fresh arrays, which the caller may keep.
+    It raises RobotFault for a failure, and holds then. It returns fresh arrays, which the caller may keep.
     """
 
     observation: Mapping[str, Feature]  # what observe() gives, without images
     action: Feature  # with bounds and names
     space: str  # what an action means: "ee_delta", "joint_position", ...
+
+    @property
+    def is_home(self) -> bool:
+        """Whether the way that `home` began has ended."""
+        ...
 
     def observe(self) -> Observation:
         """Return the state now, {name: array of the feature's shape and dtype}."""
@@ -53,7 +53,12 @@ class Robot(Protocol):
         ...
 
     def home(self, seed: int) -> None:
-        """Move to where episodes start. A simulated robot also sets up the scene that `seed` names."""
+        """Begin to move, slowly, to where episodes start; `stop` ends the way. A simulated robot is there at once, and
+        sets up the scene that `seed` names."""
+        ...
+
+    def recover(self) -> None:
+        """Clear a fault, once a person has said that the robot may move again; hold. Without a fault do nothing."""
         ...
 
     def stop(self) -> None:
@@ -106,7 +111,7 @@ class Judge(Protocol):
 
 
 class Operator(Protocol):
-    """Describes the person who watches. Events: pause, stop, success, failure, discard, next."""
+    """Describes the person who watches. Events: pause, ready, stop, success, failure, discard, next."""
 
     def poll(self) -> Sequence[str]:
         """Return the events since the last poll, oldest first. Never blocks."""

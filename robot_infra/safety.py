@@ -5,10 +5,10 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 from serl_client.env import Observation
-from serl_client.errors import ConfigError
+from serl_client.errors import ConfigError, RobotFault
 from serl_client.spec import Array
 
-from robot_infra.interfaces import Robot, RobotFault
+from robot_infra.interfaces import Robot
 
 
 class SafeRobot:
@@ -59,6 +59,15 @@ class SafeRobot:
     def home(self, seed: int) -> None:
         with self._stop_on_fault():
             self.robot.home(seed)
+            self._last = self.robot.hold_action()
+
+    @property
+    def is_home(self) -> bool:
+        return self.robot.is_home
+
+    def recover(self) -> None:
+        with self._stop_on_fault():
+            self.robot.recover()
             self._last = self.robot.hold_action()
 
     def stop(self) -> None:

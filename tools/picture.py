@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 from serl_client.errors import ConfigError, RetakeError
-from serl_client.runner import evaluation_seed
 from serl_client.spec import Array
+from serl_client.starts import evaluation_seed
 
 from robot_infra.cameras import gl
 from robot_infra.cameras.mujoco import Renderer

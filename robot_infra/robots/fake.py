@@ -6,40 +6,41 @@ from functools import partial
 
 import numpy as np
 from serl_client.env import Observation
-from serl_client.errors import ConfigError
+from serl_client.errors import ConfigError, RobotFault
 from serl_client.spec import Array, Feature
 
 from robot_infra.env import RobotEnv
-from robot_infra.interfaces import RobotFault
 from robot_infra.judges import Predicate, near
 from robot_infra.safety import SafeRobot
 from robot_infra.teleop.keyboard import chosen
 from robot_infra.teleop.scripted import Rescuer
 
 FAULTS = ("raise", "nan", "freeze")
-FPS = 10.0
-TRACKING = 0.7  # part of the remaining way that the point covers in one step
+FPS = 10.0  # steps per second, if nothing else is said
+SPEED = 1.0  # metres per second, of the commanded position under an action of 1
+LAG = 0.3  # part of the remaining way that is left after 0.1 s
 NAMES = ("point.x", "point.y", "goal.x", "goal.y", "way.x", "way.y")
 
 
 class FakeRobot:
     """Moves a point that follows its commanded position with a first-order lag; metres, within [-1, 1].
 
+    fps: steps per second. An action of 1 moves the commanded position by `stroke` metres in one of them.
     latency: how long a command blocks, seconds.
     faults: {kind: n}, what happens at the n-th command, counted from 1. `raise` fails the command, `nan` puts a NaN
         into the next observation, and from `freeze` on the point no longer moves.
     """
 
-    space = "ee_delta"
-    stroke = 0.1  # metres that an action of 1 moves the commanded position
+    space, is_home = "ee_delta", True
     observation: Mapping[str, Feature] = {"observation.state": Feature((6,), names=NAMES)}
     action = Feature((2,), names=("x", "y"), low=np.array(-1), high=np.array(1))
 
-    def __init__(self, *, latency: float = 0.0, faults: Mapping[str, int] | None = None) -> None:
+    def __init__(self, *, fps: float = FPS, latency: float = 0.0, faults: Mapping[str, int] | None = None) -> None:
         self._faults = dict(faults or {})
         if unknown := set(self._faults) - set(FAULTS):
             raise ConfigError(f"fault {min(unknown)!r} is unknown; use {', '.join(FAULTS)}")
         self._latency = latency
+        self.stroke, self._tracking = SPEED / fps, 1 - LAG ** (10 / fps)
         self.commands = 0
         self.stopped = self.closed = False
         self.home(0)
@@ -62,7 +63,7 @@ class FakeRobot:
             raise RobotFault("the fake robot was told to fail")
         if self.commands < self._faults.get("freeze", np.inf):
             self._commanded = np.clip(self._commanded + self.stroke * action, -1, 1)
-            self.position = self.position + TRACKING * (self._commanded - self.position)
+            self.position = self.position + self._tracking * (self._commanded - self.position)
         return action
 
     def hold_action(self) -> Array:
@@ -70,6 +71,9 @@ class FakeRobot:
 
     def stop(self) -> None:
         self.stopped = True
+
+    def recover(self) -> None:
+        self.stopped = False
 
     def close(self) -> None:
         self.closed = True
@@ -81,11 +85,12 @@ def reach(robot: FakeRobot) -> Array:
 
 
 def make(
-    *, max_steps: int, noise: float, clock: str, latency: float = 0.0, faults: Mapping[str, int] | None = None,
-    operator: str = "scripted", takeover_after: int = 12, handback_after: int = 10,
+    *, max_steps: int, noise: float, clock: str, fps: float = FPS, latency: float = 0.0,
+    faults: Mapping[str, int] | None = None, operator: str = "scripted", takeover_after: int = 12,
+    handback_after: int = 10,
 ) -> RobotEnv:  # fmt: skip
     """Make the reaching task as an Env. `noise`: standard deviation of the scripted operator's actions (Scripted)."""
-    robot = FakeRobot(latency=latency, faults=faults)
+    robot = FakeRobot(fps=fps, latency=latency, faults=faults)
     scripted = Rescuer(
         partial(reach, robot), lambda: float(np.linalg.norm(robot.goal - robot.position)),
         noise=noise, margin=robot.stroke / 4, takeover_after=takeover_after, handback_after=handback_after,
@@ -93,5 +98,5 @@ def make(
     teleop, keyboard = chosen(operator, scripted, robot.action, clock=clock)
     return RobotEnv(
         SafeRobot(robot), judge=Predicate(lambda: near(robot.position, robot.goal, 0.05)), task="reach the goal",
-        fps=FPS, max_steps=max_steps, clock=clock, teleop=teleop, operator=keyboard,
+        fps=fps, max_steps=max_steps, clock=clock, teleop=teleop, operator=keyboard,
     )  # fmt: skip

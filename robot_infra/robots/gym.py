@@ -8,10 +8,8 @@ from typing import Any, Self
 
 import numpy as np
 from serl_client.env import Observation, Step
-from serl_client.errors import ConfigError, RetakeError
+from serl_client.errors import ConfigError, RetakeError, RobotFault
 from serl_client.spec import Array, Feature, Spec
-
-from robot_infra.interfaces import RobotFault
 
 SUCCESS = ("success", "is_success", "succeed", "next.success")  # keys of `info`; gym_hil uses the last two
 HUMAN = {"is_intervention": "action_intervention"}  # gym_hil: {whether a person drove this step: their action}
@@ -39,6 +37,7 @@ class GymEnv:
 
     clock = "simulated"
     has_operator = False
+    is_home = True
     operator = None
 
     def __init__(
@@ -62,12 +61,18 @@ class GymEnv:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def home(self, seed: int) -> None:
+        """Do nothing: `reset` sets up the scene."""
+
     def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
         """Begin an episode in which nobody intervenes. Raises ConfigError for `teleop`: nobody can drive."""
         if teleop:
             raise ConfigError(f"{self.task} has no teleop: nobody can demonstrate")
         with self._explained("reset"):
             return self._observation(self._env.reset(seed=seed)[0])
+
+    def look(self) -> bool:
+        return False
 
     def step(self, action: Array | None) -> Step:
         """Make one step with an action [A]; None: hold. Raises ValueError for an action that is not finite."""
@@ -89,6 +94,9 @@ class GymEnv:
 
     def stop(self) -> None:
         """Do nothing: time stands still between two steps."""
+
+    def recover(self) -> None:
+        """Do nothing: the next `reset` begins anew."""
 
     def close(self) -> None:
         """Close the task; an error of it is only logged."""

@@ -19,8 +19,9 @@ from robot_infra.safety import SafeRobot
 from robot_infra.teleop.keyboard import chosen
 from robot_infra.teleop.scripted import Rescuer
 
-FPS = 10.0
-SUBSTEPS = 25  # physics steps of 4 ms in one control step
+FPS = 10.0  # steps per second, if nothing else is said
+PHYSICS = 0.004  # seconds of one physics step, as in arm.xml
+SPEED = 0.3  # metres per second, of the commanded tool or finger under an action of 1
 SHOULDER, UPPER_ARM, FOREARM, HAND = 0.19, 0.32, 0.30, 0.175  # metres: height of the joint, lengths up to the tool
 WORKSPACE = np.array([[0.25, -0.2, 0.025], [0.55, 0.2, 0.35]])  # metres, for the tool; fingers end 2 cm lower
 HOME = np.array([0.4, 0.0, 0.2])
@@ -52,6 +53,7 @@ def inverse_kinematics(point: Array) -> tuple[float, float, float, float, float]
 class SimArm:
     """Moves its commanded tool point and fingers by actions [dx, dy, dz, gripper] in [-1, 1].
 
+    fps: steps per second. An action of 1 moves the commanded tool or finger by `stroke` metres in one of them.
     block_in_state: the state [15] has tool, block, the way between them, finger, commanded tool, commanded opening and
         the finger's speed, all scaled. Otherwise the state [9] has only what an arm measures of itself.
 
@@ -59,11 +61,14 @@ class SimArm:
     without the package mujoco.
     """
 
-    space = "ee_delta"
-    stroke = 0.03  # metres that an action of 1 moves the commanded tool or finger
+    space, is_home = "ee_delta", True
     action = Feature((4,), names=(*AXES, "gripper"), low=np.array(-1), high=np.array(1))
 
-    def __init__(self, *, block_in_state: bool = True) -> None:
+    def __init__(self, *, fps: float = FPS, block_in_state: bool = True) -> None:
+        if not 1 <= fps <= 100:
+            raise ConfigError(f"task.env.fps={fps:g}: the simulated arm makes 1 to 100 steps per second")
+        self._substeps = round(1 / (fps * PHYSICS))
+        self.stroke = SPEED / fps
         try:
             import mujoco
         except ModuleNotFoundError:
@@ -113,7 +118,7 @@ class SimArm:
         self._target = np.clip(self._target + self.stroke * action[:3], *WORKSPACE)
         self._opening = min(max(self._opening - self.stroke * float(action[3]), 0.0), OPEN)
         self._steer()
-        self._mujoco.mj_step(self._model, self._data, SUBSTEPS)
+        self._mujoco.mj_step(self._model, self._data, self._substeps)
         return action
 
     def hold_action(self) -> Array:
@@ -121,6 +126,9 @@ class SimArm:
 
     def stop(self) -> None:
         pass  # time stands still between two commands
+
+    def recover(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -147,7 +155,7 @@ def left_to_pick(arm: SimArm, height: float = 0.12) -> float:
 
 
 def make(
-    *, max_steps: int, noise: float, clock: str, operator: str = "scripted", takeover_after: int = 12,
+    *, max_steps: int, noise: float, clock: str, fps: float = FPS, operator: str = "scripted", takeover_after: int = 12,
     handback_after: int = 10, cameras: bool | str = False, image_size: int = 128, block_in_state: bool = True,
 ) -> RobotEnv:  # fmt: skip
     """Make the picking task as an Env. `noise`: standard deviation of the scripted operator's actions (Scripted).
@@ -155,7 +163,7 @@ def make(
     `cameras` is true, false or auto (cameras/gl.py). Raises ConfigError where neither state nor camera would show the
     block.
     """
-    arm = SimArm(block_in_state=block_in_state)
+    arm = SimArm(fps=fps, block_in_state=block_in_state)
     backend = gl.chosen(cameras)
     if not (backend or block_in_state):
         raise ConfigError("nothing would show the block: say task.cameras=true or task.block_in_state=true")
@@ -165,7 +173,7 @@ def make(
     )  # fmt: skip
     teleop, keyboard = chosen(operator, scripted, arm.action, clock=clock)
     return RobotEnv(
-        SafeRobot(arm), judge=Predicate(lambda: lifted(arm.tool, arm.block)), task="pick up the block", fps=FPS,
+        SafeRobot(arm), judge=Predicate(lambda: lifted(arm.tool, arm.block)), task="pick up the block", fps=fps,
         max_steps=max_steps, clock=clock, cameras=arm.cameras(backend, size=image_size) if backend else None,
         teleop=teleop, operator=keyboard,
     )  # fmt: skip

@@ -15,8 +15,8 @@ from serl_client.spec import Array, Feature
 
 from robot_infra.interfaces import Teleop
 
-KEYS = {"p": "pause", "n": "next", "s": "success", "f": "failure", "d": "discard", "q": "stop"}
-LEGEND = "p pause/resume   n next phase   s success   f failure   d discard   q stop"
+KEYS = {"p": "pause", "r": "ready", "n": "next", "s": "success", "f": "failure", "d": "discard", "q": "stop"}
+LEGEND = "p pause/resume   r ready   n next phase   s success   f failure   d discard   q stop"
 TOGGLE = "t"
 MOTIONS = {
     "i": ("x", 1), "k": ("x", -1), "j": ("y", 1), "l": ("y", -1), "u": ("z", 1), "o": ("z", -1),

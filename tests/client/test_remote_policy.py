@@ -93,11 +93,11 @@ def test_a_takeover_drops_the_chunk_and_the_hand_back_asks_anew(spec, client):
     source, env = Chunks(length=20), CountingEnv(spec, human=(4, 5, 6))
     run(env, client, RemotePolicy(source, deadline=0.0), episodes=1)
     (episode,) = client.episodes
-    assert source.questions == [(0, True), (8, True)]
+    assert source.questions == [(0, True), (7, True)]
     assert source.task == env.task == episode.task
     assert np.flatnonzero(episode.intervened).tolist() == [4, 5, 6]
-    assert np.flatnonzero(episode.chunk_start).tolist() == [0, 8]
-    assert [row for row, action in enumerate(env.actions) if action is None] == [5, 6, 7]
+    assert np.flatnonzero(episode.chunk_start).tolist() == [0, 7]
+    assert [row for row, action in enumerate(env.actions) if action is None] == [5, 6]
 
 
 def test_a_simulated_robot_waits_for_its_action(spec, client):

@@ -13,7 +13,8 @@ from serl_client import Outcome
 from serl_client import runner as module
 from serl_client.controller import RandomPolicy
 from serl_client.errors import Refused
-from serl_client.runner import ActorStatus, evaluation_seed, training_seed
+from serl_client.starts import evaluation_seed, training_seed
+from serl_client.status import ActorStatus
 
 from tests.shared.actors import STATE, CountingEnv, FakeClient, Keys, run
 

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from serl_client.errors import ConfigError, RetakeError
+from serl_client.errors import ConfigError, RetakeError, RobotFault
 
-from robot_infra.interfaces import RobotFault
 from robot_infra.robots.gym import GymEnv
 from tests.shared.robots import check_rows, from_yaml
 

@@ -66,10 +66,10 @@ def test_a_takeover_in_mid_chunk_drops_the_rest_and_the_hand_back_asks_anew(capl
     env = build(SafeRobot(FakeRobot()), teleop=Hand(rows=(3, 4, 5)), max_steps=12)
     client, (report,), status = actor(env, remote(source))
     (episode,) = client.episodes
-    assert (rows(episode.intervened), rows(episode.chunk_start)) == ([3, 4, 5], [0, 7])
-    assert source.questions == [(0, True), (7, True)]  # row 6: the hand has let go, the robot holds
-    assert source.previous == [None, [0, 0]]
-    expected = [0, 1e-3, 2e-3, -1, -1, -1, 0, 0.7, 0.701, 0.702, 0.703, 0.704]
+    assert (rows(episode.intervened), rows(episode.chunk_start)) == ([3, 4, 5], [0, 6])
+    assert source.questions == [(0, True), (6, True)]  # row 6: the hand has let go, and the policy acts at once
+    assert source.previous == [None, [-1, 0]]
+    expected = [0, 1e-3, 2e-3, -1, -1, -1, 0.6, 0.601, 0.602, 0.603, 0.604, 0.605]
     np.testing.assert_allclose(episode.action[:, 0], expected, atol=1e-6)
     proposed = episode.extras["policy_action"]
     assert proposed.dtype == np.float32
@@ -85,8 +85,8 @@ def test_a_decision_that_a_takeover_drops_was_none_and_leaves_no_extras_behind()
     env.spec.extras["noise"] = Feature((2,))
     client, _, _ = actor(env, remote(Chunks(length=2)))
     (episode,) = client.episodes
-    assert rows(episode.chunk_start) == [0, 4]
-    assert episode.extras["noise"][:, 0].tolist() == [1, 1, 0, 0, 5, 5]
+    assert rows(episode.chunk_start) == [0, 3, 5]
+    assert episode.extras["noise"][:, 0].tolist() == [1, 1, 0, 4, 4, 6]
 
 
 def test_the_last_episode_of_a_takeover_does_not_reach_into_the_next_one():
@@ -163,7 +163,7 @@ def test_a_person_at_the_terminal_takes_over_judges_and_hands_back(terminal):
         env.step = typing
         client, _, status = actor(env, operator=keys)
     (episode,) = client.episodes
-    assert (rows(episode.intervened), len(episode)) == ([4, 5, 6], 10)  # row 3: taken and given back
+    assert (rows(episode.intervened), len(episode)) == ([4, 5, 6, 7], 10)  # row 3: taken and given back
     assert client.outcomes == [Outcome(episode.episode, True, judged_by="operator")]
     assert (status.takeovers, status.assisted) == (1, "1/1")
 

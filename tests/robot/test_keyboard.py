@@ -120,7 +120,7 @@ def test_no_key_means_two_things():
 def test_the_legend_names_every_key():
     words = MOTION_LEGEND.split()
     assert all(key in words for key in (*MOTIONS, TOGGLE))
-    assert [entry.split()[0] for entry in LEGEND.split("   ")] == ["p", "n", "s", "f", "d", "q"] == list(KEYS)
+    assert [entry.split()[0] for entry in LEGEND.split("   ")] == ["p", "r", "n", "s", "f", "d", "q"] == list(KEYS)
 
 
 # -- a person drives

@@ -17,10 +17,14 @@ class CountingEnv:
     """Episodes of `length` steps whose observation counts the steps; `human` rows are driven by somebody else."""
 
     task, fails_at, success = "count", None, True
+    is_home = True
 
     def __init__(self, spec, length=13, *, clock="simulated", has_operator=False, human=()):
         self.spec, self.length, self.clock, self.has_operator, self.human = spec, length, clock, has_operator, human
-        self.seeds, self.teleops, self.actions, self.stops = [], [], [], 0
+        self.seeds, self.teleops, self.actions, self.stops, self.homes, self.recovered = [], [], [], 0, 0, 0
+
+    def home(self, seed):
+        self.homes += 1
 
     def reset(self, seed, *, teleop=False, intervene=False):
         self.row = 0
@@ -39,8 +43,14 @@ class CountingEnv:
         success = self.success if ended else None
         return Step(self.observe(), float(self.row), executed, human or self.teleops[-1], ended, False, success)
 
+    def look(self):
+        return self.row in self.human
+
     def stop(self):
         self.stops += 1
+
+    def recover(self):
+        self.recovered += 1
 
     def observe(self):
         return {STATE: np.full(8, self.row, np.float32)}

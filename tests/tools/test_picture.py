@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from serl_client import Outcome, Segment, Stamp
 from serl_client.errors import ConfigError
-from serl_client.runner import evaluation_seed
+from serl_client.starts import evaluation_seed
 
 from robot_infra.cameras import gl
 from robot_infra.robots.sim_arm import FPS, make

@@ -28,18 +28,33 @@ class Step:
 
 
 class Env(Protocol):
-    """Describes what the runner drives: a RobotEnv, or any gymnasium task."""
+    """Describes what the runner drives: a RobotEnv, or any gymnasium task. Each method may raise RobotFault."""
 
     spec: Spec
     task: str  # the task in words: the prompt of a policy that reads one
     clock: str  # "real": step() takes 1/fps seconds; "simulated": it waits for nothing
     has_operator: bool  # a teleop that can demonstrate
 
+    @property
+    def is_home(self) -> bool:
+        """Whether the way that `home` began has ended."""
+        ...
+
+    def home(self, seed: int) -> None:
+        """Begin to move to the start that `seed` names; `stop` ends the way. A simulated robot is there at once."""
+        ...
+
     def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
         """Begin an episode at the start that `seed` names, and return its first observation.
 
+        It goes there first, and waits, unless `home` has been called for this seed.
         teleop: the operator drives all of it. intervene: the operator may take over single steps; else nobody does.
         """
+        ...
+
+    def look(self) -> bool:
+        """Read the operator's device for the next step, and return whether they drive it. Without a look before it,
+        the step reads the device itself."""
         ...
 
     def step(self, action: Array | None) -> Step:
@@ -51,6 +66,10 @@ class Env(Protocol):
 
     def stop(self) -> None:
         """Hold now; may be called twice."""
+        ...
+
+    def recover(self) -> None:
+        """Clear a RobotFault, once a person has said that the robot may move again; hold."""
         ...
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 RetakeError                 an error that one clear sentence explains
 |-- ConfigError             what was asked for cannot be built: a wrong value, a missing extra, a full disk
+|-- RobotFault              the robot, a sensor or its link failed
 `-- TrainerError            the other side
     |-- Timeout             no answer in time
     |-- Disconnected        nobody listens there, or the link broke
@@ -27,6 +28,17 @@ class RetakeError(Exception):
 
 class ConfigError(RetakeError):
     """Says that a setting, a file or an option cannot be used."""
+
+
+class RobotFault(RetakeError):
+    """Says that the robot, a sensor or its link failed. It was told to hold; a person must look before it moves again.
+
+    kind: what failed in one word, such as `collision`, `estop`, `link`, `sensor`, `tracking` or `guard`.
+    """
+
+    def __init__(self, text: str = "", kind: str = "fault") -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 class TrainerError(RetakeError):

@@ -5,19 +5,20 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import xxhash
+from typing import Any
 
 from serl_client.client import TrainerClient
 from serl_client.controller import Controller
 from serl_client.env import Env, Observation, Step
-from serl_client.episode import Outcome, Stamp
-from serl_client.errors import TrainerError
+from serl_client.episode import Stamp
+from serl_client.errors import ConfigError, RobotFault, TrainerError
+from serl_client.faults import Faults
+from serl_client.person import VERDICTS, Operator, Person
 from serl_client.recorder import Recorder
 from serl_client.signals import interrupted_by_signals, without_long_collections
 from serl_client.spec import Array
-from serl_client.status import ActorStatus, SuccessCounter
+from serl_client.starts import Starts
+from serl_client.status import ActorStatus
 
 log = logging.getLogger(__name__)
 
@@ -26,35 +27,35 @@ SILENCE = 5.0  # seconds without an action until the episode is cut off; the nex
 AGAIN = 1.0  # seconds until the next reset, after a reset whose observation is not finite
 ROOM_PATIENCE = 1.0  # seconds that a simulated robot waits for the outbox
 FAREWELL = 30.0  # seconds at the end to deliver the rest of the outbox
-TRAINING_SEEDS = 1_000_000_000
-EVALUATION_SEEDS = 10_000  # for one session
 MODES = ("collect", "teleop", "evaluate")  # modes with episodes; the other two are idle and stop
-VERDICTS = {"success": True, "failure": False, "discard": None}
-
-
-class Operator(Protocol):
-    """Describes a person with a keyboard. Events: pause (again: resume), stop, next, success, failure, discard."""
-
-    def poll(self) -> list[str]:
-        """Return the events since the last call; never wait."""
-        ...
+RESETS = ("auto", "operator")  # who says that the next episode may begin
+GAP = 2.0  # periods between an observation and the command that answers it, until the row is marked as a gap
 
 
 def run_actor(
     env: Env, controller: Controller, client: TrainerClient, *, seed: int, operator: Operator | None = None,
-    on_episode: Callable[[Mapping[str, Any]], None] = lambda episode: None, status: ActorStatus | None = None,
+    reset: str = "auto", on_episode: Callable[[Mapping[str, Any]], None] = lambda episode: None,
+    status: ActorStatus | None = None,
 ) -> None:  # fmt: skip
     """Follow the learner's directives until one says stop. The robot is stopped however this ends.
 
     seed: of the run. operator: is polled for events in each step. status: is kept up to date for the console.
+    reset: `operator`: before each episode the robot holds until the operator says ready; `auto`: it does not wait.
     on_episode: is called with the numbers of each finished episode.
 
-    Raises what the environment raises, TrainerError when the learner refuses this actor, and KeyboardInterrupt for
-    SIGINT, SIGTERM and SIGHUP.
+    A RobotFault cuts the episode off. The robot holds until the operator says ready; then it goes home again.
+
+    Raises RobotFault without an operator, or for the third one within a minute, TrainerError when the learner refuses
+    this actor, KeyboardInterrupt for SIGINT, SIGTERM and SIGHUP, and whatever else the environment raises. Raises
+    ConfigError if `reset` is unknown, or needs an operator and there is none.
     """
+    if reset not in RESETS:
+        raise ConfigError(f"reset={reset} is unknown; use {' or '.join(RESETS)}")
+    if reset == "operator" and operator is None:
+        raise ConfigError("reset=operator needs a person: start the actor in a terminal (over SSH: ssh -t)")
     status = status or ActorStatus()
     client.report(vars(status))
-    actor = _Actor(env, controller, client, seed, operator, on_episode, status)
+    actor = _Actor(env, controller, client, seed, Person(operator, client, status), reset, on_episode, status)
     with interrupted_by_signals(), without_long_collections():
         try:
             actor.run()
@@ -77,38 +78,54 @@ class _Episode:
     reset: bool = True
     human: int = 0  # steps of the takeover under way
     held: int = 0  # consecutive steps without an action
+    is_theirs: bool | None = None  # whether the operator drives the next step; None: nobody has looked
+    is_stale: bool = False  # the world may have changed since `observation`: the next step holds, to look again
     reward: float = 0.0
     intervened: int = 0
 
 
 class _Actor:
     def __init__(
-        self, env: Env, controller: Controller, client: TrainerClient, seed: int, operator: Operator | None,
+        self, env: Env, controller: Controller, client: TrainerClient, seed: int, person: Person, reset: str,
         on_episode: Callable[[Mapping[str, Any]], None], status: ActorStatus,
     ) -> None:  # fmt: skip
-        self._env, self._controller, self._client, self._seed = env, controller, client, seed
-        self._operator, self._on_episode, self._status = operator, on_episode, status
+        self._env, self._controller, self._client = env, controller, client
+        self._person, self._reset, self._on_episode, self._status = person, reset, on_episode, status
         self._directive = client.state.directive
         self._is_real = env.clock == "real"
-        self._evaluated = 0, 0  # number of a directive, and how many of its evaluation episodes have begun
-        self._latest = ""  # the episode that ended last: a verdict between two episodes is about it
-        self._successes = SuccessCounter(status)
-        self._verdict = ""
-        self._paused = False
+        self._starts = Starts(seed, client.session)
+        self._faults = Faults()
         self._unanswered: Observation | None = None  # the last observation of an episode that silence cut off
-        self._ticked: float | None = None
+        self._sent: float | None = None  # when the command before was sent, if nothing waited since
         self._simulated = time.monotonic()  # seconds, the clock of a simulated robot
 
     def run(self) -> None:
         while (mode := self._next_mode()) != "stop":
-            if mode != "idle":
-                self._run_episode(mode)
-                continue
-            if self._status.driver != "IDLE":
-                self._env.stop()
-                self._status.driver = "IDLE"
-            self._nap()
-            self._judge_latest()
+            try:
+                if self._faults.is_open:
+                    self._recover()
+                elif mode != "idle":
+                    self._run_episode(mode)
+                else:
+                    self._wait_as("IDLE")
+            except RobotFault as fault:
+                self._fail(fault)
+
+    def _fail(self, fault: RobotFault) -> None:
+        """Say what happened and what to do. Raises the fault if nobody is there, or if it happens too often."""
+        if not self._person.is_there:
+            raise fault
+        self._faults.add(fault)
+        self._status.warn(f"{fault.kind}: {fault}. The robot holds. Look at it, then press r: it goes home and on")
+        self._person.ask()
+
+    def _recover(self) -> None:
+        """Hold until a person says ready, then clear the fault."""
+        if not self._person.is_ready:
+            self._wait_as("FAULT")
+            return
+        self._env.recover()
+        self._faults.is_open = False
 
     def _next_mode(self) -> str:
         """Apply the newest directive between two episodes; return its mode, or idle while no episode may begin."""
@@ -121,8 +138,8 @@ class _Actor:
             status.warn(f"phase {status.phase} asks for {mode}, which this robot cannot do: it idles")
         if is_new and self._unanswered:
             self._controller.begin(status.episode, directive, self._env.task)  # other weights may have to answer
-        may_begin = able and self._client.has_room and not self._paused and (mode == "teleop" or self._answers())
-        return mode if mode == "stop" or may_begin else "idle"
+        may_begin = able and self._client.has_room and not self._person.is_paused
+        return mode if mode == "stop" or (may_begin and (mode == "teleop" or self._answers())) else "idle"
 
     def _answers(self) -> bool:
         """Return whether the policy gives actions, after it was silent. Until then the robot does not move, not even
@@ -137,7 +154,9 @@ class _Actor:
     def _run_episode(self, mode: str) -> None:
         client, number = self._client, self._status.episodes
         recorder = Recorder(client, f"{client.actor}-{client.session[:8]}-{number:06d}", self._env.task)
-        seed = self._evaluation_seed() if mode == "evaluate" else training_seed(self._seed, client.session, number)
+        seed = self._starts.seed(self._directive, client.state.ordinal, number)
+        if not self._go_home(seed):
+            return
         self._status.episodes += 1
         self._controller.begin(recorder.episode, self._directive, self._env.task)
         self._status.episode = recorder.episode
@@ -145,14 +164,14 @@ class _Actor:
             seed, teleop=mode == "teleop", intervene=mode == "collect" and self._directive.get("intervene", False)
         )
         began, observed = time.monotonic(), self._observed()
-        self._listen()
-        self._judge_latest()
+        self._person.listen()
+        self._person.judge_latest()
         if bad := recorder.not_finite(observation):
             self._status.warn(f"{bad} is not finite after the reset; {recorder.episode} does not begin")
             self._client.wait(AGAIN)
             return
         episode = _Episode(recorder, observation, mode == "teleop", began=began, observed=observed)
-        self._ticked = None
+        self._sent = None
         try:
             while not recorder.ended:
                 self._row(episode)
@@ -162,10 +181,32 @@ class _Actor:
             finally:
                 with suppress(TrainerError):
                     self._cut_off(episode)
+                    self._report(episode)
             raise
         self._report(episode)
         if episode.teleop and not self._is_real:
             self._wait_heard()
+
+    def _go_home(self, seed: int) -> bool:
+        """Bring the robot to the start, once the person agrees; return False if a newer directive ends the way.
+
+        Keys are read on the way. While the person pauses, the robot holds where it is.
+        """
+        self._person.ask()
+        while self._reset == "operator" and not self._person.is_ready:
+            if self._called_off(waited=True):
+                return False
+            self._wait_as("RESET")
+        self._env.home(seed)
+        while not self._env.is_home:
+            if self._called_off(waited=True):
+                self._env.stop()
+                return False
+            was_paused = self._person.is_paused
+            self._wait_as("PAUSED" if was_paused else "HOMING", holds=was_paused)
+            if was_paused and not self._person.is_paused:
+                self._env.home(seed)
+        return True
 
     def _wait_heard(self) -> None:
         """Wait for the learner's next directive, because a scripted operator would begin needless demonstrations."""
@@ -177,6 +218,8 @@ class _Actor:
         if not goes_on:
             self._cut_off(episode)
             return
+        sent = time.monotonic()
+        is_gap = self._is_real and (waited or sent - episode.observed > GAP / self._env.spec.fps)
         step = self._env.step(action)
         observed = self._observed()
         version = 0 if episode.teleop else self._controller.version
@@ -185,7 +228,7 @@ class _Actor:
         extras = {**self._controller.extras, **step.extras} if is_policys else step.extras
         recorder = episode.recorder
         if bad := recorder.add(
-            stamp, episode.observation, episode.observed, step, extras, gap=waited and self._is_real,
+            stamp, episode.observation, episode.observed, step, extras, gap=is_gap,
             chunk_start=is_policys and self._controller.chunk_start,
             chunk_delay=self._controller.chunk_delay if is_policys else 0,
         ):  # fmt: skip
@@ -194,11 +237,12 @@ class _Actor:
             return
         self._hand_over(episode, step.intervened)
         episode.last, episode.observation, episode.observed = step, step.observation, observed
+        episode.is_theirs, episode.is_stale = None, False
         episode.reward += step.reward
         episode.intervened += step.intervened
         self._status.driver = "HUMAN" if step.intervened else "POLICY" if is_policys else "WAITING"
-        self._count()
-        self._listen()
+        self._count(sent)
+        self._person.listen()
         self._close(episode)
 
     def _hand_over(self, episode: _Episode, is_human: bool) -> None:
@@ -221,18 +265,25 @@ class _Actor:
         waited = False
         while not self._called_off(waited) and not episode.recorder.ended:
             if not self._blocked(episode):
-                if episode.teleop or episode.human:
+                if self._holds(episode):
                     return True, waited, None
                 action = self._ask(episode)
                 if action is not None or (self._is_real and episode.last is not None):
                     return True, waited, action
-            waited, self._ticked = True, None
+            waited, self._sent = True, None
             self._nap()
             if episode.last is None:
-                self._judge_latest()  # of this one there is nothing to judge yet
-            elif self._verdict and not episode.recorder.is_empty:
+                self._person.judge_latest()  # of this one there is nothing to judge yet
+            elif self._person.verdict and not episode.recorder.is_empty:
                 self._close(episode)
         return False, waited, None
+
+    def _holds(self, episode: _Episode) -> bool:
+        """Return whether the policy need not be asked: the operator drives the next step, or it only looks again."""
+        begins = self._is_real and episode.last is None  # here the device is read until somebody acts
+        if begins or (episode.human and episode.is_theirs is None):
+            episode.is_theirs = self._env.look()
+        return episode.teleop or episode.is_stale or bool(episode.is_theirs)
 
     def _ask(self, episode: _Episode) -> Array | None:
         previous = None if episode.last is None else episode.last.executed
@@ -247,10 +298,11 @@ class _Actor:
         return action
 
     def _blocked(self, episode: _Episode) -> bool:
-        if self._paused:
+        if self._person.is_paused:
             if self._status.driver != "PAUSED":
                 self._env.stop()
             self._status.driver, episode.reset = "PAUSED", True
+            episode.is_stale = self._is_real and episode.last is not None
             return True
         allowed = self._client.state.step_limit
         if self._is_real or allowed is None or self._status.steps < allowed:
@@ -271,9 +323,10 @@ class _Actor:
         """End the episode if the operator or the environment says so, no action comes, or the outbox is full."""
         recorder, step = episode.recorder, episode.last
         assert step is not None
-        if self._verdict or step.terminated or step.truncated:
-            self._pronounce(recorder.episode, step.success)
-            recorder.end(terminated=self._verdict != "discard" if self._verdict else step.terminated)
+        verdict = self._person.verdict
+        if verdict or step.terminated or step.truncated:
+            self._person.pronounce(recorder.episode, step.success)
+            recorder.end(terminated=verdict != "discard" if verdict else step.terminated)
         elif self._is_real and episode.held > SILENCE * self._env.spec.fps:
             self._status.warn(f"no action came for {SILENCE:.0f} s; {recorder.episode} is cut off")
             recorder.end(terminated=False)
@@ -287,7 +340,7 @@ class _Actor:
     def _cut_off(self, episode: _Episode) -> None:
         """Truncate the episode, if it is not over, and push a verdict that still waits."""
         if not episode.recorder.ended:
-            self._pronounce(episode.recorder.episode, None)
+            self._person.pronounce(episode.recorder.episode, None)
             episode.recorder.end(terminated=False)
 
     def _has_room(self) -> bool:
@@ -297,14 +350,14 @@ class _Actor:
         return self._client.has_room
 
     def _report(self, episode: _Episode) -> None:
-        recorder, step, verdict = episode.recorder, episode.last, self._verdict
-        self._verdict = ""
+        recorder, step = episode.recorder, episode.last
         if step is None:
+            self._person.verdict = ""
             return
-        self._latest = recorder.episode
+        verdict = self._person.close(recorder.episode)
         success = VERDICTS.get(verdict, step.success)
         if not episode.teleop:
-            self._successes.add(recorder.episode, success, assisted=episode.intervened > 0)
+            self._person.count(recorder.episode, success, assisted=episode.intervened > 0)
         seconds = time.monotonic() - episode.began
         self._on_episode({
             "episode": recorder.episode, "phase": self._directive["phase"], "mode": self._directive["mode"],
@@ -315,41 +368,28 @@ class _Actor:
 
     # -- the operator, and time
 
-    def _listen(self) -> None:
-        for event in self._operator.poll() if self._operator else ():
-            if event == "pause":
-                self._paused = not self._paused
-            elif event in VERDICTS:
-                self._verdict = event
-            else:
-                self._client.command(event)
-
-    def _pronounce(self, episode: str, success: bool | None) -> None:
-        """Push the verdicts of judge and operator, before the last rows, so that no episode counts as unjudged."""
-        if success is not None:
-            self._client.push(Outcome(episode, bool(success)))  # an environment's may be numpy's
-        if verdict := self._verdict:
-            self._client.push(Outcome(episode, VERDICTS[verdict], discard=verdict == "discard", judged_by="operator"))
-
-    def _judge_latest(self) -> None:
-        if self._latest:
-            self._pronounce(self._latest, None)
-        if self._verdict:
-            self._successes.correct(self._latest, VERDICTS[self._verdict])
-        self._verdict = ""
-
     def _nap(self) -> None:
         self._client.wait(NAP)
-        self._listen()
+        self._person.listen()
 
-    def _count(self) -> None:
-        status, now = self._status, time.monotonic()
+    def _wait_as(self, driver: str, *, holds: bool = True) -> None:
+        """Wait a moment between two episodes, and show why; a robot that `holds` is told so once."""
+        if self._status.driver != driver:
+            self._status.driver = driver
+            if holds:
+                self._env.stop()
+        self._nap()
+        self._person.judge_latest()
+
+    def _count(self, sent: float) -> None:
+        """Count a step whose command was sent then."""
+        status = self._status
         status.steps += 1
-        if self._ticked is not None:
-            seconds = now - self._ticked
-            status.rate += 0.05 * (1 / max(seconds, 1e-6) - status.rate)
-            status.late += self._is_real and seconds > 1.5 / self._env.spec.fps
-        self._ticked = now
+        if self._sent is not None:
+            periods = max(sent - self._sent, 1e-6) * self._env.spec.fps
+            status.rate += 0.05 * (self._env.spec.fps / periods - status.rate)
+            status.late += self._is_real and not 0.5 <= periods <= 1.5
+        self._sent = sent
 
     def _observed(self) -> float:
         """Return the time of the observation that has just come, in seconds of the robot's clock.
@@ -358,19 +398,3 @@ class _Actor:
         """
         self._simulated += 1 / self._env.spec.fps
         return time.monotonic() if self._is_real else self._simulated
-
-    def _evaluation_seed(self) -> int:
-        number, count = self._evaluated
-        count = count if number == self._directive["number"] else 0
-        self._evaluated = self._directive["number"], count + 1
-        return evaluation_seed(self._client.state.ordinal, count)
-
-
-def training_seed(seed: int, session: str, number: int) -> int:
-    """Return the seed of episode `number` of a session."""
-    return xxhash.xxh3_64_intdigest(f"{seed}/{session}/{number}".encode()) % TRAINING_SEEDS
-
-
-def evaluation_seed(ordinal: int, number: int) -> int:
-    """Return the seed of evaluation episode `number` of the run's session `ordinal`; no training episode has it."""
-    return TRAINING_SEEDS + ordinal * EVALUATION_SEEDS + number

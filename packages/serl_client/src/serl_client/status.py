@@ -15,12 +15,14 @@ class ActorStatus:
     directive: int = 0
     phase: str = ""
     mode: str = "idle"
-    driver: str = "IDLE"  # POLICY, HUMAN, WAITING (no action has come), PAUSED (by the operator) or IDLE
+    # POLICY, HUMAN, WAITING (no action has come), PAUSED (by the operator), IDLE, HOMING (on the way to a start),
+    # RESET or FAULT (until the operator says ready)
+    driver: str = "IDLE"
     episodes: int = 0
     episode: str = ""  # the one under way, or the latest
     steps: int = 0  # in this session
     rate: float = 0.0  # steps per second, a moving average
-    late: int = 0  # steps on the real clock that took more than 1.5 / fps seconds
+    late: int = 0  # commands on the real clock that followed the one before by less than 0.5 or more than 1.5 periods
     takeovers: int = 0
     # Successes / episodes among the latest judged ones. Demonstrations count in neither.
     assisted: str = "0/0"  # the operator took over

@@ -1,0 +1,23 @@
+"""Counts the faults of a robot, because one that fails again and again needs more than a person's word."""
+
+import time
+from collections import deque
+
+from serl_client.errors import RobotFault
+
+MOST, WITHIN = 3, 60.0  # so many faults within so many seconds are too many
+
+
+class Faults:
+    """Remembers the latest faults. `is_open`: the latest one has not been cleared."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._times: deque[float] = deque(maxlen=MOST)  # seconds, time.monotonic()
+
+    def add(self, fault: RobotFault) -> None:
+        """Note a fault. Raises it again, with the reason, if there are too many."""
+        self.is_open = True
+        self._times.append(time.monotonic())
+        if len(self._times) == MOST and self._times[-1] - self._times[0] < WITHIN:
+            raise RobotFault(f"{fault}. This was fault {MOST} within {WITHIN:.0f} s: mend the robot first", fault.kind)

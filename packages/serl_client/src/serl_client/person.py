@@ -1,0 +1,75 @@
+"""The person who watches an actor: what they say at the keys, and the verdicts on its episodes."""
+
+from typing import Protocol
+
+from serl_client.client import TrainerClient
+from serl_client.episode import Outcome
+from serl_client.status import ActorStatus, SuccessCounter
+
+VERDICTS = {"success": True, "failure": False, "discard": None}
+
+
+class Operator(Protocol):
+    """Describes a person with a keyboard. Events: pause (again: resume), ready, stop, next, success, failure,
+    discard."""
+
+    def poll(self) -> list[str]:
+        """Return the events since the last call; never wait."""
+        ...
+
+
+class Person:
+    """Remembers what the operator says until the control loop has done it.
+
+    is_there: somebody can say something. is_paused: they paused the robot.
+    is_ready: they said that the robot may move, since `ask`.
+    verdict: success, failure or discard, of the episode under way, or of the latest one; empty: none.
+    """
+
+    def __init__(self, operator: Operator | None, client: TrainerClient, status: ActorStatus) -> None:
+        self.is_there = operator is not None
+        self.is_paused = self.is_ready = False
+        self.verdict = ""
+        self._operator, self._client = operator, client
+        self._latest = ""  # the episode that ended last: a verdict between two episodes is about it
+        self._successes = SuccessCounter(status)
+
+    def listen(self) -> None:
+        """Take what was said since the last call. What the loop does not know is the learner's to decide."""
+        for event in self._operator.poll() if self._operator else ():
+            if event == "pause":
+                self.is_paused = not self.is_paused
+            elif event == "ready":
+                self.is_ready = True
+            elif event in VERDICTS:
+                self.verdict = event
+            else:
+                self._client.command(event)
+
+    def ask(self) -> None:
+        """Forget a `ready` that was said before this question."""
+        self.is_ready = False
+
+    def pronounce(self, episode: str, success: bool | None) -> None:
+        """Push the verdicts of judge and operator, before the last rows, so that no episode counts as unjudged."""
+        if success is not None:
+            self._client.push(Outcome(episode, bool(success)))  # an environment's may be numpy's
+        if word := self.verdict:
+            self._client.push(Outcome(episode, VERDICTS[word], discard=word == "discard", judged_by="operator"))
+
+    def close(self, episode: str) -> str:
+        """Take the verdict on the episode that ends; a later one corrects it."""
+        self._latest, word, self.verdict = episode, self.verdict, ""
+        return word
+
+    def count(self, episode: str, success: bool | None, *, assisted: bool) -> None:
+        """Count an episode of the policy for the console."""
+        self._successes.add(episode, success, assisted=assisted)
+
+    def judge_latest(self) -> None:
+        """Between two episodes, push a verdict as that of the latest one."""
+        if self._latest:
+            self.pronounce(self._latest, None)
+        if self.verdict:
+            self._successes.correct(self._latest, VERDICTS[self.verdict])
+        self.verdict = ""

@@ -1,0 +1,36 @@
+"""The seeds of episode starts: those of training and of evaluation never meet."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+TRAINING_SEEDS = 1_000_000_000
+EVALUATION_SEEDS = 10_000  # for one session
+
+
+class Starts:
+    """Gives each episode of a session its start. Each directive that evaluates gets the same list of starts."""
+
+    def __init__(self, seed: int, session: str) -> None:
+        self._seed, self._session = seed, session
+        self._evaluated = 0, 0  # number of a directive, and how many of its evaluation episodes have begun
+
+    def seed(self, directive: Mapping[str, Any], ordinal: int, number: int) -> int:
+        """Return the start of episode `number` of the session, which is the run's session `ordinal`."""
+        if directive["mode"] != "evaluate":
+            return training_seed(self._seed, self._session, number)
+        evaluated, count = self._evaluated
+        count = count if evaluated == directive["number"] else 0
+        self._evaluated = directive["number"], count + 1
+        return evaluation_seed(ordinal, count)
+
+
+def training_seed(seed: int, session: str, number: int) -> int:
+    """Return the seed of episode `number` of a session."""
+    return xxhash.xxh3_64_intdigest(f"{seed}/{session}/{number}".encode()) % TRAINING_SEEDS
+
+
+def evaluation_seed(ordinal: int, number: int) -> int:
+    """Return the seed of evaluation episode `number` of the run's session `ordinal`; no training episode has it."""
+    return TRAINING_SEEDS + ordinal * EVALUATION_SEEDS + number

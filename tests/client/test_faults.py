@@ -1,0 +1,175 @@
+"""What stands between two episodes: the way home, the word of the person, and faults of the robot."""
+
+import pytest
+from serl_client import Outcome
+from serl_client.errors import ConfigError, RobotFault
+from serl_client.faults import Faults
+from serl_client.status import ActorStatus
+
+from tests.shared.actors import STATE, CountingEnv, FakeClient, Keys, run
+from tests.shared.robots import Clock
+
+
+@pytest.fixture
+def client(spec):
+    return FakeClient(spec)
+
+
+def lengths(client):
+    return [len(episode) for episode in client.episodes]
+
+
+class Way(CountingEnv):
+    """A robot whose way home takes five looks."""
+
+    def __init__(self, spec, **options):
+        super().__init__(spec, **options)
+        self.way, self.log = 0, []
+
+    def home(self, seed):
+        super().home(seed)
+        self.way = 5
+        self.log.append("home")
+
+    @property
+    def is_home(self):
+        self.way -= 1
+        return self.way < 0
+
+    def stop(self):
+        super().stop()
+        self.way = 1000
+        self.log.append("stop")
+
+    def reset(self, seed, **options):
+        self.log.append("reset")
+        return super().reset(seed, **options)
+
+
+def test_a_pause_on_the_way_home_holds_the_robot_and_the_way_begins_anew_after_it(client, spec):
+    env = Way(spec)
+    run(env, client, episodes=1, operator=Keys({2: ["pause"], 5: ["pause"]}))
+    assert env.log == ["home", "stop", "home", "reset", "stop"]
+    assert lengths(client) == [13]
+
+
+def test_a_stop_is_obeyed_on_the_way_home(client, spec):
+    env = Way(spec)
+    client.script = {"wait 2": lambda: client.direct("stop", number=2)}
+    run(env, client)
+    assert (env.log, client.records) == (["home", "stop", "stop"], [])
+
+
+def test_with_reset_by_the_operator_each_episode_waits_for_their_word(client, spec):
+    env, seen, status = Way(spec), [], ActorStatus()
+    client.script = {"wait 3": lambda: seen.append((list(env.log), status.driver))}
+    run(env, client, operator=Keys({5: ["ready"], 40: ["ready"]}), reset="operator", status=status)
+    assert seen == [(["stop"], "RESET")]
+    assert env.log == [*["stop", "home", "reset"] * 2, "stop"]
+    assert lengths(client) == [13, 13]
+    for reset, said in (("operator", "needs a person"), ("never", "use auto or operator")):
+        with pytest.raises(ConfigError, match=said):
+            run(env, client, reset=reset)
+
+
+# -- faults
+
+
+class Failing(CountingEnv):
+    """A robot that fails in some steps, counted over all episodes, and where it is told to recover."""
+
+    def __init__(self, spec, fails_in=(), fails_to_recover=0):
+        super().__init__(spec)
+        self.fails_in, self.fails_to_recover, self.log = list(fails_in), fails_to_recover, []
+
+    def step(self, action):
+        self.log.append("step")
+        if self.log.count("step") in self.fails_in:
+            raise RobotFault("the arm touched the table", "collision")
+        return super().step(action)
+
+    def stop(self):
+        self.log.append("stop")
+
+    def recover(self):
+        self.log.append("recover")
+        self.fails_to_recover -= 1
+        if self.fails_to_recover >= 0:
+            raise RobotFault("the button is still pressed", "estop")
+
+    def home(self, seed):
+        self.log.append("home")
+
+
+class ReadyPerson:
+    """Says ready at each look, once the console shows a fault."""
+
+    def __init__(self, status):
+        self.status, self.said = status, []
+
+    def poll(self):
+        if self.status.driver != "FAULT":
+            return []
+        self.said.append(self.status.warning)
+        return ["ready"]
+
+
+@pytest.fixture
+def hours(monkeypatch):
+    """Two minutes pass between two faults."""
+    clock = Clock()
+    monkeypatch.setattr("serl_client.faults.time", clock)
+    monkeypatch.setattr("serl_client.faults.Faults.add", passing(clock, Faults.add))
+
+
+def passing(clock, add):
+    def later(self, fault):
+        clock.now += 120
+        add(self, fault)
+
+    return later
+
+
+@pytest.mark.usefixtures("hours")
+def test_faults_in_ten_episodes_leave_ten_truncated_episodes_and_a_living_actor(client, spec):
+    env, status = Failing(spec, fails_in=range(7, 77, 7)), ActorStatus()
+    person = ReadyPerson(status)
+    run(env, client, episodes=11, operator=person, status=status)
+    assert lengths(client) == [6] * 10 + [13]
+    assert [episode.truncated for episode in client.episodes] == [True] * 10 + [False]
+    for episode in client.episodes:
+        assert episode.observation[STATE][:, 0].tolist() == list(range(len(episode) + 1))
+    assert client.outcomes == [Outcome(client.episodes[-1].episode, True)]
+    assert env.log.count("recover") == 10
+    assert "collision: the arm touched the table. The robot holds. Look at it, then press r" in person.said[0]
+
+
+def test_after_a_fault_nothing_moves_until_the_person_is_ready_and_then_it_goes_home(client, spec):
+    env, status = Failing(spec, fails_in=[2], fails_to_recover=1), ActorStatus()
+    run(env, client, episodes=2, operator=ReadyPerson(status), status=status)
+    between = env.log[env.log.index("step") + 2 : env.log.index("home", 2)]
+    assert set(between) == {"stop", "recover"}
+    assert between.count("recover") == 2  # the first ready came while the button was pressed
+    assert lengths(client) == [1, 13]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_fault_ends_the_run_if_nobody_is_there_or_it_comes_a_third_time_within_a_minute(client, spec, there):
+    env, status = Failing(spec, fails_in=(2, 4, 6)), ActorStatus()
+    said = "fault 3 within 60 s: mend" if there else "touched the table"
+    with pytest.raises(RobotFault, match=said) as fault:
+        run(env, client, episodes=9, operator=ReadyPerson(status) if there else None, status=status)
+    assert fault.value.kind == "collision"
+    assert env.log[-1] == "stop"
+    assert lengths(client) == [1] * (3 if there else 1)
+
+
+def test_a_verdict_after_a_fault_is_about_the_episode_that_it_cut_off(client, spec):
+    class Judging(ReadyPerson):
+        def poll(self):
+            said = super().poll()
+            return ["failure", *said] if said else []
+
+    env, status = Failing(spec, fails_in=[4]), ActorStatus()
+    run(env, client, episodes=2, operator=Judging(status), status=status)
+    assert client.outcomes[0] == Outcome(client.episodes[0].episode, False, judged_by="operator")
