@@ -27,16 +27,18 @@ class FakeRobot:
 
     fps: steps per second. An action of 1 moves the commanded position by `stroke` metres in one of them.
     latency: how long a command blocks, seconds.
-    faults: {kind: n}, what happens at the n-th command, counted from 1. `raise` fails the command, `nan` puts a NaN
-        into the next observation, and from `freeze` on the point no longer moves.
+    faults: {kind: n}, what happens at the n-th command, counted from 1; None: never. `raise` fails the command, `nan`
+        puts a NaN into the next observation, and from `freeze` on the point no longer moves.
     """
 
     space, is_home = "ee_delta", True
     observation: Mapping[str, Feature] = {"observation.state": Feature((6,), names=NAMES)}
     action = Feature((2,), names=("x", "y"), low=np.array(-1), high=np.array(1))
 
-    def __init__(self, *, fps: float = FPS, latency: float = 0.0, faults: Mapping[str, int] | None = None) -> None:
-        self._faults = dict(faults or {})
+    def __init__(
+        self, *, fps: float = FPS, latency: float = 0.0, faults: Mapping[str, int | None] | None = None
+    ) -> None:
+        self._faults = {kind: number for kind, number in (faults or {}).items() if number is not None}
         if unknown := set(self._faults) - set(FAULTS):
             raise ConfigError(f"fault {min(unknown)!r} is unknown; use {', '.join(FAULTS)}")
         self._latency = latency
@@ -86,7 +88,7 @@ def reach(robot: FakeRobot) -> Array:
 
 def make(
     *, max_steps: int, noise: float, clock: str, fps: float = FPS, latency: float = 0.0,
-    faults: Mapping[str, int] | None = None, operator: str = "scripted", takeover_after: int = 12,
+    faults: Mapping[str, int | None] | None = None, operator: str = "scripted", takeover_after: int = 12,
     handback_after: int = 10,
 ) -> RobotEnv:  # fmt: skip
     """Make the reaching task as an Env. `noise`: standard deviation of the scripted operator's actions (Scripted)."""

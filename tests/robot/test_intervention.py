@@ -116,6 +116,33 @@ def test_a_human_who_drives_while_the_policy_is_silent_is_shown_and_not_cut_off(
     assert drivers[1:] == ["WAITING", "WAITING", *["HUMAN"] * 12]
 
 
+def test_a_human_can_drive_before_the_first_row_of_a_silent_policy():
+    class Mute(RandomPolicy):
+        def act(self, observation, **rest):
+            return None
+
+    env = build(teleop=Hand(rows=range(4, 99)), max_steps=5, clock="real", fps=500)
+    client, _, status = actor(env, Mute(env.spec, 0))
+    assert rows(client.episodes[0].intervened) == [0, 1, 2, 3, 4]
+    assert client.episodes[0].gap.tolist() == [True, False, False, False, False]
+    assert (env.teleop.reads, client.waited, status.takeovers) == (9, 4, 1)  # each wait looks anew, each row once
+
+
+def test_after_a_pause_the_robot_looks_again_before_the_policy_acts_on_what_it_saw_before(monkeypatch):
+    env = build(max_steps=6, clock="real", fps=500)
+    asked = []
+
+    class Asked(RandomPolicy):
+        def act(self, observation, *, step, reset, **rest):
+            asked.append((step, reset))
+            return super().act(observation, step=step, reset=reset, **rest)
+
+    client, _, _ = actor(env, Asked(env.spec, 0), operator=Keys({3: ["pause"], 5: ["pause"]}))
+    (episode,) = client.episodes
+    assert asked == [(0, True), (1, False), (2, False), (4, True), (5, False)]
+    assert (rows(episode.gap), episode.action[3].tolist()) == ([3], [0, 0])
+
+
 def test_what_a_policy_proposes_beyond_reason_is_not_recorded():
     env = build(SafeRobot(FakeRobot()), teleop=Hand())
     env.reset(0, intervene=True)
