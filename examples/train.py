@@ -14,9 +14,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from serl_client.chunks import RULES, chunk_policy
 from serl_client.client import TrainerClient
 from serl_client.console import LiveDisplay, console, log_as
-from serl_client.controller import RemotePolicy, Source
+from serl_client.controller import Source
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.keys import Key, named
 from serl_client.reach import Lookout
@@ -64,6 +65,7 @@ def run(config: DictConfig) -> int:
 def act(config: DictConfig) -> int:
     """Run an actor until the plan ends."""
     known(config.inference, ("remote", "local"), "place", "inference")
+    known(config.chunks, tuple(RULES), "rule", "chunks")
     key, local = Path(config.key) if config.key else None, config.inference == "local"
     name = named(str(config.name), Key.read(key) if key else None)
     with factory(config, "task.env")() as env, closing(env.operator or Keyboard()) as keyboard:
@@ -74,7 +76,10 @@ def act(config: DictConfig) -> int:
             weights_folder=folder / "weights" if local else None, key=key,
         ) as client:  # fmt: skip
             source = local_source(config, client) if local else client
-            controller = RemotePolicy(source, deadline=config.deadline_s, n_action_steps=config.n_action_steps)
+            controller = chunk_policy(
+                source, chunks=config.chunks, deadline_s=config.deadline_s, n_action_steps=config.n_action_steps,
+                fps=env.spec.fps, clock=env.clock,
+            )  # fmt: skip
             status = ActorStatus()
             person = keyboard if getattr(keyboard, "has_terminal", True) else None
             keys = {"keys": LEGEND} | ({"motion keys": MOTION_LEGEND} if env.operator else {}) if person else {}

@@ -57,13 +57,14 @@ class Source(Protocol):
 
 
 class RemotePolicy:
-    """Asks for chunks of actions [H, A] and gives them out step by step.
+    """Asks for chunks of actions [H, A] and gives them out step by step. At a border it waits for the next chunk.
 
     deadline: how long `act` waits for a chunk that this step needs, seconds.
     n_action_steps: how many actions of a chunk are used before the next one is asked for; None: all H of them.
 
     The old chunk goes on until the next one is here. The first actions of a late chunk are skipped. If the directive
-    names the weights that must act, answers of other weights are dropped.
+    names the weights that must act, answers of other weights are dropped. This is `chunks: wait`; chunks.py has the
+    rules that do not wait.
     """
 
     def __init__(self, source: Source, *, deadline: float, n_action_steps: int | None = None) -> None:
@@ -73,6 +74,8 @@ class RemotePolicy:
         self._source, self._deadline, self._n_action_steps = source, deadline, n_action_steps
         self._episode, self._directive, self._task = "", {}, ""
         self._chunk: Answer | None = None
+        self._begun = 0  # step at which the chunk began to act
+        self._next: Answer | None = None  # taken, and does not act yet
         self._asked: int | None = None  # step of the oldest question that may still be answered
         self._asked_at = 0.0
         self._reset = False
@@ -89,28 +92,36 @@ class RemotePolicy:
             self._drop()
         self._row, self.chunk_start, self.chunk_delay = step, False, 0
         deadline = time.monotonic() + self._deadline
-        while not self.chunk_start and self._due(step):
+        while self._next is None and self._is_due(step):
             if self._asked is None or time.monotonic() > self._asked_at + REPEAT:
                 self._ask(observation, step, previous_action)
-            waits = self._left(step) <= 0 or self._asked == step
-            answer = self._source.wait_answer(self._asked or 0, deadline - time.monotonic() if waits else 0.0)
+            patience = deadline - time.monotonic() if self._waits(step) else 0.0
+            answer = self._source.wait_answer(self._asked or 0, patience)
             if answer is None:
                 break
             self._take(answer, step)
+        if self._next is not None and step >= self._first_step(self._next):
+            self._change(self._next, step)
         if self._chunk is None or self._left(step) <= 0:
             return None
         return self._chunk.action[step - self._chunk.step].copy()
 
     def _drop(self) -> None:
         self._source.forget()
-        self._chunk, self._asked, self._reset = None, None, True
+        self._chunk, self._next, self._asked, self._reset = None, None, None, True
 
     def _left(self, step: int) -> int:
+        """Return how many actions of the chunk are left at this step."""
         return len(self._chunk.action) - (step - self._chunk.step) if self._chunk else 0
 
-    def _due(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
+        """Return whether the next chunk is to be asked for, or was."""
         used = step - self._chunk.step if self._chunk else 0
         return self._left(step) <= 0 or (self._n_action_steps is not None and used >= self._n_action_steps)
+
+    def _waits(self, step: int) -> bool:
+        """Return whether `act` waits for the answer at this step."""
+        return self._left(step) <= 0 or self._asked == step
 
     def _ask(self, observation: Mapping[str, Array], step: int, previous_action: Array | None) -> None:
         self._source.ask(
@@ -121,13 +132,21 @@ class RemotePolicy:
         self._asked_at = time.monotonic()
 
     def _take(self, answer: Answer, step: int) -> None:
-        """Use an answer, unless it is too late or other weights must act. In that case the question is repeated."""
+        """Keep an answer, unless it is too late or other weights must act. In that case the question is repeated."""
         if self._directive["weights"] not in (None, answer.version):
             return
         self._asked = None
-        if step - answer.step >= len(answer.action):
-            return
-        self._chunk, self._reset, self.chunk_start, self.chunk_delay = answer, False, True, step - answer.step
+        if step - answer.step < len(answer.action):
+            self._next = answer
+
+    def _first_step(self, answer: Answer) -> int:
+        """Return the first step at which this chunk may act."""
+        return answer.step
+
+    def _change(self, answer: Answer, step: int) -> None:
+        """Let a chunk act from this step on."""
+        self._chunk, self._begun, self._next, self._reset = answer, step, None, False
+        self.chunk_start, self.chunk_delay = True, step - answer.step
         self.version, self.extras = answer.version, answer.extras
 
 

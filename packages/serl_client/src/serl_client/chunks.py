@@ -1,0 +1,97 @@
+"""How an actor goes from one chunk of actions to the next: it waits, or asks ahead, or lets the new chunk continue the
+old one.
+
+The words of `chunks` in config/base.yaml are the classes of RULES. A simulated robot always waits: its time stands
+still meanwhile, so that the delay is zero, where all three give the same actions.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from serl_client.controller import RemotePolicy, Source
+from serl_client.errors import ConfigError
+from serl_client.network import Answer
+from serl_client.spec import Array
+
+RECENT = 40  # delays that count
+SHARE = 0.95  # of them are no longer than the lead
+SIMULATED_DEADLINE = (
+    0.5  # seconds; none of them passes for a simulated robot, and between two the actor hears of others
+)
+
+
+class AsyncChunks(RemotePolicy):
+    """Asks for the next chunk some steps before the border, its `lead`, and never waits while actions remain.
+
+    The border is `n_action_steps` steps after the chunk began to act. The lead is the 95th percentile of the latest
+    delays, in steps, and at most H - n_action_steps. It is 0 before the first delay was seen. A delay is the number of
+    steps from a question to the first `act` that has its answer. A new chunk acts at once. `deadline` only counts where
+    no action is left.
+    """
+
+    def __init__(self, source: Source, *, deadline: float, n_action_steps: int | None = None) -> None:
+        super().__init__(source, deadline=deadline, n_action_steps=n_action_steps)
+        self._delays: deque[int] = deque(maxlen=RECENT)
+
+    def act(
+        self, observation: Mapping[str, Array], *, step: int, previous_action: Array | None, reset: bool
+    ) -> Array | None:
+        action = super().act(observation, step=step, previous_action=previous_action, reset=reset)
+        if self.chunk_start and self._asked is None and self._is_due(step):  # answers take longer than a chunk acts
+            self._ask(observation, step, previous_action)
+        return action
+
+    @property
+    def lead(self) -> int:
+        """Return how many steps before the border the next question comes."""
+        if self._chunk is None or self._n_action_steps is None or not self._delays:
+            return 0
+        most = max(0, len(self._chunk.action) - self._n_action_steps)
+        return min(most, sorted(self._delays)[math.ceil(SHARE * len(self._delays)) - 1])
+
+    def _is_due(self, step: int) -> bool:
+        if self._left(step) <= 0 or self._asked is not None:
+            return True
+        return self._n_action_steps is not None and step - self._begun >= self._n_action_steps - self.lead
+
+    def _waits(self, step: int) -> bool:
+        return self._left(step) <= 0
+
+    def _take(self, answer: Answer, step: int) -> None:
+        if self._left(answer.step) > 0:  # else the robot stood still, or the first answer was waited for
+            self._delays.append(step - answer.step)
+        super()._take(answer, step)
+
+
+RULES: dict[str, type[RemotePolicy]] = {"wait": RemotePolicy, "async": AsyncChunks}
+
+
+def chunk_policy(
+    source: Source, *, chunks: str, deadline_s: Any, n_action_steps: int | None, fps: float, clock: str
+) -> RemotePolicy:
+    """Make the controller of a robot with `fps` steps per second whose clock is `real` or `simulated`.
+
+    chunks: a name in RULES. deadline_s, n_action_steps: as in config/base.yaml. Raises ConfigError as `deadline_of`.
+    """
+    rule = RULES["wait" if clock == "simulated" else chunks]
+    return rule(source, deadline=deadline_of(deadline_s, fps, clock), n_action_steps=n_action_steps)
+
+
+def deadline_of(deadline_s: Any, fps: float, clock: str) -> float:
+    """Return how long `act` may wait, seconds. `auto` is half a step of a real robot.
+
+    Raises ConfigError for what is no time, and for more than one step of a real robot.
+    """
+    step = 1 / fps
+    if deadline_s == "auto":
+        return step / 2 if clock == "real" else SIMULATED_DEADLINE
+    if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool) or not 0 <= deadline_s < math.inf:
+        raise ConfigError(f"deadline_s={deadline_s}: say auto, or seconds")
+    if clock == "real" and deadline_s > step:
+        raise ConfigError(
+            f"deadline_s={deadline_s} is longer than one step of this robot ({step:.3g} s at {fps:g} Hz), so its "
+            f"commands would come late: say deadline_s=auto, which is half a step, or at most {step:.3g}"
+        )
+    return float(deadline_s)

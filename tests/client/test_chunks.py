@@ -1,0 +1,169 @@
+"""How an actor goes from one chunk to the next: when it asks, what it does meanwhile, and what it never does: wait
+while actions remain."""
+
+from itertools import pairwise
+
+import pytest
+from serl_client import ConfigError
+from serl_client.chunks import RECENT, RULES, AsyncChunks, chunk_policy, deadline_of
+
+from tests.shared.actors import Chunks, CountingEnv, FakeClient, run
+
+NEVER = 10**9
+
+
+class Patient(Chunks):
+    """Chunks that remember how long they were waited for."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.waits = []
+
+    def wait_answer(self, step, timeout):
+        self.waits.append(timeout)
+        return super().wait_answer(step, timeout)
+
+
+class Delayed(Patient):
+    """Chunks whose answers come `delay` steps after their question; `now` is the step."""
+
+    def ask(self, observation, *, step, **question):
+        super().ask(observation, step=step, **question)
+        self.patience, self._comes = 0, self.now + self.delay
+
+    def wait_answer(self, step, timeout):
+        self.waits.append(timeout)
+        return super().wait_answer(step, timeout) if self.now >= self._comes else None
+
+
+def policy(source, rule="async", *, deadline=0.05, n_action_steps=4):
+    made = RULES[rule](source, deadline=deadline, n_action_steps=n_action_steps)
+    made.begin("e0", {"explore": True, "weights": None}, "count")
+    return made
+
+
+def act(controller, step):
+    action = controller.act({}, step=step, previous_action=None, reset=step == 0)
+    return None if action is None else round(float(action[0]), 2)
+
+
+def steady(rule, delay, *, length=8, n_action_steps=4, steps=60):
+    """A policy whose every answer but the first comes `delay` steps late: (the source, [(action, chunk_start)])."""
+    source = Delayed(length)
+    controller, rows = policy(source, rule, n_action_steps=n_action_steps), []
+    for step in range(steps):
+        source.now = step
+        rows.append((act(controller, step), controller.chunk_start, controller.chunk_delay))
+        source.delay = delay
+    return source, controller, rows
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("length", "n_action_steps"), [(1, 4), (8, 4), (8, 8), (8, None), (50, 3)])
+def test_without_a_delay_every_rule_gives_the_actions_of_waiting(rule, length, n_action_steps):
+    source, _, rows = steady(rule, 0, length=length, n_action_steps=n_action_steps)
+    waited, _, expected = steady("wait", 0, length=length, n_action_steps=n_action_steps)
+    assert rows == expected
+    assert source.questions == waited.questions
+
+
+@pytest.mark.parametrize("rule", sorted(RULES.keys() - {"wait"}))
+@pytest.mark.parametrize("delay", [1, 2, 3, 4])
+def test_the_next_chunk_is_asked_for_so_early_that_it_is_there_at_the_border(rule, delay):
+    source, controller, rows = steady(rule, delay)
+    assert controller.lead == delay
+    assert None not in [action for action, *_ in rows]
+    starts = [step for step, (_, starts, _) in enumerate(rows) if starts]
+    assert {late for _, starts, late in rows if starts} == {0, delay}
+    assert {b - a for a, b in pairwise(starts[2:])} == {4}, "each acts for n_action_steps"
+    assert [step + delay for step, _ in source.questions[2:]][: len(starts) - 2] == starts[2:]
+
+
+@pytest.mark.parametrize("rule", sorted(RULES.keys() - {"wait"}))
+def test_while_actions_remain_no_rule_but_wait_waits_even_if_no_answer_ever_comes(rule):
+    source = Patient(6)
+    controller = policy(source, rule, n_action_steps=2)
+    assert act(controller, 0) == 0
+    source.delay, source.waits = NEVER, []
+    assert [act(controller, step) for step in range(1, 6)] == [0.01, 0.02, 0.03, 0.04, 0.05]
+    assert source.waits
+    assert max(source.waits) <= 0
+    assert act(controller, 6) is None
+    assert source.waits[-1] > 0, "where no action is left the deadline holds"
+
+
+def test_waiting_waits_at_the_border_only():
+    source = Patient(6)
+    controller = policy(source, "wait", n_action_steps=2)
+    act(controller, 0)
+    source.delay, source.waits = NEVER, []
+    assert [act(controller, step) for step in (1, 2, 3)] == [0.01, 0.02, 0.03]
+    assert (len(source.waits), source.waits[0] > 0, source.waits[1] <= 0) == (2, True, True)
+
+
+@pytest.mark.parametrize("rule", sorted(RULES.keys() - {"wait"}))
+def test_a_lost_question_is_asked_again_while_the_old_chunk_goes_on(rule, monkeypatch):
+    monkeypatch.setattr("serl_client.controller.REPEAT", 0.0)
+    source = Chunks(20)
+    controller = policy(source, rule)
+    act(controller, 0)
+    source.delay = NEVER
+    assert [act(controller, step) for step in range(1, 8)] == [step / 100 for step in range(1, 8)]
+    source.delay = 0
+    assert act(controller, 8) == 8
+    assert [step for step, _ in source.questions] == [0, 4, 5, 6, 7, 8]
+
+
+def test_the_lead_is_the_95th_percentile_of_recent_delays_and_leaves_enough_of_a_chunk():
+    controller = policy(Chunks(50), n_action_steps=4)
+    act(controller, 0)
+    assert controller.lead == 0, "nothing is known yet"
+    controller._delays.extend([1] * 37 + [2, 9, 9])
+    assert (len(controller._delays), controller.lead) == (RECENT, 2), "one question in 20 may be later"
+    controller._delays.extend([9])
+    assert controller.lead == 9
+    controller._delays.extend([60] * RECENT)
+    assert controller.lead == 46
+    short = AsyncChunks(Chunks(4), deadline=0, n_action_steps=4)
+    short._delays.append(3)
+    assert short.lead == 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_takeover_drops_chunk_and_question_under_every_rule(spec, rule):
+    source, env, client = Chunks(20), CountingEnv(spec, human=(6, 7)), FakeClient(spec)
+    run(env, client, RULES[rule](source, deadline=0.0, n_action_steps=3), episodes=1)
+    assert source.questions == [(0, True), (3, False), (6, False), (8, True), (11, False)]
+    assert [row for row, action in enumerate(env.actions) if action is None] == [7]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_under_every_rule_only_the_weights_that_must_act_do(rule):
+    source = Chunks(8, version=4)
+    controller = RULES[rule](source, deadline=0.0, n_action_steps=4)
+    controller.begin("e0", {"explore": False, "weights": 5}, "count")
+    assert act(controller, 0) is None
+    source.version, controller._asked_at = 5, -1e9  # as if time had passed
+    assert [act(controller, 0), controller.version] == [0, 5]
+    source.version = 6
+    assert [act(controller, step) for step in range(1, 8)] == [step / 100 for step in range(1, 8)]
+    assert controller.version == 5
+
+
+def test_a_simulated_robot_waits_under_every_word_because_its_time_stands_still():
+    for name in RULES:
+        made = chunk_policy(Chunks(), chunks=name, deadline_s="auto", n_action_steps=4, fps=10, clock="simulated")
+        assert type(made) is RULES["wait"]
+        made = chunk_policy(Chunks(), chunks=name, deadline_s="auto", n_action_steps=4, fps=10, clock="real")
+        assert (type(made), made._deadline) == (RULES[name], 0.05)
+
+
+def test_a_deadline_is_a_share_of_a_step_unless_somebody_says_seconds_that_fit():
+    assert deadline_of("auto", 50, "real") == 0.01
+    assert deadline_of(0.02, 50, "real") == 0.02
+    assert deadline_of(10, 50, "simulated") == 10
+    with pytest.raises(ConfigError, match=r"deadline_s=0.08 is longer than one step .*\(0.0333 s at 30 Hz\).*=auto"):
+        deadline_of(0.08, 30, "real")
+    for wrong in ("soon", -1, float("nan"), True, None):
+        with pytest.raises(ConfigError, match="say auto, or seconds"):
+            deadline_of(wrong, 30, "real")
