@@ -11,13 +11,13 @@ import sys
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from serl_client.chunks import RULES, chunk_policy
 from serl_client.client import TrainerClient
 from serl_client.console import LiveDisplay, console, log_as
-from serl_client.controller import Source
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.keys import Key, named
 from serl_client.reach import Lookout
@@ -74,8 +74,7 @@ def act(config: DictConfig) -> int:
             f"tcp://{config.ip}:{config.port}", actor=name, spec=env.spec, outbox=folder / "outbox",
             capacity=int(config.outbox_gb * 1e9), paced=env.clock == "simulated", has_operator=env.has_operator,
             weights_folder=folder / "weights" if local else None, key=key,
-        ) as client:  # fmt: skip
-            source = local_source(config, client) if local else client
+        ) as client, closing(local_source(config, client) if local else client) as source:  # fmt: skip
             controller = chunk_policy(
                 source, chunks=config.chunks, deadline_s=config.deadline_s, n_action_steps=config.n_action_steps,
                 fps=env.spec.fps, clock=env.clock,
@@ -105,10 +104,11 @@ def rows(status: ActorStatus, client: TrainerClient, keys: Mapping[str, str], lo
     }
 
 
-def local_source(config: DictConfig, client: TrainerClient) -> Source:
-    """A policy in this process, with weights from the learner."""
+def local_source(config: DictConfig, client: TrainerClient) -> Any:
+    """A Source with a policy in this process, and weights from the learner; the caller closes it."""
     try:
-        from serl_launcher.acting.host import LocalSource, PolicyHost
+        from serl_launcher.acting.host import PolicyHost
+        from serl_launcher.acting.local import LocalSource
         from serl_launcher.training.build import build, device_of, seed
     except ModuleNotFoundError as error:
         raise ConfigError(f"inference=local needs {error.name}: uv sync --inexact --extra learner") from None

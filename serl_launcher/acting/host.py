@@ -5,7 +5,6 @@ same action in either place. A Loader reads new weights in its own thread while 
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -15,9 +14,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from serl_client import messages as m
-from serl_client.client import TrainerClient
 from serl_client.errors import ConfigError, MessageError
-from serl_client.network import Answer
 from serl_client.spec import Array, Spec
 from torch import Tensor
 
@@ -305,42 +302,3 @@ class Loader:
 
     def close(self) -> None:
         self._thread.shutdown()
-
-
-class LocalSource:
-    """Answers a RemotePolicy inside the actor's own process. Its weights come over the wire."""
-
-    def __init__(self, client: TrainerClient, host: PolicyHost) -> None:
-        self.client, self.host = client, host
-        self._loader = Loader(host)
-        self._question: m.InferenceRequest | None = None
-        host.warm_up(1)
-
-    def ask(
-        self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
-        explore: bool, task: str,
-    ) -> None:  # fmt: skip
-        arrays = dict(observation) if previous_action is None else {**observation, "previous_action": previous_action}
-        self._question = m.InferenceRequest(step, seed, reset, explore, task, arrays)
-        self.host.check(self._question)
-
-    def wait_answer(self, step: int, timeout: float) -> Answer | None:
-        """Answer the last request, once, with the newest weights that are read; None after `timeout` s."""
-        deadline = time.monotonic() + max(0.0, timeout)
-        if (newest := self.client.weights(self.host.version)) is not None:
-            self._loader.begin(*newest)
-        try:
-            if (loaded := self._loader.take(0.0 if self.host.version else max(0.0, timeout))) is not None:
-                self.host.swap(*loaded)
-        except ConfigError as error:  # perhaps those of an earlier plan, before the learner has published its own
-            log.warning("%s", error)
-        if not self.host.version or self._question is None:
-            self.client.wait(max(0.0, deadline - time.monotonic()))
-            return None
-        question, self._question = self._question, None
-        act = self.host.answer([Question(b"", question)])[0]
-        arrays = dict(act.arrays)
-        return Answer(act.step, act.version, arrays.pop("action"), arrays)
-
-    def forget(self) -> None:
-        self._question = None

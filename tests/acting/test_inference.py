@@ -9,7 +9,8 @@ from serl_client import messages as m
 from serl_client.controller import RemotePolicy, decision_seed
 
 from serl_launcher.acting import host as module
-from serl_launcher.acting.host import LocalSource, PolicyHost, Question
+from serl_launcher.acting.host import PolicyHost, Question
+from serl_launcher.acting.local import LocalSource
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.inference import rlpd
 

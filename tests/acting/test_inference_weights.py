@@ -13,7 +13,8 @@ import torch
 from serl_client import ConfigError
 from serl_client.controller import RemotePolicy
 
-from serl_launcher.acting.host import LocalSource, PolicyHost, Question
+from serl_launcher.acting.host import PolicyHost, Question
+from serl_launcher.acting.local import LocalSource
 from serl_launcher.store import weights
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.inference import rlpd

@@ -49,7 +49,8 @@ CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "numpy
 SAFE_YAML = {"SafeLoader", "yaml.SafeLoader", "CSafeLoader", "yaml.CSafeLoader"}
 IMPORTS = {"import_module", "importlib.import_module", "importlib.util.spec_from_file_location", "pydoc.locate"}
 WIRED = (  # what handles messages of others: it looks up no attribute whose name is no constant
-    "serl_client", "serl_launcher.store", "serl_launcher.acting.host", "serl_launcher.acting.server",
+    "serl_client", "serl_launcher.store", "serl_launcher.acting.host", "serl_launcher.acting.local",
+    "serl_launcher.acting.server",
 )  # fmt: skip
 NAMED = {  # but for these, whose names are those of our own fields
     ("serl_client.messages", "getattr(message, name)"), ("serl_client.messages", "getattr(record, name)"),
