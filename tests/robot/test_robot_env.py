@@ -9,7 +9,7 @@ from robot_infra.judges import lifted
 from robot_infra.robots.fake import FakeRobot, make
 from robot_infra.safety import SafeRobot
 from robot_infra.teleop.scripted import Scripted
-from tests.shared.robots import LEFT, RIGHT, Clock, FakeCamera, Hand, build, check_rows, play
+from tests.shared.robots import LEFT, RIGHT, Clock, FakeCamera, Hand, TimedRobot, build, check_rows, play
 
 
 @pytest.fixture
@@ -29,22 +29,6 @@ def test_the_spec_and_the_rows_agree():
 
 
 # -- time
-
-
-class TimedRobot(FakeRobot):
-    """Remembers when its commands came, and when it was observed."""
-
-    def __init__(self, clock, latency=0.0):
-        super().__init__(latency=latency)
-        self.clock, self.sent, self.seen = clock, [], []
-
-    def command(self, action):
-        self.sent.append(self.clock.now)
-        return super().command(action)
-
-    def observe(self):
-        self.seen.append(self.clock.now)
-        return super().observe()
 
 
 def test_a_real_clock_keeps_its_rate_however_long_the_work_takes(clock):

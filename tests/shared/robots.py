@@ -63,6 +63,22 @@ class Clock:
         self.now += seconds
 
 
+class TimedRobot(FakeRobot):
+    """Remembers when its commands came, and when it was observed."""
+
+    def __init__(self, clock, latency=0.0):
+        super().__init__(latency=latency)
+        self.clock, self.sent, self.seen = clock, [], []
+
+    def command(self, action):
+        self.sent.append(self.clock.now)
+        return super().command(action)
+
+    def observe(self):
+        self.seen.append(self.clock.now)
+        return super().observe()
+
+
 class FakeCamera:
     """Each image holds its number; it was taken so many seconds ago as `delays` say, and at `taken`."""
 

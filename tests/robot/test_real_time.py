@@ -1,0 +1,72 @@
+"""The whole loop of an actor on a virtual clock: when commands go out, whatever policy and person take their time."""
+
+import numpy as np
+import pytest
+from serl_client.chunks import RULES
+from serl_client.network import Answer
+from serl_client.status import ActorStatus
+
+from tests.shared.actors import FakeClient, Keys, run
+from tests.shared.robots import Clock, TimedRobot, build
+
+ROWS, EXECUTED = 50, 8
+
+
+class LateSource:
+    """Answers with ROWS actions, each question after so many seconds as the next latency says."""
+
+    def __init__(self, clock, latencies):
+        self.clock, self.latencies, self.due, self.answer = clock, iter(latencies), 0.0, None
+
+    def ask(self, observation, *, step, **question):
+        self.due, self.answer = self.clock.now + next(self.latencies), Answer(step, 1, np.zeros((ROWS, 2)), {})
+
+    def wait_answer(self, step, timeout):
+        waits = self.due - self.clock.now
+        if self.answer is None or waits > timeout:
+            self.clock.now += max(timeout, 0.0)
+            return None
+        self.clock.now += max(waits, 0.0)
+        answer, self.answer = self.answer, None
+        return answer
+
+    def forget(self):
+        self.answer = None
+
+
+class WaitingClient(FakeClient):
+    def __init__(self, spec, clock, **directive):
+        super().__init__(spec, **directive)
+        self.clock = clock
+
+    def wait(self, timeout):
+        self.clock.now += timeout
+        super().wait(timeout)
+
+
+@pytest.mark.parametrize("rule", RULES.keys() - {"wait"})
+@pytest.mark.parametrize("fps", [10, 30, 50])
+def test_commands_keep_their_distance_whatever_the_policy_and_the_person_take(monkeypatch, rule, fps):
+    """Answers take 0 to 150 ms, the first one 2 s; the person pauses in the second episode and on its way home."""
+    clock = Clock()
+    for module in ("robot_infra.env", "serl_client.runner", "serl_client.controller"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    random, robot, status = np.random.default_rng(fps), TimedRobot(clock), ActorStatus()
+    env = build(robot, clock="real", fps=fps, max_steps=100)
+    controller = RULES[rule](
+        LateSource(clock, [2.0, *random.uniform(0, 0.15, 500)]), deadline=0.5 / fps, n_action_steps=EXECUTED
+    )
+    client = WaitingClient(env.spec, clock)
+    reports = run(env, client, controller, operator=Keys({190: ["pause"], 200: ["pause"]}), status=status)
+    assert [report["steps"] for report in reports] == [100, 100]
+    gaps = np.concatenate([episode.gap for episode in client.episodes])
+    spaced = np.diff(robot.sent) * fps
+    assert (spaced > 0.5 - 1e-6).all()
+    assert (spaced[~gaps[1:]] < 1.5 + 1e-6).all()
+    where = set(np.flatnonzero(gaps).tolist())
+    assert 0 in where, "the first answer was late"
+    assert len(where - {0, 100}) == 1, "the person paused once, and the first answer of the next episode may be late"
+    assert status.late == 0
+    seen = np.array(robot.seen)
+    after = seen[np.searchsorted(seen, np.array(robot.sent) + 1e-9)] - robot.sent
+    assert (after * fps > 0.5 - 1e-6).all()
