@@ -375,4 +375,34 @@ K4 killed SafeRobot.command: the jump is counted from what was asked, not from w
     - self._last = self.robot.command(self._allowed(action))
     + self._last = self._allowed(action)
     + self.robot.command(self._last)
+
+== ranks and heads: test_averaging test_attention
+
+L1 killed GradientAverage._send: the gradients of all ranks are summed
+    - gradients /= self._world.size
+    + pass
+L2 killed GradientAverage.finish: a weight that no rank has used gets a gradient
+    - part.view_as(weight) if next(ranks) else None
+    + part.view_as(weight)
+L3 killed bias: tokens see the padding of the keys
+    - (0, -sees.shape[-1] % ALIGNED))
+    + (0, -sees.shape[-1] % ALIGNED), value=True)
+
+== the loop in time: test_robot_env test_real_time test_faults test_intervention
+
+M1 killed RobotEnv._wait: after a late command the next one follows at once
+    - (sent if sent > self._began + period / 2 else self._began) + period
+    + self._began + period
+M2 killed _Actor._row: windows join what came before a long wait and what came after it
+    - (waited or sent - episode.observed > GAP / self._env.spec.fps)
+    + waited
+M3 killed Faults.add: a robot that fails again and again is started again and again
+    - if len(self._times) == MOST and self._times[-1] - self._times[0] < WITHIN:
+    + if False:
+M4 killed _Actor._holds: the policy acts on what it saw before a pause
+    - episode.teleop or episode.is_stale or
+    + episode.teleop or
+M5 killed Person.ask: a word from before the question moves the robot
+    - self.is_ready = False
+    + pass
 """

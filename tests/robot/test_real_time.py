@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from serl_client.chunks import RULES
+from serl_client.controller import RandomPolicy
 from serl_client.network import Answer
 from serl_client.status import ActorStatus
 
@@ -10,6 +11,14 @@ from tests.shared.actors import FakeClient, Keys, run
 from tests.shared.robots import Clock, TimedRobot, build
 
 ROWS, EXECUTED = 50, 8
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    for module in ("robot_infra.env", "serl_client.runner", "serl_client.controller"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    return clock
 
 
 class LateSource:
@@ -46,11 +55,8 @@ class WaitingClient(FakeClient):
 
 @pytest.mark.parametrize("rule", RULES.keys() - {"wait"})
 @pytest.mark.parametrize("fps", [10, 30, 50])
-def test_commands_keep_their_distance_whatever_the_policy_and_the_person_take(monkeypatch, rule, fps):
+def test_commands_keep_their_distance_whatever_the_policy_and_the_person_take(clock, rule, fps):
     """Answers take 0 to 150 ms, the first one 2 s; the person pauses in the second episode and on its way home."""
-    clock = Clock()
-    for module in ("robot_infra.env", "serl_client.runner", "serl_client.controller"):
-        monkeypatch.setattr(f"{module}.time", clock)
     random, robot, status = np.random.default_rng(fps), TimedRobot(clock), ActorStatus()
     env = build(robot, clock="real", fps=fps, max_steps=100)
     controller = RULES[rule](
@@ -70,3 +76,16 @@ def test_commands_keep_their_distance_whatever_the_policy_and_the_person_take(mo
     seen = np.array(robot.seen)
     after = seen[np.searchsorted(seen, np.array(robot.sent) + 1e-9)] - robot.sent
     assert (after * fps > 0.5 - 1e-6).all()
+
+
+def test_a_row_before_which_the_loop_stood_still_is_a_gap(clock):
+    class Stalled(RandomPolicy):
+        def act(self, observation, *, step, **rest):
+            clock.now += {4: 0.15, 7: 0.25}.get(step, 0.0)
+            return super().act(observation, step=step, **rest)
+
+    env = build(clock="real", fps=10, max_steps=10)
+    client, status = WaitingClient(env.spec, clock), ActorStatus()
+    run(env, client, Stalled(env.spec, 0), episodes=1, status=status)
+    assert np.flatnonzero(client.episodes[0].gap).tolist() == [7]
+    assert status.late == 2
