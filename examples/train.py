@@ -24,7 +24,7 @@ from serl_client.reach import Lookout
 from serl_client.runner import run_actor
 from serl_client.status import RECENT, ActorStatus
 
-from robot_infra.teleop.keyboard import LEGEND, MOTION_LEGEND, Keyboard
+from robot_infra.teleop.keyboard import LEGEND, MOTION_LEGEND, Keyboard, KeyboardTeleop
 from serl_launcher.config import composed, factory, groups
 from serl_launcher.launcher import launch, writable
 from serl_launcher.utils.words import known
@@ -80,8 +80,10 @@ def act(config: DictConfig) -> int:
                 fps=env.spec.fps, clock=env.clock,
             )  # fmt: skip
             status = ActorStatus()
-            person = keyboard if getattr(keyboard, "has_terminal", True) else None
-            keys = {"keys": LEGEND} | ({"motion keys": MOTION_LEGEND} if env.operator else {}) if person else {}
+            has_keys = getattr(keyboard, "has_terminal", True)
+            person = env.operator or (keyboard if has_keys else None)
+            moves = isinstance(getattr(env, "teleop", None), KeyboardTeleop)
+            keys = {"keys": LEGEND} | ({"motion keys": MOTION_LEGEND} if moves else {}) if has_keys else {}
             shown = console(name)
             lookout = Lookout(lambda: client.connected, str(config.ip), int(config.port), has_key=key is not None)
             with lookout, LiveDisplay(shown, lambda: rows(status, client, keys, lookout), lambda: status.driver):

@@ -88,7 +88,9 @@ def evaluations(run: Path) -> tuple[Evaluation, Evaluation]:
     def of(phase: str, title: str) -> Evaluation:
         mine = [info for info in evaluated if info.phase == phase]
         won = sum(bool(info.success) for info in mine)
-        return f"{title}: {won} of {len(mine)} picked up", [readers[EVAL].rows(info) for info in mine[:STARTS]]
+        return f"{title}: {won} of {len(mine)} picked up", [
+            readers[EVAL].rows(info) | {"success": bool(info.success)} for info in mine[:STARTS]
+        ]
 
     return of(phases[0], "before training"), of(phases[-1], "after training")
 
@@ -136,7 +138,7 @@ def played(scene: Scene, rows: dict[str, Array]) -> Iterator[tuple[Array, bool |
 
     Raises ConfigError when the simulator does not repeat what was recorded.
     """
-    states, succeeded = rows["observation.state"], bool(rows["terminated"][-1])
+    states, succeeded = rows["observation.state"], bool(rows["success"])
     scene.arm.home(start(scene.arm, states[0]))
     for action, state in zip(rows["action"], states[1:], strict=False):
         yield scene.draw(), None

@@ -10,10 +10,11 @@ from serl_client.errors import ConfigError, RobotFault
 from serl_client.spec import Array, Feature
 
 from robot_infra.env import RobotEnv
-from robot_infra.judges import Predicate, near
+from robot_infra.judges import near
 from robot_infra.safety import SafeRobot
 from robot_infra.teleop.keyboard import chosen
 from robot_infra.teleop.scripted import Rescuer
+from robot_infra.teleop.verdicts import chosen_verdicts
 
 FAULTS = ("raise", "nan", "freeze")
 FPS = 10.0  # steps per second, if nothing else is said
@@ -50,6 +51,7 @@ class FakeRobot:
     def home(self, seed: int) -> None:
         self.position, self.goal = np.random.default_rng(seed).uniform(-1, 1, (2, 2))
         self._commanded = self.position
+        self.steps = 0  # since the point was home
         self.stopped = False
 
     def observe(self) -> Observation:
@@ -61,6 +63,7 @@ class FakeRobot:
     def command(self, action: Array) -> Array:
         time.sleep(self._latency)
         self.commands += 1
+        self.steps += 1
         if self.commands == self._faults.get("raise"):
             raise RobotFault("the fake robot was told to fail")
         if self.commands < self._faults.get("freeze", np.inf):
@@ -88,17 +91,24 @@ def reach(robot: FakeRobot) -> Array:
 
 def make(
     *, max_steps: int, noise: float, clock: str, fps: float = FPS, latency: float = 0.0,
-    faults: Mapping[str, int | None] | None = None, operator: str = "scripted", takeover_after: int = 12,
-    handback_after: int = 10,
+    faults: Mapping[str, int | None] | None = None, operator: str = "scripted", verdict_by: str = "judge",
+    takeover_after: int = 12, handback_after: int = 10,
 ) -> RobotEnv:  # fmt: skip
-    """Make the reaching task as an Env. `noise`: standard deviation of the scripted operator's actions (Scripted)."""
+    """Make the reaching task as an Env.
+
+    noise: standard deviation of the scripted operator's actions.
+    verdict_by: `judge` or `operator` (teleop/verdicts.py).
+    """
     robot = FakeRobot(fps=fps, latency=latency, faults=faults)
     scripted = Rescuer(
         partial(reach, robot), lambda: float(np.linalg.norm(robot.goal - robot.position)),
         noise=noise, margin=robot.stroke / 4, takeover_after=takeover_after, handback_after=handback_after,
     )  # fmt: skip
     teleop, keyboard = chosen(operator, scripted, robot.action, clock=clock)
+    judge, person = chosen_verdicts(
+        verdict_by, lambda: near(robot.position, robot.goal, 0.05), lambda: robot.steps, max_steps, keyboard
+    )
     return RobotEnv(
-        SafeRobot(robot), judge=Predicate(lambda: near(robot.position, robot.goal, 0.05)), task="reach the goal",
-        fps=fps, max_steps=max_steps, clock=clock, teleop=teleop, operator=keyboard,
+        SafeRobot(robot), judge=judge, task="reach the goal", fps=fps, max_steps=max_steps, clock=clock, teleop=teleop,
+        operator=person,
     )  # fmt: skip

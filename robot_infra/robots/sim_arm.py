@@ -14,10 +14,11 @@ from serl_client.spec import Array, Feature
 from robot_infra.cameras import gl
 from robot_infra.env import RobotEnv
 from robot_infra.interfaces import Camera
-from robot_infra.judges import Predicate, lifted
+from robot_infra.judges import lifted
 from robot_infra.safety import SafeRobot
 from robot_infra.teleop.keyboard import chosen
 from robot_infra.teleop.scripted import Rescuer
+from robot_infra.teleop.verdicts import chosen_verdicts
 
 FPS = 10.0  # steps per second, if nothing else is said
 PHYSICS = 0.004  # seconds of one physics step, as in arm.xml
@@ -102,6 +103,7 @@ class SimArm:
         random, data = np.random.default_rng(seed), self._data
         self._mujoco.mj_resetData(self._model, data)
         self._target, self._opening = HOME + random.uniform(-0.03, 0.03, 3), OPEN
+        self.steps = 0  # since the arm was home
         self._steer()
         data.qpos[:5], data.qpos[5:7] = data.ctrl[:5], OPEN  # arm, fingers, then the block: arm.xml's order
         data.qpos[7:10] = *random.uniform((0.32, -0.12), (0.48, 0.12)), 0.02
@@ -119,6 +121,7 @@ class SimArm:
         self._opening = min(max(self._opening - self.stroke * float(action[3]), 0.0), OPEN)
         self._steer()
         self._mujoco.mj_step(self._model, self._data, self._substeps)
+        self.steps += 1
         return action
 
     def hold_action(self) -> Array:
@@ -155,13 +158,14 @@ def left_to_pick(arm: SimArm, height: float = 0.12) -> float:
 
 
 def make(
-    *, max_steps: int, noise: float, clock: str, fps: float = FPS, operator: str = "scripted", takeover_after: int = 12,
-    handback_after: int = 10, cameras: bool | str = False, image_size: int = 128, block_in_state: bool = True,
+    *, max_steps: int, noise: float, clock: str, fps: float = FPS, operator: str = "scripted",
+    verdict_by: str = "judge", takeover_after: int = 12, handback_after: int = 10, cameras: bool | str = False,
+    image_size: int = 128, block_in_state: bool = True,
 ) -> RobotEnv:  # fmt: skip
     """Make the picking task as an Env. `noise`: standard deviation of the scripted operator's actions (Scripted).
 
-    `cameras` is true, false or auto (cameras/gl.py). Raises ConfigError where neither state nor camera would show the
-    block.
+    `verdict_by`: `judge` or `operator` (teleop/verdicts.py). `cameras` is true, false or auto (cameras/gl.py). Raises
+    ConfigError where neither state nor camera would show the block.
     """
     arm = SimArm(fps=fps, block_in_state=block_in_state)
     backend = gl.chosen(cameras)
@@ -172,8 +176,10 @@ def make(
         takeover_after=takeover_after, handback_after=handback_after,
     )  # fmt: skip
     teleop, keyboard = chosen(operator, scripted, arm.action, clock=clock)
+    judge, person = chosen_verdicts(
+        verdict_by, lambda: lifted(arm.tool, arm.block), lambda: arm.steps, max_steps, keyboard
+    )
     return RobotEnv(
-        SafeRobot(arm), judge=Predicate(lambda: lifted(arm.tool, arm.block)), task="pick up the block", fps=fps,
-        max_steps=max_steps, clock=clock, cameras=arm.cameras(backend, size=image_size) if backend else None,
-        teleop=teleop, operator=keyboard,
+        SafeRobot(arm), judge=judge, task="pick up the block", fps=fps, max_steps=max_steps, clock=clock,
+        cameras=arm.cameras(backend, size=image_size) if backend else None, teleop=teleop, operator=person,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from serl_client.errors import RetakeError
 from serl_client.spec import Array, Spec
 
 from serl_launcher.datasets.names import is_image
+from serl_launcher.replay.verdicts import rewards_of_run
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.index import Index
 from serl_launcher.store.layout import CHUNK_START, GAP, INTERVENED, TERMINATED, TRUNCATED, Layout, published
@@ -80,6 +81,7 @@ class EpisodeReader:
         The names are those of the observations and extras of the Spec, action, reward, terminated, truncated,
         intervened, chunk_start, gap, chunk_delay, time, weights_version and directive. Observations have T + 1 rows if
         the episode has a final one. Images are StoredImages, so a long episode takes no more memory than a short one.
+        Reward, terminated and truncated of the last row are those of `info`.
 
         Raises Gone if it was evicted, before or meanwhile, and Mismatch if steps of it are missing in the store.
         """
@@ -93,12 +95,12 @@ class EpisodeReader:
         }  # fmt: skip
         flags = records["flags"]
         terminated, truncated = flags & TERMINATED > 0, flags & TRUNCATED > 0
-        truncated[-1] |= bool(info.truncated)  # the steps of an episode that was cut have no flag for it
         found |= {"intervened": flags & INTERVENED > 0, "chunk_start": flags & CHUNK_START > 0, "gap": flags & GAP > 0}
         found |= {"terminated": terminated, "truncated": truncated}
         columns = ("action", "reward", "time", "chunk_delay", "weights_version", "directive")
         found |= {name: records[name] for name in columns}
         found |= {name: records[f"extras.{name}"] for name in self.layout.spec.extras}
+        end(found, info)
         if self.tail > info.first:  # looked at after copying
             raise Gone(info.id)
         return found
@@ -120,11 +122,24 @@ class EpisodeReader:
         return records
 
 
+def end(rows: Rows, info: EpisodeInfo) -> None:
+    """Give the last row of an episode the reward and the end that `info` says: an operator may have judged it.
+
+    The steps of an episode that was cut from elsewhere have no flag for that either.
+    """
+    for name, value in (("reward", info.last_reward), ("terminated", info.terminated), ("truncated", info.truncated)):
+        rows[name][-1] = value
+
+
 def opened(run_dir: Path) -> tuple[Spec, dict[str, EpisodeReader], list[EpisodeInfo]]:
-    """Open the store of a run: its Spec, a reader of each source, and all episodes. The learner may be running."""
+    """Open the store of a run: its Spec, a reader of each source, and all episodes as their operators judged them.
+
+    The learner may be running.
+    """
+    verdict = rewards_of_run(run_dir)
     with closing(Index(run_dir / "store/index.sqlite")) as index:
         spec, sources = Spec.from_dict(index.meta("spec")), index.sources().values()
-        infos = [EpisodeInfo(*row) for row in index.catalog(0, -1)[1]]
+        infos = [verdict.applied(EpisodeInfo(*row)) for row in index.catalog(0, -1)[1]]
     return spec, {
         source.name: EpisodeReader(
             run_dir / "store" / source.name, Layout(spec, source.capacity), (source.tail, source.head)

@@ -26,6 +26,7 @@ from serl_launcher.datasets.episodes import Mismatch
 from serl_launcher.datasets.exporter import Exporter
 from serl_launcher.datasets.names import INSTALL, MANIFEST
 from serl_launcher.learner_link import connect, wait_for_spec
+from serl_launcher.replay.verdicts import rewards_of_run
 from serl_launcher.store.index import Index
 from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import plan_of
@@ -101,7 +102,8 @@ def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) 
             raise ConfigError(f"{run_dir} has no source {', '.join(sorted(unknown))}; there are {', '.join(there)}")
         run, spec = index.meta("run"), Spec.from_dict(index.meta("spec"))
         committed = {name: (source.tail, source.head) for name, source in index.sources().items()}
-        exporter = Exporter(run_dir, run, spec, there, sources or there, count, committed=committed)
+        verdict = rewards_of_run(run_dir)
+        exporter = Exporter(run_dir, run, spec, there, sources or there, count, committed=committed, verdict=verdict)
         _, rows = index.catalog(0, -1)
         index.close()
         exporter.take(rows)
@@ -128,7 +130,9 @@ def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
         client = _Client(link)
         made = [recording.Recordings(run_dir, spec, episodes=config.record, live=config.live)] * recorded(config)
         run = link.welcome.run if link.welcome else ""
-        exporter = Exporter(run_dir, run, spec, plan.capacities, names, config.export.episodes, made)
+        exporter = Exporter(
+            run_dir, run, spec, plan.capacities, names, config.export.episodes, made, verdict=plan.verdict
+        )
         while client.step(exporter, rest=bool(signalled)):
             if signalled and time.monotonic() > signalled[0] + FINISH_S:
                 log.warning(

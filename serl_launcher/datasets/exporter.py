@@ -18,6 +18,7 @@ from serl_client.spec import Spec
 from serl_launcher.datasets import shards
 from serl_launcher.datasets.episodes import EpisodeReader, Gone, Rows
 from serl_launcher.datasets.names import MANIFEST
+from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import EpisodeInfo, Held
 from serl_launcher.store.layout import Layout
 
@@ -35,6 +36,7 @@ class Exporter:
     sinks: each is called as sink(info, rows, spec) once per closed episode of any source. rows() reads the episode, or
     raises Gone. A new Exporter shows the episodes again; a sink finds what it made before.
     committed: {source: (tail, head)} of the index, for a run whose server is stopped.
+    verdict: rewards of the operator's verdicts.
 
     Raises ConfigError if the folder of datasets holds shards of another run.
     """
@@ -42,10 +44,12 @@ class Exporter:
     def __init__(
         self, run_dir: Path, run: str, spec: Spec, capacities: Mapping[str, int], sources: Iterable[str], count: int,
         sinks: Sequence[Sink] = (), committed: Mapping[str, tuple[int, int]] | None = None,
+        verdict: VerdictRewards | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.run, self.spec, self.count, self.sinks = run_dir / "datasets", run, spec, count, list(sinks)
         self.episodes: dict[int, EpisodeInfo] = {}  # in the store, or with work to do on them
         self.rest = False  # the run is over: fewer than `count` episodes make a shard, too
+        self._verdict = verdict or VerdictRewards()
         self._readers = {
             name: EpisodeReader(run_dir / "store" / name, Layout(spec, capacity), (committed or {}).get(name, (0, 0)))
             for name, capacity in capacities.items()
@@ -82,7 +86,7 @@ class Exporter:
     def take(self, rows: Iterable[Sequence[Any]]) -> None:
         """Take in the server's rows of new and changed episodes (messages.EPISODE)."""
         for row in rows:
-            info = EpisodeInfo(*row)
+            info = self._verdict.applied(EpisodeInfo(*row))
             first = self._phases.get(info.phase, info.number)
             self._phases[info.phase] = min(first, info.number)
             if info.source not in self._readers:

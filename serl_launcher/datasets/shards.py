@@ -22,7 +22,7 @@ import numpy as np
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature, Spec
 
-from serl_launcher.datasets.episodes import Mismatch, Rows
+from serl_launcher.datasets.episodes import Mismatch, Rows, end
 from serl_launcher.datasets.names import COLUMNS, DONE, MANIFEST, OUTCOME, PHASE, STORED, SUCCESS, cameras, column
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.replay.views import EpisodeInfo
@@ -31,14 +31,13 @@ from serl_launcher.store.files import sync_folder
 log = logging.getLogger(__name__)
 
 NEEDED = ("lerobot", "av", "torchcodec")
-FORMAT = 3
+FORMAT = 4
 PART = ".part"  # suffix of a folder that is being written, or that a dead writer left
 OLD = ".old.part"  # suffix of the version before, where the file system cannot exchange two folders
 CODECS = ("libsvtav1", "h264")  # in order of preference; see codec_for
 WIDER = {"float16": "float32"}  # LeRobot's statistics fail on float16
-VERDICT = ("success", "discard", "judged_by")
-# A shard that differs from the store in these is written again.
-MARK = (*VERDICT, "steps", "terminated", "truncated", "final")
+VERDICT = ("success", "discard", "judged_by", "reward", "last_reward", "terminated", "truncated")  # can come late
+MARK = (*VERDICT, "steps", "final")  # a shard that differs from the store in these is written again
 
 
 def missing() -> list[str]:
@@ -293,14 +292,15 @@ def manifest(
 
 
 def _entry(info: EpisodeInfo) -> dict[str, Any]:
-    flags = ("terminated", "truncated", "final", "discard")
+    flags = ("terminated", "truncated", "final", "discard", "continued")
     entry = {name: value for name, value in info._asdict().items() if name not in ("source", "closed", "first")}
     entry |= {name: bool(entry[name]) for name in flags}
     return entry | {"success": None if info.success is None else bool(info.success)}
 
 
 def mark(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what a shard holds of an episode, from its entry in the manifest: verdict, length and end."""
+    """Return what a shard holds of an episode, from its entry in the manifest: its verdict, what that makes of its
+    last step, and its length."""
     return tuple(entry[name] for name in MARK)
 
 
@@ -343,7 +343,7 @@ class _InOrder:
 def rows_of(shard: Path, entry: int, info: EpisodeInfo, spec: Spec) -> Rows:
     """Read an episode from a shard, because the store has evicted it: as EpisodeReader.rows, without final observation.
 
-    entry: its index in the shard. info: its EpisodeInfo.
+    entry: its index in the shard. info: its EpisodeInfo, of which the last row gets reward and end.
     """
     episode = Dataset(shard).episode(entry)
     images = set(cameras(spec))
@@ -352,4 +352,6 @@ def rows_of(shard: Path, entry: int, info: EpisodeInfo, spec: Spec) -> Rows:
         if name not in images:
             stored = episode.column(column(name, spec)).astype(feature.dtype)
             rows[name] = stored.reshape(info.steps, *feature.shape)
-    return rows | {name: episode.column(stored).reshape(-1) for name, stored in STORED.items()}
+    rows |= {name: episode.column(stored).reshape(-1).copy() for name, stored in STORED.items()}
+    end(rows, info)
+    return rows

@@ -143,6 +143,25 @@ class ReplayBuffer:
             if last is not None and last >= self.tail:
                 self._end(last % self.layout.capacity)
 
+    def judge(self, episode: int, first: int, count: int, reward: float | None) -> None:
+        """Make the last step of a closed episode terminal, with this reward. None: make it what is stored.
+
+        first: its first step. count: how many steps it has. Where no final observation is stored, the last step is
+        followed by its own one, because no value is asked of what comes after a terminal step.
+        """
+        numbers = self.steps_of(episode, first, count, self.head)
+        slots = numbers[-1:] % self.layout.capacity
+        records = self._records(slots)
+        if len(numbers) < count or first < int(self._published[0]):
+            return  # it has left the store
+        is_judged, flags, final = reward is not None, records["flags"], records["final_row"]
+        self._reward[slots] = reward if is_judged else records["reward"]
+        self._terminated[slots] = (flags & TERMINATED > 0) | is_judged
+        self._truncated[slots] = (flags & TRUNCATED > 0) & (not is_judged)
+        own = self._row[slots] if is_judged else NONE
+        self._final[slots] = np.where(final == NONE, own, final % self.layout.rows)
+        self._end(slots)
+
     def may_start(self, numbers: Numbers, rows: str, starts: str) -> NDArray[np.bool_]:
         """Return [n] bool: whether windows may start at these steps. `rows` as in View, `starts` as in Window."""
         slots = numbers % self.layout.capacity

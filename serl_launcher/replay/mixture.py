@@ -12,6 +12,7 @@ from serl_client.spec import Array, Spec
 
 from serl_launcher.replay.buffer import SCAN, ReplayBuffer
 from serl_launcher.replay.choice import Choice, Numbers
+from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import EpisodeInfo, Held, View
 from serl_launcher.replay.windows import batch_arrays, is_single
 from serl_launcher.store.layout import Layout
@@ -27,11 +28,12 @@ class ReplayMixture:
     folder: the run's `store` folder. capacities: {source: steps}. views: {name: View}; each source is a view, too.
     seed: of `generator` (numpy), which is part of the trainer's state.
     device: `cpu`, or a GPU, to which batches are copied from pinned memory while this process goes on.
+    verdict: rewards of the operator's verdicts.
     """
 
     def __init__(
         self, folder: Path, spec: Spec, capacities: Mapping[str, int], views: Mapping[str, View], *, seed: int,
-        device: str = "cpu",
+        device: str = "cpu", verdict: VerdictRewards | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.buffers = {
@@ -43,16 +45,20 @@ class ReplayMixture:
         self.held = {name: Held() for name in capacities}  # without those that left the store
         self.generator = np.random.default_rng(seed)
         self._device = device
+        self._verdict = verdict or VerdictRewards()
         self._memory: dict[tuple[int, int], _Memory] = {}
         self._choices: dict[tuple[str, str, str], Choice] = {}  # by (view, source, Window.starts)
         self._sizes = {name: [0, 0] for name in self.views}  # [steps, closed episodes]
         self._discarded: set[str] = set()  # sources with a discarded episode: their plain view needs a Choice, too
 
     def update(self, rows: Sequence[Sequence[Any]]) -> list[EpisodeInfo]:
-        """Take in all new steps, then the server's rows of changed episodes (messages.EPISODE). Returns these."""
+        """Take in all new steps, then the server's rows of changed episodes (messages.EPISODE).
+
+        Returns these episodes as their operators judged them.
+        """
         for name, buffer in self.buffers.items():
             self._refresh(name, buffer)
-        changed = [EpisodeInfo(*row) for row in rows]
+        changed = [self._verdict.applied(EpisodeInfo(*row)) for row in rows]
         for episode in changed:
             if (buffer := self.buffers.get(episode.source)) is None:
                 continue
@@ -70,7 +76,13 @@ class ReplayMixture:
             self._count(episode, -1)
 
     def _take(self, now: EpisodeInfo, before: EpisodeInfo | None) -> None:
-        """Count a changed episode. Choose its steps again in each view that it has entered or left."""
+        """Count a changed episode. Choose its steps again in each view that it has entered or left.
+
+        Give its last step the reward of a verdict that is new, or what is stored once that is taken back.
+        """
+        last, last_before = (None if info is None else self._verdict.last_of(info) for info in (now, before))
+        if last != last_before:
+            self.buffers[now.source].judge(now.number, now.first, now.steps, last)
         if before is not None:
             self._count(before, -1)
         self._count(now, 1)

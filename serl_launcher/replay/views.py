@@ -36,6 +36,8 @@ class EpisodeInfo(NamedTuple):
     success: bool | None
     discard: bool
     judged_by: str
+    last_reward: float
+    continued: bool
 
 
 assert EpisodeInfo._fields == EPISODE

@@ -63,6 +63,10 @@ class Episodes:
             segment.stamp.directive, segment.stamp.phase, first=ring.next_step, first_row=ring.next_row,
             part_of=segment.episode, part_start=segment.start, weights=segment.stamp.weights_version,
         )  # fmt: skip
+        for earlier in self.parts(episode.part_of) if segment.start else ():
+            if not earlier.continued:
+                earlier.continued = True
+                self.changed[earlier.id] = earlier
         for id in dict.fromkeys((episode.part_of, episode.id)):
             self._begun.setdefault(id, []).append(episode)
             for outcome in [*self._index.outcomes(id), *self._said.get(id, ())]:
@@ -74,6 +78,7 @@ class Episodes:
         """Add the steps of a segment to its open episode, and close it if the segment ends it."""
         episode.steps += len(segment)
         episode.reward += float(segment.reward.sum(dtype=np.float64))
+        episode.last_reward = float(segment.reward[-1])
         episode.intervened += int(segment.intervened.sum())
         episode.weights = min(episode.weights, segment.stamp.weights_version)
         episode.terminated, episode.truncated = segment.terminated, segment.truncated

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-FORMAT = 3
+FORMAT = 4
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE sources (name TEXT PRIMARY KEY, capacity INTEGER NOT NULL, tail INTEGER NOT NULL, head INTEGER NOT NULL,
@@ -15,7 +15,8 @@ CREATE TABLE episodes (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, sour
     first_row INTEGER NOT NULL, part_of TEXT NOT NULL, part_start INTEGER NOT NULL, steps INTEGER NOT NULL,
     reward REAL NOT NULL, intervened INTEGER NOT NULL, weights INTEGER NOT NULL, terminated INTEGER NOT NULL,
     truncated INTEGER NOT NULL, final INTEGER NOT NULL, closed INTEGER NOT NULL, success INTEGER,
-    discard INTEGER NOT NULL, judged_by TEXT NOT NULL, revision INTEGER NOT NULL, checksum INTEGER NOT NULL) STRICT;
+    discard INTEGER NOT NULL, judged_by TEXT NOT NULL, last_reward REAL NOT NULL, continued INTEGER NOT NULL,
+    revision INTEGER NOT NULL, checksum INTEGER NOT NULL) STRICT;
 CREATE INDEX episodes_by_revision ON episodes (revision);
 CREATE INDEX episodes_by_first ON episodes (source, first);
 CREATE INDEX episodes_by_session ON episodes (session);
@@ -99,4 +100,6 @@ class Episode:
     success: bool | None = None
     discard: bool = False
     judged_by: str = ""
+    last_reward: float = 0.0  # of its newest step
+    continued: bool = False  # it has a later part
     revision: int = 0

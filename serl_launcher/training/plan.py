@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
+from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import View
 from serl_launcher.utils.words import known
 
@@ -108,12 +109,16 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked plan: phases in order, physical sources (`eval` among them), views, and notes for the operator."""
+    """A checked plan: phases in order, physical sources (`eval` among them), views, and notes for the operator.
+
+    verdict: the rewards of the operator's verdicts, which the task gives.
+    """
 
     sources: Mapping[str, Source]
     views: Mapping[str, View]
     phases: Mapping[str, Phase]
     notes: tuple[str, ...] = ()
+    verdict: VerdictRewards = field(default_factory=VerdictRewards)
 
     @property
     def capacities(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from serl_client.errors import ConfigError
 
+from serl_launcher.replay.verdicts import rewards_of
 from serl_launcher.replay.views import KEEP, SPLITS, START_STEPS, View
 from serl_launcher.training.plan import (
     EVAL,
@@ -38,12 +39,12 @@ EXAMPLE = "'env_steps >= 20000', 'demo.episodes >= 20', 'success[20] >= 0.9 and 
 def plan_of(config: DictConfig, methods: Collection[str] | None = None) -> Plan:
     """Return the plan of a run's config, with all its phases. `methods`: as in `load_plan`.
 
-    Raises ConfigError as `load_plan` does, and if the config's `phase` is not in the plan.
+    Raises ConfigError as `load_plan` does, if the config's `phase` is not in the plan, and as `rewards_of` does.
     """
     mapping: Any = OmegaConf.to_container(config.plan, resolve=True)
     plan = load_plan(mapping, methods=methods, has_operator=config.task.has_operator)
     plan.only(config.phase)
-    return plan
+    return replace(plan, verdict=rewards_of(config))
 
 
 def load_plan(mapping: Mapping[str, Any], *, methods: Collection[str] | None, has_operator: bool) -> Plan:

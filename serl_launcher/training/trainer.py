@@ -70,7 +70,7 @@ def _train(config: DictConfig, run_dir: Path, link: Connection, spec: Spec, worl
     for note in plan.notes:
         log.info("%s", note)
     folder, kept = run_dir / "store", capacities(link)
-    sources = ReplayMixture(folder, spec, kept, plan.views, seed=config.seed, device=world.device)
+    sources = ReplayMixture(folder, spec, kept, plan.views, seed=config.seed, device=world.device, verdict=plan.verdict)
     learner = Learner(
         run_dir=run_dir, link=link, plan=plan, ranks=ranks, sources=sources,
         checkpoints=Checkpoints(run_dir / "checkpoints", spec=spec, config=_identity(config)),

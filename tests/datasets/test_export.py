@@ -86,14 +86,20 @@ def test_episodes_of_two_actors_and_of_two_phases_are_kept_apart(tmp_path, blind
 @needs_lerobot
 def test_an_outcome_after_the_export_makes_the_next_version_at_once(tmp_path, blind, caplog):
     run = Run(tmp_path, blind)
-    run.episodes("e0", "e1")
+    run.episodes("e0", "e1", ends="truncated")
     run.add(Outcome("e0", True), Outcome("e1", True))
     run.work()
-    before, _ = run.opened("000001-000002")
+    before, table = run.opened("000001-000002")
+    assert (table["next.terminated"].sum(), np.flatnonzero(table["next.truncated"]).tolist()) == (0, [5, 11])
     run.add(Outcome("e1", False, judged_by="operator"))
     run.work()
     _, table = run.opened("000001-000002")
     assert table["outcome"].reshape(2, 6)[:, 0].tolist() == [1, 0]
+    rewards = np.stack([segment(blind, name, ends="truncated").reward for name in ("e0", "e1")])
+    rewards[1, -1] = 0.0  # the operator's, and terminal
+    assert np.array_equal(table["next.reward"].reshape(2, 6), rewards)
+    ends = [np.flatnonzero(table[f"next.{end}"]).tolist() for end in ("done", "terminated", "truncated")]
+    assert ends == [[5, 11], [11], [5]]
     assert len(before.hf_dataset.with_format("arrow")[:]) == 12, "who has the old one open keeps it"
     assert run.manifest("000001-000002")["version"] == 2
     assert run.manifest("000001-000002")["episodes"][1]["judged_by"] == "operator"
@@ -136,8 +142,13 @@ def test_a_relabel_reaches_an_episode_that_the_store_holds_no_more(tmp_path, see
     dataset, table = run.opened("000001-000002")
     assert np.array_equal(table["action"].astype(np.float32), segment(seen, "e0", steps=10).action)
     assert set(table["outcome"].tolist()) == {1}
+    stored = segment(seen, "e0", steps=10).reward
+    assert np.array_equal(table["next.reward"].reshape(-1), [*stored[:-1], np.float32(1.0)])
     assert np.abs((dataset[5][CAMERA].numpy() * 255) - 150).max() <= 20
     assert run.manifest("000001-000002")["images"]["encodings"] in (0, 2)
+    run.add(Outcome("e0", None, judged_by="operator"))
+    run.work()
+    assert np.array_equal(run.opened("000001-000002")[1]["next.reward"].reshape(-1), stored), "the word is taken back"
 
 
 @pytest.mark.slow

@@ -128,7 +128,9 @@ def test_what_comes_after_a_cut_from_elsewhere_is_a_part_of_its_own_and_nothing_
     made.stage("A", 1, make_segment("e0", start=4, ends="terminated"))
     made.commit()
     after, part = made.index.episode("e0"), made.index.episode("e0.part2")
-    assert (after.steps, after.truncated, after.final, after.revision) == (4, 1, 0, before.revision)
+    assert (after.steps, after.truncated, after.final) == (before.steps, before.truncated, before.final) == (4, 1, 0)
+    assert (after.continued, part.continued, before.continued) == (1, 0, 0), "readers hear which part is the last one"
+    assert part.revision != after.revision > before.revision
     assert (part.part_of, part.part_start, part.steps, part.terminated, part.final) == ("e0", 4, 4, 1, 1)
     assert indices(tmp_path) == {1: [(i, i) for i in range(4)], 2: [(i, i + 4) for i in range(4)]}
     made.stage("A", 2, make_segment("e1"))

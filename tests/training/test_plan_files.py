@@ -1,9 +1,13 @@
 """The plans of the repository, what the command line makes of them, and tools/plan.py."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 from serl_client.errors import ConfigError
 
 from serl_launcher.config import composed, groups
+from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.training.plan import Pace
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.training.plan_state import PlanState
@@ -81,3 +85,15 @@ def test_the_tool_says_what_is_wrong_in_one_sentence(words, sentence):
     status, said = called("plan", *words.split())
     assert (status, said.count("\n")) == (1, 1)
     assert sentence in said
+
+
+def test_a_task_gives_its_own_rewards_to_verdicts_and_a_word_of_the_command_line_comes_before_it(tmp_path):
+    folder = Path(shutil.copytree(CONFIG, tmp_path / "config"))
+    mine = "defaults: [fake]\nname: mine\nverdict: {success: 10.0}\n"
+    (folder / "task" / "mine.yaml").write_text(mine)
+    for words, expected in (
+        (["task=fake"], VerdictRewards(1.0, 0.0)), (["task=mine"], VerdictRewards(10.0, 0.0)),
+        (["task=mine", "task.verdict.failure=-1"], VerdictRewards(10.0, -1.0)),
+        (["task=mine", "task.verdict.success=3", "~task.verdict.failure"], VerdictRewards(3.0, 0.0)),
+    ):  # fmt: skip
+        assert plan_of(composed(folder, ["learner=true", f"run_dir={tmp_path}", *words])).verdict == expected

@@ -17,7 +17,7 @@ from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, Outcome, QueuedRe
 from serl_client.errors import MessageError, VersionMismatch
 from serl_client.spec import Array
 
-PROTOCOL = (6, 6)  # the oldest and the newest version spoken here
+PROTOCOL = (7, 7)  # the oldest and the newest version spoken here
 MAX_REPORT = 8192
 MAX_EARLIER = 64  # sessions that a Hello names besides its own
 
@@ -268,7 +268,8 @@ FIELDS = {kind: {f.name: f.type for f in dataclasses.fields(kind) if f.name != "
 # One row of Synced.episodes.
 EPISODE = (
     "number", "id", "source", "actor", "task", "directive", "phase", "first", "steps", "reward", "intervened",
-    "weights", "terminated", "truncated", "final", "closed", "success", "discard", "judged_by",
+    "weights", "terminated", "truncated", "final", "closed", "success", "discard", "judged_by", "last_reward",
+    "continued",
 )  # fmt: skip
 
 

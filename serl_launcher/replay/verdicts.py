@@ -1,0 +1,71 @@
+"""Says what an operator's verdict means for the last step of an episode. No torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from serl_client.errors import ConfigError
+
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.utils.words import known
+
+LARGEST = float(np.finfo(np.float32).max)  # rewards are float32
+WHERE = "task.verdict"
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictRewards:
+    """The rewards that an operator's verdict gives the last step of an episode, which becomes terminal by it.
+
+    What is stored stays as it is. Who reads episodes for training, a report or a dataset applies this. A verdict counts
+    once the episode is closed. Of an episode that was cut in several parts, it is about the last part.
+    """
+
+    success: float = 1.0
+    failure: float = 0.0
+
+    def last_of(self, episode: EpisodeInfo) -> float | None:
+        """Return the reward of the last step by the operator's verdict. None: what is stored counts."""
+        if episode.judged_by != "operator" or episode.discard or not episode.closed or episode.continued:
+            return None
+        if episode.success is None:
+            return None
+        return self.success if episode.success else self.failure
+
+    def applied(self, episode: EpisodeInfo) -> EpisodeInfo:
+        """Return an episode that the server reported, with the reward and the end that its operator gave it."""
+        if (last := self.last_of(episode)) is None:
+            return episode
+        reward = episode.reward - episode.last_reward + last
+        return episode._replace(reward=reward, last_reward=last, terminated=True, truncated=False)
+
+
+def rewards_of(config: DictConfig) -> VerdictRewards:
+    """Return the rewards that a run's config gives; what it does not name has its default.
+
+    Raises ConfigError for an unknown verdict, and for a reward that is no finite number.
+    """
+    said: Any = OmegaConf.select(config, WHERE)
+    said = {} if said is None else said
+    if not isinstance(said, Mapping):
+        raise ConfigError(f"{WHERE}={said}: write the rewards of both verdicts, as in {{success: 1.0, failure: 0.0}}")
+    names = [field.name for field in fields(VerdictRewards)]
+    return VerdictRewards(**{known(name, names, "verdict", WHERE): _reward(name, said[name]) for name in said})
+
+
+def rewards_of_run(run_dir: Path) -> VerdictRewards:
+    """Return the rewards with which a learner was last started on this run folder."""
+    kept = run_dir / "config.yaml"
+    config = OmegaConf.load(kept) if kept.exists() else OmegaConf.create()
+    return rewards_of(config)  # type: ignore[arg-type]
+
+
+def _reward(name: str, value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or abs(value) > LARGEST:
+        raise ConfigError(f"{WHERE}.{name}={value}: a reward is a finite number, such as 1.0")
+    return float(value)
