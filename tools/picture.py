@@ -69,7 +69,7 @@ def picture(run: Path, out: Path, size: int, length: int) -> int:
 
 
 # -- what the run holds
-Evaluation = tuple[str, list[dict[str, Array]]]
+Evaluation = tuple[str, list[dict[str, Any]]]
 
 
 def evaluations(run: Path) -> tuple[Evaluation, Evaluation]:

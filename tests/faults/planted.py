@@ -154,6 +154,24 @@ P6 killed ReplayMixture.sample: a batch is drawn over the last one while a GPU s
     - memory.copied.synchronize()
     + pass
 
+== verdicts: test_verdicts
+
+VR1 killed VerdictRewards.last_of: each part of an episode gets the reward of its verdict
+    - not episode.closed or episode.continued
+    + not episode.closed
+VR2 killed ReplayBuffer.judge: what an operator takes back stays
+    - reward if is_judged else records["reward"]
+    + reward if is_judged else self._reward[slots]
+VR3 killed ReplayBuffer.judge: the verdict on what a dead actor left is never drawn
+    - own = self._row[slots] if is_judged else NONE
+    + own = NONE
+VR4 killed ReplayMixture._take: a verdict that is corrected keeps its first reward
+    - if last != last_before:
+    + if last_before is None:
+VR5 killed Episodes.begin: an earlier part is still told to be the last
+    - earlier.continued = True
+    + pass
+
 == sources and counters: test_replay test_mixture test_counters test_learner
 
 Q1 killed ReplayMixture._take: an episode that has left a view is still drawn

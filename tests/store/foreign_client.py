@@ -1,4 +1,4 @@
-"""A client of the learner's protocol, version 6, written from docs/protocol.md alone.
+"""A client of the learner's protocol, version 7, written from docs/protocol.md alone.
 
 foreign_client.py ADDRESS NAME: pulls the newest weights, delivers one episode and prints one line of JSON. It keeps
 nothing of earlier lives.
@@ -118,7 +118,7 @@ class Client:
             connection.send(
                 "Hello",
                 {
-                    "protocol": [6, 6],
+                    "protocol": [7, 7],
                     "role": "actor",
                     "actor": self.name,
                     "session": self.session,
