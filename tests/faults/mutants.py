@@ -1,4 +1,4 @@
-"""Runs the tests on each mutant of planted.py: does any of them notice the fault?
+"""Runs the tests on each mutant of planted.py and planted_replay.py: does any of them notice the fault?
 
     python -m tests.faults.mutants [ID ...] [--jobs N] [--out FILE]
 
@@ -28,9 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.faults.planted import TABLE
+from tests.faults import planted, planted_replay
 
 ROOT = Path(__file__).resolve().parents[2]
+TABLE = planted.TABLE + planted_replay.TABLE
 PRODUCT = ("packages/*/src/**/*.py", "robot_infra/**/*.py", "serl_launcher/**/*.py")
 ENTRY = re.compile(r"^(\w+) (\w+) (\S+): (.+)\n((?: {4}- .+\n)+)((?: {4}\+ .+\n)+)", re.MULTILINE)
 KNOWN = ("killed", "survives", "chance", "equivalent")
