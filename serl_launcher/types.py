@@ -118,6 +118,20 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """What is left of B chunks under way when the next ones are asked for.
+
+    action: [B, H, A] float32, in the robot's units, from the step of the question on; zeros behind what is left.
+    committed: [B] int64, how many of these actions the robot executes before the answer is due; 0: nothing is left.
+    left: [B] int64, how many of them there are.
+    """
+
+    action: Tensor
+    committed: Tensor
+    left: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Decision:
     """What a policy chose: action [B, H, A] in the robot's units, and extras {name: [B, ...]} for the rows."""
 

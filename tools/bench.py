@@ -17,6 +17,7 @@ pi0-infer    how fast PI0 answers, beside what the machine allows and beside oth
 pi0-train    how fast PI0 is trained, beside what the machine allows
 pi0-swap     how late PI0's answers are while newer weights are read, and how long they wait for the swap
 pi0-ranks    how fast several ranks train PI0 together, replicated and sharded
+rtc          what a delay costs a policy of chunks, and what real-time chunking gains: docs/chunks.md
 page         the page of a full run, docs/benchmarks.md, from what the others printed with --json
 """
 
@@ -36,7 +37,7 @@ from tests.benches import paired
 
 BENCHES = (  # each is a file of its name in benches/
     "control", "wire", "ingest", "replay", "update", "stall", "durable", "swarm", "drain", "restart", "hostile",
-    "weights", "pi0-infer", "pi0-train", "pi0-swap", "pi0-ranks", "page",
+    "weights", "pi0-infer", "pi0-train", "pi0-swap", "pi0-ranks", "rtc", "page",
 )  # fmt: skip
 
 

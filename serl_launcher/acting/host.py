@@ -21,7 +21,7 @@ from torch import Tensor
 from serl_launcher.acting.device import Recorder, opened
 from serl_launcher.acting.graphs import Graphs
 from serl_launcher.algorithms.base import Algorithm
-from serl_launcher.types import Carry
+from serl_launcher.types import Carry, Prefix
 from serl_launcher.utils import compiler
 from serl_launcher.utils.finite import not_finite
 
@@ -46,7 +46,8 @@ class PolicyHost:
     It owns the algorithm from then on, and drops what only training needs. Weights have the policy's precision; buffers
     keep theirs. On a GPU the method that the policy names as its `graph` becomes one CUDA graph per power of two, and
     batches are padded to that size. `warm_up` records one size. A batch whose size is not recorded is cut into smaller
-    ones. `most`: requests in one batch; it falls when memory is lacking. This was never run on a GPU.
+    ones. `most`: requests in one batch; it falls when memory is lacking. Chunks that the one under way guides are
+    computed apart, without a graph. This was never run on a GPU.
     """
 
     def __init__(self, algorithm: Algorithm, spec: Spec, device: str) -> None:
@@ -118,7 +119,8 @@ class PolicyHost:
         features = dict(self.spec.observation)
         if "previous_action" in ask.arrays:
             features["previous_action"] = self.spec.action
-        if strange := ask.arrays.keys() - features.keys():
+        self._check_prefix(ask)
+        if strange := ask.arrays.keys() - features.keys() - {"prefix"}:
             raise MessageError(f"the observation has {min(strange)!r}, which is not in the Spec")
         for name, feature in features.items():
             if name not in ask.arrays:
@@ -127,6 +129,26 @@ class PolicyHost:
                 feature.check(name, ask.arrays[name])
             except ValueError as error:
                 raise MessageError(str(error)) from None
+
+    def _check_prefix(self, ask: m.InferenceRequest) -> None:
+        prefix = ask.arrays.get("prefix")
+        if prefix is None:
+            if ask.committed:
+                raise MessageError(f"a question without a prefix has committed=0, not {ask.committed}")
+            return
+        if self.acting.continues is None:
+            raise MessageError(
+                f"{type(self.acting).__name__} cannot continue a chunk: start the actor with chunks=async"
+            )
+        size, most = self.spec.action.shape[0], self.acting.horizon
+        if prefix.ndim != 2 or prefix.shape[1] != size or len(prefix) > most or prefix.dtype != np.float32:
+            raise MessageError(
+                f"prefix should be float32 [1 to {most}, {size}], not {prefix.dtype} {list(prefix.shape)}"
+            )
+        if not 1 <= ask.committed <= len(prefix):
+            raise MessageError(f"committed should be 1 to {len(prefix)}, the rows of the prefix, not {ask.committed}")
+        if not np.isfinite(prefix).all():
+            raise MessageError("the prefix is not finite")
 
     @property
     def unrecorded(self) -> list[int]:
@@ -162,11 +184,12 @@ class PolicyHost:
         for question in questions:
             if question.ask.reset:
                 self._carries.pop(question.actor, None)
-        groups: dict[tuple[bool, bool], list[int]] = {}
+        groups: dict[tuple[bool, bool, bool], list[int]] = {}
         for i, question in enumerate(questions):
-            groups.setdefault((question.ask.explore, question.actor in self._carries), []).append(i)
+            guides = self.acting.continues == "guided" and "prefix" in question.ask.arrays  # costs more: apart
+            groups.setdefault((question.ask.explore, question.actor in self._carries, guides), []).append(i)
         answers: dict[int, m.InferenceResponse] = {}
-        for (explore, remembers), members in groups.items():
+        for (explore, remembers, _), members in groups.items():
             part = [questions[i] for i in members]
             answers.update(zip(members, self._answered(part, explore, remembers), strict=True))
         return [answers[i] for i in range(len(questions))]
@@ -224,10 +247,23 @@ class PolicyHost:
             previous_action = self._stack([ask.arrays.get("previous_action", nothing) for ask in asks])
             noise = torch.stack([self._noise(ask.seed) for ask in asks]).to(self.device)
             decision, carry = self.algorithm.act(
-                observation, previous_action, carry, task=tuple(ask.task for ask in asks), noise=noise, explore=explore
-            )
+                observation, previous_action, carry, task=tuple(ask.task for ask in asks), noise=noise, explore=explore,
+                **self._prefix(asks),
+            )  # fmt: skip
             named = {"action": decision.action, **decision.extras}
             return {name: value.cpu().numpy() for name, value in named.items()}, carry
+
+    def _prefix(self, asks: Sequence[m.InferenceRequest]) -> dict[str, Prefix]:
+        """Return the prefix of a batch as an argument of `act`; nothing if no request has one."""
+        if not any("prefix" in ask.arrays for ask in asks):
+            return {}
+        action = np.zeros((len(asks), self.acting.horizon, *self.spec.action.shape), np.float32)
+        left = [len(ask.arrays.get("prefix", ())) for ask in asks]
+        for row, ask, count in zip(action, asks, left, strict=True):
+            row[:count] = ask.arrays.get("prefix", 0.0)
+        committed = torch.tensor([ask.committed for ask in asks])
+        parts = (torch.from_numpy(action), committed, torch.tensor(left))
+        return {"prefix": Prefix(*(part.to(self.device) for part in parts))}
 
     def _padded(self, questions: Sequence[Question]) -> list[Question]:
         """Repeat the last question until there are as many as the graph has rows."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from serl_client import messages as m
 from serl_client.client import TrainerClient
+from serl_client.controller import asked
 from serl_client.errors import ConfigError
 from serl_client.network import Answer
 from serl_client.spec import Array
@@ -36,10 +37,10 @@ class LocalSource:
 
     def ask(
         self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
-        explore: bool, task: str,
+        explore: bool, task: str, prefix: Array | None = None, committed: int = 0,
     ) -> None:  # fmt: skip
-        arrays = dict(observation) if previous_action is None else {**observation, "previous_action": previous_action}
-        question = m.InferenceRequest(step, seed, reset, explore, task, arrays)
+        arrays = asked(observation, previous_action, prefix)
+        question = m.InferenceRequest(step, seed, reset, explore, task, arrays, committed)
         self.host.check(question)
         with self._changed:
             self._check()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from serl_launcher.networks.mlp import ActionScale, StateEncoder, Statistics
 from serl_launcher.policies.base import Policy
-from serl_launcher.types import Batch, Carry, Decision, Observation, Window
+from serl_launcher.types import Batch, Carry, Decision, Observation, Prefix, Window
 from serl_launcher.utils.optim import Optimizer, kernels
 
 
@@ -37,7 +37,7 @@ class Algorithm(nn.Module, ABC):
     @torch.no_grad()
     def act(
         self, observation: Observation, previous_action: Tensor, carry: Carry, *, task: Sequence[str], noise: Tensor,
-        explore: bool,
+        explore: bool, prefix: Prefix | None = None,
     ) -> tuple[Decision, Carry]:  # fmt: skip
         """Choose actions for B observations {name: [B, ...]}, without a gradient.
 
@@ -45,10 +45,12 @@ class Algorithm(nn.Module, ABC):
         carry: what the last call returned; None at an episode's start.
         noise: [B, *noise_shape], standard normal.
         explore: True: sample as in practice. False: act as in an evaluation, with the noise of `calm`.
+        prefix: the chunks under way, if the acting policy continues them; None: chunks begin anew.
         Returns the Decision, with action [B, H, A] in the robot's units, and the carry of the next call.
         """
         noise = noise if explore else self.calm(noise)
-        return Decision(self.acting.sample(observation, task=task, noise=noise.unsqueeze(0))[0]), carry
+        action = self.acting.sample(observation, task=task, noise=noise.unsqueeze(0), prefix=prefix)[0]
+        return Decision(action), carry
 
     def calm(self, noise: Tensor) -> Tensor:
         """Return the noise with which an evaluation acts: none, unless the policy always acts with noise."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 import torch
 from torch import Tensor, nn
 
-from serl_launcher.types import Batch, Metrics, Observation
+from serl_launcher.types import Batch, Metrics, Observation, Prefix
 
 
 class Policy(nn.Module, ABC):
@@ -25,6 +25,9 @@ class Policy(nn.Module, ABC):
     mode_at_zero = False  # True: zero noise gives the most likely action, which acts without exploration
     precision = torch.float32  # of matrix products; trained weights are always float32
     frozen: Set[str] = frozenset()  # names of the weights that are never trained, and not published
+    continues: str | None = (
+        None  # how a chunk continues the one under way: trained, guided (prefix.py); None: it cannot
+    )
     graph: str | None = None  # name of a method (inputs {name: tensor}, noise) that a GPU may run as one CUDA graph
 
     @property
@@ -43,12 +46,15 @@ class Policy(nn.Module, ABC):
 
     @abstractmethod
     def sample(
-        self, observation: Observation, *, task: Sequence[str] = (), n: int = 1, noise: Tensor | None = None
-    ) -> Tensor:
+        self, observation: Observation, *, task: Sequence[str] = (), n: int = 1, noise: Tensor | None = None,
+        prefix: Prefix | None = None,
+    ) -> Tensor:  # fmt: skip
         """Sample n chunks per observation -> [n, B, H, A], in the robot's units.
 
         observation: {name: [B, ...]}.
         noise: [n, B, *noise_shape], standard normal; None: drawn here.
+        prefix: the chunks under way, only for a policy that `continues` them. The committed actions come back as they
+            are.
         """
 
     def compile_layers(self) -> None:

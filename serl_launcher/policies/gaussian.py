@@ -11,7 +11,7 @@ from torch.nn import functional
 from serl_launcher.networks.mlp import ActionScale, mlp
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.base import Policy
-from serl_launcher.types import Batch, Metrics, Observation
+from serl_launcher.types import Batch, Metrics, Observation, Prefix
 
 LARGEST_UNIT = 1 - 1e-6  # an executed action on its bound would be infinite before the tanh
 
@@ -46,8 +46,9 @@ class GaussianPolicy(Policy):
         return -self.log_prob(batch.observation, batch.action), {}
 
     def sample(
-        self, observation: Observation, *, task: Sequence[str] = (), n: int = 1, noise: Tensor | None = None
-    ) -> Tensor:
+        self, observation: Observation, *, task: Sequence[str] = (), n: int = 1, noise: Tensor | None = None,
+        prefix: Prefix | None = None,
+    ) -> Tensor:  # fmt: skip
         mean, log_std = self._gaussian(observation)  # [B, 1, A]
         noise = torch.randn(n, *mean.shape, device=mean.device) if noise is None else noise
         return self.scale.from_unit(torch.tanh(mean + log_std.exp() * noise))  # [n, B, 1, A]

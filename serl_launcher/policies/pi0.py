@@ -74,7 +74,7 @@ class Gemma:
     vocabulary: int
 
 
-class Prefix(NamedTuple):
+class Memory(NamedTuple):
     """What the suffix needs: keys and values of the prefix per layer, the mask of its tokens, and the state."""
 
     layers: list[KeysValues]
@@ -108,11 +108,11 @@ class PI0(FlowMatching):
         self, spec: Spec, *, vision: Mapping[str, int], gemma: Mapping[str, int], cameras: Sequence[str], horizon: int,
         steps: int, imitation_target: str, width: int, noise_level: float | None, state_size: int, prompt_tokens: int,
         tokenizer: str | None, weights: str | None, freeze: Sequence[str], lora: int | None, precision: str,
-        checkpointing: bool, scale: str = "bounds",
+        checkpointing: bool, scale: str = "bounds", max_delay: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(
             spec, horizon=horizon, steps=steps, imitation_target=imitation_target, width=width,
-            noise_level=noise_level, scale=scale,
+            noise_level=noise_level, scale=scale, max_delay=max_delay,
         )  # fmt: skip
         self.sizes, self.image = Gemma(**gemma), Tower(**vision).image
         self.state = StateEncoder(spec)
@@ -165,7 +165,7 @@ class PI0(FlowMatching):
         device = self.frequencies.device
         return {**observation, TOKENS: tokens.to(device), WORDS: words.to(device)}
 
-    def condition(self, prepared: Observation) -> Prefix:
+    def condition(self, prepared: Observation) -> Memory:
         with self._autocast():
             tokens = [self._run(self._seen, prepared[name]) for name in self._images]
             tokens.append(self.language.embed_tokens(prepared[TOKENS]) * math.sqrt(self.sizes.width))
@@ -179,11 +179,11 @@ class PI0(FlowMatching):
                 hidden, keys_values = self._run(self._attend, layer, hidden, turned, added, None)
                 layers.append(keys_values)
         state = functional.pad(self.state(prepared), (0, self.state_size - self.state.size))
-        return Prefix(layers, there, _linear(self.state_projection, state).unsqueeze(1))
+        return Memory(layers, there, _linear(self.state_projection, state).unsqueeze(1))
 
-    def repeated(self, condition: Prefix, n: int) -> Prefix:
+    def repeated(self, condition: Memory, n: int) -> Memory:
         layers = [(keys.repeat(n, 1, 1, 1), values.repeat(n, 1, 1, 1)) for keys, values in condition.layers]
-        return Prefix(layers, condition.there.repeat(n, 1), condition.state.repeat(n, 1, 1))
+        return Memory(layers, condition.there.repeat(n, 1), condition.state.repeat(n, 1, 1))
 
     def _seen(self, image: Tensor) -> Tensor:
         """Encode the images of one camera: uint8 [B, h, w, 3] -> tokens [B, patches, width]."""
@@ -198,7 +198,7 @@ class PI0(FlowMatching):
         return torch.cat([self.state(observation), *means], -1)
 
     # -- the suffix
-    def velocity(self, chunk: Tensor, time: Tensor, condition: Prefix) -> Tensor:
+    def velocity(self, chunk: Tensor, time: Tensor, condition: Memory) -> Tensor:
         hidden = torch.cat([condition.state, self._action_tokens(chunk, time)], 1)  # [B, 1 + H, expert width]
         there, count = condition.there, hidden.shape[1]
         sees = torch.ones(count, count, dtype=torch.bool, device=chunk.device)
@@ -214,8 +214,8 @@ class PI0(FlowMatching):
         return _linear(self.action_out, hidden[:, 1:])  # [B, H, D]
 
     def _action_tokens(self, chunk: Tensor, time: Tensor) -> Tensor:
-        angle = time.unsqueeze(1) * self.frequencies  # [B, width / 2]
-        phi = torch.cat([angle.sin(), angle.cos()], -1).unsqueeze(1).expand(-1, chunk.shape[1], -1)  # [B, H, width]
+        angle = time.unsqueeze(-1) * self.frequencies  # [B, 1 or H, width / 2]
+        phi = torch.cat([angle.sin(), angle.cos()], -1).expand(-1, chunk.shape[1], -1)  # [B, H, width]
         mixed = torch.cat([_linear(self.action_in, chunk), phi.to(self.action_in.weight.dtype)], -1)
         return _linear(self.action_time_out, functional.silu(_linear(self.action_time_in, mixed)))
 

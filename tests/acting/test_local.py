@@ -17,7 +17,11 @@ LENGTH = 6
 class Chunked(Counting):
     """Chunks of LENGTH actions, each of them as Counting's; a call waits for `gate`."""
 
-    def act(self, observation, previous_action, carry, **options):
+    def __init__(self):
+        super().__init__()
+        self.memory.continues, self.memory.horizon = "trained", LENGTH
+
+    def act(self, observation, previous_action, carry, prefix=None, **options):
         decision, carry = super().act(observation, previous_action, carry, **options)
         return Decision(decision.action.repeat(1, LENGTH, 1)), carry
 

@@ -56,7 +56,7 @@ class Work:
         seen = {name: torch.from_numpy(array)[None].to(device) for name, array in question(spec, 0).arrays.items()}
         prepared = policy.prepared(seen, [TASK])
         prefix = policy.condition(prepared)
-        chunk, time = torch.zeros(1, policy.horizon, policy.width, device=device), torch.ones(1, device=device)
+        chunk, time = torch.zeros(1, policy.horizon, policy.width, device=device), torch.ones(1, 1, device=device)
         sizes = {
             name: weight.numel() * policy.precision.itemsize for name, weight in policy.named_parameters()
             if "embed_tokens" not in name

@@ -92,6 +92,19 @@ def test_while_actions_remain_no_rule_but_wait_waits_even_if_no_answer_ever_come
     assert source.waits[-1] > 0, "where no action is left the deadline holds"
 
 
+def test_with_rtc_the_committed_actions_of_the_old_chunk_act_even_if_the_answer_comes_early():
+    source, controller, rows = steady("rtc", 3, steps=16)
+    assert (source.questions[-1][0], controller.lead, source.committed) == (12, 3, 3)
+    assert source.prefix[:, 0].round(2).tolist() == pytest.approx([8.04, 8.05, 8.06, 8.07]), "what is left of step 8's"
+    assert rows[-1] == (12.03, True, 3)
+    source.delay, late = 0, []
+    for step in (16, 17, 18, 19):  # the answer to 16 is there at once, and acts from 19 on
+        source.now = step
+        late.append((act(controller, step), controller.chunk_start, controller.chunk_delay))
+    assert late == [(12.04, False, 0), (12.05, False, 0), (12.06, False, 0), (16.03, True, 3)]
+    assert source.questions[-1][0] == 16
+
+
 def test_waiting_waits_at_the_border_only():
     source = Patient(6)
     controller = policy(source, "wait", n_action_steps=2)

@@ -288,13 +288,43 @@ F4 killed SACPI0.target: the mean of the critics is the target, not the least
     - following, action).amin(0), self.discount)
     + following, action).mean(0), self.discount)
 
+== chunks of an actor: test_chunks test_remote_policy test_local
+
+Y1 killed AsyncChunks._waits: a tick waits for the next chunk although actions remain
+    - return self._left(step) <= 0
+    + return True
+Y2 killed AsyncChunks.lead: the lead may be so long that the next chunk has too few actions
+    - return min(most, sorted(self._delays)
+    + return max(0, sorted(self._delays)
+Y3 killed RealTimeChunks._first_step: an answer that comes early acts in place of committed actions
+    - return answer.step + self._committed.get(answer.step, 0)
+    + return answer.step
+Y4 killed LocalSource._turn: an answer that was begun before a takeover acts after it
+    - if number > self._forgotten:
+    + if True:
+
+== chunks that continue the old one: test_prefix test_prefixes
+
+X1 killed FlowMatching.forward: rows of the old chunk have a loss
+    - counted & is_free, count - delay
+    + counted, count
+X2 killed Rows.kept: the committed actions do not come back bit by bit
+    - torch.where(self.first().unsqueeze(-1), self.action, action)
+    + action
+X3 killed PolicyHost._check_prefix: a prefix that is not finite is taken
+    - if not np.isfinite(prefix).all():
+    + if False:
+X4 killed FlowMatching.guided: the old chunk pushes the new one away
+    - found.detach() - strength(t) * pull
+    + found.detach() + strength(t) * pull
+
 == flow matching: test_flow test_sac_pi0
 
 H1 killed FlowMatching.forward: times dwell at the wrong end
     - ** (1 / 1.5)
     + ** 1.5
 H2 killed FlowMatching.forward: the loss is averaged over steps after the end, too
-    - return error.sum(-1) / batch.length, {}
+    - return error.sum(-1) / count, {}
     + return error.mean(-1), {}
 H3 killed FlowMatching._integrate: the stochastic sampler leaves the flow's marginals
     - (chunk + (1 - t) * velocity)

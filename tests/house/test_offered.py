@@ -250,7 +250,7 @@ def test_every_sharding_takes_the_algorithm_that_trains_one_network(name):
 def test_every_option_of_a_policy_can_be_chosen(name):
     words = words_of("policy", name)
     needs(words)
-    options = ("noise_level=0.1", "imitation_target=observation.state", "layer_norm=false", "lora=2")
+    options = ("noise_level=0.1", "imitation_target=observation.state", "layer_norm=false", "lora=2", "max_delay=2")
     has = made(*words).policy
     state = action = Feature((3,), names=("x", "y", "z"), low=-1, high=1)
     words += [f"policy.{option}" for option in options if option.partition("=")[0] in has]

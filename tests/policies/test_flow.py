@@ -187,7 +187,7 @@ class LinearGaussian(FlowMatching):
         return observation[STATE]
 
     def velocity(self, chunk, time, condition):
-        t, mean, variance = time[:, None, None], self.mean, self.std**2
+        t, mean, variance = time[..., None], self.mean, self.std**2
         slope = (t - (1 - t) * variance) / (t**2 + (1 - t) ** 2 * variance)
         return slope * (chunk - (1 - t) * mean) - mean
 
@@ -196,7 +196,7 @@ def test_the_loss_asks_for_noise_minus_action_at_the_rows_own_time_and_noise():
     policy, action = LinearGaussian(3), torch.rand(6, HORIZON, 2)
     noise, b = normal(seeds(6), (HORIZON, 2)), uniform(seeds(6), (), TIME) ** (1 / 1.5)
     t, unit = (0.001 + 0.999 * b)[:, None, None], policy.scale.to_unit(action)
-    guess = policy.velocity(t * noise + (1 - t) * unit, t[:, 0, 0], None)
+    guess = policy.velocity(t * noise + (1 - t) * unit, t[:, 0], None)
     torch.testing.assert_close(policy(batch_of(action))[0], (guess - (noise - unit)).square().mean((1, 2)))
 
 
@@ -244,7 +244,7 @@ def test_the_density_is_that_of_the_last_step_and_bounds_the_entropy_from_below(
     policy, count = LinearGaussian(3, 0.4), 16_000
     noise = normal(seeds(1), policy.noise_shape).repeat(count, 1, 1, 1)
     noise[:, -1] = normal(seeds(count), (HORIZON, 2), 3)  # only the last step differs
-    chunk, log_prob = policy._integrate(noise, torch.zeros(count, 3))
+    chunk, log_prob = policy._integrate(noise, policy._free(None))
     last = torch.distributions.Normal(chunk.mean(0), chunk.std(0))
     torch.testing.assert_close(log_prob, last.log_prob(chunk).sum((1, 2)), atol=0.3, rtol=0)
     _, std, log_prob = moments(policy, count)

@@ -29,7 +29,8 @@ def point_of(policy):
 
 def velocity_of(policy, observation):
     """The velocity at point_of."""
-    return policy.velocity(*point_of(policy), policy.condition(policy.prepared(observation, TASKS)))
+    chunk, time = point_of(policy)
+    return policy.velocity(chunk, time[:, None], policy.condition(policy.prepared(observation, TASKS)))
 
 
 def assert_close(one, other, tolerance=1e-5):

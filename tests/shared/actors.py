@@ -130,10 +130,11 @@ class Chunks:
         self.length, self.delay, self.version, self.scale = length, delay, version, scale
         self.questions, self.previous, self.answer, self.patience = [], [], None, 0  # questions: (row, reset)
 
-    def ask(self, observation, *, step, seed, previous_action, reset, explore, task):
+    def ask(self, observation, *, step, seed, previous_action, reset, explore, task, prefix=None, committed=0):
         self.questions.append((step, reset))
         self.previous.append(None if previous_action is None else previous_action.tolist())
         self.seed, self.explore, self.task = seed, explore, task
+        self.prefix, self.committed = prefix, committed
         action = step + np.arange(self.length, dtype=np.float32)[:, None] / 100 + np.zeros(2, np.float32)
         extras = {"noise": np.full(2, step + 1, np.float32)}
         self.answer, self.patience = Answer(step, self.version, action * self.scale, extras), self.delay

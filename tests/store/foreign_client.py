@@ -1,4 +1,4 @@
-"""A client of the learner's protocol, version 7, written from docs/protocol.md alone.
+"""A client of the learner's protocol, version 8, written from docs/protocol.md alone.
 
 foreign_client.py ADDRESS NAME: pulls the newest weights, delivers one episode and prints one line of JSON. It keeps
 nothing of earlier lives.
@@ -118,7 +118,7 @@ class Client:
             connection.send(
                 "Hello",
                 {
-                    "protocol": [7, 7],
+                    "protocol": [8, 8],
                     "role": "actor",
                     "actor": self.name,
                     "session": self.session,
@@ -206,7 +206,7 @@ class Client:
 
     def ask(self, step, arrays, *, seed=0, reset=False, explore=False, task="", timeout=5.0):
         """(version, arrays) of the answer for this step, or None: there may be no answer."""
-        fields = {"step": step, "seed": seed, "reset": reset, "explore": explore, "task": task}
+        fields = {"step": step, "seed": seed, "reset": reset, "explore": explore, "task": task, "committed": 0}
         end, asked = time.monotonic() + timeout, False
         while (left := end - time.monotonic()) > 0:
             if self.asking is None or self.asking.heard == LOST:

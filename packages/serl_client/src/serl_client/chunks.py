@@ -65,7 +65,33 @@ class AsyncChunks(RemotePolicy):
         super()._take(answer, step)
 
 
-RULES: dict[str, type[RemotePolicy]] = {"wait": RemotePolicy, "async": AsyncChunks}
+class RealTimeChunks(AsyncChunks):
+    """AsyncChunks whose next chunk continues the one under way (real-time chunking, arXiv 2506.07339).
+
+    A question carries what is left of the old chunk. The first `lead` actions of that are committed: they act whatever
+    the answer says, so an answer that comes early acts after them. While the lead is 0 this is AsyncChunks.
+    """
+
+    def __init__(self, source: Source, *, deadline: float, n_action_steps: int | None = None) -> None:
+        super().__init__(source, deadline=deadline, n_action_steps=n_action_steps)
+        self._committed: dict[int, int] = {}  # by the step of each question since the chunk began
+
+    def _prefix(self, step: int) -> tuple[Array | None, int]:
+        committed = min(self.lead, self._left(step))
+        self._committed[step] = committed
+        if self._chunk is None or not committed:
+            return None, 0
+        return self._chunk.action[step - self._chunk.step :], committed
+
+    def _first_step(self, answer: Answer) -> int:
+        return answer.step + self._committed.get(answer.step, 0)
+
+    def _change(self, answer: Answer, step: int) -> None:
+        self._committed.clear()
+        super()._change(answer, step)
+
+
+RULES: dict[str, type[RemotePolicy]] = {"wait": RemotePolicy, "async": AsyncChunks, "rtc": RealTimeChunks}
 
 
 def chunk_policy(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from serl_client.controller import asked
 from serl_client.episode import Record
 from serl_client.errors import ConfigError
 from serl_client.keys import Key
@@ -84,13 +85,14 @@ class TrainerClient:
 
     def ask(
         self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
-        explore: bool, task: str,
+        explore: bool, task: str, prefix: Array | None = None, committed: int = 0,
     ) -> None:  # fmt: skip
         """Ask for the actions from step `step` on. A newer question replaces one that was not sent yet."""
         self.check()
         self._asked += 1
-        arrays = dict(observation) if previous_action is None else {**observation, "previous_action": previous_action}
-        self._network.questions.append((self._asked, InferenceRequest(step, seed, reset, explore, task, arrays)))
+        arrays = asked(observation, previous_action, prefix)
+        question = InferenceRequest(step, seed, reset, explore, task, arrays, committed)
+        self._network.questions.append((self._asked, question))
         self._network.wake()
 
     def answer(self) -> Answer | None:

@@ -42,9 +42,9 @@ class Source(Protocol):
 
     def ask(
         self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
-        explore: bool, task: str,
+        explore: bool, task: str, prefix: Array | None = None, committed: int = 0,
     ) -> None:  # fmt: skip
-        """Ask for the actions from step `step` on; return at once."""
+        """Ask for the actions from step `step` on; return at once. prefix, committed: as in InferenceRequest."""
         ...
 
     def wait_answer(self, step: int, timeout: float) -> Answer | None:
@@ -124,9 +124,10 @@ class RemotePolicy:
         return self._left(step) <= 0 or self._asked == step
 
     def _ask(self, observation: Mapping[str, Array], step: int, previous_action: Array | None) -> None:
+        prefix, committed = self._prefix(step)
         self._source.ask(
             observation, step=step, seed=decision_seed(self._episode, step), previous_action=previous_action,
-            reset=self._reset, explore=self._directive["explore"], task=self._task,
+            reset=self._reset, explore=self._directive["explore"], task=self._task, prefix=prefix, committed=committed,
         )  # fmt: skip
         self._asked = step if self._asked is None else self._asked
         self._asked_at = time.monotonic()
@@ -138,6 +139,10 @@ class RemotePolicy:
         self._asked = None
         if step - answer.step < len(answer.action):
             self._next = answer
+
+    def _prefix(self, step: int) -> tuple[Array | None, int]:
+        """Return what the question of this step says of the chunk under way: prefix and committed."""
+        return None, 0
 
     def _first_step(self, answer: Answer) -> int:
         """Return the first step at which this chunk may act."""
@@ -169,6 +174,12 @@ class RandomPolicy:
         self, observation: Mapping[str, Array], *, step: int, previous_action: Array | None, reset: bool
     ) -> Array | None:
         return self._generator.uniform(self._low, self._high).astype(self._dtype)  # [A]
+
+
+def asked(observation: Mapping[str, Array], previous_action: Array | None, prefix: Array | None) -> dict[str, Array]:
+    """Return the arrays of an InferenceRequest."""
+    more = {"previous_action": previous_action, "prefix": prefix}
+    return {**observation, **{name: array for name, array in more.items() if array is not None}}
 
 
 def decision_seed(episode: str, step: int) -> int:

@@ -17,7 +17,7 @@ from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, Outcome, QueuedRe
 from serl_client.errors import MessageError, VersionMismatch
 from serl_client.spec import Array
 
-PROTOCOL = (7, 7)  # the oldest and the newest version spoken here
+PROTOCOL = (8, 8)  # the oldest and the newest version spoken here
 MAX_REPORT = 8192
 MAX_EARLIER = 64  # sessions that a Hello names besides its own
 
@@ -100,6 +100,8 @@ class InferenceRequest:
 
     `reset`: the carry begins anew. `seed` names the noise of this decision, so that any host draws the same. `task` is
     what to do, in words: the prompt of a policy that reads one. Raises MessageError for one that is too long.
+    `arrays` may hold `prefix` float32 [R, A]: the actions that are left of the chunk under way, from step `step` on.
+    `committed`: how many of them the robot will have executed when the answer is due; 0 without a prefix.
     """
 
     step: int
@@ -108,6 +110,7 @@ class InferenceRequest:
     explore: bool
     task: str
     arrays: Mapping[str, Array]
+    committed: int = 0
 
     def __post_init__(self) -> None:
         if len(self.task) > MAX_NAME:
