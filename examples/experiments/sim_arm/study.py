@@ -19,6 +19,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from serl_launcher.utils.report import wilson
@@ -38,7 +39,7 @@ WAYS = {  # name: (the data of an update, whether the operator takes over)
 }
 
 
-def _phase(name: str, body: str) -> str:
+def phase(name: str, body: str) -> str:
     return f"+plan.phases.{name}={{{body}}}"
 
 
@@ -49,17 +50,18 @@ def ports() -> list[str]:
         return [f"port={one.getsockname()[1]}", f"inference_port={two.getsockname()[1]}"]
 
 
-def run(folder: Path, *words: str) -> None:
-    """Learner and actor on this run folder until the plan ends."""
+def run(folder: Path, *words: str, actor: Sequence[str] = ()) -> None:
+    """Learner, with these words, and actor, with its own, on this run folder until the plan ends."""
     common = ["task=sim_arm", f"run_dir={folder}", *ports()]
     with open(folder.with_suffix(".log"), "a") as log:
-        actor = subprocess.Popen([*TRAIN, "actor=true", *common], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        command = [*TRAIN, "actor=true", *common, *actor]
+        acting = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             learner = [*TRAIN, "learner=true", *common, *words]
             subprocess.run(learner, stdout=log, stderr=log, check=True)
-            actor.wait(60)
+            acting.wait(60)
         finally:
-            actor.kill()
+            acting.kill()
 
 
 def copied(source: Path, folder: Path) -> Path:
@@ -92,7 +94,7 @@ def clone(folder: Path, seed: int, options: argparse.Namespace) -> tuple[Path, i
                 f"until: ['updates >= {options.rung}']"
             )
             words = ["plan=sft", "~plan.phases.clone", "~plan.phases.evaluate", f"seed={seed}"]
-            words += [_phase(f"clone_{updates}", training), _phase(f"evaluate_{updates}", EVALUATE)]
+            words += [phase(f"clone_{updates}", training), phase(f"evaluate_{updates}", EVALUATE)]
             run(copied(before, there), *words, *options.words)
         (found,) = successes(there)
         print(f"seed {seed}: clone of {updates} updates: {found} of {EVALUATED}", flush=True)
@@ -118,7 +120,7 @@ def practise(
                 f"pace: {{updates_per_step: 1.0, tolerance: 64}}, until: ['updates >= {options.updates // QUARTERS}'], "
                 "on_end: [checkpoint, publish]"
             )
-            words += [_phase(f"practise_{quarter}", practice), _phase(f"evaluate_{quarter}", EVALUATE)]
+            words += [phase(f"practise_{quarter}", practice), phase(f"evaluate_{quarter}", EVALUATE)]
         run(copied(start, folder), "plan=hiors", f"seed={seed}", *words, *options.words)
     return successes(folder)
 
