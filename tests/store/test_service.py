@@ -275,9 +275,11 @@ def test_a_hello_of_another_version_is_told_so_whatever_else_it_holds(server):
         assert header.keys() == {"type", "kind", "text", "final"}
         assert (header["type"], header["kind"], header["final"]) == ("Failed", "VersionMismatch", True)
         assert f"this client {versions}, this learner {m.PROTOCOL[0]}-{m.PROTOCOL[1]}" in header["text"]
+    newer = m.PROTOCOL[1] + 1
+    said = f"this client {newer}-{newer + 2}, this learner {m.PROTOCOL[0]}-{m.PROTOCOL[1]}"
     with (
-        Connection(server.address, m.Hello((7, 9), "actor", "arm")) as link,
-        pytest.raises(VersionMismatch, match="this client 7-9, this learner {}-{}".format(*m.PROTOCOL)),
+        Connection(server.address, m.Hello((newer, newer + 2), "actor", "arm")) as link,
+        pytest.raises(VersionMismatch, match=said),
     ):
         link.call(m.Status(), 5.0)
     assert server.refusals() == {"other version": 4}
