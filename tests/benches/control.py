@@ -7,6 +7,9 @@ ratio is that of the shares of late ticks, because an actor that hears of no act
 and waits. Of a call, `own` is its wall time without that in which its thread could run and no processor was free (Linux
 counts it, schedstat): that belongs to the machine, and both loops have it. A late tick stands in our calls if their own
 time is half of what was too much. Out of disk: whatever the server writes to a file fails (RLIMIT_FSIZE).
+
+--latency measures another thing instead, how a loop lives with a slow policy (latency.py): for policies of 12, 50 and
+100 ms, and each rule of `chunks`, the share of ticks held, the age of the executed action, the jump between chunks.
 """
 
 import argparse
@@ -39,6 +42,7 @@ from tests.shared.actors import Chunks, FakeClient
 from tests.shared.common import free_port
 from tests.shared.robots import never
 
+from . import latency
 from .paired import JSON, Figure, option
 from .served import Child, Served
 
@@ -57,27 +61,35 @@ HORIZON, ACTION = 50, 2
 Tick = tuple[float, float]  # when it ended (time.monotonic()), and how long it lasted
 Call = tuple[float, int, int, int]  # when it began (time.monotonic()), and its wall, CPU and own nanoseconds
 Span = tuple[str, float, float]  # what was, from, to
-OPTIONS = {"--seconds": option(100.0, "for all of it (100)"), "--hz": option(30.0, "of the loop (30)"), **JSON}
+OPTIONS = {
+    "--seconds": option(100.0, "for all of it (100)"), "--hz": option(30.0, "of the loop (30)"),
+    "--latency": option(False, "the rules of `chunks` with a slow policy, and not the faults"), **JSON,
+}  # fmt: skip
 
 
 def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
+    return latency.measure(folder, options.seconds, options.hz) if options.latency else beside(folder, options)
+
+
+def beside(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
+    """Ours beside a loop without a client, while the learner fails."""
     hz, inference = options.hz, free_port()
     with (
         Proxy("127.0.0.1", inference) as answers,
         Learner(folder, f"tcp://127.0.0.1:{inference}", f"tcp://127.0.0.1:{answers.port}") as learner,
         Proxy("127.0.0.1", int(learner.address.rpartition(":")[2])) as records,
         Child(actor, f"tcp://127.0.0.1:{records.port}", folder, hz) as ours,
-        Child(actor, "", folder, hz) as beside,
+        Child(actor, "", folder, hz) as other,
     ):
         ours.heard()
         learner.direct(BODY)
         until = time.monotonic() + options.seconds
-        beside.tell(until)
+        other.tell(until)
         time.sleep(min(START, options.seconds / 4))
         spans = [*troubles(learner, (records, answers), until)]
         learner.direct({"phase": "bench", "mode": "stop", "boundary": "now"})
         ticks, calls, left = ours.heard()
-        plain, _, _ = beside.heard()
+        plain, _, _ = other.heard()
     begin, end = spans[0][1], spans[-1][2]
     for state in ("all", "well", *FAULTS):
         within = [span for span in [*spans, ("all", begin, end)] if span[0] == state]

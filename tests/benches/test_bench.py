@@ -6,9 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from serl_client.chunks import RULES
 
-from tests.benches import paired
+from tests.benches import latency, paired
 from tests.benches.paired import Figure, cpu_seconds, ratio, rounds
+from tests.benches.rtc import NETS
 from tests.shared.common import TOOLS
 from tests.shared.tools import called
 from tools.bench import BENCHES, main
@@ -165,3 +167,36 @@ def test_results_become_a_page(tmp_path, capsys):
     result.write_text("[]")
     with pytest.raises(SystemExit, match="is not what a bench with figures has printed"):
         main(["page", str(result)])
+
+
+@pytest.mark.slow
+def test_a_slow_policy_is_measured_under_each_rule_of_chunks(monkeypatch, capsys):
+    monkeypatch.setattr(latency, "LATENCIES", (12,))
+    main(["control", "--latency", "--seconds", "3", "--hz", "20", "--json"])
+    found = {each["figure"]: each["value"] for each in json.loads(capsys.readouterr().out)["figures"]}
+    assert len(found) == 5 * len(RULES)
+    for rule in RULES:
+        assert found[f"12 ms, {rule}: ticks held"] == 0, "50 actions outlast any machine's pause"
+        assert found[f"12 ms, {rule}: age of the action p50"] > 12
+        assert found[f"12 ms, {rule}: jump at a border p95"] > 0
+
+
+@pytest.mark.slow
+def test_a_study_goes_on_at_its_first_missing_cell(tmp_path, capsys):
+    pytest.importorskip("mujoco")
+    out = tmp_path / "cells.json"
+    words = ["rtc", "--out", str(out), "--seeds", "0", "--starts", "1", "--demonstrations", "3", "--updates", "3"]
+    main([*words, "--delays", "0", "2"])
+    cells = json.loads(out.read_text())
+    assert [(cell["net"], cell["way"], cell["delay"]) for cell in cells] == [
+        (net, way, delay) for net in NETS for way, delay in (("naive", 0), ("naive", 2), ("rtc", 2))
+    ]
+    printed = capsys.readouterr().out
+    assert printed.count("| learned to continue | rtc | 2 |") == printed.count("| did not | async | 0 |") == 1
+    out.write_text(
+        json.dumps([{**cell, "successes": 7} for cell in cells if cell["delay"] or cell["net"] != "did not"])
+    )
+    main([*words, "--delays", "0", "2"])
+    again = json.loads(out.read_text())
+    assert [cell["successes"] for cell in again[:-1]] == [7] * 5, "finished cells stay"
+    assert again[-1] == cells[3], "and the missing one comes out as before"
