@@ -102,18 +102,19 @@ def test_a_tick_never_waits_for_new_weights_while_actions_remain(local, monkeypa
     assert (act(5), controller.version) == (2, 2)
 
 
-def test_an_answer_that_was_begun_before_a_takeover_is_dropped(local):
+def test_an_answer_that_was_begun_in_the_episode_before_is_dropped(local):
     algorithm = Chunked()
     controller, act = policy(local(algorithm), "async")
     act(0)
     algorithm.gate.clear()
     assert act(2) == 1
     until(lambda: len(algorithm.batches) == 2)
+    controller.begin("e1", {"explore": True, "weights": None}, "count")
     controller._deadline = 0.0
-    assert act(4, reset=True) is None
+    assert act(0) is None
     algorithm.gate.set()
     controller._deadline = PATIENCE
-    assert (act(4, reset=True), controller.chunk_delay) == (1, 0), "and the policy began anew"
+    assert (act(0), controller.chunk_delay) == (1, 0), "and the policy began anew"
     assert len(algorithm.batches) == 3
 
 

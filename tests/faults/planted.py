@@ -299,7 +299,7 @@ Y2 killed AsyncChunks.lead: the lead may be so long that the next chunk has too 
 Y3 killed RealTimeChunks._first_step: an answer that comes early acts in place of committed actions
     - return answer.step + self._committed.get(answer.step, 0)
     + return answer.step
-Y4 killed LocalSource._turn: an answer that was begun before a takeover acts after it
+Y4 killed LocalSource._turn: an answer that was begun in one episode acts in the next
     - if number > self._forgotten:
     + if True:
 
