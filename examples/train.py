@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from serl_client.chunks import RULES, chunk_policy
+from serl_client.chunks import RULES, chunk_policy, deadline_of
 from serl_client.client import TrainerClient
 from serl_client.console import LiveDisplay, console, log_as
 from serl_client.errors import ConfigError, RetakeError
@@ -69,6 +69,7 @@ def act(config: DictConfig) -> int:
     key, local = Path(config.key) if config.key else None, config.inference == "local"
     name = named(str(config.name), Key.read(key) if key else None)
     with factory(config, "task.env")() as env, closing(env.operator or Keyboard()) as keyboard:
+        deadline = deadline_of(config.deadline_s, env.spec.fps, env.clock)
         folder = writable(Path(str(config.run_dir)) / "actors" / name)
         with TrainerClient(
             f"tcp://{config.ip}:{config.port}", actor=name, spec=env.spec, outbox=folder / "outbox",
@@ -76,9 +77,8 @@ def act(config: DictConfig) -> int:
             weights_folder=folder / "weights" if local else None, key=key,
         ) as client, closing(local_source(config, client) if local else client) as source:  # fmt: skip
             controller = chunk_policy(
-                source, chunks=config.chunks, deadline_s=config.deadline_s, n_action_steps=config.n_action_steps,
-                fps=env.spec.fps, clock=env.clock,
-            )  # fmt: skip
+                source, chunks=config.chunks, deadline=deadline, n_action_steps=config.n_action_steps, clock=env.clock
+            )
             status = ActorStatus()
             has_keys = getattr(keyboard, "has_terminal", True)
             person = env.operator or (keyboard if has_keys else None)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import zmq
 from serl_client import messages as m
-from serl_client.chunks import RULES, chunk_policy
+from serl_client.chunks import RULES, chunk_policy, deadline_of
 from serl_client.client import TrainerClient
 from serl_client.controller import Controller
 from serl_client.runner import run_actor
@@ -138,9 +138,8 @@ def actor(pipe: Any, address: str, folder: Path, rule: str, hz: float) -> None:
         while not client.connected:
             client.wait(0.05)
         pipe.send("connected")
-        policy = chunk_policy(
-            client, chunks=rule, deadline_s="auto", n_action_steps=N_ACTION_STEPS, fps=hz, clock="real"
-        )
+        deadline = deadline_of("auto", hz, "real")
+        policy = chunk_policy(client, chunks=rule, deadline=deadline, n_action_steps=N_ACTION_STEPS, clock="real")
         watched: Any = Watched(policy, client, hz)
         controller: Controller = watched
         run_actor(env, controller, client, seed=0)

@@ -165,10 +165,9 @@ def test_under_every_rule_only_the_weights_that_must_act_do(rule):
 
 def test_a_simulated_robot_waits_under_every_word_because_its_time_stands_still():
     for name in RULES:
-        made = chunk_policy(Chunks(), chunks=name, deadline_s="auto", n_action_steps=4, fps=10, clock="simulated")
-        assert type(made) is RULES["wait"]
-        made = chunk_policy(Chunks(), chunks=name, deadline_s="auto", n_action_steps=4, fps=10, clock="real")
-        assert (type(made), made._deadline) == (RULES[name], 0.05)
+        for clock, rule in (("simulated", "wait"), ("real", name)):
+            made = chunk_policy(Chunks(), chunks=name, deadline=0.05, n_action_steps=4, clock=clock)
+            assert type(made) is RULES[rule]
 
 
 def test_a_deadline_is_a_share_of_a_step_unless_somebody_says_seconds_that_fit():

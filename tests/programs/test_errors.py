@@ -131,6 +131,8 @@ def make_store(run_dir, spec):
         ("learner=true port=7777 inference_port=7777", ["both 7777: choose another inference_port=..."]),
         ("learner=true run_dir=/proc/nowhere", ["cannot write to /proc/nowhere", "choose another run_dir=..."]),
         ("actor=true task=fake run_dir=/proc/nowhere", ["cannot write to /proc/nowhere", "another run_dir=..."]),
+        ("actor=true task=fake chunks=asink", ["chunks: no rule is called 'asink'; did you mean 'async'?"]),
+        ("actor=true task=fake task.env.clock=real deadline_s=1", ["deadline_s=1 is longer than one step", "=auto"]),
         ("actor=true task=fake inference=lokal", ["no place is called 'lokal'; did you mean 'local'?"]),
         ("actor=true task=fake task.env.clock=wall", ["clock 'wall' is unknown; use one of real, simulated"]),
         ("actor=true task=fake +task.env.speed=2", ["task.env: got an unexpected keyword argument 'speed'"]),

@@ -95,20 +95,19 @@ RULES: dict[str, type[RemotePolicy]] = {"wait": RemotePolicy, "async": AsyncChun
 
 
 def chunk_policy(
-    source: Source, *, chunks: str, deadline_s: Any, n_action_steps: int | None, fps: float, clock: str
+    source: Source, *, chunks: str, deadline: float, n_action_steps: int | None, clock: str
 ) -> RemotePolicy:
-    """Make the controller of a robot with `fps` steps per second whose clock is `real` or `simulated`.
+    """Make the controller of a robot whose clock is `real` or `simulated`.
 
-    chunks: a name in RULES. deadline_s, n_action_steps: as in config/base.yaml. Raises ConfigError as `deadline_of`.
+    chunks: a name in RULES. deadline: seconds. n_action_steps: as in config/base.yaml.
     """
-    rule = RULES["wait" if clock == "simulated" else chunks]
-    return rule(source, deadline=deadline_of(deadline_s, fps, clock), n_action_steps=n_action_steps)
+    return RULES["wait" if clock == "simulated" else chunks](source, deadline=deadline, n_action_steps=n_action_steps)
 
 
 def deadline_of(deadline_s: Any, fps: float, clock: str) -> float:
-    """Return how long `act` may wait, seconds. `auto` is half a step of a real robot.
+    """Return how long `act` may wait, seconds, for a robot with `fps` steps per second. `auto` is half a step.
 
-    Raises ConfigError for what is no time, and for more than one step of a real robot.
+    On a simulated clock any time fits. Raises ConfigError for what is no time, and for more than one real step.
     """
     step = 1 / fps
     if deadline_s == "auto":
