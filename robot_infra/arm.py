@@ -1,0 +1,52 @@
+"""The driver of a real arm: what its owner writes, and what only the guard calls (robot_infra/guard/)."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from serl_client.env import Observation
+from serl_client.spec import Array, Feature
+
+UNITS = ("rad", "m", "")
+
+
+class Arm:
+    """Drives one arm. The guard makes it in a process of its own, and calls it there from one thread.
+
+    The constructor takes `address` (a device, a host or a serial number) and options of its own. It connects, and moves
+    nothing. Each method returns within a few milliseconds, and raises RobotFault for what fails. If no more positions
+    come, because the guard was killed, the arm's own controller must hold the last ones.
+    """
+
+    entries: Mapping[str, str]  # {entry of its positions, as limits and home name it: "rad", "m" or "" for no unit}
+    observation: Mapping[str, Feature] = {}  # what `sense` gives
+    is_simulated: ClassVar[bool] = False  # true: nobody can be hurt, so it moves before a person has said ready
+
+    def read(self) -> Array:
+        """Return the measured positions [J]."""
+        raise NotImplementedError
+
+    def write(self, positions: Array) -> None:
+        """Send set points [J] to the arm's controller; it is called `servo_hz` times a second."""
+        raise NotImplementedError
+
+    def recover(self) -> None:
+        """Clear a fault and switch the motors on, after a person has said ready. It must move nothing."""
+
+    def close(self) -> None:
+        """Give the connection back. The motors stay on, because an arm without torque falls."""
+
+    def tool(self, positions: Array) -> Array | None:
+        """Return where the tool is at these positions [J], as [3] metres; None: this is not known."""
+        return None
+
+    def sense(self) -> Observation:
+        """Return what `observation` names, once for each step; images are uint8 [height, width, channel].
+
+        `observation.state` replaces the measured positions. A name that does not begin with `observation.` is kept
+        from policies, for judges.
+        """
+        return {}
+
+    def scene(self, seed: int) -> None:
+        """Set up the start that `seed` names, at once: only simulations can, and they need no way home."""
+        raise NotImplementedError

@@ -1,0 +1,174 @@
+"""The limits of an arm: which targets and which set points it may get. No clock and no process."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from serl_client.errors import ConfigError
+from serl_client.spec import Array
+
+from robot_infra.arm import UNITS
+
+KEYS = ("range", "speed", "jump", "tracking")  # of an entry
+TOOL, AXES = "tool", ("x", "y", "z")
+SHOWN = {"rad": (180 / math.pi, "°"), "m": (1000.0, " mm"), "": (1.0, "")}  # unit: factor and unit for a person
+USUAL = {"rad": (0.5, 0.1, 0.2), "m": (0.1, 0.02, 0.03), "": (0.5, 0.1, 0.2)}  # speed, jump, tracking to begin with
+HALVES = 6  # of a step, until the largest part is found that keeps the tool within its limits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Limits:
+    """Holds the limits of each entry, [J] in its unit, and of the tool, if the arm knows where that is.
+
+    low, high: of targets. speed: per second. jump: between two targets. tracking: between set point and measurement.
+    box: [2, 3] metres, low and high of the tool. tool_speed: metres per second.
+    """
+
+    entries: Mapping[str, str]
+    low: Array
+    high: Array
+    speed: Array
+    jump: Array
+    tracking: Array
+    box: Array | None = None
+    tool_speed: float = math.inf
+
+    def described(self) -> list[str]:
+        """Return a line for each entry and for the tool, in degrees or millimetres."""
+        lines = []
+        for i, (name, unit) in enumerate(self.entries.items()):
+            factor, shown = SHOWN[unit]
+            low, high, speed, jump, tracking = (
+                f"{each[i] * factor:.4g}{shown}" for each in (self.low, self.high, self.speed, self.jump, self.tracking)
+            )
+            lines.append(f"{name}: {low} to {high}, {speed}/s, {jump} from target to target, {tracking} off its way")
+        if self.box is not None:
+            low, high = 1000 * self.box
+            box = ", ".join(f"{axis} {low[i]:.4g} to {high[i]:.4g} mm" for i, axis in enumerate(AXES))
+            lines.append(f"tool: {box}, {self.tool_speed * 1000:.4g} mm/s")
+        return lines
+
+
+def read_limits(entries: Mapping[str, str], written: Mapping[str, Any] | None, *, has_tool: bool) -> Limits:
+    """Return the limits that a task's yaml writes for an arm with these entries ({name: unit}).
+
+    has_tool: the arm knows where its tool is; then the tool has limits, too. Raises ConfigError for whatever is missing
+    or no limit, with the yaml to write: nothing is unlimited.
+    """
+    if not entries or set(entries.values()) - set(UNITS) or TOOL in entries:
+        raise ConfigError(f"an arm's entries are {{name: unit}}, with 'rad', 'm' or '' as units, not {dict(entries)}")
+    wanted = [*entries, *[TOOL] * has_tool]
+    written = {str(name): limit for name, limit in (written or {}).items()}
+    if missing := [name for name in wanted if name not in written]:
+        raise ConfigError(
+            f"no limits for {', '.join(missing)}, so nothing may move: write in the task's yaml, under env, "
+            f"`{template(entries, has_tool=has_tool)}`; tools/check_robot.py task=... --limits measures the ranges"
+        )
+    if unknown := [name for name in written if name not in wanted]:
+        raise ConfigError(f"limits: this arm has no {', '.join(unknown)}; it has {', '.join(wanted)}")
+    rows = [_entry(name, written[name]) for name in entries]
+    low, high, speed, jump, tracking = np.array(rows, float).T
+    if not has_tool:
+        return Limits(dict(entries), low, high, speed, jump, tracking)
+    tool = _checked(TOOL, written[TOOL], (*AXES, "speed"))
+    box = np.array([_pair(f"{TOOL}.{axis}", tool[axis]) for axis in AXES]).T
+    return Limits(dict(entries), low, high, speed, jump, tracking, box, _positive(f"{TOOL}.speed", tool["speed"]))
+
+
+def template(entries: Mapping[str, str], ranges: Sequence[Sequence[float]] = (), *, has_tool: bool) -> str:
+    """Return the limits to write, in one line of yaml; without `ranges` their numbers are left to the owner."""
+    parts = []
+    for i, (name, unit) in enumerate(entries.items()):
+        low, high = (f"{bound:.4g}" for bound in ranges[i]) if len(ranges) else ("LOW", "HIGH")
+        speed, jump, tracking = USUAL[unit]
+        parts.append(f"{name}: {{range: [{low}, {high}], speed: {speed}, jump: {jump}, tracking: {tracking}}}")
+    if has_tool:
+        parts.append(f"{TOOL}: {{x: [LOW, HIGH], y: [LOW, HIGH], z: [LOW, HIGH], speed: 0.25}}")
+    return f"limits: {{{', '.join(parts)}}}"
+
+
+def read_home(limits: Limits, written: Mapping[str, Any] | None) -> Array:
+    """Return the positions [J] where episodes start. Raises ConfigError unless each entry has one within its range."""
+    names = [*limits.entries]
+    if not isinstance(written, Mapping) or set(map(str, written)) != set(names):
+        pose = ", ".join(f"{name}: {middle:.4g}" for name, middle in zip(names, (limits.low + limits.high) / 2, strict=True))
+        raise ConfigError(f"home: say where episodes start, as in `home: {{{pose}}}`, not {written}")
+    home = np.array([_number(f"home.{name}", written[name]) for name in names])
+    if ((home < limits.low) | (home > limits.high)).any():
+        raise ConfigError(f"home: {dict(written)} lies outside of the ranges of limits: change one of them")
+    return home
+
+
+def _entry(name: str, written: Any) -> tuple[float, ...]:
+    limit = _checked(name, written, KEYS)
+    return (*_pair(f"{name}.range", limit["range"]), *(_positive(f"{name}.{key}", limit[key]) for key in KEYS[1:]))
+
+
+def _checked(name: str, written: Any, keys: Sequence[str]) -> Mapping[str, Any]:
+    if not isinstance(written, Mapping) or set(written) != set(keys):
+        raise ConfigError(f"limits.{name}: has {', '.join(keys)}, and nothing else; not {written}")
+    return written
+
+
+def _pair(name: str, written: Any) -> tuple[float, float]:
+    if not isinstance(written, Sequence) or len(written) != 2:
+        raise ConfigError(f"limits.{name}: should be [low, high], not {written}")
+    low, high = (_number(name, each) for each in written)
+    if not low < high:
+        raise ConfigError(f"limits.{name}: {low:g} should lie below {high:g}")
+    return low, high
+
+
+def _positive(name: str, written: Any) -> float:
+    if (number := _number(name, written)) <= 0:
+        raise ConfigError(f"limits.{name}: should be above 0, not {written}")
+    return number
+
+
+def _number(name: str, written: Any) -> float:
+    if isinstance(written, bool) or not isinstance(written, int | float) or not math.isfinite(written):
+        raise ConfigError(f"limits.{name}: should be a finite number, not {written}")
+    return float(written)
+
+
+class Limiter:
+    """Shortens steps until they keep the limits.
+
+    tool: where the tool is at positions [J], as [3] metres; it is called only if the limits have a box.
+    """
+
+    def __init__(self, limits: Limits, tool: Callable[[Array], Array | None]) -> None:
+        self.limits, self._tool = limits, tool
+
+    def step(self, start: Array, wanted: Array, seconds: float, most: Array | float = math.inf) -> Array:
+        """Return the positions [J] on the way from `start` to `wanted`, both [J], that may be reached in `seconds`.
+
+        most: what an entry may change besides, [J]. From outside of a range or the box every step leads back or rests.
+        """
+        limits = self.limits
+        low, high = np.minimum(limits.low, start), np.maximum(limits.high, start)
+        reach = np.minimum(limits.speed * seconds, most)
+        allowed = np.clip(np.clip(wanted, low, high), start - reach, start + reach)
+        if limits.box is None or (allowed == start).all() or self._keeps(start, allowed, seconds):
+            return allowed
+        good, bad = 0.0, 1.0
+        for _ in range(HALVES):
+            middle = (good + bad) / 2
+            good, bad = (middle, bad) if self._keeps(start, start + middle * (allowed - start), seconds) else (good, middle)
+        return start + good * (allowed - start) if good else start
+
+    def _keeps(self, start: Array, end: Array, seconds: float) -> bool:
+        """Return whether this step keeps the tool's speed, and its box as well as the step's start does."""
+        here, there = (np.asarray(self._tool(each), float) for each in (start, end))
+        if here.shape != (3,) or not (np.isfinite(here).all() and np.isfinite(there).all()):
+            return False
+        is_slow = float(np.linalg.norm(there - here)) <= self.limits.tool_speed * seconds
+        return is_slow and self._outside(there) <= self._outside(here)
+
+    def _outside(self, tool: Array) -> float:
+        """Return how far a point [3] lies outside of the box, metres; 0 inside."""
+        assert self.limits.box is not None
+        low, high = self.limits.box
+        return float(np.linalg.norm(np.maximum(low - tool, 0) + np.maximum(tool - high, 0)))

@@ -1,0 +1,52 @@
+"""Gives an arm one owner: a second guard is refused, whoever has started it."""
+
+import hashlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from serl_client.errors import ConfigError
+
+PATIENCE = 2.0  # seconds: a guard whose actor has gone holds for one more second
+
+
+@contextmanager
+def owned(address: str) -> Iterator[None]:
+    """Own the arm at this address: a device, a host or a serial number. Two names of one device are the same.
+
+    The kernel frees the arm when its owner dies: this is a name of Linux's abstract sockets, and no file. Raises
+    ConfigError, which names the owner's process, if the arm has one.
+    """
+    place = os.path.realpath(address) if os.path.exists(address) else address.strip().lower()
+    name = f"\0retake-arm-{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as claim:
+        deadline = time.monotonic() + PATIENCE
+        while not _claimed(claim, name):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"the arm at {address} is in use by {_owner(name)}: stop its actor, or give another address"
+                )
+            time.sleep(0.05)
+        yield
+
+
+def _claimed(claim: socket.socket, name: str) -> bool:
+    try:
+        claim.bind(name)
+    except OSError:
+        return False
+    claim.listen(128)
+    return True
+
+
+def _owner(name: str) -> str:
+    """Return who owns this name."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe, suppress(OSError):
+        probe.setblocking(False)
+        probe.connect(name)
+        process, *_ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return f"process {process}"
+    return "another process"

@@ -1,0 +1,213 @@
+"""The process that owns an arm: it alone makes the driver, limits and writes each set point, and holds on its own."""
+
+import logging
+import pkgutil
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+from serl_client.errors import ConfigError, RetakeError, RobotFault
+from serl_client.spec import Array
+
+from robot_infra.arm import Arm
+from robot_infra.guard.channel import Ended, Reply, Request, Shared, Start, Started, receive, send
+from robot_infra.guard.limits import Limiter, read_home, read_limits
+from robot_infra.guard.motion import Motion
+from robot_infra.guard.owner import owned
+
+log = logging.getLogger(__name__)
+
+LINGER = 1.0  # seconds that the arm is held after its actor has gone, until the guard ends
+
+
+def main(descriptor: int) -> int:
+    """Guard the arm that the actor names over the socket with this descriptor; return the exit status."""
+    logging.basicConfig(format="[guard] %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the actor's: it says hold and close
+    link = socket.socket(fileno=descriptor)
+    start, _ = receive(link)
+    if not isinstance(start, Start):
+        return 1
+    try:
+        with opened(start.driver, start.address, start.options) as arm:
+            text = _guarded(link, arm, start)
+        ended = Ended(text)
+    except RetakeError as error:
+        ended = Ended(str(error))
+    except Exception as error:
+        log.exception("the guard of %s failed", start.address)
+        ended = Ended(f"it failed: {type(error).__name__}: {error}")
+    with suppress(OSError):
+        send(link, ended)
+    return 0
+
+
+@contextmanager
+def opened(driver: str, address: str, options: Mapping[str, Any]) -> Iterator[Arm]:
+    """Own the arm at this address, make its driver, and close it at the end.
+
+    driver: the full name of a class, package.module.Class. Raises ConfigError if there is no such class, if it takes
+    other options, or if the arm has an owner; RobotFault if the arm does not answer.
+    """
+    try:
+        kind = pkgutil.resolve_name(driver)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"there is no driver {driver!r}: {error}; give the full name of a class") from None
+    if not (isinstance(kind, type) and issubclass(kind, Arm)):
+        raise ConfigError(f"the driver {driver} is no class derived from robot_infra.arm.Arm")
+    with owned(address):
+        try:
+            arm = kind(address=address, **options)
+        except TypeError as error:
+            raise ConfigError(f"the driver {driver} does not take these options: {error}") from error
+        try:
+            yield arm
+        finally:
+            arm.close()
+
+
+def _guarded(link: socket.socket, arm: Arm, start: Start) -> str:
+    """Guard an arm until its actor has gone, or somebody ends this process; return why it ends."""
+    measured = read(arm)
+    has_tool = arm.tool(measured) is not None
+    limits = read_limits(arm.entries, start.limits, has_tool=has_tool)
+    motion = Motion(
+        Limiter(limits, arm.tool), read_home(limits, start.home), tick=1 / start.servo_hz, period=1 / start.fps,
+        home_speed=start.home_speed, measured=measured, is_ready=arm.is_simulated,
+    )  # fmt: skip
+    shared = Shared(arm.observation) if arm.observation else None
+    features = {name: feature.to_dict() for name, feature in arm.observation.items()}
+    started = Started(dict(limits.entries), limits.low.tolist(), limits.high.tolist(), features, limits.described())
+    send(link, started, *([shared.descriptor] if shared else []))
+    return Guard(link, arm, motion, shared, 1 / start.servo_hz).run()
+
+
+def read(arm: Arm) -> Array:
+    """Return the measured positions [J]. Raises RobotFault if there are more or less, or one is not finite."""
+    measured = np.array(arm.read(), float)
+    if measured.shape != (len(arm.entries),) or not np.isfinite(measured).all():
+        raise RobotFault(f"the arm has {len(arm.entries)} entries, and its positions are {measured}", "sensor")
+    return measured
+
+
+class Guard:
+    """Runs the servo loop of one arm, and answers its actor between two ticks."""
+
+    def __init__(self, link: socket.socket, arm: Arm, motion: Motion, shared: Shared | None, tick: float) -> None:
+        self._link, self._arm, self._motion, self._shared, self._tick = link, arm, motion, shared, tick
+        self._ends: str | None = None  # why
+        self._cut_at: float | None = None
+        self._is_driver_ill = False  # then the arm gets no set points: its motors may be off, and it may be moved
+        self._sequence = 0
+        self._has_scenes = type(arm).scene is not Arm.scene
+        self._handlers = {
+            "target": self._follow, "hold": self._hold, "home": self._go_home, "state": self._hear,
+            "observe": self._observe, "recover": self._recover, "close": self._close,
+        }  # fmt: skip
+
+    def run(self) -> str:
+        """Serve until the end; return why it came. The last set point holds the arm, whatever it was."""
+        signal.signal(signal.SIGTERM, self._terminated)
+        due = time.monotonic()
+        try:
+            while self._ends is None:
+                if (left := due - time.monotonic()) > 0:
+                    self._listen(left)
+                    continue
+                self._servo()
+                due, now = due + self._tick, time.monotonic()
+                due = due if due > now else now + self._tick  # no short ticks to catch up
+        finally:
+            self._motion.hold()
+            if not self._is_driver_ill:
+                self._arm.write(self._motion.point.copy())
+        return self._ends
+
+    def _servo(self) -> None:
+        now = time.monotonic()
+        if self._cut_at is not None and now > self._cut_at + LINGER:
+            self._ends = "its actor has gone"
+        point = self._motion.advance(now)
+        if self._is_driver_ill:
+            return
+        with self._failing():
+            self._arm.write(point.copy())
+            self._motion.observe(np.array(self._arm.read(), float))
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Turn a fault of the driver into one of the arm."""
+        try:
+            yield
+        except RobotFault as fault:
+            self._is_driver_ill = True
+            self._motion.hold()
+            self._motion.fault = fault.kind, str(fault)
+
+    # -- the actor
+
+    def _listen(self, seconds: float) -> None:
+        if self._cut_at is not None:
+            time.sleep(seconds)
+            return
+        if not select.select([self._link], [], [], seconds)[0]:
+            return
+        request, _ = receive(self._link)
+        if not isinstance(request, Request):
+            self._cut_at = time.monotonic()
+            self._motion.hold()
+            return
+        self._handlers[request.kind](request)
+        motion = self._motion
+        reply = Reply(
+            request.number, motion.measured.tolist(), motion.target.tolist(), motion.is_home, motion.fault,
+            motion.limited, motion.refused, self._sequence,
+        )  # fmt: skip
+        with suppress(OSError):  # the actor has just gone: the next look says so
+            send(self._link, reply)
+
+    def _follow(self, request: Request) -> None:
+        self._motion.follow(np.array(request.positions, float), request.sent, time.monotonic())
+
+    def _hold(self, request: Request) -> None:
+        self._motion.hold()
+
+    def _go_home(self, request: Request) -> None:
+        if not self._has_scenes or self._motion.fault:
+            self._motion.go_home(request.sent)
+            return
+        with self._failing():
+            self._arm.scene(request.seed)
+            self._motion.be_there(read(self._arm))
+
+    def _hear(self, request: Request) -> None:
+        self._motion.hear(request.sent)
+
+    def _observe(self, request: Request) -> None:
+        self._motion.hear(request.sent)
+        if self._shared is None or self._motion.fault:
+            return
+        with self._failing():
+            arrays = self._arm.sense()
+            for name, feature in self._arm.observation.items():
+                feature.check(name, arrays[name])
+                if not np.isfinite(arrays[name]).all():
+                    raise RobotFault(f"{name} holds a value that is not finite; a sensor or its driver failed", "sensor")
+            self._sequence = self._shared.write(arrays)
+
+    def _recover(self, request: Request) -> None:
+        with self._failing():
+            self._arm.recover()
+            self._motion.recover(read(self._arm))
+            self._is_driver_ill = False
+
+    def _close(self, request: Request) -> None:
+        self._ends = "its actor has closed it"
+
+    def _terminated(self, *_: object) -> None:
+        self._ends = "it was ended by SIGTERM"

@@ -1,0 +1,173 @@
+"""The actor's side of a guard: a Robot whose arm belongs to another process."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from serl_client.env import Observation
+from serl_client.errors import ConfigError, RobotFault
+from serl_client.spec import Array, Feature
+
+from robot_infra.guard.channel import Reply, Shared, Start, Started
+from robot_infra.guard.link import ANSWER, SLOW, GuardLink
+from robot_infra.interfaces import Frame
+
+log = logging.getLogger(__name__)
+
+STATE, IMAGES = "observation.state", "observation.images."
+SPACES = ("joint_position", "joint_delta", "ee_position", "ee_delta")
+
+
+class GuardedRobot:
+    """Is a Robot whose arm a guard owns: a process of its own, which limits, interpolates, holds and goes home.
+
+    driver: full name of a class derived from Arm; the guard makes it with `address` and `options`.
+    address: where the arm is, such as /dev/ttyACM0 or 10.0.0.7; an arm has one owner.
+    fps: steps per second. servo_hz: set points per second.
+    limits: {entry: {range, speed, jump, tracking}} (guard/limits.py). home: {entry: position} where episodes start.
+    home_speed: share of the speed limits on the way home.
+    space: what an action means: `joint_position`, `ee_position`: the target itself; `joint_delta`, `ee_delta`: its
+        distance from the last target, in strokes. stroke: of each entry, or one for all; only with a delta.
+
+    A real arm moves nothing before `recover` was called, which a person's word does. `hidden` has what the arm tells
+    only judges and scripts. Raises ConfigError for whatever cannot be, also if somebody else owns the arm.
+    """
+
+    def __init__(
+        self, driver: str, *, address: str, fps: float, limits: Mapping[str, Any] | None, home: Mapping[str, Any] | None,
+        space: str = "joint_position", stroke: float | Sequence[float] | None = None,
+        options: Mapping[str, Any] | None = None, servo_hz: float = 100.0, home_speed: float = 0.25,
+    ) -> None:  # fmt: skip
+        if space not in SPACES or space.endswith("_delta") == (stroke is None):
+            raise ConfigError(f"space={space}: use {', '.join(SPACES)}; a delta needs a stroke, and nothing else has one")
+        if not (0 < fps <= servo_hz <= 1000 and 0 < home_speed <= 1):
+            raise ConfigError(
+                f"fps={fps:g} servo_hz={servo_hz:g} home_speed={home_speed:g}: servo_hz is at most 1000 and at least "
+                "fps, and home_speed a share of the speed limits, above 0 and at most 1"
+            )
+        self.space, self.fps = space, fps
+        self.hidden: Observation = {}
+        self.guard = GuardLink(Start(
+            driver, str(address), _plain(options or {}), _plain(limits or {}), _plain(home or {}), float(fps),
+            float(servo_hz), float(home_speed),
+        ))  # fmt: skip
+        started = self._begin()
+        for line in started.limits:
+            log.info("limits of %s: %s", address, line)
+        state = Feature((len(started.entries),), names=tuple(started.entries))
+        features = {STATE: state, **_features(started)}
+        images = {name for name in features if name.startswith(IMAGES)}
+        self.cameras = {name.removeprefix(IMAGES): GuardedCamera(features[name]) for name in sorted(images)}
+        self.observation: Mapping[str, Feature] = {
+            name: feature for name, feature in features.items() if name.startswith("observation.") and name not in images
+        }
+        self._stroke = None if stroke is None else np.broadcast_to(np.asarray(_plain(stroke), float), state.shape)
+        low, high = (started.low, started.high) if stroke is None else (-1, 1)
+        self.action = Feature(state.shape, names=state.names, low=np.array(low), high=np.array(high))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many targets were limited and refused since the guard began."""
+        return {"limited": self.guard.latest.limited, "refused": self.guard.latest.refused}
+
+    def observe(self) -> Observation:
+        """Return the latest measurement. Raises RobotFault if the arm holds because of a fault."""
+        reply = self._asked("observe")
+        found: Observation = {STATE: np.array(reply.measured, np.float32)}
+        if self._shared is not None:
+            found |= self._shared.read(reply.sequence)
+        now = time.monotonic()
+        for name, camera in self.cameras.items():
+            camera.frame = Frame(found.pop(IMAGES + name), now)
+        self.hidden = {name: array for name, array in found.items() if name not in self.observation}
+        return {name: found[name] for name in self.observation}
+
+    def command(self, action: Array) -> Array:
+        """Send an action [A]; return the one that the guard has accepted. One that is not finite holds."""
+        action = np.asarray(action, self.action.dtype)
+        self.action.check("action", action)
+        finite = np.isfinite(action).all()
+        wanted = (np.clip(action, self.action.low, self.action.high) if finite else action).astype(float)
+        before = np.array(self.guard.latest.target)
+        target = wanted if self._stroke is None else before + self._stroke * wanted
+        accepted = np.array(self._asked("target", target.tolist()).target)
+        executed = accepted if self._stroke is None else (accepted - before) / self._stroke
+        return np.clip(executed.astype(self.action.dtype), self.action.low, self.action.high)
+
+    def hold_action(self) -> Array:
+        """Return zeros for a delta, else the newest accepted target [A]."""
+        return np.array(self.guard.latest.target if self._stroke is None else 0 * self._stroke, self.action.dtype)
+
+    def home(self, seed: int) -> None:
+        """Begin the slow way home; a simulation is there at once, in the scene that `seed` names."""
+        self._asked("home", seed=seed, patience=SLOW)
+
+    @property
+    def is_home(self) -> bool:
+        """Return whether the way home has ended. Whoever waits for it asks in each step: it is a sign of life."""
+        return self._asked("state").is_home
+
+    def stop(self) -> None:
+        """Hold now, also after a fault; without a guard there is nothing that could move."""
+        with suppress(RobotFault):
+            self.guard.call("hold")
+
+    def recover(self) -> None:
+        """Clear a fault, once a person has said ready; start a new guard if there is none. Moves nothing."""
+        if not self.guard.is_open:
+            try:
+                self._begin()
+            except ConfigError as error:
+                raise RobotFault(str(error), "guard") from None
+        self._asked("recover", patience=SLOW)
+
+    def close(self) -> None:
+        """Hold, give the arm back and end the guard; may be called twice."""
+        with suppress(RobotFault):
+            self.guard.call("close", patience=SLOW)
+            if any(self.counts.values()):
+                log.info("targets since the guard began: %(limited)d limited, %(refused)d refused", self.counts)
+        self.guard.end("is closed")
+
+    def _begin(self) -> Started:
+        started, descriptors = self.guard.begin()
+        self._shared = Shared(_features(started), descriptors[0]) if descriptors else None
+        return started
+
+    def _asked(self, kind: str, positions: Sequence[float] = (), *, seed: int = 0, patience: float = ANSWER) -> Reply:
+        """Return the guard's reply. Raises RobotFault if the arm holds because of a fault, or if there is no guard."""
+        reply = self.guard.call(kind, positions, seed=seed, patience=patience)
+        if reply.fault:
+            failed, text = reply.fault
+            raise RobotFault(text, failed)
+        return reply
+
+
+class GuardedCamera:
+    """Gives an image that the arm itself observes; a Camera. It is as new as the robot's latest observation."""
+
+    def __init__(self, feature: Feature) -> None:
+        self.feature = feature
+        self.frame = Frame(np.zeros(feature.shape, np.uint8), time.monotonic())
+
+    def latest(self) -> Frame:
+        return self.frame
+
+    def close(self) -> None:
+        pass
+
+
+def _features(started: Started) -> dict[str, Feature]:
+    return {name: Feature(**feature) for name, feature in started.observation.items()}
+
+
+def _plain(written: Any) -> Any:
+    """Return a yaml's mappings and lists as those of Python."""
+    if isinstance(written, Mapping):
+        return {str(name): _plain(value) for name, value in written.items()}
+    if isinstance(written, Sequence) and not isinstance(written, str):
+        return [_plain(value) for value in written]
+    return written

@@ -1,0 +1,117 @@
+"""Arms for tests of the guard: what they are told goes into a pipe, with times, and a test reads it there."""
+
+import json
+import os
+import select
+import time
+from typing import NamedTuple
+
+import numpy as np
+from serl_client.errors import RobotFault
+
+from robot_infra.arm import Arm
+from robot_infra.guard.robot import GuardedRobot
+
+from .common import PATIENCE
+
+JOINTS = ("shoulder", "elbow")
+LIMITS = {
+    "shoulder": {"range": [-1.0, 1.0], "speed": 2.0, "jump": 0.2, "tracking": 0.6},
+    "elbow": {"range": [-2.0, 0.5], "speed": 1.0, "jump": 0.3, "tracking": 0.6},
+}
+HOME = {"shoulder": 0.5, "elbow": 0.0}
+FPS = 5.0
+DRIVER = f"{__name__}.LoggedArm"
+
+
+class LoggedArm(Arm):
+    """Two joints that follow their set points with a lag; every call is a line in the pipe `log`.
+
+    fails: {call: [n, kind]}, the n-th call (from 1) raises RobotFault of this kind, or KeyError if it is `bug`.
+    jams: from this write on the arm stands still. sinks: how far below its set point the first joint hangs.
+    """
+
+    entries = dict.fromkeys(JOINTS, "rad")
+
+    def __init__(self, address, log, *, fails=None, jams=None, sinks=0.0, at=(0.0, 0.0)):
+        self._pipe, self._fails, self._jams, self._sinks = os.open(log, os.O_WRONLY), fails or {}, jams, sinks
+        self._at, self._calls = np.array(at, float), {}
+        self._say("made", address)
+
+    def read(self):
+        return self._at - [self._sinks, 0.0]
+
+    def write(self, positions):
+        self._say("write", positions.tolist())
+        if self._jams is None or self._calls["write"] < self._jams:
+            self._at = self._at + 0.5 * (positions - self._at)
+
+    def recover(self):
+        self._say("recover")
+
+    def close(self):
+        self._say("close")
+
+    def _say(self, call, what=None):
+        self._calls[call] = self._calls.get(call, 0) + 1
+        line = json.dumps([call, time.monotonic(), what, self._at.tolist()])
+        os.write(self._pipe, f"{line}\n".encode())
+        number, kind = self._fails.get(call, (None, ""))
+        if self._calls[call] == number:
+            raise KeyError("a bug") if kind == "bug" else RobotFault(f"{call} was told to fail", kind)
+
+
+class Said(NamedTuple):
+    """One call of the driver."""
+
+    call: str
+    time: float
+    what: object
+    at: list
+
+
+class Log:
+    """The pipe of a LoggedArm: `calls`, as far as they were read."""
+
+    def __init__(self, folder):
+        self.path = str(folder / "log")
+        os.mkfifo(self.path)
+        self._pipe = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)  # with a writer of our own it never ends
+        self._rest, self.calls = b"", []
+
+    def close(self):
+        os.close(self._pipe)
+
+    def read(self):
+        """All calls until now."""
+        while select.select([self._pipe], [], [], 0)[0]:
+            self._take()
+        return self.calls
+
+    def until(self, condition):
+        """Wait until condition(calls) is true, and return its value."""
+        deadline = time.monotonic() + PATIENCE
+        while not (value := condition(self.read())):
+            assert select.select([self._pipe], [], [], deadline - time.monotonic())[0], f"never: {self.calls[-5:]}"
+            self._take()
+        return value
+
+    def more(self, count, call="write"):
+        """Wait for so many more of these calls, and return them."""
+        before = len(self.of(call))
+        self.until(lambda calls: len(self.of(call)) >= before + count)
+        return self.of(call)[before:]
+
+    def of(self, call):
+        return [said for said in self.calls if said.call == call]
+
+    def _take(self):
+        *lines, self._rest = (self._rest + os.read(self._pipe, 1 << 16)).split(b"\n")
+        self.calls += [Said(*json.loads(line)) for line in lines]
+
+
+def guarded(log, **changes):
+    """A GuardedRobot over a LoggedArm; `options` go to the driver."""
+    options = {"log": log.path, **changes.pop("options", {})}
+    arguments = {"address": log.path, "fps": FPS, "limits": LIMITS, "home": HOME, **changes}
+    return GuardedRobot(DRIVER, options=options, **arguments)
