@@ -12,6 +12,7 @@ from serl_client.spec import Array, Feature, Spec
 
 from robot_infra.interfaces import Camera, Judge, Operator, Robot, Teleop
 from robot_infra.intervention import POLICY_ACTION, Intervention, policy_action
+from robot_infra.safety import check_guarded
 
 CLOCKS = ("real", "simulated")
 IMAGES, AGE = "observation.images.", "age."  # and a camera's name
@@ -37,6 +38,7 @@ class RobotEnv:
     ) -> None:  # fmt: skip
         if clock not in CLOCKS:
             raise ConfigError(f"clock {clock!r} is unknown; use one of {', '.join(CLOCKS)}")
+        check_guarded(robot, clock, fps)
         if teleop is not None and teleop.space != robot.space:
             raise ConfigError(f"the teleop gives {teleop.space} actions, the robot takes {robot.space}")
         self.robot, self.judge, self.teleop, self.operator = robot, judge, teleop, operator

@@ -9,12 +9,15 @@ from robot_infra.guard.limits import Limiter
 
 HOLD, FOLLOW, HOME = "hold", "follow", "home"
 SILENT_PERIODS = 3  # without a sign of life, until the arm holds and waits for a person
+SILENT_HOME = 0.5  # seconds: the same on the slow way home, where the actor also reads keys
 TRACKING_TICKS = 5  # in which set point and measurement are too far apart, until that is a fault
 SETTLING = 0.3  # seconds at the end of the way home
 
 
 class Motion:
     """Moves the set point `point` [J] of an arm: by targets, on its way home, or not at all.
+
+    Silence matters only while the arm moves: after `hold`, and at home, it may last as long as it likes.
 
     limiter: limits each target and each set point. home: positions [J] where episodes start.
     tick, period: seconds of one servo tick, and of one control step, over which a target is interpolated.
@@ -32,6 +35,7 @@ class Motion:
         self._limiter, self._limits, self._home = limiter, limiter.limits, home
         self._tick, self._period, self._home_speed = tick, period, home_speed
         self._per_period = max(1, math.ceil(period / tick - 1e-6))
+        self._patience = SILENT_PERIODS * period
         self.mode, self.is_home = HOLD, False
         self.fault: tuple[str, str] | None = None
         self.limited = self.refused = 0
@@ -40,7 +44,7 @@ class Motion:
         self._left = 0  # ticks until the set point reaches the target, or until the arm has settled at home
         self._apart = 0  # consecutive ticks off its way
         if not is_ready:
-            self.fault = "guard", "its guard has just begun, and moves nothing before a person has said ready"
+            self.fault = "guard", "the arm was connected anew: a person in the actor's terminal says when it may move"
 
     # -- what the actor says; `sent`: when, seconds of the clock of `tick`
 
@@ -49,7 +53,7 @@ class Motion:
 
         An old target is a fault: who sent it has long taken this guard for dead.
         """
-        if now - sent > SILENT_PERIODS * self._period:
+        if now - sent > self._patience:
             self.fail("guard", f"a target came {now - sent:.2f} s after it was sent: the guard was stopped or starved")
         if self.fault:
             return
@@ -97,8 +101,9 @@ class Motion:
 
     def advance(self, now: float) -> Array:
         """Return the set point [J] of this tick. The arm holds if the actor has been silent while it moves."""
-        if self.mode != HOLD and now - self._heard > SILENT_PERIODS * self._period:
-            self.fail("guard", f"the actor gave no sign of life for {now - self._heard:.2f} s while the arm moved")
+        silent = now - self._heard
+        if (self.mode == FOLLOW and silent > self._patience) or (self.mode == HOME and silent > SILENT_HOME):
+            self.fail("guard", f"the actor gave no sign of life for {silent:.2f} s while the arm moved")
         if self.mode == FOLLOW:
             wanted = self.point + (self.target - self.point) / max(self._left, 1)
             self.point, self._left = self._limiter.step(self.point, wanted, self._tick), self._left - 1

@@ -32,8 +32,9 @@ class GuardedRobot:
     space: what an action means: `joint_position`, `ee_position`: the target itself; `joint_delta`, `ee_delta`: its
         distance from the last target, in strokes. stroke: of each entry, or one for all; only with a delta.
 
-    A real arm moves nothing before `recover` was called, which a person's word does. `hidden` has what the arm tells
-    only judges and scripts. Raises ConfigError for whatever cannot be, also if somebody else owns the arm.
+    A real arm moves nothing before `recover` was called, which a person's word does. `seen` has all that the arm told
+    at the latest observation, for judges and scripts. `cameras` has those of the arm itself. Raises ConfigError for
+    whatever cannot be, also if somebody else owns the arm.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class GuardedRobot:
                 "fps, and home_speed a share of the speed limits, above 0 and at most 1"
             )
         self.space, self.fps = space, fps
-        self.hidden: Observation = {}
+        self.seen: Observation = {}
         self.guard = GuardLink(Start(
             driver, str(address), _plain(options or {}), _plain(limits or {}), _plain(home or {}), float(fps),
             float(servo_hz), float(home_speed),
@@ -79,11 +80,10 @@ class GuardedRobot:
         found: Observation = {STATE: np.array(reply.measured, np.float32)}
         if self._shared is not None:
             found |= self._shared.read(reply.sequence)
-        now = time.monotonic()
+        now, self.seen = time.monotonic(), found
         for name, camera in self.cameras.items():
-            camera.frame = Frame(found.pop(IMAGES + name), now)
-        self.hidden = {name: array for name, array in found.items() if name not in self.observation}
-        return {name: found[name] for name in self.observation}
+            camera.frame = Frame(found[IMAGES + name], now)
+        return {name: found[name].copy() for name in self.observation}
 
     def command(self, action: Array) -> Array:
         """Send an action [A]; return the one that the guard has accepted. One that is not finite holds."""

@@ -1,6 +1,7 @@
 """A simulated robot for every machine: a light MuJoCo arm with a gripper, a table and a block to pick up."""
 
 import math
+import secrets
 from collections.abc import Mapping
 from functools import partial
 from importlib.resources import files
@@ -11,17 +12,20 @@ from serl_client.env import Observation
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature
 
+from robot_infra.arm import Arm
 from robot_infra.cameras import gl
 from robot_infra.env import RobotEnv
+from robot_infra.guard.robot import GuardedRobot
 from robot_infra.interfaces import Camera
 from robot_infra.judges import lifted
-from robot_infra.safety import SafeRobot
+from robot_infra.safety import SafeRobot, check_clock
 from robot_infra.teleop.keyboard import chosen
 from robot_infra.teleop.scripted import Rescuer
 from robot_infra.teleop.verdicts import chosen_verdicts
 
 FPS = 10.0  # steps per second, if nothing else is said
 PHYSICS = 0.004  # seconds of one physics step, as in arm.xml
+SERVO_HZ = 50.0  # set points per second of its guard
 SPEED = 0.3  # metres per second, of the commanded tool or finger under an action of 1
 SHOULDER, UPPER_ARM, FOREARM, HAND = 0.19, 0.32, 0.30, 0.175  # metres: height of the joint, lengths up to the tool
 WORKSPACE = np.array([[0.25, -0.2, 0.025], [0.55, 0.2, 0.35]])  # metres, for the tool; fingers end 2 cm lower
@@ -62,7 +66,7 @@ class SimArm:
     without the package mujoco.
     """
 
-    space, is_home = "ee_delta", True
+    space, is_home, is_simulated = "ee_delta", True, True
     action = Feature((4,), names=(*AXES, "gripper"), low=np.array(-1), high=np.array(1))
 
     def __init__(self, *, fps: float = FPS, block_in_state: bool = True) -> None:
@@ -91,8 +95,17 @@ class SimArm:
 
     @property
     def holds(self) -> bool:
-        """Return whether the closing fingers have met something, or each other."""
-        return self._opening < 0.003 and self._data.qpos[5] < 0.026
+        return holds(*self.fingers)
+
+    @property
+    def fingers(self) -> tuple[float, float]:
+        """Return the metres between a finger and the middle, as they are and as commanded."""
+        return float(self._data.qpos[5]), self._opening
+
+    @property
+    def commanded(self) -> Array:
+        """Return the commanded tool and opening [4], metres."""
+        return np.append(self._target, self._opening)
 
     @property
     def pose(self) -> Array:
@@ -140,7 +153,86 @@ class SimArm:
         self._data.ctrl[:5], self._data.ctrl[5] = inverse_kinematics(self._target), self._opening
 
 
-def pick(arm: SimArm) -> Array:
+class PickArm(Arm):
+    """Is the simulated arm as a driver, whose positions are those of the tool and the fingers' opening.
+
+    hz: set points per second. backend, image_size: of its cameras; an empty backend: it has none.
+    `scene` tells the judge and the scripted operator where tool and block truly are.
+    """
+
+    entries = dict.fromkeys((*AXES, "gripper"), "m")
+    is_simulated = True
+
+    def __init__(self, address: str, *, hz: float, block_in_state: bool, backend: str, image_size: int) -> None:
+        self._arm = SimArm(fps=hz, block_in_state=block_in_state)
+        cameras = self._arm.cameras(backend, size=image_size) if backend else {}
+        self._cameras = {f"observation.images.{name}": camera for name, camera in cameras.items()}
+        images = {name: camera.feature for name, camera in self._cameras.items()}
+        self.observation = {**self._arm.observation, "scene": Feature((8,), "float64"), **images}
+
+    def read(self) -> Array:
+        return np.append(self._arm.tool, self._arm.fingers[0])
+
+    def write(self, positions: Array) -> None:
+        way = positions - self._arm.commanded
+        self._arm.command(way * [1, 1, 1, -1] / self._arm.stroke)
+
+    def sense(self) -> Observation:
+        images = {name: camera.latest().image for name, camera in self._cameras.items()}
+        scene = np.concatenate([self._arm.tool, self._arm.block, self._arm.fingers])
+        return {**self._arm.observe(), "scene": scene, **images}
+
+    def scene(self, seed: int) -> None:
+        self._arm.home(seed)
+
+    def close(self) -> None:
+        for camera in self._cameras.values():
+            camera.close()
+
+
+class SeenScene:
+    """Shows a judge and a script what a guarded PickArm observed last: see SimArm."""
+
+    def __init__(self, robot: GuardedRobot, stroke: float) -> None:
+        self._robot, self.stroke = robot, stroke
+
+    @property
+    def tool(self) -> Array:
+        return self._robot.seen["scene"][:3]
+
+    @property
+    def block(self) -> Array:
+        return self._robot.seen["scene"][3:6]
+
+    @property
+    def holds(self) -> bool:
+        return holds(*self._robot.seen["scene"][6:])
+
+
+def guarded(*, fps: float, block_in_state: bool, backend: str, image_size: int) -> GuardedRobot:
+    """Return the simulated arm behind a guard."""
+    stroke, ranges = SPEED / fps, [*WORKSPACE.T.tolist(), [0.0, OPEN]]
+    limit = {"speed": 1.5 * SPEED, "jump": 1.5 * stroke, "tracking": 0.15}
+    limits: dict[str, dict[str, Any]] = {
+        name: {**limit, "range": bounds} for name, bounds in zip(PickArm.entries, ranges, strict=True)
+    }
+    limits["gripper"]["jump"] = OPEN  # holding must not open it
+    return GuardedRobot(
+        f"{__name__}.PickArm", address=f"sim_arm-{secrets.token_hex(8)}", fps=fps, limits=limits,
+        home=dict(zip(PickArm.entries, [*HOME.tolist(), OPEN], strict=True)), space="ee_delta",
+        stroke=[stroke, stroke, stroke, -stroke], servo_hz=SERVO_HZ,
+        options={
+            "hz": SERVO_HZ, "block_in_state": block_in_state, "backend": backend, "image_size": image_size,
+        },
+    )  # fmt: skip
+
+
+def holds(finger: float, opening: float) -> bool:
+    """Return whether the closing fingers have met something, or each other."""
+    return opening < 0.003 and finger < 0.026
+
+
+def pick(arm: SimArm | SeenScene) -> Array:
     """Return the action [x, y, z, gripper] of a pick: above the block, down, close, up.
 
     It follows from the scene alone, so that a lost block is picked again.
@@ -152,7 +244,7 @@ def pick(arm: SimArm) -> Array:
     return np.array([0.0, 0.0, 1.0 if arm.holds else 0.0, 1.0])
 
 
-def left_to_pick(arm: SimArm, height: float = 0.12) -> float:
+def left_to_pick(arm: SimArm | SeenScene, height: float = 0.12) -> float:
     """Return the metres from the tool to the block plus those from the block to `height`."""
     return float(np.linalg.norm(arm.block - arm.tool)) + max(0.0, height - float(arm.block[2]))
 
@@ -160,26 +252,34 @@ def left_to_pick(arm: SimArm, height: float = 0.12) -> float:
 def make(
     *, max_steps: int, noise: float, clock: str, fps: float = FPS, operator: str = "scripted",
     verdict_by: str = "judge", takeover_after: int = 12, handback_after: int = 10, cameras: bool | str = False,
-    image_size: int = 128, block_in_state: bool = True,
+    image_size: int = 128, block_in_state: bool = True, guard: bool = False,
 ) -> RobotEnv:  # fmt: skip
-    """Make the picking task as an Env. `noise`: standard deviation of the scripted operator's actions (Scripted).
+    """Make the picking task as an Env.
 
-    `verdict_by`: `judge` or `operator` (teleop/verdicts.py). `cameras` is true, false or auto (cameras/gl.py). Raises
-    ConfigError where neither state nor camera would show the block.
+    noise: standard deviation of the scripted operator's actions. verdict_by: `judge` or `operator`
+    (teleop/verdicts.py). cameras: true, false or auto (cameras/gl.py). guard: the arm belongs to a guard, as a real one
+    would; only on the real clock. Raises ConfigError where neither state nor camera would show the block.
     """
-    arm = SimArm(fps=fps, block_in_state=block_in_state)
     backend = gl.chosen(cameras)
     if not (backend or block_in_state):
         raise ConfigError("nothing would show the block: say task.cameras=true or task.block_in_state=true")
+    arm: SimArm | SeenScene
+    if guard:
+        check_clock(clock)
+        owner = guarded(fps=fps, block_in_state=block_in_state, backend=backend, image_size=image_size)
+        arm, drawn = SeenScene(owner, SPEED / fps), owner.cameras
+    else:
+        arm = SimArm(fps=fps, block_in_state=block_in_state)
+        owner, drawn = SafeRobot(arm), arm.cameras(backend, size=image_size) if backend else {}
     scripted = Rescuer(
         partial(pick, arm), partial(left_to_pick, arm), noise=noise, margin=arm.stroke / 4,
         takeover_after=takeover_after, handback_after=handback_after,
     )  # fmt: skip
-    teleop, keyboard = chosen(operator, scripted, arm.action, clock=clock)
+    teleop, keyboard = chosen(operator, scripted, owner.action, clock=clock)
     judge, person = chosen_verdicts(
         verdict_by, lambda: lifted(arm.tool, arm.block), lambda: arm.steps, max_steps, keyboard
     )
     return RobotEnv(
-        SafeRobot(arm), judge=judge, task="pick up the block", fps=fps, max_steps=max_steps, clock=clock,
-        cameras=arm.cameras(backend, size=image_size) if backend else None, teleop=teleop, operator=person,
+        owner, judge=judge, task="pick up the block", fps=fps, max_steps=max_steps, clock=clock, cameras=drawn,
+        teleop=teleop, operator=person,
     )  # fmt: skip

@@ -348,24 +348,36 @@ J4 killed fitted: the bars around an image are grey
     - value=-1.0)
     + value=0.0)
 
-== safety of the robot: test_robot_env test_intervention
+== safety of the robot: test_robot_env test_intervention test_guard test_guard_motion
 
-K1 killed SafeRobot._allowed: a robot outside of its bounds comes back at full speed
-    - action = np.clip(action, self._low, self._high)
-    - return action if self._jump is None else np.clip(action, self._last - self._jump, self._last + self._jump)
-    + if self._jump is not None:
-    +     action = np.clip(action, self._last - self._jump, self._last + self._jump)
-    + return np.clip(action, self._low, self._high)
-K2 killed SafeRobot.home: after homing the jump is counted from where the robot was before
-    - self._last = self.robot.hold_action()
-    + pass
-K3 killed SafeRobot.__init__: a box widens the bounds
-    - max(self._low[entry], low), min(self._high[entry], high)
-    + low, high
-K4 killed SafeRobot.command: the jump is counted from what was asked, not from what the robot took
-    - self._last = self.robot.command(self._allowed(action))
-    + self._last = self._allowed(action)
-    + self.robot.command(self._last)
+K1 killed Limiter.step: a robot outside of its range is sent further out
+    - low, high = np.minimum(limits.low, start), np.maximum(limits.high, start)
+    + low, high = limits.low - 9, limits.high + 9
+K2 killed Motion._advance_home: after homing the jump is counted from where the robot was before
+    - self.hold()
+    + self.mode = HOLD
+K3 killed Limiter._keeps: the tool may leave its box
+    - is_slow and self._outside(there) <= self._outside(here)
+    + is_slow
+K4 killed Motion.follow: the jump is counted from what was asked, not from what the robot took
+    - self.target, self.mode, self.is_home = target, FOLLOW, False
+    + self.target, self.mode, self.is_home = wanted, FOLLOW, False
+K5 killed Motion.hold: each hold lets a heavy arm sink
+    - if self.mode != HOLD:
+    + if True:
+K6 killed Motion.advance: an actor that hangs leaves the arm to its last target
+    - (self.mode == FOLLOW and silent > self._patience)
+    + False
+K7 killed Motion.fail: an arm with a fault follows the next target
+    - self.fault = self.fault or (kind, text)
+    + self.fault = None
+K8 killed Guard._listen: an actor that was killed leaves the arm on its way
+    - self._cut_at = time.monotonic()
+    - self._motion.hold()
+    + self._cut_at = time.monotonic()
+K9 killed GuardLink.call: an answer to an earlier question is taken for this one
+    - if answer.number == self._number:
+    + if answer:
 
 == ranks and heads: test_averaging test_attention
 

@@ -114,39 +114,223 @@ DOINGS = st.lists(
 )
 
 
+def do(bench, what, more):
+    """One of DOINGS. What it does to the set point at once leads it to the measurement, if anywhere."""
+    motion, before, target = bench.motion, bench.motion.point, bench.motion.target
+    if what == "follow":
+        bench.follow(*more)
+        assert motion.mode == HOLD or (np.abs(motion.target - target) <= bench.limits.jump + A_BIT).all()
+    elif what == "push":
+        bench.measured = bench.measured + np.random.default_rng(more).normal(0, 0.3, 2)
+    elif what == "hold":
+        motion.hold()
+    elif what == "home":
+        motion.go_home(bench.now)
+    else:
+        motion.recover(bench.measured)
+    assert (np.abs(motion.point - motion.measured) <= np.abs(before - motion.measured) + A_BIT).all()
+
+
+def check(bench, before, after, was_faulty):
+    """One tick: no limit is broken, or broken more than before; with a fault nothing moves."""
+    limits, limiter = bench.limits, Limiter(bench.limits, tool)
+    assert (np.abs(after - before) <= limits.speed * TICK + A_BIT).all()
+    assert (after >= np.minimum(limits.low, before) - A_BIT).all()
+    assert (after <= np.maximum(limits.high, before) + A_BIT).all()
+    assert not was_faulty or (after == before).all()
+    if limits.box is not None:
+        assert np.linalg.norm(tool(after) - tool(before)) <= limits.tool_speed * TICK + A_BIT
+        assert limiter._outside(tool(after)) <= limiter._outside(tool(before)) + A_BIT
+
+
 def keeps_its_limits(bench, doings):
-    """Do it all; every tick between two doings keeps every limit, and nothing moves while a fault is there."""
-    motion, limits = bench.motion, bench.limits
-    reach = {tuple(each) for each in ()}
-    for number, (what, more) in enumerate(doings):
-        before, target = motion.point, motion.target
-        if what == "follow":
-            bench.follow(*more)
-            jumped = np.abs(motion.target - target) - limits.jump
-            assert motion.mode == HOLD or (jumped <= A_BIT).all()
-        elif what == "push":
-            bench.measured = bench.measured + np.random.default_rng(more).normal(0, 0.3, 2)
-        else:
-            {"hold": motion.hold, "home": lambda: motion.go_home(bench.now),
-             "recover": lambda: motion.recover(bench.measured)}[what]()  # fmt: skip
-        led_back = np.abs(motion.point - motion.measured) <= np.abs(before - motion.measured) + A_BIT
-        assert what == "recover" or led_back.all()
-        outside = [max(limits.low[i] - motion.point[i], motion.point[i] - limits.high[i], 0.0) for i in (0, 1)]
-        far, point, had = Limiter(limits, tool)._outside(tool(motion.point)), motion.point, motion.fault
-        for each in bench.go(1 + number % 12):
-            if had is None and motion.fault and np.abs(each - point).max() > 0:
-                break  # it held in this tick: near the measurement
-            assert (np.abs(each - point) <= limits.speed * TICK + A_BIT).all()
-            assert ((limits.low - each <= np.array(outside) + A_BIT) & (each - limits.high <= np.array(outside) + A_BIT)).all()
-            if limits.box is not None:
-                assert np.linalg.norm(tool(each) - tool(point)) <= limits.tool_speed * TICK + A_BIT
-                assert Limiter(limits, tool)._outside(tool(each)) <= far + A_BIT
-            assert had is None or (each == point).all()
-            point = each
-    return reach
+    for what, more in doings:
+        do(bench, what, more)
+        for _ in range(12):
+            before, was_faulty = bench.motion.point, bench.motion.fault is not None
+            (after,) = bench.go(1)
+            check(bench, before, after, was_faulty)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(DOINGS, st.booleans(), st.sampled_from([0.1, 0.5, 1.0]))
 def test_whatever_is_asked_for_no_set_point_leaves_the_limits(doings, has_tool, lag):
     keeps_its_limits(Bench(has_tool=has_tool, lag=lag), doings)
+
+
+def test_a_thousand_random_actions_never_leave_the_limits_and_move_the_arm():
+    random, bench = np.random.default_rng(0), Bench(has_tool=True)
+    seen = []
+    for wanted in random.normal(0, 2, (1000, 2)):
+        do(bench, "follow", wanted)
+        before = bench.motion.point
+        points = bench.go(10)
+        for after in points:
+            check(bench, before, after, was_faulty=False)
+            before = after
+        seen.append(before)
+    assert bench.motion.fault is None
+    assert (np.ptp(seen, axis=0) > [0.7, 0.3]).all()
+
+
+# -- holding, silence, faults
+
+
+def test_hold_is_clamped_once_near_the_measurement_and_then_repeated_though_the_arm_sinks():
+    bench = Bench(lag=0.0)
+    bench.follow(0.2, -0.5)
+    bench.go(10)
+    bench.follow(0.4, -0.5)
+    bench.go(10)
+    bench.motion.hold()
+    np.testing.assert_allclose(bench.motion.point, [0.3, -0.5])  # the measurement, 0, and the jump of 0.3
+    for _ in range(3):
+        bench.measured = bench.measured - [0.01, 0]
+        points = bench.go(1)
+        bench.motion.hold()
+        np.testing.assert_allclose(points[0], [0.3, -0.5])
+
+
+def test_silence_is_a_fault_while_a_target_is_followed_and_never_after_hold():
+    bench = Bench()
+    bench.go(1000)
+    bench.follow(0.2, -0.5)
+    bench.go(10)
+    bench.motion.hold()
+    bench.go(1000)
+    assert bench.motion.fault is None
+    bench.follow(0.1, -0.5)
+    bench.go(round(SILENT_PERIODS * PERIOD / TICK) + 2)
+    assert bench.motion.fault[0] == "guard"
+    still = bench.motion.point
+    bench.follow(0.0, -0.5)
+    bench.motion.go_home(bench.now)
+    np.testing.assert_array_equal(bench.go(50), np.tile(still, (50, 1)))
+    assert (bench.motion.mode, bench.motion.target.tolist()) == (HOLD, still.tolist())
+    bench.motion.recover(bench.measured)
+    bench.follow(0.0, -0.5)
+    assert bench.motion.mode == FOLLOW
+
+
+def test_a_target_that_is_taken_long_after_it_was_sent_moves_nothing():
+    """The guard was stopped, and goes on: who sent the target has given this guard up."""
+    bench = Bench()
+    bench.follow(0.2, -0.5, late=SILENT_PERIODS * PERIOD + 0.01)
+    assert (bench.motion.mode, bench.motion.fault[0]) == (HOLD, "guard")
+
+
+def test_an_arm_that_does_not_follow_is_a_fault_and_ready_begins_where_it_is():
+    bench = Bench(lag=0.0)
+    moved = 0
+    while bench.motion.fault is None:
+        bench.follow(9.0, -0.5)
+        moved += len(bench.go(1))
+    assert bench.motion.fault[0] == "tracking"
+    assert "shoulder" in bench.motion.fault[1]
+    assert moved >= 0.5 / 2 / TICK + TRACKING_TICKS - 1
+    np.testing.assert_allclose(bench.motion.point, [0.3, -0.5])
+    bench.measured = np.array([-0.4, -0.6])  # somebody has moved it
+    bench.motion.recover(bench.measured)
+    np.testing.assert_array_equal(bench.go(5), np.tile(bench.measured, (5, 1)))
+    assert bench.motion.fault is None
+
+
+def test_positions_that_are_not_finite_are_a_fault_and_the_last_set_point_stays():
+    bench = Bench()
+    bench.follow(0.1, -0.5)
+    last = bench.go(5)[-1]
+    bench.motion.observe(np.array([np.nan, 0.0]))
+    assert bench.motion.fault[0] == "sensor"
+    np.testing.assert_array_equal(bench.go(5), np.tile(last, (5, 1)))
+
+
+def test_a_new_guard_moves_nothing_before_somebody_has_said_ready():
+    bench = Bench(is_ready=False)
+    bench.follow(0.1, -0.5)
+    bench.motion.go_home(bench.now)
+    np.testing.assert_array_equal(bench.go(20), np.tile([0.0, -0.5], (20, 1)))
+
+
+# -- the way home
+
+
+def test_the_way_home_is_slow_straight_and_settles():
+    bench, points = Bench(lag=1.0), []
+    bench.motion.go_home(bench.now)
+    while not bench.motion.is_home:
+        points += [*bench.go(1)]
+        bench.motion.hear(bench.now)
+    steps = np.diff(points, axis=0)
+    assert np.abs(steps).max(0) == pytest.approx([0.0025, 0.0025])  # a quarter of the elbow's speed: its way is as long
+    np.testing.assert_allclose(points[-round(SETTLING / TICK) :], np.tile([0.3, -0.2], (30, 1)), atol=1e-12)
+    bench.go(1000)
+    assert bench.motion.fault is None
+
+
+@pytest.mark.parametrize("stopped_by", ["hold", "silence", "target"])
+def test_the_way_home_ends_with_hold_silence_or_a_target(stopped_by):
+    bench = Bench()
+    bench.motion.go_home(bench.now)
+    bench.go(10)
+    if stopped_by == "hold":
+        bench.motion.hold()
+    elif stopped_by == "target":
+        bench.follow(*bench.motion.target)
+    bench.go(60)
+    assert bench.motion.mode != HOME
+    assert not bench.motion.is_home
+    assert (bench.motion.fault is None) == (stopped_by == "hold")
+
+
+def test_a_way_home_that_would_leave_the_tools_box_is_a_fault():
+    bench = Bench(at=(0.6, -0.5), has_tool=True, home=(-0.6, 0.4))
+    bench.motion.go_home(bench.now)
+    for _ in range(500):
+        bench.motion.hear(bench.now)
+        before = bench.motion.point
+        check(bench, before, bench.go(1)[0], was_faulty=bench.motion.fault is not None)
+    assert bench.motion.fault[0] == "limit"
+
+
+# -- what the yaml says
+
+
+def test_the_template_says_what_is_missing_and_with_ranges_it_is_right_as_it_stands():
+    with pytest.raises(ConfigError, match=r"no limits for shoulder, elbow, tool.*`limits: \{shoulder: \{range: \[LOW"):
+        read_limits(ENTRIES, None, has_tool=True)
+    written = yaml.safe_load(template(ENTRIES, [(-1, 1), (-0.5, 2)], has_tool=False))["limits"]
+    limits = read_limits(ENTRIES, written, has_tool=False)
+    np.testing.assert_array_equal([limits.low, limits.high], [[-1, -0.5], [1, 2]])
+
+
+def test_limits_are_shown_in_degrees_and_millimetres():
+    written = {"shoulder": LIMITS["shoulder"], "hand": {**LIMITS["elbow"], "range": [0, 0.08]}, "tool": TOOL}
+    lines = read_limits({"shoulder": "rad", "hand": "m"}, written, has_tool=True).described()
+    assert lines[0].startswith("shoulder: -57.3° to 57.3°, 114.6°/s, 17.19° from target to target, 28.65°")
+    assert lines[1].startswith("hand: 0 mm to 80 mm, 1000 mm/s")
+    assert lines[2] == "tool: x -500 to 580 mm, y -300 to 300 mm, z -1000 to 1000 mm, 400 mm/s"
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("value", [None, float("inf"), float("nan"), 0, -1, True, "1", [1, 0], [0, float("inf")]], ids=str)
+def test_no_limit_can_be_left_open(key, value):
+    """Nor left out, nor be what only looks like one."""
+    for wrong in ({**LIMITS["elbow"], key: value}, {name: LIMITS["elbow"][name] for name in KEYS if name != key}):
+        with pytest.raises(ConfigError, match="elbow"):
+            read_limits(ENTRIES, {**LIMITS, "elbow": wrong}, has_tool=False)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [{"shoulder": LIMITS["shoulder"]}, {**LIMITS, "wrist": LIMITS["elbow"]}, {**LIMITS, "tool": TOOL}],
+    ids=["one is missing", "one too many", "a tool that nobody knows"],
+)
+def test_every_entry_has_limits_and_nothing_else_has(written):
+    with pytest.raises(ConfigError, match="elbow"):
+        read_limits(ENTRIES, written, has_tool=False)
+
+
+@pytest.mark.parametrize("home", [None, {}, {"shoulder": 0.0}, {"shoulder": 0.0, "elbow": 0.6}], ids=str)
+def test_home_is_a_place_within_the_ranges(home):
+    with pytest.raises(ConfigError, match="home: "):
+        read_home(read_limits(ENTRIES, LIMITS, has_tool=False), home)

@@ -158,47 +158,6 @@ def test_a_command_that_is_not_finite_holds_and_counts(value):
     assert safe.refused == 1
 
 
-class OtherRobot(FakeRobot):
-    """Holds at x = `at`, and takes a part of what it is asked for, as a robot does that limits its own speed."""
-
-    def __init__(self, at, takes):
-        super().__init__()
-        self.at, self.takes = at, takes
-
-    def hold_action(self):
-        return np.array([self.at, 0], np.float32)
-
-    def command(self, action):
-        return super().command(np.asarray(action) * self.takes)
-
-
-@pytest.mark.parametrize(
-    ("at", "takes", "asked", "taken"),
-    [
-        (0.0, 1.0, [1, 1, 1, -1], [0.4, 0.8, 1.0, 0.6]),
-        (2.0, 1.0, [0] * 6, [1.6, 1.2, 0.8, 0.4, 0, 0]),  # pushed out of its bounds of +-1, it comes back no faster
-        (0.0, 0.5, [1, 1, 1], [0.2, 0.3, 0.35]),  # half of 0.4, of 0.2 + 0.4, of 0.3 + 0.4
-    ],
-)
-def test_commands_change_by_no_more_than_the_jump_limit_from_what_the_robot_really_took(at, takes, asked, taken):
-    safe = SafeRobot(OtherRobot(at, takes), jump=0.4)
-    for _ in range(2):
-        np.testing.assert_allclose([safe.command(x * RIGHT)[0] for x in asked], taken, atol=1e-6)
-        safe.home(0)
-
-
-@pytest.mark.parametrize(
-    ("box", "low", "high"),
-    [({"y": (-0.2, 0.3)}, [-1, -0.2], [1, 0.3]), ({"x": (-5.0, 5.0), "y": (-0.2, 5.0)}, [-1, -0.2], [1, 1])],
-)
-def test_a_box_narrows_the_entry_it_names_and_never_widens_the_bounds(box, low, high):
-    safe = SafeRobot(FakeRobot(), box=box)
-    np.testing.assert_allclose(safe.command(np.array([3, 3])), high, rtol=1e-6)
-    np.testing.assert_allclose(safe.command(np.array([-3, -3])), low, rtol=1e-6)
-    with pytest.raises(ConfigError, match="wrist"):
-        SafeRobot(FakeRobot(), box={"wrist": (0, 1)})
-
-
 def test_an_action_of_another_shape_is_an_error_not_a_broadcast():
     with pytest.raises(ValueError, match="action"):
         SafeRobot(FakeRobot()).command(np.ones(1))
