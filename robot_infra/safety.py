@@ -16,12 +16,14 @@ def check_guarded(robot: Robot, clock: str, fps: float) -> None:
     """Raise ConfigError unless a guard owns this robot, and knows its clock, or it is a simulation."""
     if isinstance(robot, GuardedRobot):
         if clock != "real" or robot.fps != fps:
-            raise ConfigError(f"clock={clock} fps={fps:g}: a guard needs the real clock, and its own fps, {robot.fps:g}")
+            raise ConfigError(
+                f"clock={clock} fps={fps:g}: a guard needs the real clock, and its own fps, {robot.fps:g}"
+            )
     elif not getattr(robot, "is_simulated", False):
         raise ConfigError(
-            f"{type(robot).__name__} has no guard, so nothing would hold it if this process ended: derive a driver from "
-            "robot_infra.arm.Arm and give RobotEnv a GuardedRobot with its name (docs/robots.md); a simulation says "
-            "is_simulated = True"
+            f"{type(robot).__name__} has no guard, so nothing would hold it if this process ended: derive a driver "
+            "from robot_infra.arm.Arm and give RobotEnv a GuardedRobot with its name (docs/robots.md); a simulation "
+            "says is_simulated = True"
         )
 
 
@@ -53,7 +55,9 @@ class SafeRobot:
             observation = self.robot.observe()
             for name, array in observation.items():
                 if not np.isfinite(array).all():
-                    raise RobotFault(f"{name} holds a value that is not finite; a sensor or its driver failed", "sensor")
+                    raise RobotFault(
+                        f"{name} holds a value that is not finite; a sensor or its driver failed", "sensor"
+                    )
         return observation
 
     def command(self, action: Array) -> Array:

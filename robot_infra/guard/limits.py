@@ -93,7 +93,9 @@ def read_home(limits: Limits, written: Mapping[str, Any] | None) -> Array:
     """Return the positions [J] where episodes start. Raises ConfigError unless each entry has one within its range."""
     names = [*limits.entries]
     if not isinstance(written, Mapping) or set(map(str, written)) != set(names):
-        pose = ", ".join(f"{name}: {middle:.4g}" for name, middle in zip(names, (limits.low + limits.high) / 2, strict=True))
+        pose = ", ".join(
+            f"{name}: {middle:.4g}" for name, middle in zip(names, (limits.low + limits.high) / 2, strict=True)
+        )
         raise ConfigError(f"home: say where episodes start, as in `home: {{{pose}}}`, not {written}")
     home = np.array([_number(f"home.{name}", written[name]) for name in names])
     if ((home < limits.low) | (home > limits.high)).any():
@@ -156,7 +158,9 @@ class Limiter:
         good, bad = 0.0, 1.0
         for _ in range(HALVES):
             middle = (good + bad) / 2
-            good, bad = (middle, bad) if self._keeps(start, start + middle * (allowed - start), seconds) else (good, middle)
+            good, bad = (
+                (middle, bad) if self._keeps(start, start + middle * (allowed - start), seconds) else (good, middle)
+            )
         return start + good * (allowed - start) if good else start
 
     def _keeps(self, start: Array, end: Array, seconds: float) -> bool:

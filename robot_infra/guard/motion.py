@@ -1,4 +1,4 @@
-"""Decides each set point of an arm from targets, measurements and silence. It has no clock of its own, and no process."""
+"""Decides each set point of an arm from targets, measurements and silence. It has no clock and no process."""
 
 import math
 
@@ -112,7 +112,7 @@ class Motion:
         return self.point
 
     def observe(self, measured: Array) -> None:
-        """Take the measured positions [J] of this tick. Positions that are not finite, or off their way, are a fault."""
+        """Take the measured positions [J] of this tick. If they are not finite, or off their way, that is a fault."""
         if measured.shape != self.point.shape or not np.isfinite(measured).all():
             self.fail("sensor", f"the arm's positions are {measured}; a sensor or its driver failed")
             return

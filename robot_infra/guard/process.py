@@ -6,7 +6,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -60,9 +60,10 @@ def opened(driver: str, address: str, options: Mapping[str, Any]) -> Iterator[Ar
         raise ConfigError(f"there is no driver {driver!r}: {error}; give the full name of a class") from None
     if not (isinstance(kind, type) and issubclass(kind, Arm)):
         raise ConfigError(f"the driver {driver} is no class derived from robot_infra.arm.Arm")
+    make: Callable[..., Arm] = kind
     with owned(address):
         try:
-            arm = kind(address=address, **options)
+            arm = make(address=address, **options)
         except TypeError as error:
             raise ConfigError(f"the driver {driver} does not take these options: {error}") from error
         try:
@@ -197,7 +198,9 @@ class Guard:
             for name, feature in self._arm.observation.items():
                 feature.check(name, arrays[name])
                 if not np.isfinite(arrays[name]).all():
-                    raise RobotFault(f"{name} holds a value that is not finite; a sensor or its driver failed", "sensor")
+                    raise RobotFault(
+                        f"{name} holds a value that is not finite; a sensor or its driver failed", "sensor"
+                    )
             self._sequence = self._shared.write(arrays)
 
     def _recover(self, request: Request) -> None:

@@ -38,12 +38,15 @@ class GuardedRobot:
     """
 
     def __init__(
-        self, driver: str, *, address: str, fps: float, limits: Mapping[str, Any] | None, home: Mapping[str, Any] | None,
+        self, driver: str, *, address: str, fps: float,
+        limits: Mapping[str, Any] | None = None, home: Mapping[str, Any] | None = None,
         space: str = "joint_position", stroke: float | Sequence[float] | None = None,
         options: Mapping[str, Any] | None = None, servo_hz: float = 100.0, home_speed: float = 0.25,
     ) -> None:  # fmt: skip
         if space not in SPACES or space.endswith("_delta") == (stroke is None):
-            raise ConfigError(f"space={space}: use {', '.join(SPACES)}; a delta needs a stroke, and nothing else has one")
+            raise ConfigError(
+                f"space={space}: use {', '.join(SPACES)}; a delta needs a stroke, and nothing else has one"
+            )
         if not (0 < fps <= servo_hz <= 1000 and 0 < home_speed <= 1):
             raise ConfigError(
                 f"fps={fps:g} servo_hz={servo_hz:g} home_speed={home_speed:g}: servo_hz is at most 1000 and at least "
@@ -63,7 +66,9 @@ class GuardedRobot:
         images = {name for name in features if name.startswith(IMAGES)}
         self.cameras = {name.removeprefix(IMAGES): GuardedCamera(features[name]) for name in sorted(images)}
         self.observation: Mapping[str, Feature] = {
-            name: feature for name, feature in features.items() if name.startswith("observation.") and name not in images
+            name: feature
+            for name, feature in features.items()
+            if name.startswith("observation.") and name not in images
         }
         self._stroke = None if stroke is None else np.broadcast_to(np.asarray(_plain(stroke), float), state.shape)
         low, high = (started.low, started.high) if stroke is None else (-1, 1)

@@ -89,9 +89,9 @@ class FakeRobot:
 
 
 class FakeArm(Arm):
-    """Is the fake robot as the driver of an arm, whose positions are those of the point; `hz`: set points per second."""
+    """Is the fake robot as a driver, whose positions are those of the point; `hz`: set points per second."""
 
-    entries = {"x": "m", "y": "m"}
+    entries: Mapping[str, str] = {"x": "m", "y": "m"}
     observation = FakeRobot.observation
     is_simulated = True
 

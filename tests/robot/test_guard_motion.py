@@ -312,7 +312,9 @@ def test_limits_are_shown_in_degrees_and_millimetres():
 
 
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("value", [None, float("inf"), float("nan"), 0, -1, True, "1", [1, 0], [0, float("inf")]], ids=str)
+@pytest.mark.parametrize(
+    "value", [None, float("inf"), float("nan"), 0, -1, True, "1", [1, 0], [0, float("inf")]], ids=str
+)
 def test_no_limit_can_be_left_open(key, value):
     """Nor left out, nor be what only looks like one."""
     for wrong in ({**LIMITS["elbow"], key: value}, {name: LIMITS["elbow"][name] for name in KEYS if name != key}):

@@ -28,22 +28,22 @@ class LoggedArm(Arm):
     """Two joints that follow their set points with a lag; every call is a line in the pipe `log`.
 
     fails: {call: [n, kind]}, the n-th call (from 1) raises RobotFault of this kind, or KeyError if it is `bug`.
-    jams: from this write on the arm stands still. sinks: how far below its set point the first joint hangs.
+    jams: from the first of these writes to the second the arm stands still.
     """
 
     entries = dict.fromkeys(JOINTS, "rad")
 
-    def __init__(self, address, log, *, fails=None, jams=None, sinks=0.0, at=(0.0, 0.0)):
-        self._pipe, self._fails, self._jams, self._sinks = os.open(log, os.O_WRONLY), fails or {}, jams, sinks
-        self._at, self._calls = np.array(at, float), {}
+    def __init__(self, address, log, *, fails=None, jams=(0, 0)):
+        self._pipe, self._fails, self._jams = os.open(log, os.O_WRONLY), fails or {}, jams
+        self._at, self._calls = np.zeros(2), {}
         self._say("made", address)
 
     def read(self):
-        return self._at - [self._sinks, 0.0]
+        return self._at
 
     def write(self, positions):
         self._say("write", positions.tolist())
-        if self._jams is None or self._calls["write"] < self._jams:
+        if not self._jams[0] <= self._calls["write"] < self._jams[1]:
             self._at = self._at + 0.5 * (positions - self._at)
 
     def recover(self):
@@ -102,8 +102,13 @@ class Log:
         self.until(lambda calls: len(self.of(call)) >= before + count)
         return self.of(call)[before:]
 
+    def wait(self, timeout):
+        """Wait for the next call, at most so many seconds."""
+        select.select([self._pipe], [], [], timeout)
+        self.read()
+
     def of(self, call):
-        return [said for said in self.calls if said.call == call]
+        return [said for said in self.read() if said.call == call]
 
     def _take(self):
         *lines, self._rest = (self._rest + os.read(self._pipe, 1 << 16)).split(b"\n")

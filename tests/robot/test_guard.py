@@ -1,0 +1,332 @@
+"""The guard of an arm as a process: who may own the arm, and what it does when somebody is killed, stopped or cut off.
+
+The arm's driver writes every call into a pipe, which the tests read.
+"""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from serl_client.errors import ConfigError, RobotFault
+from serl_client.signals import interrupted_by_signals
+from serl_client.spec import Feature
+from serl_client.status import ActorStatus
+
+from robot_infra.cameras import gl
+from robot_infra.guard.channel import Shared
+from robot_infra.guard.owner import owned
+from robot_infra.guard.robot import GuardedRobot
+from robot_infra.robots.fake import FakeRobot
+from tests.shared.actors import FakeClient, Keys, run
+from tests.shared.arms import DRIVER, FPS, HOME, LIMITS, Log, guarded
+from tests.shared.robots import build, from_yaml, play
+
+UP = np.array([0.1, -0.1], np.float32)
+TICKS = 20  # of one period: 100 / FPS
+
+
+@pytest.fixture
+def log(tmp_path):
+    made = Log(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make(log):
+    """make(**changes) -> a guarded arm, which is closed at the end."""
+    with ExitStack() as stack:
+
+        def make(**changes):
+            robot = guarded(log, **changes)
+            stack.callback(robot.close)
+            return robot
+
+        yield make
+
+
+@pytest.fixture
+def arm(make):
+    """A guarded arm that somebody has said ready for."""
+    robot = make()
+    robot.recover()
+    return robot
+
+
+def points(calls):
+    return [tuple(said.what) for said in calls if said.call == "write"]
+
+
+def changes(points):
+    return sum(a != b for a, b in pairwise(points))
+
+
+def moved(arm, log, rows):
+    """Make the arm follow so many targets, as a control loop does; it is still on its way to the last one."""
+    for row in range(rows):
+        arm.command(UP * (row + 1))
+        log.more(TICKS if row < rows - 1 else 5)
+
+
+def move_on(arm, log):
+    """Give targets, as a control loop does that has noticed nothing."""
+    for row in range(1000):
+        arm.command(UP * (row % 9))
+        log.wait(0.05)
+
+
+# -- who may move the arm
+
+
+def test_nothing_moves_before_somebody_has_said_ready(make, log):
+    robot = make()
+    for move in (lambda: robot.home(0), lambda: robot.command(UP), robot.observe):
+        with pytest.raises(RobotFault, match="a person"):
+            move()
+    assert set(points(log.more(10))) == {(0, 0)}
+    robot.recover()
+    assert set(points(log.more(10))) == {(0, 0)}
+    robot.command(UP)
+    log.until(lambda calls: points(calls)[-1] == pytest.approx((0.1, -0.1)))
+    robot.close()
+    assert log.until(lambda calls: calls[-1].call) == "close"
+
+
+def test_an_arm_has_one_owner_by_whatever_name_and_is_free_when_its_guard_was_killed(make, arm, log, tmp_path):
+    (tmp_path / "by-id").symlink_to(log.path)
+    process = arm.guard.process
+    with pytest.raises(ConfigError, match=rf"is in use by process {process}: stop"):
+        make(address=str(tmp_path / "by-id"))
+    assert len(log.of("made")) == 1, "the driver was not even made"
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(RobotFault):
+        arm.observe()
+    with owned(str(tmp_path / "by-id")):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"limits": None}, r"no limits for shoulder, elbow.*write in the task's yaml.*range: \[LOW, HIGH\]"),
+        ({"home": {}}, "home: say where episodes start"),
+        ({"options": {"hertz": 3}}, "does not take these options.*hertz"),
+        ({"options": {"log": "/nowhere"}}, "FileNotFoundError"),
+    ],
+    ids=["no limits", "no home", "a wrong option", "a driver that fails"],
+)
+@pytest.mark.slow
+def test_what_a_guard_cannot_guard_is_one_sentence(make, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        make(**changes)
+
+
+@pytest.mark.parametrize("words", [{"space": "ee_delta"}, {"stroke": 0.1}, {"fps": 200}, {"home_speed": 0}], ids=str)
+def test_words_that_do_not_fit_each_other_are_refused_before_there_is_a_process(words):
+    with pytest.raises(ConfigError, match=next(iter(words))):
+        GuardedRobot(DRIVER, **{"address": "a", "fps": FPS, "limits": LIMITS, "home": HOME, **words})
+
+
+def test_a_robot_without_a_guard_is_refused_unless_it_is_a_simulation():
+    class Bare(FakeRobot):
+        is_simulated = False
+
+    for clock in ("real", "simulated"):
+        with pytest.raises(ConfigError, match="Bare has no guard"):
+            build(Bare(), clock=clock)
+    with pytest.raises(ConfigError, match="clock=real"):
+        from_yaml("fake", guard=True)
+
+
+# -- what it lets through
+
+
+def test_an_action_is_answered_by_what_the_guard_accepted(make, log):
+    robot = make(space="joint_delta", stroke=[0.5, 0.1])
+    robot.recover()
+    np.testing.assert_allclose(robot.command(np.array([1, 1], np.float32)), [0.4, 1], rtol=1e-6)  # the jump: 0.2
+    np.testing.assert_array_equal(robot.hold_action(), [0, 0])
+    log.until(lambda calls: points(calls)[-1] == pytest.approx((0.2, 0.1)))
+    np.testing.assert_allclose(robot.command(np.array([np.nan, 1], np.float32)), [0, 0], atol=1e-6)
+    np.testing.assert_allclose(robot.command(np.array([0, -np.inf], np.float32)), [0, 0], atol=1e-6)
+    assert robot.counts == {"limited": 1, "refused": 2}
+    with pytest.raises(ValueError, match="action"):
+        robot.command(np.zeros(3, np.float32))
+    log.until(lambda calls: np.allclose(calls[-1].at, [0.2, 0.1], atol=1e-3))
+    np.testing.assert_allclose(robot.observe()["observation.state"], [0.2, 0.1], atol=1e-2)
+    robot.close()
+    robot.close()
+
+
+def test_targets_are_those_of_the_action_space_and_a_stop_comes_twice(arm, log):
+    assert (arm.action.low.tolist(), arm.action.names) == ([-1, -2], ("shoulder", "elbow"))
+    np.testing.assert_allclose(arm.command(UP), UP)
+    np.testing.assert_allclose(arm.hold_action(), UP)
+    log.more(5)
+    arm.stop()
+    arm.stop()
+    still = arm.hold_action()
+    assert (np.abs(still) > 0).all()
+    assert (np.abs(still) < 0.1).all()
+    np.testing.assert_allclose(points(log.more(40)), np.tile(still, (40, 1)), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [({"fails": {"write": [100, "collision"]}}, "collision"), ({"jams": [100, 150]}, "tracking")],
+    ids=["the driver says it", "the arm is stuck"],
+)
+def test_a_fault_of_the_arm_is_told_and_after_ready_the_run_goes_on(make, log, spec, options, kind):
+    """The whole way: the episode is cut off, a person says ready, the arm goes home, and the next episode begins."""
+    limits = {name: {**limit, "tracking": 0.05} for name, limit in LIMITS.items()}
+    robot = make(options=options, limits=limits, home={"shoulder": 0.02, "elbow": 0.0})
+    status, keys, said = ActorStatus(), Keys({}), []
+    status.warn = said.append
+    jam = range(*options.get("jams", [0]))
+    keys.poll = lambda: ["ready"] * (status.driver == "FAULT" and len(log.of("write")) not in jam)
+    with build(robot, fps=FPS, clock="real", max_steps=4) as env:
+        client = FakeClient(env.spec, intervene=False)
+        client.wait = log.wait
+        reports = run(env, client, episodes=2, operator=keys, status=status)
+    assert [text.partition(":")[0] for text in said] == ["guard", kind]
+    assert [report["steps"] < 4 for report in reports] == [True, False]
+    assert len(log.of("recover")) == 2
+
+
+# -- processes that are killed, stopped, cut off
+
+
+def check_stands(calls, target=None):
+    """After the first calls the set point has stood still: a target that came before is not even reached."""
+    seen = points(calls)
+    assert changes(seen) <= 2
+    assert changes(seen[2:]) == 0
+    assert target is None or pytest.approx(target) not in seen
+
+
+WAYS = {
+    "kill": r"was killed by SIGKILL", "stop": "has not answered for 1 s", "term": "says: it was ended by SIGTERM",
+    "bug": "says: it failed: KeyError", "cut": "its connection was cut|says: its actor has gone",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_arm_whose_guard_fails_stands_still_until_ready_and_its_actor_says_why(make, log, way):
+    rows = random.Random(way).randrange(2, 6)
+    bug = {"fails": {"write": [TICKS * rows, "bug"]}} if way == "bug" else {}
+    robot = make(options=bug)
+    robot.recover()
+    process = robot.guard.process
+    if way != "bug":
+        moved(robot, log, rows)
+    before = len(log.read())
+    if way == "cut":
+        robot.guard._socket.shutdown(socket.SHUT_RDWR)
+    elif way != "bug":
+        os.kill(process, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[way])
+    with pytest.raises(RobotFault, match=WAYS[way]) as fault:
+        move_on(robot, log)
+    assert fault.value.kind == "guard"
+    if way == "stop":
+        os.kill(process, signal.SIGCONT)
+    robot.stop()
+    with pytest.raises(RobotFault, match=WAYS[way]):
+        robot.command(UP)
+    assert not robot.guard.is_open, "nobody connects again on their own"
+    robot.recover()  # a person has said ready: another guard, after the end of the first one
+    made = log.until(lambda calls: [i for i, said in enumerate(calls) if said.call == "made"][1:])[0]
+    if way == "bug":
+        before = [i for i, said in enumerate(log.calls) if said.call == "write"][TICKS * rows - 1]
+    left = log.calls[before:made]
+    check_stands(left, target=None if way == "bug" else UP * rows)
+    assert way == "kill" or left[-1].call == "close"
+    assert set(points(log.more(10))) == {(0, 0)}, "the new guard holds the arm where it is"
+    robot.command(UP)
+    log.until(lambda calls: points(calls)[-1] == pytest.approx((0.1, -0.1)))
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_an_arm_whose_actor_is_killed_or_stopped_stands_still(log, how):
+    row = random.Random(how).randrange(2, 6)
+    words = [sys.executable, "-m", "tests.shared.guarded_actor", log.path, str(row), how]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as actor:
+        try:
+            at = float(actor.stdout.readline())
+            if how == "kill":
+                log.until(lambda calls: calls[-1].call == "close")
+                check_stands([said for said in log.calls if said.time > at])
+                return
+            log.until(lambda calls: len([said for said in calls if said.time > at]) > 5 * TICKS)
+            still = points(log.calls)[-1]
+            assert still == pytest.approx(UP * row), "the last target, and none after it"
+            os.kill(actor.pid, signal.SIGCONT)
+            told = [actor.stdout.readline() for _ in range(3)]
+            assert all(line.startswith("guard: the actor gave no sign of life for") for line in told)
+            log.until(lambda calls: calls[-1].call == "close")
+            assert {each for each in points(log.calls) if np.abs(np.subtract(each, still)).max() > 1e-6} <= set(
+                points([said for said in log.calls if said.time < at + 1 / FPS])
+            )
+        finally:
+            actor.kill()
+
+
+@pytest.mark.parametrize("way", ["exception", "SIGTERM"])
+def test_an_actor_that_ends_says_hold_and_gives_the_arm_back(make, log, way):
+    def act():
+        with interrupted_by_signals(), build(make(), fps=FPS, clock="real") as env:
+            env.recover()
+            moved(env.robot, log, random.Random(way).randrange(1, 4))
+            rows.append(len(log.read()))
+            if way == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise OSError("the program fails")
+
+    rows = []
+    with pytest.raises(KeyboardInterrupt if way == "SIGTERM" else OSError):
+        act()
+    assert log.until(lambda calls: calls[-1].call) == "close"
+    check_stands(log.calls[rows[0] :])
+
+
+# -- what else the arm tells
+
+
+def test_what_was_overwritten_while_it_was_read_is_a_fault_and_never_a_mixture():
+    features = {"observation.images.top": Feature((4, 5, 3), "uint8"), "scene": Feature((2,), "float64")}
+    written = Shared(features)
+    seen = Shared(features, os.dup(written.descriptor))
+    arrays = {"observation.images.top": np.full((4, 5, 3), 7, np.uint8), "scene": np.array([0.25, -1])}
+    sequence = written.write(arrays)
+    for name, array in seen.read(sequence).items():
+        np.testing.assert_array_equal(array, arrays[name])
+    written.write(arrays)
+    with pytest.raises(RobotFault, match="overwritten"):
+        seen.read(sequence)
+
+
+@pytest.mark.parametrize("task", ["fake", pytest.param("sim_arm", marks=pytest.mark.slow)])
+def test_a_simulation_behind_a_guard_is_the_same_task(task):
+    with from_yaml(task) as plain, from_yaml(task, clock="real", guard=True, noise=0.0, fps=20.0) as env:
+        assert env.spec.observation.keys() == plain.spec.observation.keys()
+        env.spec.action.check("action", env.robot.hold_action())
+        steps = play(env, 3, teleop=True)
+        assert (steps[-1].success, steps[-1].reward) == (True, 1.0)
+        assert env.robot.counts["refused"] == 0
+
+
+@pytest.mark.slow
+def test_the_cameras_of_an_arm_come_through_its_guard():
+    if not gl.backend():
+        pytest.skip("needs OpenGL: apt-get install libegl1 libosmesa6")
+    with from_yaml("sim_arm", {"cameras": True, "image_size": 32}, clock="real", guard=True) as env:
+        first, second = (env.reset(seed)["observation.images.cam_high"] for seed in (0, 1))
+        assert first.shape == (32, 32, 3)
+        assert (first != second).any()
+        assert first.max() > first.min()
