@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from serl_client.errors import ConfigError, RetakeError, RobotFault
@@ -60,7 +60,7 @@ def opened(driver: str, address: str, options: Mapping[str, Any]) -> Iterator[Ar
         raise ConfigError(f"there is no driver {driver!r}: {error}; give the full name of a class") from None
     if not (isinstance(kind, type) and issubclass(kind, Arm)):
         raise ConfigError(f"the driver {driver} is no class derived from robot_infra.arm.Arm")
-    make: Callable[..., Arm] = kind
+    make = cast(Callable[..., Arm], kind)
     with owned(address):
         try:
             arm = make(address=address, **options)

@@ -33,7 +33,8 @@ class GuardedRobot:
         distance from the last target, in strokes. stroke: of each entry, or one for all; only with a delta.
 
     A real arm moves nothing before `recover` was called, which a person's word does. `seen` has all that the arm told
-    at the latest observation, for judges and scripts. `cameras` has those of the arm itself. Raises ConfigError for
+    at the latest observation, for judges and scripts. `cameras` has those of the arm itself, `steps` counts the
+    commands since it was told to go home. Raises ConfigError for
     whatever cannot be, also if somebody else owns the arm.
     """
 
@@ -52,7 +53,7 @@ class GuardedRobot:
                 f"fps={fps:g} servo_hz={servo_hz:g} home_speed={home_speed:g}: servo_hz is at most 1000 and at least "
                 "fps, and home_speed a share of the speed limits, above 0 and at most 1"
             )
-        self.space, self.fps = space, fps
+        self.space, self.fps, self.steps = space, fps, 0
         self.seen: Observation = {}
         self.guard = GuardLink(Start(
             driver, str(address), _plain(options or {}), _plain(limits or {}), _plain(home or {}), float(fps),
@@ -99,6 +100,7 @@ class GuardedRobot:
         before = np.array(self.guard.latest.target)
         target = wanted if self._stroke is None else before + self._stroke * wanted
         accepted = np.array(self._asked("target", target.tolist()).target)
+        self.steps += 1
         executed = accepted if self._stroke is None else (accepted - before) / self._stroke
         return np.clip(executed.astype(self.action.dtype), self.action.low, self.action.high)
 
@@ -109,6 +111,7 @@ class GuardedRobot:
     def home(self, seed: int) -> None:
         """Begin the slow way home; a simulation is there at once, in the scene that `seed` names."""
         self._asked("home", seed=seed, patience=SLOW)
+        self.steps = 0
 
     @property
     def is_home(self) -> bool:

@@ -3,16 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from serl_client.env import Observation
-
 from robot_infra.env import RobotEnv
 from robot_infra.guard.robot import GuardedRobot
-from robot_infra.interfaces import Verdict
-
-
-def undecided(observation: Observation) -> Verdict:
-    """Leave success to the person, who ends the episode with a key."""
-    return Verdict(0.0, False, None)
+from robot_infra.judges import unjudged
 
 
 def make(
@@ -28,4 +21,4 @@ def make(
         driver, address=address, fps=fps, limits=limits, home=home, space=space, stroke=stroke, options=options,
         servo_hz=servo_hz, home_speed=home_speed,
     )  # fmt: skip
-    return RobotEnv(robot, judge=undecided, task=task, fps=fps, max_steps=max_steps, cameras=robot.cameras)
+    return RobotEnv(robot, judge=unjudged, task=task, fps=fps, max_steps=max_steps, cameras=robot.cameras)

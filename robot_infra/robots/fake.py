@@ -95,7 +95,7 @@ class FakeArm(Arm):
     observation = FakeRobot.observation
     is_simulated = True
 
-    def __init__(self, address: str, *, hz: float, latency: float, faults: Mapping[str, int]) -> None:
+    def __init__(self, address: str, *, hz: float, latency: float, faults: Mapping[str, int | None]) -> None:
         self._robot = FakeRobot(fps=hz, latency=latency, faults=faults)
 
     def read(self) -> Array:
@@ -112,10 +112,14 @@ class FakeArm(Arm):
 
 
 class SeenPoint:
-    """Shows a judge and a script what a guarded FakeArm observed last."""
+    """Shows a judge and a script what a guarded FakeArm observed last: see FakeRobot."""
 
     def __init__(self, robot: GuardedRobot, stroke: float) -> None:
         self._robot, self.stroke = robot, stroke
+
+    @property
+    def steps(self) -> int:
+        return self._robot.steps
 
     @property
     def position(self) -> Array:
@@ -126,7 +130,7 @@ class SeenPoint:
         return self._robot.seen["observation.state"][2:4]
 
 
-def guarded(*, fps: float, latency: float, faults: Mapping[str, int]) -> GuardedRobot:
+def guarded(*, fps: float, latency: float, faults: Mapping[str, int | None]) -> GuardedRobot:
     """Return the fake robot behind a guard; its faults count set points, not commands."""
     stroke = SPEED / fps
     limit = {"range": [-1, 1], "speed": 1.5 * SPEED, "jump": 1.5 * stroke, "tracking": 0.5}

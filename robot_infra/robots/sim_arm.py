@@ -197,6 +197,10 @@ class SeenScene:
         self._robot, self.stroke = robot, stroke
 
     @property
+    def steps(self) -> int:
+        return self._robot.steps
+
+    @property
     def tool(self) -> Array:
         return self._robot.seen["scene"][:3]
 
