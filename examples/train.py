@@ -68,6 +68,7 @@ def act(config: DictConfig) -> int:
     known(config.chunks, tuple(RULES), "rule", "chunks")
     key, local = Path(config.key) if config.key else None, config.inference == "local"
     name = named(str(config.name), Key.read(key) if key else None)
+    shown = console(name)  # first, because a robot says how it is limited
     with factory(config, "task.env")() as env, closing(env.operator or Keyboard()) as keyboard:
         deadline = deadline_of(config.deadline_s, env.spec.fps, env.clock)
         folder = writable(Path(str(config.run_dir)) / "actors" / name)
@@ -84,7 +85,6 @@ def act(config: DictConfig) -> int:
             person = env.operator or (keyboard if has_keys else None)
             moves = isinstance(getattr(env, "teleop", None), KeyboardTeleop)
             keys = {"keys": LEGEND} | ({"motion keys": MOTION_LEGEND} if moves else {}) if has_keys else {}
-            shown = console(name)
             lookout = Lookout(lambda: client.connected, str(config.ip), int(config.port), has_key=key is not None)
             with lookout, LiveDisplay(shown, lambda: rows(status, client, keys, lookout), lambda: status.driver):
                 run_actor(env, controller, client, seed=config.seed, operator=person, reset=config.reset, status=status)

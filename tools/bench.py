@@ -11,6 +11,7 @@ durable      how fast groups become durable, beside plain writes and syncs; how 
 swarm        many clients at once: their rates, how late acknowledgements come, and what it costs
 drain        how fast an actor that was cut off delivers what it kept, beside one that goes on
 restart      how soon a learner that was killed takes new records
+servo        how evenly a guard writes set points and an actor sends commands, beside loops that do nothing
 hostile      what one client can do to the others' acknowledgements: floods, Hellos, NaN
 weights      how fast weights reach several receivers
 pi0-infer    how fast PI0 answers, beside what the machine allows and beside other ways to run it
@@ -36,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before packages 
 from tests.benches import paired
 
 BENCHES = (  # each is a file of its name in benches/
-    "control", "wire", "ingest", "replay", "update", "stall", "durable", "swarm", "drain", "restart", "hostile",
-    "weights", "pi0-infer", "pi0-train", "pi0-swap", "pi0-ranks", "rtc", "page",
+    "control", "wire", "ingest", "replay", "update", "stall", "durable", "swarm", "drain", "restart", "servo",
+    "hostile", "weights", "pi0-infer", "pi0-train", "pi0-swap", "pi0-ranks", "rtc", "page",
 )  # fmt: skip
 
 

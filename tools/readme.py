@@ -33,6 +33,7 @@ SHORT = ["max_env_steps=300", "baseline_episodes=2", "eval_episodes=2"]  # a wor
 SUBSTITUTES = {  # places of a reader's own, and long work
     "10.0.0.5": "127.0.0.1", "GPU_BOX": "127.0.0.1", "--rounds 20 ": "--rounds 1 ", "--only ": "--rounds 1 --only ",
     "--cases 1000000": "--cases 200", "--cases 10000": "--cases 200",
+    "--limits --seconds 60": "--limits --seconds 1",
     "policy=pi0_tiny batch_size=64": "policy=pi0_tiny batch_size=8 \"plan.phases.clone.until=['updates >= 100']\"",
 }  # fmt: skip
 BASE = ["learner", "sim"]  # extras that start.sh installs
@@ -63,6 +64,7 @@ NOT_RUN = {  # a regular expression of whole commands: why nobody gives them her
     r"\.venv/bin/python": "is only the beginning of a command",
     r".*tools/doctor\.py actor": "needs a learner that runs; README gives it one",
     r".*tools/keys\.py unban .*": "needs a key that was banned",
+    r".*(run_(learner|actor)\.sh|doctor\.py actor .*) task=my_robot.*": "needs a person who says ready to the arm",
     r"tmux .*": "needs a run that goes on in tmux",
 }
 

@@ -77,15 +77,24 @@ def read_limits(entries: Mapping[str, str], written: Mapping[str, Any] | None, *
     return Limits(dict(entries), low, high, speed, jump, tracking, box, _positive(f"{TOOL}.speed", tool["speed"]))
 
 
-def template(entries: Mapping[str, str], ranges: Sequence[Sequence[float]] = (), *, has_tool: bool) -> str:
-    """Return the limits to write, in one line of yaml; without `ranges` their numbers are left to the owner."""
+def template(
+    entries: Mapping[str, str], ranges: Sequence[Sequence[float]] = (), box: Sequence[Sequence[float]] = (), *,
+    has_tool: bool,
+) -> str:  # fmt: skip
+    """Return the limits to write, in one line of yaml.
+
+    ranges, box: [low, high] of each entry and axis; numbers that are not given are left to the owner.
+    """
     parts = []
     for i, (name, unit) in enumerate(entries.items()):
-        low, high = (f"{bound:.4g}" for bound in ranges[i]) if len(ranges) else ("LOW", "HIGH")
+        low, high = ranges[i] if ranges else ("LOW", "HIGH")
         speed, jump, tracking = USUAL[unit]
         parts.append(f"{name}: {{range: [{low}, {high}], speed: {speed}, jump: {jump}, tracking: {tracking}}}")
     if has_tool:
-        parts.append(f"{TOOL}: {{x: [LOW, HIGH], y: [LOW, HIGH], z: [LOW, HIGH], speed: 0.25}}")
+        bounds = [
+            f"{axis}: [{low}, {high}]" for axis, (low, high) in zip(AXES, box or [("LOW", "HIGH")] * 3, strict=True)
+        ]
+        parts.append(f"{TOOL}: {{{', '.join(bounds)}, speed: 0.25}}")
     return f"limits: {{{', '.join(parts)}}}"
 
 

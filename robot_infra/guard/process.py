@@ -191,7 +191,7 @@ class Guard:
 
     def _observe(self, request: Request) -> None:
         self._motion.hear(request.sent)
-        if self._shared is None or self._motion.fault:
+        if self._shared is None or self._is_driver_ill:
             return
         with self._failing():
             arrays = self._arm.sense()

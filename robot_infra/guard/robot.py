@@ -13,6 +13,7 @@ from serl_client.spec import Array, Feature
 
 from robot_infra.guard.channel import Reply, Shared, Start, Started
 from robot_infra.guard.link import ANSWER, SLOW, GuardLink
+from robot_infra.guard.motion import NEW
 from robot_infra.interfaces import Frame
 
 log = logging.getLogger(__name__)
@@ -81,8 +82,11 @@ class GuardedRobot:
         return {"limited": self.guard.latest.limited, "refused": self.guard.latest.refused}
 
     def observe(self) -> Observation:
-        """Return the latest measurement. Raises RobotFault if the arm holds because of a fault."""
-        reply = self._asked("observe")
+        """Return the latest measurement. Raises RobotFault if the arm holds because of a fault.
+
+        One may look at an arm before somebody has said ready.
+        """
+        reply = self._asked("observe", but=NEW)
         found: Observation = {STATE: np.array(reply.measured, np.float32)}
         if self._shared is not None:
             found |= self._shared.read(reply.sequence)
@@ -145,11 +149,13 @@ class GuardedRobot:
         self._shared = Shared(_features(started), descriptors[0]) if descriptors else None
         return started
 
-    def _asked(self, kind: str, positions: Sequence[float] = (), *, seed: int = 0, patience: float = ANSWER) -> Reply:
-        """Return the guard's reply. Raises RobotFault if the arm holds because of a fault, or if there is no guard."""
+    def _asked(
+        self, kind: str, positions: Sequence[float] = (), *, seed: int = 0, patience: float = ANSWER, but: str = ""
+    ) -> Reply:
+        """Return the guard's reply. Raises RobotFault if there is none, or for a fault of another kind than `but`."""
         reply = self.guard.call(kind, positions, seed=seed, patience=patience)
-        if reply.fault:
-            failed, text = reply.fault
+        failed, text = reply.fault or (but, "")
+        if failed != but:
             raise RobotFault(text, failed)
         return reply
 

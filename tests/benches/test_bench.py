@@ -113,6 +113,11 @@ SMALL = {  # {bench: (its words, {(figure, what it stands beside): its goal})}
         ("--records", "2000", "--hellos", "200", "--seconds", "1", "--most", "5"),
         {("ack under 2,000 outcomes", "alone"): "<= 1.1", ("ack under 200 Hellos", "alone"): "<= 1.1"},
     ),
+    "servo": (
+        ("--rounds", "1", "--seconds", "1"),
+        {(f"{kind}: off, {name}", "an empty loop"): "" for kind in ("set points", "commands")
+         for name in ("p50", "p99", "most")},
+    ),
     "control": (
         ("--seconds", "10"),
         {**{(f"{state}: tick p99.9", "without a client"): "" for state in

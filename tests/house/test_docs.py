@@ -7,9 +7,10 @@ import shlex
 import numpy as np
 import pytest
 import yaml
-from serl_client.errors import ConfigError
+from omegaconf import OmegaConf
+from serl_client.errors import ConfigError, RobotFault
 
-from serl_launcher.config import composed
+from serl_launcher.config import composed, factory
 from tests.faults.mutants import symbols
 from tests.shared.common import CONFIG, ROOT
 
@@ -46,7 +47,7 @@ def runs(text):
 
 
 SAID = {tuple(words) for path in DOCUMENTS for words in runs(path.read_text())}
-ITS_OWN = "task=my_robot"  # docs/robot.md brings the yaml itself
+ITS_OWN = "task=my_robot"  # docs/robots.md brings the yaml itself
 
 
 @pytest.mark.slow
@@ -62,18 +63,23 @@ def test_the_test_above_reads_blocks_and_lines_and_sees_a_wrong_word():
         composed(CONFIG, ["learner=true", "sead=1"])
 
 
-def test_the_robot_of_the_page_on_robots_moves_within_its_limits():
+def test_the_robot_of_the_page_on_robots_moves_within_its_limits_after_somebody_has_said_ready(tmp_path, monkeypatch):
     """The page's code and yaml together, as a reader would copy them."""
-    text = (ROOT / "docs/robot.md").read_text()
+    text = (ROOT / "docs/robots.md").read_text()
     (code,), (task,) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
-    written: dict = {}
-    exec(code, written)
-    options = {name: value for name, value in yaml.safe_load(task)["env"].items() if not name.startswith("_")}
-    with written["make"](**options, clock="simulated") as env:
-        env.spec.observation["observation.state"].check("observation.state", env.reset(0)["observation.state"])
-        step = env.step(np.full(2, 9.0, np.float32))
-        np.testing.assert_allclose(step.executed, 0.5)  # the jump, and not what was asked for
-        np.testing.assert_allclose(step.observation["observation.state"], 0.01)
+    assert len(code.splitlines()) <= 30
+    (tmp_path / "my_robot.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = {"task": yaml.safe_load(task.replace("robot_infra.robots.my_robot", "my_robot"))}
+    config["task"]["env"]["address"] = str(tmp_path / "arm")
+    with factory(OmegaConf.create(config), "task.env")() as env:
+        with pytest.raises(RobotFault, match="a person"):
+            env.reset(0)
+        env.recover()
+        env.home(0)
+        env.stop()
+        executed = env.step(np.full(3, 9.0, np.float32)).executed
+        np.testing.assert_allclose(executed, [0.15, -0.35, 0.03], atol=0.02)  # a step at most, not what was asked for
         assert env.step(None).success is None
 
 

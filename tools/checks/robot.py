@@ -36,6 +36,8 @@ def described_robot(run: Run) -> Iterator[Finding]:
         spec = run.spec = Spec.from_dict(index.meta("spec"))
         index.close()
         yield Finding("ok", f"the store is for {_described(spec)}")
+    elif OmegaConf.select(run.config, "task.env.driver"):
+        yield Finding("ok", f"{run.config.task.name}: its arm is at the actor")
     elif OmegaConf.select(run.config, "task.env.clock") in (None, "simulated"):
         try:
             with factory(run.config, "task.env")() as env:
@@ -143,6 +145,7 @@ def _paced(tick: Callable[[], None], fps: float, seconds: float) -> list[float]:
 def _stepped(run: Run) -> list[float]:
     """How long each step of an episode in which the robot holds lasted."""
     env, periods, ended = run.env, [], True
+    env.recover()  # --move is the word of a person
     begin = time.monotonic()
     while len(periods) < 2 or time.monotonic() < begin + run.seconds:
         if ended:

@@ -1,0 +1,108 @@
+"""The tool that tries anybody's robot: a good one passes, and each way to be wrong is found."""
+
+import json
+
+import numpy as np
+import pytest
+from serl_client.errors import RobotFault
+
+from robot_infra.arm import Arm
+from robot_infra.robots.fake import FakeRobot
+from robot_infra.safety import SafeRobot
+from tests.shared.robots import build
+from tests.shared.tools import called
+from tools.checks.conformance import tried
+
+
+def last(said):
+    return json.loads(said.splitlines()[-1])
+
+
+def test_a_simulation_passes_and_the_last_line_says_so():
+    status, said = called("check_robot", "task=fake", "--seconds", "0.1")
+    result = last(said)
+    assert (status, result["task"], result["failed"]) == (0, "fake", 0), said
+    names = [check["check"] for check in result["checks"]]
+    assert names == ["recover", "shapes", "hold", "bounds", "stop", "rate", "close"]
+
+
+def test_a_robot_on_the_real_clock_is_only_looked_at_unless_it_may_move():
+    """Its guard would otherwise move it, too."""
+    words = ["task=fake", "task.env.clock=real", "task.env.guard=true", "task.env.fps=20", "--seconds", "0.2"]
+    for more, count in (((), 2), (("--move",), 7)):
+        checks = last(called("check_robot", *words, *more)[1])["checks"]
+        assert len(checks) == count
+        assert {each["check"] for each in checks if each["state"] == "FAIL"} <= {"rate"}  # of a busy machine
+
+
+class Wrong(FakeRobot):
+    """A robot that is wrong in one way."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.closes = way, 0
+
+    def observe(self):
+        found = super().observe()["observation.state"]
+        return {"observation.state": found.astype(float) if self.way == "shapes" else found}
+
+    def hold_action(self):
+        return np.full(2, 0.01 * self.commands if self.way == "hold" else 0.0, np.float32)
+
+    def command(self, action):
+        super().command(action)
+        return action * 3 if self.way == "bounds" else action
+
+    def stop(self):
+        if self.way == "stop" and self.stopped:
+            raise RobotFault("it was stopped already")
+        super().stop()
+
+    def recover(self):
+        if self.way == "recover":
+            raise OSError("no such motor")
+
+    def close(self):
+        self.closes += 1
+        if self.way == "close" and self.closes == 2:
+            raise OSError("it was closed already")
+
+
+@pytest.mark.parametrize("way", ["shapes", "hold", "bounds", "stop", "recover", "close"])
+def test_what_is_wrong_is_found_and_named(way):
+    robot, found = Wrong(way), []
+    env = build(SafeRobot(robot))
+    try:
+        for name, finding in tried(env, move=True, seconds=0.01):
+            found.append((name, finding.state))
+    except (OSError, RobotFault):  # close fails once more
+        assert way in ("close", "stop")
+    assert (way, "FAIL") in found
+    assert robot.closes
+
+
+class ByHand(Arm):
+    """An arm that somebody moves through its ranges while it is measured."""
+
+    entries = {"lift": "m", "turn": "rad"}  # noqa: RUF012 - as a user writes it
+
+    def __init__(self, address):
+        self._reads = 0
+
+    def read(self):
+        self._reads += 1
+        return np.array([min(self._reads, 3) / 10, np.sin(self._reads)])
+
+    def write(self, positions):
+        raise AssertionError("nothing is sent")
+
+
+def test_limits_are_measured_while_the_arm_is_moved_by_hand_and_nothing_is_sent(tmp_path):
+    words = [f"+task.env.driver={__name__}.ByHand", f"+task.env.address={tmp_path}/arm"]
+    status, said = called("check_robot", "task=fake", *words, "--limits", "--seconds", "0.3")
+    assert status == 0, said
+    assert last(said)["ranges"]["lift"] == [0.1, 0.3]
+    assert "  limits: {lift: {range: [0.1, 0.3], speed: 0.1, jump: 0.02, tracking: 0.03}, turn: {range: [-" in said
+    assert "\n  home: {lift: 0.3, turn: " in said
+    status, said = called("check_robot", "task=fake", "--limits")
+    assert (status, "names no driver" in said) == (1, True)

@@ -1,0 +1,93 @@
+#!/usr/bin/env python
+"""Tries whether a robot does what Retake needs of one; the last line is one JSON object.
+
+tools/check_robot.py task=NAME [name=value ...]            a simulation is tried; a real arm is only looked at
+tools/check_robot.py task=NAME --move                      it goes home, holds, and takes two small steps
+tools/check_robot.py task=NAME --limits [--seconds 60]     move the arm by hand: prints limits and home for its yaml
+
+With --limits nothing is sent to the arm: switch its motors off or its hand guiding on, move each joint to both of its
+ends, and leave the arm where episodes start. It reads `driver`, `address` and `options` of the task's env.
+"""
+
+import argparse
+import json
+import logging
+import select
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from serl_client.errors import ConfigError, RetakeError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from robot_infra.guard.limits import template
+from robot_infra.guard.process import opened, read
+from serl_launcher.config import composed, factory
+from tools.checks.common import CONFIG
+from tools.checks.conformance import tried
+
+PAUSE = 0.02  # seconds between two readings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="+", help="task=... and other words of a run")
+    parser.add_argument("--move", action="store_true", help="a real arm may move: keep its emergency stop at hand")
+    parser.add_argument("--limits", action="store_true", help="measure ranges while somebody moves the arm by hand")
+    parser.add_argument("--seconds", type=float, default=3.0, help="to measure the rate, or the ranges, for (3)")
+    options = parser.parse_intermixed_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        config = composed(CONFIG, ["actor=true", *options.words])
+        result = limits(config, options.seconds) if options.limits else checks(config, options.move, options.seconds)
+    except RetakeError as error:
+        sys.exit(f"error: {error}")
+    print(json.dumps({"task": config.task.name, **result}))
+    sys.exit(1 if result.get("failed") else 0)
+
+
+def checks(config: DictConfig, move: bool, seconds: float) -> dict[str, Any]:
+    """Try the robot of this config; print a line for each check."""
+    found = []
+    for name, finding in tried(factory(config, "task.env")(), move=move, seconds=seconds):
+        found.append({"check": name, "state": finding.state, "text": finding.text})
+        print(f"{finding.state:4} {name}: {finding.text}", flush=True)
+    return {"failed": sum(one["state"] == "FAIL" for one in found), "checks": found}
+
+
+def limits(config: DictConfig, seconds: float) -> dict[str, Any]:
+    """Measure until so many seconds have passed, or somebody presses Enter; print the yaml."""
+    env: Any = OmegaConf.to_container(config.task.env)
+    if "driver" not in env or "address" not in env:
+        raise ConfigError(f"task={config.task.name} names no driver and address: --limits needs both (docs/robots.md)")
+    print(f"move each joint to both of its ends, then leave the arm where episodes start: {seconds:g} s, or Enter")
+    with opened(env["driver"], str(env["address"]), env.get("options") or {}) as arm:
+        measured, tools, end = [], [], time.monotonic() + seconds
+        while not measured or (time.monotonic() < end and not _entered()):
+            measured.append(read(arm))
+            tools.append(arm.tool(measured[-1]))
+            time.sleep(PAUSE)
+        has_tool = tools[0] is not None
+        entries, ranges = arm.entries, _ends(measured)
+        line = template(entries, ranges, _ends(tools) if has_tool else (), has_tool=has_tool)
+    pose = ", ".join(f"{name}: {position:.4g}" for name, position in zip(entries, measured[-1], strict=True))
+    print(f"  {line}\n  home: {{{pose}}}")
+    return {"readings": len(measured), "ranges": dict(zip(entries, ranges, strict=True))}
+
+
+def _ends(positions: Sequence[Any]) -> list[list[float]]:
+    """Return [least, largest] of each entry of these positions, [N, J]."""
+    return np.stack([np.min(positions, axis=0), np.max(positions, axis=0)], axis=1).round(4).tolist()
+
+
+def _entered() -> bool:
+    """Return whether somebody has pressed Enter in this terminal."""
+    return sys.stdin.isatty() and bool(select.select([sys.stdin], [], [], 0)[0])
+
+
+if __name__ == "__main__":
+    main()

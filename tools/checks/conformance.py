@@ -1,0 +1,147 @@
+"""What any robot of Retake has to do, tried on one: shapes, bounds, hold, stop, rate, recover."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+from serl_client.env import Observation
+from serl_client.errors import RetakeError
+from serl_client.spec import Array
+
+from .common import Finding
+
+log = logging.getLogger(__name__)
+
+Check = Callable[[Any], Finding]
+STEPS = 5  # of holding
+ENOUGH = 0.95  # of the wanted rate
+CLOSE = 1e-3  # of an action's range: closer is the same
+FAR = 3.0  # ranges: an action that is far out of its bounds
+
+
+def tried(env: Any, *, move: bool, seconds: float) -> Iterator[tuple[str, Finding]]:
+    """(name of the check, what it found) of all checks of an open Env, which is closed at the end.
+
+    move: the robot may go home and take small steps; else a robot on the real clock is only looked at.
+    """
+    checks: dict[str, Check] = {"observe": seen}
+    if move or env.clock == "simulated":
+        checks = {"recover": recovered, "shapes": shapes, "hold": held, "bounds": bounded, "stop": stopped}
+        checks["rate"] = partial(rated, seconds=seconds)
+    try:
+        for name, check in [*checks.items(), ("close", closed)]:
+            finding = _found(check, env)
+            yield name, finding
+            if finding.state == "FAIL" and name in ("observe", "recover", "shapes"):
+                break  # the others would only fail, too
+    finally:
+        env.close()
+
+
+def _found(check: Check, env: Any) -> Finding:
+    try:
+        return check(env)
+    except RetakeError as error:
+        return Finding("FAIL", str(error))
+    except Exception as error:  # a driver may raise anything
+        log.exception("%s broke", check)
+        return Finding("FAIL", f"{type(error).__name__}: {error}")
+
+
+def recovered(env: Any) -> Finding:
+    """`recover` without a fault does nothing; it moves nothing in any case."""
+    robot = getattr(env, "robot", None)
+    before = robot.observe() if robot else {}
+    env.recover()
+    env.recover()
+    after = robot.observe() if robot else {}
+    moved = max((float(np.abs(after[name] - array).max()) for name, array in before.items()), default=0.0)
+    return Finding("ok", f"recover twice: the state changed by {moved:.3g}")
+
+
+def shapes(env: Any) -> Finding:
+    """The observation of an episode's start is what the Spec says, and finite."""
+    observation = env.reset(0)
+    _check(env, observation)
+    parts = ", ".join(f"{name} {list(array.shape)}" for name, array in sorted(observation.items()))
+    return Finding("ok", f"{parts}; action {list(env.spec.action.shape)}")
+
+
+def seen(env: Any) -> Finding:
+    """The robot's observation is what the Spec says, and finite; nothing was moved."""
+    observation = env.robot.observe() | {name: camera.latest().image for name, camera in env.cameras.items()}
+    _check(env, observation)
+    return Finding("ok", "observed only, as the Spec says; --move tries the rest")
+
+
+def held(env: Any) -> Finding:
+    """Without an action it holds, and says so."""
+    steps = [env.step(None) for _ in range(STEPS)]
+    executed = np.array([step.executed for step in steps])  # [T, A]
+    env.spec.action.check("executed", steps[0].executed)
+    apart = float((np.ptp(executed, axis=0) / _range(env)).max())
+    if apart > CLOSE:
+        return Finding("FAIL", f"{STEPS} times hold: what it did differs by {apart:.1%} of the action's range")
+    return Finding("ok", f"{STEPS} times hold: the same action each time")
+
+
+def bounded(env: Any) -> Finding:
+    """An action out of bounds is brought within, and one that is not finite does not move the robot."""
+    action = env.spec.action
+    executed = env.step((action.high + FAR * _range(env)).astype(action.dtype)).executed
+    if not (np.isfinite(executed).all() and (executed >= action.low).all() and (executed <= action.high).all()):
+        return Finding("FAIL", f"an action out of bounds was executed as {executed}")
+    before = env.step(None).executed
+    with suppress(ValueError):  # to refuse it is as good
+        executed = env.step(np.full(action.shape, np.nan, action.dtype)).executed
+        if not np.isfinite(executed).all() or (np.abs(executed - before) > CLOSE * _range(env)).any():
+            return Finding("FAIL", f"an action of NaN was executed as {executed}, and the one before as {before}")
+    return Finding("ok", "an action out of bounds is brought within them, and NaN holds")
+
+
+def stopped(env: Any) -> Finding:
+    """`stop` may be called twice, and afterwards it goes on."""
+    env.stop()
+    env.stop()
+    _check(env, env.step(None).observation)
+    return Finding("ok", "stop twice, then one step")
+
+
+def rated(env: Any, *, seconds: float) -> Finding:
+    """A real robot keeps its rate while it holds."""
+    fps, count, ended, begin = env.spec.fps, 0, True, time.monotonic()
+    lasted = 0.0
+    while count < 2 or time.monotonic() < begin + seconds:
+        if ended:
+            env.reset(count)
+        before = time.monotonic()
+        step = env.step(None)
+        lasted, count = lasted + time.monotonic() - before, count + 1
+        ended = step.terminated or step.truncated
+    rate = count / lasted
+    text = f"{rate:.1f} steps a second over {count} steps, {fps:g} are wanted"
+    return Finding("FAIL" if env.clock == "real" and rate < ENOUGH * fps else "ok", text)
+
+
+def closed(env: Any) -> Finding:
+    """`close` may be called twice."""
+    env.close()
+    env.close()
+    return Finding("ok", "close twice")
+
+
+def _check(env: Any, observation: Observation) -> None:
+    if sorted(observation) != sorted(env.spec.observation):
+        raise ValueError(f"observed are {sorted(observation)}, and the Spec says {sorted(env.spec.observation)}")
+    for name, feature in env.spec.observation.items():
+        feature.check(name, observation[name])
+        if not np.isfinite(observation[name]).all():
+            raise ValueError(f"{name} holds a value that is not finite")
+
+
+def _range(env: Any) -> Array:
+    return env.spec.action.high - env.spec.action.low
