@@ -16,7 +16,7 @@ from robot_infra.guard.channel import Ended, Reply, Request, Start, Started, rec
 STARTING = 60.0  # seconds until a new guard has to answer: it imports the driver, which connects
 ANSWER = 1.0  # seconds until a guard counts as dead
 SLOW = 30.0  # the same for what may take a driver long: clearing a fault, setting up a scene, closing
-ENDING = 5.0  # seconds until a guard that was told to end is killed
+ENDING = 3.0  # seconds until a guard that was told to end is killed
 
 
 class GuardLink:

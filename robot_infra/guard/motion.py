@@ -3,12 +3,12 @@
 import math
 
 import numpy as np
+from serl_client.faults import READY
 from serl_client.spec import Array
 
 from robot_infra.guard.limits import Limiter
 
 HOLD, FOLLOW, HOME = "hold", "follow", "home"
-NEW = "ready"  # kind of the fault of a new guard, which is none for who only looks
 SILENT_PERIODS = 3  # without a sign of life, until the arm holds and waits for a person
 SILENT_HOME = 0.5  # seconds: the same on the slow way home, where the actor also reads keys
 TRACKING_TICKS = 5  # in which set point and measurement are too far apart, until that is a fault
@@ -45,7 +45,7 @@ class Motion:
         self._left = 0  # ticks until the set point reaches the target, or until the arm has settled at home
         self._apart = 0  # consecutive ticks off its way
         if not is_ready:
-            self.fault = NEW, "the arm was connected anew: a person in the actor's terminal says when it may move"
+            self.fault = READY, "the arm was connected anew: a person in the actor's terminal says when it may move"
 
     # -- what the actor says; `sent`: when, seconds of the clock of `tick`
 

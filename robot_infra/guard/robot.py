@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from serl_client.env import Observation
 from serl_client.errors import ConfigError, RobotFault
+from serl_client.faults import READY
 from serl_client.spec import Array, Feature
 
 from robot_infra.guard.channel import Reply, Shared, Start, Started
 from robot_infra.guard.link import ANSWER, SLOW, GuardLink
-from robot_infra.guard.motion import NEW
 from robot_infra.interfaces import Frame
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class GuardedRobot:
 
         One may look at an arm before somebody has said ready.
         """
-        reply = self._asked("observe", but=NEW)
+        reply = self._asked("observe", but=READY)
         found: Observation = {STATE: np.array(reply.measured, np.float32)}
         if self._shared is not None:
             found |= self._shared.read(reply.sequence)

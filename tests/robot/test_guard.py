@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from serl_client.controller import RandomPolicy
 from serl_client.errors import ConfigError, RobotFault
 from serl_client.signals import interrupted_by_signals
 from serl_client.spec import Feature
@@ -177,26 +178,27 @@ def test_targets_are_those_of_the_action_space_and_a_stop_comes_twice(arm, log):
     np.testing.assert_allclose(points(log.more(40)), np.tile(still, (40, 1)), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [({"fails": {"write": [100, "collision"]}}, "collision"), ({"jams": [100, 150]}, "tracking")],
-    ids=["the driver says it", "the arm is stuck"],
-)
-def test_a_fault_of_the_arm_is_told_and_after_ready_the_run_goes_on(make, log, spec, options, kind):
-    """The whole way: the episode is cut off, a person says ready, the arm goes home, and the next episode begins."""
+class Straight(RandomPolicy):
+    """Turns the shoulder as far as it may."""
+
+    def act(self, observation, **row):
+        return np.array([1, 0], np.float32)
+
+
+def test_each_fault_of_the_arm_cuts_an_episode_off_is_told_and_after_ready_the_run_goes_on(make, log):
+    """The driver says the first; the second is an arm that is stuck."""
     limits = {name: {**limit, "tracking": 0.05} for name, limit in LIMITS.items()}
-    robot = make(options=options, limits=limits, home={"shoulder": 0.02, "elbow": 0.0})
+    robot = make(options={"walls": ["collision", "stuck"]}, limits=limits, home={"shoulder": 0.02, "elbow": 0.0})
     status, keys, said = ActorStatus(), Keys({}), []
     status.warn = said.append
-    jam = range(*options.get("jams", [0]))
-    keys.poll = lambda: ["ready"] * (status.driver == "FAULT" and len(log.of("write")) not in jam)
+    keys.poll = lambda: ["ready"] * (status.driver == "FAULT")
     with build(robot, fps=FPS, clock="real", max_steps=4) as env:
         client = FakeClient(env.spec, intervene=False)
         client.wait = log.wait
-        reports = run(env, client, episodes=2, operator=keys, status=status)
-    assert [text.partition(":")[0] for text in said] == ["ready", kind]
-    assert [report["steps"] < 4 for report in reports] == [True, False]
-    assert len(log.of("recover")) == 2
+        reports = run(env, client, Straight(env.spec, 0), episodes=3, operator=keys, status=status)
+    assert [text.partition(":")[0] for text in said] == ["ready", "collision", "tracking"]
+    assert [report["steps"] < 4 for report in reports] == [True, True, False]
+    assert len(log.of("recover")) == 3
 
 
 # -- processes that are killed, stopped, cut off
@@ -219,7 +221,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_an_arm_whose_guard_fails_stands_still_until_ready_and_its_actor_says_why(make, log, way):
     rows = random.Random(way).randrange(2, 6)
-    bug = {"fails": {"write": [TICKS * rows, "bug"]}} if way == "bug" else {}
+    bug = {"bug": TICKS * rows} if way == "bug" else {}
     robot = make(options=bug)
     robot.recover()
     process = robot.guard.process

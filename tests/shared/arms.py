@@ -21,21 +21,22 @@ LIMITS = {
 }
 HOME = {"shoulder": 0.5, "elbow": 0.0}
 FPS = 5.0
+WALL = 0.3
 DRIVER = f"{__name__}.LoggedArm"
 
 
 class LoggedArm(Arm):
     """Two joints that follow their set points with a lag; every call is a line in the pipe `log`.
 
-    fails: {call: [n, kind]}, the n-th call (from 1) raises RobotFault of this kind, or KeyError if it is `bug`.
-    jams: from the first of these writes to the second the arm stands still.
+    bug: this write, from 1, raises KeyError. walls: what the shoulder meets at WALL, until it is told to recover:
+    `stuck`, where it stays, or a kind of RobotFault. The first of them comes first.
     """
 
     entries = dict.fromkeys(JOINTS, "rad")
 
-    def __init__(self, address, log, *, fails=None, jams=(0, 0)):
-        self._pipe, self._fails, self._jams = os.open(log, os.O_WRONLY), fails or {}, jams
-        self._at, self._calls = np.zeros(2), {}
+    def __init__(self, address, log, *, bug=None, walls=()):
+        self._pipe, self._bug, self._walls = os.open(log, os.O_WRONLY), bug, list(walls)
+        self._at, self._writes, self._met = np.zeros(2), 0, False
         self._say("made", address)
 
     def read(self):
@@ -43,22 +44,25 @@ class LoggedArm(Arm):
 
     def write(self, positions):
         self._say("write", positions.tolist())
-        if not self._jams[0] <= self._calls["write"] < self._jams[1]:
-            self._at = self._at + 0.5 * (positions - self._at)
+        self._writes += 1
+        if self._writes == self._bug:
+            raise KeyError("a bug")
+        self._at = self._at + 0.5 * (positions - self._at)
+        if self._walls and self._at[0] > WALL:
+            self._at[0], self._met = WALL, True
+            if self._walls[0] != "stuck":
+                raise RobotFault("there is a wall", self._walls[0])
 
     def recover(self):
         self._say("recover")
+        self._walls, self._met = self._walls[self._met :], False
 
     def close(self):
         self._say("close")
 
     def _say(self, call, what=None):
-        self._calls[call] = self._calls.get(call, 0) + 1
         line = json.dumps([call, time.monotonic(), what, self._at.tolist()])
         os.write(self._pipe, f"{line}\n".encode())
-        number, kind = self._fails.get(call, (None, ""))
-        if self._calls[call] == number:
-            raise KeyError("a bug") if kind == "bug" else RobotFault(f"{call} was told to fail", kind)
 
 
 class Said(NamedTuple):

@@ -5,6 +5,7 @@ from collections import deque
 
 from serl_client.errors import RobotFault
 
+READY = "ready"  # kind of what is no fault: a new arm moves only after a person's word
 MOST, WITHIN = 3, 60.0  # so many faults within so many seconds are too many
 
 
@@ -16,8 +17,10 @@ class Faults:
         self._times: deque[float] = deque(maxlen=MOST)  # seconds, time.monotonic()
 
     def add(self, fault: RobotFault) -> None:
-        """Note a fault. Raises it again, with the reason, if there are too many."""
+        """Note a fault. Raises it again, with the reason, if there are too many; an arm that is new counts as none."""
         self.is_open = True
+        if fault.kind == READY:
+            return
         self._times.append(time.monotonic())
         if len(self._times) == MOST and self._times[-1] - self._times[0] < WITHIN:
             raise RobotFault(f"{fault}. This was fault {MOST} within {WITHIN:.0f} s: mend the robot first", fault.kind)
