@@ -10,6 +10,7 @@ from robot_infra.guard.limits import Limiter
 
 HOLD, FOLLOW, HOME = "hold", "follow", "home"
 SILENT_PERIODS = 3  # without a sign of life, until the arm holds and waits for a person
+OLD = 0.5  # seconds after which a target is not taken: its actor gives a guard up after a second
 SILENT_HOME = 0.5  # seconds: the same on the slow way home, where the actor also reads keys
 TRACKING_TICKS = 5  # in which set point and measurement are too far apart, until that is a fault
 SETTLING = 0.3  # seconds at the end of the way home
@@ -36,26 +37,27 @@ class Motion:
         self._limiter, self._limits, self._home = limiter, limiter.limits, home
         self._tick, self._period, self._home_speed = tick, period, home_speed
         self._per_period = max(1, math.ceil(period / tick - 1e-6))
-        self._patience = SILENT_PERIODS * period
+        self._patience = {HOLD: math.inf, FOLLOW: SILENT_PERIODS * self._per_period, HOME: SILENT_HOME / tick}  # ticks
         self.mode, self.is_home = HOLD, False
         self.fault: tuple[str, str] | None = None
         self.limited = self.refused = 0
         self.point = self.target = self.measured = measured
-        self._heard = 0.0  # when the actor gave its latest sign of life
+        self._silent = 0  # ticks since the actor's latest sign of life: if nothing ran, nothing moved, either
         self._left = 0  # ticks until the set point reaches the target, or until the arm has settled at home
         self._apart = 0  # consecutive ticks off its way
         if not is_ready:
             self.fault = READY, "the arm was connected anew: a person in the actor's terminal says when it may move"
 
-    # -- what the actor says; `sent`: when, seconds of the clock of `tick`
+    # -- what the actor says
 
-    def follow(self, wanted: Array, sent: float, now: float) -> None:
+    def follow(self, wanted: Array, age: float) -> None:
         """Take a target [J], as far as the limits allow. One that is not finite, or of another shape, holds.
 
-        An old target is a fault: who sent it has long taken this guard for dead.
+        age: seconds since it was sent. An old target is a fault: its actor may have taken this guard for dead.
         """
-        if now - sent > self._patience:
-            self.fail("guard", f"a target came {now - sent:.2f} s after it was sent: the guard was stopped or starved")
+        self._silent = 0
+        if age > OLD:
+            self.fail("guard", f"a target came {age:.2f} s after it was sent: the guard was stopped or starved")
         if self.fault:
             return
         if wanted.shape != self.point.shape or not np.isfinite(wanted).all():
@@ -65,17 +67,17 @@ class Motion:
         target = self._limiter.step(self.target, wanted, self._period, self._limits.jump)
         self.limited += not np.allclose(target, wanted, rtol=0, atol=1e-9)
         self.target, self.mode, self.is_home = target, FOLLOW, False
-        self._left, self._heard = self._per_period, sent
+        self._left = self._per_period
 
-    def go_home(self, sent: float) -> None:
+    def go_home(self) -> None:
         """Begin the way home, slowly."""
         if not self.fault:
-            self.mode, self.is_home, self._heard = HOME, False, sent
+            self.mode, self.is_home, self._silent = HOME, False, 0
             self._left = math.ceil(SETTLING / self._tick)
 
-    def hear(self, sent: float) -> None:
+    def hear(self) -> None:
         """Take a sign of life."""
-        self._heard = sent
+        self._silent = 0
 
     def hold(self) -> None:
         """Stay. The set point is brought near the measurement once; again and again would let a heavy arm sink."""
@@ -100,11 +102,11 @@ class Motion:
         self.hold()
         self.fault = self.fault or (kind, text)
 
-    def advance(self, now: float) -> Array:
+    def advance(self) -> Array:
         """Return the set point [J] of this tick. The arm holds if the actor has been silent while it moves."""
-        silent = now - self._heard
-        if (self.mode == FOLLOW and silent > self._patience) or (self.mode == HOME and silent > SILENT_HOME):
-            self.fail("guard", f"the actor gave no sign of life for {silent:.2f} s while the arm moved")
+        self._silent += 1
+        if self._silent > self._patience[self.mode]:
+            self.fail("guard", f"no sign of life from the actor for {self._silent} set points while the arm moved")
         if self.mode == FOLLOW:
             wanted = self.point + (self.target - self.point) / max(self._left, 1)
             self.point, self._left = self._limiter.step(self.point, wanted, self._tick), self._left - 1
@@ -135,4 +137,4 @@ class Motion:
                 self.is_home = True
         elif (point == self.point).all():
             self.fail("limit", "the straight way home leaves the tool's limits: move the arm by hand, then say ready")
-        self.point = point
+        self.point = self.target = point

@@ -117,8 +117,8 @@ class Guard:
         due = time.monotonic()
         try:
             while self._ends is None:
-                if (left := due - time.monotonic()) > 0:
-                    self._listen(left)
+                self._listen(max(0.0, due - time.monotonic()))  # also when it is late: a sign of life may wait there
+                if time.monotonic() < due:
                     continue
                 self._servo()
                 due, now = due + self._tick, time.monotonic()
@@ -130,10 +130,9 @@ class Guard:
         return self._ends
 
     def _servo(self) -> None:
-        now = time.monotonic()
-        if self._cut_at is not None and now > self._cut_at + LINGER:
+        if self._cut_at is not None and time.monotonic() > self._cut_at + LINGER:
             self._ends = "its actor has gone"
-        point = self._motion.advance(now)
+        point = self._motion.advance()
         if self._is_driver_ill:
             return
         with self._failing():
@@ -173,24 +172,24 @@ class Guard:
             send(self._link, reply)
 
     def _follow(self, request: Request) -> None:
-        self._motion.follow(np.array(request.positions, float), request.sent, time.monotonic())
+        self._motion.follow(np.array(request.positions, float), time.monotonic() - request.sent)
 
     def _hold(self, request: Request) -> None:
         self._motion.hold()
 
     def _go_home(self, request: Request) -> None:
         if not self._has_scenes or self._motion.fault:
-            self._motion.go_home(request.sent)
+            self._motion.go_home()
             return
         with self._failing():
             self._arm.scene(request.seed)
             self._motion.be_there(read(self._arm))
 
     def _hear(self, request: Request) -> None:
-        self._motion.hear(request.sent)
+        self._motion.hear()
 
     def _observe(self, request: Request) -> None:
-        self._motion.hear(request.sent)
+        self._motion.hear()
         if self._shared is None or self._is_driver_ill:
             return
         with self._failing():

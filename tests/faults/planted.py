@@ -366,7 +366,7 @@ K5 killed Motion.hold: each hold lets a heavy arm sink
     - if self.mode != HOLD:
     + if True:
 K6 killed Motion.advance: an actor that hangs leaves the arm to its last target
-    - (self.mode == FOLLOW and silent > self._patience)
+    - self._silent > self._patience[self.mode]
     + False
 K7 killed Motion.fail: an arm with a fault follows the next target
     - self.fault = self.fault or (kind, text)

@@ -285,7 +285,7 @@ def test_an_arm_whose_actor_is_killed_or_stopped_stands_still(log, how):
             assert still == pytest.approx(UP * row), "the last target, and none after it"
             os.kill(actor.pid, signal.SIGCONT)
             told = [actor.stdout.readline() for _ in range(3)]
-            assert all(line.startswith("guard: the actor gave no sign of life for") for line in told)
+            assert all(line.startswith("guard: no sign of life from the actor for") for line in told)
             log.until(lambda calls: calls[-1].call == "close")
             assert {each for each in points(log.calls) if np.abs(np.subtract(each, still)).max() > 1e-6} <= set(
                 points([said for said in log.calls if said.time < at + 1 / FPS])

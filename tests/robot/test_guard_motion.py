@@ -1,4 +1,4 @@
-"""What a guard lets through: limits, targets, holding, silence, the way home. No process, and a clock of the test's."""
+"""What a guard lets through: limits, targets, holding, silence, the way home. No process and no clock."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from serl_client.errors import ConfigError
 
 from robot_infra.guard.limits import KEYS, Limiter, read_home, read_limits, template
-from robot_infra.guard.motion import FOLLOW, HOLD, HOME, SETTLING, SILENT_PERIODS, TRACKING_TICKS, Motion
+from robot_infra.guard.motion import FOLLOW, HOLD, HOME, OLD, SETTLING, SILENT_PERIODS, TRACKING_TICKS, Motion
 
 ENTRIES = {"shoulder": "rad", "elbow": "rad"}
 LIMITS = {
@@ -27,26 +27,25 @@ def tool(positions):
 
 
 class Bench:
-    """A Motion over an arm that follows its set points with a lag, and the ticks of a clock."""
+    """A Motion over an arm that follows its set points with a lag."""
 
     def __init__(self, at=(0.0, -0.5), *, has_tool=False, home=(0.3, -0.2), lag=0.5, **changes):
         written = {**LIMITS, "tool": TOOL} if has_tool else LIMITS
         self.limits = read_limits(ENTRIES, written, has_tool=has_tool)
-        self.now, self.lag, self.measured = 50.0, lag, np.array(at, float)
+        self.lag, self.measured = lag, np.array(at, float)
         arguments = {"tick": TICK, "period": PERIOD, "home_speed": 0.25, "is_ready": True, "measured": self.measured}
         self.motion = Motion(Limiter(self.limits, tool), np.array(home, float), **(arguments | changes))
 
     def follow(self, *wanted, late=0.0):
-        self.motion.follow(np.array(wanted, float), self.now - late, self.now)
+        self.motion.follow(np.array(wanted, float), late)
 
     def go(self, ticks=10):
         """The set points of so many ticks, [ticks, J]."""
         points = []
         for _ in range(ticks):
-            points.append(self.motion.advance(self.now))
+            points.append(self.motion.advance())
             self.measured = self.measured + self.lag * (points[-1] - self.measured)
             self.motion.observe(self.measured)
-            self.now += TICK
         return np.array(points)
 
 
@@ -78,10 +77,10 @@ def test_the_jump_counts_from_the_accepted_target_also_after_the_way_home():
     bench.follow(0.0, -9.0)
     bench.follow(0.0, -9.0)
     np.testing.assert_allclose(bench.motion.target, [0, -0.6])
-    bench.motion.go_home(bench.now)
+    bench.motion.go_home()
     while not bench.motion.is_home:
         bench.go(1)
-        bench.motion.hear(bench.now)
+        bench.motion.hear()
     bench.follow(0.3, 9.0)
     np.testing.assert_allclose(bench.motion.target, [0.3, -0.15])
 
@@ -125,7 +124,7 @@ def do(bench, what, more):
     elif what == "hold":
         motion.hold()
     elif what == "home":
-        motion.go_home(bench.now)
+        motion.go_home()
     else:
         motion.recover(bench.measured)
     assert (np.abs(motion.point - motion.measured) <= np.abs(before - motion.measured) + A_BIT).all()
@@ -204,7 +203,7 @@ def test_silence_is_a_fault_while_a_target_is_followed_and_never_after_hold():
     assert bench.motion.fault[0] == "guard"
     still = bench.motion.point
     bench.follow(0.0, -0.5)
-    bench.motion.go_home(bench.now)
+    bench.motion.go_home()
     np.testing.assert_array_equal(bench.go(50), np.tile(still, (50, 1)))
     assert (bench.motion.mode, bench.motion.target.tolist()) == (HOLD, still.tolist())
     bench.motion.recover(bench.measured)
@@ -215,7 +214,7 @@ def test_silence_is_a_fault_while_a_target_is_followed_and_never_after_hold():
 def test_a_target_that_is_taken_long_after_it_was_sent_moves_nothing():
     """The guard was stopped, and goes on: who sent the target has given this guard up."""
     bench = Bench()
-    bench.follow(0.2, -0.5, late=SILENT_PERIODS * PERIOD + 0.01)
+    bench.follow(0.2, -0.5, late=OLD + 0.01)
     assert (bench.motion.mode, bench.motion.fault[0]) == (HOLD, "guard")
 
 
@@ -247,7 +246,7 @@ def test_positions_that_are_not_finite_are_a_fault_and_the_last_set_point_stays(
 def test_a_new_guard_moves_nothing_before_somebody_has_said_ready():
     bench = Bench(is_ready=False)
     bench.follow(0.1, -0.5)
-    bench.motion.go_home(bench.now)
+    bench.motion.go_home()
     np.testing.assert_array_equal(bench.go(20), np.tile([0.0, -0.5], (20, 1)))
 
 
@@ -256,10 +255,10 @@ def test_a_new_guard_moves_nothing_before_somebody_has_said_ready():
 
 def test_the_way_home_is_slow_straight_and_settles():
     bench, points = Bench(lag=1.0), []
-    bench.motion.go_home(bench.now)
+    bench.motion.go_home()
     while not bench.motion.is_home:
         points += [*bench.go(1)]
-        bench.motion.hear(bench.now)
+        bench.motion.hear()
     steps = np.diff(points, axis=0)
     assert np.abs(steps).max(0) == pytest.approx([0.0025, 0.0025])  # a quarter of the elbow's speed: its way is as long
     np.testing.assert_allclose(points[-round(SETTLING / TICK) :], np.tile([0.3, -0.2], (30, 1)), atol=1e-12)
@@ -270,12 +269,14 @@ def test_the_way_home_is_slow_straight_and_settles():
 @pytest.mark.parametrize("stopped_by", ["hold", "silence", "target"])
 def test_the_way_home_ends_with_hold_silence_or_a_target(stopped_by):
     bench = Bench()
-    bench.motion.go_home(bench.now)
+    bench.motion.go_home()
     bench.go(10)
     if stopped_by == "hold":
         bench.motion.hold()
     elif stopped_by == "target":
-        bench.follow(*bench.motion.target)
+        on_its_way = bench.motion.point
+        bench.follow(*on_its_way)
+        np.testing.assert_array_equal(bench.motion.target, on_its_way)
     bench.go(60)
     assert bench.motion.mode != HOME
     assert not bench.motion.is_home
@@ -284,9 +285,9 @@ def test_the_way_home_ends_with_hold_silence_or_a_target(stopped_by):
 
 def test_a_way_home_that_would_leave_the_tools_box_is_a_fault():
     bench = Bench(at=(0.6, -0.5), has_tool=True, home=(-0.6, 0.4))
-    bench.motion.go_home(bench.now)
+    bench.motion.go_home()
     for _ in range(500):
-        bench.motion.hear(bench.now)
+        bench.motion.hear()
         before = bench.motion.point
         check(bench, before, bench.go(1)[0], was_faulty=bench.motion.fault is not None)
     assert bench.motion.fault[0] == "limit"
