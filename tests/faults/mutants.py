@@ -1,4 +1,4 @@
-"""Runs the tests on each mutant of planted.py and planted_replay.py: does any of them notice the fault?
+"""Runs the tests on each mutant of the files planted*.py: does any of them notice the fault?
 
     python -m tests.faults.mutants [ID ...] [--jobs N] [--out FILE]
 
@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.faults import planted, planted_replay
+from tests.faults import planted, planted_replay, planted_robot
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = planted.TABLE + planted_replay.TABLE
+TABLE = planted.TABLE + planted_replay.TABLE + planted_robot.TABLE
 PRODUCT = ("packages/*/src/**/*.py", "robot_infra/**/*.py", "serl_launcher/**/*.py")
 ENTRY = re.compile(r"^(\w+) (\w+) (\S+): (.+)\n((?: {4}- .+\n)+)((?: {4}\+ .+\n)+)", re.MULTILINE)
 KNOWN = ("killed", "survives", "chance", "equivalent")

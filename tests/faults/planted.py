@@ -348,37 +348,6 @@ J4 killed fitted: the bars around an image are grey
     - value=-1.0)
     + value=0.0)
 
-== safety of the robot: test_robot_env test_intervention test_guard test_guard_motion
-
-K1 killed Limiter.step: a robot outside of its range is sent further out
-    - low, high = np.minimum(limits.low, start), np.maximum(limits.high, start)
-    + low, high = limits.low - 9, limits.high + 9
-K2 killed Motion._advance_home: after homing the jump is counted from where the robot was before
-    - self.hold()
-    + self.mode = HOLD
-K3 killed Limiter._keeps: the tool may leave its box
-    - is_slow and self._outside(there) <= self._outside(here)
-    + is_slow
-K4 killed Motion.follow: the jump is counted from what was asked, not from what the robot took
-    - self.target, self.mode, self.is_home = target, FOLLOW, False
-    + self.target, self.mode, self.is_home = wanted, FOLLOW, False
-K5 killed Motion.hold: each hold lets a heavy arm sink
-    - if self.mode != HOLD:
-    + if True:
-K6 killed Motion.advance: an actor that hangs leaves the arm to its last target
-    - self._silent > self._patience[self.mode]
-    + False
-K7 killed Motion.fail: an arm with a fault follows the next target
-    - self.fault = self.fault or (kind, text)
-    + self.fault = None
-K8 killed Guard._listen: an actor that was killed leaves the arm on its way
-    - self._cut_at = time.monotonic()
-    - self._motion.hold()
-    + self._cut_at = time.monotonic()
-K9 killed GuardLink.call: an answer to an earlier question is taken for this one
-    - if answer.number == self._number:
-    + if answer:
-
 == ranks and heads: test_averaging test_attention
 
 L1 killed GradientAverage._send: the gradients of all ranks are summed
@@ -390,22 +359,4 @@ L2 killed GradientAverage.finish: a weight that no rank has used gets a gradient
 L3 killed bias: tokens see the padding of the keys
     - (0, -sees.shape[-1] % ALIGNED))
     + (0, -sees.shape[-1] % ALIGNED), value=True)
-
-== the loop in time: test_robot_env test_real_time test_faults test_intervention
-
-M1 killed RobotEnv._wait: after a late command the next one follows at once
-    - (sent if sent > self._began + period / 2 else self._began) + period
-    + self._began + period
-M2 killed _Actor._row: windows join what came before a long wait and what came after it
-    - (waited or sent - episode.observed > GAP / self._env.spec.fps)
-    + waited
-M3 killed Faults.add: a robot that fails again and again is started again and again
-    - if len(self._times) == MOST and self._times[-1] - self._times[0] < WITHIN:
-    + if False:
-M4 killed _Actor._holds: the policy acts on what it saw before a pause
-    - episode.teleop or episode.is_stale or
-    + episode.teleop or
-M5 killed Person.ask: a word from before the question moves the robot
-    - self.is_ready = False
-    + pass
 """
