@@ -180,5 +180,10 @@ def assert_shards_hold_what_the_store_holds(run):
             assert np.array_equal(np.array(table[name]).reshape(expected.shape), expected), (shard, name)
         outcome = [-1 if e.info.success is None else int(bool(e.info.success)) for e in members for _ in e.steps]
         assert np.array(table["outcome"]).reshape(-1).tolist() == outcome
+        rewards = np.concatenate([e.steps["reward"] for e in members])
+        last = np.cumsum([e.info.steps for e in members]) - 1
+        for place, info in zip(last, (e.info for e in members), strict=True):
+            rewards[place] = float(info.success) if info.judged_by == "operator" else rewards[place]
+        assert np.array(table["next.reward"]).reshape(-1).tolist() == rewards.tolist()
         ends = [i + 1 == e.info.steps and bool(e.info.success) for e in members for i in range(e.info.steps)]
         assert np.array(table["next.success"]).reshape(-1).tolist() == ends

@@ -19,6 +19,7 @@ from serl_client.controller import decision_seed
 
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.datasets import shards
+from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.training.build import build
 from tests.programs.hiors import (
     EVALUATED,
@@ -215,7 +216,7 @@ def test_at_the_end_everything_is_there_once_although_the_export_was_killed(run)
     assert exported.keys() == {e.info.id for e in stored if not e.info.discard}
     for info in run.catalog():
         if info.id in exported:
-            assert shards.mark(exported[info.id][1]) == shards.mark_now(info)
+            assert shards.mark(exported[info.id][1]) == shards.mark_now(VerdictRewards().applied(info))
     assert_shards_hold_what_the_store_holds(run)
     assert not list(run.run_dir.glob(f"datasets/*/*{shards.PART}"))
     assert not list(run.run_dir.glob("actors/*/outbox/*.records"))
