@@ -81,13 +81,13 @@ def act(config: DictConfig) -> int:
                 source, chunks=config.chunks, deadline=deadline, n_action_steps=config.n_action_steps, clock=env.clock
             )
             status = ActorStatus()
-            has_keys = getattr(keyboard, "has_terminal", True)
-            person = env.operator or (keyboard if has_keys else None)
             moves = isinstance(getattr(env, "teleop", None), KeyboardTeleop)
-            keys = {"keys": LEGEND} | ({"motion keys": MOTION_LEGEND} if moves else {}) if has_keys else {}
+            keys = {"keys": LEGEND} | ({"motion keys": MOTION_LEGEND} if moves else {}) if keyboard.has_terminal else {}
             lookout = Lookout(lambda: client.connected, str(config.ip), int(config.port), has_key=key is not None)
             with lookout, LiveDisplay(shown, lambda: rows(status, client, keys, lookout), lambda: status.driver):
-                run_actor(env, controller, client, seed=config.seed, operator=person, reset=config.reset, status=status)
+                run_actor(
+                    env, controller, client, seed=config.seed, operator=keyboard, reset=config.reset, status=status
+                )
     return 0
 
 

@@ -1,9 +1,10 @@
 """Protocols of the parts of a RobotEnv: robot, camera, teleoperation device, judge and operator."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from serl_client import person
 from serl_client.env import Observation
 from serl_client.spec import Array, Feature
 
@@ -110,11 +111,7 @@ class Judge(Protocol):
     def __call__(self, observation: Observation) -> Verdict: ...
 
 
-class Operator(Protocol):
-    """Describes the person who watches. Events: pause, ready, stop, success, failure, discard, next."""
-
-    def poll(self) -> Sequence[str]:
-        """Return the events since the last poll, oldest first. Never blocks."""
-        ...
+class Operator(person.Operator, Protocol):
+    """Describes the person who watches, at a device that is given back."""
 
     def close(self) -> None: ...

@@ -104,6 +104,8 @@ class Failing(CountingEnv):
 class ReadyPerson:
     """Says ready at each look, once the console shows a fault."""
 
+    has_terminal = True
+
     def __init__(self, status):
         self.status, self.said = status, []
 
@@ -153,12 +155,15 @@ def test_after_a_fault_nothing_moves_until_the_person_is_ready_and_then_it_goes_
     assert lengths(client) == [1, 13]
 
 
-@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("there", [None, False, True])
 def test_a_fault_ends_the_run_if_nobody_is_there_or_it_comes_a_third_time_within_a_minute(client, spec, there):
+    """None: no operator; False: a script that says verdicts, and no terminal."""
     env, status = Failing(spec, fails_in=(2, 4, 6)), ActorStatus()
     said = "fault 3 within 60 s: mend" if there else "touched the table"
+    person = ReadyPerson(status)
+    person.has_terminal = there
     with pytest.raises(RobotFault, match=said) as fault:
-        run(env, client, episodes=9, operator=ReadyPerson(status) if there else None, status=status)
+        run(env, client, episodes=9, operator=None if there is None else person, status=status)
     assert fault.value.kind == "collision"
     assert env.log[-1] == "stop"
     assert lengths(client) == [1] * (3 if there else 1)

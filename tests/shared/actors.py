@@ -112,7 +112,9 @@ class FakeClient:
 
 
 class Keys:
-    """An operator: {look: what was pressed before it}; there is a look after each reset and after each row."""
+    """A person: {look: what was pressed before it}; there is a look after each reset and after each row."""
+
+    has_terminal = True
 
     def __init__(self, presses):
         self.presses, self.looks = presses, -1

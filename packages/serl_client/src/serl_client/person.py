@@ -13,6 +13,11 @@ class Operator(Protocol):
     """Describes a person with a keyboard. Events: pause (again: resume), ready, stop, next, success, failure,
     discard."""
 
+    @property
+    def has_terminal(self) -> bool:
+        """Whether a person can be asked to say ready; a script without a terminal cannot."""
+        ...
+
     def poll(self) -> list[str]:
         """Return the events since the last call; never wait."""
         ...
@@ -21,13 +26,13 @@ class Operator(Protocol):
 class Person:
     """Remembers what the operator says until the control loop has done it.
 
-    is_there: somebody can say something. is_paused: they paused the robot.
+    is_there: somebody can be asked. is_paused: they paused the robot.
     is_ready: they said that the robot may move, since `ask`.
     verdict: success, failure or discard, of the episode under way, or of the latest one; empty: none.
     """
 
     def __init__(self, operator: Operator | None, client: TrainerClient, status: ActorStatus) -> None:
-        self.is_there = operator is not None
+        self.is_there = operator is not None and operator.has_terminal
         self.is_paused = self.is_ready = False
         self.verdict = ""
         self._operator, self._client = operator, client

@@ -45,13 +45,13 @@ def run_actor(
 
     A RobotFault cuts the episode off. The robot holds until the operator says ready; then it goes home again.
 
-    Raises RobotFault without an operator, or for the third one within a minute, TrainerError when the learner refuses
-    this actor, KeyboardInterrupt for SIGINT, SIGTERM and SIGHUP, and whatever else the environment raises. Raises
-    ConfigError if `reset` is unknown, or needs an operator and there is none.
+    Raises RobotFault if no operator has a terminal, or for the third one within a minute, TrainerError when the learner
+    refuses this actor, KeyboardInterrupt for SIGINT, SIGTERM and SIGHUP, and whatever else the environment raises.
+    Raises ConfigError if `reset` is unknown, or needs an operator and there is none.
     """
     if reset not in RESETS:
         raise ConfigError(f"reset={reset} is unknown; use {' or '.join(RESETS)}")
-    if reset == "operator" and operator is None:
+    if reset == "operator" and not (operator and operator.has_terminal):
         raise ConfigError("reset=operator needs a person: start the actor in a terminal (over SSH: ssh -t)")
     status = status or ActorStatus()
     client.report(vars(status))
