@@ -270,7 +270,7 @@ def test_the_way_home_is_slow_straight_and_settles():
 def test_the_way_home_ends_with_hold_silence_or_a_target(stopped_by):
     bench = Bench()
     bench.motion.go_home()
-    bench.go(10)
+    bench.go(40)
     if stopped_by == "hold":
         bench.motion.hold()
     elif stopped_by == "target":
