@@ -287,8 +287,9 @@ def test_an_arm_whose_actor_is_killed_or_stopped_stands_still(log, how):
             told = [actor.stdout.readline() for _ in range(3)]
             assert all(line.startswith("guard: no sign of life from the actor for") for line in told)
             log.until(lambda calls: calls[-1].call == "close")
-            assert {each for each in points(log.calls) if np.abs(np.subtract(each, still)).max() > 1e-6} <= set(
-                points([said for said in log.calls if said.time < at + 1 / FPS])
+            seen = points(log.calls)
+            np.testing.assert_allclose(
+                seen[seen.index(still) :], np.tile(still, (len(seen) - seen.index(still), 1)), atol=1e-6
             )
         finally:
             actor.kill()

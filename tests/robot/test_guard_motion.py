@@ -221,7 +221,7 @@ def test_a_target_that_is_taken_long_after_it_was_sent_moves_nothing():
 def test_an_arm_that_does_not_follow_is_a_fault_and_ready_begins_where_it_is():
     bench = Bench(lag=0.0)
     moved = 0
-    while bench.motion.fault is None:
+    while bench.motion.fault is None and moved < 1000:
         bench.follow(9.0, -0.5)
         moved += len(bench.go(1))
     assert bench.motion.fault[0] == "tracking"
