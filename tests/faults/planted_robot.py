@@ -28,7 +28,7 @@ K8 killed Guard._listen: an actor that was killed leaves the arm on its way
     - self._cut_at = time.monotonic()
     - self._motion.hold()
     + self._cut_at = time.monotonic()
-K9 killed GuardLink.call: an answer to an earlier question is taken for this one
+K9 equivalent GuardLink.call: an answer to an earlier question is taken for this one
     - if answer.number == self._number:
     + if answer:
 
