@@ -7,7 +7,7 @@ does with chunks that disagree, and nothing about a real policy.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ def tried(folder: Path, latency: float, rule: str, seconds: float, hz: float) ->
         link.set("delay", seconds=LINK / 2)
         child.heard()
         learner.direct(explore=True, weights=None, intervene=False)
+        child.heard()
         time.sleep(seconds)
         learner.direct({"phase": "bench", "mode": "stop", "boundary": "now"})
         return child.heard()
@@ -98,10 +99,13 @@ def chunk(question: m.InferenceRequest) -> Array:
 
 
 class Watched:
-    """A controller whose ticks are counted: those without an action, and age and jump of the others."""
+    """A controller whose ticks are counted: those without an action, and age and jump of the others.
 
-    def __init__(self, policy: Any, source: TrainerClient, hz: float) -> None:
-        self._policy, self._ask, self._hz = policy, source.ask, hz
+    `begun` is called at the first one.
+    """
+
+    def __init__(self, policy: Any, source: TrainerClient, hz: float, begun: Callable[[], None]) -> None:
+        self._policy, self._ask, self._hz, self._begun = policy, source.ask, hz, begun
         source.ask = self._asked
         self._began: dict[int, float] = {}  # when each step was asked about
         self._ticked: float | None = None
@@ -119,6 +123,8 @@ class Watched:
         action, seen = self._policy.act(observation, step=step, **about), self.seen
         if step:  # before the first action the robot waits
             now = time.monotonic()
+            if not seen["ticks"]:
+                self._begun()
             seen["ticks"] += 1
             seen["held"] += action is None
             seen["late"] += self._ticked is not None and now - self._ticked > LATE / self._hz
@@ -140,7 +146,7 @@ def actor(pipe: Any, address: str, folder: Path, rule: str, hz: float) -> None:
         pipe.send("connected")
         deadline = deadline_of("auto", hz, "real")
         policy = chunk_policy(client, chunks=rule, deadline=deadline, n_action_steps=N_ACTION_STEPS, clock="real")
-        watched: Any = Watched(policy, client, hz)
+        watched: Any = Watched(policy, client, hz, lambda: pipe.send("moving"))
         controller: Controller = watched
         run_actor(env, controller, client, seed=0)
         pipe.send(watched.seen)
