@@ -35,6 +35,7 @@ from serl_launcher.acting.host import PolicyHost
 from serl_launcher.networks.vision import IMAGES
 from serl_launcher.policies.base import Policy
 from serl_launcher.replay.mixture import ReplayMixture
+from serl_launcher.replay.verdicts import rewards_of_run
 from serl_launcher.replay.views import SPLITS, EpisodeInfo, View
 from serl_launcher.store import weights
 from serl_launcher.store.index import Index
@@ -111,7 +112,10 @@ def opened(run_dir: Path, spec: Spec, index: Index, source: str, split: str | No
     there = index.sources()
     known(source, there, "source", f"--source {source}")
     view = View((source,), ("successful",), split=split)
-    sources = ReplayMixture(run_dir / "store", spec, {source: there[source].capacity}, {DRAWN: view}, seed=SEED)
+    sources = ReplayMixture(
+        run_dir / "store", spec, {source: there[source].capacity}, {DRAWN: view}, seed=SEED,
+        verdict=rewards_of_run(run_dir),
+    )  # fmt: skip
     revision = 0
     while True:
         revision, rows = index.catalog(revision, 1000)

@@ -7,13 +7,14 @@ same action in either place. A Loader reads new weights in its own thread while 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import safetensors.torch
 import torch
 from serl_client import messages as m
+from serl_client.episode import limits
 from serl_client.errors import ConfigError, MessageError
 from serl_client.spec import Array, Spec
 from torch import Tensor
@@ -62,6 +63,8 @@ class PolicyHost:
         recorder = self._on if isinstance(self._on, Recorder) else None
         graph = self.acting.graph if recorder else None
         self.is_static = graph is not None  # only powers of two
+        self._most_guided = MOST  # requests in a batch whose chunks are guided; 0: memory is lacking even for one
+        self._is_seam_told = False
         self.is_short = False  # True: a batch was cut because its size was not recorded
         self._ready: set[int] = set()  # sizes that are recorded
         if recorder and graph is not None:
@@ -147,8 +150,9 @@ class PolicyHost:
             )
         if not 1 <= ask.committed <= len(prefix):
             raise MessageError(f"committed should be 1 to {len(prefix)}, the rows of the prefix, not {ask.committed}")
-        if not np.isfinite(prefix).all():
-            raise MessageError("the prefix is not finite")
+        low, high = limits(self.spec.action)
+        if not ((prefix >= low) & (prefix <= high)).all():
+            raise MessageError("the prefix is not finite, or far outside of the action's bounds")
 
     @property
     def unrecorded(self) -> list[int]:
@@ -188,10 +192,12 @@ class PolicyHost:
         for i, question in enumerate(questions):
             guides = self.acting.continues == "guided" and "prefix" in question.ask.arrays  # costs more: apart
             groups.setdefault((question.ask.explore, question.actor in self._carries, guides), []).append(i)
+            self._warn_of_seam(question.ask.committed)
         answers: dict[int, m.InferenceResponse] = {}
-        for (explore, remembers, _), members in groups.items():
+        for (explore, remembers, guides), members in groups.items():
             part = [questions[i] for i in members]
-            answers.update(zip(members, self._answered(part, explore, remembers), strict=True))
+            answered = self._guided(part, explore, remembers) if guides else self._answered(part, explore, remembers)
+            answers.update(zip(members, answered, strict=True))
         return [answers[i] for i in range(len(questions))]
 
     def _answered(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[m.InferenceResponse]:
@@ -207,6 +213,33 @@ class PolicyHost:
                     raise
             self._lower(self._size(len(part)) // 2)  # here the error holds no tensor any more
         return answers
+
+    def _guided(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[m.InferenceResponse]:
+        """Answer as `_answered`, apart from the others, whose batches stay as large as they are.
+
+        If memory is lacking for even one chunk, these begin anew from now on, which is `chunks: async`.
+        """
+        answers: list[m.InferenceResponse] = []
+        while (left := questions[len(answers) :]) and self._most_guided:
+            part = left[: self._most_guided]
+            try:
+                answers += self._act(part, explore, remembers)
+                continue
+            except torch.OutOfMemoryError:
+                self._most_guided = len(part) // 2
+            self._on.release()
+            log.warning("out of memory on %s: at most %d chunks are guided at once", self.device, self._most_guided)
+        return answers + (self._answered([_anew(question) for question in left], explore, remembers) if left else [])
+
+    def _warn_of_seam(self, committed: int) -> None:
+        """Say once if the actors' delay is more than what the policy has learned to continue."""
+        learned = self.acting.max_delay if self.acting.continues == "trained" else committed
+        if committed > learned and not self._is_seam_told:
+            self._is_seam_told = True
+            log.warning(
+                "an actor's answers come %d steps late, and the policy learned to continue %d: the arm may jump at the "
+                "end of a chunk; train with policy.max_delay=%d", committed, learned, committed,
+            )  # fmt: skip
 
     def _fitting(self, count: int) -> int:
         """Return how many of `count` questions the next batch takes."""
@@ -279,6 +312,12 @@ class PolicyHost:
     def _noise(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(self.acting.noise_shape, generator=generator)
+
+
+def _anew(question: Question) -> Question:
+    """Return the question without the chunk that it would continue."""
+    arrays = {name: array for name, array in question.ask.arrays.items() if name != "prefix"}
+    return replace(question, ask=replace(question.ask, arrays=arrays, committed=0))
 
 
 def _unfit(reason: str) -> ConfigError:

@@ -215,6 +215,8 @@ def _flow(policy: Policy) -> FlowMatching:
         raise ConfigError(
             f"algo=sac_pi0 needs a flow policy: say policy=flow or policy=pi0, not {type(policy).__name__}"
         )
+    if policy.max_delay:
+        raise ConfigError("algo=sac_pi0 trains no continuation of chunks: say policy.max_delay=0; rtc guides them then")
     return policy
 
 

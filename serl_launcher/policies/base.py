@@ -25,9 +25,8 @@ class Policy(nn.Module, ABC):
     mode_at_zero = False  # True: zero noise gives the most likely action, which acts without exploration
     precision = torch.float32  # of matrix products; trained weights are always float32
     frozen: Set[str] = frozenset()  # names of the weights that are never trained, and not published
-    continues: str | None = (
-        None  # how a chunk continues the one under way: trained, guided (prefix.py); None: it cannot
-    )
+    continues: str | None = None  # how a chunk continues the one under way: trained, guided (prefix.py); None: not
+    max_delay = 0  # actions of that one which it has learned to continue
     graph: str | None = None  # name of a method (inputs {name: tensor}, noise) that a GPU may run as one CUDA graph
 
     @property

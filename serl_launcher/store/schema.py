@@ -101,5 +101,5 @@ class Episode:
     discard: bool = False
     judged_by: str = ""
     last_reward: float = 0.0  # of its newest step
-    continued: bool = False  # it has a later part
+    continued: bool = False  # it has a later part, or its rest was lost
     revision: int = 0

@@ -250,6 +250,8 @@ class Store:
         if len(self._staged_lost) >= GROUP_OUTCOMES:
             self.commit()
         self._staged_lost.append((state.session, seq, lost.reason[:MAX_NAME]))
+        if episode := self.episodes.open.get(state.session):
+            episode.continued = True  # perhaps by what is lost: a verdict is not about the last step that came
         self.episodes.cut(state.session)
 
     def _stage_outcome(self, state: Session, seq: int, outcome: Outcome) -> None:

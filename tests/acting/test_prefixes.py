@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from serl_client import messages as m
 from serl_client.errors import MessageError
 
-from serl_launcher.acting.host import PolicyHost, Question
+from serl_launcher.acting.host import MOST, PolicyHost, Question
 from serl_launcher.acting.local import LocalSource
 from tests.shared.common import until
 from tests.shared.inference import composed_algorithm, rlpd
@@ -44,6 +45,37 @@ def test_a_batch_mixes_questions_with_and_without_an_old_chunk(spec, words):
         np.testing.assert_allclose(action, host.answer([asked])[0].arrays["action"], rtol=0, atol=2e-5)
 
 
+def test_guided_chunks_for_which_memory_is_lacking_cost_the_others_nothing(spec, monkeypatch, caplog):
+    """First two at once are too many, then one is: from then on chunks begin anew."""
+    host, plain = (PolicyHost(composed_algorithm(spec, *GUIDED, seed=1), spec, "cpu") for _ in range(2))
+    questions = [question(*each, seed=number) for number, each in enumerate(MIXED)]
+    expected, decide, most = plain.answer(questions), host._decide, 1
+
+    def lacking(rows, *rest):
+        if len([row for row in rows if "prefix" in row.ask.arrays]) > most:
+            raise torch.OutOfMemoryError
+        return decide(rows, *rest)
+
+    monkeypatch.setattr(host, "_decide", lacking)
+    for answer, wanted in zip(host.answer(questions), expected, strict=True):
+        np.testing.assert_allclose(answer.arrays["action"], wanted.arrays["action"], rtol=0, atol=2e-5)
+    most = 0
+    anew = plain.answer([question(actor, seed=number) for number, (actor, *_) in enumerate(MIXED)])
+    for _ in range(2):
+        for answer, wanted in zip(host.answer(questions), anew, strict=True):
+            np.testing.assert_allclose(answer.arrays["action"], wanted.arrays["action"], rtol=0, atol=2e-5)
+    assert host.most == MOST
+    assert [record.args[-1] for record in caplog.records] == [1, 0]
+
+
+def test_a_delay_beyond_what_the_policy_has_learned_is_told_once(spec, caplog):
+    host = PolicyHost(composed_algorithm(spec, *TRAINED), spec, "cpu")
+    learned = host.acting.max_delay
+    for committed in (learned, learned + 1, learned + 2):
+        host.answer([question(b"a", committed, 8)])
+    assert [record.args[0] for record in caplog.records] == [learned + 1]
+
+
 def test_a_recording_takes_every_delay(spec, on):
     """Its shapes do not change, so nothing is recorded for a prefix."""
     plain, gpu = PolicyHost(composed_algorithm(spec, *TRAINED, seed=1), spec, "cpu"), FakeGpu()
@@ -61,6 +93,7 @@ WRONG = {
     "another type": (np.zeros((3, 2)), 1, r"not float64 \[3, 2\]"),
     "another rank": (np.zeros(2, np.float32), 1, r"not float32 \[2\]"),
     "not finite": (rows(3) * np.float32("nan"), 1, "the prefix is not finite"),
+    "beyond reason": (rows(3) * np.float32(3e38), 1, "far outside of the action's bounds"),
     "no rows": (rows(0), 1, "committed should be 1 to 0"),
     "more committed than left": (rows(3), 4, "committed should be 1 to 3, the rows of the prefix, not 4"),
     "nothing committed": (rows(3), 0, "committed should be 1 to 3"),

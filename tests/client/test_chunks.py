@@ -19,6 +19,10 @@ class Patient(Chunks):
         super().__init__(*arguments, **options)
         self.waits = []
 
+    def ask(self, observation, *, prefix=None, committed=0, **question):
+        assert committed == 0 if prefix is None else 1 <= committed <= len(prefix), "this would be refused"
+        super().ask(observation, prefix=prefix, committed=committed, **question)
+
     def wait_answer(self, step, timeout):
         self.waits.append(timeout)
         return super().wait_answer(step, timeout)
@@ -103,6 +107,18 @@ def test_with_rtc_the_committed_actions_of_the_old_chunk_act_even_if_the_answer_
         late.append((act(controller, step), controller.chunk_start, controller.chunk_delay))
     assert late == [(12.04, False, 0), (12.05, False, 0), (12.06, False, 0), (16.03, True, 3)]
     assert source.questions[-1][0] == 16
+
+
+@pytest.mark.parametrize("rule", sorted(RULES.keys() - {"wait"}))
+def test_after_an_answer_that_outlasts_its_chunk_the_next_ones_are_taken_again(rule):
+    source = Delayed(8)
+    controller = policy(source, rule)
+    held = []
+    for step in range(60):
+        source.now, source.delay = step, 12 if 20 <= step < 24 else 2 if step else 0
+        held.append(act(controller, step) is None)
+    assert any(held)
+    assert not any(held[40:])
 
 
 def test_waiting_waits_at_the_border_only():

@@ -311,8 +311,8 @@ X1 killed FlowMatching.forward: rows of the old chunk have a loss
 X2 killed Rows.kept: the committed actions do not come back bit by bit
     - torch.where(self.first().unsqueeze(-1), self.action, action)
     + action
-X3 killed PolicyHost._check_prefix: a prefix that is not finite is taken
-    - if not np.isfinite(prefix).all():
+X3 killed PolicyHost._check_prefix: a prefix that is not finite, or far out of bounds, is taken
+    - if not ((prefix >= low) & (prefix <= high)).all():
     + if False:
 X4 killed FlowMatching.guided: the old chunk pushes the new one away
     - found.detach() - strength(t) * pull

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serl_client import Outcome
 from serl_client import messages as m
+from serl_client.episode import LostRecord
 from serl_client.errors import Refused
 
 from serl_launcher.replay.buffer import ReplayBuffer
@@ -111,6 +112,15 @@ def test_a_session_of_another_outbox_or_actor_is_never_closed(made, actor, outbo
 
 
 # -- parts of an episode
+
+
+def test_no_verdict_is_about_the_last_step_before_what_was_lost(made):
+    made.stage("A", 0, make_segment("e0"))
+    made.stage("A", 1, LostRecord("its disk"))
+    made.stage("A", 2, make_segment("e1", ends="terminated"))
+    made.stage("A", 3, LostRecord("its disk"))
+    made.commit()
+    assert [made.index.episode(name).continued for name in ("e0", "e1")] == [1, 0]
 
 
 @pytest.mark.parametrize("how", ["the end of the run", "an operator", "silence"])

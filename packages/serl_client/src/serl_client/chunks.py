@@ -77,7 +77,7 @@ class RealTimeChunks(AsyncChunks):
         self._committed: dict[int, int] = {}  # by the step of each question since the chunk began
 
     def _prefix(self, step: int) -> tuple[Array | None, int]:
-        committed = min(self.lead, self._left(step))
+        committed = max(0, min(self.lead, self._left(step)))
         self._committed[step] = committed
         if self._chunk is None or not committed:
             return None, 0

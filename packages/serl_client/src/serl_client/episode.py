@@ -98,7 +98,7 @@ class Segment:
         columns = {name: getattr(self, name) for name in ("action", *COLUMNS)}
         if name := not_finite({**columns, **self.observation, **self.extras}):
             raise NotFinite(f"{name} must be finite: it holds NaN or infinity")
-        low, high = _limits(spec.action)
+        low, high = limits(spec.action)
         if not ((self.action >= low) & (self.action <= high)).all():
             raise NotFinite(f"action lies more than {BEYOND} times the distance of its bounds outside of them")
 
@@ -115,7 +115,7 @@ class Segment:
 
 
 @lru_cache(8)
-def _limits(action: Feature) -> tuple[Array, Array]:
+def limits(action: Feature) -> tuple[Array, Array]:
     """Return [A], [A]: the least and the largest action; a robot outside of its bounds returns step by step."""
     low, high = np.asarray(action.low, np.float64), np.asarray(action.high, np.float64)
     margin = BEYOND * (high - low)
