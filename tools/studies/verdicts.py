@@ -1,32 +1,42 @@
-#!/usr/bin/env python
 """Does RLPD learn from a person's verdicts alone what it learns from a judge? On the simulated arm, by seed.
 
     judge      the scene gives reward 1 and ends the episode when the block is up
     operator   the judge is silent; a scripted operator says success when the block is up, and failure after an episode
                whose time ran out
-
 Both have the same plan, the same number of demonstrations, updates and steps, and evaluations on 50 distinct starts.
-Every run is the product itself: a learner and an actor on loopback. Each finished run is a line in --results; the same
-command goes on with the first one that is missing, and prints the table.
 """
 
 import argparse
-import json
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from study import EVALUATE, EVALUATED, phase, run, successes
-
 from serl_launcher.store.index import Index
 from serl_launcher.utils.report import read, wilson
+from tools.studies.runs import EVALUATE, EVALUATED, Cell, Cells, phase, run, successes
 
-HERE = Path(__file__).resolve().parent
 WHO = ("judge", "operator")
 UPDATES = (3000, 3000, 6000)  # before each evaluation; two for each step of the arm
 OLD = ("baseline", "practise", "evaluate")  # phases of the quickstart, which these replace
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+
+
+def study(cells: Cells, options: argparse.Namespace) -> Iterator[str]:
+    """Measure what is missing, then yield the lines of the report."""
+
+    def measure(seed: int, who: str) -> Mapping[str, Any]:
+        folder = options.out / f"{who}-{seed}"
+        run(folder, *words(seed), *options.words, actor=[f"seed={seed}", f"task.env.verdict_by={who}"])
+        return measured(folder)
+
+    for seed in options.seeds:
+        for who in WHO:
+            cells.get({"seed": seed, "verdict_by": who}, lambda seed=seed, who=who: measure(seed, who))
+    yield from table(cells.all)
 
 
 def words(seed: int) -> list[str]:
@@ -42,27 +52,20 @@ def words(seed: int) -> list[str]:
     return found
 
 
-def measured(folder: Path, seed: int, who: str) -> dict[str, Any]:
+def measured(folder: Path) -> dict[str, Any]:
     """What a finished run says of itself. `stored_reward`: the sum of all rewards as they were recorded."""
     with closing(Index(folder / "store" / "index.sqlite")) as index:
         episodes = index.latest(1_000_000)
     summary = read(folder / "summary.json")
     return {
-        "seed": seed, "verdict_by": who, "commit": commit(), "successes": successes(folder),
+        "successes": successes(folder),
         "env_steps": summary["env_steps"], "updates": summary["updates"], "wall_s": round(summary["wall_s"]),
         "stored_reward": sum(episode.reward for episode in episodes),
         "verdicts": sum(episode.judged_by == "operator" for episode in episodes), "episodes": len(episodes),
     }  # fmt: skip
 
 
-def commit() -> str:
-    def git(*command: str) -> str:
-        return subprocess.run(["git", *command], cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
-
-    return git("rev-parse", "--short", "HEAD") + " and changes" * bool(git("status", "--porcelain", "-uno"))
-
-
-def table(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def table(cells: Sequence[Cell]) -> Iterator[str]:
     seeds = sorted({cell["seed"] for cell in cells})
     steps = [f"after {sum(UPDATES[: part + 1]):,}" for part in range(len(UPDATES))]
     names = " / ".join(map(str, seeds))
@@ -74,28 +77,3 @@ def table(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         count, total = sum(cell["successes"][-1] for cell in mine), EVALUATED * len(mine)
         low, high = wilson(count, total) if total else (0.0, 1.0)
         yield f"| {who} | {' | '.join(parts)} | {count} of {total} ({low:.0%} to {high:.0%}) |"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/verdicts"), help="folder of the runs")
-    parser.add_argument("--results", type=Path, default=HERE / "verdicts.jsonl")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options = parser.parse_args()
-    lines = options.results.read_text().splitlines() if options.results.exists() else []
-    cells = [json.loads(line) for line in lines]
-    for seed, who in ((seed, who) for seed in options.seeds for who in WHO):
-        if any((cell["seed"], cell["verdict_by"]) == (seed, who) for cell in cells):
-            continue
-        folder = options.out.resolve() / f"{who}-{seed}"
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        run(folder, *words(seed), actor=[f"seed={seed}", f"task.env.verdict_by={who}"])
-        cells.append(measured(folder, seed, who))
-        with open(options.results, "a") as file:
-            file.write(json.dumps(cells[-1]) + "\n")
-        print(cells[-1], flush=True)
-    print("\n".join(table(cells)))
-
-
-if __name__ == "__main__":
-    main()

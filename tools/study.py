@@ -1,0 +1,38 @@
+#!/usr/bin/env python
+"""Repeats the studies of docs/: what was compared, by seed, with its control.
+
+study.py hiors       which part of Hi-ORS does the work (docs/hiors.md)
+study.py heads       which head learns what: the arm, and a wall with two gaps (docs/policies.md)
+study.py verdicts    RLPD on an operator's verdicts alone (docs/verdicts.md)
+
+Every run is the product itself: a learner and an actor on loopback. Each finished cell is a line in --results, with its
+seed, commit and figures. The same command goes on with the first one that is missing, then prints the table.
+"""
+
+import argparse
+from pathlib import Path
+
+from tools.studies import heads, hiors, verdicts
+from tools.studies.runs import ROOT, Cells
+
+STUDIES = {"hiors": hiors, "heads": heads, "verdicts": verdicts}
+
+
+def main() -> None:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    commands = parser.add_subparsers(dest="study", required=True)
+    for name, module in STUDIES.items():
+        command = commands.add_parser(name, description=module.__doc__, formatter_class=plain)
+        module.arguments(command)
+        command.add_argument("--out", type=Path, default=Path(f"runs/{name}"), help=f"folder of the runs (runs/{name})")
+        command.add_argument("--results", type=Path, default=ROOT / f"docs/studies/{name}.jsonl", help="finished cells")
+        command.add_argument("words", nargs="*", help="words for every learner, after --")
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    for line in STUDIES[options.study].study(Cells(options.results), options):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
