@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError
@@ -31,7 +31,8 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
     """Compose folder/base.yaml with the command line's words (`algo=sac`, `seed=1`), and resolve all values.
 
     A run folder keeps the words of `algo` and `policy` with which its run began. They hold until a new word replaces
-    them. So an evaluation, or another plan, needs no repetition.
+    them. So an evaluation, or another plan, needs no repetition. The words of a plan that trains nothing hold for that
+    one start: an evaluation with policy.steps=1 does not change how the run trains.
 
     Raises ConfigError for an unknown choice or key, with the nearest right one; for a value of another kind than the
     yaml's; for a missing value; and for a plan that is made for another algorithm than the run's.
@@ -48,7 +49,10 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
                 f"run_dir=..., or say {_key(word)}=... to have it that way"
             )
     words = [*remembered, *words]
-    return place if words == others else _composed(folder, words)
+    made = place if words == others else _composed(folder, words)
+    if (kept := _remembered(place)) and not _trains(made):
+        made.remembered = kept
+    return made
 
 
 def _defaults(folder: Path) -> list[str]:
@@ -62,6 +66,11 @@ def _remembered(config: DictConfig) -> list[str]:
     kept = Path(str(config.run_dir)) / "config.yaml"
     saved = OmegaConf.load(kept) if config.learner and kept.is_file() else OmegaConf.create()
     return list(OmegaConf.select(saved, "remembered", default=[]))
+
+
+def _trains(config: DictConfig) -> bool:
+    phases = OmegaConf.select(config, "plan.phases") or {}
+    return any("updates" in phase for phase in phases.values() if isinstance(phase, Mapping))
 
 
 def _key(word: str) -> str:
@@ -118,6 +127,19 @@ def factory(config: DictConfig, name: str, *arguments: Any) -> Callable[..., Any
     except (TypeError, ValueError) as error:  # of inspect; a partial hides the reason in the cause
         raise ConfigError(f"{name}: {_sentence(error.__cause__ or error)}") from None
     return made
+
+
+def changeable(config: DictConfig, name: str) -> set[str]:
+    """Return the full names (`algo.policy.steps`) of the options below `name` that a trained run may change.
+
+    A class names its own in a tuple `changeable`: they cost memory or time, or belong to its sampler alone.
+    """
+    node = OmegaConf.select(config, name)
+    if not isinstance(node, DictConfig):
+        return set()
+    of_class = getattr(get_object(node._target_), "changeable", ()) if "_target_" in node else ()
+    below = (changeable(config, f"{name}.{key}") for key in node)
+    return {f"{name}.{option}" for option in of_class}.union(*below)
 
 
 def _read(word: str) -> Override:

@@ -55,6 +55,7 @@ class FlowMatching(Policy):
     """
 
     graph = "chunks"
+    changeable = ("steps",)  # of the sampler alone: see config.changeable
     feature_size: int
 
     def __init__(

@@ -102,6 +102,7 @@ class PI0(FlowMatching):
     those named.
     """
 
+    changeable = ("steps", "checkpointing")
     frequencies: Tensor
 
     def __init__(

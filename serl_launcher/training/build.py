@@ -13,6 +13,7 @@ from serl_client.spec import Spec
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.config import factory
 from serl_launcher.training import budget, memory
+from serl_launcher.training.plan_reader import plan_of
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def check_memory(config: DictConfig, spec: Spec, device: str, size: int) -> memo
     memory.check_built(untrained(config, spec), config.ranks)
     make = untrained(config, spec)
     zero = config.sharding.zero_optimization
-    need = memory.needed(make, spec, config.batch_size, size, zero.stage)
+    need = memory.needed(make, spec, config.batch_size, size, zero.stage, plan_of(config).batches(config.batch_size))
     if size > 1:
         need = replace(need, exchanged=budget.of_exchange(make, zero))
     staged = budget.of_staging(make)

@@ -42,7 +42,7 @@ class Learner:
     """Runs a plan to its end, on all ranks.
 
     link: the connection to the server. sources: the replay buffers, from which batches are drawn.
-    batch_size: rows of a batch, of all ranks together.
+    batch_size: rows of a batch, of all ranks together, where the plan says no other number.
     checkpoint_s: seconds between two checkpoints; 0: after each update; None: by their size.
     accept_plan: resume even if the current phase was edited.
     """
@@ -116,7 +116,8 @@ class Learner:
         name, phase = self.state.next_update(self._progress()), self.state.phase
         batch = None
         if name and phase:
-            batch = self.sources.sample(self.batch_size, self.algorithm.windows[name], phase.data(name))
+            update = phase.update(name)
+            batch = self.sources.sample(update.batch or self.batch_size, self.algorithm.windows[name], update.data)
         self._starved = name is not None and batch is None
         if name is None or batch is None:
             return False

@@ -9,10 +9,11 @@ and with two; the need of a batch follows from them. A large one is built of ten
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,19 +74,26 @@ def check_built(make: Callable[[], Algorithm], processes: int) -> None:
         )
 
 
-def needed(make: Callable[[], Algorithm], spec: Spec, batch_size: int, ranks: int, stage: int) -> Need:
+def needed(
+    make: Callable[[], Algorithm], spec: Spec, batch_size: int, ranks: int, stage: int,
+    batches: Mapping[str, int] = MappingProxyType({}),
+) -> Need:  # fmt: skip
     """Return what training takes of each rank, with batches of `batch_size` rows for all ranks together.
 
-    stage: ZeRO's, of the largest network; 0: no sharding.
+    stage: ZeRO's, of the largest network; 0: no sharding. batches: {update: rows} where these differ from `batch_size`.
     """
-    rows = batch_size // ranks
+
+    def rows(name: str, optimizers: list[Optimizer]) -> int:
+        return _part(optimizers, batches.get(name, batch_size) // ranks)
+
     if _size(make) < SMALL:
-        _, _, one = _counted(make, spec, lambda _: 1)
-        algorithm, optimizers, two = _counted(make, spec, lambda _: 2)
-        activations = one + (two - one) * (_part(optimizers, rows) - 1)
+        _, _, one = _counted(make, spec, lambda *_: 1)
+        algorithm, optimizers, two = _counted(make, spec, lambda *_: 2)
+        most = {name: one[name] + (two[name] - one[name]) * (rows(name, optimizers) - 1) for name in one}
     else:
         with _shapes():
-            algorithm, optimizers, activations = _counted(make, spec, lambda optimizers: _part(optimizers, rows))
+            algorithm, optimizers, most = _counted(make, spec, rows)
+    activations = max(most.values(), default=0)
     trained = {id(weight): weight for each in optimizers for weight in each.parameters.values()}
     largest = max((_bytes(optimizer.parameters.values()) for optimizer in optimizers), default=0)
     whole = _bytes(trained.values())
@@ -131,31 +139,32 @@ def _limits() -> list[int]:
 
 
 def _counted(
-    make: Callable[[], Algorithm], spec: Spec, rows_of: Callable[[list[Optimizer]], int]
-) -> tuple[Algorithm, list[Optimizer], int]:
-    """(the algorithm, its optimisers, the bytes of activations of a batch with `rows_of(optimisers)` rows)."""
+    make: Callable[[], Algorithm], spec: Spec, rows_of: Callable[[str, list[Optimizer]], int]
+) -> tuple[Algorithm, list[Optimizer], dict[str, int]]:
+    """(the algorithm, its optimisers, {update: bytes of activations of a batch with `rows_of(update, optimisers)` rows}
+    )."""
     algorithm = make()
     optimizers = [item for item in vars(algorithm).values() if isinstance(item, Optimizer)]
-    rows = rows_of(optimizers)
+    rows = {name: rows_of(name, optimizers) for name in algorithm.windows}
     for optimizer in optimizers:
         optimizer.accumulation = 1
         for weight in optimizer.parameters.values():
             weight.register_post_accumulate_grad_hook(_forget)
-    most = 0
+    most = {}
     for name, window in algorithm.windows.items():
-        batch = blank(spec, window, rows)
+        batch = blank(spec, window, rows[name])
         with _Alive([*algorithm.parameters(), *algorithm.buffers()]) as alive:
             try:
                 getattr(algorithm, name)(batch)
             except RuntimeError as error:
                 log.warning("the memory that %s takes is not counted: %s", name, str(error).partition("\n")[0])
-        most = max(most, alive.most)
+        most[name] = alive.most
     return algorithm, optimizers, most
 
 
 def _part(optimizers: list[Optimizer], rows: int) -> int:
     """How many of a rank's rows are in its memory at once."""
-    return max(1, rows // min(optimizer.accumulation for optimizer in optimizers))
+    return max(1, rows // min((optimizer.accumulation for optimizer in optimizers), default=1))
 
 
 def _size(make: Callable[[], Algorithm]) -> int:

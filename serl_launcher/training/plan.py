@@ -56,6 +56,7 @@ class Update:
     data: Mapping[str, float]  # source or view: share; the shares sum to 1
     every: int = 1
     from_updates: int = 0
+    batch: int | None = None  # rows of its batches; None: the run's batch_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,9 @@ class Phase:
             (int(t[0].bound) + t[0].strict for t in terms if len(t) == 1 and t[0].name == "episodes"), default=None
         )
 
-    def data(self, update: str) -> Mapping[str, float]:
-        """The shares {source: share} on which the update of that name trains in this phase."""
-        return next(entry.data for entry in self.updates if entry.name == update)
+    def update(self, name: str) -> Update:
+        """Return the update of that name; all entries of one name have the same data and batch."""
+        return next(entry for entry in self.updates if entry.name == name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,13 @@ class Plan:
             seen |= {t.name for text in (*phase.until, phase.start_when or "") for t in parse(text) if t.count}
             names.update({phase.actors.into}, *((self.views[n].of if n in self.views else (n,)) for n in seen))
         return {name: source.capacity for name, source in self.sources.items() if name in names}
+
+    def batches(self, batch_size: int) -> dict[str, int]:
+        """Return {update: rows of its largest batch}. batch_size: rows where the plan says none."""
+        rows: dict[str, int] = {}
+        for update in (update for phase in self.phases.values() for update in phase.updates):
+            rows[update.name] = max(rows.get(update.name, 0), update.batch or batch_size)
+        return rows
 
     @property
     def on_silence(self) -> dict[str, float]:

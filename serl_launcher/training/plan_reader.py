@@ -220,14 +220,15 @@ class _Reader:
             if self.methods is not None:
                 known(name, self.methods, "update of the algorithm", item.where)
             options = _Node(options.where, options.value or {})
-            options.keys(optional=("every", "from_updates", "data"))
+            options.keys(optional=("every", "from_updates", "data", "batch"))
             data = self.shares(options.at("data") if "data" in options.value else node.at("data", {}))
             every, from_updates = options.at("every", 1).whole(1), options.at("from_updates", 0).whole(0)
-            updates.append(Update(name, data, every, from_updates))
+            batch = options.at("batch").whole(1) if "batch" in options.value else None
+            updates.append(Update(name, data, every, from_updates, batch))
         if updates and all(update.from_updates for update in updates):
             raise node.at("updates").error("one update must begin at once (from_updates: 0), or none is ever made")
-        if any(a.name == b.name and a.data != b.data for a in updates for b in updates):
-            raise node.at("updates").error("an update that is listed twice trains on the same data")
+        if any(a.name == b.name and (a.data, a.batch) != (b.data, b.batch) for a in updates for b in updates):
+            raise node.at("updates").error("an update that is listed twice trains on the same data, in equal batches")
         return tuple(updates)
 
     def shares(self, node: _Node) -> dict[str, float]:

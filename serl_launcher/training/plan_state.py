@@ -9,7 +9,7 @@ from typing import Any
 
 from serl_client.errors import ConfigError
 
-from serl_launcher.training.plan import OPERATOR, UNITS, Actors, Pace, Phase, Plan, Term, parse
+from serl_launcher.training.plan import OPERATOR, UNITS, Actors, Pace, Phase, Plan, Term, Update, parse
 from serl_launcher.utils.words import known
 
 log = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ class PlanState:
         at = PhasePosition(**{**state["at"], "turn": tuple(state["at"]["turn"])})
         if at.phase is not None:
             known(at.phase, self.plan.phases, "phase", "the checkpoint stands in a phase that the plan does not have")
-            then, now = state["phase"], _plain(self.plan.phases[at.phase])
+            then, now = _completed(state["phase"]), _plain(self.plan.phases[at.phase])
             edits = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
             if edits and not accept:
                 text = "; ".join(edits)
@@ -287,6 +287,11 @@ class PlanState:
 
     def _env_steps(self, progress: Progress) -> int:
         return int(self._count("env_steps", progress))
+
+
+def _completed(phase: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a phase as `_plain` gives it, with the defaults of options that it was kept without."""
+    return {**phase, "updates": [json.loads(json.dumps(asdict(Update(**update)))) for update in phase["updates"]]}
 
 
 def _plain(phase: Phase | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -37,14 +37,15 @@ class Ranks:
         self._staging = Staging()
         self._sharding = sharding if world.size > 1 and sharding["zero_optimization"]["stage"] else None
 
-    def check(self, batch_size: int) -> None:
+    def check(self, batch_sizes: Collection[int]) -> None:
         """Raise ConfigError for a batch size that the ranks cannot share, or for networks that ZeRO-3 cannot shard."""
         optimizers = self._optimizers()
         parts = math.lcm(*(self.world.size * optimizer.accumulation for optimizer in optimizers))
-        if batch_size % parts:
+        if size := next((size for size in sorted(batch_sizes) if size % parts), None):
             raise ConfigError(
-                f"batch_size={batch_size} cannot be cut into {parts} equal parts ({self.world.size} ranks times the "
-                f"optimizer's accumulation): say batch_size={math.ceil(batch_size / parts) * parts}"
+                f"batch_size={size} cannot be cut into {parts} equal parts ({self.world.size} ranks times the "
+                f"optimizer's accumulation): say batch_size={math.ceil(size / parts) * parts}, "
+                "or so many rows where the plan says `batch`"
             )
         if self._sharding and self._sharding["zero_optimization"]["stage"] == 3 and len(optimizers) > 1:
             raise ConfigError("sharding=zero3 is for algorithms that train one network (algo=sft): say sharding=zero2")

@@ -13,7 +13,7 @@ from serl_client.connection import Connection
 from serl_client.console import Console, console
 from serl_client.spec import Spec
 
-from serl_launcher.config import factory
+from serl_launcher.config import changeable, factory
 from serl_launcher.learner_link import capacities, connect, wait_for_spec
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.training.build import build, check_memory, device_of, ranks_of, seed
@@ -27,8 +27,6 @@ from serl_launcher.utils.distributed import World, join
 from serl_launcher.utils.logging import MetricsLog, mirrored
 
 log = logging.getLogger(__name__)
-
-SPARING = ("accumulation", "checkpointing")  # options of an algorithm that change its memory, and nothing it learns
 
 
 def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None]) -> None:
@@ -73,7 +71,10 @@ def _train(config: DictConfig, run_dir: Path, link: Connection, spec: Spec, worl
     sources = ReplayMixture(folder, spec, kept, plan.views, seed=config.seed, device=world.device, verdict=plan.verdict)
     learner = Learner(
         run_dir=run_dir, link=link, plan=plan, ranks=ranks, sources=sources,
-        checkpoints=Checkpoints(run_dir / "checkpoints", spec=spec, config=_identity(config)),
+        checkpoints=Checkpoints(
+            run_dir / "checkpoints", spec=spec, config={"algo": OmegaConf.to_container(config.algo, resolve=True)},
+            changeable=changeable(config, "algo"),
+        ),
         metrics=MetricsLog(run_dir / "metrics.jsonl"), console=shown, batch_size=config.batch_size,
         checkpoint_s=None if config.checkpoint_s == "auto" else config.checkpoint_s, accept_plan=config.accept_plan,
     )  # fmt: skip
@@ -99,7 +100,7 @@ def _ranks(config: DictConfig, spec: Spec, world: World) -> Ranks:
             log.info("training takes %s", need)
         seed(config)
         ranks = Ranks(build(config, spec), world, sharding)
-        ranks.check(config.batch_size)
+        ranks.check({config.batch_size, *plan_of(config).batches(config.batch_size).values()})
     return ranks
 
 
@@ -108,17 +109,6 @@ def _updates(config: DictConfig) -> set[str]:
     factory(config, "policy", None)
     algorithm: Any = factory(config, "algo", None)
     return {name for name in dir(algorithm.func) if name.startswith("update")}
-
-
-def _identity(config: DictConfig) -> dict[str, Any]:
-    """Return what a checkpoint must have in common with the run that resumes it."""
-    return {"algo": _learning(OmegaConf.to_container(config.algo, resolve=True))}
-
-
-def _learning(options: Any) -> Any:
-    if not isinstance(options, dict):
-        return options
-    return {name: _learning(value) for name, value in options.items() if name not in SPARING}
 
 
 def summarise(learner: Learner) -> None:

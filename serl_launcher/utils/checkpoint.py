@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,12 +59,15 @@ class Schedule:
 class Checkpoints:
     """Keeps the checkpoints of one run, numbered as they were made: folder/000001, folder/000002, ...
 
-    config: plain data that must be equal when a run resumes; so must `spec`.
+    config: plain data that must be equal when a run resumes, but for its entries of these dotted names (`changeable`).
+        `spec` must be equal, too.
     keep: how many of the newest whole checkpoints are kept, beside the newest pinned one of each phase.
     """
 
-    def __init__(self, folder: Path, *, spec: Spec, config: Mapping[str, Any], keep: int = 3) -> None:
-        self.folder, self.spec, self.keep = folder, spec, keep
+    def __init__(
+        self, folder: Path, *, spec: Spec, config: Mapping[str, Any], changeable: Collection[str] = (), keep: int = 3
+    ) -> None:  # fmt: skip
+        self.folder, self.spec, self.keep, self._changeable = folder, spec, keep, changeable
         self.config = json.loads(json.dumps(config))  # as it reads back from the manifest
         self.staging = Staging()
         self._broken: set[Path] = set()  # found by load
@@ -142,13 +145,21 @@ class Checkpoints:
         if manifest.get("format") != FORMAT:
             raise ConfigError(f"{path} was made by another version of this program: begin anew with another run_dir")
         spec = self.spec.difference(Spec.from_dict(manifest["spec"]))
-        config = difference(self.config, manifest["config"])
+        config = difference(*(_without(each, self._changeable) for each in (self.config, manifest["config"])))
         for kind, differs in (("robot (its Spec)", spec), ("algorithm", config)):
             if differs:
                 raise ConfigError(
                     f"{path} was made with another {kind}. This run's value, then the checkpoint's: {differs}. "
                     "Ask for what the checkpoint has, or begin anew with another run_dir"
                 )
+
+
+def _without(tree: Any, names: Collection[str], where: str = "") -> Any:
+    """Return a tree of plain data without the entries of these dotted names."""
+    if not isinstance(tree, Mapping):
+        return tree
+    kept = {key: (f"{where}{key}", value) for key, value in tree.items() if f"{where}{key}" not in names}
+    return {key: _without(value, names, f"{name}.") for key, (name, value) in kept.items()}
 
 
 def _whole(path: Path) -> dict[str, Any]:

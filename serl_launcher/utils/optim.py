@@ -43,6 +43,8 @@ class Optimizer:
     shards refuse none.
     """
 
+    changeable = ("accumulation",)  # see config.changeable
+
     def __init__(
         self, module: nn.Module, *, learning_rate: float, betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0, grad_clip_norm: float | None = None, warmup: int = 0, decay: int | None = None,

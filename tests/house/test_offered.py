@@ -215,7 +215,7 @@ def checked(words: list[str], spec: Spec, folder: Path = CONFIG) -> None:
     training.check_memory(config, spec, "cpu", 1)
     algorithm = training.build(config, spec)
     plan_of(config, set(algorithm.windows))
-    Ranks(algorithm, World(), config.sharding).check(config.batch_size)
+    Ranks(algorithm, World(), config.sharding).check({config.batch_size})
     for name, window in algorithm.windows.items():
         metrics = getattr(algorithm, name)(counted(blank(spec, window, int(config.batch_size))))
         assert all(value.isfinite() for value in metrics.values()), name

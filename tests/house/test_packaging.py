@@ -126,6 +126,8 @@ def test_a_run_folder_remembers_what_policy_and_algorithm_it_was_begun_with(tmp_
     assert (again.policy.horizon, again.policy.steps) == (12, begun.policy.steps)
     assert (again.algo.idle_filter, again.seed) == (begun.algo.idle_filter, 0)
     OmegaConf.save(again, tmp_path / "config.yaml")
+    assert composed(CONFIG, words).policy.horizon == 6, "an evaluation changes nothing for later"
+    OmegaConf.save(composed(CONFIG, [*words, "policy.horizon=12"]), tmp_path / "config.yaml")
     assert composed(CONFIG, words).policy.horizon == 12
     assert composed(CONFIG, [*words, "plan=hiors"]).policy.horizon == 12
     assert composed(CONFIG, [*words, "policy=gaussian", "algo=sac"]).algo.discount == 0.99  # what is said holds

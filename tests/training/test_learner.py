@@ -56,6 +56,24 @@ def test_a_trainer_that_dies_soon_after_each_change_of_phase_goes_on_from_there(
     assert [len(life.made) for life in (*begun, last)] == [6, 24, 3]
 
 
+def test_an_update_has_the_batch_that_the_plan_gives_it_also_where_the_checkpoint_knew_no_such_option(server, live):
+    plan = plan_of(warm=phase(updates=["update_critic", {"update": {"batch": 4}}], until="updates >= 6"))
+    first = live(server, plan, dies_after=3).run()
+    assert [(name, len(steps)) for name, steps in first.made] == [
+        ("update_critic", 16), ("update", 4), ("update_critic", 16),
+    ]  # fmt: skip
+    kept = first.learner.keeper.checkpoints.load()["plan"]
+    second, older = live(server, plan), copy.deepcopy(kept)
+    for update in older["phase"]["updates"]:
+        del update["batch"]
+    with pytest.raises(ConfigError, match="was edited since"):
+        second.learner.state.load_state_dict(older)
+    older["phase"]["updates"][1]["batch"] = 4
+    second.learner.state.load_state_dict(older)
+    second.run()
+    assert [len(steps) for _, steps in second.made] == [4, 16, 4]
+
+
 def test_a_checkpoint_of_another_algorithm_or_robot_is_refused_with_both_values(spec, server, live):
     plan = plan_of(**LEARNING)
     live(server, plan, config={"algo": {"discount": 0.97}}, dies_after=3).run()

@@ -138,6 +138,14 @@ def test_parts_of_a_batch_take_the_memory_of_one():
     assert parts.weights == whole.weights
 
 
+def test_the_largest_batch_that_the_plan_names_is_what_has_to_fit():
+    def need(option, batch_size):
+        words = ["plan=sft", *WIDE, f"plan.phases.clone.updates=[{{update: {option}}}]", f"batch_size={batch_size}"]
+        return check_memory(composed(CONFIG, [*words, "ranks=1"]), SPEC, "cpu", 1)
+
+    assert need("{batch: 64}", 16) == need("{every: 1}", 64) != need("{every: 1}", 16)
+
+
 KINDS = (["algo=sac"], FLOW, ["algo=rejection", "policy=gaussian"], ["algo=sac_pi0", "policy=flow", "policy.steps=3"])
 WAYS = {"small": memory.SMALL, "large": 0}
 COUNTED = [  # words, robots, way

@@ -20,7 +20,7 @@ def test_a_good_plan_is_read_in_full():
     assert plan.views == {"success": View(("online", "demo"), ("successful",), 3, "train")}
     phase = plan.phases["practise"]
     assert phase.updates[0] == Update("update_critic", {"success": 0.75, "demo": 0.25})
-    assert phase.data("update") == {"success": 0.75, "demo": 0.25}
+    assert phase.update("update").data == {"success": 0.75, "demo": 0.25}
     assert phase.pace == Pace(2.0, 8)
     assert plan.phases["demonstrate"].on_end == (("fit_normalizer", "demo"),)
     assert plan.notes == ()
@@ -83,6 +83,8 @@ def test_a_typo_is_refused_with_its_line_and_the_nearest_right_word(path, value,
         ("phases.practise.updates", None, "only a phase with updates has data"),
         ("phases.practise.updates", [{"update": {"from_updates": 9}}], "must begin at once"),
         ("phases.practise.updates", ["update", {"update": {"data": {"demo": 1}}}], "trains on the same data"),
+        ("phases.practise.updates", ["update", {"update": {"batch": 8}}], "in equal batches"),
+        ("phases.practise.updates", [{"update": {"batch": 0}}], "whole number >= 1"),
         ("phases.clone.actors.into", "demo", "make no data"),
         ("phases.evaluate.actors.intervene", True, "takes over in mode 'collect', not in 'evaluate'"),
         ("phases.evaluate.on_begin", ["publish"], "only a phase with updates has"),
@@ -140,13 +142,13 @@ def test_evaluation_keeps_its_own_source_and_nothing_trains_on_it(path, value):
 def test_without_an_operator_teleop_and_its_data_are_left_out():
     plan = load(edited("phases.clone", None), has_operator=False)
     assert list(plan.phases) == ["practise", "evaluate"]
-    assert plan.phases["practise"].data("update") == {"success": 1.0}
+    assert plan.phases["practise"].update("update").data == {"success": 1.0}
     assert "demonstrate" in plan.notes[0]
     assert "practise trains without demo" in plan.notes[1]
     mapping = edited("phases.clone", None)
     mapping["sources"]["good"] = {"of": ["demo"], "keep": ["rewarded"]}  # a view of nothing but demonstrations
     mapping["phases"]["practise"]["data"] = {"success": 1, "good": 1}
-    assert load(mapping, has_operator=False).phases["practise"].data("update") == {"success": 1.0}
+    assert load(mapping, has_operator=False).phases["practise"].update("update").data == {"success": 1.0}
     with pytest.raises(ConfigError, match=r"clone.data: only an operator fills demo"):
         load(has_operator=False)
     with pytest.raises(ConfigError, match="nothing to do without an operator"):
@@ -155,7 +157,7 @@ def test_without_an_operator_teleop_and_its_data_are_left_out():
 
 def test_a_dataset_stands_in_for_the_operator():
     plan = edited("sources.demo.dataset", "/data/demonstrations")
-    assert load_plan(plan, methods=METHODS, has_operator=False).phases["clone"].data("update") == {"demo": 1.0}
+    assert load_plan(plan, methods=METHODS, has_operator=False).phases["clone"].update("update").data == {"demo": 1.0}
 
 
 def test_an_operator_who_may_take_over_can_end_a_phase_by_it():
@@ -169,8 +171,8 @@ def test_an_operator_who_may_take_over_can_end_a_phase_by_it():
 def test_an_update_may_have_data_of_its_own():
     mapping = edited("phases.practise.updates", ["update_critic", {"update": {"data": {"demo": 2}}}])
     phase = load(mapping).phases["practise"]
-    assert phase.data("update") == {"demo": 1.0}
-    assert phase.data("update_critic") == {"success": 0.75, "demo": 0.25}
+    assert phase.update("update").data == {"demo": 1.0}
+    assert phase.update("update_critic").data == {"success": 0.75, "demo": 0.25}
 
 
 def test_one_phase_can_be_run_alone():

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from serl_client import ConfigError, Feature
 
+from serl_launcher.config import changeable, composed
 from serl_launcher.utils.checkpoint import SHARE, Checkpoints, Schedule
 from serl_launcher.utils.logging import MetricsLog, read
+from tests.shared.common import CONFIG as CONFIGS
 
 CONFIG = {"algo": {"discount": 0.97, "hidden": (128, 128)}}
 
@@ -124,6 +127,20 @@ def test_another_algorithm_robot_or_version_is_refused_and_both_values_are_named
     manifest.write_text(manifest.read_text().replace('"format": 4', '"format": 3'))
     with pytest.raises(ConfigError, match="another version"):
         checkpoints.load()
+
+
+def test_options_that_a_class_declares_may_change_on_a_trained_run_and_no_others(tmp_path, spec):
+    """The sampler's steps, or parts of a batch; also where the checkpoint was made before they were declared."""
+
+    def checkpoints(*words):
+        config = composed(CONFIGS, ["learner=true", "plan=hiors", *words])
+        whole = {"algo": OmegaConf.to_container(config.algo)}
+        return Checkpoints(tmp_path, spec=spec, config=whole, changeable=changeable(config, "algo"))
+
+    keep(checkpoints(), updates=1, state=state(1))
+    assert checkpoints("policy.steps=1", "algo.optimizer.accumulation=4").load()
+    with pytest.raises(ConfigError, match=r"checkpoint's: algo\.policy\.horizon: 4, 8\. Ask"):
+        checkpoints("policy.steps=1", "policy.horizon=4").load()
 
 
 def test_metrics_are_continued_and_a_torn_line_costs_only_itself(tmp_path):
