@@ -41,9 +41,19 @@ class Window:
           a step, counts as an end;
         - `next_observation`: (H,). Each observation of this window, at its own offsets plus the number of valid steps.
           A window that the end cut short sees the episode's final observation;
-        - one of Spec.extras, or a derived column: at the action's offsets, in `Batch.extras`, [B, H, ...].
+        - one of Spec.extras: at the action's offsets, in `Batch.extras`, [B, H, ...];
+        - `episode.return`, `episode.success`, `episode.index`, `episode.remaining`: likewise, [B, H]. They tell of each
+          step: the sum of rewards from it to its episode's end, discounted by `discount` per step, with the reward of
+          an operator's verdict (float32); whether the episode succeeded (bool); its index in the episode, and how many
+          steps follow it there (int64). A gap does not end them: they are of the whole episode. Each part of an episode
+          that was cut is an episode of its own, with the success of the whole.
     starts: which steps may be drawn: `any`, or `chunk_start`: steps at which a new chunk began.
     idle_filter: no window starts where the robot waits; such steps may still occur later in a window. None: no filter.
+    discount: of `episode.return`, per step.
+
+    A window starts only where all that it asks for is known. Of an open episode return, success and remaining are not
+    known yet, because its end is not. Success is not known of an episode that nobody has judged. A verdict that comes
+    late, or is taken back, changes all of them.
 
     Raises ValueError for offsets that break these rules.
     """
@@ -51,6 +61,7 @@ class Window:
     offsets: Mapping[str, tuple[int, ...]]
     starts: Literal["any", "chunk_start"] = "any"
     idle_filter: IdleFilter | None = None
+    discount: float = 1.0
 
     def __post_init__(self) -> None:
         actions = self.offsets.get("action", ())

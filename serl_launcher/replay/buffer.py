@@ -15,14 +15,16 @@ from numpy.typing import NDArray
 from serl_client.spec import Array
 
 from serl_launcher.replay.choice import Choice, Numbers
-from serl_launcher.replay.windows import past, reach, sees_after, wants_next
+from serl_launcher.replay.columns import EPISODE, INDEX, EpisodeColumns
+from serl_launcher.replay.windows import further, past, reach, sees_after, wants_next
 from serl_launcher.store.layout import CHUNK_START, GAP, INTERVENED, TERMINATED, TRUNCATED, Layout, published
 from serl_launcher.types import IdleFilter, Window
 
 NONE = -1  # no such step, or no such row
 SCAN = 65536  # steps taken in at once
 SPARE = 16  # one more step is drawn for so many, as some are of no use
-TRIES = 64  # draws before `draw` says that nothing is usable
+TRIES = 64  # draws without a usable step, one after another, before `draw` says that there is none
+MANY = 2048  # steps of each draw, once half of these have found nothing: usable ones may be rare
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class ReplayBuffer:
             "truncated": self._truncated, "intervened": self._intervened,
         }  # fmt: skip
         self._last: dict[int, int] = {}  # episode -> its newest step, while it has not ended
+        self.episode_columns = EpisodeColumns(size)
 
     # -- what is there
     def refresh(self) -> None:
@@ -143,6 +146,12 @@ class ReplayBuffer:
             if last is not None and last >= self.tail:
                 self._end(last % self.layout.capacity)
 
+    def know(self, episode: int, first: int, count: int, success: bool | None) -> None:
+        """Let windows see what is known of a closed episode. first: its first step. count: how many steps it has."""
+        numbers = self.steps_of(episode, first, count, self.head)
+        if len(numbers) == count:  # else it has left the store
+            self.episode_columns.put(numbers, self._reward[numbers % self.layout.capacity], success)
+
     def judge(self, episode: int, first: int, count: int, reward: float | None) -> None:
         """Make the last step of a closed episode terminal, with this reward. None: make it what is stored.
 
@@ -197,20 +206,6 @@ class ReplayBuffer:
         tail = int(self._published[0])
         return found if tail <= self.tail else found[first >= tail]
 
-    def returns(self, numbers: Numbers, discount: float) -> Array | None:
-        """Return the discounted sum of rewards from each of these steps to its episode's end, [n].
-
-        None if the server overwrote some of them meanwhile.
-        """
-        first = self._first[numbers % self.layout.capacity]
-        total, factor = np.zeros(len(numbers)), 1.0
-        while (there := numbers != NONE).any():
-            slots = numbers % self.layout.capacity
-            total += factor * np.where(there, self._reward[slots], 0.0)
-            numbers, factor = np.where(there, self._next[slots], NONE), factor * discount
-        tail = int(self._published[0])
-        return total if tail <= self.tail or bool((first >= tail).all()) else None
-
     def windows(self, numbers: Numbers, window: Window) -> Drawn:
         """Return the windows that begin at these steps."""
         return self._resolve(*self._chain(numbers, reach(window)), window)
@@ -225,12 +220,14 @@ class ReplayBuffer:
         size = self.head - self.tail if among is None else len(among)
         if size <= 0:
             return None
-        chains, lasts, missing = [], [], count
-        for _ in range(TRIES):
-            picks = generator.integers(size, size=missing + missing // SPARE + 1)
+        chains, lasts, missing, tries = [], [], count, TRIES
+        while tries:
+            more = missing + missing // SPARE + 1 if tries > TRIES // 2 else max(missing, MANY)
+            picks = generator.integers(size, size=more)
             chain, last = self._usable(self.tail + picks if among is None else among.nth(picks), window)
             chains, lasts = [*chains, chain[:missing]], [*lasts, last[:missing]]
             missing -= len(lasts[-1])
+            tries = TRIES if len(lasts[-1]) else tries - 1
             if not missing:
                 return self._resolve(np.concatenate(chains), np.concatenate(lasts), window)
         return None
@@ -248,7 +245,15 @@ class ReplayBuffer:
             usable &= whole | ends
         if window.idle_filter is not None:
             usable &= self._moves(chain, last, window.idle_filter)
+        if names := further(window, self.layout.spec):
+            usable &= self.episode_columns.known(names, numbers)
         return chain[usable], last[usable]
+
+    def _further(self, name: str, numbers: Numbers, window: Window) -> Array:
+        """Return a column of these steps [...] that no stored row has."""
+        if name == INDEX:
+            return self._records(numbers % self.layout.capacity)["index"]
+        return self.episode_columns.values(name, numbers, window.discount)
 
     def _moves(self, chain: Numbers, last: Numbers, idle_filter: IdleFilter) -> NDArray[np.bool_]:
         """Return [B] bool: whether an entry of the filter's column varies by more than the threshold in the chain."""
@@ -341,8 +346,10 @@ class ReplayBuffer:
         """
         slots, valid = self._slots(drawn.steps), drawn.valid  # [B, H] each
         columns = {name: column.take(slots, axis=0, mode="clip") for name, column in self._columns.items()}
-        for name in [name for name in self.layout.spec.extras if name in window.offsets]:
+        for name in [name for name in self.layout.spec.extras if name in window.offsets and name not in EPISODE]:
             columns[name] = self._records(slots)[f"extras.{name}"]
+        for name in further(window, self.layout.spec):
+            columns[name] = self._further(name, drawn.steps, window)
         for name, column in columns.items():
             mask = valid.reshape(valid.shape + (1,) * (column.ndim - 2))
             np.multiply(column, mask, out=into[name], casting="unsafe")

@@ -12,6 +12,7 @@ from serl_client.spec import Array, Spec
 
 from serl_launcher.replay.buffer import SCAN, ReplayBuffer
 from serl_launcher.replay.choice import Choice, Numbers
+from serl_launcher.replay.columns import EPISODE, RETURN
 from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import EpisodeInfo, Held, View
 from serl_launcher.replay.windows import batch_arrays, is_single
@@ -49,6 +50,7 @@ class ReplayMixture:
         self._memory: dict[tuple[int, int], _Memory] = {}
         self._choices: dict[tuple[str, str, str], Choice] = {}  # by (view, source, Window.starts)
         self._sizes = {name: [0, 0] for name in self.views}  # [steps, closed episodes]
+        self._known: set[str] = set()  # sources of which a window asks what is known of episodes
         self._discarded: set[str] = set()  # sources with a discarded episode: their plain view needs a Choice, too
 
     def update(self, rows: Sequence[Sequence[Any]]) -> list[EpisodeInfo]:
@@ -86,11 +88,25 @@ class ReplayMixture:
         if before is not None:
             self._count(before, -1)
         self._count(now, 1)
+        self._know(now)
         for (name, part, starts), choice in self._choices.items():
             view, buffer = self.views[name], self.buffers[now.source]
             if part == now.source and (holds := view.holds(now)) != (before is not None and view.holds(before)):
                 numbers = buffer.steps_of(now.number, now.first, now.steps, choice.head)
                 choice.put(numbers, buffer.may_start(numbers, view.start_steps, starts) & holds)
+
+    def _know(self, episode: EpisodeInfo) -> None:
+        if episode.source in self._known and episode.closed:
+            buffer = self.buffers[episode.source]
+            buffer.know(episode.number, episode.first, episode.steps, episode.success)
+
+    def _know_all(self, discount: float) -> None:
+        """Keep what is known of episodes from now on, with returns of this discount."""
+        for name, buffer in self.buffers.items():
+            if buffer.episode_columns.wants(discount):
+                self._known.add(name)
+                for episode in self.held[name].values():
+                    self._know(episode)
 
     def _count(self, episode: EpisodeInfo, sign: int) -> None:
         for name, view in self.views.items():
@@ -136,10 +152,11 @@ class ReplayMixture:
     ) -> tuple[Batch, torch.Tensor] | None:
         """Return the windows at the first steps of these episodes, and their discounted returns [B].
 
-        episodes: of one source; those that have left the store are left out. None if nothing is left.
+        episodes: of one source; open ones, and those that have left the store, are left out. None if nothing is left.
         """
+        self._know_all(discount)
         for _ in range(TRIES):
-            there = [episode for episode in episodes if episode.first >= self.buffers[episode.source].tail]
+            there = [info for info in episodes if info.closed and info.first >= self.buffers[info.source].tail]
             if not there:
                 return None
             if found := self._beginnings(there, window, discount):
@@ -155,13 +172,13 @@ class ReplayMixture:
             name: torch.empty(shape, dtype=getattr(torch, dtype))
             for name, (shape, dtype) in batch_arrays(buffer.layout, len(episodes), window).items()
         }
-        returns = buffer.returns(numbers, discount)
         whole = buffer.gather(buffer.windows(numbers, window), window, {n: a.numpy() for n, a in arrays.items()})
-        if returns is None or not whole:
+        if not whole or not buffer.episode_columns.known((RETURN,), numbers).all():
             return None
+        returns = buffer.episode_columns.values(RETURN, numbers, discount)
         seed = torch.zeros(len(episodes), dtype=torch.int64)
         tasks = tuple(episode.task for episode in episodes)
-        return _batch(arrays, self.spec, window, seed, torch.ones(len(seed)), tasks), torch.from_numpy(returns).float()
+        return _batch(arrays, self.spec, window, seed, torch.ones(len(seed)), tasks), torch.from_numpy(returns)
 
     def _fill(self, name: str, window: Window, into: "_Memory") -> list[str] | None:
         """Draw windows of one source or view into memory. Returns their tasks, or None if nothing is usable.
@@ -240,6 +257,8 @@ class ReplayMixture:
     def _memory_of(self, window: Window, count: int) -> "_Memory":
         memory = self._memory.get((id(window), count))
         if memory is None:
+            if not EPISODE.keys().isdisjoint(window.offsets):
+                self._know_all(window.discount)
             layout = next(iter(self.buffers.values())).layout
             tensors = {
                 name: self._tensor(shape, dtype) for name, (shape, dtype) in batch_arrays(layout, count, window).items()
@@ -247,7 +266,7 @@ class ReplayMixture:
             seed, weight = self._tensor((count,), "int64"), self._tensor((count,), "float32").fill_(1)
             batch = _batch(tensors, self.spec, window, seed, weight, ())
             arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-            memory = _Memory(window, batch, seed.numpy().view(np.uint64), arrays, is_single(window))
+            memory = _Memory(window, batch, seed.numpy().view(np.uint64), arrays, is_single(window, self.spec))
             self._memory[id(window), count] = memory
         return memory
 
@@ -309,7 +328,7 @@ def _batch(
         seed=seed,
         next_observation=following,
         task=task,
-        extras={name: arrays[name] for name in window.offsets if name in spec.extras},
+        extras={name: arrays[name] for name in window.offsets if name in arrays and name not in (*names, "action")},
     )
 
 

@@ -6,13 +6,21 @@ from typing import Any
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
+from serl_launcher.replay.columns import EPISODE
 from serl_launcher.store.layout import Layout
 from serl_launcher.types import IdleFilter, Window
 
 
-def is_single(window: Window) -> bool:
-    """Return whether the window is one step, seen now and after it."""
-    return window.horizon == 1 and window.idle_filter is None and not any(observed(window))
+def is_single(window: Window, spec: Spec) -> bool:
+    """Return whether the window is one step, seen now and after it, of stored columns alone."""
+    is_plain = window.idle_filter is None and not further(window, spec)
+    return is_plain and window.horizon == 1 and not any(observed(window))
+
+
+def further(window: Window, spec: Spec) -> list[str]:
+    """Return the names of the columns that no stored row has."""
+    stored = {"action", "next_observation", *spec.observation, *spec.extras} - EPISODE.keys()
+    return [name for name in window.offsets if name not in stored]
 
 
 def batch_arrays(layout: Layout, count: int, window: Window) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -21,6 +29,7 @@ def batch_arrays(layout: Layout, count: int, window: Window) -> dict[str, tuple[
     Raises ValueError for a column that no row has, and ConfigError for an idle filter that fits no column.
     """
     spec, steps = layout.spec, (count, window.horizon)
+    extras = {**spec.extras, **EPISODE}
     arrays: dict[str, tuple[tuple[int, ...], Any]] = {
         "action": ((*steps, *spec.action.shape), spec.action.dtype), "reward": (steps, "float32"),
         **dict.fromkeys(("valid", "terminated", "truncated", "intervened"), (steps, "bool")),
@@ -32,14 +41,15 @@ def batch_arrays(layout: Layout, count: int, window: Window) -> dict[str, tuple[
             prefixes = ("", "next.") if "next_observation" in window.offsets else ("",)
             for prefix in prefixes:
                 arrays[prefix + name] = ((count, len(offsets), *feature.shape), feature.dtype)
-        elif name in spec.extras:
+        elif name in extras:
             if offsets != window.offsets["action"]:
                 raise ValueError(
                     f"column {name!r} has offsets {offsets}; it must use the action's: {window.offsets['action']}"
                 )
-            arrays[name] = ((*steps, *spec.extras[name].shape), spec.extras[name].dtype)
+            arrays[name] = ((*steps, *extras[name].shape), extras[name].dtype)
         elif name not in ("action", "next_observation"):
-            raise ValueError(f"a window asks for {name!r}, which no row has; there are {sorted(spec.observation)}")
+            there = sorted({*spec.observation, *extras})
+            raise ValueError(f"a window asks for {name!r}, which no row has; there are {there}")
     if window.idle_filter is not None:
         _check_idle_filter(window.idle_filter, spec)
     return arrays

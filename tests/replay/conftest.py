@@ -8,6 +8,8 @@ from serl_launcher.replay.views import View
 from serl_launcher.store.layout import Layout
 from serl_launcher.store.store import Store
 
+from .made import Reader
+
 
 @pytest.fixture
 def store(tmp_path, spec):
@@ -68,3 +70,9 @@ def mixture(store, spec):
 @pytest.fixture
 def sources(mixture):
     return mixture({"success": View(("online", "demo"), ("successful",)), "long": View(("online",), min_length=6)})
+
+
+@pytest.fixture
+def heard(store, spec):
+    """heard() -> the sources of a reader that is up to date."""
+    return Reader(store, spec).hear

@@ -1,5 +1,10 @@
-"""Windows of the tests of replay, and where the windows of a batch begin."""
+"""Windows of the tests of replay, where the windows of a batch begin, and a reader that hears what people say."""
 
+from serl_client import Outcome
+
+from serl_launcher.replay.mixture import ReplayMixture
+from serl_launcher.replay.verdicts import VerdictRewards
+from serl_launcher.replay.views import View
 from serl_launcher.types import Window
 
 STATE = "observation.state"
@@ -8,7 +13,30 @@ CHUNK = Window({STATE: (0,), "action": (0, 1, 2, 3, 4)})
 CHUNK_SAC = Window({STATE: (0,), "action": (0, 1, 2, 3, 4), "next_observation": (5,)})
 SEQUENCE = Window({STATE: (-2, -1, 0, 1, 2, 3), "action": (0, 1, 2)})
 
+REWARDS = VerdictRewards(success=5.0, failure=-2.0)
+VIEWS = {"rewarded": View(("online",), ("rewarded",)), "unrewarded": View(("online",), ("unrewarded",))}
+WORDS = {  # what a person says: (success, discard)
+    "success": (True, False), "failure": (False, False), "discard": (None, True), "nothing": (None, False),
+}  # fmt: skip
+
 
 def starts(batch):
     """{(key, index)} of the windows' first steps."""
     return {(int(key), int(i)) for key, i in batch.observation[STATE][:, 0, :2].tolist()}
+
+
+class Reader:
+    """A mixture that hears of the store's episodes as the trainer does."""
+
+    def __init__(self, store, spec):
+        self.store, self.cursor, self.told = store, 0, {}
+        self.sources = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, VIEWS, seed=0, verdict=REWARDS)
+
+    def hear(self):
+        self.cursor, rows = self.store.index.catalog(self.cursor, 10_000)
+        self.told |= {info.id: info for info in self.sources.update(rows)}
+        return self.sources
+
+
+def said(id, word, by="operator"):
+    return Outcome(id, *WORDS[word], judged_by=by)

@@ -155,19 +155,16 @@ def test_steps_that_are_overwritten_while_the_reader_takes_them_in_are_not_drawn
     assert drawn.steps.min() >= reader.tail > 50
 
 
-def test_what_is_overwritten_while_observations_and_returns_are_read_is_left_out(push, whole, reader, make_segment):
+def test_what_is_overwritten_while_observations_are_read_is_left_out(push, whole, reader, make_segment):
     whole((1, 2), 50)
     reader = reader()
     reader.refresh()
-    assert reader.returns(np.array([0, 50]), 1.0).tolist() == [1225.0, 1225.0]
     assert reader.observed(STATE, None).shape == (100, 8)
     push(
         "A", *(make_segment(f"later{i}", 9, 0, n, ends="terminated") for i, n in enumerate((50, 50, 25)))
     )  # over all of e0
     assert reader.observed(STATE, None)[:, 0].tolist() == [2.0] * 50
     assert reader.observed(STATE, np.array([0, 50]))[:, 0].tolist() == [2.0]
-    assert reader.returns(np.array([0, 50]), 1.0) is None
-    assert reader.returns(np.array([50]), 1.0).tolist() == [1225.0]
 
 
 def test_windows_of_one_step_are_drawn_and_copied_as_longer_ones_are(push, reader, make_segment):
@@ -198,7 +195,7 @@ def test_only_steps_where_a_chunk_began_are_drawn_when_the_window_says_so(push, 
 def test_a_column_that_no_row_has_is_named(push, sources, make_segment):
     push("A", make_segment("e0", ends="terminated"))
     window = Window({"observation.images.cam_high": (0,), "action": (0,)})
-    with pytest.raises(ValueError, match=r"cam_high.*there are \['observation.state'\]"):
+    with pytest.raises(ValueError, match=r"cam_high.*there are .*'observation.state'"):
         sources().sample(4, window, {"online": 1.0})
 
 

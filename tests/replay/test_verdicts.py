@@ -7,43 +7,12 @@ import pytest
 from omegaconf import OmegaConf
 from serl_client import ConfigError, Outcome
 
-from serl_launcher.replay.mixture import ReplayMixture
-from serl_launcher.replay.verdicts import VerdictRewards, rewards_of
-from serl_launcher.replay.views import View
+from serl_launcher.replay.verdicts import rewards_of
 from serl_launcher.replay.windows import batch_arrays
 from serl_launcher.store.layout import TERMINATED, TRUNCATED
 from tests.shared.models import differences
 
-from .made import CHUNK, CHUNK_SAC, SAC, starts
-
-REWARDS = VerdictRewards(success=5.0, failure=-2.0)
-VIEWS = {"rewarded": View(("online",), ("rewarded",)), "unrewarded": View(("online",), ("unrewarded",))}
-WORDS = {  # what a person says: (success, discard)
-    "success": (True, False), "failure": (False, False), "discard": (None, True), "nothing": (None, False),
-}  # fmt: skip
-
-
-class Reader:
-    """A mixture that hears of the store's episodes as the trainer does."""
-
-    def __init__(self, store, spec):
-        self.store, self.cursor, self.told = store, 0, {}
-        self.sources = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, VIEWS, seed=0, verdict=REWARDS)
-
-    def hear(self):
-        self.cursor, rows = self.store.index.catalog(self.cursor, 10_000)
-        self.told |= {info.id: info for info in self.sources.update(rows)}
-        return self.sources
-
-
-@pytest.fixture
-def heard(store, spec):
-    """heard() -> the sources of a reader that is up to date."""
-    return Reader(store, spec).hear
-
-
-def said(id, word, by="operator"):
-    return Outcome(id, *WORDS[word], judged_by=by)
+from .made import CHUNK, CHUNK_SAC, SAC, VIEWS, WORDS, Reader, said, starts
 
 
 def ends(sources, window=SAC):
