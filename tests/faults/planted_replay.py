@@ -40,6 +40,18 @@ VR5 killed Episodes.begin: an earlier part is still told to be the last
     - earlier.continued = True
     + pass
 
+== episode columns: test_episode_columns
+
+EC1 killed ReplayMixture._know: a word that comes after the end changes no column
+    - if episode.source in self._known and episode.closed:
+    + if episode.source in self._known and episode.closed and episode.judged_by != "operator":
+EC2 killed EpisodeColumns.known: a slot that another step has taken over still counts
+    - known = (self._number[slots] == numbers) if needs_end else np.ones(numbers.shape, bool)
+    + known = (self._number[slots] != NOWHERE) if needs_end else np.ones(numbers.shape, bool)
+EC3 killed EpisodeColumns.known: what nobody has judged counts as a failure
+    - return known & (self._success[slots] != UNKNOWN) if SUCCESS in names else known
+    + return known
+
 == sources and counters: test_replay test_mixture test_counters test_learner
 
 Q1 killed ReplayMixture._take: an episode that has left a view is still drawn
