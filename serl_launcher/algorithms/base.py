@@ -1,16 +1,20 @@
 """The interface of every algorithm: training for the learner, acting for inference."""
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from serl_launcher.networks.mlp import ActionScale, StateEncoder, Statistics
-from serl_launcher.policies.base import Policy
-from serl_launcher.types import Batch, Carry, Decision, Observation, Prefix, Window
+from serl_launcher.policies.base import Acting, Policy
+from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Prefix, Window
+from serl_launcher.utils.distributed import gathered
 from serl_launcher.utils.optim import Optimizer, kernels
+
+Copied = TypeVar("Copied", bound=nn.Module)
 
 
 class Algorithm(nn.Module, ABC):
@@ -31,8 +35,8 @@ class Algorithm(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def acting(self) -> Policy:
-        """The policy that `act` uses. Its `published()` weights are sent to actors."""
+    def acting(self) -> Acting:
+        """All networks that `act` uses. Its `published()` weights are sent to actors."""
 
     @torch.no_grad()
     def act(
@@ -47,9 +51,14 @@ class Algorithm(nn.Module, ABC):
         explore: True: sample as in practice. False: act as in an evaluation, with the noise of `calm`.
         prefix: the chunks under way, if the acting policy continues them; None: chunks begin anew.
         Returns the Decision, with action [B, H, A] in the robot's units, and the carry of the next call.
+
+        This takes a sample of the policy. An algorithm whose acting part is no Policy, such as a planner, has an `act`
+        of its own.
         """
-        noise = noise if explore else self.calm(noise)
-        action = self.acting.sample(observation, task=task, noise=noise.unsqueeze(0), prefix=prefix)[0]
+        policy, noise = self.acting, noise if explore else self.calm(noise)
+        if not isinstance(policy, Policy):
+            raise NotImplementedError(f"{type(self).__name__}: {type(policy).__name__} has no samples, so write `act`")
+        action = policy.sample(observation, task=task, noise=noise.unsqueeze(0), prefix=prefix)[0]
         return Decision(action), carry
 
     def calm(self, noise: Tensor) -> Tensor:
@@ -89,15 +98,43 @@ class Algorithm(nn.Module, ABC):
             getattr(self, name).load_state_dict(optimizer)
 
 
+def frozen_copy(module: Copied, *shared: nn.Module) -> Copied:
+    """Copy a module that only `follow` changes from then on: a target, a reference or an average.
+
+    It shares with the original the weights that are frozen there, and the modules in `shared`.
+    """
+    known: dict[int, Any] = {id(weight): weight for weight in module.parameters() if not weight.requires_grad}
+    return copy.deepcopy(module, known | {id(each): each for each in shared}).requires_grad_(False)
+
+
 @torch.no_grad()
 def follow(target: nn.Module, learned: nn.Module, share: float) -> None:
-    """Move each weight of `target` by this share towards the one of the same place in `learned`."""
-    kernels._foreach_lerp_(list(target.parameters()), list(learned.parameters()), share)
+    """Move each weight of `target` by this share towards the one of the same place in `learned`, if that is trained.
+
+    With share 1 it becomes equal. Weights that ZeRO-3 shards are made whole one at a time.
+    """
+    both = zip(target.parameters(), learned.parameters(), strict=True)
+    pairs = [(weight, trained) for weight, trained in both if trained.requires_grad]
+    is_sharded = any(hasattr(trained, "ds_id") for _, trained in pairs)
+    for group in [[pair] for pair in pairs] if is_sharded else [pairs] if pairs else []:
+        weights, trained = (list(column) for column in zip(*group, strict=True))
+        with gathered(trained):
+            kernels._foreach_lerp_(weights, trained, share)
 
 
-def frozen(policy: nn.Module) -> dict[int, nn.Parameter]:
-    """Return the frozen weights by id, for copy.deepcopy: a copy shares them with the policy."""
-    return {id(weight): weight for weight in policy.parameters() if not weight.requires_grad}
+def descend(
+    optimizer: Optimizer, batch: Batch, loss: Callable[[Batch], tuple[Tensor, Metrics]]
+) -> tuple[Metrics, Tensor]:
+    """Take one step down the mean loss over the optimiser's parts of a batch.
+
+    loss: maps a part to its mean loss [] and metrics. Returns the mean of the metrics, and the gradient's norm.
+    """
+    found, gradient = [], torch.zeros(())
+    for part in optimizer.parts(batch):
+        value, metrics = loss(part)
+        gradient = optimizer.step(value)
+        found.append(metrics)
+    return {name: torch.stack([metrics[name] for metrics in found]).mean() for name in found[0]}, gradient
 
 
 def value_target(batch: Batch, next_value: Tensor, discount: float) -> Tensor:

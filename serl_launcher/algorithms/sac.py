@@ -17,13 +17,13 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 from torch import Tensor, nn
 
-from serl_launcher.algorithms.base import Algorithm, critic_weight, follow, value_target
+from serl_launcher.algorithms.base import Algorithm, critic_weight, follow, frozen_copy, value_target
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.critic import Critic
 from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, Metrics, Window
-from serl_launcher.utils.optim import Optimizer, kernels
+from serl_launcher.utils.optim import Optimizer
 
 
 class LogTemperature(nn.Module):
@@ -35,6 +35,13 @@ class LogTemperature(nn.Module):
 
     def forward(self) -> Tensor:
         return self.log_alpha
+
+
+def hold_entropy(optimizer: Optimizer, entropy: Tensor, target: float) -> Tensor:
+    """Take one step of a LogTemperature down (18), in log alpha, and return alpha as it was before."""
+    log_alpha = optimizer()
+    optimizer.step(log_alpha * (entropy - target))
+    return log_alpha.detach().exp()
 
 
 class SAC(Algorithm):
@@ -68,7 +75,7 @@ class SAC(Algorithm):
         self.critic = Critic(
             spec, encoder=encoder, horizon=horizon, num_critics=num_critics, hidden=hidden, layer_norm=layer_norm
         )
-        self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
+        self.target_critic = frozen_copy(self.critic)
         self.policy.encoder.trunks.requires_grad_(False)
         self.log_temperature = LogTemperature(initial_temperature)
         self.policy_optimizer = Optimizer(self.policy, learning_rate=learning_rate)
@@ -110,13 +117,11 @@ class SAC(Algorithm):
         return {"critic_loss": loss.detach(), "critic_gradient": gradient, "value": prediction.detach().mean()}
 
     def _update_policy(self, batch: Batch, noise: Tensor) -> Metrics:
-        self._copy_trunks()
+        follow(self.policy.encoder.trunks, self.critic.encoder.trunks, 1.0)
         loss, log_prob = self.policy_loss(batch, noise)
         gradient = self.policy_optimizer.step(loss)
         entropy = -log_prob.detach().mean()
-        log_alpha = self.temperature_optimizer()
-        self.temperature_optimizer.step(log_alpha * (entropy - self.target_entropy))  # (18), in log alpha
-        temperature = log_alpha.detach().exp()
+        temperature = hold_entropy(self.temperature_optimizer, entropy, self.target_entropy)
         return {
             "policy_loss": loss.detach(), "policy_gradient": gradient, "entropy": entropy, "temperature": temperature,
         }  # fmt: skip
@@ -148,8 +153,3 @@ class SAC(Algorithm):
         value = self.critic.value(batch.observation, action).mean(0)
         loss = self.log_temperature().detach().exp() * log_prob - value
         return (batch.weight * loss).mean(), log_prob
-
-    @torch.no_grad()
-    def _copy_trunks(self) -> None:
-        if learned := list(self.critic.encoder.trunks.parameters()):
-            kernels._foreach_copy_(list(self.policy.encoder.trunks.parameters()), learned)

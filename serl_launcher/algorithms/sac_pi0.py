@@ -12,7 +12,6 @@ the critics' errors. The last term of (2) applies only to a policy with a `noise
 18). As in HIL-SERL, (1) has no entropy term.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,15 +20,14 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 from torch import Tensor, nn
 
-from serl_launcher.algorithms.base import Algorithm, critic_weight, follow, frozen, value_target
-from serl_launcher.algorithms.sac import LogTemperature
+from serl_launcher.algorithms.base import Algorithm, critic_weight, descend, follow, frozen_copy, value_target
+from serl_launcher.algorithms.sac import LogTemperature, hold_entropy
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.critic import Critic
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.flow import FlowMatching
 from serl_launcher.types import Batch, Metrics, Observation, Window
-from serl_launcher.utils.distributed import gathered
 from serl_launcher.utils.optim import Optimizer
 
 
@@ -60,14 +58,14 @@ class SACPI0(Algorithm):
         super().__init__()
         self.policy = _flow(policy(spec))
         self.critic_horizon = min(critic_horizon, self.policy.horizon)
-        self.reference = copy.deepcopy(self.policy, frozen(self.policy)).requires_grad_(False)
+        self.reference = frozen_copy(self.policy)
         features: Any = encoder(spec) if encoder else ReferenceFeatures(self.reference)
         self.critic = Critic(
             spec, encoder=features, horizon=self.critic_horizon, num_critics=num_critics, hidden=hidden,
             layer_norm=layer_norm,
             scale=self.policy.scale,
         )  # fmt: skip
-        self.target_critic = copy.deepcopy(self.critic, {id(self.reference): self.reference}).requires_grad_(False)
+        self.target_critic = frozen_copy(self.critic, self.reference)
         self.policy_optimizer = optimizer(_Trained(self.policy))
         self.critic_optimizer = critic_optimizer(self.critic)
         self.log_temperature = None
@@ -94,9 +92,9 @@ class SACPI0(Algorithm):
 
     def update_clone(self, batch: Batch) -> Metrics:
         """Take one step down the policy's imitation loss, then copy the policy to the reference."""
-        metrics = _descend(self.policy_optimizer, self.augment(batch), self.imitation_loss)
-        self._keep_reference()
-        return metrics
+        metrics, gradient = descend(self.policy_optimizer, self.augment(batch), self.imitation_loss)
+        follow(self.reference, self.policy, 1.0)
+        return metrics | {"gradient": gradient}
 
     def update_critic(self, batch: Batch) -> Metrics:
         """Take one step of the critics and of their targets; the policy does not change."""
@@ -108,17 +106,16 @@ class SACPI0(Algorithm):
         return self._update_critic(batch) | self._update_policy(batch)
 
     def _update_critic(self, batch: Batch) -> Metrics:
-        metrics = _descend(self.critic_optimizer, batch, self.critic_loss)
+        metrics, gradient = descend(self.critic_optimizer, batch, self.critic_loss)
         follow(self.target_critic, self.critic, self.tau)
-        return metrics
+        return metrics | {"critic_gradient": gradient}
 
     def _update_policy(self, batch: Batch) -> Metrics:
-        metrics = _descend(self.policy_optimizer, batch, self.policy_loss)
-        if self.log_temperature is None:
-            return metrics
-        log_alpha = self.temperature_optimizer()
-        self.temperature_optimizer.step(log_alpha * (metrics["entropy"] - self.target_entropy))
-        return metrics | {"temperature": log_alpha.detach().exp()}
+        metrics, gradient = descend(self.policy_optimizer, batch, self.policy_loss)
+        metrics["policy_gradient"] = gradient
+        if self.log_temperature is not None:
+            metrics["temperature"] = hold_entropy(self.temperature_optimizer, metrics["entropy"], self.target_entropy)
+        return metrics
 
     def imitation_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         loss, _ = self.policy_optimizer(batch, True)  # [B]
@@ -176,13 +173,6 @@ class SACPI0(Algorithm):
         zeros there, which may lie far outside its bounds."""
         return torch.where(batch.valid.unsqueeze(-1), batch.action, self.critic.scale.center)
 
-    @torch.no_grad()
-    def _keep_reference(self) -> None:
-        for reference, current in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
-            if current.requires_grad:
-                with gathered([current]):
-                    reference.copy_(current)
-
 
 class ReferenceFeatures(nn.Module):
     """The features of a frozen policy: {name: [B, ...]} -> [B, size]. The policy is not a submodule of this module."""
@@ -223,13 +213,3 @@ def _flow(policy: Policy) -> FlowMatching:
 def _now(observation: Observation) -> dict[str, Tensor]:
     """Select the first time step: {name: [B, To, ...]} -> {name: [B, ...]}."""
     return {name: value[:, 0] for name, value in observation.items()}
-
-
-def _descend(optimizer: Optimizer, batch: Batch, loss: Callable[[Batch], tuple[Tensor, Metrics]]) -> Metrics:
-    """Take one step down the mean loss over the parts of a batch; return the mean of the metrics."""
-    found = []
-    for part in optimizer.parts(batch):
-        value, metrics = loss(part)
-        optimizer.step(value)
-        found.append(metrics)
-    return {name: torch.stack([metrics[name] for metrics in found]).mean() for name in found[0]}

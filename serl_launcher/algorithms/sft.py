@@ -5,19 +5,16 @@ policy's own loss: L = E[1_m(episode) loss(row)]. The plan selects these episode
 No value is learned.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from serl_client.spec import Spec
-from torch import nn
+from torch import Tensor, nn
 
-from serl_launcher.algorithms.base import Algorithm, frozen
+from serl_launcher.algorithms.base import Algorithm, descend, follow, frozen_copy
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, IdleFilter, Metrics, Window
-from serl_launcher.utils.distributed import gathered
 from serl_launcher.utils.optim import Optimizer
 
 
@@ -39,7 +36,7 @@ class SFT(Algorithm):
     ) -> None:  # fmt: skip
         super().__init__()
         self.policy = policy(spec)
-        self.averaged = copy.deepcopy(self.policy, frozen(self.policy)).requires_grad_(False)
+        self.averaged = frozen_copy(self.policy)
         self.optimizer = optimizer(self.policy)
         self.ema_decay = ema_decay
         self.augment = augmentation(augment, self.policy.inputs)
@@ -51,24 +48,16 @@ class SFT(Algorithm):
 
     def update(self, batch: Batch) -> Metrics:
         """Take one step down the mean loss, weighted by the batch's `weight`."""
-        found = []
-        for part in self.optimizer.parts(self.augment(batch)):
-            loss, metrics = self.optimizer(part)  # [B]
-            loss = (part.weight * loss).mean()
-            gradient = self.optimizer.step(loss)
-            found.append({"loss": loss.detach(), "gradient": gradient, **metrics})
-        self._follow()
-        means = {name: torch.stack([part[name] for part in found]).mean() for name in found[0]}
-        return {**means, "gradient": found[-1]["gradient"]}
-
-    @torch.no_grad()
-    def _follow(self) -> None:
+        metrics, gradient = descend(self.optimizer, self.augment(batch), self.loss)
         before = self.optimizer.steps - 1
-        decay = min(self.ema_decay, (1 + before) / (10 + before))
-        for averaged, current in zip(self.averaged.parameters(), self.policy.parameters(), strict=True):
-            if current.requires_grad:
-                with gathered([current]):
-                    averaged.lerp_(current, 1 - decay)
+        follow(self.averaged, self.policy, 1 - min(self.ema_decay, (1 + before) / (10 + before)))
+        return {**metrics, "gradient": gradient}
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Compute the mean imitation loss, weighted by the batch's `weight`."""
+        loss, metrics = self.optimizer(batch)  # [B]
+        loss = (batch.weight * loss).mean()
+        return loss, {"loss": loss.detach(), **metrics}
 
 
 def _idle_filter(

@@ -1,4 +1,4 @@
-"""The interface of every policy: an imitation loss, samples, and the weights that actors receive."""
+"""What acts for an actor, and the interface of every policy: an imitation loss and samples."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
@@ -9,19 +9,13 @@ from torch import Tensor, nn
 from serl_launcher.types import Batch, Metrics, Observation, Prefix
 
 
-class Policy(nn.Module, ABC):
-    """Map observations to chunks of H actions in the robot's units.
+class Acting(nn.Module, ABC):
+    """The part of an algorithm that chooses actions: a policy, a planner, a critic. Its weights are sent to actors.
 
-    A policy whose samples have a gradient also has `rsample(...) -> (action [B, H, A], log_prob [B])`. A policy with a
-    tractable density also has `log_prob(observation, action [B, H, A]) -> [B]`. Algorithms that need these methods
-    refuse other policies. Densities are over actions scaled to [-1, 1], so that an entropy means the same in radians
-    and metres. `task` is always B tasks in words; most policies do not read them.
+    It holds every network that `Algorithm.act` needs. Weights have its `precision` there; buffers keep theirs.
     """
 
-    inputs: tuple[str, ...]  # names of the observations that it reads
     horizon: int  # H, actions of one decision
-    imitation_target = "action"  # column that a chunk imitates
-    entries: Sequence[int] | None = None  # indices of that column's flattened values that are imitated; None: all
     mode_at_zero = False  # True: zero noise gives the most likely action, which acts without exploration
     precision = torch.float32  # of matrix products; trained weights are always float32
     frozen: Set[str] = frozenset()  # names of the weights that are never trained, and not published
@@ -33,6 +27,31 @@ class Policy(nn.Module, ABC):
     @abstractmethod
     def noise_shape(self) -> tuple[int, ...]:
         """The shape of one decision's standard normal noise. Equal noise gives equal actions in every process."""
+
+    def compile_layers(self) -> None:
+        """Compile the layers, before CUDA graphs are captured."""
+
+    def published(self) -> dict[str, Tensor]:
+        """Return the tensors that an acting process needs, by name."""
+        return self.state_dict()
+
+    def load_published(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load, in place, tensors that another process published. Raises RuntimeError if they are of another module."""
+        self.load_state_dict(tensors)
+
+
+class Policy(Acting):
+    """Map observations to chunks of H actions in the robot's units.
+
+    A policy whose samples have a gradient also has `rsample(...) -> (action [B, H, A], log_prob [B])`. A policy with a
+    tractable density also has `log_prob(observation, action [B, H, A]) -> [B]`. Algorithms that need these methods
+    refuse other policies. Densities are over actions scaled to [-1, 1], so that an entropy means the same in radians
+    and metres. `task` is always B tasks in words; most policies do not read them.
+    """
+
+    inputs: tuple[str, ...]  # names of the observations that it reads
+    imitation_target = "action"  # column that a chunk imitates
+    entries: Sequence[int] | None = None  # indices of that column's flattened values that are imitated; None: all
 
     @property
     def offsets(self) -> dict[str, tuple[int, ...]]:
@@ -55,14 +74,3 @@ class Policy(nn.Module, ABC):
         prefix: the chunks under way, only for a policy that `continues` them. The committed actions come back as they
             are.
         """
-
-    def compile_layers(self) -> None:
-        """Compile the layers, before CUDA graphs are captured."""
-
-    def published(self) -> dict[str, Tensor]:
-        """Return the tensors that an acting process needs, by name."""
-        return self.state_dict()
-
-    def load_published(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load, in place, tensors that another process published. Raises RuntimeError if they are of another policy."""
-        self.load_state_dict(tensors)

@@ -10,14 +10,14 @@ from serl_client import messages as m
 from torch import nn
 
 from serl_launcher.algorithms.base import Algorithm
-from serl_launcher.policies.base import Policy
+from serl_launcher.policies.base import Acting
 from serl_launcher.types import Decision
 from tests.shared.common import PATIENCE, STATE, until
 
 # -- algorithms
 
 
-class Memory(Policy):
+class Memory(Acting):
     noise_shape = (1, 2)
 
     def __init__(self, scale, sizes):
@@ -25,12 +25,6 @@ class Memory(Policy):
         self.scale = nn.Parameter(torch.tensor(float(scale)))
         self.rest = nn.ParameterList([torch.zeros(size) for size in sizes])
         self.register_buffer("mean", torch.tensor(1 / 3))
-
-    def forward(self, batch):
-        raise NotImplementedError
-
-    def sample(self, observation, *, task=(), n=1, noise=None):
-        raise NotImplementedError
 
 
 class Counting(Algorithm):

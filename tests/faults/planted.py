@@ -223,11 +223,11 @@ C1 killed SAC.target: the mean of the critics is the target, not the least
 C2 killed SAC.update: the next action is drawn with the noise of the loss
     - self._update_policy(batch, noise[1])
     + self._update_policy(batch, noise[0])
-C3 killed SAC._update_policy: the temperature moves the wrong way
-    - log_alpha * (entropy - self.target_entropy)
-    + log_alpha * (self.target_entropy - entropy)
+C3 killed hold_entropy: the temperature moves the wrong way
+    - log_alpha * (entropy - target)
+    + log_alpha * (target - entropy)
 C4 killed SAC._update_policy: the policy's convolutions stay those of the beginning
-    - self._copy_trunks()
+    - follow(self.policy.encoder.trunks, self.critic.encoder.trunks, 1.0)
     + pass
 C5 killed SAC._update_critic: rows without weight move the critic
     - (critic_weight(batch) * self.critic.loss(prediction, target)).mean()
@@ -260,14 +260,14 @@ U7 killed InferenceServer._load: a third copy of the weights is made
 
 == imitation: test_flow test_algorithms test_replay test_mixture
 
-D1 killed SFT._follow: the average is nearly the newest weights
-    - averaged.lerp_(current, 1 - decay)
-    + averaged.lerp_(current, decay)
+D1 killed SFT.update: the average is nearly the newest weights
+    - 1 - min(self.ema_decay, (1 + before) / (10 + before))
+    + min(self.ema_decay, (1 + before) / (10 + before))
 D2 killed Algorithm.calm: every policy is evaluated at noise zero
     - torch.zeros_like(noise) if self.acting.mode_at_zero else noise
     + torch.zeros_like(noise)
-D3 killed SFT.update: rows without weight are imitated
-    - (part.weight * loss).mean()
+D3 killed SFT.loss: rows without weight are imitated
+    - (batch.weight * loss).mean()
     + loss.mean()
 D4 killed SFT.__init__: windows start where the robot stands still
     - Window(self.policy.offsets, idle_filter=_idle_filter(self.policy, **idle_filter))
@@ -282,7 +282,7 @@ F2 killed SACPI0._executed: what an episode's end cut off lies outside of the bo
     - torch.where(batch.valid.unsqueeze(-1), batch.action, self.critic.scale.center)
     + batch.action
 F3 killed SACPI0.update_clone: the reference is not what was cloned
-    - self._keep_reference()
+    - follow(self.reference, self.policy, 1.0)
     + pass
 F4 killed SACPI0.target: the mean of the critics is the target, not the least
     - following, action).amin(0), self.discount)
