@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from serl_launcher.utils.words import known, nearest
 
-REMEMBERED = ("algo", "policy")  # groups whose words a run folder keeps
+REMEMBERED = ("algo", "policy", "head", "network")  # groups whose words a run folder keeps, where the run reads them
 ALSO = {"wandb": False, "task.cameras": "auto"}  # what they take besides their default's kind
 NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the environment")  # lines that help nobody
 
@@ -30,12 +30,13 @@ NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the envir
 def composed(folder: Path, words: Sequence[str]) -> DictConfig:
     """Compose folder/base.yaml with the command line's words (`algo=sac`, `seed=1`), and resolve all values.
 
-    A run folder keeps the words of `algo` and `policy` with which its run began. They hold until a new word replaces
-    them. So an evaluation, or another plan, needs no repetition. The words of a plan that trains nothing hold for that
-    one start: an evaluation with policy.steps=1 does not change how the run trains.
+    A run folder keeps the words of REMEMBERED with which its run began. They hold until a new word replaces them. So
+    an evaluation, or another plan, needs no repetition. The words of a plan that trains nothing hold for that one
+    start: an evaluation with policy.head.steps=1 does not change how the run trains.
 
     Raises ConfigError for an unknown choice or key, with the nearest right one; for a value of another kind than the
-    yaml's; for a missing value; and for a plan that is made for another algorithm than the run's.
+    yaml's; for a missing value; for a word about a group that the run does not read (`policy=gaussian head=mip`); and
+    for a plan that is made for another algorithm than the run's.
     """
     others = [word for word in words if _group(word) not in REMEMBERED]
     place = _composed(folder, others)
@@ -50,6 +51,7 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
             )
     words = [*remembered, *words]
     made = place if words == others else _composed(folder, words)
+    _check_read(folder, [word for word in words if word not in remembered], made)
     if (kept := _remembered(place)) and not _trains(made):
         made.remembered = kept
     return made
@@ -96,10 +98,11 @@ def _composed(folder: Path, words: Sequence[str]) -> DictConfig:
             for override in values:
                 _check(override, config)
             config = compose("base", list(words), return_hydra_config=True) if values else config
-        taken = [f"{group}={config.hydra.runtime.choices[group]}" for group in REMEMBERED]
+        taken = {group: f"{group}={config.hydra.runtime.choices[group]}" for group in _read_groups(config)}
         with open_dict(config):
             del config.hydra
-        config.remembered = [*taken, *(word for word in words if _group(word) in REMEMBERED and word not in taken)]
+        kept = (word for word in words if _group(word) in taken and word not in taken.values())
+        config.remembered = [*taken.values(), *kept]
         for name in _missing(OmegaConf.to_container(config)):
             raise ConfigError(f"{name} has no value: say {name}=...")
         OmegaConf.resolve(config)
@@ -142,6 +145,28 @@ def changeable(config: DictConfig, name: str) -> set[str]:
     return {f"{name}.{option}" for option in of_class}.union(*below)
 
 
+def _read_groups(config: DictConfig) -> list[str]:
+    """Return the groups of REMEMBERED that a run of this unresolved config reads: the algorithm, and what it names."""
+    text = str(OmegaConf.to_container(config, resolve=False))
+    return [group for group in REMEMBERED if group == "algo" or f"${{{group}}}" in text]
+
+
+def _check_read(folder: Path, words: Sequence[str], config: DictConfig) -> None:
+    """Raise ConfigError if one of the words is about a group that this config does not read."""
+    read = {_group(word) for word in config.remembered}
+    chosen = " ".join(config.remembered[:2])
+    for word in words:
+        if (group := _group(word)) not in REMEMBERED or group in read:
+            continue
+        own = [name for name in ("algo", "policy") if group in config[name]]
+        readers = [
+            f"{path.parent.name}={path.stem}" for path in sorted(folder.glob("*/*.yaml"))
+            if f"{group}: ${{{group}}}" in path.read_text()
+        ]  # fmt: skip
+        how = [f"{own[0]}.{word}"] if own and "." in _key(word) else []
+        raise ConfigError(f"{word}: {chosen} does not read {group}: say {' or '.join([*how, *readers])}")
+
+
 def _read(word: str) -> Override:
     try:
         override = OverridesParser.create().parse_overrides([word])[0]
@@ -180,6 +205,10 @@ def _check(override: Override, defaults: DictConfig) -> None:
             return
         if part not in map(str, node.keys()):
             raise ConfigError(_unknown(override, part, node, ".".join(above[:depth]) or "the config"))
+        if depth < len(above) and OmegaConf.is_interpolation(node, part):
+            its = str(node._get_node(part)).strip("${}")
+            rest = str(override.input_line).partition(".".join([*above[: depth + 1], ""]))[2]
+            raise ConfigError(f"{override.input_line}: {'.'.join(above[: depth + 1])} is {its}: say {its}.{rest}")
         node = _value(node, part)
     if override.is_delete() and not above:
         raise ConfigError(f"{override.input_line}: {last} can be changed, but not left out")

@@ -22,6 +22,7 @@ from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.critic import Critic
 from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.policies.base import Policy
+from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.types import Batch, Metrics, Window
 from serl_launcher.utils.optim import Optimizer
 
@@ -66,7 +67,8 @@ class SAC(Algorithm):
     ) -> None:  # fmt: skip
         super().__init__()
         self.policy: Any = policy(spec)  # a Policy with rsample and encoder, which the base class does not declare
-        if not (hasattr(self.policy, "rsample") and hasattr(self.policy, "encoder")):
+        has_density = hasattr(self.policy, "rsample") and hasattr(self.policy, "encoder")
+        if isinstance(self.policy, HeadPolicy) or not has_density:  # its density is not of the action
             raise ConfigError(
                 "algo=sac and algo=rlpd need a policy with a density and an encoder: say policy=gaussian, or "
                 f"algo=sac_pi0 with {type(self.policy).__name__}"

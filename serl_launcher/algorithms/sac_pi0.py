@@ -8,8 +8,8 @@ the policy after cloning, by the distance between their chunks from the same noi
     (2) L = -mean_e Q_e(s, pi(s; noise)) + distill_weight |pi(s; noise) - pi_ref(s; noise)|^2 / (H A) + alpha log pi.
 The critics judge no action beyond the h that run, because the data never show its outcome and the policy would ascend
 the critics' errors. The last term of (2) applies only to a policy with a `noise_level`, whose sampler is stochastic
-(equation 5 of policies/flow.py). There alpha holds the entropy at a target (Haarnoja et al. 2018b, arXiv 1812.05905,
-18). As in HIL-SERL, (1) has no entropy term.
+(equation 5 of policies/heads/flow.py). There alpha holds the entropy at a target (Haarnoja et al. 2018b, arXiv
+1812.05905, 18). As in HIL-SERL, (1) has no entropy term.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,8 @@ from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.critic import Critic
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.base import Policy
-from serl_launcher.policies.flow import FlowMatching
+from serl_launcher.policies.chunk import HeadPolicy
+from serl_launcher.policies.heads.flow import Flow
 from serl_launcher.types import Batch, Metrics, Observation, Window
 from serl_launcher.utils.optim import Optimizer
 
@@ -38,14 +39,14 @@ class SACPI0(Algorithm):
     needs some of these before `update`, which trains critics and policy: untrained critics would mislead the policy.
     Windows begin at any step: the h actions executed from there count as a chunk, even if they come from two chunks.
 
-    policy: makes the policy from the Spec; it must be a FlowMatching.
+    policy: makes the policy from the Spec; its head must be a Flow.
     critic_horizon: h, actions of a chunk that the critics judge; cut to the chunk's length H.
     encoder: makes the critics' encoder, trained with them; None: the frozen features of the reference.
     optimizer: makes the policy's optimiser. critic_optimizer: makes the critics'.
     hidden, layer_norm, num_critics, discount, tau, augment: as in SAC.
     distill_weight: weight of the mean squared distance to the reference's actions, scaled to [-1, 1].
     initial_temperature, entropy_per_action: as in SAC, per number of a chunk; for a policy with a `noise_level` only.
-    Raises ConfigError for a policy that is no FlowMatching, and if `augment` is given and nothing reads images.
+    Raises ConfigError for a policy with another head, and if `augment` is given and nothing reads images.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class SACPI0(Algorithm):
         entropy_per_action: float, augment: Callable[[], Augment] | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.policy = _flow(policy(spec))
+        self.policy, head = _flow(policy(spec))
         self.critic_horizon = min(critic_horizon, self.policy.horizon)
         self.reference = frozen_copy(self.policy)
         features: Any = encoder(spec) if encoder else ReferenceFeatures(self.reference)
@@ -69,7 +70,7 @@ class SACPI0(Algorithm):
         self.policy_optimizer = optimizer(_Trained(self.policy))
         self.critic_optimizer = critic_optimizer(self.critic)
         self.log_temperature = None
-        if self.policy.log_noise_level is not None:
+        if head.log_noise_level is not None:
             self.log_temperature = LogTemperature(initial_temperature)
             self.temperature_optimizer = Optimizer(
                 self.log_temperature, learning_rate=self.critic_optimizer.learning_rate
@@ -84,7 +85,7 @@ class SACPI0(Algorithm):
         self.windows = {"update_clone": Window(self.policy.offsets), "update_critic": window, "update": window}
 
     @property
-    def acting(self) -> FlowMatching:
+    def acting(self) -> HeadPolicy:
         return self.policy
 
     def calm(self, noise: Tensor) -> Tensor:
@@ -177,7 +178,7 @@ class SACPI0(Algorithm):
 class ReferenceFeatures(nn.Module):
     """The features of a frozen policy: {name: [B, ...]} -> [B, size]. The policy is not a submodule of this module."""
 
-    def __init__(self, policy: FlowMatching) -> None:
+    def __init__(self, policy: HeadPolicy) -> None:
         super().__init__()
         self._policy = (policy,)
         self.inputs, self.size = policy.inputs, policy.feature_size
@@ -190,7 +191,7 @@ class ReferenceFeatures(nn.Module):
 class _Trained(nn.Module):
     """The module that the policy's optimiser runs: the imitation loss, or chunks with a gradient."""
 
-    def __init__(self, policy: FlowMatching) -> None:
+    def __init__(self, policy: HeadPolicy) -> None:
         super().__init__()
         self.policy = policy
 
@@ -200,14 +201,16 @@ class _Trained(nn.Module):
         return self.policy.rsample(_now(batch.observation), seed=batch.seed, task=batch.task)
 
 
-def _flow(policy: Policy) -> FlowMatching:
-    if not isinstance(policy, FlowMatching):
+def _flow(policy: Policy) -> tuple[HeadPolicy, Flow]:
+    """Return the policy and its head. Raises ConfigError for a policy that has no gradient through its samples."""
+    if not isinstance(policy, HeadPolicy) or not isinstance(policy.head, Flow):
+        name = type(policy.head if isinstance(policy, HeadPolicy) else policy).__name__
         raise ConfigError(
-            f"algo=sac_pi0 needs a flow policy: say policy=flow or policy=pi0, not {type(policy).__name__}"
+            f"algo=sac_pi0 goes through the sampler of head=flow: say policy=flow or policy=pi0, not {name}"
         )
     if policy.max_delay:
         raise ConfigError("algo=sac_pi0 trains no continuation of chunks: say policy.max_delay=0; rtc guides them then")
-    return policy
+    return policy, policy.head
 
 
 def _now(observation: Observation) -> dict[str, Tensor]:

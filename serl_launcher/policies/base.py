@@ -16,6 +16,7 @@ class Acting(nn.Module, ABC):
     """
 
     horizon: int  # H, actions of one decision
+    history = 1  # To, observations of a decision
     mode_at_zero = False  # True: zero noise gives the most likely action, which acts without exploration
     precision = torch.float32  # of matrix products; trained weights are always float32
     frozen: Set[str] = frozenset()  # names of the weights that are never trained, and not published

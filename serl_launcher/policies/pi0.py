@@ -6,7 +6,7 @@ prefix, which does not change while a chunk is sampled. The action expert (a nar
     suffix   the state                                                    sees the prefix and itself
              the H noisy actions x_t                                      see prefix, state and all actions
 So the prefix is computed once, and the suffix needs only its keys and values (appendix B of the paper).
-Loss, sampler and time are (1) to (4) of flow.py, as in section IV of the paper. The velocity is
+Loss, sampler and time are (1) to (4) of heads/flow.py, as in section IV of the paper. The velocity is
     v = W_out expert(...),   of tokens   W_3 silu(W_2 [W_1 x_t, phi(t)])   with sines and cosines phi of t.
 The layers are the unchanged ones of the transformers package, called one by one; versions 4.57 and 5 agree.
 """
@@ -31,7 +31,8 @@ from serl_launcher.networks.attention import attention, bias, joined
 from serl_launcher.networks.mlp import StateEncoder
 from serl_launcher.networks.prompt import Prompt
 from serl_launcher.networks.vision import ALL, IMAGES
-from serl_launcher.policies.flow import FlowMatching
+from serl_launcher.policies.chunk import HeadPolicy
+from serl_launcher.policies.heads.base import Head
 from serl_launcher.policies.pi0_checkpoint import load_pretrained
 from serl_launcher.types import Observation
 
@@ -82,7 +83,7 @@ class Memory(NamedTuple):
     state: Tensor  # [B, 1, expert width]
 
 
-class PI0(FlowMatching):
+class PI0(HeadPolicy):
     """PI0 for any robot: cameras and state come from the Spec, and the task is the prompt.
 
     vision, gemma: fields of Tower and of Gemma.
@@ -97,23 +98,23 @@ class PI0(FlowMatching):
         are trained; None: no LoRA.
     precision: float32 or bfloat16, of matrix products; trained weights stay float32.
     checkpointing: True: recompute tower and layers in the backward pass to save memory.
-    The other arguments are those of FlowMatching.
-    Raises ConfigError for sizes that do not fit the Spec or the checkpoint, and if a robot with cameras has none of
-    those named.
+    The other arguments are those of HeadPolicy.
+    Raises ConfigError for sizes that do not fit the Spec or the checkpoint, if a robot with cameras has none of those
+    named, and for a head that wants something else than a velocity.
     """
 
-    changeable = ("steps", "checkpointing")
+    changeable = ("checkpointing",)
     frequencies: Tensor
 
     def __init__(
         self, spec: Spec, *, vision: Mapping[str, int], gemma: Mapping[str, int], cameras: Sequence[str], horizon: int,
-        steps: int, imitation_target: str, width: int, noise_level: float | None, state_size: int, prompt_tokens: int,
+        head: Callable[..., Head], imitation_target: str, width: int, state_size: int, prompt_tokens: int,
         tokenizer: str | None, weights: str | None, freeze: Sequence[str], lora: int | None, precision: str,
         checkpointing: bool, scale: str = "bounds", max_delay: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(
-            spec, horizon=horizon, steps=steps, imitation_target=imitation_target, width=width,
-            noise_level=noise_level, scale=scale, max_delay=max_delay,
+            spec, head=head, horizon=horizon, imitation_target=imitation_target, width=width, scale=scale,
+            max_delay=max_delay,
         )  # fmt: skip
         self.sizes, self.image = Gemma(**gemma), Tower(**vision).image
         self.state = StateEncoder(spec)
@@ -199,7 +200,11 @@ class PI0(FlowMatching):
         return torch.cat([self.state(observation), *means], -1)
 
     # -- the suffix
+    def predict(self, chunk: Tensor, time: Tensor, condition: Memory, old: Tensor | None) -> Tensor:
+        return self.velocity(chunk, time if old is None else time * ~old, condition)
+
     def velocity(self, chunk: Tensor, time: Tensor, condition: Memory) -> Tensor:
+        """Compute v(x_t, t, condition) -> [B, H, D]. time: t of each step [B, H], or [B, 1] for all steps."""
         hidden = torch.cat([condition.state, self._action_tokens(chunk, time)], 1)  # [B, 1 + H, expert width]
         there, count = condition.there, hidden.shape[1]
         sees = torch.ones(count, count, dtype=torch.bool, device=chunk.device)
@@ -352,5 +357,7 @@ def _check(policy: PI0, freeze: Sequence[str], precision: str) -> None:
         )
     if unknown := [part for part in freeze if part not in PARTS]:
         raise ConfigError(f"policy.freeze: there is no part {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
+    if not policy.head.is_velocity:
+        raise ConfigError("PI0 predicts velocities, as this head does not: say head=flow or head=mip_coin_flip")
     if precision not in PRECISIONS:
         raise ConfigError(f"policy.precision={precision}: say one of {', '.join(PRECISIONS)}")

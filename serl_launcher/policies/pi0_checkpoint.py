@@ -54,7 +54,7 @@ def load_pretrained(policy: nn.Module, weights: str) -> None:
     last = max(int(name.split(".")[2]) for name in own if name.startswith("language.layers."))
     unused = [pattern.replace("{last}", str(last)) for pattern in UNUSED]
     found = {name: value for name, value in _read(file).items() if not any(re.match(part, name) for part in unused)}
-    missing = sorted(own.keys() - found.keys() - {"log_noise_level"})
+    missing = sorted(own.keys() - found.keys() - {"head.log_noise_level"})
     unknown = sorted(found.keys() - own.keys())
     if not any(name.startswith("vision.") for name in own):  # a robot without cameras
         unknown = [name for name in unknown if not name.startswith(("vision.", "image_projection."))]

@@ -123,7 +123,7 @@ def test_a_trainer_on_the_second_gpu_opens_nothing_on_the_first(cuda, monkeypatc
 
 def test_without_a_compiler_layers_stay_as_they_are_and_one_sentence_says_so(on, monkeypatch, caplog):
     asked = []
-    monkeypatch.setattr("serl_launcher.policies.flow.FlowPolicy.compile_layers", lambda _: asked.append(1))
+    monkeypatch.setattr("serl_launcher.policies.chunk.ChunkPolicy.compile_layers", lambda _: asked.append(1))
     monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
     on(FakeGpu()).warm_up(1)
     assert not asked

@@ -85,7 +85,7 @@ def test_one_row_is_recorded_first_and_apart_and_then_the_largest_first_in_one_p
 
 
 def test_a_policy_that_explores_with_more_noise_has_both_recordings_of_a_size_in_one_pool(on):
-    host = on(gpu := FakeGpu(), "policy.noise_level=0.1", "policy.steps=3")
+    host = on(gpu := FakeGpu(), "policy.head.noise_level=0.1", "policy.head.steps=3")
     for size in (1, 8):
         host.warm_up(size)
     assert [rows for rows, _ in gpu.made] in ([1, 8], [1, 1, 8, 8])

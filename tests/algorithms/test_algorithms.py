@@ -33,7 +33,7 @@ def build(name, *overrides, seed=0):
     kind = ("flow" if name.startswith(("rejection", "sac_pi0")) else "gaussian") + "_pixels" * name.endswith("_pixels")
     words = [f"+algo={name}", f"+policy={kind}", "+n_action_steps=4"]
     if name == "rejection_pi0":
-        words[1:2] = "+policy=pi0_tiny", "policy.gemma.depth=2", "policy.prompt_tokens=8", "policy.steps=5"
+        words[1:2] = "+policy=pi0_tiny", "policy.gemma.depth=2", "policy.prompt_tokens=8", "+head=flow", "head.steps=5"
     config = config_of(*words, *overrides)
     torch.manual_seed(seed)
     return instantiate(config.algo)(SPEC), config
@@ -43,7 +43,7 @@ def faster(name):
     """The words that make an algorithm learn the toy in few updates."""
     if name.startswith("sac_pi0"):  # nothing was cloned that it should stay near, and the toy has one action
         rates = ["algo.optimizer.learning_rate=1e-3", "algo.critic_optimizer.learning_rate=3e-3"]
-        return [*rates, "algo.distill_weight=0.0", "policy.steps=3", "policy.horizon=1"]
+        return [*rates, "algo.distill_weight=0.0", "policy.head.steps=3", "policy.horizon=1"]
     rate = f"algo.{'' if name.startswith(('sac', 'rlpd')) else 'optimizer.'}learning_rate=3e-3"
     pi0 = ["algo.optimizer.warmup=0", "policy.cameras=[]", "algo.augment=null", "policy.horizon=2"]
     return [rate, *(pi0 if name == "rejection_pi0" else ())]
@@ -275,7 +275,7 @@ SCHEDULE = tuple(
     ("name", "overrides"),
     [
         *((name, ()) for name in ALGORITHMS),
-        ("sac_pi0", ("policy.noise_level=0.3",)),
+        ("sac_pi0", ("policy.head.noise_level=0.3",)),
         ("rlpd_pixels", COLOURS),
         ("sft", SCHEDULE),
     ],

@@ -18,9 +18,11 @@ from torch import nn
 from serl_launcher.algorithms.base import value_target
 from serl_launcher.algorithms.sac_pi0 import SACPI0
 from serl_launcher.networks.augment import Augment
+from serl_launcher.networks.chunks import MLP
 from serl_launcher.networks.vision import ObservationEncoder
-from serl_launcher.policies.flow import FlowPolicy
+from serl_launcher.policies.chunk import ChunkPolicy
 from serl_launcher.policies.gaussian import GaussianPolicy
+from serl_launcher.policies.heads.flow import Flow
 from serl_launcher.utils.optim import Optimizer
 from tests.shared.models import CAMERA, REACH, STATE, act, assert_same, batch, config_of, now, robot, weights
 
@@ -34,12 +36,13 @@ longer = partial(batch, SPEC, horizon=HORIZON)
 
 
 def policy_of(spec, encoder=ObservationEncoder, noise_level=None, frozen=False, scale="bounds"):
-    policy = FlowPolicy(
-        spec, encoder=encoder, horizon=HORIZON, steps=STEPS, hidden=[32, 32], layer_norm=True,
-        imitation_target="action", noise_level=noise_level, scale=scale,
+    policy = ChunkPolicy(
+        spec, encoder=encoder, network=partial(MLP, hidden=[32, 32], layer_norm=True),
+        head=partial(Flow, steps=STEPS, noise_level=noise_level), horizon=HORIZON, imitation_target="action",
+        scale=scale,
     )  # fmt: skip
     if frozen:
-        policy.network[0].requires_grad_(False)
+        policy.network.layers[0].requires_grad_(False)
     return policy
 
 
@@ -151,22 +154,22 @@ def test_the_policy_loss_and_its_gradient_are_those_of_the_equation_and_stop_bef
 def test_entropy_below_its_target_becomes_dear_and_rises_and_above_it_costs_nothing(target, dearer):
     algorithm = build(policy=partial(policy_of, noise_level=0.3), entropy_per_action=-target, distill_weight=0.0,
                       initial_temperature=50.0)  # fmt: skip
-    before = algorithm.policy.log_noise_level.item()
+    before = algorithm.policy.head.log_noise_level.item()
     assert (algorithm.update(chunks())["temperature"] > 50) == dearer
-    assert algorithm.policy.log_noise_level > before, "at this price there is nothing better than noise"
+    assert algorithm.policy.head.log_noise_level > before, "at this price there is nothing better than noise"
 
 
 def test_a_chunk_beyond_the_bounds_finds_its_way_back():
     """Where the cut to the bounds has no gradient, what was once outside would stay there."""
     policy = policy_of(SPEC)
-    nn.init.zeros_(policy.network[-1].weight)
-    nn.init.constant_(policy.network[-1].bias, -9.0)  # every chunk ends far above the bound
+    nn.init.zeros_(policy.network.layers[-1].weight)
+    nn.init.constant_(policy.network.layers[-1].bias, -9.0)  # every chunk ends far above the bound
     for sign, passes in ((1, True), (-1, False)):
         policy.zero_grad()
         action, _ = policy.rsample({STATE: torch.zeros(8, 3)}, seed=torch.arange(8))
         assert (action == REACH).all()
         (sign * action.sum()).backward()
-        assert (policy.network[-1].bias.grad.abs() > 0).all() == passes
+        assert (policy.network.layers[-1].bias.grad.abs() > 0).all() == passes
 
 
 def test_a_clone_that_climbs_finds_the_better_of_what_it_was_shown():
@@ -208,16 +211,16 @@ def test_the_reference_is_what_was_cloned_and_stays_it():
         algorithm.update_critic(chunks(seed=seed))
         algorithm.update(chunks(seed=seed))
     assert_same(weights(algorithm.reference), kept)
-    assert not torch.equal(*(policy.network[0].weight for policy in (algorithm.reference, algorithm.policy)))
+    assert not torch.equal(*(policy.network.layers[0].weight for policy in (algorithm.reference, algorithm.policy)))
 
 
 def test_neither_reference_nor_critics_are_published_and_what_is_frozen_exists_once():
     """Hi-ORS: the reference, a second policy of three billion weights, was sent to every actor."""
     algorithm = build(policy=partial(policy_of, frozen=True))
-    assert shared(algorithm) == {id(weight) for weight in algorithm.policy.network[0].parameters()}
+    assert shared(algorithm) == {id(weight) for weight in algorithm.policy.network.layers[0].parameters()}
     algorithm.update_clone(longer())
     assert_same(weights(algorithm.reference), weights(algorithm.policy))
-    assert sum(isinstance(module, FlowPolicy) for module in algorithm.modules()) == 2
+    assert sum(isinstance(module, ChunkPolicy) for module in algorithm.modules()) == 2
     algorithm = build()
     assert algorithm.acting.published().keys() == policy_of(SPEC).state_dict().keys()
     algorithm.only_acting()
@@ -295,8 +298,8 @@ def test_a_policy_without_a_sampler_to_go_through_is_refused():
 
 @pytest.mark.parametrize("noise_level", ["null", 0.3])
 def test_pi0_is_cloned_judged_by_what_its_frozen_tower_sees_and_climbs(noise_level):
-    words = ["+policy=pi0_tiny", "policy.steps=3", "policy.freeze=[vision,language]", "policy.gemma.depth=2"]
-    policy = instantiate(config_of(*words, f"policy.noise_level={noise_level}").policy)
+    words = ["+policy=pi0_tiny", "head.steps=3", "policy.freeze=[vision,language]", "policy.gemma.depth=2"]
+    policy = instantiate(config_of(*words, f"head.noise_level={noise_level}").policy)
     algorithm = build(policy=policy, encoder=None)
     for seed in range(2):
         algorithm.update_clone(chunks(4, seed=seed, horizon=algorithm.policy.horizon))

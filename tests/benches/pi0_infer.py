@@ -35,7 +35,7 @@ from .pi0 import TASK, Ceilings, configured, counted, forget_peak, options, peak
 
 WARM = 3  # runs before it counts
 EACH_STEP = ("expert.", "action_")  # weights that every step reads, by the beginning of their names
-Chunks = Callable[[Observation, Tensor], Tensor]  # as FlowMatching.chunks
+Chunks = Callable[[Observation, Tensor], Tensor]  # as HeadPolicy.chunks
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Work:
         return cls(
             counted(lambda: policy.condition(prepared)), counted(lambda: policy.velocity(chunk, time, prefix)),
             sum(sizes.values()) - step_bytes, step_bytes,
-            sum(part.nbytes for layer in prefix.layers for part in layer), policy.steps,
+            sum(part.nbytes for layer in prefix.layers for part in layer), policy.head.passes,
         )  # fmt: skip
 
     def flops(self, rows: int = 1, samples: int = 1) -> int:

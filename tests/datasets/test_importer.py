@@ -202,7 +202,8 @@ def test_a_killed_importer_is_started_again_and_the_policy_is_trained(tmp_path, 
     programs, run_dir = Programs(tmp_path), tmp_path / "run"
     try:
         learner = programs.start(
-            "learner", "task=fake", "algo=sft", "plan=sft", "phase=clone", "policy=flow", "policy.hidden=[32,32]",
+            "learner", "task=fake", "algo=sft", "plan=sft", "phase=clone", "policy=flow",
+            "policy.network.hidden=[32,32]",
             f"plan.sources.demo.dataset={made['long'].folder}", "plan.sources.demo.capacity=7000", "batch_size=16",
             'plan.phases.clone.until=["updates >= 20"]',
         )  # fmt: skip

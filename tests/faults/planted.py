@@ -305,28 +305,28 @@ Y4 killed LocalSource._turn: an answer that was begun in one episode acts in the
 
 == chunks that continue the old one: test_prefix test_prefixes
 
-X1 killed FlowMatching.forward: rows of the old chunk have a loss
-    - counted & is_free, count - delay
-    + counted, count
+X1 killed HeadPolicy.forward: rows of the old chunk have a loss
+    - counted = counted & ~old
+    + counted = counted
 X2 killed Rows.kept: the committed actions do not come back bit by bit
     - torch.where(self.first().unsqueeze(-1), self.action, action)
     + action
 X3 killed PolicyHost._check_prefix: a prefix that is not finite, or far out of bounds, is taken
     - if not ((prefix >= low) & (prefix <= high)).all():
     + if False:
-X4 killed FlowMatching.guided: the old chunk pushes the new one away
+X4 killed Flow.guided: the old chunk pushes the new one away
     - found.detach() - strength(t) * pull
     + found.detach() + strength(t) * pull
 
 == flow matching: test_flow test_sac_pi0
 
-H1 killed FlowMatching.forward: times dwell at the wrong end
+H1 killed Flow.errors: times dwell at the wrong end
     - ** (1 / 1.5)
     + ** 1.5
-H2 killed FlowMatching.forward: the loss is averaged over steps after the end, too
-    - return error.sum(-1) / count, {}
+H2 killed HeadPolicy.forward: the loss is averaged over steps after the end, too
+    - return error.sum(-1) / (batch.length - first), {}
     + return error.mean(-1), {}
-H3 killed FlowMatching._integrate: the stochastic sampler leaves the flow's marginals
+H3 killed Flow._integrate: the stochastic sampler leaves the flow's marginals
     - (chunk + (1 - t) * velocity)
     + (chunk - (1 - t) * velocity)
 H4 killed _Bounded.backward: a chunk beyond the bounds never comes back

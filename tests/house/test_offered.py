@@ -45,11 +45,12 @@ OFFERED = groups(CONFIG)
 STEPS = 8  # of an episode of a gymnasium task
 SMALL = ["batch_size=8", "max_env_steps=500", "wandb=false", "seed=3", "checkpoint_s=600"]
 SIZES = {  # of networks, where they have such a setting
-    "algo.hidden": "[16,16]", "policy.hidden": "[16,16]", "policy.steps": "2", "policy.encoder.channels": "[8,8]",
+    "algo.hidden": "[16,16]", "policy.hidden": "[16,16]", "policy.encoder.channels": "[8,8]",
     "policy.encoder.latent": "4", "algo.num_critics": "2", "algo.encoder.latent": "4",
 }  # fmt: skip
+PARTS = {"head.steps": "2", "network.hidden": "[16,16]"}
 PI0 = ("vision", "gemma", "horizon", "width", "state_size", "prompt_tokens", "precision")
-CHOICE = re.compile(r"\b(?:algo|policy|plan|task)=\w+")
+CHOICE = re.compile(r"\b(?:algo|policy|head|network|plan|task)=\w+")
 ONE_ACTION = Spec({"observation.state": Feature((3,))}, Feature((1,), low=-2, high=2), fps=10.0)
 SEEN = Spec(
     {"observation.state": Feature((4,)), "observation.images.top": Feature((16, 16, 3), "uint8")},
@@ -107,11 +108,19 @@ def small(words: list[str], folder: Path = CONFIG) -> list[str]:
         tiny = made("policy=pi0_tiny").policy
         said += [f"policy.{name}={_word(tiny[name])}" for name in PI0]
     said += [f"{name}={value}" for name, value in SIZES.items() if OmegaConf.select(config, name) is not None]
+    for part, value in PARTS.items():  # those of a group, or the policy's own
+        name = part if _reads(config, part) else f"policy.{part}"
+        said += [f"{name}={value}"] if OmegaConf.select(config, name) is not None else []
     if "options" in config.task.env:
         said.append(f"+task.env.options.max_episode_steps={STEPS}")
     if "image_size" in config.task:
         said.append("task.image_size=16")
     return [*said, *_short(config)]
+
+
+def _reads(config: DictConfig, part: str) -> bool:
+    """Whether the run of this config reads the group of `part`."""
+    return any(word.startswith(part.partition(".")[0]) for word in config.remembered)
 
 
 def _word(value: object) -> str:
@@ -250,17 +259,24 @@ def test_every_sharding_takes_the_algorithm_that_trains_one_network(name):
 def test_every_option_of_a_policy_can_be_chosen(name):
     words = words_of("policy", name)
     needs(words)
-    options = ("noise_level=0.1", "imitation_target=observation.state", "layer_norm=false", "lora=2", "max_delay=2")
-    has = made(*words).policy
+    options = (
+        "head.noise_level=0.1", "network.layer_norm=false", "policy.layer_norm=false", "policy.lora=2",
+        "policy.imitation_target=observation.state", "policy.max_delay=2",
+    )  # fmt: skip
     state = action = Feature((3,), names=("x", "y", "z"), low=-1, high=1)
-    words += [f"policy.{option}" for option in options if option.partition("=")[0] in has]
+    config = made(*words)
+    for option in options:
+        name = option.partition("=")[0]
+        place = option if name.startswith("policy.") or _reads(config, name) else f"policy.{option}"
+        if OmegaConf.select(config, place.partition("=")[0], default=Ellipsis) is not Ellipsis:
+            words.append(place)
     checked(words, Spec({**SEEN.observation, "observation.state": state}, action, fps=10.0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algo", ["sac_pi0", "sft", "rejection"])
 def test_a_stochastic_sampler_is_trained_by_every_algorithm_for_chunks(algo):
-    checked([f"algo={algo}", "policy=flow", "policy.noise_level=0.05"], SEEN)
+    checked([f"algo={algo}", "policy=flow", "policy.head.noise_level=0.05"], SEEN)
 
 
 # -- words of the pages

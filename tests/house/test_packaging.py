@@ -117,13 +117,28 @@ def test_a_plan_may_choose_its_algorithm_and_a_word_still_wins(tmp_path):
     assert composed(CONFIG, [*words, "algo=sft"]).remembered == ["algo=sft", "policy=flow"]
 
 
+def test_a_run_remembers_the_parts_that_it_reads_and_refuses_words_about_others(tmp_path):
+    words = ["learner=true", f"run_dir={tmp_path}"]
+    begun = composed(CONFIG, [*words, "policy=chunk", "algo=sft", "head=mip", "head.t_star=0.8"])
+    OmegaConf.save(begun, tmp_path / "config.yaml")
+    assert composed(CONFIG, [*words, "plan=evaluate"]).policy.head == begun.policy.head
+    assert composed(CONFIG, [*words, "head=regression"]).policy.head._target_.endswith("Regression")
+    for said, told in (
+        ("policy=gaussian head=mip", "head=mip: .*policy=gaussian does not read head: say .*policy=chunk"),
+        ("policy=flow head.steps=3", "head.steps=3: .*policy=flow does not.*: say policy.head.steps=3 or policy=chunk"),
+        ("policy=chunk policy.head.steps=3", "policy.head is head: say head.steps=3"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            composed(CONFIG, ["learner=true", *said.split()])
+
+
 @pytest.mark.slow
 def test_a_run_folder_remembers_what_policy_and_algorithm_it_was_begun_with(tmp_path):
     words = ["learner=true", f"run_dir={tmp_path}"]
     begun = composed(CONFIG, [*words, "plan=sft", "policy.horizon=6", "seed=4"])
     OmegaConf.save(begun, tmp_path / "config.yaml")
     again = composed(CONFIG, [*words, "plan=evaluate", "policy.horizon=12"])
-    assert (again.policy.horizon, again.policy.steps) == (12, begun.policy.steps)
+    assert (again.policy.horizon, again.policy.head.steps) == (12, begun.policy.head.steps)
     assert (again.algo.idle_filter, again.seed) == (begun.algo.idle_filter, 0)
     OmegaConf.save(again, tmp_path / "config.yaml")
     assert composed(CONFIG, words).policy.horizon == 6, "an evaluation changes nothing for later"

@@ -11,9 +11,11 @@ from serl_client import ConfigError, Feature
 
 from serl_launcher.algorithms.sft import SFT
 from serl_launcher.config import composed
+from serl_launcher.networks.chunks import MLP
 from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.networks.vision import ObservationEncoder
-from serl_launcher.policies.flow import TIME, FlowMatching, FlowPolicy
+from serl_launcher.policies.chunk import ChunkPolicy, HeadPolicy
+from serl_launcher.policies.heads.flow import TIME, Flow
 from serl_launcher.training.build import build
 from serl_launcher.types import IdleFilter
 from serl_launcher.utils.optim import Optimizer
@@ -30,12 +32,21 @@ SPEC = replace(  # two joints that are commanded to positions, and measured besi
     action=Feature((2,), names=("wrist", "elbow"), low=-2, high=2),
 )
 NOWHERE = {STATE: torch.zeros(50, 3)}
+LOSSES = [1.9134259, 0.77172697, 0.23802799]
+SAMPLE = [[-1.5407916, -1.0766158], [-2.0, 2.0], [-2.0, -0.62646568], [-2.0, -2.0]]
+ACTION = [[-1.3156587, -1.0830595], [-2.0, -0.54897219], [-1.5878152, 2.0], [-2.0, -1.0696822]]
+DENSITIES = [16.095917, 19.577036, 16.942465]
 
 
-def policy_of(spec=SPEC, **options):
+def policy_of(spec=SPEC, *, steps=10, noise_level=None, imitation_target="action", **options):
     torch.manual_seed(0)
-    known = {"horizon": HORIZON, "steps": 10, "hidden": [64, 64], "layer_norm": True, "imitation_target": "action"}
-    return FlowPolicy(spec, encoder=ObservationEncoder, **{**known, "noise_level": None, **options})
+    parts = {"network": partial(MLP, hidden=[64, 64], layer_norm=True), "head": flow_of(steps, noise_level)}
+    known = {"encoder": ObservationEncoder, "horizon": HORIZON, "imitation_target": imitation_target}
+    return ChunkPolicy(spec, **{**known, **parts, **options})
+
+
+def flow_of(steps=10, noise_level=None, **options):
+    return partial(Flow, steps=steps, noise_level=noise_level, **options)
 
 
 def batch_of(action, state=None, seed=0, **options):
@@ -66,10 +77,25 @@ def test_the_loss_is_the_squared_error_of_the_velocity_over_valid_steps_alone():
     torch.testing.assert_close(policy(batch_of(action * valid, length=length))[0], expected)
 
 
+def test_what_flow_matching_computed_before_it_became_a_head_it_still_computes():
+    """Numbers of 304f22c, of another class."""
+    generator = torch.Generator().manual_seed(3)
+    length, observation = torch.tensor([4, 2, 1]), {STATE: torch.randn(3, 3, generator=generator)}
+    rows = batch_of(torch.rand(3, HORIZON, 2, generator=generator) * 4 - 2, length=length)
+    plain, noisy = policy_of(), policy_of(noise_level=0.3)
+    with torch.no_grad():
+        sample = plain.sample(observation, noise=normal(seeds(3), plain.noise_shape)[None])[0, 1]
+        action, log_prob = noisy.rsample(observation, seed=seeds(3))
+    for found, recorded in ((plain(rows)[0], LOSSES), (sample, SAMPLE), (action[2], ACTION), (log_prob, DENSITIES)):
+        torch.testing.assert_close(found, torch.tensor(recorded), rtol=1e-5, atol=1e-5)
+
+
 def test_times_dwell_where_the_noise_is(monkeypatch):
     """t = 0.001 + 0.999 b with b ~ Beta(1.5, 1): its mean is 0.6, and P(b < q) = q^1.5."""
     policy, seen = policy_of(), []
-    monkeypatch.setattr(FlowPolicy, "velocity", lambda _, chunk, time, __: seen.append(time) or torch.zeros_like(chunk))
+    monkeypatch.setattr(
+        ChunkPolicy, "predict", lambda _, chunk, time, *__: seen.append(time) or torch.zeros_like(chunk)
+    )
     policy(batch_of(torch.zeros(20_000, HORIZON, 2)))
     assert seen[0].mean() == pytest.approx(0.6, abs=0.01)
     for share in (0.1, 0.25, 0.5, 0.75, 0.9):
@@ -163,7 +189,7 @@ def test_rejection_sampling_drops_still_windows_and_plain_imitation_keeps_them()
 # -- a linear-Gaussian case, in which all of it is known
 
 
-class LinearGaussian(FlowMatching):
+class LinearGaussian(HeadPolicy):
     """The best velocity for actions N(mean, std^2) in every entry, scaled to [-1, 1].
 
     With x_t = t e + (1 - t) a and V = t^2 + (1 - t)^2 std^2, what is best given x_t is
@@ -174,8 +200,7 @@ class LinearGaussian(FlowMatching):
     mean, std = 0.2, 0.15
 
     def __init__(self, steps, noise_level=None):
-        options = {"horizon": HORIZON, "steps": steps, "imitation_target": "action", "noise_level": noise_level}
-        super().__init__(SPEC, width=2, **options)
+        super().__init__(SPEC, head=flow_of(steps, noise_level), horizon=HORIZON, imitation_target="action", width=2)
 
     def condition(self, prepared):
         return prepared[STATE]
@@ -186,7 +211,7 @@ class LinearGaussian(FlowMatching):
     def features(self, observation):
         return observation[STATE]
 
-    def velocity(self, chunk, time, condition):
+    def predict(self, chunk, time, condition, old):
         t, mean, variance = time[..., None], self.mean, self.std**2
         slope = (t - (1 - t) * variance) / (t**2 + (1 - t) ** 2 * variance)
         return slope * (chunk - (1 - t) * mean) - mean
@@ -196,7 +221,7 @@ def test_the_loss_asks_for_noise_minus_action_at_the_rows_own_time_and_noise():
     policy, action = LinearGaussian(3), torch.rand(6, HORIZON, 2)
     noise, b = normal(seeds(6), (HORIZON, 2)), uniform(seeds(6), (), TIME) ** (1 / 1.5)
     t, unit = (0.001 + 0.999 * b)[:, None, None], policy.scale.to_unit(action)
-    guess = policy.velocity(t * noise + (1 - t) * unit, t[:, 0], None)
+    guess = policy.predict(t * noise + (1 - t) * unit, t[:, 0], None, None)
     torch.testing.assert_close(policy(batch_of(action))[0], (guess - (noise - unit)).square().mean((1, 2)))
 
 
@@ -244,9 +269,9 @@ def test_the_density_is_that_of_the_last_step_and_bounds_the_entropy_from_below(
     policy, count = LinearGaussian(3, 0.4), 16_000
     noise = normal(seeds(1), policy.noise_shape).repeat(count, 1, 1, 1)
     noise[:, -1] = normal(seeds(count), (HORIZON, 2), 3)  # only the last step differs
-    chunk, log_prob = policy._integrate(noise, policy._free(None))
+    chunk, density = policy.head.rsample(policy._predict(None), noise)
     last = torch.distributions.Normal(chunk.mean(0), chunk.std(0))
-    torch.testing.assert_close(log_prob, last.log_prob(chunk).sum((1, 2)), atol=0.3, rtol=0)
+    torch.testing.assert_close(density.sum((1, 2)), last.log_prob(chunk).sum((1, 2)), atol=0.3, rtol=0)
     _, std, log_prob = moments(policy, count)
     entropy = HORIZON * 2 * 0.5 * math.log(2 * math.pi * math.e * std**2)
     assert -log_prob.mean() < entropy
@@ -257,7 +282,7 @@ def test_a_wider_deviation_is_told_as_more_entropy_and_learns_from_it():
     densities = [moments(policy, 200)[2].mean() for policy in (narrow, wide)]
     assert (densities[0] - densities[1]).item() == pytest.approx(HORIZON * 2 * math.log(4), rel=1e-3)
     densities[0].backward()
-    assert narrow.log_noise_level.grad.item() == pytest.approx(-HORIZON * 2, rel=1e-3)
+    assert narrow.head.log_noise_level.grad.item() == pytest.approx(-HORIZON * 2, rel=1e-3)
 
 
 def test_a_sample_has_a_gradient_through_every_step():
@@ -302,7 +327,7 @@ def test_bounds_that_are_far_wider_than_the_data_cost_nothing(scale):
 
 @pytest.mark.parametrize("scale", ["bounds", "range", "std"])
 def test_samples_keep_within_the_bounds(scale, monkeypatch):
-    monkeypatch.setattr(FlowPolicy, "velocity", lambda self, chunk, time, _: -99 * torch.ones_like(chunk))
+    monkeypatch.setattr(ChunkPolicy, "predict", lambda self, chunk, *_: -99 * torch.ones_like(chunk))
     policy = policy_of(scale=scale, noise_level=0.1)
     values = {"mean": np.zeros(2), "std": np.full(2, 0.1), "low": np.full(2, -0.5), "high": np.full(2, 0.5)}
     policy.scale.set_statistics({kind: {"action": value} for kind, value in values.items()})

@@ -12,7 +12,7 @@ from transformers import GemmaConfig, GemmaModel, SiglipVisionConfig
 from transformers import SiglipVisionModel as Siglip
 
 from serl_launcher.networks.seeded_noise import normal, uniform
-from serl_launcher.policies.flow import TIME
+from serl_launcher.policies.heads.flow import TIME
 from serl_launcher.policies.pi0 import TOKENS, WORDS, fitted
 from tests.shared import pi0
 from tests.shared.models import REACH, STATE, now, robot

@@ -7,7 +7,8 @@ import torch
 from serl_client import ConfigError
 
 from serl_launcher.networks.seeded_noise import normal, uniform
-from serl_launcher.policies.flow import TIME, FlowPolicy
+from serl_launcher.policies.chunk import ChunkPolicy
+from serl_launcher.policies.heads.flow import TIME
 from serl_launcher.policies.prefix import GUIDANCE, Rows
 from serl_launcher.types import Prefix
 from tests.shared import pi0
@@ -39,23 +40,21 @@ def sampled(policy, prefix=None, rows=4, seed=0, **observed):
 # -- trained
 
 
-def test_rows_of_the_old_chunk_are_clean_at_time_zero_and_have_no_loss(monkeypatch):
+def test_rows_of_the_old_chunk_are_clean_and_have_no_loss(monkeypatch):
     policy, seen, length = policy_of(max_delay=MOST), [], torch.tensor([4, 2, 1] * 200)
-    monkeypatch.setattr(
-        FlowPolicy, "velocity", lambda _, chunk, time, __: seen.append((chunk, time)) or torch.zeros_like(chunk)
-    )
+    monkeypatch.setattr(ChunkPolicy, "predict", lambda _, *asked: seen.append(asked) or torch.zeros_like(asked[0]))
     valid = torch.arange(HORIZON) < length[:, None]
     action = torch.where(valid.unsqueeze(-1), torch.rand(600, HORIZON, 2) * 4 - 2, 0.0)
     loss, _ = policy(batch_of(action, length=length))
-    ((chunk, time),) = seen
-    delay = (time == 0).sum(1)
-    assert torch.equal(time == 0, torch.arange(HORIZON) < delay[:, None]), "they come first"
+    ((chunk, time, _, old),) = seen
+    delay = old.sum(1)
+    assert torch.equal(old, torch.arange(HORIZON) < delay[:, None]), "they come first"
     assert [sorted(set(delay[length == n].tolist())) for n in (4, 2, 1)] == [[0, 1, 2, 3], [0, 1], [0]]
     counts = delay[length == 4].bincount()
     assert counts.min() > 30, "each delay is drawn as often"
     b = 0.001 + 0.999 * uniform(seeds(600), (), TIME) ** (1 / 1.5)
-    assert torch.equal(time[:, -1], b), "the other rows have the time that they had without a delay"
-    is_old = (time == 0).unsqueeze(-1)
+    assert torch.equal(time[:, 0], b), "the other rows have the time that they had without a delay"
+    is_old = old.unsqueeze(-1)
     noise, unit = normal(seeds(600), (HORIZON, 2)), action / 2
     torch.testing.assert_close(chunk, torch.where(is_old, unit, b[:, None, None] * (noise - unit) + unit))
     error = (noise - unit).square().mean(-1) * (valid & ~is_old[..., 0])

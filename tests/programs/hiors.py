@@ -30,7 +30,8 @@ HORIZON, SHARD, EVALUATED = 8, 4, 6
 WORDS = [
     "task=fake", "task.env.max_steps=100", "task.env.takeover_after=3", "task.env.handback_after=2", "deadline_s=10",
     f"n_action_steps={HORIZON}",  # rows, the whole chunk
-    "plan=hiors", "utd=1", "batch_size=64", "algo=rejection", "policy=flow", "policy.hidden=[64,64]", "policy.steps=4",
+    "plan=hiors", "utd=1", "batch_size=64", "algo=rejection", "policy=flow", "policy.network.hidden=[64,64]",
+    "policy.head.steps=4",
     f"policy.horizon={HORIZON}", "checkpoint_s=1", "export.sources=all", f"export.episodes={SHARD}",
     "plan.sources.online.archive=lerobot", "record=eval",
     "+plan.sources.wrong={of:[demo],keep:[failed]}",

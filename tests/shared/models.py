@@ -73,9 +73,10 @@ def act(algorithm, observation, noise=0, explore=False):
 
 @cache
 def config_of(*words):
-    """Return config/ composed with these words, such as "+algo=sac"."""
+    """Return config/ composed with these words, such as "+algo=sac", and with the parts that base.yaml chooses."""
+    parts = [f"+{word}" for word in ("head=flow", "network=mlp") if not any(f"+{word[:4]}" in each for each in words)]
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
-        return compose(overrides=list(words))
+        return compose(overrides=[*words, *parts])
 
 
 def weights(module):

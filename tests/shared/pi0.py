@@ -1,9 +1,12 @@
 """pi0_tiny with random weights, and what it is asked: for the tests of the model and of its checkpoints."""
 
+from functools import partial
+
 import torch
 from hydra.utils import instantiate
 from torch import nn
 
+from serl_launcher.policies.heads.flow import Flow
 from tests.shared.models import batch, config_of, now, robot
 
 LEFT, TOP = "observation.images.left", "observation.images.top"
@@ -28,9 +31,10 @@ def policy_config(name):
     return config_of(f"+policy={name}").policy
 
 
-def make(*cameras, seed=0, **options):
+def make(*cameras, seed=0, noise_level=None, **options):
     """Return pi0_tiny with random weights, norms and biases among them, or those of a checkpoint (`weights`)."""
     config = policy_config("pi0_tiny")
+    options = {"head": partial(Flow, steps=10, noise_level=noise_level), **options}
     pinned = {"gemma": {}, "vision": {"image": VISION["image_size"], "patch": VISION["patch_size"]}}
     sizes = {name: {**config[name], **pinned[name], **options.pop(name, {})} for name in pinned}
     torch.manual_seed(seed)

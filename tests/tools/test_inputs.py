@@ -26,7 +26,7 @@ SPEC = Spec(
     Feature((2,), low=-1, high=1), fps=10.0,
 )  # fmt: skip
 SMALL = [
-    "policy.horizon=1", "policy.hidden=[64]", "policy.encoder.channels=[8,8]", "policy.encoder.latent=16",
+    "policy.horizon=1", "policy.network.hidden=[64]", "policy.encoder.channels=[8,8]", "policy.encoder.latent=16",
     "algo.optimizer.learning_rate=3e-3", "algo.ema_decay=0.9", "algo.idle_filter.threshold=0", "batch_size=32",
 ]  # fmt: skip
 SEES = ["algo=rejection_pixels", "policy=flow_pixels", "algo.augment=null", *SMALL]

@@ -33,7 +33,7 @@ from tests.shared.models import CONFIG, STATE, robot
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 GB = 1e9
-WIDE = ["algo=sft", "policy=flow", "policy.hidden=[3000,3000]", "batch_size=2048"]
+WIDE = ["algo=sft", "policy=flow", "policy.network.hidden=[3000,3000]", "batch_size=2048"]
 FULL = ["algo=sft", "policy=pi0", "batch_size=8"]
 SPEC = robot(7, 7, shape=(224, 224, 3), cameras=[f"observation.images.{name}" for name in ("high", "left", "right")])
 SMALL = robot(3, 3, shape=(32, 32, 3), cameras=["observation.images.high"])
@@ -46,15 +46,15 @@ NAMED = replace(
 FLOW, SHALLOW = ["algo=sft", "policy=flow"], ["policy=pi0_tiny", "policy.gemma.depth=2", "policy.vision.depth=1"]
 TINY = ["algo=rejection_pi0", *SHALLOW]
 OPTIONS = [  # that config/policy documents
-    [*FLOW, "policy.noise_level=0.1"], [*FLOW, "policy.layer_norm=false"],
+    [*FLOW, "policy.head.noise_level=0.1"], [*FLOW, "policy.network.layer_norm=false"],
     [*FLOW, "policy.imitation_target=observation.state"], ["algo=sac", "policy.layer_norm=false"],
-    ["algo=sac_pi0", "policy=flow", "policy.noise_level=0.1"], ["algo=sac_pi0", "policy=flow"],
-    ["algo=sac_pi0_pixels", "policy=flow_pixels", "policy.noise_level=0.1"],
+    ["algo=sac_pi0", "policy=flow", "policy.head.noise_level=0.1"], ["algo=sac_pi0", "policy=flow"],
+    ["algo=sac_pi0_pixels", "policy=flow_pixels", "policy.head.noise_level=0.1"],
     ["algo=rejection_pixels", "policy=flow_pixels", "policy.encoder.cameras=[high]"],
     ["algo=rlpd_pixels", "policy=gaussian_pixels", "batch_size=8"],
-    [*TINY, "policy.noise_level=0.1"], [*TINY, "policy.checkpointing=true"], [*TINY, "policy.precision=bfloat16"],
+    [*TINY, "head.noise_level=0.1"], [*TINY, "policy.checkpointing=true"], [*TINY, "policy.precision=bfloat16"],
     [*TINY, "policy.lora=4"], [*TINY, "policy.freeze=[vision,language]"], [*TINY, "policy.cameras=[high]"],
-    ["algo=sac_pi0_pixels", *SHALLOW, "policy.noise_level=0.1", "policy.steps=3", "batch_size=8"],
+    ["algo=sac_pi0_pixels", *SHALLOW, "head.noise_level=0.1", "head.steps=3", "batch_size=8"],
 ]  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def take():
     learned.update(blank(SPEC, learned.windows["update"], 8))
     imported = {"torch._dynamo", "sympy"} & set(sys.modules)
     config = composed(CONFIG, WIDE)
-    small = build(composed(CONFIG, [*WIDE, "policy.hidden=[8]"]), SPEC)
+    small = build(composed(CONFIG, [*WIDE, "policy.network.hidden=[8]"]), SPEC)
     small.update(blank(SPEC, small.windows["update"], 8))  # what is loaded once does not count
     before, algorithm = peak(), build(config, SPEC)
     for _ in range(2):
@@ -146,7 +146,12 @@ def test_the_largest_batch_that_the_plan_names_is_what_has_to_fit():
     assert need("{batch: 64}", 16) == need("{every: 1}", 64) != need("{every: 1}", 16)
 
 
-KINDS = (["algo=sac"], FLOW, ["algo=rejection", "policy=gaussian"], ["algo=sac_pi0", "policy=flow", "policy.steps=3"])
+KINDS = (
+    ["algo=sac"],
+    FLOW,
+    ["algo=rejection", "policy=gaussian"],
+    ["algo=sac_pi0", "policy=flow", "policy.head.steps=3"],
+)
 WAYS = {"small": memory.SMALL, "large": 0}
 COUNTED = [  # words, robots, way
     *(pytest.param(words, [NAMED if "imitation_target" in words[-1] else SMALL], way, id=f"{way} {' '.join(words)}",
@@ -273,7 +278,7 @@ def test_inference_is_refused_where_not_even_one_answer_has_room():
 
 
 def test_what_is_staged_is_as_large_as_what_is_written(tmp_path):
-    config = composed(CONFIG, ["algo=sft", "policy=flow", "policy.hidden=[64,64]", "ranks=1"])
+    config = composed(CONFIG, ["algo=sft", "policy=flow", "policy.network.hidden=[64,64]", "ranks=1"])
     make = untrained(config, SPEC)
     algorithm = make()
     batch = blank(SPEC, algorithm.windows["update"], 4)

@@ -49,7 +49,11 @@ TINY = [
 ]  # fmt: skip
 HALF = ["policy.precision=bfloat16", "policy.checkpointing=true"]
 CASES = {  # words, how it is spread, and how far the loss may be from that of one process
-    "flow": (["+algo=sft", "+policy=flow", "policy.hidden=[64,64]", "algo.optimizer.accumulation=2"], WAYS, 1e-4),
+    "flow": (
+        ["+algo=sft", "+policy=flow", "policy.network.hidden=[64,64]", "algo.optimizer.accumulation=2"],
+        WAYS,
+        1e-4,
+    ),
     "pi0": (TINY, ("replicas", "zero2", "zero3"), 1e-3),
     "pi0 bf16": ([*TINY, *HALF], ("replicas", "zero3"), 2e-2),
     "rlpd": (["+algo=rlpd", "+policy=gaussian"], ("replicas", "zero2"), 1e-3),

@@ -138,9 +138,9 @@ def test_options_that_a_class_declares_may_change_on_a_trained_run_and_no_others
         return Checkpoints(tmp_path, spec=spec, config=whole, changeable=changeable(config, "algo"))
 
     keep(checkpoints(), updates=1, state=state(1))
-    assert checkpoints("policy.steps=1", "algo.optimizer.accumulation=4").load()
+    assert checkpoints("policy.head.steps=1", "algo.optimizer.accumulation=4").load()
     with pytest.raises(ConfigError, match=r"checkpoint's: algo\.policy\.horizon: 4, 8\. Ask"):
-        checkpoints("policy.steps=1", "policy.horizon=4").load()
+        checkpoints("policy.head.steps=1", "policy.horizon=4").load()
 
 
 def test_metrics_are_continued_and_a_torn_line_costs_only_itself(tmp_path):

@@ -1,0 +1,58 @@
+"""Networks over chunks of actions: what a head of policies/heads asks at a time, given the encoded observation."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from serl_launcher.networks.mlp import mlp
+
+FREQUENCIES = 16  # of the MLP's time features, from 1 to 100 quarter turns
+
+
+class ChunkNetwork(nn.Module, ABC):
+    """Map a chunk, times and encoded observations to numbers for each step of the chunk.
+
+    horizon: H, steps of a chunk. inputs, outputs: numbers of a step; the last input may say which steps are those of an
+        old chunk. times: how many times it reads, each from 1 (noise) to 0 (action).
+    condition: C, numbers of an encoded observation. history: To, encoded observations, the newest last.
+    """
+
+    has_forward_derivative = True  # False: torch.func.jvp cannot pass, as it cannot through fused attention or LSTMs
+
+    def __init__(
+        self, *, horizon: int, inputs: int, outputs: int, times: int, condition: int, history: int
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.horizon, self.inputs, self.outputs = horizon, inputs, outputs
+        self.times, self.condition, self.history = times, condition, history
+
+    @abstractmethod
+    def forward(self, chunk: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        """chunk [B, H, inputs], time [B, times], condition [B, To, C] -> [B, H, outputs]."""
+
+
+class MLP(ChunkNetwork):
+    """An MLP of the flattened chunk, sines and cosines of time, and the observations.
+
+    hidden, layer_norm: as in networks.mlp.mlp.
+    """
+
+    frequencies: Tensor
+
+    def __init__(
+        self, *, horizon: int, inputs: int, outputs: int, times: int, condition: int, history: int,
+        hidden: Sequence[int], layer_norm: bool,
+    ) -> None:  # fmt: skip
+        sizes = {"inputs": inputs, "outputs": outputs, "times": times, "condition": condition, "history": history}
+        super().__init__(horizon=horizon, **sizes)
+        flat = horizon * inputs + times * 2 * FREQUENCIES + history * condition
+        self.layers = mlp(flat, hidden, horizon * outputs, layer_norm=layer_norm)
+        self.register_buffer("frequencies", torch.logspace(0, 2, FREQUENCIES), persistent=False)
+
+    def forward(self, chunk: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        angle = (time.unsqueeze(-1) * self.frequencies * math.tau / 4).flatten(1)
+        features = [chunk.flatten(1), angle.sin(), angle.cos(), condition.flatten(1)]
+        return self.layers(torch.cat(features, -1)).view(len(chunk), self.horizon, self.outputs)

@@ -1,0 +1,279 @@
+"""Policies over chunks of actions: a head (policies/heads) says what a network learns and how it is sampled.
+
+A policy with `max_delay` > 0 also learns to continue a chunk: in each row of a batch the first d = 0..max_delay steps
+are the old chunk's. The network sees them as they are, whatever the head asks at the others, and they have no loss.
+So every head learns it; prefix.py says how samples continue a chunk.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from serl_client.errors import ConfigError
+from serl_client.spec import Spec
+from torch import Tensor
+from torch.nn import functional
+
+from serl_launcher.networks.chunks import ChunkNetwork
+from serl_launcher.networks.mlp import ActionScale
+from serl_launcher.networks.seeded_noise import normal, uniform
+from serl_launcher.networks.vision import ObservationEncoder
+from serl_launcher.policies.base import Policy
+from serl_launcher.policies.heads.base import Head, Predict, Target
+from serl_launcher.policies.heads.flow import Flow
+from serl_launcher.policies.prefix import ACTION, Rows, named
+from serl_launcher.types import Batch, Metrics, Observation, Prefix
+
+DELAY = 2  # stream of a row's random numbers for its delay; the other streams are the heads'
+
+
+class HeadPolicy(Policy):
+    """What all policies with a head share. A subclass adds the network.
+
+    head: makes the head, from `horizon` and `width`. horizon: H, actions of a chunk.
+    imitation_target: column that a chunk imitates: `action`, or an observation with the positions that the robot
+        reached after each step (as in Hi-ORS). Such positions include every human correction, by whatever device. The
+        action must be positions too, with names among the observation's names.
+    width: D, numbers per action in the network: the Spec's A, then zeros without a loss.
+    scale: how actions are scaled, see ActionScale. Samples stay within the Spec's bounds with every scale.
+    max_delay: rows of the old chunk that the policy learns to continue, at most; below H. 0: it learns none, and a
+        head that can guides its samples.
+
+    Raises ConfigError if the action's names are not among those of `imitation_target`, for another `max_delay`, and for
+    a scale beyond [-1, 1] with a head that keeps within.
+    """
+
+    graph = "chunks"
+    feature_size: int
+
+    def __init__(
+        self, spec: Spec, *, head: Callable[..., Head], horizon: int, imitation_target: str, width: int,
+        scale: str = "bounds", max_delay: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if not 0 <= max_delay < horizon:
+            raise ConfigError(f"policy.max_delay={max_delay}: say 0, or fewer rows than policy.horizon={horizon}")
+        self.head = head(horizon=horizon, width=width)
+        if self.head.keeps_unit and scale == "std":
+            raise ConfigError(
+                f"{type(self.head).__name__} keeps actions within [-1, 1], and policy.scale=std goes beyond: say "
+                "policy.scale=range"
+            )
+        guidance = "guided" if self.head.guides else None
+        self.max_delay, self.continues = max_delay, "trained" if max_delay else guidance
+        self.mode_at_zero = self.head.mode_at_zero
+        self.horizon, self.imitation_target, self.width = horizon, imitation_target, width
+        self.size = spec.action.shape[0]  # A
+        self.entries = None if imitation_target == "action" else _entries(spec, imitation_target)
+        self.scale = ActionScale(spec.action, scale, imitation_target, self.entries)
+
+    def prepared(self, observation: Observation, task: Sequence[str]) -> Observation:
+        """Add to the observation what `condition` needs of the task, so that the rest works on tensors alone."""
+        return observation
+
+    @abstractmethod
+    def condition(self, prepared: Observation) -> Any:
+        """Compute what the network depends on besides chunk and time, once for all passes of a sample."""
+
+    @abstractmethod
+    def repeated(self, condition: Any, n: int) -> Any:
+        """Repeat the condition of B rows for n samples each -> [n B], in the order rows 0..B-1, n times."""
+
+    @abstractmethod
+    def features(self, observation: Observation) -> Tensor:
+        """Encode the observation {name: [B, ...]} for a critic -> [B, feature_size]."""
+
+    @abstractmethod
+    def predict(self, chunk: Tensor, time: Tensor, condition: Any, old: Tensor | None) -> Tensor:
+        """Ask the network: chunk [B, H, D], time [B, times] -> [B, H, head.outputs].
+
+        old: bool [B, H], which steps of the chunk are the old one's; None: none. The time is that of the others.
+        """
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        return self.head.noise_shape
+
+    @property
+    def offsets(self) -> dict[str, tuple[int, ...]]:
+        offsets = super().offsets
+        if self.entries is not None:
+            offsets[self.imitation_target] = (*offsets.get(self.imitation_target, ()), *range(1, self.horizon + 1))
+        return offsets
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Compute the head's mean loss over the valid steps [B].
+
+        Steps after the episode's end become the centre of the action range: the batch has zeros there, which may lie
+        far outside the action's bounds.
+        """
+        action = self.scale.to_unit(self._imitated(batch)) * batch.valid.unsqueeze(-1)  # [B, H, A]
+        chunk = functional.pad(action, (0, self.width - self.size))  # [B, H, D]
+        first, counted, old = torch.zeros_like(batch.length), batch.valid, None  # [B], [B, H]
+        if self.max_delay:
+            first = self._delay(batch)
+            old = torch.arange(self.horizon, device=first.device) < first.unsqueeze(1)
+            counted = counted & ~old
+        observation = {name: batch.observation[name][:, 0] for name in self.inputs}
+        condition = self.condition(self.prepared(observation, batch.task))
+        target = Target(chunk, batch.seed, first, batch.length, self.size)
+        errors = self.head.errors(self._predict(condition, chunk, old), target)
+        error = errors[..., : self.size].mean(-1) * counted  # [B, H]
+        return error.sum(-1) / (batch.length - first), {}
+
+    def _delay(self, batch: Batch) -> Tensor:
+        """Draw how many rows of each window are the old chunk's [B]; at least one valid row is new."""
+        drawn = (uniform(batch.seed, (), DELAY) * (self.max_delay + 1)).long()
+        return torch.minimum(drawn, batch.length - 1)
+
+    def _predict(self, condition: Any, unit: Tensor | None = None, old: Tensor | None = None) -> Predict:
+        """Return `predict` for this condition, where the steps that are `old` [B, H] stay those of `unit`."""
+
+        def predict(chunk: Tensor, time: Tensor) -> Tensor:
+            if old is not None and unit is not None:
+                chunk = torch.where(old.unsqueeze(-1), unit, chunk)
+            return self.predict(chunk, time, condition, old).float()
+
+        return predict
+
+    def sample(
+        self, observation: Observation, *, task: Sequence[str] = (), n: int = 1, noise: Tensor | None = None,
+        prefix: Prefix | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Sample n chunks per observation -> [n, B, H, A], see Policy.sample.
+
+        noise: [n, B, *noise_shape]; [n, B, 1, H, D], the initial noise alone, selects a flow's deterministic sampler.
+        """
+        count, device = len(next(iter(observation.values()))), self.scale.center.device
+        noise = torch.randn(n, count, *self.noise_shape, device=device) if noise is None else noise
+        prepared = self.prepared(observation, task)
+        if self.max_delay or prefix is not None:
+            prepared = {**prepared, **named(prefix, count, self.horizon, self.size, device)}
+        if prefix is None or self.max_delay:
+            return self.chunks(prepared, noise)
+        return self.guided(prepared, noise)
+
+    def chunks(self, prepared: Observation, noise: Tensor) -> Tensor:
+        """Do what `sample` does after `prepared`: tensors alone, so that it can be one CUDA graph."""
+        condition = self.repeated(self.condition(prepared), len(noise))
+        if not self.max_delay:
+            chunk = self.head.sample(self._predict(condition), noise.flatten(0, 1))
+            return self._action(chunk).unflatten(0, noise.shape[:2])  # [n, B, H, A]
+        rows = self._rows(prepared, len(noise))
+        predict = self._predict(condition, rows.unit, rows.first(self.max_delay))
+        chunk = self.head.sample(predict, noise.flatten(0, 1))
+        return rows.kept(self._action(chunk)).unflatten(0, noise.shape[:2])
+
+    def guided(self, prepared: Observation, noise: Tensor) -> Tensor:
+        """Do what `chunks` does, guided by the old chunk: (1) of prefix.py. It is not recorded as a CUDA graph."""
+        condition = self.repeated(self.condition(prepared), len(noise))
+        rows, head = self._rows(prepared, len(noise)), self._flow()
+        weights = functional.pad(rows.weights().unsqueeze(-1).expand_as(rows.action), (0, self.width - self.size))
+        chunk = head.guided(self._predict(condition), noise.flatten(0, 1), rows.unit, weights)
+        return rows.kept(self._action(chunk)).unflatten(0, noise.shape[:2])
+
+    def _rows(self, prepared: Observation, n: int) -> Rows:
+        return Rows.of(prepared, self.scale.to_unit(prepared[ACTION]), n, self.width)
+
+    def rsample(
+        self, observation: Observation, *, seed: Tensor, stream: int = 0, task: Sequence[str] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Sample one chunk per observation, with a gradient through all steps -> action [B, H, A], log_prob [B].
+
+        seed, stream: see `normal`.
+        log_prob is the log density of a flow's last step, given the steps before and without clipping. Minus its mean
+        is a lower bound of the entropy, and falls with the noise level. Without a noise level it is zero.
+        Raises ConfigError for another head than a flow.
+        """
+        head = self._flow()
+        condition = self.condition(self.prepared(observation, task))
+        chunk, density = head.rsample(self._predict(condition), normal(seed, self.noise_shape, stream))
+        bounded: Any = _Bounded.apply(chunk[..., : self.size], *self.scale.limits())
+        return self.scale.from_unit(bounded), density[..., : self.size].sum((-2, -1))
+
+    def _flow(self) -> Flow:
+        if not isinstance(self.head, Flow):
+            raise ConfigError(f"only head=flow has a gradient through its sampler, not {type(self.head).__name__}")
+        return self.head
+
+    def _action(self, chunk: Tensor) -> Tensor:
+        return self.scale.from_unit(chunk[..., : self.size].clamp(*self.scale.limits()))
+
+    def _imitated(self, batch: Batch) -> Tensor:
+        if self.entries is None:
+            return batch.action
+        return batch.observation[self.imitation_target][:, -self.horizon :, self.entries]
+
+
+class ChunkPolicy(HeadPolicy):
+    """A policy of an encoder of observations, a network over chunks and a head.
+
+    encoder: makes the encoder from the Spec. network: makes the network, see ChunkNetwork. The other arguments are
+    those of HeadPolicy, with D = A.
+    Raises ConfigError for a network whose derivative the head needs and does not get.
+    """
+
+    def __init__(
+        self, spec: Spec, *, encoder: Callable[[Spec], ObservationEncoder], network: Callable[..., ChunkNetwork],
+        head: Callable[..., Head], horizon: int, imitation_target: str, scale: str = "bounds", max_delay: int = 0,
+    ) -> None:  # fmt: skip
+        width = spec.action.shape[0]
+        super().__init__(
+            spec, head=head, horizon=horizon, imitation_target=imitation_target, width=width, scale=scale,
+            max_delay=max_delay,
+        )  # fmt: skip
+        self.encoder = encoder(spec)
+        self.inputs, self.feature_size = self.encoder.inputs, self.encoder.size
+        self.network = network(
+            horizon=horizon, inputs=width + bool(max_delay), outputs=self.head.outputs, times=self.head.times,
+            condition=self.encoder.size, history=self.history,
+        )  # fmt: skip
+        if self.head.needs_forward_derivative and not self.network.has_forward_derivative:
+            raise ConfigError(
+                f"{type(self.head).__name__} needs the network's forward-mode derivative, which "
+                f"{type(self.network).__name__} does not have: say network=mlp"
+            )
+
+    def condition(self, prepared: Observation) -> Tensor:
+        return self.encoder(prepared).unsqueeze(1)  # [B, To, C]
+
+    def repeated(self, condition: Tensor, n: int) -> Tensor:
+        return condition.repeat(n, 1, 1)
+
+    def features(self, observation: Observation) -> Tensor:
+        return self.encoder(observation)
+
+    def predict(self, chunk: Tensor, time: Tensor, condition: Tensor, old: Tensor | None) -> Tensor:
+        if self.max_delay:
+            flag = chunk.new_zeros(chunk.shape[:2]) if old is None else old.to(chunk.dtype)
+            chunk = torch.cat([chunk, flag.unsqueeze(-1)], -1)
+        return self.network(chunk, time, condition)
+
+
+class _Bounded(torch.autograd.Function):
+    """Clip to [low, high]. A number outside keeps its gradient if a descent step leads back inside. Without that it
+    would stay outside for ever."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, low, high)
+        return inputs.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (inputs, low, high), (gradient,) = ctx.saved_tensors, gradients
+        leads_away = ((inputs > high) & (gradient < 0)) | ((inputs < low) & (gradient > 0))
+        return gradient.masked_fill(leads_away, 0.0), None, None
+
+
+def _entries(spec: Spec, name: str) -> list[int]:
+    """Return the indices of the action's entries in the observation `name`."""
+    names = list(spec.observation[name].names) if name in spec.observation else []
+    missing = [entry for entry in spec.action.names or ("?",) if entry not in names]
+    if missing:
+        raise ConfigError(
+            f"imitation_target={name} has names {names}, which lack {missing} of the action: "
+            "say imitation_target=action"
+        )
+    return [names.index(entry) for entry in spec.action.names]

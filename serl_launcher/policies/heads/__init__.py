@@ -1,0 +1,1 @@
+"""Heads of chunk policies: each is a loss and a sampler around one network."""
