@@ -97,7 +97,8 @@ def chosen(path: Path) -> dict[str, str]:
     return dict(re.findall(r"(?:^  - |override /)(\w+)(?:@\S+)?: (\w+)", path.read_text(), re.MULTILINE))
 
 
-CHOICES = [(group, name) for group, names in sorted(OFFERED.items()) for name in names if group != "sharding"]
+NO_RUN = ("sharding", "head", "network")  # tried without a run of their own
+CHOICES = [(group, name) for group, names in sorted(OFFERED.items()) for name in names if group not in NO_RUN]
 RUNS = {run_of(*choice): choice for choice in reversed(CHOICES)}  # yamls with the same choices share one run
 
 
@@ -271,6 +272,11 @@ def test_every_option_of_a_policy_can_be_chosen(name):
         if OmegaConf.select(config, place.partition("=")[0], default=Ellipsis) is not Ellipsis:
             words.append(place)
     checked(words, Spec({**SEEN.observation, "observation.state": state}, action, fps=10.0))
+
+
+@pytest.mark.parametrize(("group", "name"), [(group, name) for group in NO_RUN[1:] for name in OFFERED[group]])
+def test_every_part_of_a_policy_of_chunks_trains_and_acts(group, name):
+    checked(["algo=rejection", "policy=chunk", f"{group}={name}"], SEEN)
 
 
 @pytest.mark.slow
