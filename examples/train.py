@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from serl_client.errors import ConfigError, RetakeError
 from serl_client.keys import Key, named
 from serl_client.reach import Lookout
 from serl_client.runner import run_actor
+from serl_client.several import run_several
 from serl_client.status import RECENT, ActorStatus
 
 from robot_infra.teleop.keyboard import LEGEND, MOTION_LEGEND, Keyboard, KeyboardTeleop
@@ -29,6 +31,7 @@ from serl_launcher.config import composed, factory, groups
 from serl_launcher.launcher import launch, writable
 from serl_launcher.utils.words import known
 
+MOST_ENVS = 64
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 
 
@@ -63,12 +66,34 @@ def run(config: DictConfig) -> int:
 
 
 def act(config: DictConfig) -> int:
-    """Run an actor until the plan ends."""
+    """Run an actor until the plan ends, or one for each of several simulated environments."""
     known(config.inference, ("remote", "local"), "place", "inference")
     known(config.chunks, tuple(RULES), "rule", "chunks")
+    if config.envs == 1:
+        return act_in(config)
+    made: Any = factory(config, "task.env")
+    if made.keywords.get("clock", getattr(made.func, "clock", "real")) != "simulated":
+        raise ConfigError(f"envs={config.envs}: only simulated robots can be several; a real one needs envs=1")
+    if config.envs not in range(1, MOST_ENVS + 1):
+        raise ConfigError(f"envs={config.envs}: say a whole number from 1 to {MOST_ENVS}")
+    return run_several(config.envs, partial(act_as_one_of, config))
+
+
+def act_as_one_of(config: DictConfig, place: int) -> None:
+    """Be the process of one of several environments."""
+    try:
+        act_in(config, place)
+    except (RetakeError, OmegaConfBaseException) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def act_in(config: DictConfig, place: int = 0) -> int:
+    """Act in one environment, number `place` of config.envs, under a name of its own."""
     key, local = Path(config.key) if config.key else None, config.inference == "local"
-    name = named(str(config.name), Key.read(key) if key else None)
-    shown = console(name)  # first, because a robot says how it is limited
+    name = named(str(config.name), Key.read(key) if key else None) + f"/{place}" * (config.envs > 1)
+    shown = console(name, plain=config.envs > 1)  # first, because a robot says how it is limited
     with factory(config, "task.env")() as env, closing(env.operator or Keyboard()) as keyboard:
         deadline = deadline_of(config.deadline_s, env.spec.fps, env.clock)
         folder = writable(Path(str(config.run_dir)) / "actors" / name)
@@ -86,8 +111,9 @@ def act(config: DictConfig) -> int:
             lookout = Lookout(lambda: client.connected, str(config.ip), int(config.port), has_key=key is not None)
             with lookout, LiveDisplay(shown, lambda: rows(status, client, keys, lookout), lambda: status.driver):
                 run_actor(
-                    env, controller, client, seed=config.seed, operator=keyboard, reset=config.reset, status=status
-                )
+                    env, controller, client, seed=config.seed, operator=keyboard, reset=config.reset, status=status,
+                    share=(place, config.envs),
+                )  # fmt: skip
     return 0
 
 

@@ -143,6 +143,18 @@ def test_evaluation_begins_its_list_anew_with_each_directive(env, spec):
     assert env.seeds == [evaluation_seed(3, k) for k in (0, 1, 2, 0, 1)]
 
 
+@pytest.mark.parametrize(("place", "share"), [(0, 2), (1, 2), (2, 1)])
+def test_several_environments_do_each_a_part_of_an_evaluation_so_that_short_episodes_are_not_favoured(
+    env, spec, place, share
+):
+    client = FakeClient(spec, "evaluate", episodes=5)
+    client.script = {"wait 20": lambda: client.direct("evaluate", number=2, episodes=5)}
+    client.script["wait 40"] = lambda: client.direct("collect", number=3, episodes=None)
+    run(env, client, episodes=2 * share + 3, share=(place, 3))
+    assert env.seeds[: 2 * share] == 2 * [evaluation_seed(3, k) for k in range(share)]
+    assert max(env.seeds[2 * share :]) < evaluation_seed(0, 0)
+
+
 def test_chance_is_the_same_for_the_same_seed_and_episode(spec):
     def actions(seed, episode):
         controller = RandomPolicy(spec, seed)

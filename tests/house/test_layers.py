@@ -72,6 +72,7 @@ EVERYWHERE = sorted(
     path
     for folder in ("packages", "robot_infra", "serl_launcher", "examples", "tools", "tests")
     for path in (ROOT / folder).rglob("*.py")
+    if ".venv" not in path.parts  # of examples/robomimic
 )
 FILE_LINES, FUNCTION_LINES = 400, 60
 

@@ -180,7 +180,7 @@ def test_the_weights_that_were_evaluated_are_the_trained_ones(finished):
 @pytest.mark.slow
 def test_a_finished_run_is_evaluated_again_elsewhere_with_the_trained_weights(finished, tmp_path):
     """On another machine, where nothing is that its actors kept, and on starts that nothing has seen. One of two
-    actors asks the inference process, the other has the policy in its own."""
+    actors asks the inference process, and has two environments; the other has the policy in its own process."""
     here, there = finished[0], Programs(tmp_path)
     shutil.copytree(here.run_dir, there.run_dir, ignore=shutil.ignore_patterns("actors"))
     trained = json.loads((there.run_dir / "summary.json").read_text())
@@ -188,8 +188,10 @@ def test_a_finished_run_is_evaluated_again_elsewhere_with_the_trained_weights(fi
     words += ["plan=evaluate", "task.env.latency=0.005"]
     here.run_dir.rename(here.run_dir.with_name("moved"))
     try:
-        sides = [there.start("actor", *words, f"name={name}", f"inference={name}") for name in ("local", "remote")]
-        there.until(lambda: all(re.search(rf"\[{name}\] \S+ \S+ IDLE", there.said()) for name in ("local", "remote")))
+        actors = {"local": 1, "remote": 2}
+        sides = [there.start("actor", *words, f"name={n}", f"inference={n}", f"envs={e}") for n, e in actors.items()]
+        names = {"local", "remote/0", "remote/1"}
+        there.until(lambda: all(re.search(rf"\[{name}\] \S+ \S+ IDLE", there.said()) for name in names))
         sides.append(there.start("learner", *words))
         assert [there.status(side) for side in sides] == [0, 0, 0]
     finally:
@@ -202,7 +204,6 @@ def test_a_finished_run_is_evaluated_again_elsewhere_with_the_trained_weights(fi
     assert again["eval"]["weights_sha256"] == trained["eval"]["weights_sha256"] == acted
     assert again["updates"] == trained["updates"]
     assert not {steps[0].origin for steps in episodes} & {steps[0].origin for steps in evaluated(here.run_dir)[0]}
-    names = {name.rsplit("-", 2)[0] for name in there.facts().episodes}
-    assert names == {machine(), "local", "remote"}
+    assert {name.rsplit("-", 2)[0] for name in there.facts().episodes} == {machine(), *names}
     assert_whole(there.run_dir, cut=0)
     assert not {word for word in ("Traceback", "errors.log") if word in there.said()}

@@ -29,10 +29,10 @@ class Console(logging.Handler):
     for the terminal. A terminal that is gone is no error.
     """
 
-    def __init__(self, title: str, stream: TextIO | None = None) -> None:
+    def __init__(self, title: str, stream: TextIO | None = None, *, plain: bool = False) -> None:
         super().__init__(logging.INFO)
         self._title, self._stream = title, stream or sys.stderr
-        self._live = self._stream.isatty()
+        self._live = self._stream.isatty() and not plain
         self._rows: dict[str, str] = {}
         self._banner = ""
         self._drawn = 0  # lines of the block on the screen
@@ -137,9 +137,9 @@ class LiveDisplay:
                 shown, due = banner, time.monotonic() + 1.0
 
 
-def console(title: str) -> Console:
-    """Make the process's console and send its log there."""
-    made = Console(title)
+def console(title: str, *, plain: bool = False) -> Console:
+    """Make the process's console and send its log there. plain: lines alone, since others share the terminal."""
+    made = Console(title, plain=plain)
     made.setFormatter(logging.Formatter("%(asctime)s %(message)s", stamp(sys.stderr)))
     root = logging.getLogger()
     root.setLevel(logging.INFO)

@@ -35,13 +35,13 @@ GAP = 2.0  # periods between an observation and the command that answers it, unt
 def run_actor(
     env: Env, controller: Controller, client: TrainerClient, *, seed: int, operator: Operator | None = None,
     reset: str = "auto", on_episode: Callable[[Mapping[str, Any]], None] = lambda episode: None,
-    status: ActorStatus | None = None,
+    status: ActorStatus | None = None, share: tuple[int, int] = (0, 1),
 ) -> None:  # fmt: skip
     """Follow the learner's directives until one says stop. The robot is stopped however this ends.
 
     seed: of the run. operator: is polled for events in each step. status: is kept up to date for the console.
     reset: `operator`: before each episode the robot holds until the operator says ready; `auto`: it does not wait.
-    on_episode: is called with the numbers of each finished episode.
+    on_episode: is called with the numbers of each finished episode. share: see Starts.
 
     A RobotFault cuts the episode off. The robot holds until the operator says ready; then it goes home again.
 
@@ -55,7 +55,8 @@ def run_actor(
         raise ConfigError("reset=operator needs a person: start the actor in a terminal (over SSH: ssh -t)")
     status = status or ActorStatus()
     client.report(vars(status))
-    actor = _Actor(env, controller, client, seed, Person(operator, client, status), reset, on_episode, status)
+    starts = Starts(seed, client.session, share)
+    actor = _Actor(env, controller, client, starts, Person(operator, client, status), reset, on_episode, status)
     with interrupted_by_signals(), without_long_collections():
         try:
             actor.run()
@@ -86,14 +87,13 @@ class _Episode:
 
 class _Actor:
     def __init__(
-        self, env: Env, controller: Controller, client: TrainerClient, seed: int, person: Person, reset: str,
+        self, env: Env, controller: Controller, client: TrainerClient, starts: Starts, person: Person, reset: str,
         on_episode: Callable[[Mapping[str, Any]], None], status: ActorStatus,
     ) -> None:  # fmt: skip
         self._env, self._controller, self._client = env, controller, client
         self._person, self._reset, self._on_episode, self._status = person, reset, on_episode, status
-        self._directive = client.state.directive
+        self._directive, self._starts = client.state.directive, starts
         self._is_real = env.clock == "real"
-        self._starts = Starts(seed, client.session)
         self._faults = Faults()
         self._unanswered: Observation | None = None  # the last observation of an episode that silence cut off
         self._sent: float | None = None  # when the command before was sent, if nothing waited since
@@ -138,7 +138,7 @@ class _Actor:
             status.warn(f"phase {status.phase} asks for {mode}, which this robot cannot do: it idles")
         if is_new and self._unanswered:
             self._controller.begin(status.episode, directive, self._env.task)  # other weights may have to answer
-        may_begin = able and self._client.has_room and not self._person.is_paused
+        may_begin = able and self._starts.remain(directive) and self._client.has_room and not self._person.is_paused
         return mode if mode == "stop" or (may_begin and (mode == "teleop" or self._answers())) else "idle"
 
     def _answers(self) -> bool:
@@ -354,8 +354,8 @@ class _Actor:
         if step is None:
             self._person.verdict = ""
             return
-        verdict = self._person.close(recorder.episode)
-        success = VERDICTS.get(verdict, step.success)
+        self._starts.end(self._directive)
+        success = VERDICTS.get(verdict := self._person.close(recorder.episode), step.success)
         if not episode.teleop:
             self._person.count(recorder.episode, success, assisted=episode.intervened > 0)
         seconds = time.monotonic() - episode.began

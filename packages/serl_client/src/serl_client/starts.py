@@ -10,11 +10,16 @@ EVALUATION_SEEDS = 10_000  # for one session
 
 
 class Starts:
-    """Gives each episode of a session its start. Each directive that evaluates gets the same list of starts."""
+    """Gives each episode of a session its start. Each directive that evaluates gets the same list of starts.
 
-    def __init__(self, seed: int, session: str) -> None:
-        self._seed, self._session = seed, session
+    share: (place, of) of this environment among several of one command. Each does its part of an evaluation's episodes,
+        and no more. The first ones to end would be the short ones, and successes are shorter than failures.
+    """
+
+    def __init__(self, seed: int, session: str, share: tuple[int, int] = (0, 1)) -> None:
+        self._seed, self._session, self._share = seed, session, share
         self._evaluated = 0, 0  # number of a directive, and how many of its evaluation episodes have begun
+        self._ended = 0, 0  # likewise, have ended
 
     def seed(self, directive: Mapping[str, Any], ordinal: int, number: int) -> int:
         """Return the start of episode `number` of the session, which is the run's session `ordinal`."""
@@ -24,6 +29,20 @@ class Starts:
         count = count if evaluated == directive["number"] else 0
         self._evaluated = directive["number"], count + 1
         return evaluation_seed(ordinal, count)
+
+    def remain(self, directive: Mapping[str, Any]) -> bool:
+        """Return whether this environment has episodes to do under this directive."""
+        place, of = self._share
+        asked = directive.get("episodes")
+        if of == 1 or directive["mode"] != "evaluate" or asked is None:
+            return True
+        number, ended = self._ended
+        return (ended if number == directive["number"] else 0) < len(range(place, asked, of))
+
+    def end(self, directive: Mapping[str, Any]) -> None:
+        """Count an episode that has ended under this directive."""
+        number, ended = self._ended
+        self._ended = directive["number"], 1 + (ended if number == directive["number"] else 0)
 
 
 def training_seed(seed: int, session: str, number: int) -> int:
