@@ -54,6 +54,7 @@ NOT_RUN = {  # a regular expression of whole commands: why nobody gives them her
     r"apt-get .*": "changes the machine, and needs its administrator",
     r".*operator=keyboard.*": "needs a person at the keyboard",
     r".*/models/.*|.*/path/to/.*": "needs a file that only its owner has",
+    r"examples/robomimic/\S+\.sh.*": "installs robosuite, 1.1 GB",
     r".*uv pip install.*|.*LunarLander.*": "installs packages that are none of ours",
     r".*tools/study\.py (hiors|heads)(?! --help).*": "takes 40 minutes or more",
     r".*tools/bench\.py(?! --help).*": "measures, for minutes, and asks for an idle machine",

@@ -179,6 +179,8 @@ def needs(words: list[str]) -> None:
     lacks = any(importlib.util.find_spec(name) is None for name in ("transformers", "peft"))
     if lacks and "pi0" in said.replace("sac_pi0", ""):
         pytest.skip("needs the extra `vla`")
+    if "task=robomimic" in said and importlib.util.find_spec("robosuite_actor") is None:
+        pytest.skip("needs robosuite: examples/robomimic has a Python environment of its own")
     if re.search(r"pixels|cameras=true", said) and not gl.backend():
         pytest.skip("needs OpenGL: apt-get install libegl1 libosmesa6")
 
