@@ -118,7 +118,13 @@ class PolicyHost:
 
     # -- answers
     def check(self, ask: m.InferenceRequest) -> None:
-        """Raise MessageError if an observation does not fit the Spec, or if the request holds anything else."""
+        """Raise MessageError if an observation does not fit the Spec, or if the request holds anything else.
+
+        An unknown task is refused, too: of such a policy it would be a motion that nobody asked for.
+        """
+        if self.acting.tasks and ask.task not in self.acting.tasks:
+            known = ", ".join(map(repr, self.acting.tasks))
+            raise MessageError(f"the policy has not learned the task {ask.task!r}; it knows {known} (policy.tasks)")
         features = dict(self.spec.observation)
         if "previous_action" in ask.arrays:
             features["previous_action"] = self.spec.action

@@ -17,6 +17,7 @@ class Acting(nn.Module, ABC):
 
     horizon: int  # H, actions of one decision
     history = 1  # To, observations of a decision
+    tasks: Sequence[str] = ()  # the only tasks that it may be asked to do, in words; empty: any
     mode_at_zero = False  # True: zero noise gives the most likely action, which acts without exploration
     precision = torch.float32  # of matrix products; trained weights are always float32
     frozen: Set[str] = frozenset()  # names of the weights that are never trained, and not published

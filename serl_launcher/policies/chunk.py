@@ -5,6 +5,7 @@ are the old chunk's. The network sees them as they are, whatever the head asks a
 So every head learns it; prefix.py says how samples continue a chunk.
 """
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,9 +23,13 @@ from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.heads.base import Head, Predict, Target
 from serl_launcher.policies.heads.flow import Flow
+from serl_launcher.policies.heads.gaussian import Gaussian
 from serl_launcher.policies.prefix import ACTION, Rows, named
 from serl_launcher.types import Batch, Metrics, Observation, Prefix
 
+log = logging.getLogger(__name__)
+
+KNOWN = "task.known"  # added to an observation by `prepared`
 DELAY = 2  # stream of a row's random numbers for its delay; the other streams are the heads'
 
 
@@ -192,6 +197,17 @@ class HeadPolicy(Policy):
         bounded: Any = _Bounded.apply(chunk[..., : self.size], *self.scale.limits())
         return self.scale.from_unit(bounded), density[..., : self.size].sum((-2, -1))
 
+    def log_prob(self, observation: Observation, action: Tensor, task: Sequence[str] = ()) -> Tensor:
+        """Return the log density [B] of action [B, H, A], in the robot's units; it is over scaled actions.
+
+        Raises ConfigError for a head without a density.
+        """
+        if not isinstance(self.head, Gaussian):
+            raise ConfigError(f"only head=gaussian has a density, not {type(self.head).__name__}")
+        predict = self._predict(self.condition(self.prepared(observation, task)))
+        chunk = functional.pad(self.scale.to_unit(action), (0, self.width - self.size))
+        return self.head.log_prob(predict, chunk)[..., : self.size].sum((-2, -1))
+
     def _flow(self) -> Flow:
         if not isinstance(self.head, Flow):
             raise ConfigError(f"only head=flow has a gradient through its sampler, not {type(self.head).__name__}")
@@ -209,15 +225,20 @@ class HeadPolicy(Policy):
 class ChunkPolicy(HeadPolicy):
     """A policy of an encoder of observations, a network over chunks and a head.
 
-    encoder: makes the encoder from the Spec. network: makes the network, see ChunkNetwork. The other arguments are
-    those of HeadPolicy, with D = A.
-    Raises ConfigError for a network whose derivative the head needs and does not get.
+    encoder: makes the encoder from the Spec. network: makes the network, see ChunkNetwork.
+    tasks: tasks in words, each of which becomes one input of the network, 1 where it is the row's task. A row of
+        another task trains with zeros there; a robot that asks for another task is refused. Empty: no such inputs.
+    The other arguments are those of HeadPolicy, with D = A.
+    Raises ConfigError for a network whose derivative the head needs and does not get, and for tasks named twice.
     """
 
     def __init__(
         self, spec: Spec, *, encoder: Callable[[Spec], ObservationEncoder], network: Callable[..., ChunkNetwork],
         head: Callable[..., Head], horizon: int, imitation_target: str, scale: str = "bounds", max_delay: int = 0,
+        tasks: Sequence[str] = (),
     ) -> None:  # fmt: skip
+        if len(set(tasks)) < len(tasks):
+            raise ConfigError(f"policy.tasks={list(tasks)}: name each task once")
         width = spec.action.shape[0]
         super().__init__(
             spec, head=head, horizon=horizon, imitation_target=imitation_target, width=width, scale=scale,
@@ -225,9 +246,10 @@ class ChunkPolicy(HeadPolicy):
         )  # fmt: skip
         self.encoder = encoder(spec)
         self.inputs, self.feature_size = self.encoder.inputs, self.encoder.size
+        self.tasks, self._is_stranger_told = tuple(tasks), False
         self.network = network(
             horizon=horizon, inputs=width + bool(max_delay), outputs=self.head.outputs, times=self.head.times,
-            condition=self.encoder.size, history=self.history,
+            condition=self.encoder.size + len(self.tasks), history=self.history,
         )  # fmt: skip
         if self.head.needs_forward_derivative and not self.network.has_forward_derivative:
             raise ConfigError(
@@ -235,8 +257,21 @@ class ChunkPolicy(HeadPolicy):
                 f"{type(self.network).__name__} does not have: say network=mlp"
             )
 
+    def prepared(self, observation: Observation, task: Sequence[str]) -> Observation:
+        if not self.tasks:
+            return observation
+        if (strangers := set(task) - set(self.tasks)) and self.training and not self._is_stranger_told:
+            self._is_stranger_told = True
+            log.warning("rows of the task %r train without a task: policy.tasks lacks it", min(strangers))
+        task = task or [""] * len(next(iter(observation.values())))
+        known = torch.tensor([[float(word == each) for each in self.tasks] for word in task])  # [B, tasks]
+        return {**observation, KNOWN: known.to(self.scale.center.device)}
+
     def condition(self, prepared: Observation) -> Tensor:
-        return self.encoder(prepared).unsqueeze(1)  # [B, To, C]
+        frames = self.encoder(prepared).unsqueeze(1)  # [B, To, C]
+        if not self.tasks:
+            return frames
+        return torch.cat([frames, prepared[KNOWN].unsqueeze(1).expand(-1, frames.shape[1], -1)], -1)
 
     def repeated(self, condition: Tensor, n: int) -> Tensor:
         return condition.repeat(n, 1, 1)

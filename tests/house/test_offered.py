@@ -5,6 +5,7 @@ The choices are found by glob, so that a new yaml is tried too. What goes with o
 yaml says. A server, an actor and a trainer run in this process as their programs run them.
 """
 
+import copy
 import importlib.util
 import json
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from serl_client import ConfigError, Feature, Spec
 from serl_client import messages as m
@@ -38,6 +40,7 @@ from serl_launcher.types import Batch
 from serl_launcher.utils.distributed import World
 from tests.shared.common import CONFIG, PATIENCE, ROOT
 from tests.shared.here import serving, start
+from tests.shared.models import config_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "same_loggers")
 
@@ -222,7 +225,11 @@ def counted(batch: Batch) -> Batch:
 
 def checked(words: list[str], spec: Spec, folder: Path = CONFIG) -> None:
     """Compose, check the memory, build, make every update and an action: as a trainer and an actor begin."""
-    config = composed(folder, ["learner=true", *small(words, folder)])
+    check(composed(folder, ["learner=true", *small(words, folder)]), spec)
+
+
+def check(config: DictConfig, spec: Spec) -> None:
+    """Do what `checked` does with a composed config."""
     config.ranks = launcher.ranks_of(config)
     training.check_memory(config, spec, "cpu", 1)
     algorithm = training.build(config, spec)
@@ -278,7 +285,18 @@ def test_every_option_of_a_policy_can_be_chosen(name):
 
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group in NO_RUN[1:] for name in OFFERED[group]])
 def test_every_part_of_a_policy_of_chunks_trains_and_acts(group, name):
-    checked(["algo=rejection", "policy=chunk", f"{group}={name}"], SEEN)
+    config = copy.deepcopy(chunk())
+    part = config_of(f"+{group}={name}")[group]
+    for option, value in PARTS.items():
+        if option.startswith(group) and option.partition(".")[2] in part:
+            OmegaConf.update(part, option.partition(".")[2], yaml.safe_load(value))
+    config.algo.policy[group] = part
+    check(config, SEEN)
+
+
+@cache
+def chunk() -> DictConfig:
+    return composed(CONFIG, ["learner=true", *small(["algo=rejection", "policy=chunk"])])
 
 
 @pytest.mark.slow
@@ -306,6 +324,8 @@ def named() -> list[str]:
 def homes(first: str) -> Iterator[list[str]]:
     """Choices under which a word may have its place: none, then what comes with each yaml, of its own group first."""
     yield []
+    if first in NO_RUN:
+        yield from (["algo=rejection", "policy=chunk", f"{first}={name}"] for name in OFFERED[first])
     for group in sorted(("plan", "policy", "task", "algo"), key=lambda group: group != first):
         yield from (words_of(group, name) for name in OFFERED[group])
     yield ["plan=hiors", "task=fake"]
