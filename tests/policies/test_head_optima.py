@@ -266,7 +266,12 @@ def test_an_autoregressive_head_tells_a_joint_from_the_product_of_its_marginals(
         second = torch.where(place > 0, second, level)
         return torch.stack([level.expand(len(chunk), 4), second], 1)
 
+    def copies(chunk, place):
+        """Says of each number what it is given of it; all bins are alike where that is nothing."""
+        return 9 * (chunk - torch.tensor([-0.75, -0.25, 0.25, 0.75])).abs().neg() * (chunk != 0)
+
     half = math.log(2)
+    assert head.errors(copies, target).mean().item() == pytest.approx(2 * math.log(4)), "none before it is drawn"
     assert head.errors(marginals, target).mean().item() == pytest.approx(2 * half, abs=1e-3)
     assert head.errors(joint, target).mean().item() == pytest.approx(half, abs=0.03)  # 2 log 2 and 0, by chance
     sample = head.sample(joint, normal(seeds(1000), head.noise_shape)).squeeze(-1)
