@@ -5,7 +5,6 @@ The choices are found by glob, so that a new yaml is tried too. What goes with o
 yaml says. A server, an actor and a trainer run in this process as their programs run them.
 """
 
-import copy
 import importlib.util
 import json
 import re
@@ -19,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from serl_client import ConfigError, Feature, Spec
 from serl_client import messages as m
@@ -40,7 +38,6 @@ from serl_launcher.types import Batch
 from serl_launcher.utils.distributed import World
 from tests.shared.common import CONFIG, PATIENCE, ROOT
 from tests.shared.here import serving, start
-from tests.shared.models import config_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "same_loggers")
 
@@ -100,7 +97,7 @@ def chosen(path: Path) -> dict[str, str]:
     return dict(re.findall(r"(?:^  - |override /)(\w+)(?:@\S+)?: (\w+)", path.read_text(), re.MULTILINE))
 
 
-NO_RUN = ("sharding", "head", "network")  # tried without a run of their own
+NO_RUN = ("sharding", "head", "network")  # tried without a run of their own: below, and in test_parts
 CHOICES = [(group, name) for group, names in sorted(OFFERED.items()) for name in names if group not in NO_RUN]
 RUNS = {run_of(*choice): choice for choice in reversed(CHOICES)}  # yamls with the same choices share one run
 
@@ -281,22 +278,6 @@ def test_every_option_of_a_policy_can_be_chosen(name):
         if OmegaConf.select(config, place.partition("=")[0], default=Ellipsis) is not Ellipsis:
             words.append(place)
     checked(words, Spec({**SEEN.observation, "observation.state": state}, action, fps=10.0))
-
-
-@pytest.mark.parametrize(("group", "name"), [(group, name) for group in NO_RUN[1:] for name in OFFERED[group]])
-def test_every_part_of_a_policy_of_chunks_trains_and_acts(group, name):
-    config = copy.deepcopy(chunk())
-    part = config_of(f"+{group}={name}")[group]
-    for option, value in PARTS.items():
-        if option.startswith(group) and option.partition(".")[2] in part:
-            OmegaConf.update(part, option.partition(".")[2], yaml.safe_load(value))
-    config.algo.policy[group] = part
-    check(config, SEEN)
-
-
-@cache
-def chunk() -> DictConfig:
-    return composed(CONFIG, ["learner=true", *small(["algo=rejection", "policy=chunk"])])
 
 
 @pytest.mark.slow
