@@ -6,6 +6,7 @@ check PATH           a LeRobot dataset, a shard of ours, or a run's folder: blac
                      the exit status is 1; a `note` is worth knowing, and normal
 merge OUT SHARD...   one LeRobot dataset of several, in that order, in the new folder OUT
 export RUN           whatever the run's store holds and no dataset yet, as LeRobot datasets under RUN/datasets/<source>
+robomimic RUN OUT    the closed episodes of a run, as the file OUT.hdf5 of robomimic
 """
 
 import argparse
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from serl_client.errors import ConfigError, RetakeError
 
-from serl_launcher.datasets import shards
+from serl_launcher.datasets import robomimic, shards
 from serl_launcher.datasets.export import export_run
 from serl_launcher.datasets.inspection import Findings, inspect
 from serl_launcher.datasets.reader import Dataset
@@ -44,12 +45,21 @@ def main() -> None:
     exporting.add_argument("run", type=Path, help="the run's folder; its learner is stopped, or exports nothing itself")
     exporting.add_argument("--source", action="append", help="this source alone; may be said several times")
     exporting.add_argument("--episodes", type=int, default=10, help="episodes in one dataset (10)")
+    writing = commands.add_parser("robomimic", help="write a run's episodes as a robomimic file")
+    writing.add_argument("run", type=Path, help="the run's folder")
+    writing.add_argument("out", type=Path, help="the file that is made")
+    writing.add_argument("--source", help="this source alone")
+    writing.add_argument("--like", type=Path, help="a robomimic file of the same robot, whose env_args are kept")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("serl_launcher.datasets").setLevel(logging.INFO)  # how far it is
     try:
         if options.command == "export":
             print(*export_run(options.run, max(1, options.episodes), options.source), sep="\n")
+            return
+        if options.command == "robomimic":
+            count, steps = robomimic.write(options.run, options.out, options.source, options.like)
+            print(f"{options.out}: {count:,} demonstrations, {steps:,} steps")
             return
         if options.command == "check":
             findings = inspect(options.path, options.frozen)

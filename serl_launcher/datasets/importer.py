@@ -1,4 +1,4 @@
-"""Brings LeRobot datasets into the sources of a plan that name one, before training starts. No torch.
+"""Brings datasets (LeRobot's, robomimic's) into the sources of a plan that name one, before training starts. No torch.
 
 The importer is an actor like any other, named `dataset-<source>`, so each episode is stored durably and once. At the
 next start it skips episodes that are whole in the store. One that a crash has cut is discarded and imported again.
@@ -21,7 +21,9 @@ from serl_client.episode import Outcome, Segment, Stamp
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
+from serl_launcher.datasets import robomimic
 from serl_launcher.datasets.reader import Dataset
+from serl_launcher.datasets.robomimic import RobomimicFile
 from serl_launcher.learner_link import ask, connect, wait_for_spec
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.store import DATASET
@@ -36,9 +38,14 @@ PART = re.compile(r"\.part\d+$")  # the store adds it to the id of an episode's 
 OUTSIDE = 0.01  # warn if a larger share of the action's values is outside the run's bounds
 
 
-def opened(plan: Plan) -> dict[str, Dataset]:
+def dataset_at(name: str) -> Dataset | RobomimicFile:
+    """Open a folder as a LeRobot dataset, a file as robomimic's. Raises ConfigError as they do."""
+    return RobomimicFile(name) if robomimic.is_file(name) else Dataset(Path(name))
+
+
+def opened(plan: Plan) -> dict[str, Dataset | RobomimicFile]:
     """Open the datasets of a plan, {source: dataset}. Raises ConfigError for a missing or too large one."""
-    found = {name: Dataset(Path(source.dataset)) for name, source in plan.sources.items() if source.dataset}
+    found = {name: dataset_at(source.dataset) for name, source in plan.sources.items() if source.dataset}
     for name, dataset in found.items():
         steps, longest, capacity = sum(dataset.lengths), max(dataset.lengths, default=0), plan.sources[name].capacity
         if steps + longest > capacity:
@@ -78,7 +85,9 @@ class _Missing:
 
 
 class _Import:
-    def __init__(self, link: Connection, source: str, dataset: Dataset, spec: Spec, address: str, folder: Path) -> None:
+    def __init__(
+        self, link: Connection, source: str, dataset: Dataset | RobomimicFile, spec: Spec, address: str, folder: Path
+    ) -> None:
         self._link, self._source, self._dataset, self._spec = link, source, dataset, spec
         self._address, self._folder = address, folder
         self._actions = self._outside = self._revision = 0

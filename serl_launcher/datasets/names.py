@@ -9,6 +9,9 @@ What one row of a shard holds:
 LeRobot has no row for the observation after the last action: it stays in the store.
 """
 
+from collections.abc import Mapping
+
+import numpy as np
 from serl_client.spec import Feature, Spec
 
 MANIFEST = "retake.json"  # the file in which a shard says what LeRobot has no place for
@@ -53,3 +56,19 @@ def column(name: str, spec: Spec) -> str:
         name = name.replace("image", "picture")
     name = name.replace("/", ".")
     return f"extras.{name}" if name in RESERVED else name
+
+
+def misfit(features: Mapping[str, Feature], fps: float, spec: Spec) -> str:
+    """Return why a dataset with these features and this rate does not fit a run with this Spec; empty if it does."""
+    wrong = [f"its rate is {fps:g} fps, the run's {spec.fps:g}"] * (fps != spec.fps)
+    for name, theirs in {**spec.observation, "action": spec.action}.items():
+        mine = features.get(name)
+        if mine is None:
+            wrong.append(f"it has no {name}")
+        elif (mine.shape or (1,)) != (theirs.shape or (1,)):
+            wrong.append(f"its {name} is {list(mine.shape)}, the run's {list(theirs.shape)}")
+        elif not np.can_cast(mine.dtype, theirs.dtype, "same_kind"):
+            wrong.append(f"its {name} is {mine.dtype}, the run's {theirs.dtype}")
+        elif mine.names and theirs.names and mine.names != theirs.names:
+            wrong.append(f"its {name} holds {', '.join(mine.names)}, the run's {', '.join(theirs.names)}")
+    return "; ".join(wrong)

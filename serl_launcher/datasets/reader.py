@@ -35,6 +35,7 @@ from serl_launcher.datasets.names import (
     TIME,
     TRUNCATED,
     column,
+    misfit,
 )  # fmt: skip
 
 NEEDED = ("pyarrow", "av", "PIL")
@@ -119,18 +120,10 @@ class Dataset:
 
     def misfit(self, spec: Spec) -> str:
         """Return why its episodes do not fit a run with this Spec; empty if they do."""
-        wrong = [f"its rate is {self.fps:g} fps, the run's {spec.fps:g}"] * (self.fps != spec.fps)
-        for name, theirs in {**spec.observation, "action": spec.action}.items():
-            mine = self.features.get(self.called(name, spec))
-            if mine is None:
-                wrong.append(f"it has no {name}")
-            elif mine.shape != (theirs.shape or (1,)):
-                wrong.append(f"its {name} is {list(mine.shape)}, the run's {list(theirs.shape)}")
-            elif not np.can_cast(mine.dtype, theirs.dtype, "same_kind"):
-                wrong.append(f"its {name} is {mine.dtype}, the run's {theirs.dtype}")
-            elif mine.names and theirs.names and mine.names != theirs.names:
-                wrong.append(f"its {name} holds {', '.join(mine.names)}, the run's {', '.join(theirs.names)}")
-        return "; ".join(wrong)
+        called = {name: self.called(name, spec) for name in (*spec.observation, "action")}
+        return misfit(
+            {name: self.features[mine] for name, mine in called.items() if mine in self.features}, self.fps, spec
+        )
 
     def called(self, name: str, spec: Spec) -> str:
         """Return the column of a feature of a run's Spec. A shard of ours may have another name for it."""

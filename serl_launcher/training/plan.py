@@ -23,7 +23,7 @@ class Source:
 
     capacity: steps that it holds; older episodes leave the store.
     archive: where an episode must be before it may leave: `lerobot` (in exported shards) or `none` (nowhere).
-    dataset: folder of a LeRobot dataset that fills this source before the first phase; None: no dataset.
+    dataset: a LeRobot dataset's folder, or robomimic's file, that fills this source before the first phase; None: none.
     on_silence: seconds without a message after which an actor's open episode is truncated. inf: keep it until the actor
         is back. None: keep it for an actor with a real clock, truncate it for a simulated one.
     """

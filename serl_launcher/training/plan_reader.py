@@ -139,7 +139,9 @@ def _sources(node: _Node) -> tuple[dict[str, Source], dict[str, View]]:
             archive = entry.at("archive", "none").word(ARCHIVES, "archive")
             dataset = entry.at("dataset")
             if dataset.value is not None and not isinstance(dataset.value, str):
-                raise dataset.error(f"should be the folder of a LeRobot dataset, not {dataset.value!r}")
+                raise dataset.error(
+                    f"should be the folder of a LeRobot dataset, or a robomimic file, not {dataset.value!r}"
+                )
             silence = _on_silence(entry.at("on_silence"))
             sources[name] = Source(entry.at("capacity").whole(LEAST_CAPACITY), archive, dataset.value, silence)
     for name, entry in node.entries():

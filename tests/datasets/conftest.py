@@ -10,6 +10,7 @@ from serl_client import Feature, Spec
 from serl_launcher.datasets import shards
 from serl_launcher.datasets.reader import Dataset
 from tests.shared.common import STATE
+from tests.shared.servers import ServerThread
 
 from .exporting import CAMERA, PROPOSED
 from .lerobots import KINDS, MAKE
@@ -36,6 +37,21 @@ def quiet(tmp_path, monkeypatch):
 
         shards._lerobot()
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def serving(tmp_path):
+    """serving(capacity) -> the server of a run folder, in a thread."""
+    servers = []
+
+    def serve(capacity=1000):
+        servers.append(ServerThread(tmp_path / "run", {"demo": capacity}))
+        servers[-1].capacity = capacity
+        return servers[-1]
+
+    yield serve
+    for server in servers:
+        server.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,12 @@ from serl_client import messages as m
 
 from serl_launcher.datasets import shards
 from serl_launcher.datasets.exporter import Exporter
+from serl_launcher.datasets.importer import import_datasets
 from serl_launcher.datasets.names import MANIFEST
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
+from serl_launcher.training.plan import Plan, Source
 from tests.shared.common import STATE
 
 CAMERA = "observation.images.cam_high"
@@ -104,3 +108,17 @@ def opened(folder):
     dataset = LeRobotDataset("local/shard", root=folder)
     table = dataset.hf_dataset.with_format("arrow")[:].to_pydict()
     return dataset, {name: np.array(values) for name, values in table.items() if name not in dataset.meta.camera_keys}
+
+
+def bring(server, dataset, *, waits=False):
+    """Import a dataset, given by its place, into the source `demo` of a server."""
+    plan = Plan({"demo": Source(server.capacity, dataset=str(dataset))}, {}, {})
+    import_datasets(plan, server.run_dir, local=server.local, waits=waits)
+
+
+def catalog(run_dir):
+    """The episodes of a run, by number."""
+    index = Index(run_dir / "store/index.sqlite")
+    found = [EpisodeInfo(*row) for row in index.catalog(0, 10_000)[1]]
+    index.close()
+    return sorted(found)

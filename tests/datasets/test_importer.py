@@ -15,39 +15,16 @@ from serl_client.episode import Outcome
 from serl_client.errors import ConfigError
 from serl_client.spec import Feature, Spec
 
-from serl_launcher.datasets.importer import import_datasets
 from serl_launcher.datasets.reader import Dataset
-from serl_launcher.replay.views import EpisodeInfo
-from serl_launcher.store.index import Index
 from serl_launcher.store.store import DATASET, Store
-from serl_launcher.training.plan import Plan, Source
 from tests.shared import oracle
 from tests.shared.clients import connected
 from tests.shared.common import PATIENCE, STATE, TRAIN, until
 from tests.shared.programs import Programs
-from tests.shared.servers import ServerThread
+
+from .exporting import bring, catalog
 
 pytest.importorskip("lerobot", reason="the extra `data` is not installed: uv sync --inexact --extra data")
-
-
-@pytest.fixture
-def serving(tmp_path):
-    """serving(capacity) -> the server of a run folder, in a thread."""
-    servers = []
-
-    def serve(capacity=1000):
-        servers.append(ServerThread(tmp_path / "run", {"demo": capacity}))
-        servers[-1].capacity = capacity
-        return servers[-1]
-
-    yield serve
-    for server in servers:
-        server.close()
-
-
-def bring(server, dataset, *, waits=False):
-    plan = Plan({"demo": Source(server.capacity, dataset=str(dataset.folder))}, {}, {})
-    import_datasets(plan, server.run_dir, local=server.local, waits=waits)
 
 
 @pytest.fixture
@@ -57,13 +34,6 @@ def client(tmp_path):
         yield lambda server, spec: connected(opened.enter_context(
             TrainerClient(server.address, actor="arm", spec=spec, outbox=tmp_path / "outbox", capacity=1 << 20)
         ))  # fmt: skip
-
-
-def catalog(run_dir):
-    index = Index(run_dir / "store/index.sqlite")
-    found = [EpisodeInfo(*row) for row in index.catalog(0, 10_000)[1]]
-    index.close()
-    return sorted(found)
 
 
 def assert_there_once(run_dir, dataset):
@@ -80,10 +50,10 @@ def assert_there_once(run_dir, dataset):
 @pytest.mark.parametrize("name", ["low", "video"])
 def test_a_dataset_makes_the_store_where_no_actor_will_and_its_directive_is_no_actors(serving, client, made, name):
     server, dataset = serving(), made[name]
-    bring(server, dataset)
+    bring(server, dataset.folder)
     assert_there_once(server.run_dir, dataset)
     before = catalog(server.run_dir)
-    bring(server, dataset)
+    bring(server, dataset.folder)
     assert catalog(server.run_dir) == before
     assert client(server, dataset.spec()).state.directive["mode"] == "idle"
 
@@ -101,7 +71,7 @@ def test_the_store_goes_on_with_the_directive_before_it(tmp_path, low):
 
 def test_it_waits_for_the_first_actor_and_takes_its_spec(serving, client, low):
     spec, server = Spec(low.spec().observation, Feature((2,), low=-3, high=3), fps=10), serving()
-    importer = threading.Thread(target=bring, args=(server, low), kwargs={"waits": True})
+    importer = threading.Thread(target=bring, args=(server, low.folder), kwargs={"waits": True})
     importer.start()
     importer.join(0.5)
     assert importer.is_alive()
@@ -117,20 +87,20 @@ def test_another_robots_dataset_is_refused_and_nothing_is_written(tmp_path, serv
     other = Spec({STATE: Feature((7,))}, Feature((2,), low=-1, high=1), fps=10)
     Store.create(tmp_path / "run/store", other, {"demo": 1000}).close()
     with pytest.raises(ConfigError, match=r"not of this run's robot: its observation.state is \[4\], the run's \[7\]"):
-        bring(serving(), low)
+        bring(serving(), low.folder)
     assert not catalog(tmp_path / "run")
 
 
 def test_a_source_that_is_too_small_is_refused_with_the_figures(tmp_path, serving, low):
     with pytest.raises(ConfigError, match=r"capacity is 70 steps.*has 50; its longest episode has 30.*at least 80"):
-        bring(serving(70), low)
+        bring(serving(70), low.folder)
     assert not (tmp_path / "run/store").exists()
 
 
 def test_a_long_episode_that_the_store_keeps_in_parts_is_there_once(serving, low):
     server = serving(80)
     for _ in range(2):
-        bring(server, low)
+        bring(server, low.folder)
         there = catalog(server.run_dir)
         assert sum(episode.steps for episode in there) == sum(low.lengths)
         assert not any(episode.discard for episode in there)
@@ -139,13 +109,13 @@ def test_a_long_episode_that_the_store_keeps_in_parts_is_there_once(serving, low
 
 def test_its_outcomes_come_with_it_and_a_relabelled_episode_is_not_brought_again(serving, client, flagged):
     server = serving()
-    bring(server, flagged)
+    bring(server, flagged.folder)
     there = catalog(server.run_dir)
     assert [(episode.success, episode.terminated, episode.final) for episode in there] == [(1, 1, 1), (0, 1, 1)]
     person = client(server, flagged.spec())
     person.push(Outcome(there[0].id, False, discard=True, judged_by="operator"))
     assert person.drain(PATIENCE)
-    bring(server, flagged)
+    bring(server, flagged.folder)
     after = catalog(server.run_dir)
     assert [(episode.id, episode.discard) for episode in after] == [(there[0].id, 1), (there[1].id, 0)]
 
@@ -260,7 +230,7 @@ def test_what_a_run_exported_is_the_same_in_another_run(tmp_path, serving, spec,
     shard = Dataset(Path(done.stdout.splitlines()[-1]))
     assert shard.spec() == spec
     server = serving()
-    bring(server, shard)
+    bring(server, shard.folder)
     assert_there_once(server.run_dir, shard)
     there = catalog(server.run_dir)
     found = [(e.steps, e.success, e.terminated, e.truncated, e.final, e.reward, e.task) for e in there]

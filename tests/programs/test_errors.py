@@ -201,6 +201,7 @@ def test_help_and_the_config_are_shown(monkeypatch, capsys, words, lines):
         ("actor=true task=fake inference=local", "torch", "needs torch: uv sync --inexact --extra learner"),
         ("learner=true", "torch", "the learner needs torch: run `uv sync --inexact --extra learner`"),
         ("learner=true", "matplotlib", "the learner needs matplotlib: run `uv sync --inexact --extra learner`"),
+        ("learner=true plan=sft plan.sources.demo.dataset=a.hdf5", "h5py", "a robomimic file needs h5py: run `uv sync"),
         ("learner=true wandb=online", "wandb", "--extra wandb`): install it, or say wandb=false"),
         (
             "learner=true +plan.sources.online.archive=lerobot", "lerobot",
