@@ -296,7 +296,10 @@ class Learner:
         }  # fmt: skip
 
     def _resume(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint. If the plan's phases are others, take only what was learned, and begin the plan."""
+        """Go on from a checkpoint. If the plan's phases are others, take only what was learned, and begin the plan.
+
+        So does a run of demonstrations alone that goes on with another algorithm: nothing was learned there.
+        """
         self.publisher.version = dict(self.link.notice.weights)
         self.ranks.begin(saved and saved["algorithm"])
         if saved is None:
@@ -306,7 +309,7 @@ class Learner:
         self._wall_s = saved["wall_s"]
         self.keeper.resume(saved.get("cost_s", 0.0))
         self.counters.starts |= saved.get("starts", {})
-        if saved["phases"] == list(self.plan.phases):
+        if saved["algorithm"] is not None and saved["phases"] == list(self.plan.phases):
             self.state.load_state_dict(saved["plan"], accept=self.accept_plan)
             self.evaluations = saved["evaluations"]
             over = "; the run is over: another run_dir= begins a new one" if self.state.at.phase is None else ""

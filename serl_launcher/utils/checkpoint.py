@@ -111,6 +111,7 @@ class Checkpoints:
     def load(self) -> dict[str, Any] | None:
         """Return the state of the newest whole checkpoint, on the CPU, mapped from its file. None if there is none.
 
+        A state of another config is without its `algorithm`, if that one had made no update.
         Raises ConfigError if that one was made with another Spec, config or version of this program. Also if there
         are checkpoints and none is whole, because a run that began again would replace what it had learned.
         """
@@ -121,9 +122,10 @@ class Checkpoints:
                 log.warning("checkpoint %s is broken and skipped: %s", path, error)
                 self._broken.add(path)
                 continue
-            self._check(path, manifest)
+            fits = self._fits(path, manifest)
             plain = torch.load(path / STATE, map_location="cpu", weights_only=True)
-            return _put_back(plain, safetensors.torch.load_file(path / TENSORS))
+            state = _put_back(plain, safetensors.torch.load_file(path / TENSORS))
+            return state if fits else {**state, "algorithm": None}
         if self._broken:
             raise ConfigError(
                 f"no checkpoint in {self.folder} is whole (see above): bring one back from a backup, or delete the "
@@ -141,17 +143,19 @@ class Checkpoints:
         for path in [*self._broken.intersection(paths), *[p for p in paths if p not in self._broken][: -self.keep]]:
             shutil.rmtree(path)
 
-    def _check(self, path: Path, manifest: Mapping[str, Any]) -> None:
+    def _fits(self, path: Path, manifest: Mapping[str, Any]) -> bool:
+        """Return whether the checkpoint is of this config; False only for one that had learned nothing."""
         if manifest.get("format") != FORMAT:
             raise ConfigError(f"{path} was made by another version of this program: begin anew with another run_dir")
         spec = self.spec.difference(Spec.from_dict(manifest["spec"]))
         config = difference(*(_without(each, self._changeable) for each in (self.config, manifest["config"])))
         for kind, differs in (("robot (its Spec)", spec), ("algorithm", config)):
-            if differs:
+            if differs and (spec or manifest["updates"]):
                 raise ConfigError(
                     f"{path} was made with another {kind}. This run's value, then the checkpoint's: {differs}. "
                     "Ask for what the checkpoint has, or begin anew with another run_dir"
                 )
+        return not config
 
 
 def _without(tree: Any, names: Collection[str], where: str = "") -> Any:

@@ -84,6 +84,17 @@ def test_a_checkpoint_of_another_algorithm_or_robot_is_refused_with_both_values(
         live(server, plan, spec=other, config={"algo": {"discount": 0.97}}).run()
 
 
+def test_a_run_that_has_learned_nothing_goes_on_with_another_algorithm(server, live):
+    collected = plan_of(demonstrate=phase(updates=(), until="wall_s >= 0.1"))
+    live(server, collected, config={"algo": {"discount": 0.97}}, seed=1).run()
+    plan = plan_of(demonstrate=phase(updates=(), until="wall_s >= 0.1"), clone=phase(until="updates >= 3"))
+    life = live(server, plan, config={"algo": {"discount": 0.99}}, seed=2)
+    fresh = copy.deepcopy(life.algorithm.state_dict())
+    life.begin()
+    assert not differences(life.algorithm.state_dict(), fresh), "nothing of the other algorithm was taken"
+    assert life.learner.state.phase.name == "demonstrate", "its plan begins at the beginning"
+
+
 def test_an_edit_of_the_current_phase_is_refused_unless_it_is_accepted(server, live):
     live(server, plan_of(**LEARNING), dies_after=10).run()
     edited = plan_of(**{**LEARNING, "practise": {**LEARNING["practise"], "until": "updates >= 12"}})
