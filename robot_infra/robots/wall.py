@@ -12,8 +12,8 @@ from robot_infra.robots.fake import FPS, FakeRobot
 from robot_infra.safety import SafeRobot
 from robot_infra.teleop.scripted import Rescuer
 
-START, GOAL = np.array([-0.8, 0.0]), np.array([0.8, 0.0])
-SPREAD = 0.05  # metres: starts differ by up to this much
+START, GOAL = np.array([-0.5, 0.0]), np.array([0.5, 0.0])
+SPREAD = 0.02  # metres: starts differ by up to this much
 HALF_WIDTH = 0.12  # of a gap, metres
 
 
