@@ -15,6 +15,13 @@ from serl_launcher.utils.distributed import gathered
 from serl_launcher.utils.optim import Optimizer, kernels
 
 Copied = TypeVar("Copied", bound=nn.Module)
+Update = TypeVar("Update", bound=Callable[..., Metrics])
+
+
+def uncounted(update: Update) -> Update:
+    """Mark an update that the memory check does not run: it asks for values, or takes long (evolution strategies)."""
+    update.is_uncounted = True  # type: ignore[attr-defined]
+    return update
 
 
 class Algorithm(nn.Module, ABC):
@@ -24,6 +31,7 @@ class Algorithm(nn.Module, ABC):
     An update is a method `(batch) -> metrics` whose name begins with `update`. It takes one training step and returns
     scalar metrics without a gradient, on the module's device. Random numbers of a row come from the row's seed
     (networks/seeded_noise.py). All others come from `generator`, on the CPU, seeded from torch's global generator.
+    Before training each update is run on rows of zeros to count its memory, unless it is `uncounted`.
     """
 
     windows: dict[str, Window]  # name of an update: the columns and steps of its batch

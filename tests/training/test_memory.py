@@ -18,6 +18,7 @@ import torch
 from serl_client import ConfigError, Feature
 from torch._subclasses import fake_tensor
 
+from serl_launcher.algorithms.base import uncounted
 from serl_launcher.config import composed
 from serl_launcher.replay.mixture import blank
 from serl_launcher.training import budget, memory
@@ -61,9 +62,11 @@ OPTIONS = [  # that config/policy documents
 class Looks(torch.nn.Module):
     """Asks for the value of a tensor in one of its two updates."""
 
+    size = 4_000_000
+
     def __init__(self):
         super().__init__()
-        self.network = torch.nn.Linear(4, 4_000_000)
+        self.network = torch.nn.Linear(4, self.size)
         self.optimizer = Optimizer(self.network, learning_rate=1e-3)
         self.windows = {"update": Window({"action": (0,)}), "update_other": Window({"action": (0,)})}
 
@@ -188,6 +191,27 @@ def test_an_update_that_looks_at_values_is_left_out_and_named(caplog):
     assert need.activations >= 100 * 4_000_000 * 4  # of the other update
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("the memory that update takes is not counted")
+
+
+class Evolves(Looks):
+    """Has one update that cannot be run on rows that hold nothing."""
+
+    size = 1000
+
+    @uncounted
+    def update(self, batch):
+        raise ValueError("nobody survives")
+
+
+@pytest.mark.parametrize("small", WAYS.values(), ids=WAYS)
+def test_an_update_that_is_marked_is_not_run(small, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "SMALL", small)
+    caplog.set_level(logging.INFO)
+    need = memory.needed(Evolves, ONE_ACTION, 32, 1, 0)
+    assert need.activations >= 100 * Evolves.size * 4  # of the other update
+    assert {(record.levelname, record.getMessage()) for record in caplog.records} == {
+        ("INFO", "the memory that update takes is not counted")
+    }
 
 
 def test_nothing_stays_changed_after_counting(monkeypatch):
