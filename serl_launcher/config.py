@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from serl_launcher.utils.words import known, nearest
 
-REMEMBERED = ("algo", "policy", "head", "network")  # groups whose words a run folder keeps, where the run reads them
+REMEMBERED = ("algo", "policy", "head", "network", "critic")  # groups whose words a run keeps, if it reads them
 ALSO = {"wandb": False, "task.cameras": "auto"}  # what they take besides their default's kind
 NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the environment")  # lines that help nobody
 
@@ -38,16 +38,16 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
     yaml's; for a missing value; for a word about a group that the run does not read (`policy=gaussian head=mip`); and
     for a plan that is made for another algorithm than the run's.
     """
-    others = [word for word in words if _group(word) not in REMEMBERED]
-    place = _composed(folder, others)
+    others = [word for word in words if _key(word) in REMEMBERED or _group(word) not in REMEMBERED]
+    place = _composed(folder, others)  # where the run is, and what plan and algorithm choose for themselves
     said = {_key(word) for word in words}
     remembered = [word for word in _remembered(place) if said.isdisjoint((_key(word), _group(word)))]
-    for word in sorted(set(place.remembered) - set(_defaults(folder))):  # the plan's own choice
+    for word in sorted(set(place.remembered) - set(_defaults(folder))):
         begun = next((kept for kept in remembered if _key(kept) == _key(word)), word)
         if begun != word:
             raise ConfigError(
-                f"this plan is made for {word}, and the run in {place.run_dir} was begun with {begun}: choose another "
-                f"run_dir=..., or say {_key(word)}=... to have it that way"
+                f"plan and algorithm are made for {word}, and the run in {place.run_dir} was begun with {begun}: "
+                f"choose another run_dir=..., or say {_key(word)}=... to have it that way"
             )
     words = [*remembered, *words]
     made = place if words == others else _composed(folder, words)

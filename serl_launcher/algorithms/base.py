@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from serl_launcher.networks.critics import Critic, Target
 from serl_launcher.networks.mlp import ActionScale, StateEncoder, Statistics
 from serl_launcher.policies.base import Acting, Policy
 from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Prefix, Window
@@ -146,9 +147,9 @@ def descend(
 
 
 def value_target(batch: Batch, next_value: Tensor, discount: float) -> Tensor:
-    """y = sum_{i < length} discount^i r_i + discount^length (1 - terminated) V(next_observation) -> [B].
+    """y = sum_{i < length} discount^i r_i + discount^length (1 - terminated) V(next_observation) -> [..., B].
 
-    next_value: [B], V at the batch's next_observation. Only `terminated` ends the value; `truncated` does not.
+    next_value: [..., B], V at the batch's next_observation. Only `terminated` ends the value; `truncated` does not.
     """
     discounts = discount ** torch.arange(batch.reward.shape[1], device=batch.reward.device)
     rewards = batch.reward @ discounts  # past the episode's end the reward is zero
@@ -159,3 +160,11 @@ def critic_weight(batch: Batch) -> Tensor:
     """Return the rows' weights [B], with zero for a window that truncation cut short: the actions that would have
     followed are unknown."""
     return batch.weight * (batch.valid.all(1) | batch.terminated.any(1))
+
+
+def critic_loss(batch: Batch, critic: Critic, prediction: Tensor, target: Target) -> tuple[Tensor, Metrics]:
+    """Compute the ensemble's mean loss [] against a target, and metrics. Windows cut short have weight zero."""
+    loss = (critic_weight(batch) * critic.loss(prediction, target)).mean()
+    metrics = {"critic_loss": loss.detach(), "value": critic.values.mean(prediction.detach()).mean()}
+    outside = critic.values.outside(target)
+    return loss, metrics if outside is None else {**metrics, "targets_outside": outside}

@@ -9,7 +9,7 @@ critics alone train. The policy keeps a copy of the convolutions, so that its pu
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 from torch import Tensor, nn
 
-from serl_launcher.algorithms.base import Algorithm, critic_weight, follow, frozen_copy, value_target
+from serl_launcher.algorithms.base import Algorithm, critic_loss, follow, frozen_copy, value_target
 from serl_launcher.networks.augment import Augment, augmentation
-from serl_launcher.networks.critic import Critic
+from serl_launcher.networks.critics import Critic, Target
 from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import HeadPolicy
@@ -49,8 +49,7 @@ class SAC(Algorithm):
     """Maximise return + alpha * entropy, off policy, with an ensemble of critics.
 
     policy: makes the policy from the Spec; it needs `rsample` and an `encoder`, of which the critics begin with a copy.
-    hidden, layer_norm: of the critics. num_critics: size of the ensemble.
-    num_target_critics: critics drawn for each target, which takes their minimum.
+    critic: makes the critics from the Spec; see Critic.
     discount: per step. tau: share by which the target critics move towards the critics at each update.
     learning_rate: of policy, critics and temperature. initial_temperature: initial alpha.
     entropy_per_action: alpha holds the entropy at minus this per dimension of the action, scaled to [-1, 1].
@@ -60,9 +59,8 @@ class SAC(Algorithm):
     """
 
     def __init__(
-        self, spec: Spec, *, policy: Callable[[Spec], Policy], hidden: Sequence[int], layer_norm: bool,
-        num_critics: int, num_target_critics: int, discount: float, tau: float, learning_rate: float,
-        initial_temperature: float, entropy_per_action: float, backup_entropy: bool,
+        self, spec: Spec, *, policy: Callable[[Spec], Policy], critic: Callable[..., Critic], discount: float,
+        tau: float, learning_rate: float, initial_temperature: float, entropy_per_action: float, backup_entropy: bool,
         augment: Callable[[], Augment] | None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -74,16 +72,14 @@ class SAC(Algorithm):
                 f"algo=sac_pi0 with {type(self.policy).__name__}"
             )
         horizon, encoder = self.policy.horizon, copy.deepcopy(self.policy.encoder)
-        self.critic = Critic(
-            spec, encoder=encoder, horizon=horizon, num_critics=num_critics, hidden=hidden, layer_norm=layer_norm
-        )
+        self.critic = critic(spec, encoder=encoder, horizon=horizon)
         self.target_critic = frozen_copy(self.critic)
         self.policy.encoder.trunks.requires_grad_(False)
         self.log_temperature = LogTemperature(initial_temperature)
         self.policy_optimizer = Optimizer(self.policy, learning_rate=learning_rate)
         self.critic_optimizer = Optimizer(self.critic, learning_rate=learning_rate)
         self.temperature_optimizer = Optimizer(self.log_temperature, learning_rate=learning_rate)
-        self.num_target_critics, self.discount, self.tau = num_target_critics, discount, tau
+        self.discount, self.tau = discount, tau
         self.target_entropy = -entropy_per_action * horizon * spec.action.shape[0]
         self.backup_entropy = backup_entropy
         self.augment = augmentation(augment, self.policy.inputs)
@@ -111,12 +107,12 @@ class SAC(Algorithm):
         return normal(batch.seed, (count, *self.policy.noise_shape)).unbind(1)
 
     def _update_critic(self, batch: Batch, noise: Tensor) -> Metrics:
-        target = self.target(batch, noise)  # [B]
-        prediction = self.critic_optimizer(batch.observation, batch.action)  # [E, B]
-        loss = (critic_weight(batch) * self.critic.loss(prediction, target)).mean()  # (5)
+        target = self.target(batch, noise)
+        prediction = self.critic_optimizer(batch.observation, batch.action)  # [E, B] or [E, B, K]
+        loss, metrics = critic_loss(batch, self.critic, prediction, target)  # (5)
         gradient = self.critic_optimizer.step(loss)
         follow(self.target_critic, self.critic, self.tau)
-        return {"critic_loss": loss.detach(), "critic_gradient": gradient, "value": prediction.detach().mean()}
+        return {**metrics, "critic_gradient": gradient}
 
     def _update_policy(self, batch: Batch, noise: Tensor) -> Metrics:
         follow(self.policy.encoder.trunks, self.critic.encoder.trunks, 1.0)
@@ -133,18 +129,16 @@ class SAC(Algorithm):
         return self.critic.value(batch.observation, batch.action).mean(0)
 
     @torch.no_grad()
-    def target(self, batch: Batch, noise: Tensor) -> Tensor:
-        """Compute the soft Bellman target of (5), with the soft value of (3) and RLPD's minimum over a random subset of
-        the critics -> [B]. noise: of the next actions, [B, 1, A]."""
+    def target(self, batch: Batch, noise: Tensor) -> Target:
+        """Compute the soft Bellman target of (5), with the soft value of (3). noise: of the next actions, [B, 1, A]."""
         assert batch.next_observation is not None  # the window asks for it
         action, log_prob = self.policy.rsample(batch.next_observation, noise=noise)
-        values = self.target_critic.value(batch.next_observation, action)  # [E, B]
-        if self.num_target_critics < len(values):
-            values = values[torch.randperm(len(values), generator=self.generator)[: self.num_target_critics]]
-        value = values.amin(0)
-        if self.backup_entropy:
-            value = value - self.log_temperature().exp() * log_prob
-        return value_target(batch, value, self.discount)
+
+        def backup(value: Tensor) -> Tensor:
+            soft = value - self.log_temperature().exp() * log_prob if self.backup_entropy else value
+            return value_target(batch, soft, self.discount)
+
+        return self.target_critic.target(batch.next_observation, action, backup, self.generator)
 
     def policy_loss(self, batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Compute alpha log pi(f(noise; s) | s) - Q(s, f(noise; s)), (9), with Q the ensemble's mean as in RLPD.

@@ -12,7 +12,7 @@ the critics' errors. The last term of (2) applies only to a policy with a `noise
 1812.05905, 18). As in HIL-SERL, (1) has no entropy term.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 from torch import Tensor, nn
 
-from serl_launcher.algorithms.base import Algorithm, critic_weight, descend, follow, frozen_copy, value_target
+from serl_launcher.algorithms.base import Algorithm, critic_loss, descend, follow, frozen_copy, value_target
 from serl_launcher.algorithms.sac import LogTemperature, hold_entropy
 from serl_launcher.networks.augment import Augment, augmentation
-from serl_launcher.networks.critic import Critic
+from serl_launcher.networks.critics import Critic, Target
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import HeadPolicy
@@ -43,7 +43,7 @@ class SACPI0(Algorithm):
     critic_horizon: h, actions of a chunk that the critics judge; cut to the chunk's length H.
     encoder: makes the critics' encoder, trained with them; None: the frozen features of the reference.
     optimizer: makes the policy's optimiser. critic_optimizer: makes the critics'.
-    hidden, layer_norm, num_critics, discount, tau, augment: as in SAC.
+    critic, discount, tau, augment: as in SAC.
     distill_weight: weight of the mean squared distance to the reference's actions, scaled to [-1, 1].
     initial_temperature, entropy_per_action: as in SAC, per number of a chunk; for a policy with a `noise_level` only.
     Raises ConfigError for a policy with another head, and if `augment` is given and nothing reads images.
@@ -51,21 +51,17 @@ class SACPI0(Algorithm):
 
     def __init__(
         self, spec: Spec, *, policy: Callable[[Spec], Policy], critic_horizon: int,
-        encoder: Callable[[Spec], ObservationEncoder] | None, optimizer: Callable[[nn.Module], Optimizer],
-        critic_optimizer: Callable[[nn.Module], Optimizer], hidden: Sequence[int], layer_norm: bool,
-        num_critics: int, discount: float, tau: float, distill_weight: float, initial_temperature: float,
-        entropy_per_action: float, augment: Callable[[], Augment] | None,
+        encoder: Callable[[Spec], ObservationEncoder] | None, critic: Callable[..., Critic],
+        optimizer: Callable[[nn.Module], Optimizer], critic_optimizer: Callable[[nn.Module], Optimizer],
+        discount: float, tau: float, distill_weight: float, initial_temperature: float, entropy_per_action: float,
+        augment: Callable[[], Augment] | None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.policy, head = _flow(policy(spec))
         self.critic_horizon = min(critic_horizon, self.policy.horizon)
         self.reference = frozen_copy(self.policy)
         features: Any = encoder(spec) if encoder else ReferenceFeatures(self.reference)
-        self.critic = Critic(
-            spec, encoder=features, horizon=self.critic_horizon, num_critics=num_critics, hidden=hidden,
-            layer_norm=layer_norm,
-            scale=self.policy.scale,
-        )  # fmt: skip
+        self.critic = critic(spec, encoder=features, horizon=self.critic_horizon, scale=self.policy.scale)
         self.target_critic = frozen_copy(self.critic, self.reference)
         self.policy_optimizer = optimizer(_Trained(self.policy))
         self.critic_optimizer = critic_optimizer(self.critic)
@@ -124,18 +120,20 @@ class SACPI0(Algorithm):
         return loss, {"loss": loss.detach()}
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Compute each critic's squared error against (1). Chunks that truncation cut short have weight zero."""
-        prediction = self.critic_optimizer(_now(batch.observation), self._executed(batch))  # [E, B]
-        loss = (critic_weight(batch) * self.critic.loss(prediction, self.target(batch))).mean()
-        return loss, {"critic_loss": loss.detach(), "value": prediction.detach().mean()}
+        """Compute the critics' loss against (1). Chunks that truncation cut short have weight zero."""
+        prediction = self.critic_optimizer(_now(batch.observation), self._executed(batch))  # [E, B] or [E, B, K]
+        return critic_loss(batch, self.critic, prediction, self.target(batch))
 
     @torch.no_grad()
-    def target(self, batch: Batch) -> Tensor:
-        """Compute the target (1) -> [B]."""
+    def target(self, batch: Batch) -> Target:
+        """Compute the target (1)."""
         assert batch.next_observation is not None  # the window asks for it
         following = _now(batch.next_observation)
         action, _ = self.policy.rsample(following, seed=batch.seed, stream=1, task=batch.task)
-        return value_target(batch, self._value(self.target_critic, following, action).amin(0), self.discount)
+        return self.target_critic.target(
+            following, action[:, : self.critic_horizon], lambda value: value_target(batch, value, self.discount),
+            self.generator,
+        )  # fmt: skip
 
     def policy_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute (2). The critics give only their gradient by the action, so that their weights get no gradient."""
@@ -157,13 +155,9 @@ class SACPI0(Algorithm):
     def _climbed(self, observation: Observation, action: Tensor) -> Tensor:
         """Compute mean_e Q_e(s, a) [B] with a gradient with respect to the action [B, H, A] alone."""
         tried = action.detach().requires_grad_()
-        value = self._value(self.critic, observation, tried).mean(0)
+        value = self.critic.value(observation, tried[:, : self.critic_horizon]).mean(0)
         (slope,) = torch.autograd.grad(value.sum(), tried)
         return value.detach() + (slope * (action - tried.detach())).sum((1, 2))
-
-    def _value(self, critic: Critic, observation: Observation, action: Tensor) -> Tensor:
-        """Return each critic's value of the chunks' first h actions; action [B, H, A] -> [E, B]."""
-        return critic.value(observation, action[:, : self.critic_horizon])
 
     @torch.no_grad()
     def value(self, batch: Batch) -> Tensor:

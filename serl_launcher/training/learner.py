@@ -36,6 +36,7 @@ RETRY_S = 0.2  # after the server said that it cannot
 ALLOW_S = 1.0  # the pace is told again this often: a server that was restarted does not know it
 METRICS_S = 1.0
 FAREWELL_S = 15.0  # how long the actors may take to deliver the rest
+CLIPPED = 0.01  # share of critic targets outside of their range that is told
 
 
 class Learner:
@@ -74,7 +75,7 @@ class Learner:
         self._wall_s, self._began = 0.0, time.monotonic()
         self._rate = (time.monotonic(), 0)  # when, and how many updates there were
         self._latest: Mapping[str, torch.Tensor] = {}
-        self._refusals = Refusals()
+        self._refusals, self._is_clipping_told = Refusals(), False
 
     @property
     def wall_s(self) -> float:
@@ -330,6 +331,7 @@ class Learner:
             values = {name: float(value) for name, value in self._latest.items()}
             values |= self._value_error(self.counters.recent(phase.name, 20)) if phase else {}
             values |= {"refused": refused} if refused else {}
+            self._warn_of_clipping(values.get("targets_outside", 0.0))
             self._note("update", {"rate": round(rate, 1), **values})
         name = phase.name if phase else "end"
         recent = self.counters.recent(name, 20)
@@ -346,6 +348,15 @@ class Learner:
             "weights": f"version {self.publisher.version.get('version', 0)}",
             "actors": str(self._presence),
         })  # fmt: skip
+
+    def _warn_of_clipping(self, share: float) -> None:
+        """Say once if the critics cannot represent the returns that there are."""
+        if share > CLIPPED and not self._is_clipping_told:
+            self._is_clipping_told = True
+            log.warning(
+                "%.0f %% of the critics' targets lie outside of critic.values.low to critic.values.high and are "
+                "clipped: begin another run with a range that holds the returns, or with critic=two_hot", 100 * share
+            )  # fmt: skip
 
 
 def _succeeded(episodes: list[EpisodeInfo]) -> str:

@@ -1,4 +1,7 @@
-"""What every algorithm promises, found by its yaml: it composes, updates, learns a toy task and resumes bit by bit."""
+"""What every algorithm promises, found by its yaml: it composes, updates, learns a toy task and resumes bit by bit.
+
+Its policy is the one that the yaml chooses.
+"""
 
 import io
 from dataclasses import replace
@@ -7,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from serl_client import ConfigError
 
 from serl_launcher.algorithms.base import Algorithm, critic_weight, value_target
@@ -25,28 +29,41 @@ FITTED = {
     "std": {STATE: np.array([0.5, 0.0]), "action": np.full(2, REACH)},
     "low": {"action": np.full(2, -REACH)}, "high": {"action": np.full(2, REACH)},
 }  # fmt: skip
+RATES = {  # that make an algorithm learn the toy in few updates
+    "algo.learning_rate": 3e-3, "algo.optimizer.learning_rate": 3e-3, "algo.critic_optimizer.learning_rate": 3e-3,
+}  # fmt: skip
+TOY = {  # what else an algorithm may have: a short chunk, nothing cloned to stay near, no schedule
+    "algo.distill_weight": 0.0, "algo.optimizer.warmup": 0, "policy.horizon": 2, "policy.head.steps": 3,
+    "critic.values.low": -20.0, "critic.values.high": 0.0,
+}  # fmt: skip
+TINY = ("policy=pi0_tiny", "policy.gemma.depth=2", "policy.prompt_tokens=8", "head.steps=5")
+CRITICS = sorted(path.stem for path in (CONFIG / "critic").glob("*.yaml"))
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 
+def chosen(name):
+    """The config of config/algo/<name>.yaml with what it chooses by itself."""
+    return config_of(f"algo={name}")
+
+
+JUDGED = [name for name in ALGORITHMS if "critic" in chosen(name).algo]
+
+
 def build(name, *overrides, seed=0):
-    """The algorithm of config/algo/<name>.yaml, with cameras if it is made for them, and the config around it."""
-    kind = ("flow" if name.startswith(("rejection", "sac_pi0")) else "gaussian") + "_pixels" * name.endswith("_pixels")
-    words = [f"+algo={name}", f"+policy={kind}", "+n_action_steps=4"]
-    if name == "rejection_pi0":
-        words[1:2] = "+policy=pi0_tiny", "policy.gemma.depth=2", "policy.prompt_tokens=8", "+head=flow", "head.steps=5"
-    config = config_of(*words, *overrides)
+    """The algorithm of config/algo/<name>.yaml with its own policy, tiny if that is a PI0, and the config around it."""
+    config = config_of(f"algo={name}", *(TINY if "gemma" in chosen(name).policy else ()), *overrides)
     torch.manual_seed(seed)
     return instantiate(config.algo)(SPEC), config
 
 
-def faster(name):
+def faster(*words):
     """The words that make an algorithm learn the toy in few updates."""
-    if name.startswith("sac_pi0"):  # nothing was cloned that it should stay near, and the toy has one action
-        rates = ["algo.optimizer.learning_rate=1e-3", "algo.critic_optimizer.learning_rate=3e-3"]
-        return [*rates, "algo.distill_weight=0.0", "policy.head.steps=3", "policy.horizon=1"]
-    rate = f"algo.{'' if name.startswith(('sac', 'rlpd')) else 'optimizer.'}learning_rate=3e-3"
-    pi0 = ["algo.optimizer.warmup=0", "policy.cameras=[]", "algo.augment=null", "policy.horizon=2"]
-    return [rate, *(pi0 if name == "rejection_pi0" else ())]
+    config = config_of(*words)
+    return [
+        f"{option}={value}"
+        for option, value in {**RATES, **TOY}.items()
+        if OmegaConf.select(config, option) is not None
+    ]
 
 
 def toy_batch(window, generator=None, size=64, noise=0.7):
@@ -108,7 +125,7 @@ def test_targets_keep_termination_and_truncation_apart(length, ends, target, wei
 
 
 def test_the_target_of_soft_actor_critic_is_the_papers():
-    overrides = ("algo.num_critics=4", "algo.num_target_critics=2", "algo.discount=0.5", "algo.initial_temperature=0.3")
+    overrides = ("critic.num_critics=4", "algo.discount=0.5", "algo.initial_temperature=0.3")
     algorithm, _ = build("sac", *overrides)
     rows = batch(SPEC, window=algorithm.windows["update"])
     generator = torch.Generator().set_state(algorithm.generator.get_state())
@@ -158,9 +175,9 @@ def test_entropy_below_its_target_becomes_dear_and_above_it_cheap(target, dearer
 @pytest.mark.parametrize("name", ["sac", "rlpd"])
 def test_soft_actor_critic_refuses_a_policy_without_density_or_encoder_and_names_what_to_say(name):
     without = [f"~policy.{word}" for word in ("encoder", "hidden", "layer_norm", "log_std_low", "log_std_high")]
-    for words in (["+policy=gaussian", STRANGE, *without], ["+policy=pi0_tiny"]):
+    for words in (["policy=gaussian", STRANGE, *without], ["policy=pi0_tiny"]):
         with pytest.raises(ConfigError, match=r"need a policy with a density .* policy=gaussian, or algo=sac_pi0 with"):
-            instantiate(config_of(f"+algo={name}", "+n_action_steps=4", *words).algo)(SPEC)
+            instantiate(config_of(f"algo={name}", *words).algo)(SPEC)
 
 
 # -- what algorithms share
@@ -216,7 +233,7 @@ def test_updates_are_finite_and_acting_needs_only_the_published_weights_and_the_
     assert not act(actor, state).requires_grad
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name.startswith(("sac", "rlpd"))])
+@pytest.mark.parametrize("name", JUDGED)
 def test_only_the_critic_learns_from_update_critic(name):
     algorithm, _ = build(name)
     before, critics = weights(algorithm.acting), weights(algorithm.critic)
@@ -282,7 +299,7 @@ SCHEDULE = tuple(
 )
 def test_a_resumed_run_goes_on_bit_by_bit(name, overrides):
     straight, config = build(name, *overrides)
-    rounds = 1 if name.endswith(("_pixels", "pi0")) else 3
+    rounds = 3 if config.algo.augment is None else 1  # images take longer
     half = {kind: {name: value / 2 for name, value in columns.items()} for kind, columns in FITTED.items()}
     straight.set_statistics(half)  # else a scale of actions is what it begins as
     if hasattr(straight, "update_clone"):  # so that policy and reference differ, and are not what they began as
@@ -297,9 +314,11 @@ def test_a_resumed_run_goes_on_bit_by_bit(name, overrides):
 
 
 @pytest.mark.slow
-@every_algorithm
-def test_a_toy_task_is_learned(name):
-    algorithm, config = build(name, *faster(name))
+@pytest.mark.parametrize(
+    ("name", "words"), [*((name, ()) for name in ALGORITHMS), *(("sac", (f"critic={name}",)) for name in CRITICS)]
+)
+def test_a_toy_task_is_learned(name, words):
+    algorithm, config = build(name, *words, *faster(f"algo={name}", *words))
     state, generator = torch.rand(256, 2, generator=torch.Generator().manual_seed(9)) * 2 - 1, torch.Generator()
 
     def error():

@@ -19,6 +19,7 @@ from serl_launcher.algorithms.base import value_target
 from serl_launcher.algorithms.sac_pi0 import SACPI0
 from serl_launcher.networks.augment import Augment
 from serl_launcher.networks.chunks import MLP
+from serl_launcher.networks.critics import Critic, Scalar
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.chunk import ChunkPolicy
 from serl_launcher.policies.gaussian import GaussianPolicy
@@ -30,6 +31,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SPEC = robot()
 HORIZON, JUDGED, STEPS = 6, 4, 3
+CRITIC = partial(
+    Critic, values=Scalar, hidden=[32, 32], layer_norm=True, num_critics=3, num_target_critics=3, lowest=0.0,
+    std_penalty=0.0,
+)  # fmt: skip
 SEES = partial(ObservationEncoder, cameras="all", channels=[8], latent=6)
 chunks = partial(batch, SPEC, horizon=JUDGED)
 longer = partial(batch, SPEC, horizon=HORIZON)
@@ -51,7 +56,7 @@ def build(seed=0, policy=policy_of, learning_rate=1e-3, spec=SPEC, **options):
     optimizer = partial(Optimizer, learning_rate=learning_rate)
     known = {
         "critic_horizon": JUDGED, "encoder": ObservationEncoder, "optimizer": optimizer, "critic_optimizer": optimizer,
-        "hidden": [32, 32], "layer_norm": True, "num_critics": 3, "discount": 0.5, "tau": 0.1, "distill_weight": 3.0,
+        "critic": CRITIC, "discount": 0.5, "tau": 0.1, "distill_weight": 3.0,
         "initial_temperature": 0.2, "entropy_per_action": 1.0, "augment": None,
     }  # fmt: skip
     return SACPI0(spec, policy=policy, **{**known, **options})

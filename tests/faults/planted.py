@@ -215,10 +215,10 @@ B5 equivalent _Reader.actors: a phase that evaluates nothing may record into the
     - if (mode == "evaluate") != (into.value == EVAL):
     + if mode == "evaluate" and into.value != EVAL:
 
-== soft actor-critic: test_algorithms test_vision test_networks
+== soft actor-critic: test_algorithms test_vision test_networks test_critics
 
-C1 killed SAC.target: the mean of the critics is the target, not the least
-    - value = values.amin(0)
+C1 killed Critic.target: the mean of the critics is the target, not the least
+    - value = lowest[0] if self.num_lowest == 1 else lowest.mean(0)  # [B]
     + value = values.mean(0)
 C2 killed SAC.update: the next action is drawn with the noise of the loss
     - self._update_policy(batch, noise[1])
@@ -229,9 +229,21 @@ C3 killed hold_entropy: the temperature moves the wrong way
 C4 killed SAC._update_policy: the policy's convolutions stay those of the beginning
     - follow(self.policy.encoder.trunks, self.critic.encoder.trunks, 1.0)
     + pass
-C5 killed SAC._update_critic: rows without weight move the critic
-    - (critic_weight(batch) * self.critic.loss(prediction, target)).mean()
-    + self.critic.loss(prediction, target).mean()
+C5 killed critic_loss: rows without weight move the critic
+    - (critic_weight(batch) * critic.loss(prediction, target)).mean()
+    + critic.loss(prediction, target).mean()
+C6 killed HLGauss.__init__: erf gets the scale of the normal distribution's own function, so targets are wider
+    - math.sqrt(2) * sigma * self.width
+    + 2 * sigma * self.width
+C7 killed HLGauss.encode: a target beyond the range is shared among no bins
+    - value.clamp(self.low, self.high)
+    + value
+C8 killed C51.target: the distribution stays where it was, and its mean alone is learned
+    - Spread(backup(self.centers.unsqueeze(-1) - penalty), shares.T)
+    + backup(value)
+C9 killed Binned.layer: an untrained critic promises the middle of its range
+    - (self.encode(torch.zeros(())) + LEAST).log().expand_as(layer.bias)
+    + torch.zeros(())
 
 == acting on a GPU: test_graphs test_device
 
@@ -284,9 +296,9 @@ F2 killed SACPI0._executed: what an episode's end cut off lies outside of the bo
 F3 killed SACPI0.update_clone: the reference is not what was cloned
     - follow(self.reference, self.policy, 1.0)
     + pass
-F4 killed SACPI0.target: the mean of the critics is the target, not the least
-    - following, action).amin(0), self.discount)
-    + following, action).mean(0), self.discount)
+F5 killed SACPI0.target: the next chunk is drawn with the noise of the loss
+    - stream=1
+    + stream=0
 
 == chunks of an actor: test_chunks test_remote_policy test_local
 

@@ -45,12 +45,12 @@ OFFERED = groups(CONFIG)
 STEPS = 8  # of an episode of a gymnasium task
 SMALL = ["batch_size=8", "max_env_steps=500", "wandb=false", "seed=3", "checkpoint_s=600"]
 SIZES = {  # of networks, where they have such a setting
-    "algo.hidden": "[16,16]", "policy.hidden": "[16,16]", "policy.encoder.channels": "[8,8]",
-    "policy.encoder.latent": "4", "algo.num_critics": "2", "algo.encoder.latent": "4",
+    "policy.hidden": "[16,16]", "policy.encoder.channels": "[8,8]", "policy.encoder.latent": "4",
+    "algo.encoder.latent": "4",
 }  # fmt: skip
-PARTS = {"head.steps": "2", "network.hidden": "[16,16]"}
+PARTS = {"head.steps": "2", "network.hidden": "[16,16]", "critic.hidden": "[16,16]", "critic.num_critics": "2"}
 PI0 = ("vision", "gemma", "horizon", "width", "state_size", "prompt_tokens", "precision")
-CHOICE = re.compile(r"\b(?:algo|policy|head|network|plan|task)=\w+")
+CHOICE = re.compile(r"\b(?:algo|policy|head|network|critic|plan|task)=\w+")
 ONE_ACTION = Spec({"observation.state": Feature((3,))}, Feature((1,), low=-2, high=2), fps=10.0)
 SEEN = Spec(
     {"observation.state": Feature((4,)), "observation.images.top": Feature((16, 16, 3), "uint8")},
@@ -89,12 +89,16 @@ def run_of(group: str, name: str) -> frozenset[tuple[str, str]]:
     said = dict(word.split("=") for word in words_of(group, name))
     base = chosen(CONFIG / "base.yaml") | {"task": "fake"}
     plan = said.get("plan", base["plan"])
-    return frozenset({**base, **chosen(CONFIG / f"plan/{plan}.yaml"), **said}.items())
+    choice = {**base, **chosen(CONFIG / f"plan/{plan}.yaml"), **said}
+    return frozenset({**choice, **chosen(CONFIG / f"algo/{choice['algo']}.yaml"), **said}.items())
 
 
 def chosen(path: Path) -> dict[str, str]:
-    """What the defaults of a yaml choose of other groups."""
-    return dict(re.findall(r"(?:^  - |override /)(\w+)(?:@\S+)?: (\w+)", path.read_text(), re.MULTILINE))
+    """What the defaults of a yaml, and of the one that it continues, choose of other groups."""
+    text = path.read_text()
+    before = [chosen(path.with_stem(name)) for name in re.findall(r"^defaults: \[(\w+)[,\]]", text, re.MULTILINE)]
+    own = re.findall(r"(?:^  - |override /)(\w+)(?:@\S+)?: (\w+)", text, re.MULTILINE)
+    return {**(before[0] if before else {}), **dict(own)}
 
 
 NO_RUN = ("sharding", "head", "network")  # tried without a run of their own: below, and in test_parts
@@ -307,7 +311,7 @@ def homes(first: str) -> Iterator[list[str]]:
     yield []
     if first in NO_RUN:
         yield from (["algo=rejection", "policy=chunk", f"{first}={name}"] for name in OFFERED[first])
-    for group in sorted(("plan", "policy", "task", "algo"), key=lambda group: group != first):
+    for group in sorted(("plan", "policy", "critic", "task", "algo"), key=lambda group: group != first):
         yield from (words_of(group, name) for name in OFFERED[group])
     yield ["plan=hiors", "task=fake"]
 

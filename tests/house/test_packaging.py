@@ -155,4 +155,4 @@ def test_a_plan_for_another_algorithm_than_the_runs_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"made for (algo=rejection|policy=flow), and the run in .* was begun with"):
         composed(CONFIG, [*words, "plan=hiors"])
     assert composed(CONFIG, [*words, "plan=hiors", "algo=rejection", "policy=flow"]).policy.horizon
-    assert composed(CONFIG, [*words, "plan=evaluate"]).remembered == ["algo=sac", "policy=gaussian"]
+    assert composed(CONFIG, [*words, "plan=evaluate"]).remembered == ["algo=sac", "policy=gaussian", "critic=mse"]

@@ -6,7 +6,7 @@ import torch
 from serl_client import ConfigError, Feature, Spec
 from torch import distributions, nn
 
-from serl_launcher.networks.critic import Critic
+from serl_launcher.networks.critics import Critic, Scalar
 from serl_launcher.networks.mlp import SCALES, ActionScale, StateEncoder
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.gaussian import GaussianPolicy
@@ -35,7 +35,8 @@ def observe(count):
 
 def critic_of(**options):
     torch.manual_seed(0)
-    return Critic(SPEC, encoder=ObservationEncoder(SPEC), **options)
+    known = {"values": Scalar, "num_target_critics": 2, "lowest": 0.0, "std_penalty": 0.0}
+    return Critic(SPEC, encoder=ObservationEncoder(SPEC), **{**known, **options})
 
 
 def single(critic, member):

@@ -235,7 +235,7 @@ def places(size, generator):
 def test_a_policy_learns_to_reach_for_what_only_the_camera_sees():
     """One-step episodes: the reward is how near the action comes to the block."""
     spec, generator = robot(2, reach=1, shape=(SIZE, SIZE, 3), cameras=(HIGH,)), torch.Generator().manual_seed(1)
-    algorithm = build(spec, "algo.learning_rate=3e-3", "algo.initial_temperature=0.01", "algo.num_critics=4")
+    algorithm = build(spec, "algo.learning_rate=3e-3", "algo.initial_temperature=0.01", "critic.num_critics=4")
     images, wanted = places(256, generator)
 
     def error():

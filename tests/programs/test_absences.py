@@ -15,7 +15,7 @@ from tests.shared.programs import Programs
 
 LACKS = ("wandb", "lerobot", "av", "torchcodec", "rerun", "OpenGL")
 PRACTISE = [
-    "task=sim_arm", "task.cameras=auto", "utd=1", "algo.hidden=[32,32]", "policy.hidden=[32,32]", "record=eval",
+    "task=sim_arm", "task.cameras=auto", "utd=1", "critic.hidden=[32,32]", "policy.hidden=[32,32]", "record=eval",
     "export.sources=all", 'plan.phases.demonstrate.until=["demo.episodes >= 2"]', "~plan.phases.baseline",
     "plan.phases.practise.start_when='online.steps >= 20'",
     'plan.phases.practise.until=["env_steps >= 60 and updates >= 1"]', 'plan.phases.evaluate.until=["episodes >= 2"]',

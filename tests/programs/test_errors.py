@@ -285,12 +285,12 @@ def test_a_capacity_is_for_the_life_of_a_run(child, spec, tmp_path):
 
 def test_a_checkpoint_of_another_algorithm_is_refused_by_what_differs(child, spec, tmp_path):
     make_store(tmp_path / "run", spec).close()
-    other = {"algo": {"num_critics": 7}}
+    other = {"algo": {"critic": {"num_critics": 7}}}
     Checkpoints(tmp_path / "run" / "checkpoints", spec=spec, config=other).stage(1, {})()
     with serving(composed(CONFIG, ["learner=true", f"run_dir={tmp_path}/run"])) as (local, _):
         said = child("trainer", local=local)
     assert "000001 was made with another algorithm" in said
-    assert "algo.num_critics: 2, 7" in said
+    assert "algo.critic.num_critics: 2, 7" in said
     assert "begin anew with another run_dir" in said
 
 

@@ -15,7 +15,7 @@ from tests.shared.tools import called
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "same_loggers")]
 
 SAC_PI0 = [
-    "task=fake", "plan=sac_pi0", "policy.head.steps=3", "policy.network.hidden=[64,64]", "algo.hidden=[64,64]",
+    "task=fake", "plan=sac_pi0", "policy.head.steps=3", "policy.network.hidden=[64,64]", "critic.hidden=[64,64]",
     "batch_size=64",
     'plan.phases.demonstrate.until=["demo.episodes >= 6"]', 'plan.phases.clone.until=["updates >= 150"]',
     'plan.phases.baseline.until=["episodes >= 4"]', 'plan.phases.warm_up.start_when="online.episodes >= 3"',

@@ -18,7 +18,7 @@ from tests.shared.programs import PROMPT, Programs
 
 EVALUATED = 8
 WORDS = [  # the quickstart on a task that needs no simulator, made short
-    "task=fake", "utd=1", "algo.hidden=[32,32]", "policy.hidden=[32,32]", "checkpoint_s=0.5",
+    "task=fake", "utd=1", "critic.hidden=[32,32]", "policy.hidden=[32,32]", "checkpoint_s=0.5",
     'plan.phases.demonstrate.until=["demo.episodes >= 5"]',
     'plan.phases.baseline.until=["episodes >= 4"]',
     'plan.phases.practise.until=["env_steps >= 600", operator]',

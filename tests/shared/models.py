@@ -7,6 +7,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from serl_client import Feature, Spec
 
+from serl_launcher.config import groups
 from serl_launcher.types import Batch
 from tests.shared.common import CONFIG, STATE
 
@@ -73,10 +74,11 @@ def act(algorithm, observation, noise=0, explore=False):
 
 @cache
 def config_of(*words):
-    """Return config/ composed with these words, such as "+algo=sac", and with the parts that base.yaml chooses."""
-    parts = [f"+{word}" for word in ("head=flow", "network=mlp") if not any(f"+{word[:4]}" in each for each in words)]
+    """Return config/base.yaml composed with these words, such as "algo=sac", as they are."""
+    chosen = {f"+{group}" for group in groups(CONFIG)}
+    words = tuple(word.removeprefix("+") if word.partition("=")[0] in chosen else word for word in words)
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
-        return compose(overrides=[*words, *parts])
+        return compose("base", overrides=list(words))
 
 
 def weights(module):

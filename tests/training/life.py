@@ -70,8 +70,8 @@ class Life:
     trained on).
     """
 
-    def __init__(self, run_dir, server, spec, plan, *, seed=0, dies_after=None, config=None, **options):
-        self.algorithm = rlpd(spec, seed, "algo.hidden=[32,32]")
+    def __init__(self, run_dir, server, spec, plan, *, seed=0, dies_after=None, config=None, words=(), **options):
+        self.algorithm = rlpd(spec, seed, "critic.hidden=[32,32]", *words)
         self.made, self.dies_after, self.dying = [], dies_after, threading.Event()
         self._within = False
         for name in ("update", "update_critic"):

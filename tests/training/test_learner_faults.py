@@ -224,6 +224,13 @@ def test_batches_that_are_not_finite_cost_their_updates_and_nothing_else(server,
     assert "had no finite gradient: skipped" in caplog.text
 
 
+def test_critics_that_cannot_represent_the_returns_are_told_once(server, live, caplog, monkeypatch):
+    monkeypatch.setattr(learner, "METRICS_S", 0.0)
+    live(server, plan_of(**LEARNING), words=("critic=c51",)).run()  # rewards of 0 to 3, and a range of 0 to 1
+    (said,) = [line for line in caplog.messages if "lie outside" in line]
+    assert "critic.values.low to critic.values.high and are clipped: begin another run with a range" in said
+
+
 def test_a_run_whose_gradients_are_never_finite_ends_with_one_sentence_and_its_good_weights(server, live, monkeypatch):
     monkeypatch.setattr(learner, "METRICS_S", 0.0)
     monkeypatch.setattr("serl_launcher.utils.finite.MOST_IN_A_ROW", 5)
