@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.faults import planted, planted_replay, planted_robot
+from tests.faults import planted, planted_learning, planted_replay, planted_robot
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = planted.TABLE + planted_replay.TABLE + planted_robot.TABLE
+TABLE = planted.TABLE + planted_learning.TABLE + planted_replay.TABLE + planted_robot.TABLE
 PRODUCT = ("packages/*/src/**/*.py", "robot_infra/**/*.py", "serl_launcher/**/*.py")
 ENTRY = re.compile(r"^(\w+) (\w+) (\S+): (.+)\n((?: {4}- .+\n)+)((?: {4}\+ .+\n)+)", re.MULTILINE)
 KNOWN = ("killed", "survives", "chance", "equivalent")

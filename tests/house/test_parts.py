@@ -1,32 +1,108 @@
-"""Each head and each network of config/ goes the way of a run that trains a policy of chunks, but for its processes."""
+"""Each head, network, critic and algorithm that config/ offers goes with the others from a start to a resumed run.
+
+They are found by glob. What is started is tiny, and it is built, counted, published and loaded as a run does it. Each
+yaml of a group is tried with what base.yaml and the algorithm choose of the others.
+"""
 
 import copy
-from functools import cache
+import re
 
+import numpy as np
 import pytest
-import yaml
+import safetensors.torch
+import torch
 from omegaconf import DictConfig, OmegaConf
+from serl_client import messages as m
 
-from serl_launcher.config import composed
-from tests.shared.common import CONFIG
-from tests.shared.models import config_of
+from serl_launcher.acting.host import PolicyHost, Question
+from serl_launcher.store import weights
+from serl_launcher.training import build as training
+from serl_launcher.training.plan_reader import plan_of
+from serl_launcher.types import Batch
+from serl_launcher.utils.checkpoint import Checkpoints
+from tests.shared.models import assert_same, batch, config_of
 
-from .test_offered import NO_RUN, OFFERED, PARTS, SEEN, check, small
+from .test_offered import OFFERED, SEEN, needs
 
-pytestmark = pytest.mark.usefixtures("one_thread", "same_loggers")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WITH = {
+    "head": ["algo=sft", "policy=chunk"],
+    "network": ["algo=sft", "policy=chunk"],
+    "critic": ["algo=rlpd"],
+    "algo": [],
+}
+SIZES = {"hidden": [16, 16], "steps": 2, "num_critics": 3, "channels": [8, 8]}  # wherever an algorithm has them
+PI0 = ("policy=pi0_tiny", "policy.gemma.depth=1", "policy.vision.depth=1")
+SIZED = {name for name in OFFERED["network"] if f"{name}_tiny" in OFFERED["network"]}  # its tiny twin is tried
+CASES = [
+    pytest.param([*words, f"{group}={name}"], id=f"{group}-{name}",
+                 marks=[pytest.mark.slow] * bool(group == "algo" and re.search("pixels|pi0", name)))
+    for group, words in WITH.items() for name in OFFERED[group] if name not in SIZED
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("group", "name"), [(group, name) for group in NO_RUN[1:] for name in OFFERED[group]])
-def test_every_part_of_a_policy_of_chunks_trains_and_acts(group, name):
-    config = copy.deepcopy(chunk())
-    part = config_of(f"+{group}={name}")[group]
-    for option, value in PARTS.items():
-        if option.startswith(group) and option.partition(".")[2] in part:
-            OmegaConf.update(part, option.partition(".")[2], yaml.safe_load(value))
-    config.algo.policy[group] = part
-    check(config, SEEN)
+def tiny(words):
+    """The config of these words with small networks; composed once, because that takes longest."""
+    config = copy.deepcopy(
+        config_of("ranks=1", "batch_size=8", *(PI0 if "algo=rejection_pi0" in words else ()), *words)
+    )
+    OmegaConf.resolve(config)
+    shrink(config.algo)
+    return config
 
 
-@cache
-def chunk() -> DictConfig:
-    return composed(CONFIG, ["learner=true", *small(["algo=rejection", "policy=chunk"])])
+def shrink(node):
+    for name in node:
+        if name in SIZES:
+            node[name] = SIZES[name]
+        elif isinstance(node[name], DictConfig):
+            shrink(node[name])
+
+
+def rows_of(window, seed) -> Batch:
+    return batch(SEEN, 8, window=window, seed=seed, ends="terminated")
+
+
+def update(algorithm, seed):
+    """Make each update once; return the metrics of all."""
+    found = {}
+    for name, window in algorithm.windows.items():
+        metrics = getattr(algorithm, name)(rows_of(window, seed))
+        assert all(value.isfinite() and not value.requires_grad for value in metrics.values()), name
+        found[name] = metrics
+    return found
+
+
+def answer(host, explores=True):
+    observation = {name: np.ones(feature.shape, feature.dtype) for name, feature in SEEN.observation.items()}
+    return host.answer([Question(b"arm", m.InferenceRequest(0, 7, True, explores, "", observation))])[0].arrays[
+        "action"
+    ]
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_every_part_starts_learns_acts_with_what_it_published_and_resumes_bit_by_bit(words, tmp_path):
+    needs(words)
+    config = tiny(words)
+    training.check_memory(config, SEEN, "cpu", 1)
+
+    def built(seed):
+        torch.manual_seed(seed)
+        return training.build(config, SEEN)
+
+    learner, resumed = built(1), built(2)
+    plan_of(config, set(learner.windows))
+    assert update(learner, 1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", spec=SEEN, config={})
+    checkpoints.stage(1, {"algorithm": learner.state_dict()})()
+    resumed.load_state_dict(checkpoints.load()["algorithm"])
+    assert_same(update(learner, 2), update(resumed, 2))
+    assert_same(learner.state_dict(), resumed.state_dict())
+    sha256, _ = weights.write(tmp_path, safetensors.torch.save(learner.acting.published()))
+    host, there = PolicyHost(built(3), SEEN, "cpu"), PolicyHost(learner, SEEN, "cpu")
+    before = answer(host)
+    host.load(1, weights.path(tmp_path, sha256))
+    assert np.isfinite(answer(host, explores=False)).all()
+    assert np.array_equal(answer(host), answer(there))
+    assert not np.array_equal(answer(host), before)
