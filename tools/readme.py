@@ -55,7 +55,7 @@ NOT_RUN = {  # a regular expression of whole commands: why nobody gives them her
     r".*operator=keyboard.*": "needs a person at the keyboard",
     r".*/models/.*|.*/path/to/.*": "needs a file that only its owner has",
     r"examples/robomimic/\S+\.sh.*": "installs robosuite, 1.1 GB",
-    r".*uv pip install.*|.*LunarLander.*": "installs packages that are none of ours",
+    r".*uv pip install.*|.*LunarLander.*|.*PushT-v0.*": "installs packages that are none of ours",
     r".*tools/study\.py .* -- .*": "takes an hour",
     r".*tools/bench\.py(?! --help).*": "measures, for minutes, and asks for an idle machine",
     r".*(NNODES|ranks=|sharding=|pi0_expert|pi0_lora|policy=pi0\b).*": "needs a GPU, or several machines",

@@ -224,3 +224,23 @@ def test_nobody_can_demonstrate(env):
     assert not env.has_operator
     with pytest.raises(ConfigError, match="no teleop"):
         env.reset(0, teleop=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("state", {"observation.state"}),
+        ("environment_state_agent_pos", {"observation.agent_pos", "observation.environment_state"}),
+        ("pixels_agent_pos", {"observation.agent_pos", "observation.images.pixels"}),
+    ],
+)
+def test_push_t_is_such_a_task(kind, names, monkeypatch):
+    pytest.importorskip("gym_pusht", reason="gym-pusht is not installed: docs/commands.md")
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    with GymEnv("gym_pusht:gym_pusht/PushT-v0", options={"obs_type": kind, "max_episode_steps": 3}) as env:
+        first, again = env.reset(3), env.reset(3)
+        assert first.keys() == names
+        assert all(np.array_equal(first[name], again[name]) for name in names)
+        steps = [env.step(env.spec.action.high / 2) for _ in range(3)]
+        assert [step.truncated for step in steps] == [False, False, True]
+        assert [step.success for step in steps] == [None, None, False]
