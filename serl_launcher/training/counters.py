@@ -168,19 +168,25 @@ def succeeded(episode: EpisodeInfo) -> bool:
 
 
 def evaluation(counters: RunCounters, phase: str, begin: int, count: int | None) -> dict[str, Any]:
-    """Return the result of an evaluation: {episodes, distinct_starts, successes, returns, versions}.
+    """Return the result of an evaluation: {episodes, distinct_starts, successes, returns, trials, versions}.
+
+    trials: (start, success or None, return) of each episode whose first observation was seen.
 
     phase: its name. begin: episodes of that phase to skip. count: episodes to take; None: all.
     A takeover counts as a failure. `successes` is None for a task without success. Two starts are equal if their first
     observations are.
     """
     done = counters.finished([phase])[begin:][:count]
-    judged, flags = bool((done["flags"] & JUDGED).any()), done["flags"]
+    judged, alone = bool((done["flags"] & JUDGED).any()), done["flags"] & (SUCCEEDED | INTERVENED) == SUCCEEDED
+    each = zip(*(column.tolist() for column in (done["number"], alone, done["reward"])), strict=True)
+    starts = counters.starts
+    trials = [(f"{starts[n]:016x}", won if judged else None, reward) for n, won, reward in each if n in starts]
     return {
         "episodes": len(done),
-        "distinct_starts": len({counters.starts[n] for n in done["number"].tolist() if n in counters.starts}),
-        "successes": int((flags & (SUCCEEDED | INTERVENED) == SUCCEEDED).sum()) if judged else None,
+        "distinct_starts": len({start for start, _, _ in trials}),
+        "successes": int(alone.sum()) if judged else None,
         "returns": done["reward"].tolist(),
+        "trials": trials,
         "versions": sorted(set(done["weights"].tolist())),
     }
 

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 Z_95 = 1.959964  # the normal quantile of a two-sided 95 % interval
+_LIST = re.compile(r"\[[^][{}]+\]")  # without another one in it: it is written in one line
 RECENT = 20  # episodes that a point of the curve averages over
 
 
@@ -31,9 +33,9 @@ def write(
     """Write the summary to `path` and learning_curve.png beside it, and return the summary.
 
     The counts are of the whole run. wall_s: seconds.
-    evaluations: {episodes, distinct_starts, successes (None: the task knows none), returns}, in their order. The last
-    is of the trained policy; the first of several is of the untrained one. Without any, the file keeps the results of
-    an earlier plan, with the hash of its weights. weights_sha256: of the newest weights.
+    evaluations: what `training.counters.evaluation` returns, in their order. The last is of the trained policy; the
+    first of several is of the untrained one. Without any, the file keeps the results of an earlier plan, with the hash
+    of its weights. weights_sha256: of the newest weights.
     curve: {env_steps (up to its end), success (None: not judged), return, intervened} of each training episode.
     """
     results, earlier = [_result(evaluation) for evaluation in evaluations], read(path)
@@ -46,7 +48,7 @@ def write(
     counts = {"env_steps": env_steps, "episodes": episodes, "assisted": assisted, "updates": updates}
     counts |= {"wall_s": round(wall_s, 1), "weights_sha256": weights_sha256}
     summary = counts | (measured if results else {name: earlier.get(name) for name in measured})
-    _write_whole(path, json.dumps(summary, indent=1).encode())
+    _write_whole(path, _LIST.sub(lambda found: " ".join(found[0].split()), json.dumps(summary, indent=1)).encode())
     if curve:
         _write_whole(path.with_name("learning_curve.png"), picture(curve))
     return summary
@@ -128,6 +130,7 @@ def _result(evaluation: Mapping[str, Any]) -> dict[str, Any]:
         "success": successes / episodes if judged else None,
         "wilson95": wilson(successes or 0, episodes) if judged else None,
         "return_mean": sum(returns) / len(returns) if returns else None,
+        "trials": evaluation.get("trials", []),  # checkpoints of before have none
     }
 
 
