@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from serl_launcher.networks.mlp import mlp
 
-FREQUENCIES = 16  # of the MLP's time features, from 1 to 100 quarter turns
+FREQUENCIES = 16  # of the MLP's time features
 
 
 class ChunkNetwork(nn.Module, ABC):
@@ -34,13 +34,29 @@ class ChunkNetwork(nn.Module, ABC):
         """chunk [B, H, inputs], time [B, times], condition [B, To, C] -> [B, H, outputs]."""
 
 
+class TimeFeatures(nn.Module):
+    """Sines and cosines of times [B, times] -> [B, size]; `size` is 2 * times * frequencies.
+
+    Frequencies rise from 1 to 100 quarter turns, in equal ratios.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, times: int, frequencies: int) -> None:
+        super().__init__()
+        self.size = 2 * times * frequencies
+        self.register_buffer("frequencies", torch.logspace(0, 2, frequencies), persistent=False)
+
+    def forward(self, time: Tensor) -> Tensor:
+        angle = (time.unsqueeze(-1) * self.frequencies * math.tau / 4).flatten(1)
+        return torch.cat([angle.sin(), angle.cos()], -1)
+
+
 class MLP(ChunkNetwork):
     """An MLP of the flattened chunk, sines and cosines of time, and the observations.
 
     hidden, layer_norm: as in networks.mlp.mlp.
     """
-
-    frequencies: Tensor
 
     def __init__(
         self, *, horizon: int, inputs: int, outputs: int, times: int, condition: int, history: int,
@@ -48,11 +64,10 @@ class MLP(ChunkNetwork):
     ) -> None:  # fmt: skip
         sizes = {"inputs": inputs, "outputs": outputs, "times": times, "condition": condition, "history": history}
         super().__init__(horizon=horizon, **sizes)
-        flat = horizon * inputs + times * 2 * FREQUENCIES + history * condition
+        self.time = TimeFeatures(times, FREQUENCIES)
+        flat = horizon * inputs + self.time.size + history * condition
         self.layers = mlp(flat, hidden, horizon * outputs, layer_norm=layer_norm)
-        self.register_buffer("frequencies", torch.logspace(0, 2, FREQUENCIES), persistent=False)
 
     def forward(self, chunk: Tensor, time: Tensor, condition: Tensor) -> Tensor:
-        angle = (time.unsqueeze(-1) * self.frequencies * math.tau / 4).flatten(1)
-        features = [chunk.flatten(1), angle.sin(), angle.cos(), condition.flatten(1)]
+        features = [chunk.flatten(1), self.time(time), condition.flatten(1)]
         return self.layers(torch.cat(features, -1)).view(len(chunk), self.horizon, self.outputs)
