@@ -24,6 +24,8 @@ EXPANSION = 4  # a layer's inner width, as a factor on its width
 class ChiTransformer(ChunkNetwork):
     """width, heads, depth: of the decoder. Raises ConfigError for heads that do not divide the width."""
 
+    hidden: Tensor
+
     def __init__(
         self, *, horizon: int, inputs: int, outputs: int, times: int, condition: int, history: int, width: int,
         heads: int, depth: int,

@@ -25,6 +25,8 @@ class UNet(ChunkNetwork):
     Raises ConfigError for other widths, and for an even kernel.
     """
 
+    steps: Tensor
+
     def __init__(
         self, *, horizon: int, inputs: int, outputs: int, times: int, condition: int, history: int,
         widths: Sequence[int], kernel: int, embedding: int, scales: bool,

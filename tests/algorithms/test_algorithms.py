@@ -59,11 +59,10 @@ def build(name, *overrides, seed=0):
 def faster(*words):
     """The words that make an algorithm learn the toy in few updates."""
     config = config_of(*words)
-    return [
-        f"{option}={value}"
-        for option, value in {**RATES, **TOY}.items()
-        if OmegaConf.select(config, option) is not None
-    ]
+    own = {**RATES, **TOY}
+    if "head" in config.policy and OmegaConf.is_interpolation(config.policy, "head"):
+        del own["policy.head.steps"]  # it is a word of the group
+    return [f"{option}={value}" for option, value in own.items() if OmegaConf.select(config, option) is not None]
 
 
 def toy_batch(window, generator=None, size=64, noise=0.7):

@@ -58,8 +58,10 @@ def test_sac_pi0_updates_what_each_phase_says_and_says_how_far_values_are_from_t
     assert {name.partition(".")[0] for name in published} == {"encoder", "network", "scale"}
     newest = max((tmp_path / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
     kept = safetensors.torch.load_file(newest / "tensors.safetensors")
-    assert torch.equal(kept["algorithm.policy.network.0.weight"], published["network.0.weight"])
-    assert not torch.equal(kept["algorithm.policy.network.0.weight"], kept["algorithm.reference.network.0.weight"])
+    assert torch.equal(kept["algorithm.policy.network.layers.0.weight"], published["network.layers.0.weight"])
+    assert not torch.equal(
+        kept["algorithm.policy.network.layers.0.weight"], kept["algorithm.reference.network.layers.0.weight"]
+    )
 
 
 @pytest.mark.skipif(not gl.backend(), reason="this machine can draw no camera images")

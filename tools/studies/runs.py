@@ -113,4 +113,6 @@ def mean_of(values: Sequence[float]) -> tuple[float, float, float]:
 def said(values: Sequence[float], unit: str = "%") -> str:
     """Say a mean of shares and its interval, as in `73 % (60 to 86)`."""
     center, low, high = (100 * value for value in mean_of(values))
+    if unit == "%":
+        low, high = max(low, 0.0), min(high, 100.0)
     return f"{center:.0f} {unit}" + (f" ({low:.0f} to {high:.0f})" if len(values) > 1 else "")
