@@ -89,7 +89,9 @@ class RobotEnv:
         driven, is_theirs = self._intervention.drive(action)
         sent = time.monotonic()
         executed = self.robot.command(self.robot.hold_action() if driven is None else driven)
-        extras = {POLICY_ACTION: policy_action(action, executed), **self._ages}  # of the observation before this action
+        extras = dict(self._ages)  # of the observation before this action
+        if self.has_operator:
+            extras[POLICY_ACTION] = policy_action(action, executed)
         self._wait(sent)
         observation = self._observe()
         verdict = self.judge(observation)

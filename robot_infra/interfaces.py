@@ -77,7 +77,7 @@ class Camera(Protocol):
     feature: Feature  # uint8 [height, width, channel]
 
     def latest(self) -> Frame:
-        """Return the latest frame."""
+        """Return the latest frame. Its image is not written into again."""
         ...
 
     def close(self) -> None:

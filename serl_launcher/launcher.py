@@ -24,6 +24,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from serl_client.errors import ConfigError, RetakeError, full_disk
+from serl_client.frames import MAX_HISTORY
 
 from serl_launcher.datasets import importer
 from serl_launcher.datasets.export import FINISH_S, recorded, wanted
@@ -74,10 +75,14 @@ def launch(config: DictConfig) -> int:
 
 
 def describe_store(config: DictConfig, plan: Plan) -> None:
-    """Put under `store` of the config what the server process needs of the plan: it reads no plan itself."""
+    """Put under `store` of the config what the server process needs of plan, algorithm and policy: it reads none."""
+    history = OmegaConf.select(config, "policy.history", default=1)
+    if history not in range(1, MAX_HISTORY + 1):
+        raise ConfigError(f"policy.history={history}: say a whole number from 1 to {MAX_HISTORY}")
     with open_dict(config):
         config.store = {
             "capacities": plan.capacities, "archived": sorted(plan.archived), "on_silence": plan.on_silence,
+            "extras": config.extras, "history": history,
         }  # fmt: skip
 
 

@@ -47,6 +47,7 @@ class Window:
           an operator's verdict (float32); whether the episode succeeded (bool); its index in the episode, and how many
           steps follow it there (int64). A gap does not end them: they are of the whole episode. Each part of an episode
           that was cut is an episode of its own, with the success of the whole.
+        - `derived.<name>` for a name in `Algorithm.derived`: likewise, [B, H, ...]. An update has computed it.
     starts: which steps may be drawn: `any`, or `chunk_start`: steps at which a new chunk began.
     idle_filter: no window starts where the robot waits; such steps may still occur later in a window. None: no filter.
     discount: of `episode.return`, per step.
@@ -144,7 +145,12 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """What a policy chose: action [B, H, A] in the robot's units, and extras {name: [B, ...]} for the rows."""
+    """What a policy chose.
+
+    action: [B, H, A], in the robot's units.
+    extras: {name: [B, ...]}, named in `extras` of the algorithm's yaml. Each row on which an action of the chunk acts
+        has them as columns; in other rows they are zero.
+    """
 
     action: Tensor
     extras: dict[str, Tensor] = field(default_factory=dict)

@@ -125,7 +125,7 @@ class PolicyHost:
         if self.acting.tasks and ask.task not in self.acting.tasks:
             known = ", ".join(map(repr, self.acting.tasks))
             raise MessageError(f"the policy has not learned the task {ask.task!r}; it knows {known} (policy.tasks)")
-        features = dict(self.spec.observation)
+        features, seen = dict(self.spec.observation), self._seen
         if "previous_action" in ask.arrays:
             features["previous_action"] = self.spec.action
         self._check_prefix(ask)
@@ -135,7 +135,7 @@ class PolicyHost:
             if name not in ask.arrays:
                 raise MessageError(f"the observation lacks {name}")
             try:
-                feature.check(name, ask.arrays[name])
+                feature.check(name, ask.arrays[name], seen if name in self.spec.observation else ())
             except ValueError as error:
                 raise MessageError(str(error)) from None
 
@@ -161,6 +161,11 @@ class PolicyHost:
             raise MessageError("the prefix is not finite, or far outside of the action's bounds")
 
     @property
+    def _seen(self) -> tuple[int, ...]:
+        """The leading sizes of a request's observations."""
+        return (self.acting.history,) if self.acting.history > 1 else ()
+
+    @property
     def unrecorded(self) -> list[int]:
         """Return the sizes that `warm_up` has still to record, in the order in which to do so.
 
@@ -176,7 +181,8 @@ class PolicyHost:
         """
         if not self.is_static:
             return
-        arrays = {name: np.zeros(feature.shape, feature.dtype) for name, feature in self.spec.observation.items()}
+        observed = self.spec.observation.items()
+        arrays = {name: np.zeros((*self._seen, *feature.shape), feature.dtype) for name, feature in observed}
         self.is_short = False
         try:
             for explore in (True, False):  # the noise may have another shape where nothing is explored

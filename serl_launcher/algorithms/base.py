@@ -2,10 +2,12 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
+from serl_client.spec import Feature
 from torch import Tensor, nn
 
 from serl_launcher.networks.critics import Critic, Target
@@ -16,7 +18,7 @@ from serl_launcher.utils.distributed import gathered
 from serl_launcher.utils.optim import Optimizer, kernels
 
 Copied = TypeVar("Copied", bound=nn.Module)
-Update = TypeVar("Update", bound=Callable[..., Metrics])
+Update = TypeVar("Update", bound=Callable[..., Any])
 
 
 def uncounted(update: Update) -> Update:
@@ -30,13 +32,15 @@ class Algorithm(nn.Module, ABC):
     continues bit by bit.
 
     An update is a method `(batch) -> metrics` whose name begins with `update`. It takes one training step and returns
-    scalar metrics without a gradient, on the module's device. Random numbers of a row come from the row's seed
+    scalar metrics without a gradient, on the module's device. It may return `(metrics, columns)`: what it has
+    computed of each row's first step, {name in `derived`: [B, ...]}. Random numbers of a row come from the row's seed
     (networks/seeded_noise.py). All others come from `generator`, on the CPU, seeded from torch's global generator.
     Before training each update is run on rows of zeros to count its memory, unless it is `uncounted`.
     """
 
     windows: dict[str, Window]  # name of an update: the columns and steps of its batch
     discount: float = 1.0  # per step
+    derived: Mapping[str, Feature] = MappingProxyType({})  # columns that updates compute of steps; see Window
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +56,7 @@ class Algorithm(nn.Module, ABC):
         self, observation: Observation, previous_action: Tensor, carry: Carry, *, task: Sequence[str], noise: Tensor,
         explore: bool, prefix: Prefix | None = None,
     ) -> tuple[Decision, Carry]:  # fmt: skip
-        """Choose actions for B observations {name: [B, ...]}, without a gradient.
+        """Choose actions for B observations, {name: [B, ...]} or [B, history, ...], without a gradient.
 
         previous_action: [B, A], the action that the robot executed last, in its units.
         carry: what the last call returned; None at an episode's start.

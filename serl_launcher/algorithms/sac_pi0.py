@@ -202,6 +202,8 @@ def _flow(policy: Policy) -> tuple[HeadPolicy, Flow]:
         raise ConfigError(
             f"algo=sac_pi0 goes through the sampler of head=flow: say policy=flow or policy=pi0, not {name}"
         )
+    if policy.history > 1:
+        raise ConfigError("algo=sac_pi0 has critics of one observation: say policy.history=1")
     if policy.max_delay:
         raise ConfigError("algo=sac_pi0 trains no continuation of chunks: say policy.max_delay=0; rtc guides them then")
     return policy, policy.head

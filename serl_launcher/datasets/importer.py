@@ -122,7 +122,7 @@ class _Import:
             episode = self._dataset.episode(entry.index)
             if episode.success is not None:
                 client.push(Outcome(entry.id, episode.success))
-            for segment in episode.segments(self._spec, entry.id, stamp):
+            for segment in episode.segments(client.spec, entry.id, stamp):
                 self._push(client, segment)
             if time.monotonic() > told + TELL_S:
                 told = time.monotonic()

@@ -58,7 +58,7 @@ class Policy(Acting):
     @property
     def offsets(self) -> dict[str, tuple[int, ...]]:
         """The columns and steps of the batch of `forward`, as in Window.offsets."""
-        return {**dict.fromkeys(self.inputs, (0,)), "action": tuple(range(self.horizon))}
+        return {**dict.fromkeys(self.inputs, tuple(range(1 - self.history, 1))), "action": tuple(range(self.horizon))}
 
     @abstractmethod
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -71,7 +71,7 @@ class Policy(Acting):
     ) -> Tensor:  # fmt: skip
         """Sample n chunks per observation -> [n, B, H, A], in the robot's units.
 
-        observation: {name: [B, ...]}.
+        observation: {name: [B, ...]}, or [B, To, ...] for a policy with `history` To > 1.
         noise: [n, B, *noise_shape], standard normal; None: drawn here.
         prefix: the chunks under way, only for a policy that `continues` them. The committed actions come back as they
             are.

@@ -120,7 +120,8 @@ class HeadPolicy(Policy):
             first = self._delay(batch)
             old = torch.arange(self.horizon, device=first.device) < first.unsqueeze(1)
             counted = counted & ~old
-        observation = {name: batch.observation[name][:, 0] for name in self.inputs}
+        observed = slice(self.history) if self.history > 1 else 0
+        observation = {name: batch.observation[name][:, observed] for name in self.inputs}
         condition = self.condition(self.prepared(observation, batch.task))
         target = Target(chunk, batch.seed, first, batch.length, self.size)
         errors = self.head.errors(self._predict(condition, chunk, old), target)
@@ -226,6 +227,7 @@ class ChunkPolicy(HeadPolicy):
     """A policy of an encoder of observations, a network over chunks and a head.
 
     encoder: makes the encoder from the Spec. network: makes the network, see ChunkNetwork.
+    history: To, observations that it sees, the newest last. Before an episode's first one, that one is repeated.
     tasks: tasks in words, each of which becomes one input of the network, 1 where it is the row's task. A row of
         another task trains with zeros there; a robot that asks for another task is refused. Empty: no such inputs.
     The other arguments are those of HeadPolicy, with D = A.
@@ -235,7 +237,7 @@ class ChunkPolicy(HeadPolicy):
     def __init__(
         self, spec: Spec, *, encoder: Callable[[Spec], ObservationEncoder], network: Callable[..., ChunkNetwork],
         head: Callable[..., Head], horizon: int, imitation_target: str, scale: str = "bounds", max_delay: int = 0,
-        tasks: Sequence[str] = (),
+        history: int = 1, tasks: Sequence[str] = (),
     ) -> None:  # fmt: skip
         if len(set(tasks)) < len(tasks):
             raise ConfigError(f"policy.tasks={list(tasks)}: name each task once")
@@ -246,7 +248,7 @@ class ChunkPolicy(HeadPolicy):
         )  # fmt: skip
         self.encoder = encoder(spec)
         self.inputs, self.feature_size = self.encoder.inputs, self.encoder.size
-        self.tasks, self._is_stranger_told = tuple(tasks), False
+        self.history, self.tasks, self._is_stranger_told = history, tuple(tasks), False
         self.network = network(
             horizon=horizon, inputs=width + bool(max_delay), outputs=self.head.outputs, times=self.head.times,
             condition=self.encoder.size + len(self.tasks), history=self.history,
@@ -268,7 +270,8 @@ class ChunkPolicy(HeadPolicy):
         return {**observation, KNOWN: known.to(self.scale.center.device)}
 
     def condition(self, prepared: Observation) -> Tensor:
-        frames = self.encoder(prepared).unsqueeze(1)  # [B, To, C]
+        each = prepared if self.history == 1 else {name: prepared[name].flatten(0, 1) for name in self.inputs}
+        frames = self.encoder(each).unflatten(0, (-1, self.history))  # [B, To, C]
         if not self.tasks:
             return frames
         return torch.cat([frames, prepared[KNOWN].unsqueeze(1).expand(-1, frames.shape[1], -1)], -1)

@@ -8,14 +8,16 @@ The steps of several actors lie between each other. So the reader links the step
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from serl_client.spec import Array
+from serl_client.spec import Array, Feature
 
 from serl_launcher.replay.choice import Choice, Numbers
 from serl_launcher.replay.columns import EPISODE, INDEX, EpisodeColumns
+from serl_launcher.replay.derived import DerivedColumns
 from serl_launcher.replay.windows import further, past, reach, sees_after, wants_next
 from serl_launcher.store.layout import CHUNK_START, GAP, INTERVENED, TERMINATED, TRUNCATED, Layout, published
 from serl_launcher.types import IdleFilter, Window
@@ -42,10 +44,12 @@ class ReplayBuffer:
     """Holds the links between the steps of one source, and draws windows from them.
 
     `refresh` takes in new steps; between two calls nothing changes.
-    folder: the source's folder in the store. layout: of its files.
+    folder: the source's folder in the store. layout: of its files. derived: features of DerivedColumns.
     """
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
+    def __init__(
+        self, folder: Path, layout: Layout, derived: Mapping[str, Feature] = MappingProxyType({})
+    ) -> None:  # fmt: skip
         self.layout = layout
         self.tail = self.head = 0
         self._published = np.asarray(published(folder))
@@ -66,7 +70,7 @@ class ReplayBuffer:
             "truncated": self._truncated, "intervened": self._intervened,
         }  # fmt: skip
         self._last: dict[int, int] = {}  # episode -> its newest step, while it has not ended
-        self.episode_columns = EpisodeColumns(size)
+        self.episode_columns, self.derived = EpisodeColumns(size), DerivedColumns(size, derived)
 
     # -- what is there
     def refresh(self) -> None:
@@ -247,12 +251,21 @@ class ReplayBuffer:
             usable &= self._moves(chain, last, window.idle_filter)
         if names := further(window, self.layout.spec):
             usable &= self.episode_columns.known(names, numbers)
+            steps = chain[:, : window.horizon]
+            derived = self.derived.features.keys() & names
+            usable &= (self.derived.known(derived, steps) | (steps == NONE)).all(1)
         return chain[usable], last[usable]
+
+    def usable(self, numbers: Numbers, window: Window) -> Numbers:
+        """Return those of these steps at which a window may start, in their order."""
+        return self._usable(numbers, window)[0][:, 0]
 
     def _further(self, name: str, numbers: Numbers, window: Window) -> Array:
         """Return a column of these steps [...] that no stored row has."""
         if name == INDEX:
             return self._records(numbers % self.layout.capacity)["index"]
+        if name in self.derived.features:
+            return self.derived.values(name, numbers)
         return self.episode_columns.values(name, numbers, window.discount)
 
     def _moves(self, chain: Numbers, last: Numbers, idle_filter: IdleFilter) -> NDArray[np.bool_]:

@@ -1,18 +1,22 @@
 """Draws batches from all replay buffers of a run: each source and view gives its share of a Batch."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from serl_client.errors import ConfigError
-from serl_client.spec import Array, Spec
+from serl_client.spec import Array, Feature, Spec
 
+from serl_launcher.replay.batches import BatchMemory, batch_of
 from serl_launcher.replay.buffer import SCAN, ReplayBuffer
 from serl_launcher.replay.choice import Choice, Numbers
 from serl_launcher.replay.columns import EPISODE, RETURN
+from serl_launcher.replay.derived import prefixed
+from serl_launcher.replay.once import Seen, following
 from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import EpisodeInfo, Held, View
 from serl_launcher.replay.windows import batch_arrays, is_single
@@ -29,16 +33,18 @@ class ReplayMixture:
     folder: the run's `store` folder. capacities: {source: steps}. views: {name: View}; each source is a view, too.
     seed: of `generator` (numpy), which is part of the trainer's state.
     device: `cpu`, or a GPU, to which batches are copied from pinned memory while this process goes on.
-    verdict: rewards of the operator's verdicts.
+    verdict: rewards of the operator's verdicts. derived: of an Algorithm.
     """
 
     def __init__(
         self, folder: Path, spec: Spec, capacities: Mapping[str, int], views: Mapping[str, View], *, seed: int,
         device: str = "cpu", verdict: VerdictRewards | None = None,
+        derived: Mapping[str, Feature] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        self.spec = spec
+        self.spec, self._derived = spec, prefixed(derived)
         self.buffers = {
-            name: ReplayBuffer(folder / name, Layout(spec, capacity)) for name, capacity in capacities.items()
+            name: ReplayBuffer(folder / name, Layout(spec, capacity), self._derived)
+            for name, capacity in capacities.items()
         }
         self.views = {**{name: View((name,)) for name in capacities}, **views}
         self._offsets = {name: STRIDE * place for place, name in enumerate(capacities)}
@@ -47,7 +53,7 @@ class ReplayMixture:
         self.generator = np.random.default_rng(seed)
         self._device = device
         self._verdict = verdict or VerdictRewards()
-        self._memory: dict[tuple[int, int], _Memory] = {}
+        self._memory: dict[tuple[int, int], BatchMemory] = {}
         self._choices: dict[tuple[str, str, str], Choice] = {}  # by (view, source, Window.starts)
         self._sizes = {name: [0, 0] for name in self.views}  # [steps, closed episodes]
         self._known: set[str] = set()  # sources of which a window asks what is known of episodes
@@ -138,7 +144,11 @@ class ReplayMixture:
                 return None
             tasks += names
             begin = end
-        np.right_shift(self.generator.bit_generator.random_raw(count), 2, out=memory.seeds)
+        return self._filled(memory, tasks)
+
+    def _filled(self, memory: BatchMemory, tasks: Sequence[str]) -> Batch:
+        """Return the batch of this memory, whose arrays are filled, with new seeds."""
+        np.right_shift(self.generator.bit_generator.random_raw(len(memory)), 2, out=memory.seeds)
         if memory.batch.task != (task := tuple(tasks)):
             memory.batch = replace(memory.batch, task=task)
         if self._device == "cpu":
@@ -146,6 +156,57 @@ class ReplayMixture:
         copy = memory.batch.to(self._device, non_blocking=True)
         memory.copied = torch.cuda.current_stream(self._device).record_event()
         return copy
+
+    def unseen(
+        self, count: int, window: Window, names: Collection[str], seen: Mapping[str, Seen]
+    ) -> tuple[Batch | None, dict[str, Seen]]:
+        """Return a batch of the next steps of these sources and views, and what is seen then. None: nothing is new.
+
+        seen: what earlier calls returned; empty: nothing. See `following` for the order. If there are fewer than
+        `count` steps, the last one is repeated, with weight 0. The batch is valid as long as that of `sample`.
+        """
+        memory, filled, tasks, seen = self._memory_of(window, count), 0, list[str](), dict(seen)
+        if memory.copied is not None:
+            memory.copied.synchronize()
+        for name, part in ((each, part) for each in names for part in self.views[each].of):
+            key = f"{name}/{part}"
+            numbers, seen[key] = self._fill_next(name, part, window, seen.get(key, (0, 0)), memory, filled)
+            filled += len(numbers)
+            tasks += self._tasks(part, numbers)
+        if not filled:
+            return None, seen
+        for array in memory.arrays.values():
+            array[filled:] = array[filled - 1]
+        batch = self._filled(memory, [*tasks, *tasks[-1:] * (count - filled)])
+        return replace(batch, weight=(torch.arange(count) < filled).to(batch.weight)), seen
+
+    def _fill_next(
+        self, name: str, part: str, window: Window, seen: Seen, memory: BatchMemory, begin: int
+    ) -> tuple[Numbers, Seen]:
+        """Copy the next windows of one source into memory from row `begin` on. Returns where they start."""
+        buffer = self.buffers[part]
+        while True:
+            numbers, after = following(buffer, self.held[part], self.views[name], window, seen, len(memory) - begin)
+            into = memory.part(begin, begin + len(numbers)).arrays
+            if buffer.gather(buffer.windows(numbers, window), window, into):
+                into["step_id"] += self._offsets[part]
+                return numbers, after
+            self._refresh(part, buffer)  # the server overwrote some of them
+
+    def derive(self, step_id: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
+        """Keep what an update has computed of steps: step_id [B], columns {name of Algorithm.derived: [B, ...]}.
+
+        Steps that were evicted meanwhile are left out. Raises ValueError for a column that the algorithm does not have,
+        and for one that is not finite.
+        """
+        numbers, places = step_id.cpu().numpy() % STRIDE, step_id.cpu().numpy() // STRIDE
+        for name, column in prefixed(columns).items():
+            feature, values = self._derived.get(name), column.detach().cpu().numpy()
+            if feature is None or values.shape != (len(numbers), *feature.shape) or not np.isfinite(values).all():
+                raise ValueError(f"an update gave {name} {list(values.shape)}: not in Algorithm.derived, or not finite")
+            for part, buffer in self.buffers.items():
+                mine = (places == self._offsets[part] // STRIDE) & (numbers >= buffer.tail)
+                buffer.derived.put(name, numbers[mine], values[mine])
 
     def beginnings(
         self, episodes: Collection[EpisodeInfo], window: Window, discount: float
@@ -170,7 +231,7 @@ class ReplayMixture:
         buffer, numbers = self.buffers[episodes[0].source], np.array([episode.first for episode in episodes])
         arrays = {
             name: torch.empty(shape, dtype=getattr(torch, dtype))
-            for name, (shape, dtype) in batch_arrays(buffer.layout, len(episodes), window).items()
+            for name, (shape, dtype) in batch_arrays(buffer.layout, len(episodes), window, self._derived).items()
         }
         whole = buffer.gather(buffer.windows(numbers, window), window, {n: a.numpy() for n, a in arrays.items()})
         if not whole or not buffer.episode_columns.known((RETURN,), numbers).all():
@@ -178,9 +239,9 @@ class ReplayMixture:
         returns = buffer.episode_columns.values(RETURN, numbers, discount)
         seed = torch.zeros(len(episodes), dtype=torch.int64)
         tasks = tuple(episode.task for episode in episodes)
-        return _batch(arrays, self.spec, window, seed, torch.ones(len(seed)), tasks), torch.from_numpy(returns)
+        return batch_of(arrays, self.spec, window, seed, torch.ones(len(seed)), tasks), torch.from_numpy(returns)
 
-    def _fill(self, name: str, window: Window, into: "_Memory") -> list[str] | None:
+    def _fill(self, name: str, window: Window, into: BatchMemory) -> list[str] | None:
         """Draw windows of one source or view into memory. Returns their tasks, or None if nothing is usable.
 
         The sources of a view give windows in proportion to the steps that each has in it.
@@ -208,7 +269,7 @@ class ReplayMixture:
         choice = self._choice(name, part, starts)
         return self.buffers[part].head - self.buffers[part].tail if choice is None else len(choice)
 
-    def _draw(self, name: str, part: str, window: Window, into: "_Memory") -> Numbers | None:
+    def _draw(self, name: str, part: str, window: Window, into: BatchMemory) -> Numbers | None:
         """Draw windows of one source into memory. Returns the steps at which they start, or None."""
         buffer = self.buffers[part]
         while True:
@@ -254,19 +315,18 @@ class ReplayMixture:
         choice = self._choice(name, part)
         return None if choice is None else choice.nth(np.arange(len(choice)))
 
-    def _memory_of(self, window: Window, count: int) -> "_Memory":
+    def _memory_of(self, window: Window, count: int) -> BatchMemory:
         memory = self._memory.get((id(window), count))
         if memory is None:
             if not EPISODE.keys().isdisjoint(window.offsets):
                 self._know_all(window.discount)
             layout = next(iter(self.buffers.values())).layout
-            tensors = {
-                name: self._tensor(shape, dtype) for name, (shape, dtype) in batch_arrays(layout, count, window).items()
-            }
+            arrays = batch_arrays(layout, count, window, self._derived)
+            tensors = {name: self._tensor(shape, dtype) for name, (shape, dtype) in arrays.items()}
             seed, weight = self._tensor((count,), "int64"), self._tensor((count,), "float32").fill_(1)
-            batch = _batch(tensors, self.spec, window, seed, weight, ())
+            batch = batch_of(tensors, self.spec, window, seed, weight, ())
             arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-            memory = _Memory(window, batch, seed.numpy().view(np.uint64), arrays, is_single(window, self.spec))
+            memory = BatchMemory(window, batch, seed.numpy().view(np.uint64), arrays, is_single(window, self.spec))
             self._memory[id(window), count] = memory
         return memory
 
@@ -276,69 +336,16 @@ class ReplayMixture:
         return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generator's state, and {source: [tail, head]} as this reader saw them."""
+        """Return the generator's state, {source: [tail, head]} as this reader saw them, and the derived columns."""
         seen = {name: [buffer.tail, buffer.head] for name, buffer in self.buffers.items()}
-        return {"generator": self.generator.bit_generator.state, "seen": seen}
+        derived = {name: buffer.derived.state_dict() for name, buffer in self.buffers.items()}
+        return {"generator": self.generator.bit_generator.state, "seen": seen, "derived": derived}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.generator.bit_generator.state = state["generator"]
-
-
-@dataclass(slots=True, eq=False)
-class _Memory:
-    """The memory of all batches of one window and size, or a part of it.
-
-    window: kept, because the memory is found by its id. batch: of this memory, as it was drawn last.
-    """
-
-    window: Window
-    batch: Batch
-    seeds: Array  # of the batch
-    arrays: dict[str, Array]  # the other columns that are drawn
-    is_single: bool
-    copied: Any = None  # an event of a GPU: the last batch has left this memory
-    _shares: dict[tuple[int, int], "_Memory"] = field(init=False, default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.arrays["step_id"])
-
-    def share(self, begin: int, end: int) -> "_Memory":
-        """Return a part, which is kept for the next batch."""
-        if (begin, end) not in self._shares:
-            self._shares[begin, end] = self.part(begin, end)
-        return self._shares[begin, end]
-
-    def part(self, begin: int, end: int) -> "_Memory":
-        if begin == 0 and end == len(self):
-            return self
-        return replace(self, arrays={name: array[begin:end] for name, array in self.arrays.items()})
-
-
-def _batch(
-    arrays: Mapping[str, torch.Tensor], spec: Spec, window: Window, seed: torch.Tensor, weight: torch.Tensor,
-    task: tuple[str, ...],
-) -> Batch:  # fmt: skip
-    names = [name for name in window.offsets if name in spec.observation]
-    columns = ("action", "reward", "valid", "terminated", "truncated", "intervened", "length", "step_id")
-    following = {name: arrays[f"next.{name}"] for name in names} if "next_observation" in window.offsets else None
-    return Batch(
-        observation={name: arrays[name] for name in names},
-        **{name: arrays[name] for name in columns},
-        weight=weight,
-        seed=seed,
-        next_observation=following,
-        task=task,
-        extras={name: arrays[name] for name in window.offsets if name in arrays and name not in (*names, "action")},
-    )
-
-
-def blank(spec: Spec, window: Window, count: int) -> Batch:
-    """Return a batch of zeros in the shapes of ReplayMixture.sample."""
-    arrays = {
-        name: torch.zeros(shape, dtype=getattr(torch, dtype))
-        for name, (shape, dtype) in batch_arrays(Layout(spec, 1), count, window).items()
-    }
-    return _batch(arrays, spec, window, torch.zeros(count, dtype=torch.int64), torch.ones(count), ("",) * count)
+        for name, derived in state.get("derived", {}).items():
+            if name in self.buffers:
+                self.buffers[name].derived.load_state_dict(derived)
 
 
 def statistics(mixture: ReplayMixture, name: str) -> dict[str, dict[str, Array]]:

@@ -1,10 +1,12 @@
 """What a window means for the rows of a source: how far it looks, and the arrays of a batch of such windows."""
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from serl_client.errors import ConfigError
-from serl_client.spec import Spec
+from serl_client.spec import Feature, Spec
 
 from serl_launcher.replay.columns import EPISODE
 from serl_launcher.store.layout import Layout
@@ -23,13 +25,16 @@ def further(window: Window, spec: Spec) -> list[str]:
     return [name for name in window.offsets if name not in stored]
 
 
-def batch_arrays(layout: Layout, count: int, window: Window) -> dict[str, tuple[tuple[int, ...], str]]:
+def batch_arrays(
+    layout: Layout, count: int, window: Window, derived: Mapping[str, Feature] = MappingProxyType({})
+) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return {name: (shape, dtype)} of all arrays that `gather` fills. Next observations are `next.<name>`.
 
+    derived: of DerivedColumns.
     Raises ValueError for a column that no row has, and ConfigError for an idle filter that fits no column.
     """
     spec, steps = layout.spec, (count, window.horizon)
-    extras = {**spec.extras, **EPISODE}
+    extras = {**spec.extras, **EPISODE, **derived}
     arrays: dict[str, tuple[tuple[int, ...], Any]] = {
         "action": ((*steps, *spec.action.shape), spec.action.dtype), "reward": (steps, "float32"),
         **dict.fromkeys(("valid", "terminated", "truncated", "intervened"), (steps, "bool")),

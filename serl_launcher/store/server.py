@@ -60,11 +60,13 @@ class Server:
     keys: the folder of those who are let in (access.py); without one `public` has to be a loopback address.
     on_silence {source: seconds}: after how much silence of its actor an open episode is truncated; for other sources
     the actor's clock says it.
+    extras, history: see Welcomes.
     """
 
     def __init__(
         self, run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str,
         archived: Collection[str] = (), keys: Path | None = None, on_silence: Mapping[str, float] | None = None,
+        extras: Mapping[str, Any] | None = None, history: int = 1,
     ) -> None:  # fmt: skip
         self.weights = WeightFiles(run_dir / "weights")
         self.keeper = StoreKeeper(run_dir, capacities, archived)
@@ -76,7 +78,8 @@ class Server:
             self.keeper, self.access, self.peers, guard=self._guard, step_limit=self.updates.step_limit
         )  # fmt: skip
         self.welcomes = Welcomes(
-            self.keeper, self.peers, self.intake, self.updates, inference=inference, refusal=self._refusal
+            self.keeper, self.peers, self.intake, self.updates, inference=inference, extras=extras or {},
+            history=history, refusal=self._refusal,
         )  # fmt: skip
         self._stopping, self._started = False, time.monotonic()
         self._handlers: dict[type, Callable[[Peer, Any], m.Message | None]] = {
@@ -313,12 +316,12 @@ def page_of(index: Index, since: int) -> tuple[int, list[list[Any]], bool]:
 def serve(
     run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str,
     archived: Collection[str] = (), keys: Path | None = None, on_silence: Mapping[str, float] | None = None,
-    begun: Callable[[], None] = lambda: None,
+    extras: Mapping[str, Any] | None = None, history: int = 1, begun: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """Run a server until SIGTERM; `begun` is called once it listens."""
     server = Server(
         run_dir, capacities, public=public, local=local, inference=inference, archived=archived, keys=keys,
-        on_silence=on_silence,
+        on_silence=on_silence, extras=extras, history=history,
     )  # fmt: skip
     begun()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -342,5 +345,6 @@ def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None
     serve(
         run_dir, store["capacities"], public=f"tcp://{config.host}:{config.port}", local=local,
         inference=f"tcp://{host}:{config.inference_port}", archived=store["archived"], on_silence=store["on_silence"],
-        keys=Path(config["keys"]) if config["keys"] else None, begun=begun,
+        keys=Path(config["keys"]) if config["keys"] else None, extras=store["extras"], history=store["history"],
+        begun=begun,
     )  # fmt: skip

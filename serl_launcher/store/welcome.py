@@ -5,8 +5,9 @@ A Hello alone ends nobody, as it may be the late echo of a connection that is de
 
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import Any
 
 from serl_client import messages as m
 from serl_client.errors import Refused, RetakeError, ServerFailed
@@ -14,6 +15,7 @@ from serl_client.spec import Spec
 
 from serl_launcher.store.access import CONNECTIONS, KeyOwner
 from serl_launcher.store.errors import GroupFailed
+from serl_launcher.store.extras import with_extras
 from serl_launcher.store.intake import MAX_UNACKNOWLEDGED, Intake
 from serl_launcher.store.keeper import StoreKeeper
 from serl_launcher.store.peers import Address, Peer, check_hello
@@ -27,15 +29,16 @@ Refusal = Callable[[Address, m.Message | None, RetakeError], m.Failed]
 class Welcomes:
     """Answers each Hello, and keeps `peers`.
 
-    inference: the address that answers InferenceRequests. refusal: what a client is told that is not taken in.
+    inference: the address that answers InferenceRequests. extras: what the algorithm adds to each robot's rows.
+    history: observations of a question. refusal: what a client is told that is not taken in.
     """
 
     def __init__(
         self, keeper: StoreKeeper, peers: dict[Address, Peer], intake: Intake, updates: StateUpdates, *,
-        inference: str, refusal: Refusal,
+        inference: str, extras: Mapping[str, Any], history: int, refusal: Refusal,
     ) -> None:  # fmt: skip
         self._keeper, self._peers, self._intake, self._updates = keeper, peers, intake, updates
-        self._inference, self._refusal = inference, refusal
+        self._inference, self._extras, self._history, self._refusal = inference, extras, history, refusal
         self.over_because = ""  # why nobody is taken in any more
         self._waiting: list[Peer] = []  # for their sessions to be durable
 
@@ -98,13 +101,14 @@ class Welcomes:
         peer.updated = self._updates.of(peer)
         run, spec = (store.run, store.spec.to_dict()) if store else ("", None)
         inference = self._inference if peer.owner is not None else ""  # on the learner's own address nobody asks
-        return m.Welcome(run, ordinal, MAX_UNACKNOWLEDGED, expected, spec, inference, asdict(peer.updated))
+        state = asdict(peer.updated)
+        return m.Welcome(run, ordinal, MAX_UNACKNOWLEDGED, expected, spec, inference, state, self._history)
 
     def _enter(self, hello: m.Hello, owner: KeyOwner | None) -> None:
         """Check the actor's Spec against the run's, or make the store of the first one, and note its sessions."""
         if hello.spec is None or not hello.session or not hello.outbox:
             raise Refused("an actor's Hello names its session, its outbox and its Spec")
-        spec = Spec.from_dict(hello.spec)
+        spec = with_extras(Spec.from_dict(hello.spec), self._extras)
         if self._keeper.store is None:
             self._keeper.make(spec)
         store = self._keeper.ready

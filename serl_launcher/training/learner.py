@@ -18,13 +18,15 @@ from serl_client.errors import RetakeError
 
 from serl_launcher.learner_link import ask
 from serl_launcher.replay.mixture import ReplayMixture, statistics
+from serl_launcher.replay.once import Seen
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.training.counters import RunCounters, evaluation, succeeded, value_error
-from serl_launcher.training.plan import Phase, Plan
+from serl_launcher.training.plan import RANDOM, Phase, Plan, Update
 from serl_launcher.training.plan_state import PlanState
 from serl_launcher.training.presence import Presence
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.training.writers import Keeper, Patience, Publisher
+from serl_launcher.types import Batch
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.finite import Refusals
 from serl_launcher.utils.logging import MetricsLog
@@ -115,20 +117,32 @@ class Learner:
     def _update(self) -> bool:
         """Make the update that is due. Returns False if none is due, or if its sources hold no data for it."""
         name, phase = self.state.next_update(self._progress()), self.state.phase
-        batch = None
-        if name and phase:
-            update = phase.update(name)
-            batch = self.sources.sample(update.batch or self.batch_size, self.algorithm.windows[name], update.data)
-        self._starved = name is not None and batch is None
+        batch, seen = self._batch(phase.update(name)) if name and phase else (None, None)
+        if name and batch is None and seen is not None:
+            self.state.did_see(name, seen, all_there_is=True)
+            return not self.state.has_seen_all  # then another update may be due
+        self._starved = (name is not None and batch is None) or self.state.has_seen_all
         if name is None or batch is None:
             return False
         for action, source in self.state.begin():
             self._do(action, source, "")
-        self._latest = {**self._latest, **self.ranks.update(name, batch)}
+        metrics, columns = self.ranks.update(name, batch)
+        if columns:
+            self.sources.derive(batch.step_id, columns)
+        self._latest = {**self._latest, **metrics}
         self.state.did_update(name)
+        if seen is not None:
+            self.state.did_see(name, seen)
         if self.state.publish_due() and self.publisher.offer(self.state.updates):
             self.state.did_publish()
         return True
+
+    def _batch(self, update: Update) -> tuple[Batch | None, dict[str, Seen] | None]:
+        """Return the batch of an update, None: there is none now, and with `order: once` what it has seen then."""
+        count, window = update.batch or self.batch_size, self.algorithm.windows[update.name]
+        if update.order == RANDOM:
+            return self.sources.sample(count, window, update.data), None
+        return self.sources.unseen(count, window, update.data, self.state.at.seen.get(update.name, {}))
 
     def _advance(self) -> None:
         """If the phase has ended, do its on_end actions and go on to the next one."""
@@ -205,6 +219,8 @@ class Learner:
         self._asked = False
         self._revision = synced.revision
         self._presence.take(synced.actors)
+        if synced.episodes:
+            self.state.look_again()
         for episode in self.counters.take(self.sources.update(synced.episodes)):
             self._log_episode(episode)
         self._orders += [command for command in synced.commands if command[0] > self._command]
@@ -312,6 +328,7 @@ class Learner:
         self.counters.starts |= saved.get("starts", {})
         if saved["algorithm"] is not None and saved["phases"] == list(self.plan.phases):
             self.state.load_state_dict(saved["plan"], accept=self.accept_plan)
+            self.state.look_again()
             self.evaluations = saved["evaluations"]
             over = "; the run is over: another run_dir= begins a new one" if self.state.at.phase is None else ""
             log.info("resumed in phase %s after %d updates%s", self.state.at.phase, self.state.updates, over)

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from serl_launcher.algorithms.base import Algorithm
-from serl_launcher.replay.mixture import blank
+from serl_launcher.replay.batches import blank
 from serl_launcher.utils.optim import Optimizer
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ def _counted(
         if getattr(getattr(algorithm, name), "is_uncounted", False):
             log.info("the memory that %s takes is not counted", name)
             continue
-        batch = blank(spec, window, rows[name])
+        batch = blank(spec, window, rows[name], algorithm.derived)
         with _Alive([*algorithm.parameters(), *algorithm.buffers()]) as alive:
             try:
                 getattr(algorithm, name)(batch)

@@ -11,6 +11,8 @@ from serl_launcher.utils.words import known
 
 UNITS = ("env_steps", "episodes", "successes", "interventions", "updates", "wall_s")
 OPERATOR = "operator"  # the condition that a person meets with the command `next`
+SEEN = "seen"  # the condition that each update with `order: once` has seen all steps that are there
+RANDOM, ONCE = ORDERS = ("random", "once")
 EVAL = "eval"  # the built-in source of evaluation episodes, which nothing trains on
 LONGEST_WINDOW = 200  # episodes that a metric may look back on
 
@@ -57,6 +59,7 @@ class Update:
     every: int = 1
     from_updates: int = 0
     batch: int | None = None  # rows of its batches; None: the run's batch_size
+    order: str = RANDOM  # of the steps that it sees; once: each usable step of the phase's data once, one after another
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +161,8 @@ class Plan:
 @cache
 def parse(text: str) -> tuple[Term, ...]:
     """Return the terms of a condition, all of which must hold; an empty tuple if the text is no condition."""
-    if text.strip() == OPERATOR:
-        return (Term(OPERATOR),)
+    if (word := text.strip()) in (OPERATOR, SEEN):
+        return (Term(word),)
     matches = [TERM.fullmatch(part.strip()) for part in text.split(" and ")]
     groups = [match.groups() for match in matches if match] if None not in matches else []
     return tuple(Term(name, count, int(n) if n else None, sign == ">", float(x)) for name, count, n, sign, x in groups)

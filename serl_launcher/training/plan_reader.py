@@ -14,7 +14,11 @@ from serl_launcher.replay.views import KEEP, SPLITS, START_STEPS, View
 from serl_launcher.training.plan import (
     EVAL,
     LONGEST_WINDOW,
+    ONCE,
     OPERATOR,
+    ORDERS,
+    RANDOM,
+    SEEN,
     UNITS,
     Actors,
     Pace,
@@ -222,15 +226,18 @@ class _Reader:
             if self.methods is not None:
                 known(name, self.methods, "update of the algorithm", item.where)
             options = _Node(options.where, options.value or {})
-            options.keys(optional=("every", "from_updates", "data", "batch"))
+            options.keys(optional=("every", "from_updates", "data", "batch", "order"))
             data = self.shares(options.at("data") if "data" in options.value else node.at("data", {}))
             every, from_updates = options.at("every", 1).whole(1), options.at("from_updates", 0).whole(0)
             batch = options.at("batch").whole(1) if "batch" in options.value else None
-            updates.append(Update(name, data, every, from_updates, batch))
+            order = options.at("order", RANDOM).word(ORDERS, "order")
+            updates.append(Update(name, data, every, from_updates, batch, order))
         if updates and all(update.from_updates for update in updates):
             raise node.at("updates").error("one update must begin at once (from_updates: 0), or none is ever made")
-        if any(a.name == b.name and (a.data, a.batch) != (b.data, b.batch) for a in updates for b in updates):
-            raise node.at("updates").error("an update that is listed twice trains on the same data, in equal batches")
+        twice = [(a, b) for a in updates for b in updates if a.name == b.name]
+        if any((a.data, a.batch, a.order) != (b.data, b.batch, b.order) for a, b in twice):
+            text = "an update that is listed twice trains on the same data, in equal batches and in the same order"
+            raise node.at("updates").error(text)
         return tuple(updates)
 
     def shares(self, node: _Node) -> dict[str, float]:
@@ -264,7 +271,7 @@ class _Reader:
             raise node.at("pace").error(f"actors in mode {phase.actors.mode!r} make no env steps to keep pace with")
         if phase.start_when is not None:
             terms = self.terms(node.at("start_when"))
-            if not phase.actors.act or any(term.name in (OPERATOR, "updates") for term in terms):
+            if not phase.actors.act or any(term.name in (OPERATOR, SEEN, "updates") for term in terms):
                 raise node.at("start_when").error("nothing can meet it before the first update of this phase")
         until = node.at("until")
         conditions = [self.terms(item) for item in until.items()]
@@ -286,7 +293,7 @@ class _Reader:
             elif term.name in METRICS:
                 raise node.error(f"a metric has a window, as in '{term.name}[20] >= 0.9'")
             else:
-                known(term.name, (*UNITS, OPERATOR), "unit", node.where)
+                known(term.name, (*UNITS, OPERATOR, SEEN), "unit", node.where)
         return terms
 
     def can_be_met(self, term: Term, phase: Phase) -> bool:
@@ -298,6 +305,7 @@ class _Reader:
             return actors.into in parts and term.met_by(sum(self.sources[part].capacity for part in parts))
         special = {
             OPERATOR: True,
+            SEEN: any(update.order == ONCE for update in phase.updates),
             "wall_s": True,
             "updates": bool(phase.updates),
             "interventions": actors.mode == "teleop" or actors.intervene,

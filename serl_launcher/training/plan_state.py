@@ -9,7 +9,7 @@ from typing import Any
 
 from serl_client.errors import ConfigError
 
-from serl_launcher.training.plan import OPERATOR, UNITS, Actors, Pace, Phase, Plan, Term, Update, parse
+from serl_launcher.training.plan import ONCE, OPERATOR, SEEN, UNITS, Actors, Pace, Phase, Plan, Term, Update, parse
 from serl_launcher.utils.words import known
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,8 @@ class PhasePosition:
     published_at: int = 0  # updates made at the latest publication
     held: bool = False
     begun: bool = False  # its on_begin actions are done
+    seen: dict[str, dict[str, Any]] = field(default_factory=dict)  # by update with `order: once`; see once.following
+    exhausted: list[str] = field(default_factory=list)  # those of them that found nothing new when they came last
 
 
 class PlanState:
@@ -124,6 +126,8 @@ class PlanState:
             return "the operator: held"
         if not phase.updates:
             return "the actors: this phase has no updates"
+        if self.has_seen_all:
+            return "new steps: its updates have seen all"
         bucket = self._begin(phase, progress)
         if bucket is None:
             return f"the start: {phase.start_when}"
@@ -147,6 +151,21 @@ class PlanState:
         self.at.turn = (turn, index + 1)
         self.at.updates += 1
         self.updates += 1
+
+    @property
+    def has_seen_all(self) -> bool:
+        """Return whether no update can come, because those with `order: once` have seen all that is there."""
+        return bool(self.at.exhausted) and self.phase is not None and not any(map(self._may_come, self.phase.updates))
+
+    def did_see(self, name: str, seen: Mapping[str, Any], *, all_there_is: bool = False) -> None:
+        """Note what an update with `order: once` has seen. all_there_is: it does not come again before `look_again`."""
+        self.at.seen[name] = dict(seen)
+        if all_there_is and name not in self.at.exhausted:
+            self.at.exhausted.append(name)
+
+    def look_again(self) -> None:
+        """Let updates with `order: once` come again, because there may be new steps."""
+        self.at.exhausted.clear()
 
     def publish_due(self) -> bool:
         """Return whether the phase asks for the weights to be published now."""
@@ -245,9 +264,12 @@ class PlanState:
             if index >= len(updates):
                 turn, index = turn + 1, 0
             update = updates[index]
-            if (turn + 1) % update.every == 0 and self.at.updates >= update.from_updates:
+            if (turn + 1) % update.every == 0 and self._may_come(update):
                 return turn, index, update.name
             index += 1
+
+    def _may_come(self, update: Update) -> bool:
+        return self.at.updates >= update.from_updates and update.name not in self.at.exhausted
 
     def _ended_by(self, phase: Phase, progress: Progress) -> str | None:
         return next((text for text in phase.until if self._met(text, progress)), None)
@@ -259,6 +281,9 @@ class PlanState:
         """Return what a term compares with its bound; nan, which meets no bound, if there is no value yet."""
         if term.name == OPERATOR:
             return math.nan
+        if term.name == SEEN:
+            once = {update.name for update in self.phase.updates if update.order == ONCE} if self.phase else set()
+            return 1.0 if once <= set(self.at.exhausted) else math.nan
         if term.window is not None:
             recent = self._counts(progress).recent[-term.window :]
             if min(len(recent), self._count("episodes", progress)) < term.window:

@@ -57,13 +57,13 @@ class Ranks:
             self.algorithm.load_state_dict(state)
         self._all("begin")
 
-    def update(self, name: str, batch: Batch) -> Metrics:
-        """Make the update of that name, each rank on an equal part of the batch. Returns the mean of the metrics.
+    def update(self, name: str, batch: Batch) -> tuple[Metrics, Metrics]:
+        """Make the update of that name, each rank on an equal part of the batch.
 
-        The batch is on this rank's device.
+        The batch is on this rank's device. Returns the mean of the metrics, and the columns [B, ...] that it computed.
         """
         if self.world.size == 1:
-            return getattr(self.algorithm, name)(batch)
+            return _separate(getattr(self.algorithm, name)(batch))
         self.world.broadcast(["update", name])
         parts = [batch.part(rank, self.world.size) for rank in range(self.world.size)]
         return self._update(name, [{field.name: getattr(part, field.name) for field in fields(part)} for part in parts])
@@ -119,11 +119,13 @@ class Ranks:
         for optimizer in optimizers:
             optimizer.spread(self.world, self._sharding if optimizer is largest else None)
 
-    def _update(self, name: str, parts: Sequence[Mapping[str, Any]] = ()) -> Metrics:
-        columns = self.world.scatter(parts)
-        metrics = getattr(self.algorithm, name)(Batch(**{**columns, "task": tuple(columns["task"])}))
-        values = self.world.mean(torch.stack([value.float() for value in metrics.values()]))
-        return dict(zip(metrics, values, strict=True))
+    def _update(self, name: str, parts: Sequence[Mapping[str, Any]] = ()) -> tuple[Metrics, Metrics]:
+        part = self.world.scatter(parts)
+        metrics, columns = _separate(getattr(self.algorithm, name)(Batch(**{**part, "task": tuple(part["task"])})))
+        if metrics:
+            values = self.world.mean(torch.stack([value.float() for value in metrics.values()]))
+            metrics = dict(zip(metrics, values, strict=True))
+        return metrics, {column: self.world.joined(values) for column, values in columns.items()}
 
     def _statistics(self, argument: Any) -> None:
         self.algorithm.set_statistics({
@@ -152,6 +154,11 @@ class Ranks:
 
     def _optimizers(self) -> list[Optimizer]:
         return [item for item in vars(self.algorithm).values() if isinstance(item, Optimizer)]
+
+
+def _separate(result: Metrics | tuple[Metrics, Metrics]) -> tuple[Metrics, Metrics]:
+    """Return the metrics and the columns that an update has returned."""
+    return result if isinstance(result, tuple) else (result, {})
 
 
 def launch_ranks(config: DictConfig, module: Sequence[str]) -> int:

@@ -68,7 +68,10 @@ def _train(config: DictConfig, run_dir: Path, link: Connection, spec: Spec, worl
     for note in plan.notes:
         log.info("%s", note)
     folder, kept = run_dir / "store", capacities(link)
-    sources = ReplayMixture(folder, spec, kept, plan.views, seed=config.seed, device=world.device, verdict=plan.verdict)
+    sources = ReplayMixture(
+        folder, spec, kept, plan.views, seed=config.seed, device=world.device, verdict=plan.verdict,
+        derived=ranks.algorithm.derived,
+    )  # fmt: skip
     learner = Learner(
         run_dir=run_dir, link=link, plan=plan, ranks=ranks, sources=sources,
         checkpoints=Checkpoints(

@@ -71,6 +71,15 @@ class World:
         distributed.all_reduce(value)
         return value / self.size
 
+    def joined(self, part: Tensor) -> Tensor:
+        """Return the equal parts of all ranks on the device, one after the other: [B, ...] -> [ranks B, ...]."""
+        if self.size == 1:
+            return part
+        part = part.detach().contiguous()
+        every = [torch.empty_like(part) for _ in range(self.size)]
+        distributed.all_gather(every, part)
+        return torch.cat(every)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Raise ConfigError on all ranks if one raises it in here; only rank 0's has a text."""

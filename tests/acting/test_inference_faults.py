@@ -161,10 +161,13 @@ def test_an_actor_that_leaves_before_its_answer_costs_the_others_nothing(inferen
     assert receive(asker).step == 1
 
 
-def test_a_client_written_from_the_page_alone_asks_and_is_answered(inference, spec):
-    over_there = inference(Counting()).acting()
+@pytest.mark.parametrize("history", [1, 2])
+def test_a_client_written_from_the_page_alone_asks_and_is_answered(inference, spec, history):
+    algorithm = Counting()
+    algorithm.memory.history = history
+    over_there = inference(algorithm).acting()
     stranger = Client("tcp://127.0.0.1:1", "stranger", spec.to_dict())
-    stranger.inference = over_there.address
+    stranger.inference, stranger.history = over_there.address, history
     seen = {STATE: ("float32", (8,), np.full(8, 3, np.float32).tobytes())}
     version, arrays = stranger.ask(0, seen, reset=True)
     assert (version, arrays["action"]) == (1, ("float32", (1, 2), np.array([1, 3], np.float32).tobytes()))

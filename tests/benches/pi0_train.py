@@ -21,7 +21,7 @@ from serl_client.spec import Spec
 
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.policies.pi0 import PI0
-from serl_launcher.replay.mixture import blank
+from serl_launcher.replay.batches import blank
 from serl_launcher.training import memory
 from serl_launcher.training.build import build, device_of
 from serl_launcher.types import Batch, Window

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from serl_launcher.config import composed
-from serl_launcher.replay.mixture import blank
+from serl_launcher.replay.batches import blank
 from serl_launcher.training.build import build
 from serl_launcher.types import Batch
 from serl_launcher.utils.optim import kernels

@@ -1,14 +1,15 @@
-"""What a recorder takes no part of: rows that are not finite, and extras that the Spec lacks."""
+"""What a recorder refuses: rows that are not finite, and extras that the Spec lacks."""
 
 import dataclasses
 
 import numpy as np
 import pytest
-from serl_client.episode import Stamp
-from serl_client.recorder import Recorder
+from serl_client import Feature
+from serl_client.controller import RemotePolicy
+from serl_client.errors import ConfigError
 from serl_client.runner import ActorStatus
 
-from tests.shared.actors import STATE, CountingEnv, FakeClient, run
+from tests.shared.actors import STATE, Chunks, CountingEnv, FakeClient, run
 
 
 @pytest.fixture
@@ -63,12 +64,17 @@ def test_a_reward_or_an_action_that_is_not_finite_cuts_the_episode_off_before_it
     assert [(len(each), each.truncated) for each in client.episodes] == [(2, True), (13, False)]
 
 
-def test_extras_that_the_spec_lacks_are_told_once_for_each_episode(client, spec, caplog):
-    env = CountingEnv(spec)
-    observation, recorder = env.reset(0), Recorder(client, "e", "test")
-    row = {"chunk_start": True, "chunk_delay": 0, "gap": False}
-    for _ in range(3):
-        step = env.step(np.zeros(2, np.float32))
-        recorder.add(Stamp(1, "collect", 0), observation, 0.0, step, {"behaviour_mean": np.zeros(2)}, **row)
-        observation = step.observation
-    assert caplog.messages == ["e: extras behaviour_mean are not stored: the Spec lacks them"]
+@pytest.mark.parametrize("shape", [None, 3])
+def test_extras_that_the_spec_lacks_end_the_actor_and_the_rows_before_them_are_kept(client, spec, shape):
+    client.spec = dataclasses.replace(spec, extras={"behaviour_mean": Feature((shape,))} if shape else {})
+
+    class Late(RemotePolicy):
+        """An algorithm that begins to decide more, at its second chunk, than its yaml says."""
+
+        def _change(self, answer, step):
+            super()._change(answer, step)
+            self.extras = {"behaviour_mean": np.zeros(2)} if step else {}
+
+    with pytest.raises(ConfigError, match=r"no columns behaviour_mean of that shape: .* `extras` of its yaml"):
+        run(CountingEnv(spec), client, Late(Chunks(length=4), deadline=1.0))
+    assert [(len(each), each.truncated) for each in client.episodes] == [(4, True)]

@@ -21,7 +21,7 @@ def act(policy, step):
 
 
 def test_a_policy_of_single_actions_is_asked_for_every_row():
-    source = Chunks()
+    source = Chunks(decides=["noise"])
     remote = policy(source)
     assert [act(remote, step) for step in range(4)] == [0, 1, 2, 3]
     assert source.questions == [(0, True), (1, False), (2, False), (3, False)]

@@ -71,6 +71,27 @@ def test_steps_that_do_not_count_have_no_loss_and_rows_are_alone(name, monkeypat
         assert (policy(rows)[0] != expected).all(), "the steps that count do"
 
 
+def test_a_policy_with_history_sees_each_of_its_observations():
+    """Each is encoded alone, whatever lies beside it, in a batch as in a decision."""
+    policy, frames = small("regression", history=2), STATES.repeat(1, 2, 1)
+    frames[:, 0] += 1
+    condition = policy.condition({STATE: frames})
+    encoded = [policy.encoder({STATE: frames[:, step]}) for step in range(2)]
+    torch.testing.assert_close(condition, torch.stack(encoded, 1))
+    assert policy.offsets[STATE] == (-1, 0)
+    action = torch.zeros(3, HORIZON, 2)
+    noise = torch.zeros(1, 3, *policy.noise_shape)
+    losses, chunks = zip(
+        *(
+            (policy(batch_of(action, seen))[0], policy.sample({STATE: seen}, noise=noise))
+            for seen in (frames, frames.flip(1))
+        ),
+        strict=True,
+    )
+    assert not torch.isclose(*losses).any()
+    assert not torch.isclose(*chunks).all()
+
+
 @every_head
 def test_equal_noise_gives_equal_chunks_in_any_batch_and_a_deterministic_head_needs_none(name):
     policy, observation = small(name), {STATE: STATES[:, 0]}

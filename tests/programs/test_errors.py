@@ -131,6 +131,10 @@ def make_store(run_dir, spec):
         ("learner=true port=7777 inference_port=7777", ["both 7777: choose another inference_port=..."]),
         ("learner=true run_dir=/proc/nowhere", ["cannot write to /proc/nowhere", "choose another run_dir=..."]),
         ("actor=true task=fake run_dir=/proc/nowhere", ["cannot write to /proc/nowhere", "another run_dir=..."]),
+        (
+            "learner=true policy=flow algo=rejection policy.history=0",
+            ["policy.history=0: say a whole number from 1 to"],
+        ),
         ("actor=true task=fake envs=0", ["envs=0: say a whole number from 1 to 64"]),
         ("actor=true task=fake envs=2 task.env.clock=real", ["envs=2: only simulated robots can be several"]),
         ("actor=true task=fake chunks=asink", ["chunks: no rule is called 'asink'; did you mean 'async'?"]),

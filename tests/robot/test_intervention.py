@@ -83,7 +83,7 @@ def test_a_takeover_in_mid_chunk_drops_the_rest_and_the_hand_back_asks_anew(capl
 def test_a_decision_that_a_takeover_drops_was_none_and_leaves_no_extras_behind():
     env = build(teleop=Hand(rows=(2,)), max_steps=6)
     env.spec.extras["noise"] = Feature((2,))
-    client, _, _ = actor(env, remote(Chunks(length=2)))
+    client, _, _ = actor(env, remote(Chunks(length=2, decides=["noise"])))
     (episode,) = client.episodes
     assert rows(episode.chunk_start) == [0, 3, 5]
     assert episode.extras["noise"][:, 0].tolist() == [1, 1, 0, 4, 4, 6]

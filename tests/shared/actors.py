@@ -60,7 +60,7 @@ class FakeClient:
     """A client whose learner takes everything; `script` holds functions that run after so many records, or waits."""
 
     actor, session = "robot", "0123456789abcdef"
-    has_room, fault, error, drained, pending = True, "", None, True, (0, 0)
+    has_room, fault, error, drained, pending, history = True, "", None, True, (0, 0), 1
 
     def __init__(self, spec, mode="collect", **directive):
         self.spec, self.waited, self.state = spec, 0, SimpleNamespace(step_limit=None, ordinal=3)
@@ -126,10 +126,10 @@ class Keys:
 
 class Chunks:
     """Answers with `length` actions after `delay` looks in vain; action [i] of the chunk of row s is s + i / 100, times
-    `scale`."""
+    `scale`. `decides`: names of its extras."""
 
-    def __init__(self, length=1, delay=0, version=1, scale=1.0):
-        self.length, self.delay, self.version, self.scale = length, delay, version, scale
+    def __init__(self, length=1, delay=0, version=1, scale=1.0, decides=()):
+        self.length, self.delay, self.version, self.scale, self.decides = length, delay, version, scale, decides
         self.questions, self.previous, self.answer, self.patience = [], [], None, 0  # questions: (row, reset)
 
     def ask(self, observation, *, step, seed, previous_action, reset, explore, task, prefix=None, committed=0):
@@ -138,7 +138,7 @@ class Chunks:
         self.seed, self.explore, self.task = seed, explore, task
         self.prefix, self.committed = prefix, committed
         action = step + np.arange(self.length, dtype=np.float32)[:, None] / 100 + np.zeros(2, np.float32)
-        extras = {"noise": np.full(2, step + 1, np.float32)}
+        extras = dict.fromkeys(self.decides, np.full(2, step + 1, np.float32))
         self.answer, self.patience = Answer(step, self.version, action * self.scale, extras), self.delay
 
     def wait_answer(self, step, timeout):

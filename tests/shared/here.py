@@ -56,8 +56,8 @@ def thread(target: Callable[[], object], failed: Callable[[], object] = list) ->
 def serving(config: DictConfig) -> Iterator[tuple[str, int]]:
     """(the learner's own address, the actors' port) of a server."""
     plan = plan_of(config)
-    options = {"archived": plan.archived, "on_silence": plan.on_silence}
-    with closing(ServerThread(Path(config.run_dir), plan.capacities, **options)) as server:
+    launcher.describe_store(config, plan)
+    with closing(ServerThread(Path(config.run_dir), **config.store)) as server:
         yield server.local, server.port
     assert not server.ended
 

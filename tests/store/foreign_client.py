@@ -1,4 +1,4 @@
-"""A client of the learner's protocol, version 8, written from docs/protocol.md alone.
+"""A client of the learner's protocol, version 9, written from docs/protocol.md alone.
 
 foreign_client.py ADDRESS NAME: pulls the newest weights, delivers one episode and prints one line of JSON. It keeps
 nothing of earlier lives.
@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import secrets
 import struct
 import sys
@@ -105,6 +106,7 @@ class Client:
         self.address, self.name, self.spec, self.run = address, name, spec, ""
         self.outbox, self.session = secrets.token_hex(16), secrets.token_hex(16)
         self.kept, self.expected, self.sent = {}, 0, 0
+        self.extras, self.history = {}, 1
         self.connection = self.asking = None
         self.state, self.answered, self.failures = {"directive": {}}, time.monotonic(), []
 
@@ -118,7 +120,7 @@ class Client:
             connection.send(
                 "Hello",
                 {
-                    "protocol": [8, 8],
+                    "protocol": [9, 9],
                     "role": "actor",
                     "actor": self.name,
                     "session": self.session,
@@ -147,6 +149,7 @@ class Client:
         if self.run and welcome["run"] != self.run:
             raise Failed(f"the outbox belongs to run {self.run}, the learner has {welcome['run']}")
         self.run, self.limit, self.state = welcome["run"], welcome["max_unacknowledged"], welcome["state"]
+        self.extras, self.history = welcome["spec"]["extras"], welcome["history"]
         self.inference = welcome["inference"].replace("*", self.address.split("://")[1].rsplit(":", 1)[0])
         self._acknowledge(dict(welcome["expected"])[self.session], True)
 
@@ -206,6 +209,12 @@ class Client:
 
     def ask(self, step, arrays, *, seed=0, reset=False, explore=False, task="", timeout=5.0):
         """(version, arrays) of the answer for this step, or None: there may be no answer."""
+        if self.history > 1:
+            arrays = {
+                name: (dtype, (self.history, *shape), data * self.history) if name.startswith("observation.") else array
+                for name, array in arrays.items()
+                for dtype, shape, data in [array]
+            }
         fields = {"step": step, "seed": seed, "reset": reset, "explore": explore, "task": task, "committed": 0}
         end, asked = time.monotonic() + timeout, False
         while (left := end - time.monotonic()) > 0:
@@ -248,7 +257,13 @@ class Client:
             connection.socket.close()
 
 
-def segment(episode, start, T, directive, *, clock, ends=""):
+def zeros(feature, T):
+    size = int(re.sub(r"\D", "", feature["dtype"]) or 8) // 8  # bool: a byte
+    shape = (T, *feature["shape"])
+    return feature["dtype"], shape, bytes(size * math.prod(shape))
+
+
+def segment(episode, start, T, directive, *, clock, ends="", extras=()):
     """(fields, arrays) of steps start to start + T; ends is "", "terminated" or "truncated"; directive is the map."""
     steps, rows = range(start, start + T), T + bool(ends)
     state = [value for i in range(rows) for value in (7.0, start + i, 0, 0, 0, 0, 0, 0)]
@@ -256,7 +271,7 @@ def segment(episode, start, T, directive, *, clock, ends=""):
         "episode": episode,
         "start": start,
         "task": "reach",
-        "extras": [],
+        "extras": list(extras),
         "stamp": [directive["number"], directive["phase"], 0],
         "terminated": ends == "terminated",
         "truncated": ends == "truncated",
@@ -269,6 +284,7 @@ def segment(episode, start, T, directive, *, clock, ends=""):
         "gap": ("bool", (T,), bytes(T)),
         "chunk_delay": ("uint16", (T,), bytes(2 * T)),
         "observation.state": ("float32", (rows, 8), struct.pack(f"<{8 * rows}f", *state)),
+        **{name: zeros(extras[name], T) for name in extras},
     }
 
 
@@ -282,7 +298,8 @@ def main(address, name):
     client.until(lambda _: client.state["directive"].get("mode") == "collect", 120, "directive that collects")
     directive, episode, clock, records = client.state["directive"], f"{name}-{client.session[:8]}-0", time.time(), []
     for start, T in ((0, 6), (6, 6), (12, 8)):
-        made = segment(episode, start, T, directive, clock=clock, ends="terminated" if start == 12 else "")
+        ends = "terminated" if start == 12 else ""
+        made = segment(episode, start, T, directive, clock=clock, ends=ends, extras=client.extras)
         records.append((len(records), *made))
     records.append((len(records), *outcome(episode)))
     client.push(records)

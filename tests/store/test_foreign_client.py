@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from serl_launcher.datasets.episodes import opened
 from tests.shared import oracle
 from tests.shared.common import until
 
@@ -48,3 +49,13 @@ def test_a_client_that_knows_the_page_alone_delivers_whole_episodes_in_two_lives
 def test_it_imports_nothing_of_ours():
     imported = [line for line in CLIENT.read_text().splitlines() if line.startswith(("import ", "from "))]
     assert not [line for line in imported if "serl" in line or "numpy" in line or "tests" in line]
+
+
+def test_it_gives_the_columns_that_the_algorithm_adds_to_its_rows(serve):
+    extras = {"behaviour_mean": "action", "plan": {"shape": [3], "dtype": "uint8"}}
+    server = serve(extras=extras, history=3)
+    delivered(server, b"weights")
+    _, readers, (episode,) = opened(server.run_dir)
+    rows = readers["online"].rows(episode)
+    assert [rows[name].shape for name in extras] == [(20, 2), (20, 3)]
+    assert not server.refusals()

@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch._subclasses import fake_tensor
 
 from serl_launcher.algorithms.base import uncounted
 from serl_launcher.config import composed
-from serl_launcher.replay.mixture import blank
+from serl_launcher.replay.batches import blank
 from serl_launcher.training import budget, memory
 from serl_launcher.training.build import build, check_memory, untrained
 from serl_launcher.training.ranks import Ranks
@@ -62,7 +63,7 @@ OPTIONS = [  # that config/policy documents
 class Looks(torch.nn.Module):
     """Asks for the value of a tensor in one of its two updates."""
 
-    size = 4_000_000
+    size, derived = 4_000_000, MappingProxyType({})
 
     def __init__(self):
         super().__init__()

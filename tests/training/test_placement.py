@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from serl_launcher.config import composed
-from serl_launcher.replay.mixture import blank
+from serl_launcher.replay.batches import blank
 from serl_launcher.training.build import untrained
 from serl_launcher.training.memory import hollow
 from tests.shared.models import CONFIG

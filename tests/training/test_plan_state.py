@@ -125,6 +125,40 @@ def test_updates_come_in_the_order_of_the_list():
     assert state.at.updates == 12
 
 
+def test_an_update_that_has_seen_all_lets_the_others_go_on_and_comes_again_with_new_steps():
+    entries = [{"update": {"order": "once"}}, "update_critic"]
+    mapping = edited("phases.clone.updates", entries)
+    state, names = at("clone", mapping=mapping), []
+    for turn in range(8):
+        names.append(state.next_update(Progress()))
+        if turn in (2, 3):  # nothing is new
+            assert names[-1] == ("update" if turn == 2 else "update_critic")
+        if turn == 2:
+            state.did_see("update", {"demo/demo": (4, 2)}, all_there_is=True)
+            continue
+        state.did_update(names[-1])
+        if turn == 5:
+            state.look_again()
+    assert names == ["update", "update_critic", "update", *["update_critic"] * 3, "update", "update_critic"]
+    assert (state.at.updates, resumed(state, mapping).at.seen) == (7, {"update": {"demo/demo": [4, 2]}})
+
+
+def test_a_phase_may_end_when_each_step_was_seen_and_its_updates_wait_for_new_ones():
+    mapping = edited("phases.clone.updates", [{"update": {"order": "once"}}])
+    mapping["phases"]["clone"]["until"] = ["seen"]
+    state = at("clone", mapping=mapping)
+    state.did_update(state.next_update(Progress()))
+    assert (state.advance(Progress()), state.has_seen_all) == ([], False)
+    state.did_see("update", {}, all_there_is=True)
+    assert (state.next_update(Progress()), state.waits_for(Progress())) == (
+        None,
+        "new steps: its updates have seen all",
+    )
+    assert state.advance(Progress())
+    assert state.phase.name == "practise"
+    assert not state.at.exhausted
+
+
 def test_publication_is_due_once_in_so_many_updates():
     state, due, ready = at("practise"), [], practise(10, online=10)
     for update in range(1, 8):

@@ -68,7 +68,8 @@ def trained(folder, rank):
         for part in range(2):
             optimizer.step(optimizer(rows_of(step, part, rank), rank))
     given = world.scatter([{"rows": rows_of(9, 0, each), "names": [str(each)]} for each in (0, 1)] if rank == 0 else ())
-    torch.save([optimizer.module.state_dict(), list(optimizer.state_dict()["states"].values()), sent, given],
+    joined = world.joined(given["rows"])
+    torch.save([optimizer.module.state_dict(), list(optimizer.state_dict()["states"].values()), sent, (given, joined)],
                folder / f"{rank}.pt")  # fmt: skip
 
 
@@ -111,10 +112,11 @@ def test_gradients_travel_in_few_messages(ranks):
         assert used == 2 * LAYERS + 4  # which weights had a gradient
 
 
-def test_each_rank_gets_its_part_alone(ranks):
-    for rank, (*_, given) in enumerate(ranks):
+def test_each_rank_gets_its_part_alone_and_what_they_make_of_it_is_joined(ranks):
+    for rank, (*_, (given, joined)) in enumerate(ranks):
         assert given["names"] == [str(rank)]
         assert torch.equal(given["rows"], rows_of(9, 0, rank))
+        assert torch.equal(joined, torch.cat([rows_of(9, 0, each) for each in (0, 1)]))
 
 
 def test_a_large_weight_is_a_bucket_of_its_own(monkeypatch):

@@ -40,7 +40,7 @@ class TrainerClient:
         self, address: str, *, actor: str, spec: Spec, outbox: Path, capacity: int = CAPACITY, paced: bool = False,
         has_operator: bool = False, weights_folder: Path | None = None, key: Path | None = None,
     ) -> None:  # fmt: skip
-        self.actor, self.spec = actor, spec
+        self.actor = actor
         opened = Key.read(key) if key else None
         if opened and not opened.owns(actor):
             raise ConfigError(f"the key {key} is that of {opened.name}, not of {actor}: go by the name {opened.name}")
@@ -155,6 +155,16 @@ class TrainerClient:
     def state(self) -> State:
         """Return what the learner said last: directive, step limit. It is one object, replaced when one of these is."""
         return self._network.state
+
+    @property
+    def spec(self) -> Spec:
+        """Return the Spec of the rows: the robot's and, once connected, with the extras that the algorithm gives."""
+        return self._network.spec
+
+    @property
+    def history(self) -> int:
+        """Return how many observations, the newest last, the policy is asked with."""
+        return self._network.history
 
     @property
     def connected(self) -> bool:

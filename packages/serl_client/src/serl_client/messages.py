@@ -17,7 +17,7 @@ from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, Outcome, QueuedRe
 from serl_client.errors import MessageError, VersionMismatch
 from serl_client.spec import Array
 
-PROTOCOL = (8, 8)  # the oldest and the newest version spoken here
+PROTOCOL = (9, 9)  # the oldest and the newest version spoken here
 MAX_REPORT = 8192
 MAX_EARLIER = 64  # sessions that a Hello names besides its own
 
@@ -25,8 +25,7 @@ MAX_EARLIER = 64  # sessions that a Hello names besides its own
 @dataclass(frozen=True, slots=True)
 class Hello:
     """Opens every connection. `role` is actor, learner or viewer; `earlier` lists [session, last seq] of the
-    sessions before this one that still lie in this outbox, the MAX_EARLIER oldest of them; `run` is "" before the first
-    Welcome."""
+    MAX_EARLIER oldest sessions before this one that still lie in this outbox; `run` is "" before the first Welcome."""
 
     protocol: Sequence[int]
     role: str
@@ -57,7 +56,8 @@ class StateUpdate:
 @dataclass(frozen=True, slots=True)
 class Welcome:
     """The answer to Hello. `expected` is [session, next seq] of the sender's sessions; `ordinal` numbers the starts of
-    all actors of the run; `max_unacknowledged` is in bytes, `state` the first StateUpdate as a mapping."""
+    all actors of the run; `max_unacknowledged` is in bytes, `state` the first StateUpdate. `spec`: of the run, the
+    robot's with the extras that the algorithm gives. `history`: observations of an InferenceRequest."""
 
     run: str
     ordinal: int
@@ -66,6 +66,7 @@ class Welcome:
     spec: Mapping[str, Any] | None
     inference: str  # the address that answers InferenceRequest
     state: Mapping[str, Any]
+    history: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +97,13 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """Asks for the action at step `step`: arrays {name: [...]} and, after step 0, `previous_action` [A].
+    """Asks for the action at step `step`.
 
     `reset`: the carry begins anew. `seed` names the noise of this decision, so that any host draws the same. `task` is
     what to do, in words: the prompt of a policy that reads one. Raises MessageError for one that is too long.
-    `arrays` may hold `prefix` float32 [R, A]: the actions that are left of the chunk under way, from step `step` on.
-    `committed`: how many of them the robot will have executed when the answer is due; 0 without a prefix.
+    `arrays`: each observation, [...] or, where Welcome.history is more than 1, [history, ...]; after step 0
+    `previous_action` [A]; perhaps `prefix` float32 [R, A], what is left of the chunk under way, from step `step` on.
+    `committed`: how many rows of it the robot will have executed when the answer is due; 0 without a prefix.
     """
 
     step: int
@@ -329,8 +331,7 @@ def decode(frames: Sequence[wire.Buffer]) -> Message:
             raise MessageError(f"{name} of a {kind.__name__} should be of type {expected}")
     if _HAS_ARRAYS[kind]:
         header["arrays"] = arrays
-        return kind(**header)
-    if arrays:
+    elif arrays:
         raise MessageError(f"a {kind.__name__} carries no arrays")
     return kind(**header)
 
@@ -365,8 +366,7 @@ def encode_record(seq: int, record: QueuedRecord) -> list[wire.Buffer]:
 
 
 def decode_records(*data: wire.Buffer) -> list[tuple[int, QueuedRecord]]:
-    """(seq, record) of each encoded record in `data`, at most MAX_RECORDS. Raises MessageError; shapes are not checked
-    against a Spec yet."""
+    """(seq, record) of each encoded record in `data`, at most MAX_RECORDS. Raises MessageError; checks no Spec."""
     return list(records(*data))
 
 

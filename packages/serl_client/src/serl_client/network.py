@@ -17,7 +17,7 @@ import zmq
 
 from serl_client import messages as m
 from serl_client.connection import Connection, failure, is_local
-from serl_client.errors import MessageError, Refused, TrainerError
+from serl_client.errors import ConfigError, MessageError, Refused, TrainerError
 from serl_client.keys import Key
 from serl_client.outbox import Outbox
 from serl_client.send_queue import SendQueue
@@ -73,6 +73,8 @@ class Network(threading.Thread):
         super().__init__(name=f"network of {actor}", daemon=True)
         self.session = os.urandom(16).hex()
         self.state = State({"number": 0, "phase": "", "mode": "idle"}, 0 if paced else None)  # replaced, never changed
+        self.spec = spec  # the run's, once the learner has said it: with the extras that the algorithm gives
+        self.history = 1  # observations of a question
         self.report: Mapping[str, Any] = {}
         self.error: TrainerError | None = None
         self.questions: deque[tuple[int, m.InferenceRequest]] = deque(maxlen=1)  # (number, question): the latest wins
@@ -83,7 +85,7 @@ class Network(threading.Thread):
         self.send_queue = SendQueue(outbox, self.session, spec)
         self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._actor, self._spec, self._outbox = actor, spec, outbox
+        self._actor, self._robot, self._outbox = actor, spec, outbox
         self._paced, self._has_operator = paced, has_operator
         self._key = key
         self.server = Connection(address, self._greeting(), key)
@@ -173,7 +175,7 @@ class Network(threading.Thread):
             self._fail(error)
         except OSError as error:
             self._disk_failed(error)
-        except (MessageError, KeyError, TypeError, ValueError) as error:
+        except (MessageError, ConfigError, KeyError, TypeError, ValueError) as error:
             link.malformed += 1
             log.warning("a %s from %s is not understood: %r", type(message).__name__, link.address, error)
 
@@ -249,7 +251,7 @@ class Network(threading.Thread):
 
     def _greeting(self) -> m.Hello:
         return m.Hello(
-            m.PROTOCOL, "actor", self._actor, self.session, self._outbox.id, self._outbox.run, self._spec.to_dict(),
+            m.PROTOCOL, "actor", self._actor, self.session, self._outbox.id, self._outbox.run, self._robot.to_dict(),
             self.send_queue.earlier, self._paced, self._has_operator,
         )  # fmt: skip
 
@@ -264,6 +266,10 @@ class Network(threading.Thread):
             )
         if not bound:
             self._outbox.bind(welcome.run)
+        self.history = welcome.history
+        if welcome.spec is not None:
+            self.spec = self._robot.widened(welcome.spec)
+            self.send_queue.take(self.spec)
         self.send_queue.resume(welcome.expected, welcome.max_unacknowledged)
         if self.weights:
             self.weights.restart()
@@ -298,8 +304,8 @@ class Network(threading.Thread):
     def _answered(self, act: m.InferenceResponse) -> None:
         extras = dict(act.arrays)
         action = extras.pop("action")
-        if action.ndim != 2 or action.shape[1:] != self._spec.action.shape or not np.isfinite(action).all():
-            raise MessageError(f"actions should be finite and [H, {self._spec.action.shape[0]}]")
+        if action.ndim != 2 or action.shape[1:] != self._robot.action.shape or not np.isfinite(action).all():
+            raise MessageError(f"actions should be finite and [H, {self._robot.action.shape[0]}]")
         while self._asked:
             number, step = self._asked.popleft()
             if step == act.step:

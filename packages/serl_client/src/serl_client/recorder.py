@@ -1,6 +1,5 @@
 """The recorder: it cuts the steps of one episode into segments and pushes them as they happen."""
 
-import logging
 from collections.abc import Mapping
 
 import numpy as np
@@ -8,9 +7,8 @@ import numpy as np
 from serl_client.client import TrainerClient
 from serl_client.env import Observation, Step
 from serl_client.episode import COLUMNS, Segment, Stamp, not_finite
+from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature, Spec
-
-log = logging.getLogger(__name__)
 
 SEGMENT_SECONDS = 0.5  # at most
 SEGMENT_ROWS = 32  # at most
@@ -25,8 +23,8 @@ class Recorder:
         self.ended = False
         self._client, self._task, self._spec = client, task, client.spec
         self._rows = segment_rows(client.spec)
+        self._shapes = {name: feature.shape for name, feature in client.spec.extras.items()}
         self._floats = {name: f.dtype for name, f in client.spec.observation.items() if f.dtype.startswith("float")}
-        self._dropped: set[str] = set()  # names of extras that the Spec lacks
         self._start = 0
         self._stamp = Stamp(0, "", 0)
         # Rows of the open segment, and the observation after them. One assignment sets both, so that an interrupt
@@ -54,13 +52,20 @@ class Recorder:
         observed: when `observation` was there; seconds, the robot's clock. It becomes the row's time.
         step: what was done in answer, and the observation after it. That one must be finite too, because the policy
             would see it next.
-        extras: further columns; a missing one is zero. One that the Spec lacks is dropped, with one warning for each.
+        extras: further columns; a missing one is zero.
         chunk_start, chunk_delay, gap: as in Segment.
+
+        Raises ConfigError for extras that the Spec lacks, or has in another shape.
         """
         values = {
             "reward": step.reward, "intervened": step.intervened, "time": observed, "chunk_start": chunk_start,
             "chunk_delay": chunk_delay, "gap": gap,
         }  # fmt: skip
+        if wrong := sorted(name for name, value in extras.items() if self._shapes.get(name) != np.shape(value)):
+            raise ConfigError(
+                f"the rows of this run have no columns {', '.join(wrong)} of that shape: name those of an environment "
+                "in its Spec, and those of an algorithm in `extras` of its yaml, before the run begins"
+            )
         named = {"action": step.executed, "reward": step.reward, "time": observed, **extras}
         arrays = {name: np.asarray(value) for name, value in named.items()}
         if bad := self.not_finite(step.observation) or not_finite(arrays):
@@ -70,9 +75,6 @@ class Recorder:
         if not self._state[0]:
             self._stamp = stamp
             self._allocate()
-        if unknown := extras.keys() - self._extras.keys() - self._dropped:
-            self._dropped |= unknown
-            log.warning("%s: extras %s are not stored: the Spec lacks them", self.episode, ", ".join(sorted(unknown)))
         row = self._state[0]
         self._write(row, observation)
         for name, array in self._extras.items():

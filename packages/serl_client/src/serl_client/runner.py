@@ -4,15 +4,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from serl_client.client import TrainerClient
 from serl_client.controller import Controller
-from serl_client.env import Env, Observation, Step
+from serl_client.env import Env
 from serl_client.episode import Stamp
+from serl_client.episode_state import EpisodeState
 from serl_client.errors import ConfigError, RobotFault, TrainerError
 from serl_client.faults import Faults
+from serl_client.frames import Frames
 from serl_client.person import VERDICTS, Operator, Person
 from serl_client.recorder import Recorder
 from serl_client.signals import interrupted_by_signals, without_long_collections
@@ -68,23 +69,6 @@ def run_actor(
             status.warn(f"{records} records ({size >> 20} MiB) stay in the outbox; they are sent at the next start")
 
 
-@dataclass
-class _Episode:
-    recorder: Recorder
-    observation: Observation
-    teleop: bool
-    began: float
-    observed: float  # when `observation` was there; seconds, the robot's clock
-    last: Step | None = None
-    reset: bool = True
-    human: int = 0  # steps of the takeover under way
-    held: int = 0  # consecutive steps without an action
-    is_theirs: bool | None = None  # whether the operator drives the next step; None: nobody has looked
-    is_stale: bool = False  # the world may have changed since `observation`: the next step holds, to look again
-    reward: float = 0.0
-    intervened: int = 0
-
-
 class _Actor:
     def __init__(
         self, env: Env, controller: Controller, client: TrainerClient, starts: Starts, person: Person, reset: str,
@@ -95,7 +79,7 @@ class _Actor:
         self._directive, self._starts = client.state.directive, starts
         self._is_real = env.clock == "real"
         self._faults = Faults()
-        self._unanswered: Observation | None = None  # the last observation of an episode that silence cut off
+        self._unanswered: Frames | None = None  # the last ones of an episode that silence cut off
         self._sent: float | None = None  # when the command before was sent, if nothing waited since
         self._simulated = time.monotonic()  # seconds, the clock of a simulated robot
 
@@ -145,7 +129,8 @@ class _Actor:
         """Return whether the policy gives actions, after it was silent. Until then the robot does not move, not even
         home, because the cause may be a fault."""
         if self._unanswered is not None:
-            action = self._controller.act(self._unanswered, step=0, previous_action=None, reset=True)
+            seen = self._unanswered.newest(self._client.history)
+            action = self._controller.act(seen, step=0, previous_action=None, reset=True)
             self._unanswered = self._unanswered if action is None else None
         return self._unanswered is None
 
@@ -170,7 +155,8 @@ class _Actor:
             self._status.warn(f"{bad} is not finite after the reset; {recorder.episode} does not begin")
             self._client.wait(AGAIN)
             return
-        episode = _Episode(recorder, observation, mode == "teleop", began=began, observed=observed)
+        frames = Frames(observation, client.history)
+        episode = EpisodeState(recorder, frames, mode == "teleop", began=began, observed=observed)
         self._sent = None
         try:
             while not recorder.ended:
@@ -213,7 +199,7 @@ class _Actor:
         self._client.drain(ROOM_PATIENCE)
         self._client.wait(NAP)
 
-    def _row(self, episode: _Episode) -> None:
+    def _row(self, episode: EpisodeState) -> None:
         goes_on, waited, action = self._action(episode)
         if not goes_on:
             self._cut_off(episode)
@@ -236,7 +222,8 @@ class _Actor:
             self._cut_off(episode)
             return
         self._hand_over(episode, step.intervened)
-        episode.last, episode.observation, episode.observed = step, step.observation, observed
+        episode.last, episode.observed = step, observed
+        episode.frames.add(step.observation, gap=is_gap)
         episode.is_theirs, episode.is_stale = None, False
         episode.reward += step.reward
         episode.intervened += step.intervened
@@ -245,7 +232,7 @@ class _Actor:
         self._person.listen()
         self._close(episode)
 
-    def _hand_over(self, episode: _Episode, is_human: bool) -> None:
+    def _hand_over(self, episode: EpisodeState, is_human: bool) -> None:
         """Note a takeover or a hand-back. The policy begins anew after it, since it did not cause what came before."""
         if episode.teleop:
             return
@@ -259,7 +246,7 @@ class _Actor:
         episode.human = episode.human + 1 if is_human else 0
         episode.held = 0 if is_human else episode.held
 
-    def _action(self, episode: _Episode) -> tuple[bool, bool, Array | None]:
+    def _action(self, episode: EpisodeState) -> tuple[bool, bool, Array | None]:
         """Return (whether the episode goes on, whether the next step had to wait, its action). Waits for the operator,
         for the step limit, and in simulation or before the first step for the action."""
         waited = False
@@ -278,18 +265,17 @@ class _Actor:
                 self._close(episode)
         return False, waited, None
 
-    def _holds(self, episode: _Episode) -> bool:
+    def _holds(self, episode: EpisodeState) -> bool:
         """Return whether the policy need not be asked: the operator drives the next step, or it only looks again."""
         begins = self._is_real and episode.last is None  # here the device is read until somebody acts
         if begins or (episode.human and episode.is_theirs is None):
             episode.is_theirs = self._env.look()
         return episode.teleop or episode.is_stale or bool(episode.is_theirs)
 
-    def _ask(self, episode: _Episode) -> Array | None:
+    def _ask(self, episode: EpisodeState) -> Array | None:
         previous = None if episode.last is None else episode.last.executed
-        action = self._controller.act(
-            episode.observation, step=episode.recorder.steps, previous_action=previous, reset=episode.reset
-        )
+        seen = episode.frames.newest(self._client.history)
+        action = self._controller.act(seen, step=episode.recorder.steps, previous_action=previous, reset=episode.reset)
         if action is None:
             episode.held += 1
             self._status.driver = "WAITING"
@@ -297,7 +283,7 @@ class _Actor:
             episode.held, episode.reset = 0, False
         return action
 
-    def _blocked(self, episode: _Episode) -> bool:
+    def _blocked(self, episode: EpisodeState) -> bool:
         if self._person.is_paused:
             if self._status.driver != "PAUSED":
                 self._env.stop()
@@ -319,7 +305,7 @@ class _Actor:
         over = newer["mode"] in ("idle", "stop") or self._directive["mode"] == "evaluate"
         return newer.get("boundary") == "now" or (waited and over)
 
-    def _close(self, episode: _Episode) -> None:
+    def _close(self, episode: EpisodeState) -> None:
         """End the episode if the operator or the environment says so, no action comes, or the outbox is full."""
         recorder, step = episode.recorder, episode.last
         assert step is not None
@@ -330,14 +316,14 @@ class _Actor:
         elif self._is_real and episode.held > SILENCE * self._env.spec.fps:
             self._status.warn(f"no action came for {SILENCE:.0f} s; {recorder.episode} is cut off")
             recorder.end(terminated=False)
-            self._unanswered = step.observation
+            self._unanswered = episode.frames
         elif not self._client.has_room and not self._has_room():
             self._status.warn(f"{self._client.fault or 'the disk is too slow'}; {recorder.episode} is cut off")
             recorder.end(terminated=False)
         elif recorder.is_full:
             recorder.flush()
 
-    def _cut_off(self, episode: _Episode) -> None:
+    def _cut_off(self, episode: EpisodeState) -> None:
         """Truncate the episode, if it is not over, and push a verdict that still waits."""
         if not episode.recorder.ended:
             self._person.pronounce(episode.recorder.episode, None)
@@ -349,7 +335,7 @@ class _Actor:
             self._client.wait(0.002)
         return self._client.has_room
 
-    def _report(self, episode: _Episode) -> None:
+    def _report(self, episode: EpisodeState) -> None:
         recorder, step = episode.recorder, episode.last
         if step is None:
             self._person.verdict = ""

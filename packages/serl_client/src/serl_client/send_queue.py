@@ -33,10 +33,8 @@ class SendQueue:
     """Numbers the records of one `session` from 0 and sends them, after those of earlier sessions in the outbox."""
 
     def __init__(self, outbox: Outbox, session: str, spec: Spec) -> None:
-        self._outbox, self._session, self._spec = outbox, session, spec
-        features = (*spec.observation.values(), *spec.extras.values(), spec.action)
-        row = sum(feature.nbytes for feature in features) + COLUMN_BYTES
-        self._capacity = int(row * max(QUEUE_ROWS, QUEUE_SECONDS * spec.fps)) + OUTCOME_BYTES
+        self._outbox, self._session = outbox, session
+        self.take(spec)
         self._queue: deque[tuple[Record, int]] = deque()
         self._put = self._put_bytes = 0  # written by the control thread only,
         self._written = self._spooled_bytes = 0  # and these by the network thread only
@@ -49,6 +47,12 @@ class SendQueue:
         self.needs_hello = False  # another connection has to name what is next
         self._cut = ""  # the episode that goes on no more, since a segment of it could not be taken
         self.error: TrainerError | None = None  # what was pushed does not fit the Spec
+
+    def take(self, spec: Spec) -> None:
+        """Take rows of this Spec from now on."""
+        features = (*spec.observation.values(), *spec.extras.values(), spec.action)
+        row = sum(feature.nbytes for feature in features) + COLUMN_BYTES
+        self._spec, self._capacity = spec, int(row * max(QUEUE_ROWS, QUEUE_SECONDS * spec.fps)) + OUTCOME_BYTES
 
     def put(self, record: Record) -> None:
         """Queue a record for the network thread.

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from serl_client.errors import ConfigError
+from serl_client.errors import ConfigError, Refused
 
 Array = NDArray[Any]
 DTYPES = (
@@ -151,6 +151,14 @@ class Spec:
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"this is no Spec: {error!r}") from None
+
+    def widened(self, run: Mapping[str, Any]) -> "Spec":
+        """Return the Spec of a run, which `run` describes: this one with further extras. Raises Refused for another."""
+        spec = Spec.from_dict(run)
+        own = {name: feature for name, feature in spec.extras.items() if name in self.extras}
+        if difference := replace(spec, extras=own).difference(self):
+            raise Refused(f"the learner's run is of another robot (the run, yours): {difference}")
+        return spec
 
     def difference(self, other: "Spec") -> str:
         return difference(self.to_dict(), other.to_dict())

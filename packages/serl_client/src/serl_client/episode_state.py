@@ -1,0 +1,30 @@
+"""What the control loop knows of the episode under way."""
+
+from dataclasses import dataclass
+
+from serl_client.env import Observation, Step
+from serl_client.frames import Frames
+from serl_client.recorder import Recorder
+
+
+@dataclass
+class EpisodeState:
+    """One episode from its reset to its end, as run_actor keeps it."""
+
+    recorder: Recorder
+    frames: Frames  # what was observed
+    teleop: bool
+    began: float
+    observed: float  # when the newest observation was there; seconds, the robot's clock
+    last: Step | None = None
+    reset: bool = True
+    human: int = 0  # steps of the takeover under way
+    held: int = 0  # consecutive steps without an action
+    is_theirs: bool | None = None  # whether the operator drives the next step; None: nobody has looked
+    is_stale: bool = False  # the world may have changed since that observation: the next step holds, to look again
+    reward: float = 0.0
+    intervened: int = 0
+
+    @property
+    def observation(self) -> Observation:
+        return self.frames.newest(1)

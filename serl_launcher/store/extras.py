@@ -1,0 +1,31 @@
+"""Columns that an algorithm adds to the rows of every robot: it gives them with its actions (`Decision.extras`)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from serl_client.errors import ConfigError
+from serl_client.spec import Feature, Spec
+
+ACTION = "action"  # a column that is like the action
+
+
+def with_extras(spec: Spec, extras: Mapping[str, Any]) -> Spec:
+    """Add `extras` of an algorithm's yaml to a robot's Spec: {name: `action`, or {shape, dtype}}.
+
+    Raises ConfigError for what describes no column, and for one that the robot has too, of another shape or dtype.
+    """
+    added = {name: _feature(name, kind, spec) for name, kind in extras.items()}
+    for name in added.keys() & spec.extras.keys():
+        if added[name].to_dict() != spec.extras[name].to_dict():
+            raise ConfigError(f"robot and algorithm both give the column {name}, and each another one: rename one")
+    return replace(spec, extras={**spec.extras, **added})
+
+
+def _feature(name: str, kind: Any, spec: Spec) -> Feature:
+    if kind == ACTION:
+        return Feature(spec.action.shape, spec.action.dtype)
+    try:
+        return Feature(**kind)
+    except (TypeError, ValueError):
+        raise ConfigError(f"extras.{name}={kind}: say {ACTION}, or the shape and dtype of the column") from None

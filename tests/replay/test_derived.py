@@ -1,0 +1,173 @@
+"""Columns that an algorithm computes of stored steps, and updates that see each step once."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from serl_client import Feature, Outcome
+
+from serl_launcher.replay.mixture import ReplayMixture
+from serl_launcher.replay.views import View
+from serl_launcher.types import Window
+
+from .made import STATE, starts
+
+DERIVED = {"code": Feature((2,)), "flag": Feature((), "bool")}
+PLAIN = Window({STATE: (0,), "action": (0,)})
+CODES = Window({STATE: (0,), "action": (0, 1), "derived.code": (0, 1)})
+BOTH = {"online": 1.0, "demo": 1.0}
+
+
+@pytest.fixture
+def mixture(store, spec):
+    """mixture() -> a reader that is up to date; each has its own memory."""
+
+    def make(views=None):
+        made = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views or {}, seed=0, derived=DERIVED)
+        made.update(store.index.catalog(0, 10_000)[1])
+        return made
+
+    return make
+
+
+def code(batch):
+    """A column that tells its step: [key, index]."""
+    return {"code": batch.observation[STATE][:, 0, :2].clone()}
+
+
+def all_of(sources, count, window=PLAIN, names=("online", "demo"), seen=None):
+    """The batches of one pass, and what is seen then."""
+    batches, seen = [], seen or {}
+    while True:
+        batch, seen = sources.unseen(count, window, names, seen)
+        if batch is None:
+            return batches, seen
+        batches.append(copy.deepcopy(batch))  # the next one uses its memory
+
+
+def visited(batches):
+    """[(key, index)] of the rows that count."""
+    rows = [(batch.observation[STATE][:, 0, :2].tolist(), batch.weight.tolist()) for batch in batches]
+    return [
+        tuple(map(int, row)) for states, weights in rows for row, weight in zip(states, weights, strict=True) if weight
+    ]
+
+
+# -- derived columns
+
+
+def test_a_window_begins_only_where_its_columns_are_computed_and_has_what_was_computed(push, whole, mixture):
+    whole([1, 2], 6)
+    sources = mixture()
+    assert sources.sample(8, CODES, {"online": 1.0}) is None
+    batch = sources.sample(500, PLAIN, {"online": 1.0})
+    among = batch.observation[STATE][:, 0, 0] == 1
+    sources.derive(batch.step_id[among], {name: each[among] for name, each in code(batch).items()})
+    drawn = sources.sample(300, CODES, {"online": 1.0})
+    assert starts(drawn) == {(1, i) for i in range(6)}
+    there = drawn.valid.unsqueeze(-1)
+    following = drawn.observation[STATE][:, :1, :2] + torch.tensor([[0.0, 0.0], [0.0, 1.0]])
+    torch.testing.assert_close(drawn.extras["derived.code"], following * there)
+
+
+def test_a_window_over_a_step_that_is_not_computed_does_not_begin(whole, mixture):
+    whole([1], 6)
+    sources = mixture()
+    batch = sources.sample(500, PLAIN, {"online": 1.0})
+    among = batch.observation[STATE][:, 0, 1] != 3
+    sources.derive(batch.step_id[among], {name: each[among] for name, each in code(batch).items()})
+    assert starts(sources.sample(300, CODES, {"online": 1.0})) == {(1, 0), (1, 1), (1, 4), (1, 5)}
+
+
+def test_columns_survive_eviction_and_a_resumed_reader_and_evicted_ones_never_come_back(whole, mixture, store):
+    whole(range(15), 10)
+    first = mixture()
+    batches, _ = all_of(first, 16)
+    for batch in batches:
+        first.derive(batch.step_id, code(batch))
+    kept = first.state_dict()
+    stale, _ = first.unseen(4, PLAIN, ("online",), {})
+    stale = stale.step_id.clone()
+    whole(range(15, 30), 10)  # the ring has 200 steps: the first ten episodes and more are gone
+    second = mixture()
+    second.load_state_dict(kept)
+    evicted = second.buffers["online"].tail
+    assert evicted >= 100
+    expected = {(i, k) for i in range(15) for k in range(10) if 10 * i >= evicted}
+    assert expected
+    second.derive(stale, {"code": torch.full((4, 2), 7.0)})  # computed while they were evicted
+    drawn = second.sample(800, CODES, {"online": 1.0})
+    assert starts(drawn) == expected
+    torch.testing.assert_close(drawn.extras["derived.code"][:, 0], drawn.observation[STATE][:, 0, :2])
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{"other": torch.zeros(3, 2)}, {"code": torch.zeros(3, 4)}, {"code": torch.full((3, 2), torch.nan)}],
+    ids=["unknown", "shape", "nan"],
+)
+def test_a_column_that_the_algorithm_does_not_have_or_that_is_not_finite_is_refused(whole, mixture, columns):
+    whole([1])
+    sources = mixture()
+    with pytest.raises(ValueError, match=r"an update gave derived\.\w+ \[3"):
+        sources.derive(torch.arange(3), columns)
+    assert sources.sample(8, CODES, {"online": 1.0}) is None
+
+
+# -- order: once
+
+
+@pytest.mark.parametrize("count", [1, 7, 16, 64])
+def test_each_step_comes_once_in_the_order_of_the_episodes(push, whole, mixture, make_segment, count):
+    for start in (0, 3):  # the steps of two episodes lie between each other
+        for session, key in (("A", 1), ("B", 2)):
+            push(session, make_segment(f"e{key}", key, start, 3, ends="terminated" if start else ""))
+    whole([3, 4], 5)
+    push("A", make_segment("demo", 9, 0, 4, ends="truncated", directive=2, phase="demonstrate"))
+    batches, seen = all_of(mixture(), count)
+    expected = [(key, i) for key, length in ((1, 6), (2, 6), (3, 5), (4, 5), (9, 4)) for i in range(length)]
+    assert visited(batches) == expected
+    assert all(len(batch) == count for batch in batches)
+    assert all_of(mixture(), count, seen=seen)[0] == [], "a resumed reader has seen them, too"
+    whole([5], 2)
+    assert visited(all_of(mixture(), count, seen=seen)[0]) == [(5, 0), (5, 1)]
+
+
+def test_what_repeats_a_row_at_the_end_has_no_weight(whole, mixture):
+    whole([1], 5)
+    batch, _ = mixture().unseen(8, PLAIN, ("online",), {})
+    assert batch.weight.tolist() == [1] * 5 + [0] * 3
+    assert batch.step_id.tolist() == [0, 1, 2, 3, 4, 4, 4, 4]
+    assert mixture().sample(8, PLAIN, {"online": 1.0}).weight.tolist() == [1] * 8
+
+
+def test_an_open_episode_and_all_after_it_wait_until_it_is_closed(push, whole, mixture, make_segment):
+    whole([1], 3)
+    push("B", make_segment("open", 2, 0, 4))
+    whole([3], 3)
+    batches, seen = all_of(mixture(), 8)
+    assert visited(batches) == [(1, i) for i in range(3)]
+    push("B", make_segment("open", 2, 4, 1, ends="terminated"))
+    assert visited(all_of(mixture(), 8, seen=seen)[0]) == [(2, i) for i in range(5)] + [(3, i) for i in range(3)]
+
+
+def test_a_view_and_a_window_say_which_steps_count(push, whole, mixture, make_segment):
+    """Windows of `chunk_start` begin at each fourth step; discarded and failed episodes are not in the view."""
+    for key, word in ((1, Outcome("e1", True)), (2, Outcome("e2", False)), (3, Outcome("e3", True, True))):
+        push("A", make_segment(f"e{key}", key, 0, 6, ends="terminated"), word)
+    sources = mixture({"good": View(("online",), ("successful",))})
+    window = dataclasses.replace(PLAIN, starts="chunk_start")
+    assert visited(all_of(sources, 4, window, ("good",))[0]) == [(1, 0), (1, 4)]
+
+
+def test_a_pass_over_more_than_the_ring_holds_sees_what_is_left(whole, mixture, store):
+    whole(range(15), 10)
+    sources = mixture()
+    _, seen = sources.unseen(10, PLAIN, ("online",), {})
+    whole(range(15, 30), 10)
+    newer = mixture()
+    keys = sorted({key for key, _ in visited(all_of(newer, 16, seen=seen)[0])})
+    assert keys == list(range(newer.buffers["online"].tail // 10 + bool(newer.buffers["online"].tail % 10), 30))
+    assert np.all(np.array(keys) >= 1)
