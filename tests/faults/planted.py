@@ -209,7 +209,7 @@ B3 killed _without_operator: a source that a dataset fills counts as empty
     - filled |= {name for name, source in plan.sources.items() if source.dataset is not None}
     + pass
 B4 killed _Reader.updates: an update that is listed twice may train on two kinds of data
-    - if any(a.name == b.name and (a.data, a.batch) != (b.data, b.batch) for a in updates for b in updates):
+    - if any((a.data, a.batch, a.order) != (b.data, b.batch, b.order) for a, b in twice):
     + if False:
 B5 equivalent _Reader.actors: a phase that evaluates nothing may record into the source of evaluations
     - if (mode == "evaluate") != (into.value == EVAL):

@@ -49,4 +49,10 @@ M4 killed _Actor._holds: the policy acts on what it saw before a pause
 M5 killed Person.ask: a word from before the question moves the robot
     - self.is_ready = False
     + pass
+
+== what a policy sees: test_history
+
+M6 killed Frames.add: a policy sees what came before a long wait
+    - if gap:
+    + if False:
 """

@@ -75,7 +75,7 @@ def test_a_report_that_the_server_would_keep_is_short():
 def test_an_observation_brings_nothing_that_would_only_be_kept(name, reason):
     spec = Spec({"observation.state": Feature((4,))}, Feature((2,), low=-1, high=1), 10.0)
     host = PolicyHost.__new__(PolicyHost)
-    host.acting = SimpleNamespace(tasks=())
+    host.acting = SimpleNamespace(tasks=(), history=1)
     host.spec = spec
     ask = messages.InferenceRequest(
         0, 1, True, True, "", {"observation.state": np.zeros(4, np.float32), name: np.zeros(4, np.float32)}
