@@ -72,13 +72,13 @@ Q5 killed ReplayMixture._fill: steps of two sources have the same ids
 
 == derived columns, order once: test_derived
 
-Y1 killed DerivedColumns.known: a step has what was computed of the evicted one in its place
+DV1 killed DerivedColumns.known: a step has what was computed of the evicted one in its place
     - known &= self._numbers[name][slots] == numbers
     + known &= self._numbers[name][slots] != NOWHERE
-Y2 killed following: an episode that is still open is passed over for good
+DV2 killed following: an episode that is still open is passed over for good
     - if not count or not episode.closed:
     + if not count:
-Y3 killed ReplayMixture.unseen: the rows that fill up the last batch count
+DV3 killed ReplayMixture.unseen: the rows that fill up the last batch count
     - weight=(torch.arange(count) < filled)
     + weight=(torch.arange(count) < count)
 """
