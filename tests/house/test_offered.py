@@ -199,7 +199,7 @@ def placed(words: list[str]) -> list[str]:
 def sees(words: list[str]) -> bool:
     """Whether these words need cameras."""
     config = made(*words)
-    return config.algo.augment is not None or bool(OmegaConf.select(config, "policy.encoder.cameras"))
+    return any(OmegaConf.select(config, name) for name in ("algo.augment", "policy.encoder.cameras"))
 
 
 def _marked(group: str, name: str):
