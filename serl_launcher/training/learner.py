@@ -73,6 +73,7 @@ class Learner:
         self._starved = False  # an update is due and its sources hold nothing for it: actors may go on at any pace
         self._presence = Presence()
         self._asked = False  # a Sync is under way
+        self._has_news = False  # episodes have come or changed
         self._next_sync = self._next_allow = self._next_metrics = 0.0
         self._wall_s, self._began = 0.0, time.monotonic()
         self._rate = (time.monotonic(), 0)  # when, and how many updates there were
@@ -202,6 +203,9 @@ class Learner:
     def _hear(self) -> None:
         """Take what the server has sent, and ask again. Never waits."""
         self._receive()
+        if self._has_news:
+            self._has_news = False
+            self.state.look_again()
         if self.link.connected and not self._asked and time.monotonic() >= self._next_sync:
             self._asked = self.link.send(m.Sync(self._revision, self._command))
             self._next_sync = time.monotonic() + SYNC_S
@@ -219,8 +223,7 @@ class Learner:
         self._asked = False
         self._revision = synced.revision
         self._presence.take(synced.actors)
-        if synced.episodes:
-            self.state.look_again()
+        self._has_news |= bool(synced.episodes)
         for episode in self.counters.take(self.sources.update(synced.episodes)):
             self._log_episode(episode)
         self._orders += [command for command in synced.commands if command[0] > self._command]
@@ -328,7 +331,6 @@ class Learner:
         self.counters.starts |= saved.get("starts", {})
         if saved["algorithm"] is not None and saved["phases"] == list(self.plan.phases):
             self.state.load_state_dict(saved["plan"], accept=self.accept_plan)
-            self.state.look_again()
             self.evaluations = saved["evaluations"]
             over = "; the run is over: another run_dir= begins a new one" if self.state.at.phase is None else ""
             log.info("resumed in phase %s after %d updates%s", self.state.at.phase, self.state.updates, over)
