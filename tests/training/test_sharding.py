@@ -76,7 +76,7 @@ def train(ranks, begin, end, update="update"):
     """The metrics of some updates, as numbers."""
     window = ranks.algorithm.windows[update]
     metrics = [ranks.update(update, batch_of(window, number)) for number in range(begin, end)]
-    return [{name: float(value) for name, value in each.items()} for each in metrics]
+    return [{name: float(value) for name, value in each.items()} for each, _ in metrics]
 
 
 def digest(state):
