@@ -30,6 +30,7 @@ from serl_launcher.datasets import importer
 from serl_launcher.datasets.export import FINISH_S, recorded, wanted
 from serl_launcher.learner_link import report_end
 from serl_launcher.store.access import AllowList, check_address
+from serl_launcher.store.extras import ANY, with_extras
 from serl_launcher.store.files import make_folder
 from serl_launcher.supervisor import LEARNING, REFUSED, Supervisor, begun_file, killed_with_parent
 from serl_launcher.training.plan import Plan
@@ -79,6 +80,7 @@ def describe_store(config: DictConfig, plan: Plan) -> None:
     history = OmegaConf.select(config, "policy.history", default=1)
     if history not in range(1, MAX_HISTORY + 1):
         raise ConfigError(f"policy.history={history}: say a whole number from 1 to {MAX_HISTORY}")
+    with_extras(ANY, config.extras)
     with open_dict(config):
         config.store = {
             "capacities": plan.capacities, "archived": sorted(plan.archived), "on_silence": plan.on_silence,

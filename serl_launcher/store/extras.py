@@ -4,10 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from serl_client.errors import ConfigError
 from serl_client.spec import Feature, Spec
 
 ACTION = "action"  # a column that is like the action
+ONE = np.ones(1, np.float32)
+ANY = Spec({"observation.any": Feature((1,))}, Feature((1,), low=-ONE, high=ONE), fps=1.0)  # robot: to try extras on
 
 
 def with_extras(spec: Spec, extras: Mapping[str, Any]) -> Spec:

@@ -135,6 +135,8 @@ def make_store(run_dir, spec):
             "learner=true policy=flow algo=rejection policy.history=0",
             ["policy.history=0: say a whole number from 1 to"],
         ),
+        ("learner=true +extras.mean=akshun", ["extras.mean=akshun: say action, or the shape and dtype"]),
+        ("learner=true +extras.reward=action", ["every row has ['reward'] already"]),
         ("actor=true task=fake envs=0", ["envs=0: say a whole number from 1 to 64"]),
         ("actor=true task=fake envs=2 task.env.clock=real", ["envs=2: only simulated robots can be several"]),
         ("actor=true task=fake chunks=asink", ["chunks: no rule is called 'asink'; did you mean 'async'?"]),
