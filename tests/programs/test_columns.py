@@ -76,14 +76,14 @@ class Encoding(SFT):
 
 
 def test_an_update_encodes_each_step_once_and_others_learn_from_the_codes(tmp_path):
-    """The phase of the encoding ends when it has seen all; a second start finds the codes in the checkpoint."""
+    """The phase of the encoding ends when it has seen all; the next start finds the codes in the checkpoint."""
     encode = "{actors: {mode: idle}, updates: [{update_codes: {order: once, data: {demo: 1.0}}}], until: [seen]}"
     learn = "{actors: {mode: idle}, updates: [update], data: {demo: 1.0}, until: ['updates >= 5']}"
     words = ["task=fake", "plan=sft", "~plan.phases.clone", "~plan.phases.evaluate", "wandb=false", "batch_size=16"]
     words += ["policy=flow", "policy.network.hidden=[32,32]", "algo._target_=tests.programs.test_columns.Encoding"]
     demonstrate = "{actors: {mode: teleop, into: demo}, until: ['demo.episodes >= 3']}"
-    phases = [f"+plan.phases.demonstrate={demonstrate}", f"+plan.phases.encode={encode}", f"+plan.phases.learn={learn}"]
-    start(tmp_path, [*words, *phases])
+    start(tmp_path, [*words, f"+plan.phases.demonstrate={demonstrate}"])
+    start(tmp_path, [*words, f"+plan.phases.encode={encode}", f"+plan.phases.learn={learn}"], acts=False)
     _, _, episodes = opened(tmp_path)
     steps = sum(episode.steps for episode in episodes)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
