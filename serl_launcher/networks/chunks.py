@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +13,31 @@ from serl_launcher.networks.mlp import mlp
 FREQUENCIES = 16  # of the MLP's time features
 
 
-class ChunkNetwork(nn.Module, ABC):
-    """Map a chunk, times and encoded observations to numbers for each step of the chunk.
+@dataclass(frozen=True, slots=True)
+class ChunkSizes:
+    """What a network over chunks maps.
 
     horizon: H, steps of a chunk. inputs, outputs: numbers of a step; the last input may say which steps are those of an
         old chunk. times: how many times it reads, each from 1 (noise) to 0 (action).
     condition: C, numbers of an encoded observation. history: To, encoded observations, the newest last.
     """
 
+    horizon: int
+    inputs: int
+    outputs: int
+    times: int
+    condition: int
+    history: int
+
+
+class ChunkNetwork(nn.Module, ABC):
+    """Map a chunk, times and encoded observations to numbers for each step of the chunk."""
+
     has_forward_derivative = True  # False: torch.func.jvp cannot pass, as it cannot through fused attention or LSTMs
 
-    def __init__(
-        self, *, horizon: int, inputs: int, outputs: int, times: int, condition: int, history: int
-    ) -> None:  # fmt: skip
+    def __init__(self, sizes: ChunkSizes) -> None:
         super().__init__()
-        self.horizon, self.inputs, self.outputs = horizon, inputs, outputs
-        self.times, self.condition, self.history = times, condition, history
+        self.sizes = sizes
 
     @abstractmethod
     def forward(self, chunk: Tensor, time: Tensor, condition: Tensor) -> Tensor:
@@ -58,16 +68,12 @@ class MLP(ChunkNetwork):
     hidden, layer_norm: as in networks.mlp.mlp.
     """
 
-    def __init__(
-        self, *, horizon: int, inputs: int, outputs: int, times: int, condition: int, history: int,
-        hidden: Sequence[int], layer_norm: bool,
-    ) -> None:  # fmt: skip
-        sizes = {"inputs": inputs, "outputs": outputs, "times": times, "condition": condition, "history": history}
-        super().__init__(horizon=horizon, **sizes)
-        self.time = TimeFeatures(times, FREQUENCIES)
-        flat = horizon * inputs + self.time.size + history * condition
-        self.layers = mlp(flat, hidden, horizon * outputs, layer_norm=layer_norm)
+    def __init__(self, sizes: ChunkSizes, *, hidden: Sequence[int], layer_norm: bool) -> None:
+        super().__init__(sizes)
+        self.time = TimeFeatures(sizes.times, FREQUENCIES)
+        flat = sizes.horizon * sizes.inputs + self.time.size + sizes.history * sizes.condition
+        self.layers = mlp(flat, hidden, sizes.horizon * sizes.outputs, layer_norm=layer_norm)
 
     def forward(self, chunk: Tensor, time: Tensor, condition: Tensor) -> Tensor:
         features = [chunk.flatten(1), self.time(time), condition.flatten(1)]
-        return self.layers(torch.cat(features, -1)).view(len(chunk), self.horizon, self.outputs)
+        return self.layers(torch.cat(features, -1)).view(len(chunk), self.sizes.horizon, self.sizes.outputs)

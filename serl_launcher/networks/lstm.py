@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from serl_launcher.networks.chunks import ChunkNetwork, TimeFeatures
+from serl_launcher.networks.chunks import ChunkNetwork, ChunkSizes, TimeFeatures
 
 
 class LSTM(ChunkNetwork):
@@ -14,17 +14,17 @@ class LSTM(ChunkNetwork):
 
     has_forward_derivative = False
 
-    def __init__(
-        self, *, horizon: int, inputs: int, outputs: int, times: int, condition: int, history: int, width: int,
-        depth: int,
-    ) -> None:  # fmt: skip
-        sizes = {"inputs": inputs, "outputs": outputs, "times": times, "condition": condition, "history": history}
-        super().__init__(horizon=horizon, **sizes)
-        self.time = TimeFeatures(times, 32)
-        self.layers = nn.LSTM(inputs + self.time.size + history * condition, width, depth, batch_first=True)
-        self.end = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, outputs))
+    def __init__(self, sizes: ChunkSizes, *, width: int, depth: int) -> None:
+        super().__init__(sizes)
+        self.time = TimeFeatures(sizes.times, 32)
+        self.layers = nn.LSTM(
+            sizes.inputs + self.time.size + sizes.history * sizes.condition, width, depth, batch_first=True
+        )
+        self.end = nn.Sequential(
+            nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, sizes.outputs)
+        )
 
     def forward(self, chunk: Tensor, time: Tensor, condition: Tensor) -> Tensor:
         same = torch.cat([self.time(time), condition.flatten(1)], -1)
-        steps, _ = self.layers(torch.cat([chunk, same.unsqueeze(1).expand(-1, self.horizon, -1)], -1))
+        steps, _ = self.layers(torch.cat([chunk, same.unsqueeze(1).expand(-1, self.sizes.horizon, -1)], -1))
         return self.end(steps)

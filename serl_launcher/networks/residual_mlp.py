@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from serl_launcher.networks.chunks import ChunkNetwork, TimeFeatures
+from serl_launcher.networks.chunks import ChunkNetwork, ChunkSizes, TimeFeatures
 
 EXPANSION = 4  # a block's inner width, as a factor on `width`
 
@@ -14,14 +14,10 @@ class ResidualMLP(ChunkNetwork):
     The source's dropout is left out: a row's random numbers come from its seed alone.
     """
 
-    def __init__(
-        self, *, horizon: int, inputs: int, outputs: int, times: int, condition: int, history: int, width: int,
-        depth: int,
-    ) -> None:  # fmt: skip
-        sizes = {"inputs": inputs, "outputs": outputs, "times": times, "condition": condition, "history": history}
-        super().__init__(horizon=horizon, **sizes)
-        self.time = TimeFeatures(times, 32)
-        flat = horizon * inputs + self.time.size + history * condition
+    def __init__(self, sizes: ChunkSizes, *, width: int, depth: int) -> None:
+        super().__init__(sizes)
+        self.time = TimeFeatures(sizes.times, 32)
+        flat = sizes.horizon * sizes.inputs + self.time.size + sizes.history * sizes.condition
         self.begin = nn.Sequential(nn.Linear(flat, width), nn.LayerNorm(width), nn.GELU())
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -30,10 +26,10 @@ class ResidualMLP(ChunkNetwork):
             )
             for _ in range(depth)
         )  # fmt: skip
-        self.end = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, horizon * outputs))
+        self.end = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, sizes.horizon * sizes.outputs))
 
     def forward(self, chunk: Tensor, time: Tensor, condition: Tensor) -> Tensor:
         x = self.begin(torch.cat([chunk.flatten(1), self.time(time), condition.flatten(1)], -1))
         for block in self.blocks:
             x = x + block(x)
-        return self.end(x).view(len(chunk), self.horizon, self.outputs)
+        return self.end(x).view(len(chunk), self.sizes.horizon, self.sizes.outputs)

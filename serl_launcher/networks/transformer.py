@@ -15,7 +15,7 @@ import torch
 from serl_client.errors import ConfigError
 from torch import Tensor, nn
 
-from serl_launcher.networks.chunks import ChunkNetwork, TimeFeatures
+from serl_launcher.networks.chunks import ChunkNetwork, ChunkSizes, TimeFeatures
 
 INITIAL_STD = 0.02  # of weights and places
 EXPANSION = 4  # a layer's inner width, as a factor on its width
@@ -26,22 +26,20 @@ class ChiTransformer(ChunkNetwork):
 
     hidden: Tensor
 
-    def __init__(
-        self, *, horizon: int, inputs: int, outputs: int, times: int, condition: int, history: int, width: int,
-        heads: int, depth: int,
-    ) -> None:  # fmt: skip
-        sizes = {"inputs": inputs, "outputs": outputs, "times": times, "condition": condition, "history": history}
-        super().__init__(horizon=horizon, **sizes)
-        features = TimeFeatures(times, width // (2 * times))
-        self.step, self.observed = nn.Linear(inputs, width), nn.Linear(condition, width)
+    def __init__(self, sizes: ChunkSizes, *, width: int, heads: int, depth: int) -> None:
+        super().__init__(sizes)
+        features = TimeFeatures(sizes.times, width // (2 * sizes.times))
+        self.step, self.observed = nn.Linear(sizes.inputs, width), nn.Linear(sizes.condition, width)
         self.time = nn.Sequential(features, nn.Linear(features.size, width))
-        self.places = nn.Parameter(torch.empty(horizon, width))
-        self.seen_places = nn.Parameter(torch.empty(1 + history, width))  # of the time, then of the observations
+        self.places = nn.Parameter(torch.empty(sizes.horizon, width))
+        self.seen_places = nn.Parameter(torch.empty(1 + sizes.history, width))  # of the time, then of the observations
         self.seen = nn.Sequential(nn.Linear(width, EXPANSION * width), nn.Mish(), nn.Linear(EXPANSION * width, width))
         self.layers = nn.ModuleList(_DecoderLayer(width, heads) for _ in range(depth))
-        self.end = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, outputs))
-        later = torch.ones(horizon, horizon, dtype=torch.bool).triu(1)
-        self.register_buffer("hidden", torch.zeros(horizon, horizon).masked_fill(later, -math.inf), persistent=False)
+        self.end = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, sizes.outputs))
+        later = torch.ones(sizes.horizon, sizes.horizon, dtype=torch.bool).triu(1)
+        self.register_buffer(
+            "hidden", torch.zeros(sizes.horizon, sizes.horizon).masked_fill(later, -math.inf), persistent=False
+        )
         self.apply(_begin)
         nn.init.normal_(self.places, std=INITIAL_STD)
         nn.init.normal_(self.seen_places, std=INITIAL_STD)
@@ -58,21 +56,19 @@ class ChiTransformer(ChunkNetwork):
 class DiT(ChunkNetwork):
     """width, heads, depth: of the layers. Raises ConfigError for heads that do not divide the width."""
 
-    def __init__(
-        self, *, horizon: int, inputs: int, outputs: int, times: int, condition: int, history: int, width: int,
-        heads: int, depth: int,
-    ) -> None:  # fmt: skip
-        sizes = {"inputs": inputs, "outputs": outputs, "times": times, "condition": condition, "history": history}
-        super().__init__(horizon=horizon, **sizes)
-        features = TimeFeatures(times, width // (2 * times))
-        self.step = nn.Linear(inputs, width)
+    def __init__(self, sizes: ChunkSizes, *, width: int, heads: int, depth: int) -> None:
+        super().__init__(sizes)
+        features = TimeFeatures(sizes.times, width // (2 * sizes.times))
+        self.step = nn.Linear(sizes.inputs, width)
         self.time = nn.Sequential(features, nn.Linear(features.size, width), nn.SiLU(), nn.Linear(width, width))
-        self.observed = nn.Sequential(nn.Linear(history * condition, width), nn.SiLU(), nn.Linear(width, width))
-        self.places = nn.Parameter(torch.empty(horizon, width).normal_(std=INITIAL_STD))
+        self.observed = nn.Sequential(
+            nn.Linear(sizes.history * sizes.condition, width), nn.SiLU(), nn.Linear(width, width)
+        )
+        self.places = nn.Parameter(torch.empty(sizes.horizon, width).normal_(std=INITIAL_STD))
         self.layers = nn.ModuleList(_ModulatedLayer(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.act = nn.Sequential(nn.SiLU(), _zero(nn.Linear(width, 2 * width)))
-        self.end = _zero(nn.Linear(width, outputs))
+        self.end = _zero(nn.Linear(width, sizes.outputs))
 
     def forward(self, chunk: Tensor, time: Tensor, condition: Tensor) -> Tensor:
         said = self.time(time) + self.observed(condition.flatten(1))  # [B, width]

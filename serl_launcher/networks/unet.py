@@ -11,7 +11,7 @@ import torch
 from serl_client.errors import ConfigError
 from torch import Tensor, nn
 
-from serl_launcher.networks.chunks import ChunkNetwork, TimeFeatures
+from serl_launcher.networks.chunks import ChunkNetwork, ChunkSizes, TimeFeatures
 
 GROUPS, LEAST = 8, 4  # groups of a GroupNorm, and the least channels in one
 
@@ -27,35 +27,31 @@ class UNet(ChunkNetwork):
 
     steps: Tensor
 
-    def __init__(
-        self, *, horizon: int, inputs: int, outputs: int, times: int, condition: int, history: int,
-        widths: Sequence[int], kernel: int, embedding: int, scales: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, sizes: ChunkSizes, *, widths: Sequence[int], kernel: int, embedding: int, scales: bool) -> None:
         if not widths or any(width % LEAST for width in widths) or kernel % 2 == 0:
             raise ConfigError(
                 f"network.widths={list(widths)} network.kernel={kernel}: say multiples of {LEAST}, and an odd kernel"
             )
-        sizes = {"inputs": inputs, "outputs": outputs, "times": times, "condition": condition, "history": history}
-        super().__init__(horizon=horizon, **sizes)
-        features = TimeFeatures(times, max(1, embedding // (2 * times)))
+        super().__init__(sizes)
+        features = TimeFeatures(sizes.times, max(1, embedding // (2 * sizes.times)))
         self.time = nn.Sequential(
             features, nn.Linear(features.size, 4 * embedding), nn.Mish(), nn.Linear(4 * embedding, embedding)
         )
-        self.observed = nn.Linear(history * condition, embedding)
+        self.observed = nn.Linear(sizes.history * sizes.condition, embedding)
 
         def blocks(before: int, after: int) -> nn.ModuleList:
             return nn.ModuleList(_Block(width, after, kernel, 2 * embedding, scales) for width in (before, after))
 
         widths = list(widths)
         finer = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
-        self.down = nn.ModuleList(map(blocks, (inputs, *widths[:-1]), widths))
+        self.down = nn.ModuleList(map(blocks, (sizes.inputs, *widths[:-1]), widths))
         self.shrink = nn.ModuleList(nn.Conv1d(width, width, 3, stride=2, padding=1) for width in widths[:-1])
         self.middle = blocks(widths[-1], widths[-1])
         self.up = nn.ModuleList(blocks(2 * before, after) for before, after in finer)
         self.grow = nn.ModuleList(nn.ConvTranspose1d(after, after, 4, 2, 1) for _, after in finer)
-        self.end = nn.Sequential(_layer(widths[0], widths[0], kernel), nn.Conv1d(widths[0], outputs, 1))
+        self.end = nn.Sequential(_layer(widths[0], widths[0], kernel), nn.Conv1d(widths[0], sizes.outputs, 1))
         factor = 2 ** (len(widths) - 1)
-        steps = torch.arange(-(-horizon // factor) * factor).clamp(max=horizon - 1)
+        steps = torch.arange(-(-sizes.horizon // factor) * factor).clamp(max=sizes.horizon - 1)
         self.register_buffer("steps", steps, persistent=False)  # of the chunk, the last one repeated
 
     def forward(self, chunk: Tensor, time: Tensor, condition: Tensor) -> Tensor:
@@ -70,7 +66,7 @@ class UNet(ChunkNetwork):
         x = _through(self.middle, x, embedding)
         for blocks, grow in zip(self.up, self.grow, strict=True):
             x = grow(_through(blocks, torch.cat([x, seen.pop()], 1), embedding))
-        return self.end(x).transpose(1, 2)[:, : self.horizon]
+        return self.end(x).transpose(1, 2)[:, : self.sizes.horizon]
 
 
 class _Block(nn.Module):

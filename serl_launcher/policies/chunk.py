@@ -16,7 +16,7 @@ from serl_client.spec import Spec
 from torch import Tensor
 from torch.nn import functional
 
-from serl_launcher.networks.chunks import ChunkNetwork
+from serl_launcher.networks.chunks import ChunkNetwork, ChunkSizes
 from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.networks.vision import ObservationEncoder
@@ -249,10 +249,10 @@ class ChunkPolicy(HeadPolicy):
         self.encoder = encoder(spec)
         self.inputs, self.feature_size = self.encoder.inputs, self.encoder.size
         self.history, self.tasks, self._is_stranger_told = history, tuple(tasks), False
-        self.network = network(
+        self.network = network(ChunkSizes(
             horizon=horizon, inputs=width + bool(max_delay), outputs=self.head.outputs, times=self.head.times,
-            condition=self.encoder.size + len(self.tasks), history=self.history,
-        )  # fmt: skip
+            condition=self.encoder.size + len(self.tasks), history=history,
+        ))  # fmt: skip
         if self.head.needs_forward_derivative and not self.network.has_forward_derivative:
             raise ConfigError(
                 f"{type(self.head).__name__} needs the network's forward-mode derivative, which "

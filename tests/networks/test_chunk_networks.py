@@ -6,6 +6,7 @@ from hydra.utils import instantiate
 from serl_client import ConfigError
 from torch import nn
 
+from serl_launcher.networks.chunks import ChunkSizes
 from tests.shared.models import CONFIG, config_of
 
 NAMES = sorted(path.stem for path in (CONFIG / "network").glob("*.yaml"))
@@ -22,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def made(name, *words, horizon=8, times=1, history=2, device=None):
     """A network whose last layers are not zero, as they are after some updates."""
     torch.manual_seed(0)
-    sizes = {"horizon": horizon, "inputs": 4, "outputs": 6, "times": times, "condition": 5, "history": history}
+    sizes = ChunkSizes(horizon=horizon, inputs=4, outputs=6, times=times, condition=5, history=history)
     with torch.device(device or "cpu"):
-        network = instantiate(config_of(f"+network={name}", *words).network)(**sizes)
+        network = instantiate(config_of(f"+network={name}", *words).network)(sizes)
     for weight in network.parameters():
         if device is None and not weight.any():
             nn.init.normal_(weight, std=0.1)
@@ -33,7 +34,8 @@ def made(name, *words, horizon=8, times=1, history=2, device=None):
 
 def inputs(network, count=3):
     torch.manual_seed(1)
-    sizes = (network.horizon, network.inputs), (network.times,), (network.history, network.condition)
+    has = network.sizes
+    sizes = (has.horizon, has.inputs), (has.times,), (has.history, has.condition)
     return [torch.randn(count, *sizes[0]), torch.rand(count, *sizes[1]), torch.randn(count, *sizes[2])]
 
 
@@ -88,7 +90,7 @@ def test_derivatives_forward_are_those_that_the_network_says_it_has(name):
 def test_full_sizes_are_those_of_the_papers(name):
     network = instantiate(config_of(f"+network={name}").network)
     with torch.device("meta"):
-        made = network(horizon=16, inputs=7, outputs=7, times=1, condition=19, history=2)
+        made = network(ChunkSizes(horizon=16, inputs=7, outputs=7, times=1, condition=19, history=2))
         assert made(*(torch.empty(2, *shape) for shape in ((16, 7), (1,), (2, 19)))).shape == (2, 16, 7)
     assert sum(weight.numel() for weight in made.parameters()) / 1e6 == pytest.approx(WEIGHTS[name], abs=0.15)
 
