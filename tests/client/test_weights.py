@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import hashlib
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -244,6 +246,25 @@ def test_two_versions_in_a_row_and_the_first_again(folder, life):
             exchange(weights, random_bytes(seed), version=version)
             assert (weights.newest[0], weights.newest[1].read_bytes()) == (version, random_bytes(seed))
     assert {path.suffix for path in folder.iterdir()} == {".safetensors"}
+
+
+def test_a_file_that_goes_while_the_folder_is_read_does_no_harm(folder, life, monkeypatch):
+    hold, listed = threading.Event(), Path.iterdir
+
+    def iterdir(path):
+        paths = list(listed(path))
+        hold.set()
+        weights._beside.submit(bool).result()  # all that was to be deleted is gone now
+        return iter(paths)
+
+    with life() as weights:
+        for version in (1, 2, 3):
+            exchange(weights, random_bytes(version), version=version)
+        weights._beside.submit(hold.wait)
+        exchange(weights, random_bytes(4), version=4)
+        monkeypatch.setattr(Path, "iterdir", iterdir)
+        exchange(weights, random_bytes(5), version=5)
+    assert {path.suffix for path in listed(folder)} == {".safetensors"}
 
 
 @pytest.mark.parametrize("size", [0, -1, -(1 << 40), "1", 1.5, None])

@@ -173,6 +173,7 @@ class WeightsFolder:
         kept = {pull.final, self.newest[1] if self.newest else pull.final}
         self.newest = pull.version, pull.final
         for path in self._folder.iterdir():
-            if path.suffix in (".safetensors", ".part", ".old") and path not in kept:
-                gone = path.replace(path.with_suffix(".old"))  # the next of its name is another
-                self._beside.submit(gone.unlink, missing_ok=True)  # it takes 0.3 s for each GB
+            if path.suffix in (".safetensors", ".part") and path not in kept:
+                path = path.replace(path.with_suffix(".old"))  # the next of its name is another
+            if path.suffix == ".old":  # one that was there may go at any moment: the thread deletes it
+                self._beside.submit(path.unlink, missing_ok=True)  # it takes 0.3 s for each GB
