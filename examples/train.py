@@ -26,7 +26,7 @@ from serl_client.runner import run_actor
 from serl_client.several import run_several
 from serl_client.status import RECENT, ActorStatus
 
-from robot_infra.teleop.keyboard import LEGEND, MOTION_LEGEND, Keyboard, KeyboardTeleop
+from robot_infra.teleop.keyboard import LEGEND, Keyboard
 from serl_launcher.config import composed, factory, groups
 from serl_launcher.launcher import launch, writable
 from serl_launcher.utils.words import known
@@ -106,8 +106,7 @@ def act_in(config: DictConfig, place: int = 0) -> int:
                 source, chunks=config.chunks, deadline=deadline, n_action_steps=config.n_action_steps, clock=env.clock
             )
             status = ActorStatus()
-            moves = isinstance(getattr(env, "teleop", None), KeyboardTeleop)
-            keys = {"keys": LEGEND} | ({"motion keys": MOTION_LEGEND} if moves else {}) if keyboard.has_terminal else {}
+            keys = getattr(keyboard, "legend", {"keys": LEGEND} if keyboard.has_terminal else {})
             lookout = Lookout(lambda: client.connected, str(config.ip), int(config.port), has_key=key is not None)
             with lookout, LiveDisplay(shown, lambda: rows(status, client, keys, lookout), lambda: status.driver):
                 run_actor(

@@ -1,12 +1,13 @@
 """The driver of a real arm: what its owner writes, and what only the guard calls (robot_infra/guard/)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from serl_client.env import Observation
 from serl_client.spec import Array, Feature
 
-UNITS = ("rad", "m", "")
+UNITS = ("rad", "m", "deg", "%", "")
+LEADER = "leader"  # what `sense` calls the positions of a leader arm, in the order of `entries`
 
 
 class Arm:
@@ -17,7 +18,8 @@ class Arm:
     come, because the guard was killed, the arm's own controller must hold the last ones.
     """
 
-    entries: Mapping[str, str]  # {entry of its positions, as limits and home name it: "rad", "m" or "" for no unit}
+    entries: Mapping[str, str]  # {entry of its positions, as limits and home name it: one of UNITS, "" for no unit}
+    ranges: Mapping[str, Sequence[float]] = {}  # {entry: [low, high]} of entries whose ends it knows itself
     observation: Mapping[str, Feature] = {}  # what `sense` gives
     is_simulated: ClassVar[bool] = False  # true: nobody can be hurt, so it moves before a person has said ready
 
@@ -25,12 +27,18 @@ class Arm:
         """Return the measured positions [J]."""
         raise NotImplementedError
 
-    def write(self, positions: Array) -> None:
-        """Send set points [J] to the arm's controller; it is called `servo_hz` times a second."""
+    def write(self, positions: Array) -> Array | None:
+        """Send set points [J] to the arm's controller; it is called `servo_hz` times a second.
+
+        Return what the controller made of them [J], if it tells; None: it takes them as they are.
+        """
         raise NotImplementedError
 
     def recover(self) -> None:
-        """Clear a fault and switch the motors on, after a person has said ready. It must move nothing."""
+        """Clear a fault and switch the motors on, after a person has said ready.
+
+        It must move nothing: a controller that remembers an old goal gets the measured positions first.
+        """
 
     def close(self) -> None:
         """Give the connection back. The motors stay on, because an arm without torque falls."""

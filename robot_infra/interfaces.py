@@ -1,7 +1,7 @@
 """Protocols of the parts of a RobotEnv: robot, camera, teleoperation device, judge and operator."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from serl_client import person
@@ -10,11 +10,46 @@ from serl_client.spec import Array, Feature
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """Holds what a robot measured at one time: its state, without images.
+
+    time: when it was measured; seconds, time.monotonic().
+    executed: the action [A] that the arm itself made of the latest command; None: it took the command as it was.
+    """
+
+    values: Observation
+    time: float
+    executed: Array | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """Holds one image, uint8 [height, width, channel], and its time (seconds, time.monotonic())."""
+    """Holds one image, uint8 [height, width, channel], and its time (seconds, time.monotonic()).
+
+    changed: when the image last differed from the one before it, seconds; None: it is drawn anew whenever one asks.
+    """
 
     image: Array
     time: float
+    changed: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hand:
+    """Holds what a person does with one device at one time.
+
+    motion: {entry of an action: share of its full speed, -1 to 1}, of x (forwards), y (to the left), z (up), roll,
+        pitch and yaw; empty: nobody moves the device.
+    gripper: 1 closes it, -1 opens it, 0: neither.
+    positions: where a leader arm is, as an action [A]; None: the device is no arm.
+    words: what was said since the reading before: events of serl_client.person.Operator, "toggle" (take over, or hand
+        back) and "take over" (until a toggle).
+    """
+
+    motion: Mapping[str, float] = field(default_factory=dict)
+    gripper: int = 0
+    positions: Array | None = None
+    words: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +76,8 @@ class Robot(Protocol):
         """Whether the way that `home` began has ended."""
         ...
 
-    def observe(self) -> Observation:
-        """Return the state now, {name: array of the feature's shape and dtype}."""
+    def observe(self) -> Reading:
+        """Return the state now: its values are {name: array of the feature's shape and dtype}."""
         ...
 
     def command(self, action: Array) -> Array:
@@ -75,6 +110,7 @@ class Camera(Protocol):
     """Describes a camera that captures on its own; `latest` does not wait for the next frame."""
 
     feature: Feature  # uint8 [height, width, channel]
+    trouble: str  # why there are no new frames; empty: it knows of nothing
 
     def latest(self) -> Frame:
         """Return the latest frame. Its image is not written into again."""
@@ -98,11 +134,38 @@ class Teleop(Protocol):
         """
         ...
 
-    def read(self) -> Array | None:
-        """Return the action [A] wanted now, or None while nobody touches the device. Never blocks."""
+    def read(self, hold: Array) -> Array | None:
+        """Return the action [A] wanted now, or None while nobody drives. Never blocks.
+
+        hold: the action [A] that would hold the robot, and what it grips, still. Raises RobotFault if the device fails.
+        """
         ...
 
     def close(self) -> None: ...
+
+
+class Device(Protocol):
+    """Describes what a person has in hand; `Hands` (teleop/hands.py) makes a Teleop of several."""
+
+    asks: bool  # whether a person can say ready with it
+    legend: Mapping[str, str]  # {name: what its keys do}, for the console
+
+    @property
+    def moves(self) -> frozenset[str] | None:
+        """The entries of an action that it can move; None: all."""
+        ...
+
+    def read(self) -> Hand:
+        """Return what the person does now. Never blocks. Raises RobotFault if the device is gone."""
+        ...
+
+    def forget(self) -> None:
+        """Forget motions that were begun before now."""
+        ...
+
+    def close(self) -> None:
+        """Give the device back; may be called twice."""
+        ...
 
 
 class Judge(Protocol):

@@ -7,41 +7,62 @@ from serl_client.spec import Array
 from robot_infra.interfaces import Teleop
 
 POLICY_ACTION = "policy_action"  # column of the policy's proposal
+HANDOVER = "handover"  # column: this action leads from one driver's to the other's
 
 
 class Intervention:
     """Decides for each step. If nobody may drive, the device is not even read, so that it cannot disturb the plan.
 
     The operator drives every step of an episode that they demonstrate; without a hand on the device the robot holds.
-    If they may intervene, they drive while they touch the device, and the policy's proposal is dropped.
+    If they may intervene, they drive while they want to, and the policy's proposal is dropped.
+
+    ramp: steps from the last action of one driver to the first one of the next, in equal parts; below 2: no step
+        between them. `is_handover`: whether the latest step was one on this way.
     """
 
-    def __init__(self, teleop: Teleop | None) -> None:
-        self._teleop = teleop
+    def __init__(self, teleop: Teleop | None, ramp: int = 0) -> None:
+        self._teleop, self._ramp = teleop, ramp
         self._demonstrates = self._may_take_over = False
         self._looked: tuple[bool, Array | None] | None = None  # who drives the next step, and what the device wants
+        self._was_theirs, self._left = False, 0
+        self.is_handover = False
 
     def reset(self, seed: int, *, demonstrate: bool, intervene: bool) -> None:
         """Begin an episode. Raises ConfigError if it is to be demonstrated and there is no teleop."""
         if demonstrate and self._teleop is None:
             raise ConfigError("this robot has no teleop: nobody can demonstrate")
         self._demonstrates, self._may_take_over, self._looked = demonstrate, intervene, None
+        self._was_theirs, self._left = False, 0
         if self._teleop is not None and (demonstrate or intervene):
             self._teleop.reset(seed, demonstrate=demonstrate)
 
-    def drive(self, proposed: Array | None) -> tuple[Array | None, bool]:
-        """Return the action [A] to send now (None: hold), and whether the operator drives this step."""
+    def drive(self, proposed: Array | None, hold: Array, before: Array | None) -> tuple[Array, bool]:
+        """Return the action [A] to send now, and whether the operator drives this step.
+
+        proposed: of the policy; None: nothing. hold: the action [A] that holds the robot still.
+        before: the action [A] of the step before, as executed; None: this is the first step.
+        """
         if self._looked is None:
-            self.look()
+            self.look(hold)
         is_theirs, wanted = self._looked or (False, None)
         self._looked = None
-        return (wanted if is_theirs else proposed), is_theirs
+        driven = wanted if is_theirs else proposed
+        if is_theirs != self._was_theirs:
+            self._was_theirs, self._left = is_theirs, self._ramp
+        self.is_handover = self._left > 1 and driven is not None
+        if driven is None:
+            return hold, is_theirs
+        if self.is_handover:
+            begin = hold if before is None else before
+            driven = (begin + (driven - begin) / self._left).astype(hold.dtype)
+        self._left = max(self._left - 1, 0)
+        return driven, is_theirs
 
-    def look(self) -> bool:
+    def look(self, hold: Array) -> bool:
         """Read the device for the next step; return whether the operator drives it."""
         if self._teleop is None or not (self._demonstrates or self._may_take_over):
             return False
-        wanted = self._teleop.read()
+        wanted = self._teleop.read(hold)
         self._looked = self._demonstrates or wanted is not None, wanted
         return self._looked[0]
 

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
-from serl_client.env import Observation
 from serl_client.errors import ConfigError, RobotFault
 from serl_client.spec import Array
 
 from robot_infra.guard.robot import GuardedRobot
-from robot_infra.interfaces import Robot
+from robot_infra.interfaces import Reading, Robot
 
 
 def check_guarded(robot: Robot, clock: str, fps: float) -> None:
@@ -49,16 +48,16 @@ class SafeRobot:
     def is_home(self) -> bool:
         return self.robot.is_home
 
-    def observe(self) -> Observation:
+    def observe(self) -> Reading:
         """Return the robot's observation. Raises RobotFault for a value that is not finite."""
         with self._stop_on_fault():
-            observation = self.robot.observe()
-            for name, array in observation.items():
+            reading = self.robot.observe()
+            for name, array in reading.values.items():
                 if not np.isfinite(array).all():
                     raise RobotFault(
                         f"{name} holds a value that is not finite; a sensor or its driver failed", "sensor"
                     )
-        return observation
+        return reading
 
     def command(self, action: Array) -> Array:
         """Send the nearest allowed action [A]; return the action that was really sent."""

@@ -143,7 +143,7 @@ def played(scene: Scene, rows: dict[str, Array]) -> Iterator[tuple[Array, bool |
     for action, state in zip(rows["action"], states[1:], strict=False):
         yield scene.draw(), None
         scene.arm.command(action)
-        if not np.allclose(scene.arm.observe()["observation.state"], state, atol=TOLERANCE):
+        if not np.allclose(scene.arm.observe().values["observation.state"], state, atol=TOLERANCE):
             raise ConfigError("the simulator does not repeat this run: another version of it, or of the arm, made it")
     image = scene.draw()
     yield from repeat((image, succeeded), PAUSE)
@@ -154,7 +154,7 @@ def start(arm: SimArm, state: Array) -> int:
     for ordinal, number in product(range(STARTS), range(STARTS)):
         seed = evaluation_seed(ordinal, number)
         arm.home(seed)
-        found = arm.observe()["observation.state"]
+        found = arm.observe().values["observation.state"]
         if found.shape == state.shape and np.allclose(found, state, atol=TOLERANCE):
             return seed
     raise ConfigError("these episodes began at no start of an evaluation of the simulated arm (task=sim_arm)")

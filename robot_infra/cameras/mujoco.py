@@ -63,6 +63,8 @@ class Renderer:
 class MujocoCamera:
     """Draws a frame whenever one is asked for; a Camera. The cameras of a scene share one Renderer."""
 
+    trouble = ""
+
     def __init__(self, renderer: Renderer, data: Any, number: int, *, size: int) -> None:
         self.feature = Feature((size, size, 3), "uint8")
         self._renderer, self._data, self._number = renderer, data, number

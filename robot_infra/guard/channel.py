@@ -56,11 +56,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answers the request of this number. `sequence` is that of the shared memory, 0 if nothing was written."""
+    """Answers the request of this number. `sequence` is that of the shared memory, 0 if nothing was written.
+
+    time: when `measured` was, seconds of time.monotonic(), which all processes of a machine share. target: the newest
+    accepted one. executed: what the arm itself made of it; empty: it takes it as it is.
+    """
 
     number: int
     measured: list[float]
+    time: float
     target: list[float]
+    executed: list[float]
     is_home: bool
     fault: tuple[str, str] | None
     limited: int

@@ -13,8 +13,13 @@ from robot_infra.arm import UNITS
 
 KEYS = ("range", "speed", "jump", "tracking")  # of an entry
 TOOL, AXES = "tool", ("x", "y", "z")
-SHOWN = {"rad": (180 / math.pi, "°"), "m": (1000.0, " mm"), "": (1.0, "")}  # unit: factor and unit for a person
-USUAL = {"rad": (0.5, 0.1, 0.2), "m": (0.1, 0.02, 0.03), "": (0.5, 0.1, 0.2)}  # speed, jump, tracking to begin with
+SHOWN = {
+    "rad": (180 / math.pi, "°"), "m": (1000.0, " mm"), "deg": (1.0, "°"), "%": (1.0, " %"), "": (1.0, ""),
+}  # fmt: skip  # unit: factor and unit for a person
+USUAL = {  # speed, jump, tracking to begin with
+    "rad": (0.5, 0.1, 0.2), "m": (0.1, 0.02, 0.03), "deg": (60.0, 10.0, 20.0), "%": (60.0, 10.0, 20.0),
+    "": (0.5, 0.1, 0.2),
+}  # fmt: skip
 HALVES = 6  # of a step, until the largest part is found that keeps the tool within its limits
 
 
@@ -51,24 +56,32 @@ class Limits:
         return lines
 
 
-def read_limits(entries: Mapping[str, str], written: Mapping[str, Any] | None, *, has_tool: bool) -> Limits:
+def read_limits(
+    entries: Mapping[str, str], written: Mapping[str, Any] | None, *, has_tool: bool,
+    ranges: Mapping[str, Sequence[float]] | None = None,
+) -> Limits:  # fmt: skip
     """Return the limits that a task's yaml writes for an arm with these entries ({name: unit}).
 
-    has_tool: the arm knows where its tool is; then the tool has limits, too. Raises ConfigError for whatever is missing
-    or no limit, with the yaml to write: nothing is unlimited.
+    has_tool: the arm knows where its tool is; then the tool has limits, too. ranges: those that the arm knows itself,
+    {entry: [low, high]}; the yaml need not repeat them. Raises ConfigError for whatever is missing or no limit, with
+    the yaml to write: nothing is unlimited.
     """
     if not entries or set(entries.values()) - set(UNITS) or TOOL in entries:
-        raise ConfigError(f"an arm's entries are {{name: unit}}, with 'rad', 'm' or '' as units, not {dict(entries)}")
+        raise ConfigError(
+            f"an arm's entries are {{name: unit}}, with {', '.join(map(repr, UNITS))} as units, not {dict(entries)}"
+        )
+    ranges = ranges or {}
     wanted = [*entries, *[TOOL] * has_tool]
     written = {str(name): limit for name, limit in (written or {}).items()}
     if missing := [name for name in wanted if name not in written]:
         raise ConfigError(
             f"no limits for {', '.join(missing)}, so nothing may move: write in the task's yaml, under env, "
-            f"`{template(entries, has_tool=has_tool)}`; tools/check_robot.py task=... --limits measures the ranges"
+            f"`{template(entries, has_tool=has_tool, known=ranges)}`; tools/check_robot.py task=... --limits measures "
+            "the ranges"
         )
     if unknown := [name for name in written if name not in wanted]:
         raise ConfigError(f"limits: this arm has no {', '.join(unknown)}; it has {', '.join(wanted)}")
-    rows = [_entry(name, written[name]) for name in entries]
+    rows = [_entry(name, written[name], ranges.get(name)) for name in entries]
     low, high, speed, jump, tracking = np.array(rows, float).T
     if not has_tool:
         return Limits(dict(entries), low, high, speed, jump, tracking)
@@ -79,15 +92,16 @@ def read_limits(entries: Mapping[str, str], written: Mapping[str, Any] | None, *
 
 def template(
     entries: Mapping[str, str], ranges: Sequence[Sequence[float]] = (), box: Sequence[Sequence[float]] = (), *,
-    has_tool: bool,
+    has_tool: bool, known: Mapping[str, Sequence[float]] | None = None,
 ) -> str:  # fmt: skip
     """Return the limits to write, in one line of yaml.
 
-    ranges, box: [low, high] of each entry and axis; numbers that are not given are left to the owner.
+    ranges, box: [low, high] of each entry and axis. known: of entries whose ends the arm knows. Numbers that are not
+    given are left to the owner.
     """
     parts = []
     for i, (name, unit) in enumerate(entries.items()):
-        low, high = ranges[i] if ranges else ("LOW", "HIGH")
+        low, high = ranges[i] if ranges else [f"{end:.4g}" for end in (known or {}).get(name, ())] or ("LOW", "HIGH")
         speed, jump, tracking = USUAL[unit]
         parts.append(f"{name}: {{range: [{low}, {high}], speed: {speed}, jump: {jump}, tracking: {tracking}}}")
     if has_tool:
@@ -112,7 +126,9 @@ def read_home(limits: Limits, written: Mapping[str, Any] | None) -> Array:
     return home
 
 
-def _entry(name: str, written: Any) -> tuple[float, ...]:
+def _entry(name: str, written: Any, known: Sequence[float] | None) -> tuple[float, ...]:
+    if known is not None and isinstance(written, Mapping):
+        written = {"range": list(known), **written}
     limit = _checked(name, written, KEYS)
     return (*_pair(f"{name}.range", limit["range"]), *(_positive(f"{name}.{key}", limit[key]) for key in KEYS[1:]))
 

@@ -13,7 +13,9 @@ from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.guard.channel import Ended, Reply, Request, Start, Started, receive, send
 
-STARTING = 60.0  # seconds until a new guard has to answer: it imports the driver, which connects
+STARTING = (
+    180.0  # seconds until a new guard has to answer: it imports the driver (lerobot takes a minute), and connects
+)
 ANSWER = 1.0  # seconds until a guard counts as dead
 SLOW = 30.0  # the same for what may take a driver long: clearing a fault, setting up a scene, closing
 ENDING = 3.0  # seconds until a guard that was told to end is killed

@@ -1,6 +1,7 @@
 """Decides each set point of an arm from targets, measurements and silence. It has no clock and no process."""
 
 import math
+from collections import deque
 
 import numpy as np
 from serl_client.faults import READY
@@ -14,6 +15,7 @@ OLD = 0.5  # seconds after which a target is not taken: its actor gives a guard 
 SILENT_HOME = 0.5  # seconds: the same on the slow way home, where the actor also reads keys
 TRACKING_TICKS = 5  # in which set point and measurement are too far apart, until that is a fault
 SETTLING = 0.3  # seconds at the end of the way home
+GLANCES = 3  # newest measurements, whose middle one a hold trusts: a single wrong one must not become a set point
 
 
 class Motion:
@@ -42,6 +44,8 @@ class Motion:
         self.fault: tuple[str, str] | None = None
         self.limited = self.refused = 0
         self.point = self.target = self.measured = measured
+        self.executed: Array | None = None  # what the arm itself made of the newest set point, [J]; None: it took it
+        self._glances = deque([measured], GLANCES)
         self._silent = 0  # ticks since the actor's latest sign of life: if nothing ran, nothing moved, either
         self._left = 0  # ticks until the set point reaches the target, or until the arm has settled at home
         self._apart = 0  # consecutive ticks off its way
@@ -82,13 +86,16 @@ class Motion:
     def hold(self) -> None:
         """Stay. The set point is brought near the measurement once; again and again would let a heavy arm sink."""
         if self.mode != HOLD:
-            self.point = np.clip(self.point, self.measured - self._limits.jump, self.measured + self._limits.jump)
+            measured = np.median(self._glances, axis=0)
+            self.point = np.clip(self.point, measured - self._limits.jump, measured + self._limits.jump)
             self.target, self.mode = self.point, HOLD
 
     def be_there(self, measured: Array) -> None:
         """Hold at the measured positions [J]: a simulation was put where its episode starts."""
         self.point = self.target = self.measured = measured
-        self.mode, self.is_home = HOLD, True
+        self._glances.clear()
+        self._glances.append(measured)
+        self.mode, self.is_home, self.executed = HOLD, True, None
 
     def recover(self, measured: Array) -> None:
         """Forget the fault, once a person has said ready, and hold at the measured positions [J]."""
@@ -114,12 +121,18 @@ class Motion:
             self._advance_home()
         return self.point
 
+    def accepted(self, positions: Array | None) -> None:
+        """Take what the arm made of the newest set point, [J]; None: it tells nothing."""
+        differs = positions is not None and not np.allclose(positions, self.point, rtol=0, atol=1e-6)
+        self.executed = positions if differs else None
+
     def observe(self, measured: Array) -> None:
         """Take the measured positions [J] of this tick. If they are not finite, or off their way, that is a fault."""
         if measured.shape != self.point.shape or not np.isfinite(measured).all():
             self.fail("sensor", f"the arm's positions are {measured}; a sensor or its driver failed")
             return
         self.measured = measured
+        self._glances.append(measured)
         apart = np.abs(measured - self.point) - self._limits.tracking
         self._apart = self._apart + 1 if (apart > 0).any() else 0
         if self._apart >= TRACKING_TICKS and not self.fault:

@@ -17,7 +17,7 @@ from serl_client.spec import Array
 from robot_infra.arm import Arm
 from robot_infra.guard.channel import Ended, Reply, Request, Shared, Start, Started, receive, send
 from robot_infra.guard.limits import Limiter, read_home, read_limits
-from robot_infra.guard.motion import Motion
+from robot_infra.guard.motion import GLANCES, Motion
 from robot_infra.guard.owner import owned
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def _guarded(link: socket.socket, arm: Arm, start: Start) -> str:
     """Guard an arm until its actor has gone, or somebody ends this process; return why it ends."""
     measured = read(arm)
     has_tool = arm.tool(measured) is not None
-    limits = read_limits(arm.entries, start.limits, has_tool=has_tool)
+    limits = read_limits(arm.entries, start.limits, has_tool=has_tool, ranges=arm.ranges)
     motion = Motion(
         Limiter(limits, arm.tool), read_home(limits, start.home), tick=1 / start.servo_hz, period=1 / start.fps,
         home_speed=start.home_speed, measured=measured, is_ready=arm.is_simulated,
@@ -105,6 +105,7 @@ class Guard:
         self._cut_at: float | None = None
         self._is_driver_ill = False  # then the arm gets no set points: its motors may be off, and it may be moved
         self._sequence = 0
+        self._measured_at = time.monotonic()
         self._has_scenes = type(arm).scene is not Arm.scene
         self._handlers = {
             "target": self._follow, "hold": self._hold, "home": self._go_home, "state": self._hear,
@@ -136,8 +137,9 @@ class Guard:
         if self._is_driver_ill:
             return
         with self._failing():
-            self._arm.write(point.copy())
-            self._motion.observe(np.array(self._arm.read(), float))
+            self._motion.accepted(self._arm.write(point.copy()))
+            measured, self._measured_at = np.array(self._arm.read(), float), time.monotonic()
+            self._motion.observe(measured)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -165,8 +167,9 @@ class Guard:
         self._handlers[request.kind](request)
         motion = self._motion
         reply = Reply(
-            request.number, motion.measured.tolist(), motion.target.tolist(), motion.is_home, motion.fault,
-            motion.limited, motion.refused, self._sequence,
+            request.number, motion.measured.tolist(), self._measured_at, motion.target.tolist(),
+            [] if motion.executed is None else motion.executed.tolist(), motion.is_home, motion.fault, motion.limited,
+            motion.refused, self._sequence,
         )  # fmt: skip
         with suppress(OSError):  # the actor has just gone: the next look says so
             send(self._link, reply)
@@ -205,7 +208,7 @@ class Guard:
     def _recover(self, request: Request) -> None:
         with self._failing():
             self._arm.recover()
-            self._motion.recover(read(self._arm))
+            self._motion.recover(np.median([read(self._arm) for _ in range(GLANCES)], axis=0))
             self._is_driver_ill = False
 
     def _close(self, request: Request) -> None:

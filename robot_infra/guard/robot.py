@@ -14,7 +14,7 @@ from serl_client.spec import Array, Feature
 
 from robot_infra.guard.channel import Reply, Shared, Start, Started
 from robot_infra.guard.link import ANSWER, SLOW, GuardLink
-from robot_infra.interfaces import Frame
+from robot_infra.interfaces import Frame, Reading
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ class GuardedRobot:
         distance from the last target, in strokes. stroke: of each entry, or one for all; only with a delta.
 
     A real arm moves nothing before `recover` was called, which a person's word does. `seen` has all that the arm told
-    at the latest observation, for judges and scripts. `cameras` has those of the arm itself, `steps` counts the
-    commands since it was told to go home. Raises ConfigError for
-    whatever cannot be, also if somebody else owns the arm.
+    at the latest observation, as `features` says, for judges and scripts. `cameras` has those of the arm itself,
+    `steps` counts the commands since it was told to go home. Raises ConfigError for whatever cannot be, also if
+    somebody else owns the arm.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GuardedRobot:
         for line in started.limits:
             log.info("limits of %s: %s", address, line)
         state = Feature((len(started.entries),), names=tuple(started.entries))
-        features = {STATE: state, **_features(started)}
+        self.features = features = {STATE: state, **_features(started)}
         images = {name for name in features if name.startswith(IMAGES)}
         self.cameras = {name.removeprefix(IMAGES): GuardedCamera(features[name]) for name in sorted(images)}
         self.observation: Mapping[str, Feature] = {
@@ -72,6 +72,7 @@ class GuardedRobot:
             for name, feature in features.items()
             if name.startswith("observation.") and name not in images
         }
+        self._before = np.array(self.guard.latest.target)  # the newest command
         self._stroke = None if stroke is None else np.broadcast_to(np.asarray(_plain(stroke), float), state.shape)
         low, high = (started.low, started.high) if stroke is None else (-1, 1)
         self.action = Feature(state.shape, names=state.names, low=np.array(low), high=np.array(high))
@@ -81,7 +82,7 @@ class GuardedRobot:
         """How many targets were limited and refused since the guard began."""
         return {"limited": self.guard.latest.limited, "refused": self.guard.latest.refused}
 
-    def observe(self) -> Observation:
+    def observe(self) -> Reading:
         """Return the latest measurement. Raises RobotFault if the arm holds because of a fault.
 
         One may look at an arm before somebody has said ready.
@@ -90,10 +91,11 @@ class GuardedRobot:
         found: Observation = {STATE: np.array(reply.measured, np.float32)}
         if self._shared is not None:
             found |= self._shared.read(reply.sequence)
-        now, self.seen = time.monotonic(), found
+        self.seen = found
         for name, camera in self.cameras.items():
-            camera.frame = Frame(found[IMAGES + name], now)
-        return {name: found[name].copy() for name in self.observation}
+            camera.frame = Frame(found[IMAGES + name], reply.time)
+        values = {name: found[name].copy() for name in self.observation}
+        return Reading(values, reply.time, self._action(np.array(reply.executed)) if reply.executed else None)
 
     def command(self, action: Array) -> Array:
         """Send an action [A]; return the one that the guard has accepted. One that is not finite holds."""
@@ -101,12 +103,11 @@ class GuardedRobot:
         self.action.check("action", action)
         finite = np.isfinite(action).all()
         wanted = (np.clip(action, self.action.low, self.action.high) if finite else action).astype(float)
-        before = np.array(self.guard.latest.target)
-        target = wanted if self._stroke is None else before + self._stroke * wanted
+        self._before = np.array(self.guard.latest.target)
+        target = wanted if self._stroke is None else self._before + self._stroke * wanted
         accepted = np.array(self._asked("target", target.tolist()).target)
         self.steps += 1
-        executed = accepted if self._stroke is None else (accepted - before) / self._stroke
-        return np.clip(executed.astype(self.action.dtype), self.action.low, self.action.high)
+        return self._action(accepted)
 
     def hold_action(self) -> Array:
         """Return zeros for a delta, else the newest accepted target [A]."""
@@ -144,6 +145,11 @@ class GuardedRobot:
                 log.info("targets since the guard began: %(limited)d limited, %(refused)d refused", self.counts)
         self.guard.end("is closed")
 
+    def _action(self, target: Array) -> Array:
+        """Return the action [A] that leads to this target [J] from the one before it."""
+        action = target if self._stroke is None else (target - self._before) / self._stroke
+        return np.clip(action.astype(self.action.dtype), self.action.low, self.action.high)
+
     def _begin(self) -> Started:
         started, descriptors = self.guard.begin()
         self._shared = Shared(_features(started), descriptors[0]) if descriptors else None
@@ -162,6 +168,8 @@ class GuardedRobot:
 
 class GuardedCamera:
     """Gives an image that the arm itself observes; a Camera. It is as new as the robot's latest observation."""
+
+    trouble = ""
 
     def __init__(self, feature: Feature) -> None:
         self.feature = feature

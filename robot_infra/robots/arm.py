@@ -1,24 +1,47 @@
-"""The environment of a real arm whose driver, limits and task a yaml names: docs/robots.md."""
+"""The environment of a real arm whose driver, limits, cameras, devices and task a yaml names: docs/robots.md."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
+from serl_client.errors import ConfigError
+
+from robot_infra.cameras.lerobot import opened
 from robot_infra.env import RobotEnv
 from robot_infra.guard.robot import GuardedRobot
 from robot_infra.judges import unjudged
+from robot_infra.teleop.hands import chosen
 
 
 def make(
     *, driver: str, address: str, task: str, fps: float, max_steps: int, limits: Mapping[str, Any] | None = None,
     home: Mapping[str, Any] | None = None, space: str = "joint_position", stroke: float | Sequence[float] | None = None,
     options: Mapping[str, Any] | None = None, servo_hz: float = 100.0, home_speed: float = 0.25,
+    cameras: Mapping[str, Mapping[str, Any]] | None = None, operator: str = "none",
+    devices: Mapping[str, Any] | None = None, handover: float = 0.5,
 ) -> RobotEnv:  # fmt: skip
     """Make the Env of an arm behind a guard: see GuardedRobot for each word, and RobotEnv for `task` and `max_steps`.
 
-    Cameras, a takeover device or a judge need a function of their own, which may begin as a copy of this one.
+    cameras: {name: options} (cameras/lerobot.py), beside those that the driver has itself.
+    operator, devices: who takes over, and with what (teleop/hands.py); `none`: nobody.
+    handover: seconds from policy to person and back, in which the action is led from one to the other.
     """
-    robot = GuardedRobot(
-        driver, address=address, fps=fps, limits=limits, home=home, space=space, stroke=stroke, options=options,
-        servo_hz=servo_hz, home_speed=home_speed,
-    )  # fmt: skip
-    return RobotEnv(robot, judge=unjudged, task=task, fps=fps, max_steps=max_steps, cameras=robot.cameras)
+    with ExitStack() as stack:
+        robot = GuardedRobot(
+            driver, address=address, fps=fps, limits=limits, home=home, space=space, stroke=stroke, options=options,
+            servo_hz=servo_hz, home_speed=home_speed,
+        )  # fmt: skip
+        stack.callback(robot.close)
+        if twice := robot.cameras.keys() & (cameras or {}).keys():
+            raise ConfigError(f"cameras: the arm itself has one that is called {min(twice)}: choose another name")
+        seen: dict[str, Any] = dict(robot.cameras)
+        for name, wanted in (cameras or {}).items():
+            seen[name] = opened(str(name), wanted)
+            stack.callback(seen[name].close)
+        teleop, person = chosen(operator, None, robot, clock="real", devices=devices)
+        env = RobotEnv(
+            robot, judge=unjudged, task=task, fps=fps, max_steps=max_steps, cameras=seen, teleop=teleop,
+            operator=person, handover=handover,
+        )  # fmt: skip
+        stack.pop_all()
+    return env

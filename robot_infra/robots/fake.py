@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 from serl_client.env import Observation
@@ -13,9 +14,10 @@ from serl_client.spec import Array, Feature
 from robot_infra.arm import Arm
 from robot_infra.env import RobotEnv
 from robot_infra.guard.robot import GuardedRobot
+from robot_infra.interfaces import Reading
 from robot_infra.judges import near
 from robot_infra.safety import SafeRobot, check_clock
-from robot_infra.teleop.keyboard import chosen
+from robot_infra.teleop.hands import chosen
 from robot_infra.teleop.scripted import Rescuer
 from robot_infra.teleop.verdicts import chosen_verdicts
 
@@ -58,11 +60,11 @@ class FakeRobot:
         self.steps = 0  # since the point was home
         self.stopped = False
 
-    def observe(self) -> Observation:
+    def observe(self) -> Reading:
         state = np.concatenate([self.position, self.goal, self.goal - self.position])
         if self.commands == self._faults.get("nan"):
             state[0] = np.nan
-        return {"observation.state": state.astype(np.float32)}
+        return Reading({"observation.state": state.astype(np.float32)}, time.monotonic())
 
     def command(self, action: Array) -> Array:
         time.sleep(self._latency)
@@ -105,7 +107,7 @@ class FakeArm(Arm):
         self._robot.command((positions - self._robot.commanded) / self._robot.stroke)
 
     def sense(self) -> Observation:
-        return self._robot.observe()
+        return self._robot.observe().values
 
     def scene(self, seed: int) -> None:
         self._robot.home(seed)
@@ -150,6 +152,7 @@ def make(
     *, max_steps: int, noise: float, clock: str, fps: float = FPS, latency: float = 0.0,
     faults: Mapping[str, int | None] | None = None, operator: str = "scripted", verdict_by: str = "judge",
     takeover_after: int = 12, handback_after: int = 10, guard: bool = False,
+    devices: Mapping[str, Any] | None = None,
 ) -> RobotEnv:  # fmt: skip
     """Make the reaching task as an Env.
 
@@ -169,9 +172,9 @@ def make(
         partial(reach, point), lambda: float(np.linalg.norm(point.goal - point.position)),
         noise=noise, margin=point.stroke / 4, takeover_after=takeover_after, handback_after=handback_after,
     )  # fmt: skip
-    teleop, keyboard = chosen(operator, scripted, owner.action, clock=clock)
+    teleop, hands = chosen(operator, scripted, owner, clock=clock, devices=devices)
     judge, person = chosen_verdicts(
-        verdict_by, lambda: near(point.position, point.goal, 0.05), lambda: point.steps, max_steps, keyboard
+        verdict_by, lambda: near(point.position, point.goal, 0.05), lambda: point.steps, max_steps, hands
     )
     return RobotEnv(
         owner, judge=judge, task="reach the goal", fps=fps, max_steps=max_steps, clock=clock, teleop=teleop,

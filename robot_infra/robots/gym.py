@@ -1,7 +1,8 @@
-"""GymEnv makes any gymnasium task with a continuous action an Env."""
+"""GymEnv makes any gymnasium task with a continuous action an Env, which a person may drive."""
 
 import logging
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Self
@@ -11,49 +12,84 @@ from serl_client.env import Observation, Step
 from serl_client.errors import ConfigError, RetakeError, RobotFault
 from serl_client.spec import Array, Feature, Spec
 
+from robot_infra.interfaces import Operator
+from robot_infra.intervention import POLICY_ACTION, Intervention, policy_action
+from robot_infra.pace import Pace
+from robot_infra.teleop.hands import chosen
+from robot_infra.teleop.keyboard import Keyboard
+
 SUCCESS = ("success", "is_success", "succeed", "next.success")  # keys of `info`; gym_hil uses the last two
-HUMAN = {"is_intervention": "action_intervention"}  # gym_hil: {whether a person drove this step: their action}
+HUMAN = {"is_intervention": ("teleop_action", "action_intervention")}  # gym_hil: a person drove this step, their action
+SAID = {"rerecord_episode": "discard"}  # gym_hil: what a person said at the task's own device: our word
 
 MOST = 300  # characters of the error text of a task
 
 log = logging.getLogger(__name__)
 
 
+class Reported(Keyboard):
+    """Says what the task's own device reports; a terminal's keys count, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def poll(self) -> list[str]:
+        said, self.said = self.said, []
+        return [*super().poll(), *said]
+
+
 class GymEnv:
-    """Implements serl_client.env.Env over `gymnasium.make(env_id, **options)`, on the simulated clock.
+    """Implements serl_client.env.Env over `gymnasium.make(env_id, **options)`.
 
     fps: steps per second; None: the task's own metadata["render_fps"].
     success: keys of info. An episode has success if its last info says so under any of them; None without these keys.
-    human: keys of info of a task with its own device, {whether a person drove this step: their action}. Such a step
-        counts as intervened, with that action as executed.
+    human: keys of info of a task with its own device, {whether a person drove this step: their action, or several keys
+        of which one holds it}. Such a step counts as intervened, with that action as executed.
+    said: keys of info of such a device, {key: event of the operator}.
+    clock: `real` or `simulated`, see Pace. operator, devices: who drives, and with what (teleop/hands.py); `none`:
+        nobody.
+    names: of the action's entries, so that devices know what they move (x, y, z, roll, pitch, yaw, gripper).
+    hold: the action that holds; None: the one nearest to zero.
 
     A Box observation becomes `observation.state`, flattened to float32; each Box of a Dict becomes
     `observation.<key>`. An image, uint8 [height, width, channel], becomes `observation.images.<key>` (`camera` without
-    a key). The action is clipped to its bounds. To hold, the action nearest to zero is sent.
+    a key). The keys of a Dict in a Dict are joined by dots. The action is clipped to its bounds.
 
     Raises ConfigError for a task that does not exist, does not fit or cannot be made, and RobotFault where the task
     raises anything in reset or step: one sentence that names task and call, with the traceback in the log.
     """
 
-    clock = "simulated"
-    has_operator = False
-    is_home = True
-    operator = None
+    is_home, space = True, "ee_delta"
 
     def __init__(
         self, env_id: str, *, fps: float | None = None, success: Sequence[str] = SUCCESS,
-        human: Mapping[str, str] = HUMAN, options: Mapping[str, Any] | None = None,
+        human: Mapping[str, str | Sequence[str]] = HUMAN, said: Mapping[str, str] = SAID,
+        options: Mapping[str, Any] | None = None, clock: str = "simulated", operator: str = "none",
+        devices: Mapping[str, Any] | None = None, names: Sequence[str] = (), hold: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
-        self.task, self._success, self._human = env_id, tuple(success), dict(human)
+        self.task, self.clock, self._success, self._said = env_id, clock, tuple(success), dict(said)
+        self._human = {flag: (keys,) if isinstance(keys, str) else tuple(keys) for flag, keys in human.items()}
         self._env = _make(env_id, options or {})
         fps = fps or self._env.metadata.get("render_fps")
         if fps is None:
             raise ConfigError(f"{env_id} does not say its rate: give fps")
+        self._pace = Pace(clock, fps)
         boxes, self._box = _boxes(self._env), self._env.action_space
         self._keys = {_name(key, box): key for key, box in boxes.items()}
         observation = {name: _feature(boxes[key]) for name, key in self._keys.items()}
         low, high = self._box.low.reshape(-1), self._box.high.reshape(-1)
-        self.spec = Spec(observation, Feature(low.shape, low=low, high=high), fps)
+        if (names and len(names) != len(low)) or (hold is not None and len(hold) != len(low)):
+            raise ConfigError(f"{env_id} takes actions of {len(low)} entries: give as many names, and numbers to hold")
+        self.action = Feature(low.shape, names=tuple(names), low=low, high=high)
+        self._hold = np.clip(np.array(hold or np.zeros(len(low)), self.action.dtype), low, high)
+        teleop, self._person = chosen(operator, None, self, clock=clock, devices=devices)
+        self.has_operator, self._intervention = teleop is not None, Intervention(teleop)
+        extras = {POLICY_ACTION: Feature(low.shape)} if self.has_operator else {}
+        self.spec = Spec(observation, self.action, fps, extras)
+        self.operator: Operator = self._person or Reported()
+        self.observed = 0.0
+        self._executed: Array | None = None  # in the step before
 
     def __enter__(self) -> Self:
         return self
@@ -65,32 +101,47 @@ class GymEnv:
         """Do nothing: `reset` sets up the scene."""
 
     def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
-        """Begin an episode in which nobody intervenes. Raises ConfigError for `teleop`: nobody can drive."""
-        if teleop:
-            raise ConfigError(f"{self.task} has no teleop: nobody can demonstrate")
+        """Begin an episode, as Env.reset. Raises ConfigError for `teleop` if nobody can drive."""
+        if teleop and not self.has_operator:
+            raise ConfigError(f"{self.task} has no teleop: nobody can demonstrate (task.env.operator=keyboard)")
+        self._intervention.reset(seed, demonstrate=teleop, intervene=intervene)
+        self._executed = None
         with self._explained("reset"):
-            return self._observation(self._env.reset(seed=seed)[0])
+            np.random.seed(seed % 2**32)  # some tasks draw from numpy's global generator
+            observation = self._observation(self._env.reset(seed=seed)[0])
+        self._pace.begin()
+        self.observed = time.monotonic()
+        return observation
 
     def look(self) -> bool:
-        return False
+        return self._intervention.look(self._hold)
 
     def step(self, action: Array | None) -> Step:
         """Make one step with an action [A]; None: hold. Raises ValueError for an action that is not finite."""
         feature = self.spec.action
-        executed = np.zeros(feature.shape, feature.dtype) if action is None else np.asarray(action, feature.dtype)
-        feature.check("action", executed)
-        if not np.isfinite(executed).all():
-            raise ValueError(f"the action must be finite, not {executed}")
-        executed = np.clip(executed, feature.low, feature.high)
-        taken = executed.astype(self._box.dtype).reshape(self._box.shape)
+        if action is not None:
+            action = np.asarray(action, feature.dtype)
+            feature.check("action", action)
+            if not np.isfinite(action).all():
+                raise ValueError(f"the action must be finite, not {action}")
+        driven, is_theirs = self._intervention.drive(action, self._hold, self._executed)
+        executed = np.clip(driven, feature.low, feature.high)
+        taken, sent = executed.astype(self._box.dtype).reshape(self._box.shape), time.monotonic()
         with self._explained("step"):
             raw, reward, terminated, truncated, info = self._env.step(taken)
             terminated, truncated = bool(terminated), bool(truncated and not terminated)
             success = self._succeeded(info) if terminated or truncated else None
             theirs = self._theirs(info)
             executed = executed if theirs is None else theirs
-            is_theirs = theirs is not None
-            return Step(self._observation(raw), float(reward), executed, is_theirs, terminated, truncated, success)
+            observation = self._observation(raw)
+        if isinstance(self.operator, Reported):
+            self.operator.said += [word for key, word in self._said.items() if info.get(key)]
+        self._executed = executed
+        extras = {POLICY_ACTION: policy_action(action, executed)} if self.has_operator else {}
+        self._pace.wait(sent)
+        self.observed = time.monotonic()
+        is_theirs = is_theirs or theirs is not None
+        return Step(observation, float(reward), executed, is_theirs, terminated, truncated, success, extras)
 
     def stop(self) -> None:
         """Do nothing: time stands still between two steps."""
@@ -100,6 +151,8 @@ class GymEnv:
 
     def close(self) -> None:
         """Close the task; an error of it is only logged."""
+        if self._person is not None:
+            self._person.close()
         with suppress(RobotFault), self._explained("close"):  # else it would hide the error that ended the run
             self._env.close()
 
@@ -109,7 +162,7 @@ class GymEnv:
 
     def _theirs(self, info: Mapping[str, Any]) -> Array | None:
         """Return the action [A] of a person who drove this step with a device of the task; None: nobody did."""
-        keys = [key for flag, key in self._human.items() if info.get(flag)]
+        keys = [key for flag, several in self._human.items() if info.get(flag) for key in several if key in info]
         if not keys:
             return None
         feature = self.spec.action
@@ -131,7 +184,7 @@ class GymEnv:
     def _observation(self, raw: Any) -> Observation:
         features = self.spec.observation
         return {
-            name: np.array(raw[key] if key else raw, features[name].dtype).reshape(features[name].shape)
+            name: np.array(_at(raw, key), features[name].dtype).reshape(features[name].shape)
             for name, key in self._keys.items()
         }
 
@@ -158,12 +211,16 @@ def said(error: Exception) -> str:
     return type(error).__name__ + f": {words[:MOST]}" * bool(words) + hint
 
 
-def _boxes(env: Any) -> dict[str, Any]:
-    """Return the task's observation as {key: Box}; a single Box has the empty key."""
+def _boxes(env: Any) -> dict[tuple[str, ...], Any]:
+    """Return the task's observation as {keys from the outermost Dict inwards: Box}."""
     from gymnasium.spaces import Box, Dict
 
-    space = env.observation_space
-    boxes = dict(space.spaces) if isinstance(space, Dict) else {"": space}
+    def flat(space: Any, key: tuple[str, ...]) -> dict[tuple[str, ...], Any]:
+        if not isinstance(space, Dict):
+            return {key: space}
+        return {path: box for name, below in space.spaces.items() for path, box in flat(below, (*key, name)).items()}
+
+    boxes = flat(env.observation_space, ())
     for box in (*boxes.values(), env.action_space):
         if not isinstance(box, Box):
             raise ConfigError(f"{env.spec.id} has a {type(box).__name__} space; only a Box fits, or a Dict of them")
@@ -176,8 +233,16 @@ def _is_image(box: Any) -> bool:
     return box.dtype == np.uint8 and len(box.shape) == 3
 
 
-def _name(key: str, box: Any) -> str:
-    return f"observation.images.{key or 'camera'}" if _is_image(box) else f"observation.{key or 'state'}"
+def _name(key: tuple[str, ...], box: Any) -> str:
+    if _is_image(box):
+        return f"observation.images.{key[-1] if key else 'camera'}"
+    return f"observation.{'.'.join(key) or 'state'}"
+
+
+def _at(raw: Any, key: tuple[str, ...]) -> Any:
+    for name in key:
+        raw = raw[name]
+    return raw
 
 
 def _feature(box: Any) -> Feature:

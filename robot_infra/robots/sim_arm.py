@@ -2,6 +2,7 @@
 
 import math
 import secrets
+import time
 from collections.abc import Mapping
 from functools import partial
 from importlib.resources import files
@@ -16,10 +17,10 @@ from robot_infra.arm import Arm
 from robot_infra.cameras import gl
 from robot_infra.env import RobotEnv
 from robot_infra.guard.robot import GuardedRobot
-from robot_infra.interfaces import Camera
+from robot_infra.interfaces import Camera, Reading
 from robot_infra.judges import lifted
 from robot_infra.safety import SafeRobot, check_clock
-from robot_infra.teleop.keyboard import chosen
+from robot_infra.teleop.hands import chosen
 from robot_infra.teleop.scripted import Rescuer
 from robot_infra.teleop.verdicts import chosen_verdicts
 
@@ -122,12 +123,13 @@ class SimArm:
         data.qpos[7:10] = *random.uniform((0.32, -0.12), (0.48, 0.12)), 0.02
         self._mujoco.mj_forward(self._model, data)
 
-    def observe(self) -> Observation:
+    def observe(self) -> Reading:
         finger, speed = self._data.qpos[5], self._data.qvel[5]
         state = np.concatenate(
             [self.tool, self.block, self.block - self.tool, [finger], self._target, [self._opening, speed]]
         )
-        return {"observation.state": ((state - CENTRE) * SCALE)[self._shown].astype(np.float32)}
+        state = ((state - CENTRE) * SCALE)[self._shown].astype(np.float32)
+        return Reading({"observation.state": state}, time.monotonic())
 
     def command(self, action: Array) -> Array:
         self._target = np.clip(self._target + self.stroke * action[:3], *WORKSPACE)
@@ -180,7 +182,7 @@ class PickArm(Arm):
     def sense(self) -> Observation:
         images = {name: camera.latest().image for name, camera in self._cameras.items()}
         scene = np.concatenate([self._arm.tool, self._arm.block, self._arm.fingers])
-        return {**self._arm.observe(), "scene": scene, **images}
+        return {**self._arm.observe().values, "scene": scene, **images}
 
     def scene(self, seed: int) -> None:
         self._arm.home(seed)
@@ -257,6 +259,7 @@ def make(
     *, max_steps: int, noise: float, clock: str, fps: float = FPS, operator: str = "scripted",
     verdict_by: str = "judge", takeover_after: int = 12, handback_after: int = 10, cameras: bool | str = False,
     image_size: int = 128, block_in_state: bool = True, guard: bool = False,
+    devices: Mapping[str, Any] | None = None,
 ) -> RobotEnv:  # fmt: skip
     """Make the picking task as an Env.
 
@@ -279,9 +282,9 @@ def make(
         partial(pick, arm), partial(left_to_pick, arm), noise=noise, margin=arm.stroke / 4,
         takeover_after=takeover_after, handback_after=handback_after,
     )  # fmt: skip
-    teleop, keyboard = chosen(operator, scripted, owner.action, clock=clock)
+    teleop, hands = chosen(operator, scripted, owner, clock=clock, devices=devices)
     judge, person = chosen_verdicts(
-        verdict_by, lambda: lifted(arm.tool, arm.block), lambda: arm.steps, max_steps, keyboard
+        verdict_by, lambda: lifted(arm.tool, arm.block), lambda: arm.steps, max_steps, hands
     )
     return RobotEnv(
         owner, judge=judge, task="pick up the block", fps=fps, max_steps=max_steps, clock=clock, cameras=drawn,

@@ -1,4 +1,4 @@
-"""Makes a terminal's keys an Operator and a Teleop, without X or an extra package, over SSH too."""
+"""Makes a terminal's keys an Operator and a Device, without X or an extra package, over SSH too."""
 
 import os
 import re
@@ -7,13 +7,10 @@ import termios
 import time
 import tty
 from collections import deque
+from collections.abc import Mapping
 from typing import Self
 
-import numpy as np
-from serl_client.errors import ConfigError
-from serl_client.spec import Array, Feature
-
-from robot_infra.interfaces import Teleop
+from robot_infra.interfaces import Hand
 
 KEYS = {"p": "pause", "r": "ready", "n": "next", "s": "success", "f": "failure", "d": "discard", "q": "stop"}
 LEGEND = "p pause/resume   r ready   n next phase   s success   f failure   d discard   q stop"
@@ -30,7 +27,6 @@ UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|O)?\Z")  # the next reading bri
 
 HELD = 0.15  # seconds that a motion key counts as held: several periods of a terminal's key repeat
 STALE = 1.0  # seconds between two readings; after more, motion keys are dropped: they were pressed in a pause
-SPEED = 0.5  # of the robot's bounds, while a motion key is held
 BACKLOG = 256  # motion keys that wait to be read
 
 
@@ -92,82 +88,47 @@ class Keyboard:
                 self._motions.append(key)
 
 
-class KeyboardTeleop:
-    """Moves a robot by a terminal's keys: those of x, y, z and gripper that its ee_delta action has.
+class KeyboardDevice:
+    """Makes the keys of a terminal a Device: events, and motions of x, y, z and gripper.
 
-    A motion key takes over, and moves the robot while it is held. A gripper key acts until the other one is pressed.
-    With no key held the robot holds still. TOGGLE takes over without a motion, or hands back. Of the keys that were
-    pressed while nobody read (a pause, the way home) only TOGGLE counts. Raises ConfigError for an action with other
-    entries.
+    drives: its motion keys move the robot; else only TOGGLE and the events count.
+
+    A motion key takes over, and moves the robot while it is held. TOGGLE takes over without a motion, or hands back. Of
+    the keys that were pressed while nobody read (a pause, the way home) only TOGGLE counts.
     """
 
-    space = "ee_delta"
+    asks = True
 
-    def __init__(self, keyboard: Keyboard, action: Feature) -> None:
-        known = {name for name, _ in MOTIONS.values()}
-        if not action.names or not known.issuperset(action.names):
-            entries = ", ".join(action.names) or f"{action.shape[0]} entries without names"
-            raise ConfigError(f"a keyboard moves x, y, z and gripper; this robot takes {entries}: use another operator")
-        self._keyboard, self._action = keyboard, action
-        self._drives = False
+    def __init__(self, keyboard: Keyboard, *, drives: bool = True) -> None:
+        self._keyboard, self._drives = keyboard, drives
+        self.moves = frozenset(name for name, _ in MOTIONS.values() if drives)
+        motions = {"motion keys": MOTION_LEGEND} if drives else {"takeover": f"{TOGGLE} take over/hand back"}
+        self.legend: Mapping[str, str] = {"keys": LEGEND, **motions}
         self._pressed: dict[str, tuple[int, float]] = {}  # entry: (direction, until when)
         self._read_at = 0.0
 
-    def reset(self, seed: int, *, demonstrate: bool = True) -> None:
-        self._keyboard.motions()  # drop them: they were meant for the episode before
-        self._drives, self._pressed, self._read_at = demonstrate, {}, time.monotonic()
-
-    def read(self) -> Array | None:
+    def read(self) -> Hand:
         now = time.monotonic()
         is_stale, self._read_at = now - self._read_at > STALE, now
+        words, gripper = self._keyboard.poll(), 0
         for key in self._keyboard.motions():
-            if key == TOGGLE or not is_stale:
-                self._press(key, now)
-        if not self._drives:
-            return None
-        assert self._action.low is not None
-        assert self._action.high is not None
-        action = np.zeros(self._action.shape, self._action.dtype)
-        for name, (direction, until) in self._pressed.items():
-            if now < until:
-                entry = self._action.names.index(name)
-                bound = (self._action.high if direction > 0 else self._action.low)[entry]
-                action[entry] = bound if name == "gripper" else SPEED * bound
-        return action
+            if key == TOGGLE:
+                words.append("toggle")
+                self._pressed = {}
+            elif self._drives and not is_stale:
+                name, direction = MOTIONS[key]
+                words.append("take over")
+                self._pressed[name] = direction, now + HELD
+                gripper = direction if name == "gripper" else gripper
+        held = {name: float(way) for name, (way, until) in self._pressed.items() if now < until and name != "gripper"}
+        return Hand(held, gripper, words=words)
+
+    def forget(self) -> None:
+        self._keyboard.motions()  # drop them: they were meant for what came before
+        self._pressed, self._read_at = {}, time.monotonic()
 
     def close(self) -> None:
-        pass
-
-    def _press(self, key: str, now: float) -> None:
-        if key == TOGGLE:
-            self._drives, self._pressed = not self._drives, {}
-            return
-        name, direction = MOTIONS[key]
-        self._drives = True
-        if name in self._action.names:
-            self._pressed[name] = direction, float("inf") if name == "gripper" else now + HELD
-
-
-def chosen(operator: str, scripted: Teleop, action: Feature, *, clock: str) -> tuple[Teleop, Keyboard | None]:
-    """Return the teleop of a robot, and the terminal that it opens, if any.
-
-    operator: `scripted`: the given program; `keyboard`: a person, who needs the real `clock` of the env.
-    Raises ConfigError for another operator, and for a keyboard without a terminal or on the simulated clock.
-    """
-    if operator == "scripted":
-        return scripted, None
-    if operator != "keyboard":
-        raise ConfigError(f"task.env.operator={operator} is unknown; use scripted or keyboard")
-    if clock != "real":
-        raise ConfigError("task.env.operator=keyboard needs task.env.clock=real: simulated time outruns a person")
-    keyboard = Keyboard()
-    if not keyboard.has_terminal:
-        raise ConfigError("task.env.operator=keyboard needs a terminal: start the actor in one (over SSH: ssh -t)")
-    try:
-        return KeyboardTeleop(keyboard, action), keyboard
-    except ConfigError:
-        keyboard.close()
-        raise
+        self._keyboard.close()
 
 
 def _arrow(escape: re.Match[bytes]) -> bytes:

@@ -24,7 +24,7 @@ class Scripted:
     def reset(self, seed: int, *, demonstrate: bool = True) -> None:
         self._random = np.random.default_rng((seed, 1))  # another stream than the one that laid out the scene
 
-    def read(self) -> Array | None:
+    def read(self, hold: Array) -> Array | None:
         intent = np.clip(self._intent(), -1, 1)  # [A]
         return np.clip(intent + self._random.normal(0, self._noise, intent.shape), -1, 1).astype(np.float32)
 
@@ -61,10 +61,10 @@ class Rescuer(Scripted):
         self._least = math.inf
         self._steps = 0  # without progress while the policy drives, with progress while the script does
 
-    def read(self) -> Array | None:
+    def read(self, hold: Array) -> Array | None:
         if not self._demonstrates:
             self._watch()
-        return super().read() if self._drives else None
+        return super().read(hold) if self._drives else None
 
     def _watch(self) -> None:
         """Decide who drives this step, by the progress of the step before."""

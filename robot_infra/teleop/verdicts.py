@@ -36,7 +36,7 @@ class ScriptedVerdicts(Keyboard):
 
 
 def chosen_verdicts(
-    verdict_by: str, holds: Callable[[], bool], steps: Callable[[], int], max_steps: int, keyboard: Keyboard | None
+    verdict_by: str, holds: Callable[[], bool], steps: Callable[[], int], max_steps: int, hands: Operator | None
 ) -> tuple[Judge, Operator | None]:
     """Return the judge and the operator of a simulated robot.
 
@@ -44,7 +44,7 @@ def chosen_verdicts(
         a script. holds, steps, max_steps: as in ScriptedVerdicts. Raises ConfigError for another word.
     """
     if verdict_by == "judge":
-        return Predicate(holds), keyboard
+        return Predicate(holds), hands
     if verdict_by != "operator":
         raise ConfigError(f"task.env.verdict_by={verdict_by} is unknown; use judge or operator")
-    return unjudged, keyboard or ScriptedVerdicts(holds, steps, max_steps)
+    return unjudged, hands or ScriptedVerdicts(holds, steps, max_steps)

@@ -225,6 +225,7 @@ class Timed(TrainerClient):
 class Noise:
     """A camera that always has a new image."""
 
+    trouble = ""
     feature = Feature((224, 224, 3), "uint8")
 
     def __init__(self, seed: int) -> None:

@@ -69,7 +69,7 @@ def test_the_arm_has_two_cameras_whose_images_the_spec_describes_and_which_are_n
     assert all(row[name].flags.c_contiguous for row in (observation, step.observation) for name in IMAGES)
     for name in ("age.cam_high", "age.cam_wrist"):
         env.spec.extras[name].check(name, step.extras[name])
-        assert 0 <= step.extras[name] < 0.5
+        assert -0.5 < step.extras[name] <= 0, "it is drawn after the state was read"
 
 
 def test_the_cameras_are_off_unless_they_are_asked_for(monkeypatch):
@@ -215,19 +215,22 @@ def test_an_unknown_word_for_cameras_is_refused():
 
 def test_each_row_holds_the_age_of_its_own_images_which_were_taken_that_long_before(monkeypatch):
     clock = Clock()
-    for module in ("robot_infra.env", "serl_client.runner"):
+    for module in (
+        *(f"robot_infra.{name}" for name in ("env", "pace", "alignment", "robots.fake")),
+        "serl_client.runner",
+    ):
         monkeypatch.setattr(f"{module}.time", clock)
-    ages = {"a": [0.01, 0.02, 0.5, 0.03, 0.0], "b": [0.0, 0.1, 0.2, 0.01, 0.3]}
-    cameras = {name: FakeCamera(clock, delays) for name, delays in ages.items()}
+    ages = {"a": [0.01, 0.02, 0.15, 0.03, 0.0], "b": [0.0, 0.1, 0.19, 0.01, 0.18]}
+    cameras = {name: FakeCamera(clock, [0.0, *delays]) for name, delays in ages.items()}  # one look is before the start
     with build(cameras=cameras, max_steps=4, clock="real") as env:
         client = FakeClient(env.spec)
         run(env, client, episodes=1)
     (episode,) = client.episodes
     np.testing.assert_allclose(episode.time, [100.0, 100.1, 100.2, 100.3])
     for name, camera in cameras.items():
-        assert episode.observation[f"observation.images.{name}"][:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
+        assert episode.observation[f"observation.images.{name}"][:, 0, 0, 0].tolist() == [1, 2, 3, 4, 5]
         np.testing.assert_allclose(episode.extras[f"age.{name}"], ages[name][:4], rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(episode.time - episode.extras[f"age.{name}"], camera.taken[:4])
+        np.testing.assert_allclose(episode.time - episode.extras[f"age.{name}"], camera.taken[1:5])
 
 
 def test_an_episode_with_images_comes_in_segments_and_whole(arm, monkeypatch):
@@ -235,7 +238,13 @@ def test_an_episode_with_images_comes_in_segments_and_whole(arm, monkeypatch):
     rows, observe = segment_rows(env.spec), env._observe
     assert rows == 5, "half a second"
     assert rows * sum(feature.nbytes for feature in env.spec.observation.values()) < SEGMENT_BYTES
-    monkeypatch.setattr(env, "_observe", lambda: seen.append(observe()) or seen[-1])
+
+    def watched():
+        found = observe()
+        seen.append(found[0])
+        return found
+
+    monkeypatch.setattr(env, "_observe", watched)
     client = FakeClient(env.spec, "teleop")
     run(env, client, episodes=1)
     for segment in client.segments:

@@ -88,7 +88,7 @@ def move_on(arm, log):
 
 def test_nothing_moves_before_somebody_has_said_ready(make, log):
     robot = make()
-    assert robot.observe()["observation.state"].tolist() == [0, 0]
+    assert robot.observe().values["observation.state"].tolist() == [0, 0]
     for move in (lambda: robot.home(0), lambda: robot.command(UP)):
         with pytest.raises(RobotFault, match="a person"):
             move()
@@ -160,7 +160,7 @@ def test_an_action_is_answered_by_what_the_guard_accepted(make, log):
     with pytest.raises(ValueError, match="action"):
         robot.command(np.zeros(3, np.float32))
     log.until(lambda calls: np.allclose(calls[-1].at, [0.2, 0.1], atol=1e-3))
-    np.testing.assert_allclose(robot.observe()["observation.state"], [0.2, 0.1], atol=1e-2)
+    np.testing.assert_allclose(robot.observe().values["observation.state"], [0.2, 0.1], atol=1e-2)
     robot.close()
     robot.close()
 

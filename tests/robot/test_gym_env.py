@@ -202,7 +202,6 @@ def test_a_seed_names_a_start():
         ({"action": spaces.Box(0, 5, (2,), np.int64)}, "int64"),
         ({"action": spaces.Box(-np.inf, np.inf, (2,))}, "finite"),
         ({"observation": spaces.Discrete(4)}, "a Discrete"),
-        ({"observation": spaces.Dict(inner=spaces.Dict(state=VECTOR))}, "a Dict space"),
         ({"observation": spaces.Box(0, 255, (3, 40, 60), np.uint8)}, "channel"),
         ({"fps": None}, "give fps"),
         ({"observation": spaces.Tuple((VECTOR, VECTOR))}, "a Tuple"),

@@ -15,7 +15,8 @@ from serl_client.runner import ActorStatus
 from robot_infra.robots import fake
 from robot_infra.robots.fake import FakeRobot
 from robot_infra.safety import SafeRobot
-from robot_infra.teleop.keyboard import Keyboard, KeyboardTeleop
+from robot_infra.teleop.hands import Hands
+from robot_infra.teleop.keyboard import Keyboard, KeyboardDevice
 from robot_infra.teleop.scripted import Rescuer
 from tests.shared.actors import Chunks, FakeClient, Keys, run
 from tests.shared.robots import LEFT, RIGHT, Hand, build, from_yaml, play
@@ -105,9 +106,9 @@ def test_a_human_who_drives_while_the_policy_is_silent_is_shown_and_not_cut_off(
             return None if step else super().act(observation, step=0, **rest)
 
     class Watched(Hand):
-        def read(self):
+        def read(self, hold):
             drivers.append(status.driver)
-            return super().read()
+            return super().read(hold)
 
     env = build(teleop=Watched(rows=range(2, 15)), max_steps=15, clock="real", fps=500)
     client = FakeClient(env.spec, intervene=True)
@@ -153,7 +154,7 @@ def test_what_a_policy_proposes_beyond_reason_is_not_recorded():
 
 def test_success_with_and_without_help_is_counted_apart_and_follows_late_verdicts():
     class EverySecondEpisode(Hand):
-        def read(self):
+        def read(self, _hold):
             return LEFT if len(self.demonstrates) % 2 else None
 
     env = build(teleop=EverySecondEpisode())
@@ -180,7 +181,8 @@ def test_a_person_at_the_terminal_takes_over_judges_and_hands_back(terminal):
     person, program = terminal
     with Keyboard(program) as keys:
         robot = FakeRobot()
-        env = build(robot, teleop=KeyboardTeleop(keys, robot.action), max_steps=12)
+        hands = Hands([KeyboardDevice(keys)], robot.action, robot.space)
+        env = build(robot, teleop=hands, max_steps=12)
         script, looks, step = {3: b"it", 4: b"t", 5: b"j", 7: b"t", 9: b"s"}, itertools.count(), env.step
 
         def typing(action):
@@ -188,7 +190,7 @@ def test_a_person_at_the_terminal_takes_over_judges_and_hands_back(terminal):
             return step(action)
 
         env.step = typing
-        client, _, status = actor(env, operator=keys)
+        client, _, status = actor(env, operator=hands)
     (episode,) = client.episodes
     assert (rows(episode.intervened), len(episode)) == ([4, 5, 6, 7], 10)  # row 3: taken and given back
     assert client.outcomes == [Outcome(episode.episode, True, judged_by="operator")]
@@ -260,9 +262,9 @@ def test_help_on_the_arm_brings_a_policy_that_does_nothing_to_success():
 def test_a_rescuer_that_demonstrates_drives_every_row():
     rescuer = Rescuer(lambda: np.zeros(2), lambda: 1.0, noise=0.3, margin=0.1, takeover_after=2, handback_after=2)
     rescuer.reset(3, demonstrate=True)
-    drawn = [rescuer.read() for _ in range(9)]
+    drawn = [rescuer.read(None) for _ in range(9)]
     assert not any(action is None for action in drawn)
     rescuer.reset(3, demonstrate=False)
-    helped = [rescuer.read() for _ in range(9)]
+    helped = [rescuer.read(None) for _ in range(9)]
     assert [action is None for action in helped] == [True] * 2 + [False] * 7
     np.testing.assert_array_equal(helped[2:], drawn[:7])

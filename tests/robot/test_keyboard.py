@@ -6,6 +6,7 @@ import subprocess
 import sys
 import termios
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from serl_client.errors import ConfigError
 
 from robot_infra.robots import fake
 from robot_infra.robots.fake import FakeRobot
+from robot_infra.teleop import hands as hands_module
 from robot_infra.teleop import keyboard as keyboard_module
-from robot_infra.teleop.keyboard import KEYS, LEGEND, MOTION_LEGEND, MOTIONS, TOGGLE, Keyboard, KeyboardTeleop, chosen
+from robot_infra.teleop.hands import Hands, chosen
+from robot_infra.teleop.keyboard import KEYS, LEGEND, MOTION_LEGEND, MOTIONS, TOGGLE, Keyboard, KeyboardDevice
 from tests.shared.robots import Clock, Hand, build
 
 
@@ -130,16 +133,17 @@ def test_the_legend_names_every_key():
 def at_keys(terminal, monkeypatch):
     """(teleop of a robot with x, y, z and gripper, read(keys, seconds): its action after so long with these keys)."""
     clock = Clock()
-    monkeypatch.setattr(keyboard_module, "time", clock)
+    for module in (keyboard_module, hands_module):
+        monkeypatch.setattr(module, "time", clock)
     action = Feature((4,), names=("x", "y", "z", "gripper"), low=np.array(-1), high=np.array(1))
     with Keyboard(terminal[1]) as keyboard:
-        teleop = KeyboardTeleop(keyboard, action)
+        teleop = Hands([KeyboardDevice(keyboard)], action, "ee_delta")
         teleop.reset(0, demonstrate=False)
 
         def read(keys, seconds):
             os.write(terminal[0], keys)
             clock.sleep(seconds)
-            return None if (given := teleop.read()) is None else given.tolist()
+            return None if (given := teleop.read(np.zeros(4, np.float32))) is None else given.tolist()
 
         yield teleop, read
 
@@ -175,7 +179,7 @@ def test_an_episode_begins_with_the_policy_and_a_demonstration_at_rest(at_keys):
 @pytest.mark.parametrize(
     ("word", "clock", "match"),
     [
-        ("gamepad", "real", "gamepad is unknown; use scripted or keyboard"),
+        ("joypad", "real", "joypad is unknown; use keyboard, gamepad, spacemouse, leader, scripted"),
         ("keyboard", "simulated", "needs task.env.clock=real"),
         ("keyboard", "real", "needs a terminal"),
     ],
@@ -187,17 +191,17 @@ def test_an_operator_that_cannot_be_is_refused_in_one_sentence(word, clock, matc
 
 
 def test_a_keyboard_refuses_a_robot_whose_action_it_cannot_give(terminal, monkeypatch):
-    monkeypatch.setattr(keyboard_module, "Keyboard", lambda: Keyboard(terminal[1]))
+    monkeypatch.setattr(hands_module, "Keyboard", lambda: Keyboard(terminal[1]))
     bounds = {"low": np.array(-1), "high": np.array(1)}
     for action, named in (
         (Feature((2,), names=("x", "wrist"), **bounds), "x, wrist"),
         (Feature((6,), **bounds), "6 entries without names"),
     ):
         with pytest.raises(ConfigError, match=re.escape(named)):
-            chosen("keyboard", Hand(), action, clock="real")
-    teleop, keys = chosen("keyboard", Hand(), FakeRobot.action, clock="real")
-    assert isinstance(teleop, KeyboardTeleop)
-    assert keys.has_terminal
+            chosen("keyboard", Hand(), SimpleNamespace(action=action, space="ee_delta"), clock="real")
+    teleop, keys = chosen("keyboard", Hand(), FakeRobot(), clock="real")
+    assert isinstance(teleop, Hands)
+    before = termios.tcgetattr(terminal[1])
     env = build(teleop=teleop, operator=keys)
     env.close()
-    assert not keys.has_terminal
+    assert termios.tcgetattr(terminal[1]) != before, "the terminal was given back"

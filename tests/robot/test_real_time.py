@@ -16,7 +16,8 @@ ROWS, EXECUTED = 50, 8
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in ("robot_infra.env", "serl_client.runner", "serl_client.controller"):
+    robot = (f"robot_infra.{name}" for name in ("env", "pace", "alignment", "robots.fake"))
+    for module in (*robot, "serl_client.runner", "serl_client.controller"):
         monkeypatch.setattr(f"{module}.time", clock)
     return clock
 

@@ -15,7 +15,8 @@ from tests.shared.robots import LEFT, RIGHT, Clock, FakeCamera, Hand, TimedRobot
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("robot_infra.env.time", clock)
+    for module in ("env", "pace", "alignment", "robots.fake"):
+        monkeypatch.setattr(f"robot_infra.{module}.time", clock)
     monkeypatch.setattr("robot_infra.robots.fake.time", clock)
     return clock
 
@@ -206,7 +207,7 @@ def test_demonstrations_repeat_with_their_seed_and_differ_between_seeds():
 
     def noise(seed):
         teleop.reset(seed)
-        return np.stack([teleop.read() for _ in range(5)])
+        return np.stack([teleop.read(np.zeros(2, np.float32)) for _ in range(5)])
 
     np.testing.assert_array_equal(noise(3), noise(3))
     assert (noise(3) != noise(4)).all()

@@ -52,7 +52,7 @@ def test_fifty_seeds_are_fifty_starts_with_the_block_in_reach():
     blocks = []
     for seed in range(50):
         arm.home(seed)
-        blocks.append(point(metres(arm.observe()), "block"))
+        blocks.append(point(metres(arm.observe().values), "block"))
     assert len({block.tobytes() for block in blocks}) == 50
     assert (np.stack(blocks)[:, :2] >= WORKSPACE[0, :2]).all()
     assert (np.stack(blocks)[:, :2] <= WORKSPACE[1, :2]).all()
@@ -60,7 +60,7 @@ def test_fifty_seeds_are_fifty_starts_with_the_block_in_reach():
 
 def test_the_kinematics_bring_the_tool_to_its_target(arms):
     for arm in arms:
-        state = metres(arm.observe())
+        state = metres(arm.observe().values)
         np.testing.assert_allclose(point(state, "tool"), point(state, "target"), atol=1e-4)
 
 

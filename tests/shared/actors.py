@@ -1,5 +1,6 @@
 """What surrounds an actor's loop, without a robot and without a learner: environment, client, operator, policy."""
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,6 +54,7 @@ class CountingEnv:
         self.recovered += 1
 
     def observe(self):
+        self.observed = time.monotonic()
         return {STATE: np.full(8, self.row, np.float32)}
 
 

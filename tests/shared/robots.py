@@ -27,7 +27,7 @@ def build(robot=None, **changes):
 def from_yaml(name, changes=None, **options):
     """The env of a task's yaml, with `changes` to the yaml."""
     task = OmegaConf.merge(OmegaConf.load(TASKS / f"{name}.yaml"), changes or {})
-    config = OmegaConf.create({"task": task})
+    config = OmegaConf.create({"task": OmegaConf.merge(OmegaConf.load(TASKS.parent / "base.yaml").task, task)})
     env = instantiate(config.task.env)(**options)
     assert env.has_operator is config.task.has_operator
     return env
@@ -82,7 +82,7 @@ class TimedRobot(FakeRobot):
 class FakeCamera:
     """Each image holds its number; it was taken so many seconds ago as `delays` say, and at `taken`."""
 
-    feature, closed = Feature((4, 6, 3), "uint8"), False
+    feature, trouble, closed = Feature((4, 6, 3), "uint8"), "", False
 
     def __init__(self, clock=None, delays=()):
         self._clock, self._delays, self.taken = clock or Clock(), delays, []
@@ -108,7 +108,7 @@ class Hand:
         self.row = -1
         self.demonstrates.append(demonstrate)
 
-    def read(self):
+    def read(self, hold):
         self.row += 1
         self.reads += 1
         return LEFT if self.row in self.rows else None

@@ -7,6 +7,7 @@ import pytest
 from serl_client.errors import RobotFault
 
 from robot_infra.arm import Arm
+from robot_infra.interfaces import Reading
 from robot_infra.robots.fake import FakeRobot
 from robot_infra.safety import SafeRobot
 from tests.shared.robots import build
@@ -43,8 +44,10 @@ class Wrong(FakeRobot):
         self.way, self.closes = way, 0
 
     def observe(self):
-        found = super().observe()["observation.state"]
-        return {"observation.state": found.astype(float) if self.way == "shapes" else found}
+        found = super().observe()
+        if self.way != "shapes":
+            return found
+        return Reading({name: array.astype(float) for name, array in found.values.items()}, found.time)
 
     def hold_action(self):
         return np.full(2, 0.01 * self.commands if self.way == "hold" else 0.0, np.float32)

@@ -55,10 +55,10 @@ def _found(check: Check, env: Any) -> Finding:
 def recovered(env: Any) -> Finding:
     """`recover` without a fault does nothing; it moves nothing in any case."""
     robot = getattr(env, "robot", None)
-    before = robot.observe() if robot else {}
+    before = robot.observe().values if robot else {}
     env.recover()
     env.recover()
-    after = robot.observe() if robot else {}
+    after = robot.observe().values if robot else {}
     moved = max((float(np.abs(after[name] - array).max()) for name, array in before.items()), default=0.0)
     return Finding("ok", f"recover twice: the state changed by {moved:.3g}")
 
@@ -73,7 +73,7 @@ def shapes(env: Any) -> Finding:
 
 def seen(env: Any) -> Finding:
     """The robot's observation is what the Spec says, and finite; nothing was moved."""
-    observation = env.robot.observe() | {name: camera.latest().image for name, camera in env.cameras.items()}
+    observation = env.robot.observe().values | {name: camera.latest().image for name, camera in env.cameras.items()}
     _check(env, observation)
     return Finding("ok", "observed only, as the Spec says; --move tries the rest")
 

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from serl_client.env import Observation
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature
 
 from robot_infra.cameras import gl
-from robot_infra.interfaces import Frame
+from robot_infra.interfaces import Frame, Reading
 
 ENVS = {"Lift": "Lift", "Can": "PickPlaceCan"}  # robomimic's name of a task: robosuite's
 POSITION = {"Lift": "cube_pos", "Can": "Can_pos"}
@@ -90,9 +89,10 @@ class Scene:
         self.gain, self.hover = random.uniform(8, 14), random.uniform(0.06, 0.12)  # of the expert in this episode
         self.upright = self.axes.copy()
 
-    def observe(self) -> Observation:
+    def observe(self) -> Reading:
         seen = {**self._seen, "object": self._seen["object-state"]}
-        return {f"observation.{key}": np.array(seen[key], np.float32) for key in self._keys}
+        values = {f"observation.{key}": np.array(seen[key], np.float32) for key in self._keys}
+        return Reading(values, time.monotonic())
 
     def command(self, action: Array) -> Array:
         self._seen = self.env.step(action)[0]
@@ -113,6 +113,8 @@ class Scene:
 
 class SceneCamera:
     """Draws a scene whenever a frame is asked for, as robomimic shows it: the first row is the upper one."""
+
+    trouble = ""
 
     def __init__(self, scene: Scene, name: str, size: int) -> None:
         self.feature = Feature((size, size, 3), "uint8")

@@ -15,6 +15,8 @@ class Step:
 
     success: None while undecided, and always None where the task knows no success.
     extras: columns of this step that the Spec names and the environment knows, such as the age of a camera's image.
+    stale: what in `observation` does not show the world as it is now, such as the image of a camera that stands still.
+        Such a step is not recorded, and the episode is cut off before it; empty: all is well.
     """
 
     observation: Observation
@@ -25,6 +27,7 @@ class Step:
     truncated: bool
     success: bool | None
     extras: Mapping[str, Array] = field(default_factory=dict)
+    stale: str = ""
 
 
 class Env(Protocol):
@@ -34,6 +37,7 @@ class Env(Protocol):
     task: str  # the task in words: the prompt of a policy that reads one
     clock: str  # "real": step() takes 1/fps seconds; "simulated": it waits for nothing
     has_operator: bool  # a teleop that can demonstrate
+    observed: float  # when the latest observation's state was measured; seconds, time.monotonic(). Real clock only
 
     @property
     def is_home(self) -> bool:

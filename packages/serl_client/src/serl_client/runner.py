@@ -213,12 +213,15 @@ class _Actor:
         is_policys = action is not None and not step.intervened
         extras = {**self._controller.extras, **step.extras} if is_policys else step.extras
         recorder = episode.recorder
-        if bad := recorder.add(
+        bad = "" if step.stale else recorder.add(
             stamp, episode.observation, episode.observed, step, extras, gap=is_gap,
             chunk_start=is_policys and self._controller.chunk_start,
             chunk_delay=self._controller.chunk_delay if is_policys else 0,
-        ):  # fmt: skip
-            self._status.warn(f"{bad} is not finite; {recorder.episode} is cut off before row {recorder.steps}")
+        )  # fmt: skip
+        if step.stale or bad:
+            why = step.stale or f"{bad} is not finite"
+            self._status.warn(f"{why}; {recorder.episode} is cut off before row {recorder.steps}")
+            self._env.stop()
             self._cut_off(episode)
             return
         self._hand_over(episode, step.intervened)
@@ -378,9 +381,9 @@ class _Actor:
         self._sent = sent
 
     def _observed(self) -> float:
-        """Return the time of the observation that has just come, in seconds of the robot's clock.
+        """Return when the state that has just come was measured, in seconds of the robot's clock.
 
         A simulated step counts 1/fps, however fast it is computed, so that a recording plays at the robot's pace.
         """
         self._simulated += 1 / self._env.spec.fps
-        return time.monotonic() if self._is_real else self._simulated
+        return self._env.observed if self._is_real else self._simulated

@@ -1,0 +1,126 @@
+"""Reads a camera in a thread of its own, so that one that blocks delays no step; keeps the newest image."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from serl_client.errors import ConfigError
+from serl_client.spec import Array, Feature
+
+from robot_infra.interfaces import Frame
+
+log = logging.getLogger(__name__)
+
+OPENING = 20.0  # seconds until a camera has to give its first image
+AGAIN = 1.0  # seconds until one that failed is opened again
+ENDING = 2.0  # seconds that `close` waits for a thread that may hang in its camera
+
+
+class Source(Protocol):
+    """Describes an open camera, as its driver has it."""
+
+    def read(self) -> Array:
+        """Wait for the next image, uint8 [height, width, channel]. Raises any exception."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ThreadedCamera:
+    """Implements Camera over a driver that waits for images.
+
+    open_source: opens the camera; it is called again, after AGAIN seconds, when the camera has failed.
+    crop: [top, left, height, width] in pixels; size: [height, width] after it. None: the whole image, as large as it
+        is. Both are done here, on the robot, and the feature says so in its names.
+
+    The time of an image is that of its arrival. Raises ConfigError if there is no image, and for a crop outside of it.
+    """
+
+    def __init__(
+        self, name: str, open_source: Callable[[], Source], *, crop: Sequence[int] | None = None,
+        size: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self.trouble = name, ""
+        self._open, self._crop, self._size = open_source, _numbers("crop", crop, 4), _numbers("size", size, 2)
+        self._frame: Frame | None = None
+        self._arrived, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"camera {name}", daemon=True)
+        self._thread.start()
+        if not self._arrived.wait(OPENING) or self._frame is None:
+            self.close()
+            raise ConfigError(f"camera {name} gives no image: {self.trouble or 'it does not answer'}")
+        self.feature = Feature(self._frame.image.shape, "uint8", names=self._cut)
+
+    def latest(self) -> Frame:
+        assert self._frame is not None
+        return self._frame
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join(ENDING)
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self._watch()
+            except Exception as error:  # a driver may raise anything
+                self.trouble = f"{type(error).__name__}: {error}"[:300]
+                log.warning("camera %s: %s", self.name, self.trouble)
+                if self._frame is None:
+                    self._arrived.set()
+                    return
+                self._ended.wait(AGAIN)
+
+    def _watch(self) -> None:
+        """Take images until the camera fails or is closed."""
+        source, before = self._open(), None
+        try:
+            while not self._ended.is_set():
+                raw, now = source.read(), time.monotonic()
+                is_same = before is not None and np.array_equal(raw, before)
+                changed = self._frame.changed if is_same and self._frame else now
+                self._frame, before = Frame(self._cut_out(raw), now, changed), raw
+                self.trouble = ""
+                self._arrived.set()
+        finally:
+            source.close()
+
+    def _cut_out(self, raw: Array) -> Array:
+        """Return what `crop` and `size` leave of an image, as a fresh array."""
+        image = raw
+        if self._crop:
+            top, left, height, width = self._crop
+            if min(height, width) < 1 or min(top, left) < 0 or (top + height, left + width) > raw.shape[:2]:
+                raise ValueError(f"crop {list(self._crop)} lies outside of an image of {list(raw.shape[:2])}")
+            image = image[top : top + height, left : left + width]
+        if self._size and tuple(image.shape[:2]) != self._size:
+            image = _resized(image, *self._size)
+        return np.array(image, np.uint8)
+
+    @property
+    def _cut(self) -> tuple[str, ...]:
+        """What was cut out, as the names of the feature: another cut makes another robot."""
+        if not (self._crop or self._size):
+            return ()
+        whole = f"crop {list(self._crop)}" if self._crop else "whole image"
+        return "height", "width", "channel", whole
+
+
+def _resized(image: Array, height: int, width: int) -> Array:
+    try:
+        import cv2
+    except ModuleNotFoundError:
+        raise ConfigError("size of a camera needs opencv: run `uv sync --inexact --extra robots`") from None
+    made: Any = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
+    return made.reshape(height, width, -1)
+
+
+def _numbers(word: str, written: Sequence[int] | None, count: int) -> tuple[int, ...] | None:
+    if written is None:
+        return None
+    if len(written) != count or not all(isinstance(number, int) and number >= 0 for number in written):
+        raise ConfigError(f"{word} of a camera has {count} whole numbers, not {list(written)}")
+    return tuple(written)

@@ -1,0 +1,42 @@
+"""Turns options of a yaml into lerobot's own configuration of a robot, a teleoperator or a camera."""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from serl_client.errors import ConfigError
+
+
+def configuration(
+    registry: Any, room: str, register: Any, where: str, options: Mapping[str, Any], *,
+    defaults: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Return the configuration of the type that `options` name, of one of lerobot's registries.
+
+    A type is known once the module that defines it was imported: those of lerobot.<room> are tried in turn, then the
+    plugins. defaults: options that the type gets, if it knows them and `options` do not say them.
+    Raises ConfigError for an unknown type, with all that are known, and for options that it does not take.
+    """
+    kind, failed = str(options.get("type", "")), {}
+    for module in pkgutil.iter_modules(importlib.import_module(f"lerobot.{room}").__path__):
+        if kind in registry.get_known_choices():
+            break
+        try:
+            importlib.import_module(f"lerobot.{room}.{module.name}")
+        except Exception as error:  # one device's module may need what is not installed
+            failed[module.name] = f"{type(error).__name__}: {error}"
+    if kind not in registry.get_known_choices():
+        register()
+    if kind not in registry.get_known_choices():
+        known = ", ".join(sorted(registry.get_known_choices()))
+        more = "".join(f"; {name} cannot be imported ({why})" for name, why in failed.items())
+        raise ConfigError(f"{where}.type={kind or 'null'} is unknown to lerobot; it knows {known}{more}")
+    takes = {field.name for field in fields(registry.get_choice_class(kind))}
+    given = {name: value for name, value in (defaults or {}).items() if name in takes} | dict(options)
+    try:
+        return importlib.import_module("draccus").decode(registry, given)
+    except Exception as error:  # draccus has several of its own
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{where}: lerobot's {kind} does not take this: {said}; it takes {sorted(takes)}") from None

@@ -1,0 +1,197 @@
+"""Drives any robot that lerobot 0.4 or a plugin of it knows, with a leader arm beside it, behind our guard.
+
+Source: lerobot.robots and lerobot.teleoperators, whose configurations name the options of each type. They import torch:
+only the guard's process imports this driver's devices.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from serl_client.env import Observation
+from serl_client.errors import ConfigError, RobotFault
+from serl_client.spec import Array, Feature
+
+from robot_infra.arm import LEADER, Arm
+from robot_infra.lerobot_options import configuration
+
+log = logging.getLogger(__name__)
+
+TRIES = 3  # of a call over the bus: single packets get lost
+FAILURES = (OSError, RuntimeError)  # of lerobot's buses; ConnectionError and TimeoutError are OSErrors
+SIDES = {"": "", "left_arm": "left_", "right_arm": "right_"}  # attribute of a two-armed robot: prefix of its entries
+
+
+class LerobotArm(Arm):
+    """Makes one robot of lerobot an Arm; its entries are the robot's action features, such as `elbow_flex.pos`.
+
+    address: its port, unless `robot` says another one. robot: `type`, and lerobot's options of that type, without
+    cameras: those belong under `cameras` of the task's env, where they are read on their own. leader: the same of a
+    teleoperator whose actions have the same names; None: there is none.
+
+    The motors' ranges come from their norm mode (-100 to 100, 0 to 100) or, in degrees, from their calibration. Torque
+    stays on when it disconnects, unless the options say otherwise. Raises ConfigError for a type or an option that
+    lerobot does not know, for a device that is not calibrated, and for names that do not fit; RobotFault if a device
+    does not answer.
+    """
+
+    def __init__(self, address: str, *, robot: Mapping[str, Any], leader: Mapping[str, Any] | None = None) -> None:
+        if robot.get("cameras"):
+            raise ConfigError("options.robot.cameras: name them under `cameras` of the task's env instead")
+        rooms = _Rooms()
+        self._robot = rooms.made("robot", robot, address)
+        self._leader: Any = None
+        numbers = {name for name, kind in self._robot.action_features.items() if kind in (float, int)}
+        if numbers != set(self._robot.action_features):
+            raise ConfigError(f"only robots whose actions are numbers can be driven, not {self._robot.action_features}")
+        self._names = tuple(self._robot.action_features)
+        if missing := [name for name in self._names if name not in self._robot.observation_features]:
+            raise ConfigError(f"{robot['type']} does not measure {', '.join(missing)}, which its actions have")
+        try:
+            _connect("robot", self._robot, robot, address)
+            if leader is not None:
+                self._leader = rooms.made("teleop", leader, "")
+                if set(self._leader.action_features) != set(self._names):
+                    raise ConfigError(
+                        f"options.leader: {leader['type']} gives {', '.join(self._leader.action_features)}, and "
+                        f"{robot['type']} takes {', '.join(self._names)}"
+                    )
+                _connect("teleop", self._leader, leader, "")
+        except BaseException:
+            self.close()
+            raise
+        self._describe()
+        self._seen: Mapping[str, Any] = {}
+
+    def _describe(self) -> None:
+        """Find out what the entries are measured in, and what else is observed."""
+        known = dict(_motors(self._robot))
+        self.entries = {name: known[name][0] if name in known else "" for name in self._names}
+        self.ranges = {name: known[name][1] for name in self._names if name in known}
+        features = self._robot.observation_features
+        self._numbers = [name for name, kind in features.items() if kind in (float, int)]
+        self._images = {name: kind for name, kind in features.items() if isinstance(kind, tuple)}
+        observed = {f"observation.images.{name}": Feature(shape, "uint8") for name, shape in self._images.items()}
+        if len(self._numbers) > len(self._names):
+            observed["observation.state"] = Feature((len(self._numbers),), names=tuple(self._numbers))
+        if self._leader is not None:
+            observed[LEADER] = Feature((len(self._names),), names=self._names)
+        self.observation = observed
+
+    def read(self) -> Array:
+        self._seen = _tried(self._robot.get_observation)
+        return np.array([self._seen[name] for name in self._names], float)
+
+    def write(self, positions: Array) -> Array:
+        wanted = dict(zip(self._names, positions.tolist(), strict=True))
+        sent = _tried(lambda: self._robot.send_action(wanted))
+        return np.array([sent.get(name, wanted[name]) for name in self._names], float)
+
+    def recover(self) -> None:
+        """Connect again what was unplugged; the goal is where the arm is before its torque is switched on."""
+        try:
+            measured = self.read()
+        except RobotFault:
+            with suppress(*FAILURES):
+                self._robot.disconnect()
+            _tried(lambda: self._robot.connect(calibrate=False), 1)
+            measured = self.read()
+        self.write(measured)
+        for bus in _buses(self._robot).values():
+            _tried(bus.enable_torque)
+        if self._leader is not None:
+            _tried(self._leader.get_action)
+
+    def sense(self) -> Observation:
+        found: Observation = {
+            f"observation.images.{name}": np.array(self._seen[name], np.uint8) for name in self._images
+        }
+        if "observation.state" in self.observation:
+            found["observation.state"] = np.array([self._seen[name] for name in self._numbers], np.float32)
+        if self._leader is not None:
+            led = _tried(self._leader.get_action)
+            found[LEADER] = np.array([led[name] for name in self._names], np.float32)
+        return found
+
+    def close(self) -> None:
+        for device in (self._robot, self._leader):
+            if device is not None and device.is_connected:
+                try:
+                    device.disconnect()
+                except FAILURES as error:
+                    log.warning("%s: %s", device, error)
+
+
+class _Rooms:
+    """Makes devices of lerobot from their options."""
+
+    def __init__(self) -> None:
+        try:
+            self._imports = importlib.import_module("lerobot.utils.import_utils")
+            self._of = {
+                "robot": (importlib.import_module("lerobot.robots"), "robots"),
+                "teleop": (importlib.import_module("lerobot.teleoperators"), "teleoperators"),
+            }
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"lerobot's robots need {error.name}: uv sync --inexact --extra robots") from None
+
+    def made(self, kind: str, options: Mapping[str, Any], address: str) -> Any:
+        """Make a robot or a teleop; nothing is connected."""
+        module, room = self._of[kind]
+        registry = module.RobotConfig if kind == "robot" else module.TeleoperatorConfig
+        make = module.make_robot_from_config if kind == "robot" else module.make_teleoperator_from_config
+        where = "options.robot" if kind == "robot" else "options.leader"
+        config = configuration(
+            registry, room, self._imports.register_third_party_plugins, where, options,
+            defaults={"disable_torque_on_disconnect": False, **({"port": address} if address else {})},
+        )  # fmt: skip
+        try:
+            return make(config)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+
+def _connect(kind: str, device: Any, options: Mapping[str, Any], address: str) -> None:
+    """Connect, without lerobot's questions. Raises ConfigError if the device is not calibrated."""
+    _tried(lambda: device.connect(calibrate=False), 1)
+    if not device.is_calibrated:
+        config = {field.name: getattr(device.config, field.name, None) for field in fields(device.config)}
+        words = {"type": options["type"], "port": config.get("port") or address or None, "id": config.get("id")}
+        said = " ".join(f"--{kind}.{name}={value}" for name, value in words.items() if value is not None)
+        raise ConfigError(f"{options['type']} is not calibrated, or not for this id: run `lerobot-calibrate {said}`")
+
+
+def _buses(robot: Any) -> dict[str, Any]:
+    """Return {prefix of its entries: bus} of the motors that lerobot drives itself."""
+    parts: dict[str, Any] = {prefix: getattr(robot, part, None) if part else robot for part, prefix in SIDES.items()}
+    return {prefix: part.bus for prefix, part in parts.items() if hasattr(getattr(part, "bus", None), "motors")}
+
+
+def _motors(robot: Any) -> Any:
+    """Yield (entry, (unit, [low, high])) of each motor whose ends its norm mode tells."""
+    for prefix, bus in _buses(robot).items():
+        for name, motor in bus.motors.items():
+            entry, mode = f"{prefix}{name}.pos", motor.norm_mode.value
+            if mode == "range_m100_100":
+                yield entry, ("%", [-100.0, 100.0])
+            elif mode == "range_0_100":
+                yield entry, ("%", [0.0, 100.0])
+            elif mode == "degrees" and name in bus.calibration:
+                ends, steps = bus.calibration[name], bus.model_resolution_table[motor.model] - 1
+                half = (ends.range_max - ends.range_min) / 2 * 360 / steps
+                yield entry, ("deg", [-half, half])
+
+
+def _tried(call: Callable[[], Any], tries: int = TRIES) -> Any:
+    """Return what a call over the bus gives. Raises RobotFault after so many tries in a row have failed."""
+    failed: BaseException | None = None
+    for _ in range(tries):
+        try:
+            return call()
+        except FAILURES as error:
+            failed = error
+    raise RobotFault(f"the bus does not answer: {type(failed).__name__}: {' '.join(str(failed).split())}", "bus")

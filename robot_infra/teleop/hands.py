@@ -1,0 +1,184 @@
+"""Makes the devices in a person's hands one Teleop and one Operator: they take over, drive, hand back and judge."""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from serl_client.errors import ConfigError, RobotFault
+from serl_client.spec import Array, Feature
+
+from robot_infra.interfaces import Device, Hand, Operator, Teleop
+from robot_infra.teleop.gamepad import Gamepad
+from robot_infra.teleop.keyboard import Keyboard, KeyboardDevice
+from robot_infra.teleop.leader import Leader
+from robot_infra.teleop.spacemouse import SpaceMouse
+
+SPEED = 0.5  # of the robot's bounds, at full deflection of a device or while a key is held
+RELEASE = 0.5  # seconds after the last touch until a person who took over by touch hands back
+TAKEOVERS = ("touch", "toggle")
+OPERATORS = ("keyboard", "gamepad", "spacemouse", "leader")
+
+
+class Driven(Protocol):
+    """Describes what devices must know of whatever they drive; see Robot."""
+
+    @property
+    def action(self) -> Feature: ...
+
+    @property
+    def space(self) -> str: ...
+
+
+class Hands:
+    """Merges `devices`; a Teleop, and the Operator who says ready, success and so on.
+
+    action, space: of the robot that they drive.
+    takeover: `touch`: whoever moves a device drives, until they have let go for RELEASE seconds. `toggle`: only the
+        device's toggle takes over. A takeover by a toggle lasts until the next one, in both.
+
+    What nobody moves stays as it is: a gripper, too, until one of its keys is used in this takeover. Then it acts until
+    the other one is. Raises ConfigError if no device can move some entry of the action.
+    """
+
+    def __init__(self, devices: Sequence[Device], action: Feature, space: str, *, takeover: str = "touch") -> None:
+        if takeover not in TAKEOVERS:
+            raise ConfigError(f"takeover={takeover} is unknown; use {' or '.join(TAKEOVERS)}")
+        moves = frozenset[str]().union(*(device.moves or action.names for device in devices))
+        leads = any(device.moves is None for device in devices)
+        if not action.names or not moves.issuperset(action.names) or not (leads or space.endswith("_delta")):
+            entries = ", ".join(action.names) or f"{action.shape[0]} entries without names"
+            raise ConfigError(
+                f"these devices move {', '.join(sorted(moves)) or 'nothing'}, by deltas; this robot takes {entries} as "
+                f"{space}: use another operator, such as a leader arm"
+            )
+        self._devices, self._action, self.space, self._takes_by_touch = devices, action, space, takeover == "touch"
+        self._words: deque[str] = deque()
+        self._fault: RobotFault | None = None
+        self._drives = self._is_latched = False  # latched: only a toggle hands back
+        self._touched, self._gripper = 0.0, 0
+
+    @property
+    def has_terminal(self) -> bool:
+        return any(device.asks for device in self._devices)
+
+    @property
+    def legend(self) -> dict[str, str]:
+        """What the keys of all devices do, for the console."""
+        return {name: text for device in self._devices for name, text in device.legend.items()}
+
+    def reset(self, seed: int, *, demonstrate: bool = True) -> None:
+        for device in self._devices:
+            device.forget()
+        self._take(demonstrate)
+
+    def poll(self) -> list[str]:
+        """Return the events since the last poll, oldest first. A device that is gone is told by the next `read`."""
+        self._look()
+        said, self._words = list(self._words), deque()
+        return said
+
+    def read(self, hold: Array) -> Array | None:
+        hands = self._look()
+        if self._fault:
+            raise self._fault
+        if not self._drives:
+            return None
+        positions = next((hand.positions for hand in hands if hand.positions is not None), None)
+        action = np.array(hold if positions is None else positions, self._action.dtype)
+        for hand in hands:
+            for name, share in hand.motion.items():
+                self._move(action, name, SPEED * share)
+        self._move(action, "gripper", float(self._gripper))
+        return np.clip(action, self._action.low, self._action.high)
+
+    def close(self) -> None:
+        """Give all devices back; may be called twice."""
+        for device in self._devices:
+            device.close()
+
+    def _look(self) -> list[Hand]:
+        """Read all devices, and decide who drives."""
+        try:
+            hands, self._fault = [device.read() for device in self._devices], None
+        except RobotFault as fault:
+            hands, self._fault = [], fault
+        for hand in hands:
+            for word in hand.words:
+                if word == "toggle":
+                    self._take(not (self._drives and self._is_latched))
+                elif word == "take over":
+                    self._take_over(latch=True)
+                else:
+                    self._words.append(word)
+            if hand.motion or hand.gripper:
+                self._take_over(latch=False)
+                self._touched = time.monotonic()
+            self._gripper = hand.gripper or self._gripper
+        if self._drives and not self._is_latched and time.monotonic() > self._touched + RELEASE:
+            self._take(False)
+        return hands
+
+    def _take_over(self, *, latch: bool) -> None:
+        if self._takes_by_touch and not self._drives:
+            self._take(True)
+            self._is_latched = latch
+
+    def _take(self, drives: bool) -> None:
+        self._drives = self._is_latched = drives
+        self._gripper = 0
+
+    def _move(self, action: Array, name: str, share: float) -> None:
+        """Move one entry of an action [A] towards its bound, by a share of the way."""
+        if name in self._action.names and share:
+            entry = self._action.names.index(name)
+            bound = self._action.high if share > 0 else self._action.low
+            assert bound is not None
+            action[entry] += abs(share) * (bound[entry] - action[entry])
+
+
+def chosen(
+    operator: str, scripted: Teleop | None, robot: Driven, *, clock: str, devices: Mapping[str, Any] | None = None
+) -> tuple[Teleop | None, Operator | None]:
+    """Return the teleop of a robot, and the person at its devices, if any.
+
+    operator: `scripted`: the given program; `none`: nobody; else a person's devices, joined by +, as in
+        `keyboard+gamepad`. They need the real `clock` of the env.
+    devices: {gamepad: path, spacemouse: path, takeover: touch or toggle}. The terminal's keys say events beside any of
+        them, if there is a terminal.
+    Raises ConfigError for another operator, for a device that is not there, and on the simulated clock.
+    """
+    if operator == "scripted" and scripted is not None:
+        return scripted, None
+    if operator == "none":
+        return None, None
+    words, devices = operator.split("+"), devices or {}
+    if unknown := [word for word in words if word not in OPERATORS]:
+        others = [*OPERATORS, *["scripted"] * (scripted is not None)]
+        raise ConfigError(f"task.env.operator={unknown[0]} is unknown; use {', '.join(others)}")
+    if clock != "real":
+        raise ConfigError(f"task.env.operator={operator} needs task.env.clock=real: simulated time outruns a person")
+    opened: list[Device] = []
+    try:
+        for word in words:
+            opened.append(_opened(word, devices.get(word, "auto"), robot))
+        if "keyboard" not in words and (keyboard := Keyboard()).has_terminal:
+            opened.append(KeyboardDevice(keyboard, drives=False))
+        hands = Hands(opened, robot.action, robot.space, takeover=devices.get("takeover", "touch"))
+    except ConfigError:
+        for device in opened:
+            device.close()
+        raise
+    return hands, hands
+
+
+def _opened(word: str, path: str, robot: Driven) -> Device:
+    if word == "keyboard":
+        keyboard = Keyboard()
+        if not keyboard.has_terminal:
+            raise ConfigError("task.env.operator=keyboard needs a terminal: start the actor in one (over SSH: ssh -t)")
+        return KeyboardDevice(keyboard)
+    if word == "leader":
+        return Leader(robot)
+    return Gamepad(path) if word == "gamepad" else SpaceMouse(path)

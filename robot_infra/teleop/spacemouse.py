@@ -1,0 +1,79 @@
+"""Makes a SpaceMouse of 3Dconnexion a Device, from its HID reports (/dev/hidraw*).
+
+A report begins with its number: 1 has three numbers of the translation, and in newer devices three more of the
+rotation; 2 has the rotation where 1 has not; 3 has a bit for each button. Numbers are int16, little-endian, -350 to
+350: x to the right, y towards the person, z down, rotations about the same axes.
+"""
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from serl_client.errors import ConfigError
+
+from robot_infra.interfaces import Hand
+from robot_infra.teleop.raw import RawDevice
+
+VENDORS = ("0000256F", "0000046D")  # 3Dconnexion, and Logitech for its older devices
+NAME = "HID_NAME=3Dconnexion"
+FULL = 350
+DEAD = 0.08  # deflection that counts as rest
+MOVED, TURNED, BUTTONS = 1, 2, 3
+ENTRIES = (("y", -1), ("x", -1), ("z", -1))  # of the translation's three numbers: entry, direction
+TURNS = (("pitch", -1), ("roll", -1), ("yaw", -1))  # of the rotation's
+LEFT, RIGHT = 1, 2  # buttons: close, open; both at once: toggle
+LEGEND = "left button close  right button open  both take over/hand back"
+
+
+class SpaceMouse:
+    """Reads a SpaceMouse: six axes, two buttons for the gripper, both of which together toggle.
+
+    path: of its hidraw device; `auto`: the first one of 3Dconnexion. Raises ConfigError if there is none.
+    """
+
+    moves, asks = frozenset(("x", "y", "z", "roll", "pitch", "yaw", "gripper")), False
+    legend: Mapping[str, str] = {"spacemouse": LEGEND}
+
+    def __init__(self, path: str = "auto") -> None:
+        advice = 'a udev rule must let you read it: KERNEL=="hidraw*", ATTRS{idVendor}=="256f", MODE="0666"'
+        self._device = RawDevice(_found(path), 64, advice)
+        self._shares: dict[str, float] = {}
+        self._buttons = 0
+
+    def read(self) -> Hand:
+        words: list[str] = []
+        for report in self._device.records():
+            number, body = report[0], report[1:]
+            if number == MOVED and len(body) >= 6:
+                self._set(ENTRIES, body[:6])
+                if len(body) >= 12:
+                    self._set(TURNS, body[6:12])
+            elif number == TURNED and len(body) >= 6:
+                self._set(TURNS, body[:6])
+            elif number == BUTTONS and body:
+                before, self._buttons = self._buttons, body[0]
+                if self._buttons & 3 == 3 and before & 3 != 3:
+                    words.append("toggle")
+        motion = {name: share for name, share in self._shares.items() if abs(share) > DEAD}
+        gripper = {LEFT: 1, RIGHT: -1}.get(self._buttons & 3, 0)
+        return Hand(motion, gripper, words=words)
+
+    def forget(self) -> None:
+        """Do nothing: a cap that is deflected counts from now on."""
+
+    def close(self) -> None:
+        self._device.close()
+
+    def _set(self, entries: tuple[tuple[str, int], ...], body: bytes) -> None:
+        for (name, way), value in zip(entries, struct.unpack("<3h", body), strict=True):
+            self._shares[name] = way * max(-1.0, min(1.0, value / FULL))
+
+
+def _found(path: str) -> str:
+    if path != "auto":
+        return path
+    for device in sorted(Path("/sys/class/hidraw").glob("hidraw*")) if Path("/sys/class/hidraw").is_dir() else []:
+        said = (device / "device/uevent").read_text()
+        if NAME in said and any(vendor in said for vendor in VENDORS):
+            return f"/dev/{device.name}"
+    raise ConfigError("there is no SpaceMouse (/dev/hidraw*): connect one, or say devices.spacemouse=/dev/...")

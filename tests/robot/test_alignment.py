@@ -1,0 +1,223 @@
+"""Images that do not belong to their row: a camera that is frozen, late, blocking or gone; the first row."""
+
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+from serl_client.errors import ConfigError, RobotFault
+
+from robot_infra import alignment as alignment_module
+from robot_infra.cameras import threaded
+from robot_infra.cameras.threaded import ThreadedCamera
+from robot_infra.robots.fake import FakeRobot
+from robot_infra.safety import SafeRobot
+from tests.shared.actors import FakeClient, run
+from tests.shared.common import until
+from tests.shared.robots import RIGHT, build
+
+FPS = 20.0
+BOUND = 2 / FPS
+
+
+class Sensor:
+    """A camera's driver: `noise` in each image, one every `period` seconds, and what a test makes it do."""
+
+    def __init__(self, shape=(6, 8, 3), period=0.01):
+        self.shape, self.period, self.opened, self.closed = shape, period, 0, 0
+        self.state, self.taken, self._random = "well", 0, np.random.default_rng(0)
+        self._image = self._random.integers(0, 255, shape, np.uint8)
+        self._goes_on = threading.Event()
+
+    def open(self):
+        if self.state == "gone":
+            raise OSError("no such device")
+        self.opened += 1
+        return self
+
+    def read(self):
+        time.sleep(self.period)
+        if self.state in ("gone", "dying"):
+            raise OSError("the device was unplugged")
+        if self.state == "blocking":
+            self._goes_on.wait()
+        if self.state != "frozen":
+            self._image = self._random.integers(0, 255, self.shape, np.uint8)
+        self.taken += 1
+        return self._image
+
+    def close(self):
+        self.closed += 1
+
+    def become(self, state):
+        self.state = state
+        if state == "well":
+            self._goes_on.set()
+
+
+@pytest.fixture
+def sensor(monkeypatch):
+    monkeypatch.setattr(threaded, "AGAIN", 0.05)
+    monkeypatch.setattr(threaded, "ENDING", 0.2)
+    monkeypatch.setattr(alignment_module, "FROZEN", 0.3)
+    monkeypatch.setattr(alignment_module, "PATIENCE", 0.5)
+    made = Sensor()
+    yield made
+    made.become("well")
+
+
+@pytest.fixture
+def camera(sensor):
+    made = ThreadedCamera("wrist", sensor.open)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def env(camera):
+    made = build(SafeRobot(FakeRobot(fps=FPS)), cameras={"wrist": camera}, clock="real", fps=FPS, max_steps=10_000)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        ("frozen", r"camera wrist: its image has not changed for 0\.\d s, so it is frozen"),
+        ("blocking", r"camera wrist: its newest image is 0\.1\d s old"),
+        ("dying", r"camera wrist: its newest image is 0\.1\d s old \(OSError: the device was unplugged\)"),
+    ],
+)
+def test_a_camera_that_fails_cuts_the_episode_off_by_name_before_any_row_is_late(env, sensor, caplog, state, sentence):
+    client, sent = FakeClient(env.spec), []
+    command = env.robot.command
+
+    def commanded(action):
+        sent.append(time.monotonic())
+        if len(sent) == 8:
+            sensor.become(state)
+        return command(action)
+
+    env.robot.command = commanded
+    run(env, client, episodes=1)
+    (episode,) = client.episodes
+    assert episode.truncated
+    assert 6 <= len(episode) < 30
+    assert episode.extras["age.wrist"].max() <= BOUND + 1e-6
+    warned = [record.getMessage() for record in caplog.records if "is cut off before row" in record.getMessage()]
+    assert len(warned) == 1
+    assert re.search(sentence, warned[0]), warned
+    gaps = np.diff(sent[: len(episode) + 1])
+    assert np.median(gaps) == pytest.approx(1 / FPS, abs=0.02), "a camera that blocks delays no step"
+
+
+def test_the_first_row_waits_for_an_image_that_was_taken_after_the_way_home(env, camera, sensor):
+    sensor.become("blocking")
+    until(lambda: camera.latest().time < time.monotonic() - 0.05)
+    old, begun = camera.latest(), time.monotonic()
+    threading.Timer(0.2, sensor.become, ["well"]).start()
+    observation = env.reset(0)
+    assert camera.latest().time > begun
+    assert not np.array_equal(observation["observation.images.wrist"], old.image)
+    assert time.monotonic() - begun >= 0.15
+
+
+def test_an_episode_without_any_new_image_does_not_begin_and_says_why(env, camera, sensor):
+    sensor.become("gone")
+    until(lambda: camera.trouble)
+    with pytest.raises(
+        RobotFault, match=r"camera wrist gives no image \(OSError: (the device|no such).*look at its"
+    ) as error:
+        env.reset(0)
+    assert error.value.kind == "camera"
+
+
+def test_a_camera_that_was_unplugged_goes_on_once_it_is_back(env, camera, sensor):
+    sensor.become("gone")
+    until(lambda: camera.trouble)
+    sensor.become("well")
+    until(lambda: not camera.trouble)
+    env.reset(0)
+    assert not env.step(RIGHT).stale
+    assert sensor.opened == sensor.closed + 1
+
+
+def test_an_image_in_simulated_time_is_never_late(camera, sensor):
+    env = build(cameras={"wrist": camera}, fps=FPS)
+    sensor.become("blocking")
+    until(lambda: camera.latest().time < time.monotonic() - 3 * BOUND)
+    env.reset(0)
+    assert not env.step(RIGHT).stale
+    env.close()
+
+
+def test_a_rows_time_is_that_of_its_state_and_the_age_counts_from_there(env, monkeypatch):
+    observe, measured = env.robot.observe, []
+
+    def late():
+        reading = observe()
+        measured.append(reading.time)
+        time.sleep(0.02)
+        return reading
+
+    monkeypatch.setattr(env.robot, "observe", late)
+    client = FakeClient(env.spec)
+    env._max_steps = 5
+    run(env, client, episodes=1)
+    (episode,) = client.episodes
+    assert episode.time.tolist() == measured[:5]
+    assert (episode.extras["age.wrist"] < 0.01).all(), "the images came while the state was under way"
+
+
+@pytest.mark.parametrize(
+    ("cut", "shape", "names"),
+    [
+        ({}, (6, 8, 3), ()),
+        ({"crop": [1, 2, 4, 5]}, (4, 5, 3), ("height", "width", "channel", "crop [1, 2, 4, 5]")),
+        ({"size": [3, 4]}, (3, 4, 3), ("height", "width", "channel", "whole image")),
+        ({"crop": [0, 0, 4, 4], "size": [2, 2]}, (2, 2, 3), ("height", "width", "channel", "crop [0, 0, 4, 4]")),
+    ],
+)
+def test_what_is_cut_out_of_an_image_stands_in_the_spec(sensor, cut, shape, names):
+    camera = ThreadedCamera("front", sensor.open, **cut)
+    feature, image = camera.feature, camera.latest().image
+    camera.close()
+    assert (feature.shape, feature.dtype, feature.names) == (shape, "uint8", names)
+    feature.check("image", image)
+    assert image.flags.c_contiguous
+
+
+def test_a_crop_is_the_part_that_it_names_and_a_size_averages(sensor):
+    sensor.state = "frozen"
+    whole = sensor._image
+    for cut, expected in (
+        ({"crop": [1, 2, 4, 5]}, whole[1:5, 2:7]),
+        ({"size": [3, 4]}, whole.reshape(3, 2, 4, 2, 3).mean(axis=(1, 3))),
+    ):
+        camera = ThreadedCamera("front", sensor.open, **cut)
+        np.testing.assert_allclose(camera.latest().image, expected, atol=0.51)
+        camera.close()
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        ({"crop": [0, 0, 7, 8]}, r"crop \[0, 0, 7, 8\] lies outside of an image of \[6, 8\]"),
+        ({"crop": [0, 0, 4]}, "crop of a camera has 4 whole numbers"),
+        ({"size": [2.5, 4]}, "size of a camera has 2 whole numbers"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_one_sentence(sensor, cut, said):
+    with pytest.raises(ConfigError, match=said):
+        ThreadedCamera("front", sensor.open, **cut)
+
+
+def test_a_camera_that_never_answers_is_one_sentence(sensor, monkeypatch):
+    monkeypatch.setattr(threaded, "OPENING", 0.2)
+    sensor.become("blocking")
+    with pytest.raises(ConfigError, match="camera front gives no image: it does not answer"):
+        ThreadedCamera("front", sensor.open)
+    sensor.become("gone")
+    with pytest.raises(ConfigError, match="camera front gives no image: OSError: no such device"):
+        ThreadedCamera("front", sensor.open)

@@ -1,0 +1,325 @@
+"""A person's devices: what their bytes say, who drives, and that nothing jumps when the driver changes."""
+
+import os
+import struct
+
+import numpy as np
+import pytest
+from serl_client import Feature
+from serl_client.errors import ConfigError, RobotFault
+
+from robot_infra.interfaces import Hand
+from robot_infra.intervention import Intervention
+from robot_infra.teleop import hands as hands_module
+from robot_infra.teleop.gamepad import Gamepad
+from robot_infra.teleop.hands import Hands
+from robot_infra.teleop.leader import Leader
+from robot_infra.teleop.spacemouse import SpaceMouse
+from tests.shared.robots import Clock
+
+AXES = Feature((4,), names=("x", "y", "z", "gripper"), low=np.array(-1), high=np.array(1))
+STATE = Feature((2,), names=("x", "gripper"), low=np.array([-1, 0]), high=np.array([1, 1]))  # the gripper's by state
+HOLD = np.zeros(4, np.float32)
+
+
+class Wire:
+    """A device file: what a test writes is one report for each reading, as from the kernel."""
+
+    def __init__(self):
+        self.read_end, self.write_end = os.pipe2(os.O_DIRECT)  # each write is a packet of its own
+        self.path = f"/proc/self/fd/{self.read_end}"
+
+    def send(self, *reports):
+        for report in reports:
+            os.write(self.write_end, report)
+
+    def unplug(self):
+        os.close(self.write_end)
+        self.write_end = None
+
+    def close(self):
+        os.close(self.read_end)
+        if self.write_end is not None:
+            self.unplug()
+
+
+@pytest.fixture
+def wire():
+    made = Wire()
+    yield made
+    made.close()
+
+
+def joystick(*events):
+    """Events of Linux's joystick interface: (type, number, value)."""
+    return b"".join(struct.pack("<IhBB", 1000 + i, value, *event) for i, (*event, value) in enumerate(events))
+
+
+BUTTON, AXIS, INITIAL = 1, 2, 0x80
+
+
+@pytest.fixture
+def pad(wire):
+    device = Gamepad(wire.path)
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def mouse(wire):
+    device = SpaceMouse(wire.path)
+    yield device
+    device.close()
+
+
+def test_a_gamepads_sticks_move_and_its_buttons_speak(wire, pad):
+    wire.send(joystick((AXIS, 1, -32767), (AXIS, 0, 16384)), joystick((BUTTON, 0, 1), (BUTTON, 0, 0), (BUTTON, 5, 1)))
+    hand = pad.read()
+    assert hand.motion == pytest.approx({"x": 1.0, "y": -0.5}, abs=1e-3)
+    assert hand.words == ["success", "toggle"]
+    wire.send(joystick((AXIS, 1, 200), (AXIS, 0, 0)))
+    assert (dict(pad.read().motion), pad.read().words) == ({}, [])
+
+
+def test_an_event_that_came_in_two_pieces_is_one_event(wire, pad):
+    data = joystick((AXIS, 4, -32767))
+    wire.send(data[:3])
+    assert not pad.read().motion
+    wire.send(data[3:])
+    assert pad.read().motion == {"z": 1.0}
+
+
+def test_what_a_gamepad_tells_of_itself_when_it_is_opened_presses_nothing(wire, pad):
+    wire.send(joystick((BUTTON | INITIAL, 0, 1), (AXIS | INITIAL, 5, 0), (AXIS | INITIAL, 2, 0)))
+    hand = pad.read()
+    assert (hand.words, hand.gripper, dict(hand.motion)) == ([], 0, {})
+
+
+def test_a_trigger_has_hysteresis_and_both_of_them_say_nothing(wire, pad):
+    said = []
+    for pulled in (0.5, 0.61, 0.45, 0.39, 0.5, 0.7):
+        wire.send(joystick((AXIS, 5, round((2 * pulled - 1) * 32767))))
+        said.append(pad.read().gripper)
+    assert said == [0, 1, 1, 0, 0, 1]
+    wire.send(joystick((AXIS, 2, 32767)))
+    assert pad.read().gripper == 0
+    wire.send(joystick((AXIS, 5, -32767)))
+    assert pad.read().gripper == -1
+
+
+def report(number, *values):
+    return struct.pack(f"<B{len(values)}h", number, *values)
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [[report(1, 70, -350, 35), report(2, 0, 175, -350)], [report(1, 70, -350, 35, 0, 175, -350)]],
+    ids=["split", "combined"],
+)
+def test_both_layouts_of_a_spacemouse_say_the_same(wire, mouse, reports):
+    wire.send(*reports)
+    assert mouse.read().motion == pytest.approx({"x": 1.0, "y": -0.2, "z": -0.1, "roll": -0.5, "yaw": 1.0})
+    wire.send(report(1, 0, 0, 0, 0, 0, 0) if len(reports) == 1 else report(1, 0, 0, 0))
+    left = {"roll": -0.5, "yaw": 1.0} if len(reports) == 2 else {}
+    assert mouse.read().motion == left
+
+
+def test_a_spacemouses_buttons_grip_and_both_of_them_toggle(wire, mouse):
+    said = []
+    for bits in (1, 0, 2, 3, 0):
+        wire.send(bytes([3, bits, 0]))
+        hand = mouse.read()
+        said.append((hand.gripper, list(hand.words)))
+    assert said == [(1, []), (0, []), (-1, []), (0, ["toggle"]), (0, [])]
+
+
+@pytest.mark.parametrize("data", [b"\x01", b"\x02\x00\x01", b"\x17" * 20, b"\x03"], ids=["1", "2", "unknown", "3"])
+def test_a_report_that_is_cut_or_unknown_moves_nothing(wire, mouse, data):
+    wire.send(data)
+    hand = mouse.read()
+    assert (dict(hand.motion), hand.gripper, hand.words) == ({}, 0, [])
+
+
+@pytest.mark.parametrize("device", [Gamepad, SpaceMouse])
+def test_a_device_that_is_not_there_is_one_sentence(device, tmp_path):
+    with pytest.raises(ConfigError, match="cannot open"):
+        device(str(tmp_path / "none"))
+
+
+def test_a_device_that_is_gone_is_a_fault_until_it_is_back(wire, pad):
+    hands = Hands([pad], AXES, "ee_delta")
+    hands.reset(0, demonstrate=False)
+    assert hands.read(HOLD) is None
+    path, wire.path = pad._device.path, ""
+    wire.unplug()
+    assert hands.poll() == [], "between two steps it is no fault: nobody drives"
+    with pytest.raises(RobotFault, match="is gone"):
+        hands.read(HOLD)
+    again = Wire()
+    pad._device.path = again.path
+    again.send(joystick((AXIS, 1, -32767)))
+    assert hands.read(HOLD).tolist() == [0.5, 0, 0, 0]
+    again.close()
+    assert path
+
+
+# -- who drives
+
+
+class Scripted:
+    """A device that gives these hands, one for each reading, and then nothing."""
+
+    asks, legend = True, {}
+
+    def __init__(self, *hands, moves=frozenset(AXES.names)):
+        self.hands, self.moves, self.closed = list(hands), moves, False
+
+    def read(self):
+        return self.hands.pop(0) if self.hands else Hand()
+
+    def forget(self):
+        pass
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(hands_module, "time", made)
+    return made
+
+
+def driven(hands, clock, steps, hold=HOLD, period=0.1):
+    """What is wanted in each step."""
+    found = []
+    for _ in range(steps):
+        wanted = hands.read(hold)
+        found.append(None if wanted is None else wanted.tolist())
+        clock.sleep(period)
+    return found
+
+
+PUSH, TOGGLE = Hand({"x": 1.0}), Hand(words=["toggle"])
+FORWARD, STILL = [0.5, 0, 0, 0], [0, 0, 0, 0]
+
+
+def test_a_touch_takes_over_and_hands_back_half_a_second_after_it(clock):
+    hands = Hands([Scripted(Hand(), PUSH, PUSH)], AXES, "ee_delta")
+    hands.reset(0, demonstrate=False)
+    assert driven(hands, clock, 9) == [None, FORWARD, FORWARD, *[STILL] * 5, None]
+
+
+def test_a_toggle_takes_over_until_the_next_one_also_after_a_touch(clock):
+    hands = Hands([Scripted(TOGGLE, PUSH, *[Hand()] * 9, TOGGLE)], AXES, "ee_delta")
+    hands.reset(0, demonstrate=False)
+    assert driven(hands, clock, 13) == [STILL, FORWARD, *[STILL] * 9, None, None]
+    touched = Hands([Scripted(PUSH, TOGGLE, *[Hand()] * 9, TOGGLE)], AXES, "ee_delta")
+    touched.reset(0, demonstrate=False)
+    assert driven(touched, clock, 12) == [FORWARD, *[STILL] * 10, None], "the first toggle makes it last"
+
+
+def test_where_only_a_toggle_takes_over_a_touch_does_not(clock):
+    hands = Hands([Scripted(PUSH, TOGGLE, PUSH)], AXES, "ee_delta", takeover="toggle")
+    hands.reset(0, demonstrate=False)
+    assert driven(hands, clock, 9) == [None, STILL, FORWARD, *[STILL] * 6]
+
+
+def test_two_devices_are_one_person(clock):
+    one, two = Scripted(PUSH, Hand(words=["success"])), Scripted(Hand({"z": -1.0}, words=["pause"]))
+    hands = Hands([one, two], AXES, "ee_delta")
+    hands.reset(0, demonstrate=False)
+    assert driven(hands, clock, 2) == [[0.5, 0, -0.5, 0], STILL]
+    assert (hands.poll(), hands.poll()) == (["pause", "success"], [])
+    hands.close()
+    assert one.closed
+    assert two.closed
+
+
+@pytest.mark.parametrize("gripped", [0.0, 1.0])
+def test_a_gripper_by_state_stays_as_it_is_until_it_is_told_otherwise(clock, gripped):
+    """A takeover would otherwise drop what the robot holds."""
+    device = Scripted(
+        TOGGLE, PUSH, Hand(gripper=-1), Hand(), Hand(gripper=1), TOGGLE, TOGGLE, moves=frozenset(STATE.names)
+    )
+    hands = Hands([device], STATE, "ee_delta")
+    hands.reset(0, demonstrate=False)
+    hold = np.array([0, gripped], np.float32)
+    wanted = driven(hands, clock, 7, hold)
+    assert wanted == [[0, gripped], [0.5, gripped], [0, 0], [0, 0], [0, 1], None, [0, gripped]]
+
+
+class Follower:
+    """A robot with a leader arm beside it, as its driver observes both."""
+
+    action = Feature((2,), names=("shoulder.pos", "elbow.pos"), low=np.array(-100), high=np.array(100))
+    features, space = {"leader": Feature((2,))}, "joint_position"
+
+    def __init__(self):
+        self.seen = {"leader": np.array([50, 0], np.float32)}
+
+
+def test_a_leader_arm_drives_by_a_toggle_alone_and_within_the_bounds(clock):
+    robot = Follower()
+    hands = Hands([Leader(robot), Scripted(Hand(), TOGGLE)], robot.action, robot.space)
+    hands.reset(0, demonstrate=False)
+    hold = np.array([10, 10], np.float32)
+    assert driven(hands, clock, 2, hold) == [None, [50, 0]]
+    robot.seen = {"leader": np.array([-120, 3], np.float32)}
+    assert driven(hands, clock, 1, hold) == [[-100, 3]]
+
+
+def test_a_robot_without_a_leader_and_a_robot_that_no_device_moves_are_refused():
+    robot = Follower()
+    with pytest.raises(ConfigError, match=r"these devices move .*; this robot takes shoulder.pos, elbow.pos"):
+        Hands([Scripted()], robot.action, robot.space)
+    robot.features = {}
+    with pytest.raises(ConfigError, match="no leader arm"):
+        Leader(robot)
+    with pytest.raises(ConfigError, match="touch or toggle"):
+        Hands([Scripted()], AXES, "ee_delta", takeover="maybe")
+
+
+# -- hand-over
+
+
+def test_the_way_from_one_driver_to_the_other_has_equal_parts_and_is_flagged(clock):
+    """The policy stands at -50, the leader at 50: without a ramp the arm would jump by 100."""
+    robot = Follower()
+    hands = Hands([Leader(robot), Scripted(Hand(), Hand(), TOGGLE, *[Hand()] * 6, TOGGLE)], robot.action, robot.space)
+    intervention = Intervention(hands, ramp=5)
+    intervention.reset(0, demonstrate=False, intervene=True)
+    policy, before, rows = np.array([-50, 0], np.float32), None, []
+    for _ in range(16):
+        hold = policy if before is None else before
+        before, is_theirs = intervention.drive(policy, hold, before)
+        rows.append((before[0], is_theirs, intervention.is_handover))
+    at, theirs, handover = (list(column) for column in zip(*rows, strict=True))
+    assert at == pytest.approx([-50, -50, -30, -10, 10, 30, 50, 50, 50, 30, 10, -10, -30, -50, -50, -50])
+    assert np.abs(np.diff(at)).max() <= 20 + 1e-4
+    assert theirs == [False] * 2 + [True] * 7 + [False] * 7
+    assert handover == [False] * 2 + [True] * 4 + [False] * 3 + [True] * 4 + [False] * 3
+
+
+def test_a_demonstration_begins_where_the_robot_is_and_not_where_the_leader_is():
+    robot = Follower()
+    intervention = Intervention(Hands([Leader(robot)], robot.action, robot.space), ramp=4)
+    intervention.reset(0, demonstrate=True, intervene=False)
+    hold, before, at = np.array([10, 0], np.float32), None, []
+    for _ in range(5):
+        before, _ = intervention.drive(None, hold, before)
+        at.append(before[0])
+    assert at == pytest.approx([20, 30, 40, 50, 50])
+
+
+def test_a_policy_that_is_silent_at_a_hand_back_holds_and_is_led_over_once_it_speaks():
+    robot = Follower()
+    hands = Hands([Leader(robot), Scripted(TOGGLE, Hand(), TOGGLE)], robot.action, robot.space)
+    intervention = Intervention(hands, ramp=2)
+    intervention.reset(0, demonstrate=False, intervene=True)
+    policy, before, at = np.array([0, 0], np.float32), np.array([50, 0], np.float32), []
+    for proposed in (policy, policy, None, None, policy, policy):
+        before, _ = intervention.drive(proposed, before, before)
+        at.append(before[0])
+    assert at == pytest.approx([50, 50, 50, 50, 25, 0])
