@@ -31,10 +31,9 @@ def configured(name: str, options: Mapping[str, Any]) -> Any:
     """Return lerobot's configuration of a camera."""
     try:
         registry = importlib.import_module("lerobot.cameras.configs").CameraConfig
-        plugins = importlib.import_module("lerobot.utils.import_utils")
     except ModuleNotFoundError as error:
         raise ConfigError(f"cameras need {error.name}: run `uv sync --inexact --extra robots`") from None
-    return configuration(registry, "cameras", plugins.register_third_party_plugins, f"cameras.{name}", options)
+    return configuration(registry, "cameras", f"cameras.{name}", options)
 
 
 class _Source:

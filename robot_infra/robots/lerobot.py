@@ -131,7 +131,6 @@ class _Rooms:
 
     def __init__(self) -> None:
         try:
-            self._imports = importlib.import_module("lerobot.utils.import_utils")
             self._of = {
                 "robot": (importlib.import_module("lerobot.robots"), "robots"),
                 "teleop": (importlib.import_module("lerobot.teleoperators"), "teleoperators"),
@@ -146,7 +145,7 @@ class _Rooms:
         make = module.make_robot_from_config if kind == "robot" else module.make_teleoperator_from_config
         where = "options.robot" if kind == "robot" else "options.leader"
         config = configuration(
-            registry, room, self._imports.register_third_party_plugins, where, options,
+            registry, room, where, options,
             defaults={"disable_torque_on_disconnect": False, **({"port": address} if address else {})},
         )  # fmt: skip
         try:

@@ -178,7 +178,7 @@ def _opened(word: str, path: str, robot: Driven) -> Device:
         keyboard = Keyboard()
         if not keyboard.has_terminal:
             raise ConfigError("task.env.operator=keyboard needs a terminal: start the actor in one (over SSH: ssh -t)")
-        return KeyboardDevice(keyboard)
+        return KeyboardDevice(keyboard, drives=robot.space.endswith("_delta"))
     if word == "leader":
         return Leader(robot)
     return Gamepad(path) if word == "gamepad" else SpaceMouse(path)

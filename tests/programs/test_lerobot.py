@@ -1,0 +1,174 @@
+"""Robots, leader arms and cameras of lerobot, and of plugins that nobody knew, practised with by words alone."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from robot_infra.sim.feetech import ENDS, FeetechBus
+from serl_launcher.store.layout import INTERVENED
+from tests.shared import oracle
+from tests.shared.common import ROOT, TRAIN
+from tests.shared.plugins import publish
+from tests.shared.programs import Programs
+
+pytest.importorskip("lerobot", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
+pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
+pytestmark = pytest.mark.slow
+
+PATIENCE = 120.0
+TINY = [
+    "plan=hiors", "policy.network.hidden=[32,32]", "policy.horizon=4", "policy.head.steps=2", "batch_size=16", "utd=1",
+    'plan.phases.demonstrate.until=["demo.episodes >= 2"]', 'plan.phases.clone.until=["updates >= 20"]',
+    "~plan.phases.baseline", 'plan.phases.practise.start_when="online.episodes >= 1"',
+    'plan.phases.practise.until=["online.episodes >= 3"]', "~plan.phases.evaluate",
+]  # fmt: skip
+
+
+class Person(Programs):
+    """A learner, and an actor in a terminal that a test types into."""
+
+    def __init__(self, folder):
+        super().__init__(
+            folder, {**os.environ, "PYTHONPATH": str(folder / "site"), "HF_LEROBOT_HOME": str(folder / "home")}
+        )
+        publish(folder / "site")
+        self.keys, self._program = os.openpty()
+
+    def act(self, *words):
+        port, inference_port = self.ports
+        command = [
+            sys.executable, TRAIN, "actor=true", f"run_dir={self.run_dir}", f"port={port}",
+            f"inference_port={inference_port}", *words,
+        ]  # fmt: skip
+        with open(self.log, "a") as log:
+            actor = subprocess.Popen(
+                command, stdin=self._program, stdout=log, stderr=log, cwd=ROOT, start_new_session=True,
+                env=self.environment,
+            )  # fmt: skip
+        self._started.append(actor)
+        return actor
+
+    def press(self, keys):
+        os.write(self.keys, keys)
+
+    def episode(self, *, first=False, takeover=False):
+        """Let an episode go on for a while, with a takeover in its midst, and call it a success."""
+        before, said = 0 if first else len(self.facts().episodes), self.said()
+        self.until(lambda: len(self.facts().episodes) > before, PATIENCE)
+        if takeover:
+            for words in ("takes over", "hands back"):
+                self.press(b"t")
+                self.until(lambda words=words: self.said().count(words) > said.count(words))
+                time.sleep(1.0)
+        time.sleep(0.5)
+        self.press(b"s")
+
+    def end(self):
+        super().end()
+        os.close(self.keys)
+        os.close(self._program)
+
+
+@pytest.fixture
+def person(tmp_path):
+    made = Person(tmp_path)
+    yield made
+    made.end()
+
+
+CAMERA = "+task.env.cameras.top={type:x_camera,width:64,height:48,fps:60,crop:[0,8,48,48],size:[16,16]}"
+FPS = ["task.env.fps=20", "task.env.servo_hz=40", "task.env.home_speed=1.0", "task.env.max_steps=400"]
+LIMIT = "{speed:100,jump:15,tracking:30}"
+
+
+@pytest.fixture
+def so101(tmp_path):
+    """(words, follower, leader): an SO-101 whose servos are simulated, and what its user says beside the yaml."""
+    with FeetechBus() as follower, FeetechBus() as leader:
+        for name, bus in (("follower", follower), ("leader", leader)):
+            (tmp_path / f"{name}.json").write_text(json.dumps(bus.calibration()))
+        words = [
+            "task=so101", f"task.port={follower.path}", f"task.leader_port={leader.path}",
+            f"task.calibration_dir={tmp_path}", "~task.env.cameras.front", "~task.env.cameras.wrist", CAMERA, *FPS,
+        ]  # fmt: skip
+        yield words, follower, leader
+
+
+def practised(person, words):
+    """Let a person demonstrate twice and take over in three episodes of practice; the actor's maps of memory."""
+    person.start("learner", *words, *TINY)
+    actor = person.act(*words)
+    person.until(lambda: "says when it may move" in person.said(), PATIENCE)
+    person.until(lambda: person.press(b"r") or person.facts().episodes, PATIENCE)
+    person.episode(first=True)
+    person.episode()
+    person.until(lambda: re.search(r"directive \d+: practise ", person.said()), PATIENCE)
+    for _ in range(3):
+        person.episode(takeover=True)
+    with open(f"/proc/{actor.pid}/maps") as maps:
+        loaded = maps.read()
+    assert person.status(actor, PATIENCE) == 0, person.said()[-3000:]
+    return loaded
+
+
+def check_rows(person, jump):
+    """Whoever drove, no action lies further from the one before than the limit; each row says who and how it was."""
+    found = oracle.whole(person.run_dir / "store")
+    episodes = sorted(found.episodes.values(), key=lambda row: row["number"])
+    assert [row["source"] for row in episodes] == ["demo"] * 2 + ["online"] * 3
+    for row in episodes:
+        steps = np.array([step.record for step in found.steps[row["number"]]])
+        human, action = steps["flags"] & INTERVENED > 0, steps["action"]
+        assert np.abs(np.diff(action, axis=0)).max() <= jump + 1e-3
+        assert np.abs(steps["age.top"]).max() <= 2 / 20
+        if row["source"] == "demo":
+            assert human.all()
+            continue
+        (begin, end), changes = np.flatnonzero(np.diff(human)) + 1, steps["handover"]
+        assert human[begin:end].all(), "one takeover, and policy before and after it"
+        assert changes[begin : begin + 9].all(), "half a second, at 20 Hz"
+        assert changes[end : end + 9].all()
+        assert changes.sum() == 18
+
+
+def moved_by(leader, ended):
+    """Move the leader's shoulder to and fro, as a hand does."""
+    begin = time.monotonic()
+    while not ended.wait(0.01):
+        share = 0.5 + 0.3 * np.sin(2 * (time.monotonic() - begin))
+        leader.place({1: ENDS[0][0] + share * (ENDS[0][1] - ENDS[0][0]), 6: ENDS[5][0] + 400})
+
+
+def test_an_so101_is_demonstrated_with_and_practised_with_by_words_alone(person, so101):
+    words, follower, leader = so101
+    ended = threading.Event()
+    hand = threading.Thread(target=moved_by, args=(leader, ended))
+    hand.start()
+    try:
+        assert "libtorch" not in practised(person, words)
+    finally:
+        ended.set()
+        hand.join()
+    check_rows(person, jump=15)
+    shoulder = np.array([goal[1] for _, goal in follower.goals])
+    assert np.ptp(shoulder) > 0.4 * (ENDS[0][1] - ENDS[0][0]), "it followed the leader"
+    step = 1.0 / 40 * (ENDS[0][1] - ENDS[0][0]) / 2 + 1  # set points at 40 Hz, 100 % a second of -100 to 100
+    assert np.abs(np.diff(shoulder)).max() <= step, "no set point is faster than the limit"
+    assert [(servo.has_torque, servo.releases) for servo in follower.servos.values()] == [(True, 0)] * 6
+
+
+def test_plugins_that_nobody_knew_are_found_driven_recorded_and_practised_with(person):
+    words = [
+        "task=lerobot", "task.env.address=x1", "task.env.task=wave", "+task.env.options.robot.type=x_robot",
+        "task.env.options.leader={type:x_leader}", f"+task.env.limits={{base.pos:{LIMIT},hand.pos:{LIMIT}}}", CAMERA,
+        "+task.env.home={base.pos:0,hand.pos:0}", *FPS,
+    ]  # fmt: skip
+    assert "libtorch" not in practised(person, words)
+    check_rows(person, jump=15)
