@@ -1,10 +1,6 @@
 """Robots, leader arms and cameras of lerobot, and of plugins that nobody knew, practised with by words alone."""
 
 import json
-import os
-import re
-import subprocess
-import sys
 import threading
 import time
 
@@ -13,79 +9,26 @@ import pytest
 
 from robot_infra.sim.feetech import ENDS, FeetechBus
 from serl_launcher.store.layout import INTERVENED
+from tests.programs.people import Person
 from tests.shared import oracle
-from tests.shared.common import ROOT, TRAIN
 from tests.shared.plugins import publish
-from tests.shared.programs import Programs
 
 pytest.importorskip("lerobot", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
 pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
 pytestmark = pytest.mark.slow
 
-PATIENCE = 120.0
-TINY = [
-    "plan=hiors", "policy.network.hidden=[32,32]", "policy.horizon=4", "policy.head.steps=2", "batch_size=16", "utd=1",
-    'plan.phases.demonstrate.until=["demo.episodes >= 2"]', 'plan.phases.clone.until=["updates >= 20"]',
-    "~plan.phases.baseline", 'plan.phases.practise.start_when="online.episodes >= 1"',
-    'plan.phases.practise.until=["online.episodes >= 3"]', "~plan.phases.evaluate",
-]  # fmt: skip
-
-
-class Person(Programs):
-    """A learner, and an actor in a terminal that a test types into."""
-
-    def __init__(self, folder):
-        super().__init__(
-            folder, {**os.environ, "PYTHONPATH": str(folder / "site"), "HF_LEROBOT_HOME": str(folder / "home")}
-        )
-        publish(folder / "site")
-        self.keys, self._program = os.openpty()
-
-    def act(self, *words):
-        port, inference_port = self.ports
-        command = [
-            sys.executable, TRAIN, "actor=true", f"run_dir={self.run_dir}", f"port={port}",
-            f"inference_port={inference_port}", *words,
-        ]  # fmt: skip
-        with open(self.log, "a") as log:
-            actor = subprocess.Popen(
-                command, stdin=self._program, stdout=log, stderr=log, cwd=ROOT, start_new_session=True,
-                env=self.environment,
-            )  # fmt: skip
-        self._started.append(actor)
-        return actor
-
-    def press(self, keys):
-        os.write(self.keys, keys)
-
-    def episode(self, *, first=False, takeover=False):
-        """Let an episode go on for a while, with a takeover in its midst, and call it a success."""
-        before, said = 0 if first else len(self.facts().episodes), self.said()
-        self.until(lambda: len(self.facts().episodes) > before, PATIENCE)
-        if takeover:
-            for words in ("takes over", "hands back"):
-                self.press(b"t")
-                self.until(lambda words=words: self.said().count(words) > said.count(words))
-                time.sleep(1.0)
-        time.sleep(0.5)
-        self.press(b"s")
-
-    def end(self):
-        super().end()
-        os.close(self.keys)
-        os.close(self._program)
-
 
 @pytest.fixture
 def person(tmp_path):
-    made = Person(tmp_path)
+    site = publish(tmp_path / "site")
+    made = Person(tmp_path, {"PYTHONPATH": str(site), "HF_LEROBOT_HOME": str(tmp_path / "home")})
     yield made
     made.end()
 
 
 CAMERA = "+task.env.cameras.top={type:x_camera,width:64,height:48,fps:60,crop:[0,8,48,48],size:[16,16]}"
 FPS = ["task.env.fps=20", "task.env.servo_hz=40", "task.env.home_speed=1.0", "task.env.max_steps=400"]
-LIMIT = "{speed:100,jump:15,tracking:30}"
+LIMIT = "{range:[-50,50],speed:100,jump:15,tracking:30}"
 
 
 @pytest.fixture
@@ -99,23 +42,6 @@ def so101(tmp_path):
             f"task.calibration_dir={tmp_path}", "~task.env.cameras.front", "~task.env.cameras.wrist", CAMERA, *FPS,
         ]  # fmt: skip
         yield words, follower, leader
-
-
-def practised(person, words):
-    """Let a person demonstrate twice and take over in three episodes of practice; the actor's maps of memory."""
-    person.start("learner", *words, *TINY)
-    actor = person.act(*words)
-    person.until(lambda: "says when it may move" in person.said(), PATIENCE)
-    person.until(lambda: person.press(b"r") or person.facts().episodes, PATIENCE)
-    person.episode(first=True)
-    person.episode()
-    person.until(lambda: re.search(r"directive \d+: practise ", person.said()), PATIENCE)
-    for _ in range(3):
-        person.episode(takeover=True)
-    with open(f"/proc/{actor.pid}/maps") as maps:
-        loaded = maps.read()
-    assert person.status(actor, PATIENCE) == 0, person.said()[-3000:]
-    return loaded
 
 
 def check_rows(person, jump):
@@ -152,7 +78,7 @@ def test_an_so101_is_demonstrated_with_and_practised_with_by_words_alone(person,
     hand = threading.Thread(target=moved_by, args=(leader, ended))
     hand.start()
     try:
-        assert "libtorch" not in practised(person, words)
+        assert "libtorch" not in person.practised(words)
     finally:
         ended.set()
         hand.join()
@@ -170,5 +96,5 @@ def test_plugins_that_nobody_knew_are_found_driven_recorded_and_practised_with(p
         "task.env.options.leader={type:x_leader}", f"+task.env.limits={{base.pos:{LIMIT},hand.pos:{LIMIT}}}", CAMERA,
         "+task.env.home={base.pos:0,hand.pos:0}", *FPS,
     ]  # fmt: skip
-    assert "libtorch" not in practised(person, words)
+    assert "libtorch" not in person.practised(words)
     check_rows(person, jump=15)
