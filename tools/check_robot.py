@@ -5,6 +5,7 @@ tools/check_robot.py task=NAME [name=value ...]            a simulation is tried
 tools/check_robot.py task=NAME --move                      it goes home, holds, and takes two small steps
 tools/check_robot.py task=NAME --limits [--seconds 60]     move the arm by hand: prints limits and home for its yaml
 
+A person's devices and, on the real clock, each camera are watched for --seconds: move each device meanwhile.
 With --limits nothing is sent to the arm: switch its motors off or its hand guiding on, move each joint to both of its
 ends, and leave the arm where episodes start. It reads `driver`, `address` and `options` of the task's env.
 """

@@ -75,12 +75,12 @@ class Hands:
 
     def poll(self) -> list[str]:
         """Return the events since the last poll, oldest first. A device that is gone is told by the next `read`."""
-        self._look()
+        self.look()
         said, self._words = list(self._words), deque()
         return said
 
     def read(self, hold: Array) -> Array | None:
-        hands = self._look()
+        hands = self.look()
         if self._fault:
             raise self._fault
         if not self._drives:
@@ -98,8 +98,8 @@ class Hands:
         for device in self._devices:
             device.close()
 
-    def _look(self) -> list[Hand]:
-        """Read all devices, and decide who drives."""
+    def look(self) -> list[Hand]:
+        """Read all devices, and decide who drives; return what each of them said, nothing if one is gone."""
         try:
             hands, self._fault = [device.read() for device in self._devices], None
         except RobotFault as fault:

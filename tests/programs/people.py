@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 
 from tests.programs.hiors import Run
 from tests.shared.common import ROOT, TRAIN
@@ -25,6 +26,7 @@ class Person(Run):
         super().__init__(folder)
         self.environment = {**os.environ, **(environment or {})}
         self.keys, self._program = os.openpty()
+        self.judged = Counter()
 
     def act(self, *words):
         port, inference_port = self.ports
@@ -43,33 +45,44 @@ class Person(Run):
     def press(self, keys):
         os.write(self.keys, keys)
 
-    def episode(self, *, first=False, takeover=False):
-        """Let an episode go on for a while, with a takeover in its midst, and call it a success."""
-        before, said = 0 if first else len(self.facts().episodes), self.said()
-        self.until(lambda: len(self.facts().episodes) > before, PATIENCE)
-        if takeover:
-            for words in ("takes over", "hands back"):
-                self.press(b"t")
-                self.until(lambda words=words: self.said().count(words) > said.count(words))
-                time.sleep(1.0)
+    def begun(self, phase):
+        """The number of episodes of a phase that the store knows."""
+        with self.index() as index:
+            return index._db.execute("SELECT count(*) FROM episodes WHERE phase = ?", (phase,)).fetchone()[0]
+
+    def episode(self, phase):
+        """Wait until the next episode of a phase goes on, let the person act in it, and call it a success."""
+        self.until(lambda: self.begun(phase) > self.judged[phase], PATIENCE)
+        self.drive(phase)
+        self.judged[phase] += 1
+        self.succeed()
+
+    def drive(self, phase):
+        """Let the episode go on for a while; in practice take over in its midst."""
+        said = self.said()
+        for words in ("takes over", "hands back") if phase == "practise" else ():
+            self.press(b"t")
+            self.until(lambda words=words: self.said().count(words) > said.count(words))
+            time.sleep(1.0)
         time.sleep(0.5)
+
+    def succeed(self):
         self.press(b"s")
 
-    def practised(self, words):
+    def practised(self, words, plan=(), acting=()):
         """Let a person demonstrate twice and take over in three episodes of practice; the actor's maps of memory."""
-        self.start("learner", *words, *TINY)
-        actor = self.act(*words)
-        self.until(lambda: "says when it may move" in self.said() or actor.poll() is not None, PATIENCE)
+        learner = self.start("learner", *words, *TINY, *plan)
+        actor = self.act(*words, *acting)
+        self.until(lambda: (self.run_dir / "store/index.sqlite").exists() or actor.poll() is not None, PATIENCE)
         assert actor.poll() is None, self.said()
-        self.until(lambda: self.press(b"r") or self.facts().episodes, PATIENCE)
-        self.episode(first=True)
-        self.episode()
-        self.until(lambda: re.search(r"directive \d+: practise ", self.said()), PATIENCE)
-        for _ in range(3):
-            self.episode(takeover=True)
+        self.until(lambda: self.press(b"r") or self.begun("demonstrate"), PATIENCE)
+        for phase, count in (("demonstrate", 2), ("practise", 3)):
+            self.until(lambda phase=phase: re.search(rf"directive \d+: {phase} ", self.said()), PATIENCE)
+            for _ in range(count):
+                self.episode(phase)
         with open(f"/proc/{actor.pid}/maps") as maps:
             loaded = maps.read()
-        assert self.status(actor, PATIENCE) == 0, self.said()[-3000:]
+        assert [self.status(side, PATIENCE) for side in (actor, learner)] == [0, 0], self.said()[-3000:]
         return loaded
 
     def end(self):

@@ -9,13 +9,13 @@ import pytest
 
 from serl_launcher.datasets import shards
 from tests.programs.hiors import assert_shards_hold_what_the_store_holds
-from tests.programs.people import PATIENCE, TINY, Person
+from tests.programs.people import Person
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.skipif(bool(shards.missing()), reason="needs the extra `data`"),
 ]  # fmt: skip
 
-HORIZON, FPS = 4, 20
+HORIZON, FPS, SHARE = 4, 20, 0.8
 WORDS = ["task=fake", "task.env.clock=real", f"task.env.fps={FPS}", "task.env.max_steps=600", "task.env.guard=true",
          "task.env.verdict_by=operator", "task.env.operator=gamepad"]  # fmt: skip
 STICK, SUCCESS = (2, 1), (1, 0)  # (type, number) of a joystick's event: left stick to and fro, button A
@@ -33,10 +33,17 @@ class Pad(Person):
     def tell(self, event, value):
         os.write(self._pad, struct.pack("<IhBB", 0, value, *event))
 
-    def push(self, share, seconds):
-        self.tell(STICK, round(-32767 * share))
-        time.sleep(seconds)
+    def drive(self, phase):
+        """Push the stick for 0.7 s, and let go of it for a second."""
+        time.sleep(0.33)
+        self.tell(STICK, round(-32767 * SHARE))
+        time.sleep(0.7)
         self.tell(STICK, 0)
+        time.sleep(1.0)
+
+    def succeed(self):
+        self.tell(SUCCESS, 1)
+        self.tell(SUCCESS, 0)
 
     def end(self):
         super().end()
@@ -46,36 +53,29 @@ class Pad(Person):
 def test_a_takeover_by_touch_in_mid_chunk_is_right_in_every_row(tmp_path):
     run = Pad(tmp_path)
     try:
-        words = [*WORDS, f"task.devices.gamepad={run.path}"]
-        plan = [*TINY, f"policy.horizon={HORIZON}", "export.sources=all", "export.episodes=5"]
-        learner = run.start("learner", *words, *plan)
-        actor = run.act(*words, f"n_action_steps={HORIZON}", "chunks=wait", "deadline_s=0.04")
-        for count in range(1, 6):
-            run.until(lambda count=count: len(run.facts().episodes) == count, PATIENCE)
-            if count > 2:
-                time.sleep(0.33)
-            run.push(0.8, 0.7)
-            time.sleep(1.0)
-            run.tell(SUCCESS, 1)
-            run.tell(SUCCESS, 0)
-        assert [run.status(side, PATIENCE) for side in (actor, learner)] == [0, 0], run.said()[-3000:]
+        run.practised(
+            [*WORDS, f"task.devices.gamepad={run.path}"],
+            [f"policy.horizon={HORIZON}", "export.sources=all", "export.episodes=5"],
+            [f"n_action_steps={HORIZON}", "chunks=wait", "deadline_s=0.04"],
+        )
     finally:
         run.end()
-    pushed = np.array([0.5 * 0.8, 0], np.float32)  # half of the bounds at full deflection
-    for episode in run.episodes(source="online"):
+    pushed = np.array([0.5 * SHARE, 0], np.float32)  # half of the bounds at full deflection
+    practised = [episode for episode in run.episodes(source="online") if episode.info.success]
+    assert len(practised) == 3, "a fourth may have begun when the plan ended"
+    for episode in practised:
         ((begin, end),) = episode.takeovers
         assert begin % HORIZON or end % HORIZON or len(episode.steps) > end
-        at_wall = episode.state[begin:end, 0] > 0.9  # where the limits shorten each step
-        touched = np.isclose(episode.action[begin:end], pushed, atol=1e-3).all(axis=1) | at_wall
+        free = np.abs(episode.state[:, :2]).max(axis=1) < 0.9  # elsewhere the limits shorten each step
+        touched = np.isclose(episode.action[begin:end], pushed, atol=1e-3).all(axis=1) | ~free[begin:end]
         count = round(0.7 * FPS)
         assert touched[: count - 2].all(), "as long as the stick was pushed"
         np.testing.assert_allclose(episode.action[begin + count + 2 : end], 0, atol=1e-6)
         assert abs(end - begin - count - 0.5 * FPS) <= 2, "and half a second after it the policy drives again"
         assert episode.chunk_start[end], "with a chunk of its own"
         assert not episode.chunk_start[begin:end].any()
-        np.testing.assert_array_equal(episode.proposed[:begin], episode.action[:begin])
-        np.testing.assert_array_equal(episode.proposed[end:], episode.action[end:])
-        assert episode.info.success
+        policys = free & ~episode.human
+        np.testing.assert_allclose(episode.proposed[policys], episode.action[policys], atol=1e-5)
     for episode in run.episodes(source="demo"):
         assert episode.human.all()
     assert len(run.manifests()) == 2

@@ -15,7 +15,7 @@ from robot_infra.teleop.gamepad import Gamepad
 from robot_infra.teleop.hands import Hands
 from robot_infra.teleop.leader import Leader
 from robot_infra.teleop.spacemouse import SpaceMouse
-from tests.shared.robots import Clock
+from tests.shared.robots import Clock, Scripted
 
 AXES = Feature((4,), names=("x", "y", "z", "gripper"), low=np.array(-1), high=np.array(1))
 STATE = Feature((2,), names=("x", "gripper"), low=np.array([-1, 0]), high=np.array([1, 1]))  # the gripper's by state
@@ -164,24 +164,6 @@ def test_a_device_that_is_gone_is_a_fault_until_it_is_back(wire, pad):
 
 
 # -- who drives
-
-
-class Scripted:
-    """A device that gives these hands, one for each reading, and then nothing."""
-
-    asks, legend = True, {}
-
-    def __init__(self, *hands, moves=frozenset(AXES.names)):
-        self.hands, self.moves, self.closed = list(hands), moves, False
-
-    def read(self):
-        return self.hands.pop(0) if self.hands else Hand()
-
-    def forget(self):
-        pass
-
-    def close(self):
-        self.closed = True
 
 
 @pytest.fixture

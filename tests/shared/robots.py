@@ -7,6 +7,7 @@ from serl_client.spec import Feature
 
 from robot_infra.env import RobotEnv
 from robot_infra.interfaces import Frame, Verdict
+from robot_infra.interfaces import Hand as Said
 from robot_infra.robots.fake import FakeRobot
 
 from .common import TASKS
@@ -112,6 +113,24 @@ class Hand:
         self.row += 1
         self.reads += 1
         return LEFT if self.row in self.rows else None
+
+    def close(self):
+        self.closed = True
+
+
+class Scripted:
+    """A device that gives these hands, one for each reading, and then nothing."""
+
+    asks, legend = True, {}
+
+    def __init__(self, *hands, moves=frozenset(("x", "y", "z", "gripper"))):
+        self.hands, self.moves, self.closed = list(hands), moves, False
+
+    def read(self):
+        return self.hands.pop(0) if self.hands else Said()
+
+    def forget(self):
+        pass
 
     def close(self):
         self.closed = True

@@ -1,16 +1,19 @@
 """The tool that tries anybody's robot: a good one passes, and each way to be wrong is found."""
 
 import json
+import time
 
 import numpy as np
 import pytest
+from serl_client import Feature
 from serl_client.errors import RobotFault
 
 from robot_infra.arm import Arm
-from robot_infra.interfaces import Reading
+from robot_infra.interfaces import Frame, Hand, Reading
 from robot_infra.robots.fake import FakeRobot
 from robot_infra.safety import SafeRobot
-from tests.shared.robots import build
+from robot_infra.teleop.hands import Hands
+from tests.shared.robots import Scripted, build
 from tests.shared.tools import called
 from tools.checks.conformance import tried
 
@@ -109,3 +112,33 @@ def test_limits_are_measured_while_the_arm_is_moved_by_hand_and_nothing_is_sent(
     assert "\n  home: {lift: 0.3, turn: " in said
     status, said = called("check_robot", "task=fake", "--limits")
     assert (status, "names no driver" in said) == (1, True)
+
+
+def test_cameras_and_a_persons_devices_are_watched():
+    """A frozen camera and a device that nobody moved are named; what is moved is said."""
+    feature = Feature((4, 6, 3), "uint8")
+
+    class Frozen:
+        trouble = ""
+
+        def __init__(self):
+            self.feature, self.begin = feature, time.monotonic()
+
+        def latest(self):
+            return Frame(np.arange(72, dtype=np.uint8).reshape(4, 6, 3), time.monotonic(), self.begin)
+
+        def close(self):
+            pass
+
+    robot = FakeRobot(fps=20)
+    for moved in (True, False):
+        device = Scripted(*[Hand({"x": 1.0}, words=["success"])] * moved)
+        env = build(
+            SafeRobot(robot), teleop=Hands([device], robot.action, robot.space), cameras={"top": Frozen()},
+            clock="real", fps=20,
+        )  # fmt: skip
+        found = {name: finding for name, finding in tried(env, move=False, seconds=0.4)}
+        assert found["camera top"].state == "FAIL"
+        assert "frozen" in found["camera top"].text
+        assert (found["people"].state, "success, x" in found["people"].text) == ("ok" if moved else "WARN", moved)
+        assert device.closed

@@ -12,7 +12,10 @@ from serl_client.env import Observation
 from serl_client.errors import RetakeError
 from serl_client.spec import Array
 
+from robot_infra.teleop.hands import Hands
+
 from .common import Finding
+from .robot import watched
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +23,7 @@ Check = Callable[[Any], Finding]
 STEPS = 5  # of holding
 ENOUGH = 0.95  # of the wanted rate
 CLOSE = 1e-3  # of an action's range: closer is the same
+PAUSE = 0.02  # seconds between two readings of a device
 FAR = 3.0  # ranges: an action that is far out of its bounds
 
 
@@ -29,11 +33,18 @@ def tried(env: Any, *, move: bool, seconds: float) -> Iterator[tuple[str, Findin
     move: the robot may go home and take small steps; else a robot on the real clock is only looked at.
     """
     checks: dict[str, Check] = {"observe": seen}
+    beside: dict[str, Check] = {"people": partial(heard, seconds=seconds)} if _hands(env) else {}
+    if env.clock == "real":
+        for name, camera in getattr(env, "cameras", {}).items():
+            short = name.rpartition(".")[2]
+            beside[f"camera {short}"] = lambda env, name=short, camera=camera: watched(
+                name, camera, env.spec.fps, seconds
+            )
     if move or env.clock == "simulated":
         checks = {"recover": recovered, "shapes": shapes, "hold": held, "bounds": bounded, "stop": stopped}
         checks["rate"] = partial(rated, seconds=seconds)
     try:
-        for name, check in [*checks.items(), ("close", closed)]:
+        for name, check in [*checks.items(), *beside.items(), ("close", closed)]:
             finding = _found(check, env)
             yield name, finding
             if finding.state == "FAIL" and name in ("observe", "recover", "shapes"):
@@ -69,6 +80,31 @@ def shapes(env: Any) -> Finding:
     _check(env, observation)
     parts = ", ".join(f"{name} {list(array.shape)}" for name, array in sorted(observation.items()))
     return Finding("ok", f"{parts}; action {list(env.spec.action.shape)}")
+
+
+def heard(env: Any, *, seconds: float) -> Finding:
+    """What a person's devices say while somebody moves each of them."""
+    hands, said, end = _hands(env), set[str](), time.monotonic() + seconds
+    assert hands is not None
+    log.info("move each device for %g s: %s", seconds, "; ".join(hands.legend.values()))
+    while time.monotonic() < end:
+        env.robot.observe()  # a leader arm is seen by the robot's driver
+        for hand in hands.look():
+            said.update(hand.motion, hand.words, ["gripper"] * bool(hand.gripper))
+            if hand.positions is not None:
+                said.add(f"leader at {np.round(hand.positions, 2).tolist()}")
+        said.update(hands.poll())
+        time.sleep(PAUSE)
+    hands.read(env.robot.hold_action())  # a device that is gone says so
+    names = ", ".join(hands.legend) or "leader"
+    if not said:
+        return Finding("WARN", f"{names}: nothing was heard in {seconds:g} s", "move each device while this runs")
+    return Finding("ok", f"{names}: {', '.join(sorted(said))}")
+
+
+def _hands(env: Any) -> Hands | None:
+    teleop = getattr(env, "teleop", None)
+    return teleop if isinstance(teleop, Hands) else None
 
 
 def seen(env: Any) -> Finding:

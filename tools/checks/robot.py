@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
+from robot_infra.alignment import FROZEN
 from robot_infra.interfaces import Camera
 from serl_launcher.config import factory
 from serl_launcher.store.index import Index
@@ -57,10 +58,11 @@ def cameras(run: Run) -> Iterator[Finding]:
     """Each camera: what it gives, how old and how often."""
     found = getattr(run.env, "cameras", {})
     for name, camera in found.items():
-        yield _watched(name.rpartition(".")[2], camera, run.env.spec.fps, run.seconds / len(found))
+        yield watched(name.rpartition(".")[2], camera, run.env.spec.fps, run.seconds / len(found))
 
 
-def _watched(name: str, camera: Camera, fps: float, seconds: float) -> Finding:
+def watched(name: str, camera: Camera, fps: float, seconds: float) -> Finding:
+    """Look at one camera for a while: what it gives, how old, how often, and whether it changes."""
     frame, begin = camera.latest(), time.monotonic()
     times, ages, took = {frame.time}, [], []
     while (now := time.monotonic()) < begin + seconds or len(took) < LOOKS:
@@ -78,6 +80,8 @@ def _watched(name: str, camera: Camera, fps: float, seconds: float) -> Finding:
         return Finding("FAIL", text, "say the resolution in the task's yaml that the camera really gives")
     if max(ages) > STALE:
         return Finding("FAIL", f"{text}: it stands still", cable)
+    if frame.changed is not None and frame.time - frame.changed >= min(FROZEN, seconds / 2):
+        return Finding("FAIL", f"{text}; each image is the same, so it is frozen", cable)
     if frame.image.min() == frame.image.max():
         return Finding("WARN", f"{text}; the image is all of one colour", "look whether its lens is covered")
     if rate < ENOUGH * fps and not keeps_up:

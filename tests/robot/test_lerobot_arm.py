@@ -1,0 +1,178 @@
+"""Devices of lerobot as a driver behind the guard: what it makes of them, and what it refuses."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+from serl_client.errors import ConfigError, RobotFault
+
+from robot_infra.cameras import lerobot as cameras
+from robot_infra.robots.lerobot import LerobotArm
+from robot_infra.sim.feetech import ENDS, FeetechBus
+from tests.shared.plugins import publish
+
+pytest.importorskip("lerobot", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
+pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
+pytestmark = pytest.mark.slow  # its import of torch alone takes seconds
+
+
+@pytest.fixture
+def bus():
+    with FeetechBus(speed=30_000) as made:
+        yield made
+
+
+@pytest.fixture
+def so101(bus, tmp_path):
+    """so101(**options of the follower) -> the driver of an SO-101 on simulated servos."""
+    made = []
+    (tmp_path / "me.json").write_text(json.dumps(bus.calibration()))
+
+    def make(**options):
+        robot = {
+            "type": "so101_follower",
+            "id": "me",
+            "calibration_dir": str(tmp_path),
+            "use_degrees": False,
+            **options,
+        }
+        made.append(LerobotArm(bus.path, robot=robot))
+        return made[-1]
+
+    yield make
+    for arm in made:
+        arm.close()
+
+
+@pytest.fixture
+def plugins(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(publish(tmp_path / "site"))
+
+
+def x(leader=None, **options):
+    return LerobotArm("", robot={"type": "x_robot", **options}, leader=leader)
+
+
+# -- an SO-101
+
+
+def test_the_ends_of_its_motors_are_known_from_their_norm_mode_or_their_calibration(so101):
+    arm = so101()
+    assert arm.entries == dict.fromkeys(arm.entries, "%")
+    assert arm.ranges == {name: [-100.0, 100.0] if "gripper" not in name else [0.0, 100.0] for name in arm.entries}
+    arm.close()
+    arm = so101(use_degrees=True)
+    low, high = ENDS[0]
+    assert arm.entries["shoulder_pan.pos"] == "deg"
+    assert arm.ranges["shoulder_pan.pos"][1] == pytest.approx((high - low) / 2 * 360 / 4095)
+
+
+def test_it_moves_to_its_set_points_and_keeps_its_torque_when_it_is_closed(so101, bus):
+    arm = so101()
+    arm.write(np.array([50, 0, 0, 0, 0, 30.0]))
+    time.sleep(0.2)
+    np.testing.assert_allclose(arm.read(), [50, 0, 0, 0, 0, 30], atol=0.2)
+    arm.close()
+    arm.close()
+    assert [(servo.has_torque, servo.releases) for servo in bus.servos.values()] == [(True, 0)] * 6
+    again = so101(disable_torque_on_disconnect=True)
+    again.close()
+    assert not any(servo.has_torque for servo in bus.servos.values()), "its owner said so"
+
+
+def test_two_lost_readings_are_repeated_and_the_third_is_a_fault(so101, bus):
+    arm = so101()
+    before = arm.read()
+    bus.drop(2)
+    np.testing.assert_array_equal(arm.read(), before)
+    bus.is_plugged = False
+    with pytest.raises(RobotFault, match="the bus does not answer: ConnectionError: Failed to sync read") as fault:
+        arm.read()
+    assert fault.value.kind == "bus"
+
+
+def test_after_a_fault_the_goal_is_where_the_arm_is_before_its_torque_comes_back(so101, bus):
+    arm = so101()
+    arm.write(np.array([60, 0, 0, 0, 0, 0.0]))
+    time.sleep(0.2)
+    bus.is_plugged = False
+    with pytest.raises(RobotFault):
+        arm.read()
+    for servo in bus.servos.values():  # somebody has cut the power, moved the arm, and put the power back
+        servo.memory[40] = 0
+    bus.place({1: ENDS[0][0]})
+    bus.is_plugged = True
+    arm.recover()
+    time.sleep(0.1)
+    assert bus.positions[1] == pytest.approx(ENDS[0][0], abs=2)
+    assert all(servo.has_torque for servo in bus.servos.values())
+
+
+def test_one_that_is_not_calibrated_is_refused_with_the_command_to_run(bus, tmp_path):
+    robot = {"type": "so101_follower", "id": "new", "calibration_dir": str(tmp_path)}
+    command = f"lerobot-calibrate --robot.type=so101_follower --robot.port={bus.path} --robot.id=new"
+    with pytest.raises(ConfigError, match=f"not calibrated.*{command}"):
+        LerobotArm(bus.path, robot=robot)
+
+
+def test_a_port_where_nobody_answers_is_a_fault(tmp_path):
+    with pytest.raises(RobotFault, match="does not answer"):
+        LerobotArm("/dev/nowhere", robot={"type": "so101_follower", "id": "me", "calibration_dir": str(tmp_path)})
+
+
+# -- plugins
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_plugins_numbers_images_and_leader_are_observed():
+    arm = x(leader={"type": "x_leader"})
+    assert (dict(arm.entries), dict(arm.ranges)) == ({"base.pos": "", "hand.pos": ""}, {})
+    assert {name: feature.shape for name, feature in arm.observation.items()} == {
+        "observation.images.eye": (4, 6, 3), "observation.state": (3,), "leader": (2,),
+    }  # fmt: skip
+    arm.read()
+    seen = arm.sense()
+    for name, feature in arm.observation.items():
+        feature.check(name, seen[name])
+    assert seen["leader"].tolist() == [20, 20]
+    assert seen["observation.state"].tolist() == [0, 0, 0.5]
+    arm.close()
+
+
+@pytest.mark.usefixtures("plugins")
+def test_what_a_robot_made_of_an_action_is_told():
+    arm = x(most=10.0)
+    assert arm.write(np.array([5.0, 30.0])).tolist() == [5, 10]
+
+
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: LerobotArm("", robot={"type": "nobodys"}), "robot.type=nobodys is unknown.*it knows .*so101_fol"),
+        (lambda: x(volts=3), r"lerobot's x_robot does not take this.*it takes .*serial"),
+        (lambda: x(serial="new"), "x_robot is not calibrated.*lerobot-calibrate --robot.type=x_robot"),
+        (lambda: x(cameras={"eye": {}}), "name them under `cameras`"),
+        (lambda: x(leader={"type": "x_leader", "names": "a.pos"}), "x_leader gives a.pos, and x_robot takes base.pos"),
+        (lambda: cameras.opened("top", {"type": "nobodys"}), r"cameras.top.type=nobodys is unknown"),
+        (lambda: cameras.opened("top", {"type": "x_camera", "crop": [0, 0, 999, 9]}), "top gives no image.*crop"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_one_sentence(make, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_camera_of_a_plugin_gives_images_with_their_times():
+    camera = cameras.opened("top", {"type": "x_camera", "width": 32, "height": 24, "size": [12, 16]})
+    first = camera.latest()
+    time.sleep(0.15)
+    later = camera.latest()
+    camera.close()
+    assert camera.feature.shape == (12, 16, 3)
+    assert first.time < later.time <= time.monotonic()
+    assert later.changed == later.time
