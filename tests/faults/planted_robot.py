@@ -34,9 +34,9 @@ K9 equivalent GuardLink.call: an answer to an earlier question is taken for this
 
 == the loop in time: test_robot_env test_real_time test_faults test_intervention
 
-M1 killed RobotEnv._wait: after a late command the next one follows at once
-    - (sent if sent > self._began + period / 2 else self._began) + period
-    + self._began + period
+M1 killed Pace.wait: after a late command the next one follows at once
+    - (sent if sent > self._began + self.period / 2 else self._began) + self.period
+    + self._began + self.period
 M2 killed _Actor._row: windows join what came before a long wait and what came after it
     - (waited or sent - episode.observed > GAP / self._env.spec.fps)
     + waited
@@ -55,4 +55,28 @@ M5 killed Person.ask: a word from before the question moves the robot
 M6 killed Frames.add: a policy sees what came before a long wait
     - if gap:
     + if False:
+
+== people and cameras: test_hands test_alignment test_guard_motion
+
+PC1 killed Alignment.look: an old image is recorded
+    - if self._is_real and age > self._bound:
+    + if False:
+PC2 killed Alignment.look: a frozen camera is recorded
+    - frame.time - frame.changed >= FROZEN
+    + False
+PC3 killed Alignment.wait: an episode's first image shows the way home
+    - time.sleep(NAP)
+    + return
+PC4 killed Intervention.drive: the arm jumps at a takeover
+    - self._was_theirs, self._left = is_theirs, self._ramp
+    + self._was_theirs, self._left = is_theirs, 0
+PC5 killed Hands._take: the gripper of an earlier takeover acts in this one
+    - self._gripper = 0
+    + pass
+PC6 killed Motion.hold: one wrong measurement becomes a set point
+    - np.median(self._glances, axis=0)
+    + self.measured
+PC7 killed Gamepad._take: what a gamepad tells of itself at first presses a button
+    - kind == BUTTON and is_new and value and number in WORDS
+    + kind == BUTTON and value and number in WORDS
 """

@@ -298,7 +298,7 @@ def named() -> list[str]:
     known = set(OFFERED) | set(made().keys())
     found = []
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        code = re.findall(r"```(?:bash)?\n(.*?)```|`([^`\n]+)`", page.read_text(), re.DOTALL)
+        code = re.findall(r"```(?:bash|text)?\n(.*?)```|```\w+\n.*?```|`([^`\n]+)`", page.read_text(), re.DOTALL)
         for word in shlex.split("\n".join(a or b for a, b in code).replace("'\"", "'"), comments=True):
             name, _, value = word.partition("=")
             if re.fullmatch(r"[+~]?[a-z_]+(\.\w+)*", name) and name.lstrip("+~").partition(".")[0] in known and value:

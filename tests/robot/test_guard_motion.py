@@ -52,6 +52,16 @@ class Bench:
 # -- targets
 
 
+def test_a_single_wrong_measurement_does_not_become_the_set_point():
+    """A bus gives a finite number that is no position; the policy is silent in the next moment, and the arm holds."""
+    bench = Bench()
+    bench.follow(0.2, -0.5)
+    before = bench.go(10)[-1]
+    bench.motion.observe(np.array([-3.0, 2.0]))
+    bench.motion.hold()
+    np.testing.assert_allclose(bench.motion.advance(), before, atol=1e-6)
+
+
 def test_a_target_is_reached_within_one_period_in_equal_parts_and_then_held():
     bench = Bench()
     bench.follow(0.1, -0.45)
