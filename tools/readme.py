@@ -53,6 +53,7 @@ NOT_RUN = {  # a regular expression of whole commands: why nobody gives them her
     r"kill .*|setsid .*": "is about a viewer that a person has opened",
     r"apt-get .*": "changes the machine, and needs its administrator",
     r".*operator=keyboard.*": "needs a person at the keyboard",
+    r".*task=so101.*|lerobot-(find-port|calibrate).*|.*sim\.feetech.*": "needs an SO-101, or what takes its place",
     r".*/models/.*|.*/path/to/.*": "needs a file that only its owner has",
     r"examples/robomimic/\S+\.sh.*": "installs robosuite, 1.1 GB",
     r".*uv pip install.*|.*LunarLander.*|.*PushT-v0.*": "installs packages that are none of ours",

@@ -98,7 +98,7 @@ class LerobotArm(Arm):
         except RobotFault:
             with suppress(*FAILURES):
                 self._robot.disconnect()
-            _tried(lambda: self._robot.connect(calibrate=False), 1)
+            _tried(lambda: _connect_once(self._robot))
             measured = self.read()
         self.write(measured)
         for bus in _buses(self._robot).values():
@@ -156,12 +156,22 @@ class _Rooms:
 
 def _connect(kind: str, device: Any, options: Mapping[str, Any], address: str) -> None:
     """Connect, without lerobot's questions. Raises ConfigError if the device is not calibrated."""
-    _tried(lambda: device.connect(calibrate=False), 1)
+    _tried(lambda: _connect_once(device))
     if not device.is_calibrated:
         config = {field.name: getattr(device.config, field.name, None) for field in fields(device.config)}
         words = {"type": options["type"], "port": config.get("port") or address or None, "id": config.get("id")}
         said = " ".join(f"--{kind}.{name}={value}" for name, value in words.items() if value is not None)
         raise ConfigError(f"{options['type']} is not calibrated, or not for this id: run `lerobot-calibrate {said}`")
+
+
+def _connect_once(device: Any) -> None:
+    """Connect, or leave the device as it was: lerobot refuses to connect to one that is half connected."""
+    try:
+        device.connect(calibrate=False)
+    except FAILURES:
+        with suppress(*FAILURES):
+            device.disconnect()
+        raise
 
 
 def _buses(robot: Any) -> dict[str, Any]:
@@ -185,10 +195,10 @@ def _motors(robot: Any) -> Any:
                 yield entry, ("deg", [-half, half])
 
 
-def _tried(call: Callable[[], Any], tries: int = TRIES) -> Any:
-    """Return what a call over the bus gives. Raises RobotFault after so many tries in a row have failed."""
+def _tried(call: Callable[[], Any]) -> Any:
+    """Return what a call over the bus gives. Raises RobotFault after TRIES failures in a row."""
     failed: BaseException | None = None
-    for _ in range(tries):
+    for _ in range(TRIES):
         try:
             return call()
         except FAILURES as error:

@@ -1,6 +1,9 @@
 """Devices of lerobot as a driver behind the guard: what it makes of them, and what it refuses."""
 
 import json
+import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -10,6 +13,7 @@ from serl_client.errors import ConfigError, RobotFault
 from robot_infra.cameras import lerobot as cameras
 from robot_infra.robots.lerobot import LerobotArm
 from robot_infra.sim.feetech import ENDS, FeetechBus
+from tests.shared.common import ROOT
 from tests.shared.plugins import publish
 
 pytest.importorskip("lerobot", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
@@ -176,3 +180,27 @@ def test_a_camera_of_a_plugin_gives_images_with_their_times():
     assert camera.feature.shape == (12, 16, 3)
     assert first.time < later.time <= time.monotonic()
     assert later.changed == later.time
+
+
+def test_the_rehearsal_of_the_page_has_two_buses_with_calibrations_and_ends_by_ctrl_c(tmp_path):
+    command = [sys.executable, "-m", "robot_infra.sim.feetech", tmp_path / "buses", "--leader-waves"]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert "Ctrl-C ends them" in program.stdout.readline()
+        places = {name: {"port": str(tmp_path / "buses" / name), "id": name} for name in ("follower", "leader")}
+        same = {"calibration_dir": str(tmp_path / "buses"), "use_degrees": False}
+        arm = LerobotArm(
+            "", robot={"type": "so101_follower", **places["follower"], **same},
+            leader={"type": "so101_leader", **places["leader"], **same},
+        )  # fmt: skip
+        first = arm.sense()["leader"]
+        time.sleep(0.5)
+        assert np.abs(arm.sense()["leader"] - first).max() > 1, "it moves as in a hand"
+        arm.close()
+        program.send_signal(signal.SIGINT)
+        assert program.wait(10) == 0
+    finally:
+        program.kill()
+        program.wait()
+        program.stdout.close()
+    assert sorted(path.name for path in (tmp_path / "buses").iterdir()) == ["follower.json", "leader.json"]
