@@ -46,6 +46,7 @@ class ThreadedCamera:
         self.name, self.trouble = name, ""
         self._open, self._crop, self._size = open_source, _numbers("crop", crop, 4), _numbers("size", size, 2)
         self._frame: Frame | None = None
+        self._shape: tuple[int, ...] | None = None  # of the images before they are cut
         self._arrived, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"camera {name}", daemon=True)
         self._thread.start()
@@ -80,6 +81,7 @@ class ThreadedCamera:
         try:
             while not self._ended.is_set():
                 raw, now = source.read(), time.monotonic()
+                self._check(raw)
                 is_same = before is not None and np.array_equal(raw, before)
                 changed = self._frame.changed if is_same and self._frame else now
                 self._frame, before = Frame(self._cut_out(raw), now, changed), raw
@@ -87,6 +89,16 @@ class ThreadedCamera:
                 self._arrived.set()
         finally:
             source.close()
+
+    def _check(self, raw: Array) -> None:
+        """Raise ValueError for what is no image, or one of another size than before."""
+        if raw.dtype != np.uint8 or raw.ndim != 3:
+            raise ValueError(f"it gives {raw.dtype} {list(raw.shape)}, and an image is uint8 [height, width, channel]")
+        if self._shape not in (None, raw.shape):
+            raise ValueError(
+                f"it gives images of {list(raw.shape[:2])}, and first gave {list((self._shape or ())[:2])}"
+            )
+        self._shape = raw.shape
 
     def _cut_out(self, raw: Array) -> Array:
         """Return what `crop` and `size` leave of an image, as a fresh array."""

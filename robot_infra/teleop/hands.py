@@ -16,6 +16,7 @@ from robot_infra.teleop.leader import Leader
 from robot_infra.teleop.spacemouse import SpaceMouse
 
 SPEED = 0.5  # of the robot's bounds, at full deflection of a device or while a key is held
+WISH = 0.3  # seconds for which a key that moves may wait for the next step; later it was meant for something else
 RELEASE = 0.5  # seconds after the last touch until a person who took over by touch hands back
 TAKEOVERS = ("touch", "toggle")
 OPERATORS = ("keyboard", "gamepad", "spacemouse", "leader")
@@ -57,7 +58,7 @@ class Hands:
         self._words: deque[str] = deque()
         self._fault: RobotFault | None = None
         self._drives = self._is_latched = False  # latched: only a toggle hands back
-        self._touched, self._gripper = 0.0, 0
+        self._touched, self._wished, self._gripper = 0.0, 0.0, 0
 
     @property
     def has_terminal(self) -> bool:
@@ -74,7 +75,10 @@ class Hands:
         self._take(demonstrate)
 
     def poll(self) -> list[str]:
-        """Return the events since the last poll, oldest first. A device that is gone is told by the next `read`."""
+        """Return the events since the last poll, oldest first; a touch counts in `read` alone.
+
+        A device that is gone is told by the next `read`.
+        """
         self.look()
         said, self._words = list(self._words), deque()
         return said
@@ -83,6 +87,7 @@ class Hands:
         hands = self.look()
         if self._fault:
             raise self._fault
+        self._decide(hands)
         if not self._drives:
             return None
         positions = next((hand.positions for hand in hands if hand.positions is not None), None)
@@ -99,7 +104,7 @@ class Hands:
             device.close()
 
     def look(self) -> list[Hand]:
-        """Read all devices, and decide who drives; return what each of them said, nothing if one is gone."""
+        """Read all devices, and obey their toggles; return what each of them said, nothing if one is gone."""
         try:
             hands, self._fault = [device.read() for device in self._devices], None
         except RobotFault as fault:
@@ -107,27 +112,34 @@ class Hands:
         for hand in hands:
             for word in hand.words:
                 if word == "toggle":
-                    self._take(not (self._drives and self._is_latched))
+                    self._take(not ((self._drives and self._is_latched) or self._wishes))
                 elif word == "take over":
-                    self._take_over(latch=True)
+                    self._wished = time.monotonic()
                 else:
                     self._words.append(word)
-            if hand.motion or hand.gripper:
-                self._take_over(latch=False)
-                self._touched = time.monotonic()
-            self._gripper = hand.gripper or self._gripper
-        if self._drives and not self._is_latched and time.monotonic() > self._touched + RELEASE:
-            self._take(False)
+            if hand.gripper and (self._drives or "take over" in hand.words):
+                self._gripper = hand.gripper
         return hands
 
-    def _take_over(self, *, latch: bool) -> None:
-        if self._takes_by_touch and not self._drives:
-            self._take(True)
-            self._is_latched = latch
+    def _decide(self, hands: Sequence[Hand]) -> None:
+        """Take over for whoever touches a device, and hand back for whoever has let go of it."""
+        now, wishes, touches = time.monotonic(), self._wishes, any(hand.motion or hand.gripper for hand in hands)
+        if touches:
+            self._touched = now
+        if not self._drives and self._takes_by_touch and (touches or wishes):
+            self._drives, self._is_latched, self._wished = True, wishes, 0.0
+            self._gripper = next((hand.gripper for hand in hands if hand.gripper), self._gripper if wishes else 0)
+        elif self._drives and not self._is_latched and now > self._touched + RELEASE:
+            self._take(False)
+
+    @property
+    def _wishes(self) -> bool:
+        """Whether a key that moves was pressed a moment ago, and nobody has taken over for it yet."""
+        return time.monotonic() <= self._wished + WISH
 
     def _take(self, drives: bool) -> None:
         self._drives = self._is_latched = drives
-        self._gripper = 0
+        self._gripper, self._wished = 0, 0.0
 
     def _move(self, action: Array, name: str, share: float) -> None:
         """Move one entry of an action [A] towards its bound, by a share of the way."""

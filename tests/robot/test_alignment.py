@@ -143,6 +143,17 @@ def test_a_camera_that_was_unplugged_goes_on_once_it_is_back(env, camera, sensor
     assert sensor.opened == sensor.closed + 1
 
 
+def test_a_camera_that_changes_its_size_or_gives_no_image_is_in_trouble_and_its_old_image_grows_old(camera, sensor):
+    sensor.shape = (12, 16, 3)
+    until(lambda: camera.trouble)
+    assert camera.trouble == "ValueError: it gives images of [12, 16], and first gave [6, 8]"
+    assert camera.latest().image.shape == (6, 8, 3)
+    sensor.shape = (6, 8)
+    until(lambda: "uint8 [6, 8], and an image is" in camera.trouble)
+    sensor.shape = (6, 8, 3)
+    until(lambda: not camera.trouble)
+
+
 def test_an_image_in_simulated_time_is_never_late(camera, sensor):
     env = build(cameras={"wrist": camera}, fps=FPS)
     sensor.become("blocking")

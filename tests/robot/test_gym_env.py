@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+from serl_client import Feature
 from serl_client.errors import ConfigError, RetakeError, RobotFault
 
+from robot_infra.interfaces import Hand
+from robot_infra.robots import gym as gym_module
 from robot_infra.robots.gym import GymEnv
-from tests.shared.robots import check_rows, from_yaml
+from robot_infra.teleop.hands import Hands
+from tests.shared.robots import Scripted, check_rows, from_yaml
 
 gymnasium = pytest.importorskip("gymnasium")
 spaces = gymnasium.spaces
@@ -243,3 +247,49 @@ def test_push_t_is_such_a_task(kind, names, monkeypatch):
         steps = [env.step(env.spec.action.high / 2) for _ in range(3)]
         assert [step.truncated for step in steps] == [False, False, True]
         assert [step.success for step in steps] == [None, None, False]
+
+
+def test_what_a_person_says_at_the_tasks_own_device_is_an_event_and_their_action_has_either_key():
+    info = {"is_intervention": True, "teleop_action": np.array([1.0, 1.5]), "rerecord_episode": True}
+    env = env_of(info=info)
+    env.reset(0)
+    step = env.step(np.array([0, 2], np.float32))
+    assert (step.intervened, step.executed.tolist()) == (True, [1.0, 1.5])
+    assert (env.operator.poll(), env.operator.poll()) == (["discard"], [])
+    info["rerecord_episode"] = False
+    env.step(np.array([0, 2], np.float32))
+    assert env.operator.poll() == []
+
+
+def test_dicts_in_a_dict_are_flat_with_the_images_under_their_own_names():
+    space = spaces.Dict(pixels=spaces.Dict(front=IMAGE, wrist=IMAGE), agent=spaces.Dict(arm=VECTOR))
+    env = env_of(observation=space)
+    check_rows(env, env.reset(0), env.step(None).observation)
+    assert sorted(env.spec.observation) == [
+        "observation.agent.arm", "observation.images.front", "observation.images.wrist",
+    ]  # fmt: skip
+
+
+def test_a_person_drives_a_task_whose_entries_have_names_and_what_it_holds_is_said_too(monkeypatch):
+    device = Scripted(Hand(words=["toggle"]), Hand({"x": -1.0}), moves=frozenset(("x", "gripper")))
+    monkeypatch.setattr(gym_module, "chosen", lambda *_, **__: (hands, hands))
+    action = spaces.Box(np.array([-2.0, 0.0]), np.array([2.0, 2.0]), dtype=np.float64)
+    hands = Hands([device], Feature((2,), names=("x", "gripper"), low=action.low, high=action.high), "ee_delta")
+    env = GymEnv("Task-v0", options={"action": action}, names=["x", "gripper"], hold=[0, 1])
+    assert env.has_operator
+    assert [name for name in env.spec.extras] == ["policy_action"]
+    env.reset(0, intervene=True)
+    proposed = np.array([2, 0], np.float32)
+    steps = [env.step(proposed) for _ in range(2)]
+    assert [(step.intervened, step.executed.tolist()) for step in steps] == [(True, [0, 1]), (True, [-1, 1])]
+    assert all(step.extras["policy_action"].tolist() == [2, 0] for step in steps)
+    env.reset(1, teleop=True)
+    assert env.step(None).executed.tolist() == [0, 1], "nobody moves: it holds"
+    env.close()
+    assert device.closed
+
+
+def test_names_and_what_holds_have_as_many_entries_as_the_action():
+    for words in ({"names": ["x"]}, {"hold": [0.0]}):
+        with pytest.raises(ConfigError, match="takes actions of 2 entries"):
+            GymEnv("Task-v0", **words)

@@ -193,6 +193,22 @@ def test_a_touch_takes_over_and_hands_back_half_a_second_after_it(clock):
     assert driven(hands, clock, 9) == [None, FORWARD, FORWARD, *[STILL] * 5, None]
 
 
+def test_what_was_touched_in_a_pause_takes_nothing_over_afterwards(clock):
+    """While nobody drives the devices are read for their words alone."""
+    wish = Hand({"x": 1.0}, words=["take over"])
+    hands = Hands([Scripted(wish, PUSH, Hand())], AXES, "ee_delta")
+    hands.reset(0, demonstrate=False)
+    for _ in range(2):
+        assert hands.poll() == []
+    clock.sleep(1.0)
+    assert driven(hands, clock, 1) == [None]
+    pressed = Hands([Scripted(wish, Hand())], AXES, "ee_delta")
+    pressed.reset(0, demonstrate=False)
+    assert pressed.poll() == []
+    clock.sleep(0.1)
+    assert driven(pressed, clock, 9) == [STILL] * 9, "a key pressed between two steps takes over until the toggle"
+
+
 def test_a_toggle_takes_over_until_the_next_one_also_after_a_touch(clock):
     hands = Hands([Scripted(TOGGLE, PUSH, *[Hand()] * 9, TOGGLE)], AXES, "ee_delta")
     hands.reset(0, demonstrate=False)
