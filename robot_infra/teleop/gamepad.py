@@ -35,7 +35,7 @@ class Gamepad:
     legend: Mapping[str, str] = {"gamepad": LEGEND}
 
     def __init__(self, path: str = "auto") -> None:
-        self._device = RawDevice(_found(path), EVENT.size * 64, "connect a gamepad, or say devices.gamepad=/dev/...")
+        self._device = RawDevice(_found(path), EVENT.size * 64, "connect a gamepad, or say task.devices.gamepad=/dev/...")
         self._sticks: dict[str, float] = {}
         self._triggers: dict[int, bool] = {}  # whether each one is pulled
         self._rest = b""
@@ -75,5 +75,5 @@ def _found(path: str) -> str:
         return path
     found = sorted(Path("/dev/input").glob("js*")) if Path("/dev/input").is_dir() else []
     if not found:
-        raise ConfigError("there is no gamepad (/dev/input/js*): connect one, or say devices.gamepad=/dev/...")
+        raise ConfigError("there is no gamepad (/dev/input/js*): connect one, or say task.devices.gamepad=/dev/...")
     return str(found[0])

@@ -76,4 +76,4 @@ def _found(path: str) -> str:
         said = (device / "device/uevent").read_text()
         if NAME in said and any(vendor in said for vendor in VENDORS):
             return f"/dev/{device.name}"
-    raise ConfigError("there is no SpaceMouse (/dev/hidraw*): connect one, or say devices.spacemouse=/dev/...")
+    raise ConfigError("there is no SpaceMouse (/dev/hidraw*): connect one, or say task.devices.spacemouse=/dev/...")

@@ -84,7 +84,7 @@ def shapes(env: Any) -> Finding:
 
 def heard(env: Any, *, seconds: float) -> Finding:
     """What a person's devices say while somebody moves each of them."""
-    hands, said, end = _hands(env), set[str](), time.monotonic() + seconds
+    hands, said, led, end = _hands(env), set[str](), list[Array](), time.monotonic() + seconds
     assert hands is not None
     log.info("move each device for %g s: %s", seconds, "; ".join(hands.legend.values()))
     while time.monotonic() < end:
@@ -92,11 +92,13 @@ def heard(env: Any, *, seconds: float) -> Finding:
         for hand in hands.look():
             said.update(hand.motion, hand.words, ["gripper"] * bool(hand.gripper))
             if hand.positions is not None:
-                said.add(f"leader at {np.round(hand.positions, 2).tolist()}")
+                led.append(hand.positions)
         said.update(hands.poll())
         time.sleep(PAUSE)
     hands.read(env.robot.hold_action())  # a device that is gone says so
-    names = ", ".join(hands.legend) or "leader"
+    if led and (way := np.ptp(led, axis=0)).any():
+        said.add(f"leader moved by {np.round(way, 2).tolist()}")
+    names = ", ".join(hands.legend)
     if not said:
         return Finding("WARN", f"{names}: nothing was heard in {seconds:g} s", "move each device while this runs")
     return Finding("ok", f"{names}: {', '.join(sorted(said))}")
