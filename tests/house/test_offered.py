@@ -102,7 +102,11 @@ def chosen(path: Path) -> dict[str, str]:
 
 
 NO_RUN = ("sharding", "head", "network")  # tried without a run of their own: below, and in test_parts
-CHOICES = [(group, name) for group, names in sorted(OFFERED.items()) for name in names if group not in NO_RUN]
+HANDS = ("lerobot", "so101", "pick_cube")  # run with a person, in tests/programs: test_lerobot.py and test_pick_cube.py
+CHOICES = [
+    (group, name) for group, names in sorted(OFFERED.items()) for name in names
+    if group not in NO_RUN and (group, name) not in {("task", task) for task in HANDS}
+]  # fmt: skip
 RUNS = {run_of(*choice): choice for choice in reversed(CHOICES)}  # yamls with the same choices share one run
 
 

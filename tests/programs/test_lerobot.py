@@ -49,20 +49,22 @@ def check_rows(person, jump):
     found = oracle.whole(person.run_dir / "store")
     episodes = sorted(found.episodes.values(), key=lambda row: row["number"])
     judged = [row for row in episodes if row["success"]]  # another may have begun when its phase ended
-    assert [row["source"] for row in judged] == ["demo"] * 2 + ["online"] * 3
+    assert sum(row["source"] == "demo" for row in judged) >= 2
+    assert sum(row["source"] == "online" for row in judged) == 3
     for row in judged:
         steps = np.array([step.record for step in found.steps[row["number"]]])
         human, action = steps["flags"] & INTERVENED > 0, steps["action"]
         assert np.abs(np.diff(action, axis=0)).max() <= jump + 1e-3
-        assert np.abs(steps["age.top"]).max() <= 2 / 20
+        assert steps["age.top"].max() <= 2 / 20
         if row["source"] == "demo":
             assert human.all()
             continue
         (begin, end), changes = np.flatnonzero(np.diff(human)) + 1, steps["handover"]
         assert human[begin:end].all(), "one takeover, and policy before and after it"
         assert changes[begin : begin + 9].all(), "half a second, at 20 Hz"
-        assert changes[end : end + 9].all()
-        assert changes.sum() == 18
+        assert 0 < changes[end:].sum() <= 9, "and so back; a row in which the policy was late is none of them"
+        assert not changes[begin + 9 : end].any()
+        assert not changes[:begin].any()
 
 
 def moved_by(leader, ended):

@@ -18,18 +18,12 @@ class Keys(Person):
     """Picks up the cube, which lies below the hand: down, close, up, as often as it takes; the task says success."""
 
     def drive(self, phase):
-        ended = self.ended(phase)
-        while self.ended(phase) == ended:
+        while self.count(phase, "NOT closed"):
             for key, times in ((b"o", 14), (b"g", 10), (b"u", 40)):
                 for _ in range(times):
-                    if self.ended(phase) == ended:
+                    if self.count(phase, "NOT closed"):
                         self.press(key)
                         time.sleep(HOLDS)
-
-    def ended(self, phase):
-        with self.index() as index:
-            query = "SELECT count(*) FROM episodes WHERE phase = ? AND closed"
-            return index._db.execute(query, (phase,)).fetchone()[0]
 
     def succeed(self):
         """The task has said it."""
@@ -45,6 +39,4 @@ def test_gym_hils_cube_is_demonstrated_with_and_practised_with_and_says_itself_w
     assert {info.judged_by for info in judged} == {"judge"}
     assert any(info.source == "demo" and info.success for info in judged)
     practised = [info for info in judged if info.source == "online"]
-    assert len(practised) >= 3
-    assert all(info.intervened > 0 for info in practised)
-    assert any(info.success and info.terminated for info in practised)
+    assert sum(info.success and info.terminated and info.intervened > 0 for info in practised) >= 3

@@ -13,7 +13,7 @@ from serl_client.errors import ConfigError, RobotFault
 from robot_infra.cameras import lerobot as cameras
 from robot_infra.robots.lerobot import LerobotArm
 from robot_infra.sim.feetech import ENDS, FeetechBus
-from tests.shared.common import ROOT
+from tests.shared.common import ROOT, until
 from tests.shared.plugins import publish
 
 pytest.importorskip("lerobot", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
@@ -76,8 +76,7 @@ def test_the_ends_of_its_motors_are_known_from_their_norm_mode_or_their_calibrat
 def test_it_moves_to_its_set_points_and_keeps_its_torque_when_it_is_closed(so101, bus):
     arm = so101()
     arm.write(np.array([50, 0, 0, 0, 0, 30.0]))
-    time.sleep(0.2)
-    np.testing.assert_allclose(arm.read(), [50, 0, 0, 0, 0, 30], atol=0.2)
+    until(lambda: np.allclose(arm.read(), [50, 0, 0, 0, 0, 30], atol=0.2))
     arm.close()
     arm.close()
     assert [(servo.has_torque, servo.releases) for servo in bus.servos.values()] == [(True, 0)] * 6
