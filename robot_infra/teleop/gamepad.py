@@ -35,7 +35,7 @@ class Gamepad:
     legend: Mapping[str, str] = {"gamepad": LEGEND}
 
     def __init__(self, path: str = "auto") -> None:
-        self._device = RawDevice(_found(path), EVENT.size * 64, "connect a gamepad, or say task.devices.gamepad=/dev/...")
+        self._device = RawDevice(_found(path), EVENT.size * 64, "connect one, or say task.devices.gamepad=/dev/...")
         self._sticks: dict[str, float] = {}
         self._triggers: dict[int, bool] = {}  # whether each one is pulled
         self._rest = b""
