@@ -105,7 +105,7 @@ class ThreadedCamera:
         image = raw
         if self._crop:
             top, left, height, width = self._crop
-            if min(height, width) < 1 or min(top, left) < 0 or (top + height, left + width) > raw.shape[:2]:
+            if min(height, width) < 1 or top + height > raw.shape[0] or left + width > raw.shape[1]:
                 raise ValueError(f"crop {list(self._crop)} lies outside of an image of {list(raw.shape[:2])}")
             image = image[top : top + height, left : left + width]
         if self._size and tuple(image.shape[:2]) != self._size:

@@ -104,11 +104,14 @@ class Hands:
             device.close()
 
     def look(self) -> list[Hand]:
-        """Read all devices, and obey their toggles; return what each of them said, nothing if one is gone."""
-        try:
-            hands, self._fault = [device.read() for device in self._devices], None
-        except RobotFault as fault:
-            hands, self._fault = [], fault
+        """Read all devices, and obey their toggles; return what each of them said, if it is still there."""
+        hands: list[Hand] = []
+        self._fault = None
+        for device in self._devices:
+            try:
+                hands.append(device.read())
+            except RobotFault as fault:  # the others are heard: the keys must still pause and stop
+                self._fault = fault
         for hand in hands:
             for word in hand.words:
                 if word == "toggle":

@@ -163,6 +163,15 @@ def test_a_device_that_is_gone_is_a_fault_until_it_is_back(wire, pad):
     assert path
 
 
+def test_beside_a_device_that_is_gone_the_others_are_heard(wire, pad):
+    hands = Hands([pad, Scripted(Hand(), Hand(words=["pause"]))], AXES, "ee_delta")
+    assert hands.poll() == []
+    wire.unplug()
+    assert hands.poll() == ["pause"]
+    with pytest.raises(RobotFault, match="is gone"):
+        hands.read(HOLD)
+
+
 # -- who drives
 
 
