@@ -71,8 +71,8 @@ PC4 killed Intervention.drive: the arm jumps at a takeover
     - self._was_theirs, self._left = is_theirs, self._ramp
     + self._was_theirs, self._left = is_theirs, 0
 PC5 killed Hands._take: the gripper of an earlier takeover acts in this one
-    - self._gripper = 0
-    + pass
+    - self._gripper, self._wished = 0, 0.0
+    + self._wished = 0.0
 PC6 killed Motion.hold: one wrong measurement becomes a set point
     - np.median(self._glances, axis=0)
     + self.measured
