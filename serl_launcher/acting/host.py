@@ -22,6 +22,7 @@ from torch import Tensor
 from serl_launcher.acting.device import Recorder, opened
 from serl_launcher.acting.graphs import Graphs
 from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.policies.base import Acting
 from serl_launcher.types import Carry, Prefix
 from serl_launcher.utils import compiler
 from serl_launcher.utils.finite import not_finite
@@ -54,8 +55,9 @@ class PolicyHost:
     def __init__(self, algorithm: Algorithm, spec: Spec, device: str) -> None:
         algorithm.only_acting()
         self.acting = algorithm.acting
-        for weight in self.acting.parameters():
-            weight.data = weight.data.to(self.acting.precision)
+        for part in [each for each in self.acting.modules() if isinstance(each, Acting)]:  # the outer one first
+            for weight in part.parameters():
+                weight.data = weight.data.to(part.precision)
         self._on = opened(device)
         self.spec, self.device = spec, self._on.device
         self.algorithm = algorithm.to(self.device).eval()

@@ -231,7 +231,8 @@ def symexp(value: Tensor) -> Tensor:
 class Critic(nn.Module):
     """E estimates of Q(observation, actions): MLPs that share only their encoder.
 
-    horizon: actions of one decision; a chunk counts as one action of horizon * A numbers.
+    horizon: actions of one decision; a chunk counts as one action of horizon * A numbers. 0: they estimate the value of
+        an observation, V, and are given actions [B, 0, A].
     values: makes what represents a value. hidden: widths of the layers, each with an optional LayerNorm and a ReLU.
     num_critics: E. num_target_critics: m, how many of them are drawn for each target; all, if there are no more.
     lowest: share of the drawn critics, the lowest, whose mean a target takes. 0: the lowest alone; 1: the mean of all.
@@ -269,6 +270,13 @@ class Critic(nn.Module):
         """Predict [E, B, ...] for observation {name: [B, ...]} and action [B, H, A] in the robot's units."""
         inputs = torch.cat([self.encoder(observation), self.scale.to_unit(action).flatten(1)], -1)
         return self.network(inputs.expand(self.num_critics, -1, -1))
+
+    def judge(self, observation: Observation, candidates: Tensor) -> Tensor:
+        """Return the ensemble's mean value of n candidates [n, B, H, A] for each observation -> [n, B]."""
+        features = self.encoder(observation).expand(len(candidates), -1, -1)  # encoded once
+        inputs = torch.cat([features, self.scale.to_unit(candidates).flatten(2)], -1).flatten(0, 1)
+        values = self.values.mean(self.network(inputs.expand(self.num_critics, -1, -1)))  # [E, n B]
+        return values.mean(0).unflatten(0, candidates.shape[:2])
 
     def loss(self, prediction: Tensor, target: Target) -> Tensor:
         """Sum the losses of predictions [E, B, ...] over the ensemble -> [B]."""

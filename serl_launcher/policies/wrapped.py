@@ -1,0 +1,66 @@
+"""Policies around another one: what acts is the inner policy and the networks that improve, steer or condition it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serl_launcher.policies.base import Acting, Policy
+from serl_launcher.policies.chunk import HeadPolicy
+from serl_launcher.types import Batch, Metrics, Observation, Prefix
+
+
+class Wrapped(Policy):
+    """A policy that imitates as `policy` does and samples otherwise: a subclass says how, for one chunk each.
+
+    Its weights, and what is published of them, are those of all its parts, by the part's name.
+    """
+
+    def __init__(self, policy: HeadPolicy) -> None:
+        super().__init__()
+        self.policy = policy
+        self.horizon, self.history, self.inputs = policy.horizon, policy.history, policy.inputs
+        self.tasks = policy.tasks
+        self.imitation_target, self.entries = policy.imitation_target, policy.entries
+        self.frozen = {f"policy.{name}" for name in policy.frozen}
+
+    @property
+    def offsets(self) -> dict[str, tuple[int, ...]]:
+        return self.policy.offsets
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        return self.policy.noise_shape
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        return self.policy(batch)
+
+    def choose(self, observation: Observation, task: Sequence[str], noise: Tensor) -> Tensor:
+        """Return one chunk for each observation [B, H, A]. noise: [B, *noise_shape]."""
+        raise NotImplementedError
+
+    def sample(
+        self, observation: Observation, *, task: Sequence[str] = (), n: int = 1, noise: Tensor | None = None,
+        prefix: Prefix | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Sample n chunks, see Policy.sample. These policies do not continue a chunk, so there is no prefix."""
+        if noise is None:
+            count, device = len(next(iter(observation.values()))), self.policy.scale.center.device
+            noise = torch.randn(n, count, *self.noise_shape, device=device)
+        return torch.stack([self.choose(observation, task, each) for each in noise])
+
+    def compile_layers(self) -> None:
+        self.policy.compile_layers()
+
+    def published(self) -> dict[str, Tensor]:
+        parts: dict[str, Any] = dict(self.named_children())
+        found = {
+            name: part.published() if isinstance(part, Acting) else part.state_dict() for name, part in parts.items()
+        }
+        return {f"{name}.{key}": tensor for name, tensors in found.items() for key, tensor in tensors.items()}
+
+    def load_published(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, part in self.named_children():
+            own = {key[len(name) + 1 :]: tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+            part.load_published(own) if isinstance(part, Acting) else part.load_state_dict(own)
