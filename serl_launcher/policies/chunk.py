@@ -21,6 +21,7 @@ from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.base import Policy
+from serl_launcher.policies.guidance import Guidance, contrasted
 from serl_launcher.policies.heads.base import Head, Predict, Target
 from serl_launcher.policies.heads.flow import Flow
 from serl_launcher.policies.heads.gaussian import Gaussian
@@ -29,6 +30,7 @@ from serl_launcher.types import Batch, Metrics, Observation, Prefix
 
 log = logging.getLogger(__name__)
 
+NO_TASK = ""  # what a policy may learn to do without a condition
 KNOWN = "task.known"  # added to an observation by `prepared`
 DELAY = 2  # stream of a row's random numbers for its delay; the other streams are the heads'
 
@@ -171,6 +173,24 @@ class HeadPolicy(Policy):
         chunk = self.head.sample(predict, noise.flatten(0, 1))
         return rows.kept(self._action(chunk)).unflatten(0, noise.shape[:2])
 
+    def led(
+        self, observation: Observation, noise: Tensor, guidance: Guidance, *, task: Sequence[str],
+        without: Sequence[str],
+    ) -> Tensor:  # fmt: skip
+        """Do what `sample` does for one chunk each, led by a critic, or by its task: see guidance.py.
+
+        noise: [B, *noise_shape]. without: what B tasks are compared with. Returns [B, H, A]; with a weight of 0 and a
+        task_weight of 1 it is `sample`, bit by bit.
+        """
+        predict = self._predict(self.condition(self.prepared(observation, task)))
+        if guidance.task_weight != 1:
+            null = self._predict(self.condition(self.prepared(observation, without)))
+            predict = contrasted(predict, null, guidance.task_weight)
+        if not guidance.weight:
+            return self._action(self.head.sample(predict, noise))
+        head: Any = self.head  # `steers`
+        return self._action(head.steered(predict, noise, guidance.slope(self.scale)))
+
     def guided(self, prepared: Observation, noise: Tensor) -> Tensor:
         """Do what `chunks` does, guided by the old chunk: (1) of prefix.py. It is not recorded as a CUDA graph."""
         condition = self.repeated(self.condition(prepared), len(noise))
@@ -195,7 +215,7 @@ class HeadPolicy(Policy):
         head = self._flow()
         condition = self.condition(self.prepared(observation, task))
         chunk, density = head.rsample(self._predict(condition), normal(seed, self.noise_shape, stream))
-        bounded: Any = _Bounded.apply(chunk[..., : self.size], *self.scale.limits())
+        bounded: Any = Bounded.apply(chunk[..., : self.size], *self.scale.limits())
         return self.scale.from_unit(bounded), density[..., : self.size].sum((-2, -1))
 
     def log_prob(self, observation: Observation, action: Tensor, task: Sequence[str] = ()) -> Tensor:
@@ -262,10 +282,10 @@ class ChunkPolicy(HeadPolicy):
     def prepared(self, observation: Observation, task: Sequence[str]) -> Observation:
         if not self.tasks:
             return observation
-        if (strangers := set(task) - set(self.tasks)) and self.training and not self._is_stranger_told:
+        if (strangers := set(task) - {*self.tasks, NO_TASK}) and self.training and not self._is_stranger_told:
             self._is_stranger_told = True
             log.warning("rows of the task %r train without a task: policy.tasks lacks it", min(strangers))
-        task = task or [""] * len(next(iter(observation.values())))
+        task = task or [NO_TASK] * len(next(iter(observation.values())))
         known = torch.tensor([[float(word == each) for each in self.tasks] for word in task])  # [B, tasks]
         return {**observation, KNOWN: known.to(self.scale.center.device)}
 
@@ -289,7 +309,7 @@ class ChunkPolicy(HeadPolicy):
         return self.network(chunk, time, condition)
 
 
-class _Bounded(torch.autograd.Function):
+class Bounded(torch.autograd.Function):
     """Clip to [low, high]. A number outside keeps its gradient if a descent step leads back inside. Without that it
     would stay outside for ever."""
 

@@ -60,20 +60,20 @@ class GaussianPolicy(Policy):
         """
         mean, log_std = self._gaussian(observation)
         raw = mean + log_std.exp() * noise
-        return self.scale.from_unit(torch.tanh(raw)), _log_prob(noise, log_std, raw)
+        return self.scale.from_unit(torch.tanh(raw)), squashed_log_prob(noise, log_std, raw)
 
     def log_prob(self, observation: Observation, action: Tensor) -> Tensor:
         """Return the log density [B] of action [B, 1, A], in the robot's units; it is over actions in [-1, 1]."""
         mean, log_std = self._gaussian(observation)
         raw = torch.atanh(self.scale.to_unit(action).clamp(-LARGEST_UNIT, LARGEST_UNIT))
-        return _log_prob((raw - mean) * (-log_std).exp(), log_std, raw)
+        return squashed_log_prob((raw - mean) * (-log_std).exp(), log_std, raw)
 
     def _gaussian(self, observation: Observation) -> tuple[Tensor, Tensor]:
         mean, log_std = self.network(self.encoder(observation)).unsqueeze(1).chunk(2, -1)  # [B, 1, A] each
         return mean, log_std.clamp(*self.log_std_bounds)
 
 
-def _log_prob(noise: Tensor, log_std: Tensor, raw: Tensor) -> Tensor:
+def squashed_log_prob(noise: Tensor, log_std: Tensor, raw: Tensor) -> Tensor:
     """Compute log N(raw) - log |d tanh(raw) / d raw|, summed over [B, 1, A] -> [B].
 
     log(1 - tanh(u)^2) is written as 2 (log 2 - u - softplus(-2u)), which does not round to log 0. The constant terms

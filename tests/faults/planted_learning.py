@@ -51,14 +51,14 @@ D4 killed SFT.__init__: windows start where the robot stands still
 F1 killed SACPI0.policy_loss: the distance is in the robot's units
     - (scale.to_unit(action) - scale.to_unit(reference))
     + (action - reference)
-F2 killed SACPI0._executed: what an episode's end cut off lies outside of the bounds of actions
+F2 killed Judged.executed: what an episode's end cut off lies outside of the bounds of actions
     - torch.where(batch.valid.unsqueeze(-1), batch.action, self.critic.scale.center)
     + batch.action
 F3 killed SACPI0.update_clone: the reference is not what was cloned
     - follow(self.reference, self.policy, 1.0)
     + pass
-F5 killed SACPI0.target: the next chunk is drawn with the noise of the loss
-    - stream=1
+F5 killed SACPI0.following_action: the next chunk is drawn with the noise of the loss
+    - stream=NEXT
     + stream=0
 
 == chunks that continue the old one: test_prefix test_prefixes

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 Predict = Callable[[Tensor, Tensor], Tensor]  # chunk [B, H, D] and times [B, times] -> float32 [B, H, outputs]
+Slope = Callable[[Tensor], Tensor]  # of a value by the guessed chunk, [B, H, D] -> [B, H, D]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +40,7 @@ class Head(nn.Module, ABC):
     is_deterministic = False  # True: the noise changes nothing
     is_velocity = False  # True: the network predicts noise minus action, as a pre-trained PI0 does
     guides = False  # True: it has `guided`, so that a chunk continues an old one that it did not learn to continue
+    steers = False  # True: it has `steered`, so that a critic's slope leads its samples
     keeps_unit = False  # True: no number of a chunk is beyond [-1, 1]
     needs_forward_derivative = False  # True: the loss takes the network's forward-mode derivative
 

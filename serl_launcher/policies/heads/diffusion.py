@@ -9,6 +9,8 @@ the steps, the last of each T / N (Lin et al. 2023, arXiv 2305.08891). At each o
 end), b = 1 - s / s', and the guess a' = (x - sqrt(1 - s) eps) / sqrt(s), clipped to [-1, 1] or not,
     (4) DDPM  x <- N(sqrt(s') b / (1 - s) a' + sqrt(s / s') (1 - s') / (1 - s) x,  (1 - s') b / (1 - s)),
     (5) DDIM  x <- sqrt(s') a' + sqrt(1 - s') eps.
+A critic leads samples (policies/guidance.py): with the slope g, before the clip,
+    (6) a' <- a' + sqrt(1 - s) g(a'),  and eps follows from it and x by (1).
 T = 100, the schedule, eps and the clip are those of Diffusion Policy (Chi et al. 2023, arXiv 2303.04137).
 """
 
@@ -20,7 +22,7 @@ from serl_client.errors import ConfigError
 from torch import Tensor
 
 from serl_launcher.networks.seeded_noise import normal, uniform
-from serl_launcher.policies.heads.base import Head, Predict, Target
+from serl_launcher.policies.heads.base import Head, Predict, Slope, Target
 
 TIME = 1  # stream of a row's random numbers for its step; stream 0 is the noise
 
@@ -32,6 +34,7 @@ class Diffusion(Head):
     """
 
     changeable = ("steps", "fresh_noise", "clip")
+    steers = True
     signal: Tensor
 
     def __init__(
@@ -63,12 +66,22 @@ class Diffusion(Head):
         return (predict(noisy, (step + 1) / self.train_steps) - noise).square()
 
     def sample(self, predict: Predict, noise: Tensor) -> Tensor:
+        return self._denoised(predict, noise, None)
+
+    def steered(self, predict: Predict, noise: Tensor, slope: Slope) -> Tensor:
+        """Do what `sample` does, led by a slope: (6)."""
+        return self._denoised(predict, noise, slope)
+
+    def _denoised(self, predict: Predict, noise: Tensor, slope: Slope | None) -> Tensor:
         chunk = noise[:, 0]
         levels = [round(self.train_steps * (1 - i / self.steps)) for i in range(self.steps + 1)]  # T down to 0
         for i, (k, following) in enumerate(pairwise(levels)):
             s, s_next = self._shares[k], self._shares[following]
             found = predict(chunk, chunk.new_full((len(chunk), 1), k / self.train_steps))
             guess = (chunk - math.sqrt(1 - s) * found) / math.sqrt(s)
+            if slope is not None:
+                guess = guess + math.sqrt(1 - s) * slope(guess)
+                found = (chunk - math.sqrt(s) * guess) / math.sqrt(1 - s)
             guess = guess.clamp(-1, 1) if self.clip else guess
             if not self.fresh_noise:
                 chunk = math.sqrt(s_next) * guess + math.sqrt(1 - s_next) * found  # (5)

@@ -13,6 +13,8 @@ arXiv 2505.05470, equations 7 to 9): with sigma_t = s sqrt(t / (1 - t)) and fres
     (5) x <- x - (v + sigma_t^2 / (2 t) (x + (1 - t) v)) / N + sigma_t sqrt(1 / N) z.
 The trigonometric path (Albergo and Vanden-Eijnden 2023, arXiv 2209.15571) replaces (1) and (2): with c = pi t / 2,
     (6) x_t = sin(c) e + cos(c) a,  dx/dt = pi / 2 (cos(c) e - sin(c) a).
+A critic leads samples (policies/guidance.py): with the guess a' = x_t - t v of the action, and its slope g(a'),
+    (7) v <- v - g(a'),  which moves the guess by t g.
 Heun's method replaces (4): the mean of v at both ends of a step, the far one reached by (4). Its last step is (4),
 because the far end would be t = 0, which (3) does not draw.
 """
@@ -25,7 +27,7 @@ from serl_client.errors import ConfigError
 from torch import Tensor, nn
 
 from serl_launcher.networks.seeded_noise import normal, uniform
-from serl_launcher.policies.heads.base import Head, Predict, Target
+from serl_launcher.policies.heads.base import Head, Predict, Slope, Target
 from serl_launcher.policies.prefix import strength
 
 TIME = 1  # stream of a row's random numbers for its time; stream 0 is the noise
@@ -62,7 +64,7 @@ class Flow(Head):
         if steps < 1:
             raise ConfigError(f"head.steps={steps}: say 1 or more")
         self.steps, self.path, self.solver, self.start = steps, path, solver, start
-        self.is_deterministic, self.guides = start == "zero", path == "linear"
+        self.is_deterministic, self.guides, self.steers = start == "zero", path == "linear", path == "linear"
         self.log_noise_level = None if noise_level is None else nn.Parameter(torch.tensor(math.log(noise_level)))
 
     @property
@@ -108,6 +110,16 @@ class Flow(Head):
                 guess = chunk - t * found
                 (pull,) = torch.autograd.grad(guess, chunk, weights * (old - guess.detach()))
             return found.detach() - strength(t) * pull
+
+        return self._integrate(noise, velocity)[0]
+
+    def steered(self, predict: Predict, noise: Tensor, slope: Slope) -> Tensor:
+        """Do what `sample` does, led by a slope: (7)."""
+        free = _velocity(predict)
+
+        def velocity(chunk: Tensor, t: float) -> Tensor:
+            found = free(chunk, t)
+            return found - slope(chunk - t * found)
 
         return self._integrate(noise, velocity)[0]
 

@@ -1,0 +1,113 @@
+"""Q-chunking (Li et al. 2025, arXiv 2507.07969) and flow Q-learning (FQL: Park et al. 2025, arXiv 2502.02538).
+
+A flow imitates all data, and critics judge its chunks: (1) of judged.py, with what acts as a'.
+Q-chunking (qc.yaml) acts with the best of n samples, by the critics: the data's support is the only constraint.
+FQL (fql.yaml) trains a second policy, mu, that makes a chunk from noise in one step. It climbs the critics, and stays
+near the flow's chunk from the same noise:
+    (2) L = alpha |mu(s, noise) - flow(s, noise)|^2 / (H A) - Q(s, mu(s, noise)) / mean_batch |Q|.
+Over chunks this is what the first paper calls QC-FQL; with `policy.horizon=1` it is FQL.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from serl_client.errors import ConfigError
+from serl_client.spec import Spec
+from torch import Tensor, nn
+
+from serl_launcher.algorithms.base import descend
+from serl_launcher.algorithms.judged import NEXT, Judged, present
+from serl_launcher.networks.critics import Critic
+from serl_launcher.policies.base import Policy
+from serl_launcher.policies.chunk import HeadPolicy
+from serl_launcher.policies.heads.flow import Flow
+from serl_launcher.policies.improved import Improved
+from serl_launcher.types import Batch, Metrics, Observation
+from serl_launcher.utils.optim import Optimizer
+
+
+class QC(Judged):
+    """Imitate all data (`update_clone`), judge chunks (`update_critic`), act with the best of `samples` of them.
+
+    samples, proposal_noise: as in Improved. The other arguments are those of Judged.
+    """
+
+    def __init__(self, spec: Spec, *, samples: int, proposal_noise: float, **judged: Any) -> None:
+        self._choice = {"samples": samples, "proposal_noise": proposal_noise}
+        super().__init__(spec, **judged)
+
+    def hold(self, policy: HeadPolicy, critic: Critic) -> None:
+        self.best = Improved(policy, critic, critic_horizon=self.critic_horizon, **self._choice)
+        self.alias(policy=policy, critic=critic)
+
+    @property
+    def acting(self) -> Improved:
+        return self.best
+
+
+class FQL(Judged):
+    """Imitate all data by a flow (`update_clone`), judge chunks (`update_critic`), and train the one-step policy that
+    acts (`update_one_step`).
+
+    policy: its head is a Flow. Makes the one-step policy too, whose head takes one step.
+    distill_weight: alpha of (2). one_step_optimizer: makes the one-step policy's optimiser.
+    The other arguments are those of Judged.
+    """
+
+    def __init__(
+        self, spec: Spec, *, policy: Callable[[Spec], Policy], distill_weight: float,
+        one_step_optimizer: Callable[[nn.Module], Optimizer], **judged: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(spec, policy=policy, **judged)
+        self.one_step = self.checked(policy(spec))
+        assert isinstance(self.one_step.head, Flow)  # `checked`
+        self.one_step.head.steps = 1
+        self.one_step_optimizer = one_step_optimizer(_Sampled(self.one_step))
+        self.distill_weight = distill_weight
+        self.windows["update_one_step"] = self.windows["update_critic"]
+
+    def checked(self, policy: Policy) -> HeadPolicy:
+        made = super().checked(policy)
+        if not isinstance(made.head, Flow) or made.head.log_noise_level is not None or made.head.is_deterministic:
+            raise ConfigError(
+                "algo=fql distils a flow that starts at noise and is sampled without more of it: say policy=flow"
+            )
+        return made
+
+    @property
+    def acting(self) -> HeadPolicy:
+        return self.one_step
+
+    def update_one_step(self, batch: Batch) -> Metrics:
+        """Take one step of the one-step policy down (2); critics and flow do not change."""
+        metrics, gradient = descend(self.one_step_optimizer, self.augment(batch), self.one_step_loss)
+        return metrics | {"one_step_gradient": gradient}
+
+    def following_action(self, batch: Batch, following: Observation) -> Tensor:
+        return self.one_step.rsample(following, seed=batch.seed, stream=NEXT, task=batch.task)[0]
+
+    def one_step_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Compute (2)."""
+        observation = present(batch.observation)
+        action = self.one_step_optimizer(batch)  # [B, H, A]
+        with torch.no_grad():
+            flows, _ = self.policy.rsample(observation, seed=batch.seed, task=batch.task)
+        scale = self.policy.scale
+        distance = (scale.to_unit(action) - scale.to_unit(flows)).square().mean((1, 2))
+        value = self.climbed(observation, action)
+        loss = self.distill_weight * distance - value / (value.detach().abs().mean() + 1e-6)
+        metrics = {"distill": distance.detach().mean(), "value_of_policy": value.detach().mean()}
+        loss = (batch.weight * loss).mean()
+        return loss, {"one_step_loss": loss.detach(), **metrics}
+
+
+class _Sampled(nn.Module):
+    """The module that the one-step policy's optimiser runs: chunks with a gradient."""
+
+    def __init__(self, policy: HeadPolicy) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.policy.rsample(present(batch.observation), seed=batch.seed, task=batch.task)[0]

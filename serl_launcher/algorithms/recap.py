@@ -1,0 +1,189 @@
+"""Advantage-conditioned imitation, as in RECAP (Physical Intelligence 2025, arXiv 2511.14759); constants are RLinf's.
+
+Every row is imitated, failures too, but the policy is told which rows were good, and acts as if all were. With the
+reward -1 for each step and `failure` at the end of a failed episode, divided by |lowest| and clipped to [-1, 0],
+    (1) R_t = (-remaining_t + failure [episode failed]) / |lowest|,
+    (2) V(s_t) is a distribution over R_t, and its mean the value,
+    (3) A_t = -n / |lowest| + V(s_{t+n}) - V(s_t) over n = 10 steps; R_t - V(s_t) where the episode ends before.
+A row is positive if its advantage is above that of the others but a `share` of them, or if a person drove it. Positive
+rows are imitated with the condition, but a part of them, `dropped`, and all others without it. What acts has the
+condition, and may go beyond it: classifier-free guidance, (2) of policies/guidance.py.
+
+The condition is added to the task's words for PI0, and an input of other policies. `update_value` learns (2),
+`update_advantage` computes (3) into a derived column, and `update_policy` imitates.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from serl_client.errors import ConfigError
+from serl_client.spec import Feature, Spec
+from torch import Tensor, nn
+
+from serl_launcher.algorithms.base import Algorithm, descend
+from serl_launcher.algorithms.judged import PolicyFeatures, present
+from serl_launcher.networks.augment import Augment, augmentation
+from serl_launcher.networks.critics import Critic
+from serl_launcher.networks.seeded_noise import uniform
+from serl_launcher.networks.vision import ObservationEncoder
+from serl_launcher.policies.base import Policy
+from serl_launcher.policies.chunk import NO_TASK, HeadPolicy
+from serl_launcher.policies.guidance import Guidance, chosen
+from serl_launcher.policies.wrapped import Wrapped
+from serl_launcher.types import Batch, Metrics, Observation, Window
+from serl_launcher.utils.optim import Optimizer
+
+POSITIVE = "Advantage: positive"
+ADVANTAGE, DERIVED = "advantage", "derived.advantage"
+SUCCESS, REMAINING = "episode.success", "episode.remaining"
+FOLLOWS = 0.02  # share by which the threshold follows a batch's; more in the first updates
+DROPPED = 3  # stream of a row's random numbers for leaving the condition out
+
+
+class Conditioned(Wrapped):
+    """Samples of `policy` with the condition. task_weight: of classifier-free guidance; 1: the condition alone."""
+
+    def __init__(self, policy: HeadPolicy, task_weight: float) -> None:
+        super().__init__(policy)
+        self.tasks, self.task_weight = (), task_weight
+
+    def choose(self, observation: Observation, task: Sequence[str], noise: Tensor) -> Tensor:
+        task = task or [NO_TASK] * len(noise)
+        guidance = Guidance(lambda chunk: chunk, noise.new_ones(()), 0.0, self.task_weight)
+        return self.policy.led(observation, noise, guidance, task=self.words(task), without=self.without(task))
+
+    def words(self, task: Sequence[str]) -> list[str]:
+        """Return these tasks with the condition."""
+        return [POSITIVE if self.policy.tasks else f"{each}. {POSITIVE}" for each in task]
+
+    def without(self, task: Sequence[str]) -> list[str]:
+        return [NO_TASK if self.policy.tasks else each for each in task]
+
+
+class RECAP(Algorithm):
+    """Learn values, mark what was better than expected, imitate everything and act as what was.
+
+    policy: makes the policy from the Spec: PI0, or one whose `tasks` are empty.
+    critic: makes the value from the Spec; its range holds [-1, 0]. encoder: of the value; None: the policy's features,
+        which it does not train. optimizer, value_optimizer: make the optimisers.
+    steps: n of (3). failure: reward of a failed episode's last step. lowest: return that becomes -1.
+    share: of the rows that are positive. dropped: of these, without the condition.
+    task_weight: see Conditioned. augment: as in SAC.
+    Raises ConfigError for numbers out of range, and for a policy that knows tasks of its own.
+    """
+
+    changeable = ("task_weight",)
+    threshold: Tensor  # [], advantage above which a row is positive
+    seen: Tensor  # [], batches from which it comes
+
+    def __init__(
+        self, spec: Spec, *, policy: Callable[..., Policy], critic: Callable[..., Critic],
+        encoder: Callable[[Spec], ObservationEncoder] | None, optimizer: Callable[[nn.Module], Optimizer],
+        value_optimizer: Callable[[nn.Module], Optimizer], steps: int, failure: float, lowest: float, share: float,
+        dropped: float, task_weight: float, augment: Callable[[], Augment] | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if steps < 1 or failure > 0 or lowest >= 0 or not 0 < share < 1 or not 0 <= dropped < 1:
+            raise ConfigError(
+                f"algo: steps={steps}, failure={failure}, lowest={lowest}, share={share}, dropped={dropped}: say 1 or "
+                "more steps, a failure not above 0, a lowest return below 0, and shares between 0 and 1"
+            )
+        made = _told(policy)(spec)
+        if not isinstance(made, HeadPolicy):
+            raise ConfigError(f"algo=recap needs chunks: say policy=flow or policy=pi0, not {type(made).__name__}")
+        self.conditioned = Conditioned(made, task_weight)
+        features: Any = encoder(spec) if encoder else PolicyFeatures(made)
+        self.critic = critic(spec, encoder=features, horizon=0, scale=made.scale)
+        self.policy_optimizer, self.value_optimizer = optimizer(made), value_optimizer(self.critic)
+        self.steps, self.failure, self.lowest, self.share, self.dropped = steps, failure, lowest, share, dropped
+        self.augment = augmentation(augment, {*made.inputs, *features.inputs})
+        self.register_buffer("threshold", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.derived = {ADVANTAGE: Feature(())}
+        now, whole = dict.fromkeys(features.inputs, (0,)), tuple(range(steps))
+        known = {**now, "action": (0,), SUCCESS: (0,), REMAINING: (0,)}
+        ahead = {**now, "action": whole, SUCCESS: whole, REMAINING: whole, "next_observation": (steps,)}
+        self.windows = {
+            "update_value": Window(known), "update_advantage": Window(ahead), "update_clone": Window(made.offsets),
+            "update_policy": Window({**made.offsets, DERIVED: made.offsets["action"]}),
+        }  # fmt: skip
+
+    @property
+    def policy(self) -> HeadPolicy:
+        return self.conditioned.policy
+
+    @property
+    def acting(self) -> Conditioned:
+        return self.conditioned
+
+    # -- updates
+    def update_value(self, batch: Batch) -> Metrics:
+        """Take one step of the value towards the returns (1)."""
+        metrics, gradient = descend(self.value_optimizer, self.augment(batch), self.value_loss)
+        return metrics | {"value_gradient": gradient}
+
+    @torch.no_grad()
+    def update_advantage(self, batch: Batch) -> tuple[Metrics, dict[str, Tensor]]:
+        """Compute (3) for each row's first step, and move the threshold; nothing is trained."""
+        assert batch.next_observation is not None  # the window asks for it
+        batch = self.augment(batch)
+        value, following = self._values(batch.observation), self._values(batch.next_observation or {})
+        ends = batch.extras[REMAINING][:, 0] < self.steps
+        ahead = torch.where(ends, self.returns(batch), batch.length / self.lowest + following)
+        advantage = ahead - value
+        seen = int(self.seen)
+        self.threshold.lerp_(advantage.quantile(1 - self.share), max(FOLLOWS, 9 / (10 + seen)) if seen else 1.0)
+        self.seen += 1
+        metrics = {"advantage": advantage.mean(), "threshold": self.threshold.clone(), "value": value.mean()}
+        return metrics, {ADVANTAGE: advantage}
+
+    def update_clone(self, batch: Batch) -> Metrics:
+        """Take one step down the imitation loss, before there are advantages: a person's rows have the condition."""
+        return self._imitate(batch, batch.intervened[:, 0])
+
+    def update_policy(self, batch: Batch) -> Metrics:
+        """Take one step down the imitation loss of all rows, with the condition where they were good."""
+        return self._imitate(batch, (batch.extras[DERIVED][:, 0] > self.threshold) | batch.intervened[:, 0])
+
+    def _imitate(self, batch: Batch, is_positive: Tensor) -> Metrics:
+        told = is_positive & (uniform(batch.seed, (), DROPPED) >= self.dropped)
+        words, without = self.conditioned.words(batch.task), self.conditioned.without(batch.task)
+        batch = replace(self.augment(batch), task=chosen(told, words, without))
+        metrics, gradient = descend(self.policy_optimizer, batch, self.imitation_loss)
+        return metrics | {"gradient": gradient, "positive": is_positive.float().mean()}
+
+    # -- losses and values
+    def imitation_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        loss, _ = self.policy_optimizer(batch)  # [B]
+        loss = (batch.weight * loss).mean()
+        return loss, {"loss": loss.detach()}
+
+    def value_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Compute the loss of (2) against (1)."""
+        prediction, target = self.value_optimizer(present(batch.observation), batch.action[:, :0]), self.returns(batch)
+        loss = (batch.weight * self.critic.loss(prediction, target)).mean()
+        error = (self.critic.values.mean(prediction.detach()).mean(0) - target).abs().mean()
+        return loss, {"value_loss": loss.detach(), "value_distance": error}
+
+    def returns(self, batch: Batch) -> Tensor:
+        """Compute (1) for each row's first step [B]."""
+        ended = self.failure * ~batch.extras[SUCCESS][:, 0]
+        return ((-batch.extras[REMAINING][:, 0] + ended) / -self.lowest).clamp(-1, 0)
+
+    def _values(self, observation: Observation) -> Tensor:
+        """Return V of the first observations [B]."""
+        first = present(observation)
+        count, size = len(next(iter(first.values()))), len(self.policy.scale.center)
+        nothing = self.policy.scale.center.new_zeros(count, 0, size)
+        return self.critic.value(first, nothing).mean(0)
+
+
+def _told(policy: Callable[..., Policy]) -> Callable[..., Policy]:
+    """Give the condition as an input to a policy that reads no words. Raises ConfigError if it has such inputs."""
+    own = getattr(policy, "keywords", {})
+    if own.get("tasks"):
+        raise ConfigError("algo=recap makes the condition an input of its own: say policy.tasks=[]")
+    return partial(policy, tasks=[POSITIVE]) if "tasks" in own else policy

@@ -1,0 +1,259 @@
+"""HIL-SERL's hybrid: its target is the equation of its file, and each half learns what is its own."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from serl_client import ConfigError, Feature
+from torch import nn
+
+from serl_launcher.networks.mlp import ActionScale
+from tests.shared.models import CAMERA, REACH, STATE, act, assert_same, batch, config_of, differences, robot, weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = ("policy.hidden=[32,32]", "critic.hidden=[32,32]", "algo.grasp_critic.hidden=[32,32]")
+PLAIN = robot(states=2, actions=3, cameras=())
+NAMED = replace(PLAIN, action=Feature((3,), names=("x", "gripper", "y"), low=[-1, 0, -4], high=[1, 2, 4]))
+WIDE = 5.0  # an entry beyond its bounds
+
+
+def build(*words, spec=PLAIN, seed=0):
+    torch.manual_seed(seed)
+    return instantiate(config_of("algo=hybrid", *SMALL, *words).algo)(spec)
+
+
+def rows_of(algorithm, spec=PLAIN, **options):
+    """Random rows, as the updates of an algorithm get them."""
+    return batch(spec, window=algorithm.windows["update"], **options)
+
+
+def with_gripper(rows, values, entry=-1):
+    """The rows with these numbers in the gripper's entry."""
+    action = rows.action.clone()
+    action[..., entry] = torch.as_tensor(values)
+    return replace(rows, action=action)
+
+
+class Table(nn.Module):
+    """A grasp critic that gives every observation the same values."""
+
+    def __init__(self, *values):
+        super().__init__()
+        self.values = torch.tensor(values)
+
+    def forward(self, observation):
+        return self.values.expand(len(observation[STATE]), -1)
+
+
+# -- the grasp critic's target
+
+
+def test_the_target_is_a_double_dqns_and_only_moves_pay_the_penalty():
+    algorithm = build("algo.discount=0.5", "algo.grasp_penalty=0.25")
+    algorithm.grasp_critic = Table(1.0, 9.0, 2.0)  # chooses the second action,
+    algorithm.target_grasp_critic = Table(100.0, 8.0, 50.0)  # whose value this one says
+    rows = with_gripper(rows_of(algorithm, size=5), torch.tensor([-REACH, -0.9, 0.0, 0.9, WIDE])[:, None])
+    _, choice = algorithm.policy.split(rows.action)
+    assert choice.tolist() == [[0], [1], [1], [1], [2]]  # the nearest of -2, 0 and 2
+    following = 0.5 * 8
+    assert algorithm.grasp_target(rows, choice).tolist() == [0.75 + following, *[1 + following] * 3, 0.75 + following]
+    ended = {name: replace(rows, **{name: rows.valid}) for name in ("terminated", "truncated")}
+    assert algorithm.grasp_target(ended["terminated"], choice).tolist() == [0.75, 1, 1, 1, 0.75]
+    assert torch.equal(algorithm.grasp_target(ended["truncated"], choice), algorithm.grasp_target(rows, choice))
+
+
+def test_the_loss_is_the_squared_distance_of_the_executed_actions_value():
+    algorithm = build("algo.discount=0.5", "algo.grasp_penalty=0.5")
+    algorithm.target_grasp_critic, algorithm.grasp_optimizer = Table(0.0, 0.0, 0.0), Table(1.0, 2.0, 4.0)
+    rows = with_gripper(rows_of(algorithm, size=3, weight=torch.tensor([1.0, 1.0, 3.0])), [[-REACH], [0.0], [REACH]])
+    loss, value = algorithm.grasp_loss(rows, algorithm.policy.split(rows.action)[1])
+    assert loss == pytest.approx((0.5**2 + 1**2 + 3 * 3.5**2) / 3)
+    assert value == pytest.approx(7 / 3)
+
+
+def test_the_grasp_critics_target_follows_by_tau_and_rows_without_weight_move_nothing():
+    algorithm = build("algo.tau=0.25")
+    rows, begun = rows_of(algorithm), weights(algorithm.grasp_critic)
+    algorithm.update_critic(replace(rows, weight=torch.zeros(len(rows))))
+    assert_same(begun, weights(algorithm.grasp_critic))
+    metrics = algorithm.update_critic(rows)
+    assert {"grasp_loss", "grasp_value", "grasp_gradient", "critic_loss"} <= metrics.keys()
+    for name, weight in algorithm.grasp_critic.named_parameters():
+        target = algorithm.target_grasp_critic.get_parameter(name)
+        torch.testing.assert_close(target, 0.75 * begun[name] + 0.25 * weight)
+    assert_same(begun, weights(algorithm.policy.grasp_critic))  # what acts changes with the policy,
+    algorithm.update(rows)
+    assert_same(weights(algorithm.grasp_critic), weights(algorithm.policy.grasp_critic))  # and is not behind it
+
+
+# -- two halves
+
+
+def test_the_arm_does_not_see_the_gripper():
+    one, other = build(), build()
+    rows = rows_of(one)
+    turned = with_gripper(rows, -rows.action[..., -1])
+    assert torch.equal(one.value(rows), one.value(turned))
+    for _ in range(2):
+        one.update(rows)
+        other.update(turned)
+    for half in ("critic", "target_critic", "log_temperature"):
+        assert_same(weights(getattr(one, half)), weights(getattr(other, half)))
+    assert_same(weights(one.policy.arm), weights(other.policy.arm))
+    assert differences(weights(one.grasp_critic), weights(other.grasp_critic))
+    assert one.target_entropy == -0.5 * 2  # of the arm's two entries
+
+
+@pytest.mark.parametrize(("gripper", "entry"), [("null", 2), (1, 1), (0, 0), ("gripper", 1)])
+def test_the_gripper_is_put_back_in_its_place_in_the_robots_units(gripper, entry):
+    algorithm = build(f"algo.gripper={gripper}", spec=NAMED)
+    state, noise = {STATE: torch.randn(20, 2)}, torch.randn(20, 1, 3)
+    action = act(algorithm, state, noise, explore=True)
+    values = algorithm.policy.grasp_critic(state)
+    low, high = (np.asarray(bound)[entry] for bound in (NAMED.action.low, NAMED.action.high))
+    steps = torch.tensor([low, (low + high) / 2, high])
+    assert torch.equal(action[:, 0, entry], steps[values.argmax(-1)])
+    arm = algorithm.policy.arm.sample(state, noise=noise[None, ..., :-1])[0]
+    others = [i for i in range(3) if i != entry]
+    assert torch.equal(action[..., others], arm)
+    back, choice = algorithm.policy.split(action)
+    assert torch.equal(back, arm)
+    assert torch.equal(choice[:, 0], values.argmax(-1))
+    scale = ActionScale(NAMED.action)
+    assert torch.equal(algorithm.policy.arm.scale.half_range, scale.half_range[others])
+
+
+def test_a_share_epsilon_of_the_gripper_actions_is_drawn_from_the_noise_alone():
+    algorithm, rows = build("algo.epsilon=0.3"), 30_000
+    algorithm.policy.grasp_critic = Table(0.0, 0.0, 1.0)
+    state = {STATE: torch.zeros(rows, 2)}
+    noise = torch.randn(rows, 1, 3, generator=torch.Generator().manual_seed(0))
+    found = act(algorithm, state, noise, explore=True)[:, 0, -1]
+    shares = torch.stack([(found == step * REACH).float().mean() for step in (-1, 0, 1)])
+    torch.testing.assert_close(shares, torch.tensor([0.1, 0.1, 0.8]), atol=0.01, rtol=0)
+    assert torch.equal(found, act(algorithm, state, noise, explore=True)[:, 0, -1])
+    arms = noise.clone()
+    arms[..., :-1] = 0
+    assert torch.equal(found, act(algorithm, state, arms, explore=True)[:, 0, -1])
+    assert (act(algorithm, state, noise)[:, 0, -1] == REACH).all()  # an evaluation takes the best
+    algorithm.policy.epsilon = 1.0
+    assert (act(algorithm, state, noise)[:, 0, -1] == REACH).all()
+    assert (act(algorithm, state, noise, explore=True)[:, 0, -1] == REACH).float().mean() < 0.4
+
+
+def toy(algorithm, generator, size=128):
+    """One-step episodes: the arm gets reward for minus the state, the gripper for moving as the first state's sign."""
+    state = torch.rand(size, 1, 2, generator=generator) * 2 - 1
+    arm = (-state + 0.7 * torch.randn(size, 1, 2, generator=generator)).clamp(-REACH, REACH)
+    gripper = torch.randint(-1, 2, (size, 1), generator=generator)
+    reward = -(state + arm).square().sum(-1) + (gripper == state[..., 0].sign()).float()
+    rows = rows_of(
+        algorithm, size=size, observation={STATE: state}, next_observation={STATE: state}, reward=reward,
+        action=torch.cat([arm, REACH * gripper.unsqueeze(-1).float()], -1),
+        seed=int(torch.randint(2**20, (), generator=generator)),
+    )  # fmt: skip
+    return replace(rows, terminated=rows.valid)
+
+
+def test_the_gripper_learns_the_states_sign_while_the_arm_learns_its_own():
+    algorithm, generator = build("algo.learning_rate=3e-3"), torch.Generator().manual_seed(1)
+    state = torch.rand(256, 2, generator=generator) * 2 - 1
+    clear = state[:, 0].abs() > 0.2
+    for _ in range(10):
+        for _ in range(40):
+            algorithm.update(toy(algorithm, generator))
+        action = act(algorithm, {STATE: state})[:, 0]
+        error = (action[:, :2] + state).norm(dim=-1).mean()
+        right = (action[:, 2] == REACH * state[:, 0].sign())[clear].float().mean()
+        if error < 0.25 and right > 0.95:
+            return
+    raise AssertionError(f"the arm is {error:.2f} away, and the gripper right in {right:.0%}")
+
+
+# -- as every algorithm
+
+
+def test_a_resumed_run_goes_on_bit_by_bit_and_its_targets_are_no_copies():
+    straight = build("algo.epsilon=0.1")
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        straight.update_critic(toy(straight, generator))
+        straight.update(toy(straight, generator))
+    learned, target = straight.grasp_critic.state_dict(), straight.target_grasp_critic.state_dict()
+    assert not torch.equal(learned["network.0.weight"], target["network.0.weight"])
+    resumed = build("algo.epsilon=0.1", seed=1)
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    rows = toy(straight, generator)
+    for algorithm in (straight, resumed):
+        algorithm.update(rows)
+        algorithm.update_critic(rows)
+    assert_same(straight.state_dict(), resumed.state_dict())
+    assert "grasp_optimizer" in straight.get_extra_state()["optimizers"]
+
+
+def test_published_weights_are_enough_to_act_and_nothing_else_is_kept():
+    learner, actor = build(), build(seed=1)
+    learner.set_statistics({"mean": {STATE: np.array([1.0, -2.0])}, "std": {STATE: np.array([0.5, 2.0])}})
+    learner.update(rows_of(learner))
+    state = {STATE: torch.randn(20, 2)}
+    wanted = act(learner, state, explore=True)
+    assert not torch.equal(act(actor, state, explore=True), wanted)
+    actor.only_acting()
+    assert [name for name, _ in actor.named_children()] == ["policy"]
+    assert not any(weight.requires_grad for weight in actor.parameters())
+    actor.acting.load_published(learner.acting.published())
+    assert torch.equal(act(actor, state, explore=True), wanted)
+
+
+def test_statistics_reach_every_encoder():
+    algorithm = build()
+    algorithm.set_statistics({"mean": {STATE: np.array([1.0, -2.0])}, "std": {STATE: np.array([0.5, 2.0])}})
+    means = {key: value.tolist() for key, value in algorithm.state_dict().items() if key.endswith("state.mean")}
+    assert len(means) == 6  # of the arm, its critics and the grasp critic; two targets, and the copy that acts
+    assert all(mean == [1.0, -2.0] for mean in means.values())
+
+
+def test_the_grasp_critic_sees_augmented_images_and_trains_convolutions_of_its_own():
+    spec = robot(states=2, actions=3, shape=(8, 8, 3))
+    words = ("policy=gaussian_pixels", "policy.encoder.channels=[8]", "policy.encoder.latent=4", *SMALL)
+    config = config_of("algo=hybrid", *words).algo
+    config.augment = OmegaConf.to_container(config_of("algo=rlpd_pixels").algo.augment)
+    algorithm = instantiate(config)(spec)
+    rows, seen = rows_of(algorithm, spec), []
+    algorithm.grasp_critic.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][CAMERA]))
+    before = weights(algorithm.grasp_critic.encoder.trunks)
+    metrics = algorithm.update(rows)
+    assert all(value.isfinite() for value in metrics.values())
+    for found, images in zip(seen, (rows.observation[CAMERA], rows.next_observation[CAMERA]), strict=True):
+        assert found.shape == images.shape
+        assert not torch.equal(found, images)
+    assert differences(before, weights(algorithm.grasp_critic.encoder.trunks))
+    assert_same(weights(algorithm.grasp_critic), weights(algorithm.policy.grasp_critic))
+
+
+@pytest.mark.parametrize(
+    ("words", "spec", "sentence"),
+    [
+        (["algo.gripper=3"], PLAIN, r"algo\.gripper=3: the entries of this robot's action are 0 to 2"),
+        (["algo.gripper=-1"], PLAIN, r"algo\.gripper=-1: the entries .* null is the last one"),
+        (["algo.gripper=griper"], NAMED, r"no entry of the action is called 'griper'; did you mean 'gripper'\?"),
+        (["algo.gripper=gripper"], PLAIN, r"algo\.gripper=gripper: .* there is none"),
+        ([], robot(actions=1, cameras=()), r"needs an arm beside the gripper.*one entry: say algo=rlpd"),
+        (["algo.grasp_penalty=-0.1"], PLAIN, r"at least 0, and epsilon a share .* grasp_penalty=-0\.1, epsilon=0\.0"),
+        (["algo.epsilon=1.5"], PLAIN, r"a share between 0 and 1, not grasp_penalty=0\.02, epsilon=1\.5"),
+        (
+            ["policy=flow"],
+            PLAIN,
+            r"algo=hybrid needs a policy of single actions .* say policy=gaussian, not ChunkPolicy",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused_in_a_sentence(words, spec, sentence):
+    own = SMALL if "policy=flow" not in words else SMALL[1:]
+    with pytest.raises(ConfigError, match=sentence):
+        instantiate(config_of("algo=hybrid", *own, *words).algo)(spec)
