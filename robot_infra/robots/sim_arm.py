@@ -33,6 +33,8 @@ WORKSPACE = np.array([[0.25, -0.2, 0.025], [0.55, 0.2, 0.35]])  # metres, for th
 HOME = np.array([0.4, 0.0, 0.2])
 OPEN = 0.045  # metres between a finger and the middle
 
+SIDES = {"both": lambda y: y, "left": abs, "right": lambda y: -abs(y)}  # y of the block: positive is left of the robot
+
 AXES = ("x", "y", "z")
 NAMES = (
     *(f"{point}.{axis}" for point in ("tool", "block", "way") for axis in AXES), "finger",
@@ -62,17 +64,21 @@ class SimArm:
     fps: steps per second. An action of 1 moves the commanded tool or finger by `stroke` metres in one of them.
     block_in_state: the state [15] has tool, block, the way between them, finger, commanded tool, commanded opening and
         the finger's speed, all scaled. Otherwise the state [9] has only what an arm measures of itself.
+    side: where the block lies: both, left or right of the robot.
 
     `tool` and `block` [3] are the true points now, in metres. Only its cameras need graphics. Raises ConfigError
-    without the package mujoco.
+    without the package mujoco, and for another side.
     """
 
     space, is_home, is_simulated = "ee_delta", True, True
     action = Feature((4,), names=(*AXES, "gripper"), low=np.array(-1), high=np.array(1))
 
-    def __init__(self, *, fps: float = FPS, block_in_state: bool = True) -> None:
+    def __init__(self, *, fps: float = FPS, block_in_state: bool = True, side: str = "both") -> None:
         if not 1 <= fps <= 100:
             raise ConfigError(f"task.env.fps={fps:g}: the simulated arm makes 1 to 100 steps per second")
+        if side not in SIDES:
+            raise ConfigError(f"task.env.side={side}: say one of {', '.join(SIDES)}")
+        self._side = SIDES[side]
         self._substeps = round(1 / (fps * PHYSICS))
         self.stroke = SPEED / fps
         try:
@@ -120,7 +126,8 @@ class SimArm:
         self.steps = 0  # since the arm was home
         self._steer()
         data.qpos[:5], data.qpos[5:7] = data.ctrl[:5], OPEN  # arm, fingers, then the block: arm.xml's order
-        data.qpos[7:10] = *random.uniform((0.32, -0.12), (0.48, 0.12)), 0.02
+        x, y = random.uniform((0.32, -0.12), (0.48, 0.12))
+        data.qpos[7:10] = x, self._side(y), 0.02
         self._mujoco.mj_forward(self._model, data)
 
     def observe(self) -> Reading:
@@ -165,8 +172,10 @@ class PickArm(Arm):
     entries = dict.fromkeys((*AXES, "gripper"), "m")
     is_simulated = True
 
-    def __init__(self, address: str, *, hz: float, block_in_state: bool, backend: str, image_size: int) -> None:
-        self._arm = SimArm(fps=hz, block_in_state=block_in_state)
+    def __init__(
+        self, address: str, *, hz: float, block_in_state: bool, side: str, backend: str, image_size: int
+    ) -> None:
+        self._arm = SimArm(fps=hz, block_in_state=block_in_state, side=side)
         cameras = self._arm.cameras(backend, size=image_size) if backend else {}
         self._cameras = {f"observation.images.{name}": camera for name, camera in cameras.items()}
         images = {name: camera.feature for name, camera in self._cameras.items()}
@@ -215,7 +224,7 @@ class SeenScene:
         return holds(*self._robot.seen["scene"][6:])
 
 
-def guarded(*, fps: float, block_in_state: bool, backend: str, image_size: int) -> GuardedRobot:
+def guarded(*, fps: float, block_in_state: bool, side: str, backend: str, image_size: int) -> GuardedRobot:
     """Return the simulated arm behind a guard."""
     stroke, ranges = SPEED / fps, [*WORKSPACE.T.tolist(), [0.0, OPEN]]
     limit = {"speed": 1.5 * SPEED, "jump": 1.5 * stroke, "tracking": 0.15}
@@ -228,7 +237,8 @@ def guarded(*, fps: float, block_in_state: bool, backend: str, image_size: int) 
         home=dict(zip(PickArm.entries, [*HOME.tolist(), OPEN], strict=True)), space="ee_delta",
         stroke=[stroke, stroke, stroke, -stroke], servo_hz=SERVO_HZ,
         options={
-            "hz": SERVO_HZ, "block_in_state": block_in_state, "backend": backend, "image_size": image_size,
+            "hz": SERVO_HZ, "block_in_state": block_in_state, "side": side, "backend": backend,
+            "image_size": image_size,
         },
     )  # fmt: skip
 
@@ -258,14 +268,15 @@ def left_to_pick(arm: SimArm | SeenScene, height: float = 0.12) -> float:
 def make(
     *, max_steps: int, noise: float, clock: str, fps: float = FPS, operator: str = "scripted",
     verdict_by: str = "judge", takeover_after: int = 12, handback_after: int = 10, cameras: bool | str = False,
-    image_size: int = 128, block_in_state: bool = True, guard: bool = False,
+    image_size: int = 128, block_in_state: bool = True, guard: bool = False, side: str = "both",
     devices: Mapping[str, Any] | None = None,
 ) -> RobotEnv:  # fmt: skip
     """Make the picking task as an Env.
 
     noise: standard deviation of the scripted operator's actions. verdict_by: `judge` or `operator`
     (teleop/verdicts.py). cameras: true, false or auto (cameras/gl.py). guard: the arm belongs to a guard, as a real one
-    would; only on the real clock. Raises ConfigError where neither state nor camera would show the block.
+    would; only on the real clock. side: see SimArm. Raises ConfigError where neither state nor camera would show the
+    block.
     """
     backend = gl.chosen(cameras)
     if not (backend or block_in_state):
@@ -273,10 +284,10 @@ def make(
     arm: SimArm | SeenScene
     if guard:
         check_clock(clock)
-        owner = guarded(fps=fps, block_in_state=block_in_state, backend=backend, image_size=image_size)
+        owner = guarded(fps=fps, block_in_state=block_in_state, side=side, backend=backend, image_size=image_size)
         arm, drawn = SeenScene(owner, SPEED / fps), owner.cameras
     else:
-        arm = SimArm(fps=fps, block_in_state=block_in_state)
+        arm = SimArm(fps=fps, block_in_state=block_in_state, side=side)
         owner, drawn = SafeRobot(arm), arm.cameras(backend, size=image_size) if backend else {}
     scripted = Rescuer(
         partial(pick, arm), partial(left_to_pick, arm), noise=noise, margin=arm.stroke / 4,

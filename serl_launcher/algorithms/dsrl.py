@@ -71,13 +71,14 @@ class DSRL(Judged):
     """
 
     def __init__(
-        self, spec: Spec, *, noise_policy: Callable[[Spec], GaussianPolicy], reach: float, noise_rows: int | None,
+        self, spec: Spec, *, noise_policy: Callable[..., GaussianPolicy], reach: float, noise_rows: int | None,
         noise_optimizer: Callable[[nn.Module], Optimizer], critic: Callable[..., Critic], initial_temperature: float,
         entropy_per_action: float, **judged: Any,
     ) -> None:  # fmt: skip
         self._spec, self._noise_policy, self.reach, self._rows = spec, noise_policy, reach, noise_rows
-        super().__init__(spec, critic=critic, **judged)
         encoder = judged["encoder"]
+        self._has_encoder = encoder is not None
+        super().__init__(spec, critic=critic, **judged)
         features: Any = encoder(spec) if encoder else PolicyFeatures(self.policy)
         self.noise_critic = critic(self.noise_spec(self.policy), encoder=features, horizon=1)
         self.noise_critic_optimizer = noise_optimizer(self.noise_critic)
@@ -107,7 +108,9 @@ class DSRL(Judged):
         return replace(self._spec, action=Feature(bound.shape, low=-bound, high=bound))
 
     def hold(self, policy: HeadPolicy, critic: Critic) -> None:
-        self.steered = Steered(policy, self._noise_policy(self.noise_spec(policy)), self._rows or policy.horizon)
+        own = {} if self._has_encoder else {"encoder": lambda _: PolicyFeatures(policy)}
+        chooser = self._noise_policy(self.noise_spec(policy), **own)
+        self.steered = Steered(policy, chooser, self._rows or policy.horizon)
         self.critic = critic
         self.alias(policy=policy)
 
