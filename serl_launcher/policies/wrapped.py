@@ -1,7 +1,6 @@
 """Policies around another one: what acts is the inner policy and the networks that improve, steer or condition it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,13 +53,16 @@ class Wrapped(Policy):
         self.policy.compile_layers()
 
     def published(self) -> dict[str, Tensor]:
-        parts: dict[str, Any] = dict(self.named_children())
-        found = {
-            name: part.published() if isinstance(part, Acting) else part.state_dict() for name, part in parts.items()
-        }
-        return {f"{name}.{key}": tensor for name, tensors in found.items() for key, tensor in tensors.items()}
+        found = {name: tensor for name, tensor in self.state_dict().items() if name.partition(".")[0] in self._buffers}
+        for name, part in self.named_children():
+            tensors = part.published() if isinstance(part, Acting) else part.state_dict()
+            found |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+        return found
 
     def load_published(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                buffer.copy_(tensors[name])
         for name, part in self.named_children():
             own = {key[len(name) + 1 :]: tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
             part.load_published(own) if isinstance(part, Acting) else part.load_state_dict(own)

@@ -331,7 +331,8 @@ def test_a_resumed_run_goes_on_bit_by_bit(name, overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "words"), [*((name, ()) for name in ALGORITHMS), *(("sac", (f"critic={name}",)) for name in CRITICS)]
+    ("name", "words"),  # recap needs many rows of each kind: see test_recap
+    [*((name, ()) for name in ALGORITHMS if name != "recap"), *(("sac", (f"critic={name}",)) for name in CRITICS)],
 )
 def test_a_toy_task_is_learned(name, words):
     algorithm, config = build(name, *words, *faster(f"algo={name}", *words))

@@ -78,11 +78,13 @@ def run(folder: Path, *words: str, task: str = "sim_arm", actor: Sequence[str] =
             acting.kill()
 
 
-def demonstrations(folder: Path, seed: int, count: int, *words: str, task: str = "sim_arm") -> Path:
-    """Return the run that holds `count` demonstrations by the task's scripted operator."""
+def demonstrations(
+    folder: Path, seed: int, count: int, *words: str, task: str = "sim_arm", actor: Sequence[str] = ()
+) -> Path:
+    """Return the run that holds `count` demonstrations by the task's scripted operator. actor: words of its own."""
     if not (folder / "summary.json").exists():
         until = f'plan.phases.demonstrate.until=["demo.episodes >= {count}"]'
-        run(folder, "plan=collect", f"seed={seed}", until, *words, task=task)
+        run(folder, "plan=collect", f"seed={seed}", until, *words, task=task, actor=actor)
     return folder
 
 

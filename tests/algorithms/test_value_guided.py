@@ -1,0 +1,322 @@
+"""What chooses, climbs, leads, edits and steers the chunks of a policy does what its equations say."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from serl_client import ConfigError
+
+from serl_launcher.algorithms.guided import Led
+from serl_launcher.networks.mlp import ActionScale
+from serl_launcher.networks.seeded_noise import normal
+from serl_launcher.policies.improved import Improved
+from tests.shared.models import STATE, act, batch, config_of, robot, weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SPEC = robot(states=2, cameras=())
+SMALL = ("policy.network.hidden=[16,16]", "critic.hidden=[16,16]", "policy.horizon=4", "policy.head.steps=3")
+
+
+def build(name, *words, seed=0):
+    torch.manual_seed(seed)
+    small = [word for word in SMALL if not ("policy=chunk" in words and word.startswith("policy.n"))]
+    small = [word.replace("policy.head", "head") if "policy=chunk" in words else word for word in small]
+    if "head=regression" in words:
+        small.remove("head.steps=3")
+    return instantiate(config_of(f"algo={name}", *small, *words).algo)(SPEC)
+
+
+def rows(algorithm, update, **columns):
+    return batch(SPEC, 8, window=algorithm.windows[update], **columns)
+
+
+def observed(count=5):
+    return {STATE: torch.randn(count, 2, generator=torch.Generator().manual_seed(3))}
+
+
+class Bowl:
+    """A critic whose value of scaled actions a is -|a - c|^2; it writes down the values that it gave."""
+
+    def __init__(self, center, scale):
+        self.center, self.scale, self.said = center, scale, []
+
+    def judge(self, observation, candidates):
+        value = -(self.scale.to_unit(candidates) - self.center).square().sum((-2, -1))
+        self.said.append(value.detach())
+        return value
+
+
+def climber(center, **options):
+    scale = ActionScale(SPEC.action)
+    policy = SimpleNamespace(scale=scale, head=SimpleNamespace(is_deterministic=False))
+    climbing = Improved.__new__(Improved)
+    torch.nn.Module.__init__(climbing)
+    climbing.__dict__.update(policy=policy, critic=Bowl(center, scale), critic_horizon=3, **options)
+    return climbing, scale
+
+
+# -- PA-RL
+
+
+def test_local_steps_shrink_the_distance_to_the_best_action_as_they_must_and_never_lose_value():
+    center = torch.tensor([0.3, -0.4])
+    climbing, scale = climber(center, steps=7, step_size=0.1)
+    begun = torch.rand(4, 5, 3, 2) - 0.5
+    found = scale.to_unit(climbing.climbed({}, scale.from_unit(begun)))
+    torch.testing.assert_close(found - center, (1 - 2 * 0.1) ** 7 * (begun - center))
+    said = torch.stack(climbing.critic.said)
+    assert (said.diff(dim=0) >= 0).all()
+
+
+def test_a_step_that_is_too_long_is_not_kept_and_no_step_leaves_the_bounds():
+    climbing, scale = climber(torch.full((2,), 5.0), steps=3, step_size=0.2)
+    found = scale.to_unit(climbing.climbed({}, torch.zeros(2, 5, 3, 2)))
+    torch.testing.assert_close(found, torch.ones_like(found))  # the bound, on the way to 5
+    climbing, scale = climber(torch.zeros(2), steps=3, step_size=1.4)  # each step goes too far, and further away
+    begun = torch.full((2, 5, 3, 2), 0.5)
+    torch.testing.assert_close(scale.to_unit(climbing.climbed({}, scale.from_unit(begun))), begun)
+
+
+def test_candidates_are_kept_by_value_and_the_worst_of_them_gives_way_to_what_was_executed():
+    algorithm = build("parl", "algo.samples=6", "algo.kept=3", "algo.steps=0", "algo.temperature=1.0e-4")
+    drawn = rows(algorithm, "update_candidates", length=2)
+    metrics, columns = algorithm.update_candidates(drawn)
+    observation = {STATE: drawn.observation[STATE][:, 0]}
+    noise = normal(drawn.seed, algorithm.improved.noise_shape)
+    sampled = algorithm.improved.proposed(observation, drawn.task, noise)
+    value = algorithm.improved.value(observation, sampled)
+    top = sampled[value.argmax(0), torch.arange(8)]
+    executed = torch.where(drawn.valid[..., None], drawn.action, top)  # behind the end: the best sample
+    both = torch.stack([top, executed])
+    best = both[algorithm.improved.value(observation, both).argmax(0), torch.arange(8)]
+    assert torch.equal(columns["candidate"], best)  # so low a temperature takes the best
+    assert columns["candidate_version"].tolist() == [0] * 8
+    assert metrics["value_gained"] == metrics["moved"] == 0  # no step was taken
+
+
+def test_the_temperature_shares_the_choice_among_candidates_by_their_values():
+    algorithm = build("parl", "algo.samples=4", "algo.kept=2", "algo.steps=0", "algo.temperature=1.0e6")
+    drawn = batch(SPEC, 400, window=algorithm.windows["update_candidates"])
+    chosen = algorithm.update_candidates(drawn)[1]["candidate"]
+    is_executed = (chosen == drawn.action).all((1, 2)).float().mean()
+    assert 0.42 < is_executed < 0.58  # one of two candidates, whatever it is worth
+
+
+def test_candidates_are_imitated_by_the_policys_own_loss_and_tell_their_age():
+    algorithm = build("parl")
+    for _ in range(3):
+        algorithm.update_critic(rows(algorithm, "update_critic"))
+    candidate = torch.rand(8, 1, 4, 2) - 0.5
+    drawn = rows(algorithm, "update_distil")
+    extras = {"derived.candidate": candidate, "derived.candidate_version": torch.ones(8, 1, dtype=torch.int64)}
+    drawn, critics = replace(drawn, extras=extras), weights(algorithm.critic)
+    whole = rows(algorithm, "update_clone", observation=drawn.observation, action=candidate[:, 0])
+    expected = algorithm.policy(whole)[0].mean()
+    metrics = algorithm.update_distil(drawn)
+    torch.testing.assert_close(metrics["loss"], expected.detach())
+    assert metrics["candidate_age"] == 2
+    assert all(torch.equal(critics[name], value) for name, value in weights(algorithm.critic).items())
+
+
+# -- what is common
+
+
+@pytest.mark.parametrize("name", ["qc", "parl", "expo"])
+def test_there_is_no_best_of_equal_samples_unless_proposals_have_noise(name):
+    with pytest.raises(ConfigError, match=r"Regression are the same, so there is no best of .*proposal_noise=0.1"):
+        build(name, "policy=chunk", "head=regression", "network=mlp")
+
+
+def test_proposal_noise_makes_samples_of_a_deterministic_head_differ_within_the_bounds():
+    algorithm = build("qc", "policy=chunk", "head=regression", "network=mlp", "algo.proposal_noise=0.3")
+    acting = algorithm.acting
+    found = acting.proposed(observed(), (), torch.randn(5, *acting.noise_shape))
+    assert (found.std(0) > 0).all()
+    assert (found.abs() <= 2).all()
+
+
+def test_the_best_of_n_acts_and_backs_up():
+    algorithm = build("qc", "algo.samples=6", "n_action_steps=2")
+    drawn = rows(algorithm, "update_critic")
+    following = {STATE: drawn.next_observation[STATE][:, 0]}
+    noise = normal(drawn.seed, algorithm.acting.noise_shape, 1)
+    candidates = algorithm.acting.proposed(following, drawn.task, noise)
+    value = torch.stack([algorithm.critic.value(following, each[:, :2]).mean(0) for each in candidates])
+    best = candidates[value.argmax(0), torch.arange(8)]
+    found = algorithm.following_action(drawn, following)
+    torch.testing.assert_close(found, best)
+    expected = (
+        drawn.reward @ torch.tensor([1, 0.97])
+        + 0.97**2 * algorithm.target_critic.value(following, best[:, :2]).min(0).values
+    )
+    torch.testing.assert_close(algorithm.target(drawn), expected.detach())
+
+
+@pytest.mark.parametrize("name", ["qc", "fql", "parl", "guided", "dsrl", "expo"])
+def test_what_needs_more_than_one_observation_or_continues_chunks_is_refused_by_name(name):
+    for word, sentence in (("policy.history=2", "policy.history=1"), ("policy.max_delay=1", "policy.max_delay=0")):
+        with pytest.raises(ConfigError, match=rf"algo={name} .*{sentence}"):
+            build(name, word)
+    with pytest.raises(ConfigError, match=rf"algo={name} needs chunks"):
+        instantiate(config_of(f"algo={name}", "policy=gaussian").algo)(SPEC)
+
+
+# -- guidance
+
+
+@pytest.mark.parametrize("words", [(), ("policy=chunk", "head=ddim"), ("policy=chunk", "head=ddpm")])
+def test_guidance_of_weight_zero_is_the_policy_bit_by_bit_and_more_of_it_finds_more_value(words):
+    seen, found = observed(), {}
+    for weight in (0.0, 0.5):
+        algorithm = build("guided", *words, f"algo.weight={weight}")
+        noise = torch.randn(5, *algorithm.acting.noise_shape, generator=torch.Generator().manual_seed(2))
+        found[weight] = act(algorithm, seen, noise)
+        if not weight:
+            alone = algorithm.policy.sample(seen, task=("reach",) * 5, noise=noise[None])[0]
+            assert torch.equal(found[weight], alone)
+    judged = [algorithm.critic.judge(seen, chunk[None]).mean() for chunk in found.values()]
+    assert judged[1] > judged[0]
+
+
+def test_the_slope_moves_the_guess_by_the_share_of_noise_that_is_left():
+    """One step from t = 1: a flow whose velocity is v lands at x - v, and led by g at x - v + g."""
+    algorithm = build("guided", "policy.head.steps=1", "algo.weight=0.25")
+    seen, noise = observed(), torch.zeros(5, *algorithm.acting.noise_shape)
+    plain = algorithm.policy.sample(seen, noise=noise[None])[0]
+    scale = algorithm.policy.scale
+    unit = scale.to_unit(plain).detach().requires_grad_()
+    algorithm.critic.judge(seen, scale.from_unit(unit)[None]).sum().backward()
+    moved = unit.detach() + 0.25 * unit.grad / (algorithm.led.size + 1e-6)
+    torch.testing.assert_close(act(algorithm, seen, noise), scale.from_unit(moved.clamp(-1, 1)))
+
+
+def test_the_size_of_values_follows_training_and_is_published():
+    algorithm = build("guided")
+    drawn = rows(algorithm, "update_critic")
+    algorithm.update_critic(drawn)
+    size = algorithm.value(drawn).abs().mean()
+    torch.testing.assert_close(algorithm.led.size, 0.1 + 0.9 * size)
+    assert torch.equal(algorithm.acting.published()["size"], algorithm.led.size)
+
+
+def test_a_task_beyond_itself_leads_away_from_no_task_and_at_one_it_is_the_task():
+    words = ("policy.tasks=[reach]", "algo.weight=0", "algo.task_drop=0.3")
+    seen, noise = observed(), torch.zeros(5, 1, 4, 2)
+    chunks = {}
+    for weight in (1.0, 0.0, 2.0):
+        algorithm = build("guided", *words, f"algo.task_weight={weight}", "policy.head.steps=1")
+        chunks[weight] = act(algorithm, seen, noise)
+    for weight, task in ((1.0, "reach"), (0.0, "")):
+        alone = algorithm.policy.sample(seen, task=[task] * 5, noise=noise[None])[0]
+        torch.testing.assert_close(chunks[weight], alone)
+    expected = (2 * chunks[1.0] - chunks[0.0]).clamp(-2, 2)  # of one step, the answer is linear in the weight
+    torch.testing.assert_close(chunks[2.0], expected)
+
+
+def test_tasks_are_left_out_of_their_share_of_rows(monkeypatch):
+    algorithm = build("guided", "policy.tasks=[reach]", "algo.task_drop=0.25")
+    told = []
+    monkeypatch.setattr(algorithm.policy, "prepared", lambda seen, task: told.extend(task) or seen)
+    monkeypatch.setattr(algorithm.policy, "condition", lambda seen: torch.zeros(400, 1, 3))
+    algorithm.update_clone(batch(SPEC, 400, window=algorithm.windows["update_clone"]))
+    assert 0.18 < told.count("") / 400 < 0.32
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("policy=chunk", "head=mip"), r"leads the steps of a sampler, which MIP does not have"),
+        (("policy.head.path=trigonometric",), r"policy.head.path=linear"),
+        (("algo.task_weight=2.0",), r"policy.tasks=\[\.\.\.\] and algo.task_drop=0.1"),
+        (("algo.task_drop=1.0",), r"a share below 1"),
+    ],
+)
+def test_guidance_that_cannot_be_is_refused(words, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        instantiate(config_of("algo=guided", *words).algo)(SPEC)
+
+
+# -- DSRL
+
+
+def test_steering_leaves_the_cloned_flow_as_it_is_to_the_byte_and_its_noise_within_reach():
+    algorithm = build("dsrl", "algo.reach=0.7")
+    algorithm.update_clone(rows(algorithm, "update_clone"))
+    before = {name: value.numpy().tobytes() for name, value in algorithm.policy.state_dict().items()}
+    chosen = weights(algorithm.steered.noise_policy)
+    for _ in range(3):
+        algorithm.update_critic(rows(algorithm, "update_critic"))
+        algorithm.update_noise(rows(algorithm, "update_noise"))
+    assert {name: value.numpy().tobytes() for name, value in algorithm.policy.state_dict().items()} == before
+    assert any(not torch.equal(chosen[name], value) for name, value in weights(algorithm.steered.noise_policy).items())
+    found = algorithm.steered.noise_policy.sample(observed(), noise=10 * torch.randn(1, 5, 1, 8))
+    assert found.abs().max() <= 0.7
+
+
+def test_one_row_of_noise_serves_all_actions_of_a_chunk_and_each_its_own_otherwise(monkeypatch):
+    seen = {}
+    for count in (1, 2, None):
+        algorithm = build("dsrl", f"algo.noise_rows={'null' if count is None else count}")
+        kept = []
+        monkeypatch.setattr(
+            algorithm.policy, "sample",
+            lambda observation, *, task, noise, kept=kept: kept.append(noise) or noise[:, :, 0],
+        )  # fmt: skip
+        chosen = torch.randn(5, (count or 4) * 2)
+        algorithm.steered.chunk(observed(), (), chosen)
+        seen[count] = kept[0][0, :, 0], chosen
+    assert torch.equal(seen[1][0], seen[1][1][:, None].expand(-1, 4, -1))
+    assert torch.equal(seen[2][0], seen[2][1].view(5, 2, 2).repeat_interleave(2, 1))
+    assert torch.equal(seen[None][0], seen[None][1].view(5, 4, 2))
+
+
+@pytest.mark.parametrize("head", ["ddpm", "gaussian"])
+def test_only_what_starts_at_one_noise_is_steered(head):
+    with pytest.raises(ConfigError, match=r"steers by the noise .*head=ddim"):
+        instantiate(config_of("algo=dsrl", "policy=chunk", f"head={head}").algo)(SPEC)
+
+
+# -- EXPO
+
+
+def test_edits_stay_within_reach_and_bounds_and_change_only_what_is_judged():
+    algorithm = build("expo", "n_action_steps=2", "algo.reach=0.3")
+    chunks = torch.rand(3, 5, 4, 2) * 4 - 2
+    edited, density = algorithm.edited.edited(observed(), chunks, 10 * torch.randn(3, 5, 2, 2))
+    assert density.shape == (3, 5)
+    assert torch.equal(edited[:, :, 2:], chunks[:, :, 2:])
+    assert ((edited - chunks)[:, :, :2].abs() <= 0.3 * 2 + 1e-5).all()  # of a range of -2..2
+    assert edited.abs().max() <= 2
+    assert not torch.equal(edited[:, :, :2], chunks[:, :, :2])
+
+
+def test_the_best_of_samples_and_their_edits_acts():
+    algorithm = build("expo", "algo.samples=3")
+    seen, acting = observed(), algorithm.acting
+    noise = torch.randn(5, *acting.noise_shape)
+    sampled = acting.proposed(seen, (), noise[..., : 4 * 2])
+    edits, _ = acting.edited(seen, sampled, noise[..., 4 * 2 :].transpose(0, 1).unflatten(-1, (4, 2)))
+    both = torch.cat([sampled, edits])
+    best = both[algorithm.critic.judge(seen, both).argmax(0), torch.arange(5)]
+    assert torch.equal(act(algorithm, seen, noise), best)
+
+
+def test_an_update_of_the_edits_moves_neither_base_nor_critics():
+    algorithm = build("expo")
+    parts = {"policy": algorithm.policy, "critic": algorithm.critic}
+    before = {name: weights(part) for name, part in parts.items()}
+    editor = weights(algorithm.edited.editor)
+    algorithm.update_edit(rows(algorithm, "update_edit"))
+    for name, part in parts.items():
+        assert all(torch.equal(before[name][key], value) for key, value in weights(part).items())
+    assert any(not torch.equal(editor[key], value) for key, value in weights(algorithm.edited.editor).items())
+
+
+def test_a_wrapped_policy_alone_is_led_as_its_algorithm_leads_it():
+    algorithm = build("guided", "algo.weight=0")
+    led = Led(algorithm.policy, algorithm.critic, critic_horizon=4, weight=0.0, task_weight=1.0)
+    noise = torch.randn(2, 5, *led.noise_shape)
+    assert torch.equal(led.sample(observed(), noise=noise), algorithm.policy.sample(observed(), noise=noise))
