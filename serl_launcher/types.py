@@ -41,13 +41,13 @@ class Window:
           a step, counts as an end;
         - `next_observation`: (H,). Each observation of this window, at its own offsets plus the number of valid steps.
           A window that the end cut short sees the episode's final observation;
-        - one of Spec.extras: at the action's offsets, in `Batch.extras`, [B, H, ...];
+        - one of Spec.extras: at the action's offsets, in `Batch.extras`, [B, H, ...]; or at (0,), [B, 1, ...];
         - `episode.return`, `episode.success`, `episode.index`, `episode.remaining`: likewise, [B, H]. They tell of each
           step: the sum of rewards from it to its episode's end, discounted by `discount` per step, with the reward of
           an operator's verdict (float32); whether the episode succeeded (bool); its index in the episode, and how many
           steps follow it there (int64). A gap does not end them: they are of the whole episode. Each part of an episode
           that was cut is an episode of its own, with the success of the whole.
-        - `derived.<name>` for a name in `Algorithm.derived`: likewise, [B, H, ...]. An update has computed it.
+        - `derived.<name>` for a name in `Algorithm.derived`: likewise. An update has computed it, of these steps.
     starts: which steps may be drawn: `any`, or `chunk_start`: steps at which a new chunk began.
     idle_filter: no window starts where the robot waits; such steps may still occur later in a window. None: no filter.
     discount: of `episode.return`, per step.
@@ -90,7 +90,7 @@ class Batch:
     seed: [B] int64. All random numbers in a row's loss come from it.
     next_observation: {name: [B, To, ...]}; None if the window does not ask for it.
     task: B tasks in words.
-    extras: {name: [B, H, ...]}.
+    extras: {name: [B, H, ...], or [B, 1, ...]}, as the window asks.
     """
 
     observation: dict[str, Tensor]

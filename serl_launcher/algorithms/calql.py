@@ -20,14 +20,12 @@ from typing import Any
 import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
-from torch import Tensor, nn
+from torch import Tensor
 
 from serl_launcher.algorithms.base import critic_loss, follow
 from serl_launcher.algorithms.sac import SAC
-from serl_launcher.networks.critics import Critic
 from serl_launcher.networks.seeded_noise import normal, uniform
-from serl_launcher.types import Batch, Metrics, Observation
-from serl_launcher.utils.optim import Optimizer
+from serl_launcher.types import Batch, Metrics
 
 RETURN = "episode.return"
 COMPARED = 2  # stream of a row's random numbers for the actions of (1); stream 0 is SAC's
@@ -49,8 +47,6 @@ class CalQL(SAC):
             )
         super().__init__(spec, **sac)
         self.cql_alpha, self.cql_samples, self.calibrated = cql_alpha, cql_samples, calibrated
-        learning_rate = self.critic_optimizer.learning_rate
-        self.critic_optimizer = Optimizer(_Compared(self.critic), learning_rate=learning_rate)
         if calibrated:
             for name, window in self.windows.items():
                 offsets = {**window.offsets, RETURN: window.offsets["action"]}
@@ -88,20 +84,3 @@ class CalQL(SAC):
             others, policys = values.split([1 + self.cql_samples, 2 * self.cql_samples], 1)
             values = torch.cat([others, torch.maximum(policys, batch.extras[RETURN][:, 0])], 1)
         return values.logsumexp(1) - math.log(values.shape[1]) - values[:, 0]
-
-
-class _Compared(nn.Module):
-    """The module that the critics' optimiser runs: predictions for several actions of each row.
-
-    observation {name: [B, ...]}, actions [M, B, H, A] -> [E, M, B] or [E, M, B, K]. An observation is encoded once.
-    """
-
-    def __init__(self, critic: Critic) -> None:
-        super().__init__()
-        self.critic = critic
-
-    def forward(self, observation: Observation, actions: Tensor) -> Tensor:
-        critic = self.critic
-        features = critic.encoder(observation).expand(len(actions), -1, -1)
-        inputs = torch.cat([features, critic.scale.to_unit(actions).flatten(2)], -1).flatten(0, 1)
-        return critic.network(inputs.expand(critic.num_critics, -1, -1)).unflatten(1, actions.shape[:2])

@@ -105,10 +105,10 @@ class RECAP(Algorithm):
         self.derived = {ADVANTAGE: Feature(())}
         now, whole = dict.fromkeys(features.inputs, (0,)), tuple(range(steps))
         known = {**now, "action": (0,), SUCCESS: (0,), REMAINING: (0,)}
-        ahead = {**now, "action": whole, SUCCESS: whole, REMAINING: whole, "next_observation": (steps,)}
+        ahead = {**now, "action": whole, SUCCESS: (0,), REMAINING: (0,), "next_observation": (steps,)}
         self.windows = {
             "update_value": Window(known), "update_advantage": Window(ahead), "update_clone": Window(made.offsets),
-            "update_policy": Window({**made.offsets, DERIVED: made.offsets["action"]}),
+            "update_policy": Window({**made.offsets, DERIVED: (0,)}),
         }  # fmt: skip
 
     @property

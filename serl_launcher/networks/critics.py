@@ -267,23 +267,26 @@ class Critic(nn.Module):
         self.network = nn.Sequential(*layers, self.values.layer(num_critics, inputs))
 
     def forward(self, observation: Observation, action: Tensor) -> Tensor:
-        """Predict [E, B, ...] for observation {name: [B, ...]} and action [B, H, A] in the robot's units."""
-        inputs = torch.cat([self.encoder(observation), self.scale.to_unit(action).flatten(1)], -1)
-        return self.network(inputs.expand(self.num_critics, -1, -1))
+        """Predict [E, B, ...] for observation {name: [B, ...]} and action [B, H, A] in the robot's units.
+
+        n actions of each observation, [n, B, H, A], are predicted at once: [E, n, B, ...].
+        """
+        features, unit = self.encoder(observation), self.scale.to_unit(action).flatten(-2)
+        if unit.ndim == 3:  # an observation is encoded once for all its actions
+            inputs = torch.cat([features.expand(len(unit), -1, -1), unit], -1).flatten(0, 1)
+            return self.network(inputs.expand(self.num_critics, -1, -1)).unflatten(1, unit.shape[:2])
+        return self.network(torch.cat([features, unit], -1).expand(self.num_critics, -1, -1))
 
     def judge(self, observation: Observation, candidates: Tensor) -> Tensor:
         """Return the ensemble's mean value of n candidates [n, B, H, A] for each observation -> [n, B]."""
-        features = self.encoder(observation).expand(len(candidates), -1, -1)  # encoded once
-        inputs = torch.cat([features, self.scale.to_unit(candidates).flatten(2)], -1).flatten(0, 1)
-        values = self.values.mean(self.network(inputs.expand(self.num_critics, -1, -1)))  # [E, n B]
-        return values.mean(0).unflatten(0, candidates.shape[:2])
+        return self.value(observation, candidates).mean(0)
 
     def loss(self, prediction: Tensor, target: Target) -> Tensor:
         """Sum the losses of predictions [E, B, ...] over the ensemble -> [B]."""
         return self.values.loss(prediction, target).sum(0)
 
     def value(self, observation: Observation, action: Tensor) -> Tensor:
-        """Return Q(observation, action) of each critic [E, B], in the units of the return."""
+        """Return Q(observation, action) of each critic [E, B], or [E, n, B], in the units of the return."""
         return self.values.mean(self(observation, action))
 
     @torch.no_grad()

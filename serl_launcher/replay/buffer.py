@@ -251,9 +251,9 @@ class ReplayBuffer:
             usable &= self._moves(chain, last, window.idle_filter)
         if names := further(window, self.layout.spec):
             usable &= self.episode_columns.known(names, numbers)
-            steps = chain[:, : window.horizon]
-            derived = self.derived.features.keys() & names
-            usable &= (self.derived.known(derived, steps) | (steps == NONE)).all(1)
+            for name in self.derived.features.keys() & names:
+                steps = chain[:, : len(window.offsets[name])]
+                usable &= (self.derived.known([name], steps) | (steps == NONE)).all(1)
         return chain[usable], last[usable]
 
     def usable(self, numbers: Numbers, window: Window) -> Numbers:
@@ -364,8 +364,9 @@ class ReplayBuffer:
         for name in further(window, self.layout.spec):
             columns[name] = self._further(name, drawn.steps, window)
         for name, column in columns.items():
-            mask = valid.reshape(valid.shape + (1,) * (column.ndim - 2))
-            np.multiply(column, mask, out=into[name], casting="unsafe")
+            steps = into[name].shape[1]  # 1, where a window asks for a column of its first step alone
+            mask = valid[:, :steps].reshape(len(valid), steps, *(1,) * (column.ndim - 2))
+            np.multiply(column[:, :steps], mask, out=into[name], casting="unsafe")
         into["valid"][...], into["length"][...], into["step_id"][...] = valid, drawn.length, drawn.steps[:, 0]
         for name in self.layout.spec.observation:
             if name in window.offsets:

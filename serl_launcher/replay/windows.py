@@ -47,11 +47,12 @@ def batch_arrays(
             for prefix in prefixes:
                 arrays[prefix + name] = ((count, len(offsets), *feature.shape), feature.dtype)
         elif name in extras:
-            if offsets != window.offsets["action"]:
+            if offsets not in (window.offsets["action"], (0,)):
                 raise ValueError(
-                    f"column {name!r} has offsets {offsets}; it must use the action's: {window.offsets['action']}"
+                    f"column {name!r} has offsets {offsets}; it must use (0,), or the action's: "
+                    f"{window.offsets['action']}"
                 )
-            arrays[name] = ((*steps, *extras[name].shape), extras[name].dtype)
+            arrays[name] = ((count, len(offsets), *extras[name].shape), extras[name].dtype)
         elif name not in ("action", "next_observation"):
             there = sorted({*spec.observation, *extras})
             raise ValueError(f"a window asks for {name!r}, which no row has; there are {there}")

@@ -72,6 +72,19 @@ def test_a_window_begins_only_where_its_columns_are_computed_and_has_what_was_co
     torch.testing.assert_close(drawn.extras["derived.code"], following * there)
 
 
+def test_a_window_may_ask_for_a_column_of_its_first_step_alone(whole, mixture):
+    whole([1], 6)
+    sources, window = mixture(), Window({STATE: (0,), "action": (0, 1, 2), "derived.code": (0,), "episode.index": (0,)})
+    batch = sources.sample(500, PLAIN, {"online": 1.0})
+    among = batch.observation[STATE][:, 0, 1] == 3
+    sources.derive(batch.step_id[among], {name: each[among] for name, each in code(batch).items()})
+    drawn = sources.sample(30, window, {"online": 1.0})
+    assert starts(drawn) == {(1, 3)}
+    assert drawn.action.shape[1] == 3
+    torch.testing.assert_close(drawn.extras["derived.code"], drawn.observation[STATE][:, :, :2])
+    assert drawn.extras["episode.index"].tolist() == [[3]] * 30
+
+
 def test_a_window_over_a_step_that_is_not_computed_does_not_begin(whole, mixture):
     whole([1], 6)
     sources = mixture()

@@ -137,5 +137,5 @@ def test_whatever_is_said_and_evicted_every_step_has_what_the_last_word_makes_of
 
 
 def test_an_own_column_of_that_name_is_not_what_a_window_gets_and_other_offsets_are_refused(sources):
-    with pytest.raises(ValueError, match=r"'episode.return' has offsets \(0,\); it must use the action's"):
-        sources().sample(4, Window({**CHUNK_SAC.offsets, RETURN: (0,)}), {"online": 1.0})
+    with pytest.raises(ValueError, match=r"'episode.return' has offsets \(1,\); it must use \(0,\), or the action's"):
+        sources().sample(4, Window({**CHUNK_SAC.offsets, RETURN: (1,)}), {"online": 1.0})

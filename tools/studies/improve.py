@@ -30,7 +30,8 @@ WAYS = {  # name: words of its learner
     CONTROL: ["plan=value_guided", "algo=qc"],
     "qc": ["plan=value_guided", "algo=qc", "algo.samples=8"],
     "fql": ["plan=value_guided", "algo=fql"],
-    "parl": ["plan=parl", "algo.samples=8", "algo.kept=4", "algo.steps=3", "algo.step_size=0.01", "algo.temperature=0.02"],
+    "parl": ["plan=parl", "algo.samples=8", "algo.kept=4", "algo.steps=3", "algo.step_size=0.01",
+             "algo.temperature=0.02"],
     "dsrl": ["plan=value_guided", "algo=dsrl"],
     "expo": ["plan=expo"],
     "guided": ["plan=value_guided", "algo=guided"],
@@ -39,7 +40,11 @@ WAYS = {  # name: words of its learner
     "hi-ors": ["plan=hiors"],
 }  # fmt: skip
 FIRST = {"recap": "[update_value, update_advantage]", "hi-ors": "[update]"}  # updates of the first fifth
-OLD = ("demonstrate", "baseline", "value", "warm_up", "practise", "evaluate")
+OLD = {  # phases of a plan that the fifths replace
+    "plan=hiors": ("demonstrate", "baseline", "practise", "evaluate"),
+    "plan=recap": ("demonstrate", "baseline", "value", "practise", "evaluate"),
+    "plan=value_guided": ("demonstrate", "baseline", "warm_up", "practise", "evaluate"),
+}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,14 +87,11 @@ def improved(seed: int, way: str, options: argparse.Namespace) -> Mapping[str, A
 def phases(way: str, options: argparse.Namespace) -> list[str]:
     """Return the words that replace the plan's practice by fifths, an evaluation behind each of them."""
     found, part = [phase("evaluate_0", EVALUATE)], options.updates // FIFTHS
-    old = {"hi-ors": ("demonstrate", "baseline", "practise", "evaluate"),
-           "recap": ("demonstrate", "baseline", "value", "practise", "evaluate")}  # fmt: skip
-    found = [
-        f"~plan.phases.{name}" for name in old.get(way, ("demonstrate", "baseline", "warm_up", "practise", "evaluate"))
-    ] + found
+    found += [f"~plan.phases.{name}" for name in OLD.get(WAYS[way][0], OLD["plan=value_guided"])]
     acting = (
         f"actors: {{mode: collect, into: online, intervene: {str(way == 'hi-ors').lower()}}}, "
-        "publish: {every_updates: 50}, pace: {updates_per_step: 2.0, tolerance: 64}, start_when: 'online.episodes >= 5', "
+        "publish: {every_updates: 50}, pace: {updates_per_step: 2.0, tolerance: 64}, "
+        "start_when: 'online.episodes >= 5', "
     )
     data = "{success: 0.5, demo: 0.5}" if way == "hi-ors" else "{online: 0.5, demo: 0.5}"
     for fifth in range(1, FIFTHS + 1):
@@ -112,7 +114,8 @@ def table(cells: Sequence[Cell], options: argparse.Namespace) -> Iterator[str]:
     """Yield the successes after each fifth, the mean at the end, and the gain over the control."""
     control = {cell["seed"]: cell["successes"][-1] for cell in cells if cell["way"] == CONTROL}
     points = [f"{options.updates * fifth // FIFTHS:,}" for fifth in range(1, FIFTHS + 1)]
-    yield f"| of {EVALUATED}, seeds {' / '.join(map(str, options.seeds))} | clone | {' | '.join(points)} | at the end | over the control |"
+    seeds = " / ".join(map(str, options.seeds))
+    yield f"| of {EVALUATED}, seeds {seeds} | clone | {' | '.join(points)} | at the end | over the control |"
     yield "|---" * (FIFTHS + 4) + "|"
     for way in options.ways:
         mine = [cell for cell in cells if cell["way"] == way]
