@@ -193,6 +193,16 @@ def test_the_slope_moves_the_guess_by_the_share_of_noise_that_is_left():
     torch.testing.assert_close(act(algorithm, seen, noise), scale.from_unit(moved.clamp(-1, 1)))
 
 
+def test_the_critic_is_asked_for_no_action_beyond_the_bounds(monkeypatch):
+    algorithm, asked = build("guided"), []
+    judge = algorithm.critic.judge
+    monkeypatch.setattr(
+        algorithm.critic, "judge", lambda seen, tried: asked.append(tried.detach()) or judge(seen, tried)
+    )
+    act(algorithm, observed(), 20 * torch.randn(5, *algorithm.acting.noise_shape))
+    assert torch.stack(asked).abs().max() == 2
+
+
 def test_the_size_of_values_follows_training_and_is_published():
     algorithm = build("guided")
     drawn = rows(algorithm, "update_critic")

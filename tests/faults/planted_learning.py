@@ -61,6 +61,30 @@ F5 killed SACPI0.following_action: the next chunk is drawn with the noise of the
     - stream=NEXT
     + stream=0
 
+== what critics improve: test_value_guided test_recap test_offline test_hybrid
+
+VG1 killed Improved.climbed: a candidate is its last step, however bad
+    - value.detach() > most
+    + torch.ones_like(most, dtype=torch.bool)
+VG2 killed Guidance.slope: the critic sees guesses outside of the bounds
+    - guess[..., :numbers].detach().clamp(*scale.limits())
+    + guess[..., :numbers].detach()
+VG3 killed CalQL.gap: values sink without end
+    - torch.maximum(policys, batch.extras[RETURN][:, 0])
+    + policys
+VG4 killed RECAP.update_advantage: an episode's end does not count
+    - torch.where(ends, self.returns(batch), batch.length / self.lowest + following)
+    + batch.length / self.lowest + following
+VG5 killed PARL.update_candidates: the executed chunk is no candidate
+    - torch.cat([kept[: max(1, improved.kept - 1)], executed.unsqueeze(0)])
+    + kept
+VG6 killed IQL.state_loss: the lower expectile is learned
+    - (self.expectile - (target < value).float()).abs()
+    + (self.expectile - (target > value).float()).abs()
+VG7 killed Hybrid.grasp_target: a move of the gripper costs nothing
+    - self.grasp_penalty * (choice != STAY)
+    + 0.0
+
 == chunks that continue the old one: test_prefix test_prefixes
 
 X1 killed HeadPolicy.forward: rows of the old chunk have a loss

@@ -127,7 +127,7 @@ def test_a_run_remembers_the_parts_that_it_reads_and_refuses_words_about_others(
         ("policy=gaussian head=mip", "head=mip: .*policy=gaussian does not read head: say .*policy=chunk"),
         ("policy=flow head.steps=3", "head.steps=3: .*policy=flow does not.*: say policy.head.steps=3 or policy=chunk"),
         ("policy=chunk policy.head.steps=3", "policy.head is head: say head.steps=3"),
-        ("algo=sft critic=c51", "critic=c51: algo=sft .*does not read critic: say algo=rlpd or"),
+        ("algo=sft critic=c51", "critic=c51: algo=sft .*does not read critic: say algo=.*algo=rlpd"),
         ("algo.critic.lowest=1.0", "algo.critic is critic: say critic.lowest=1.0"),
     ):
         with pytest.raises(ConfigError, match=told):

@@ -60,15 +60,16 @@ def shrink(node):
             shrink(node[name])
 
 
-def rows_of(window, seed) -> Batch:
-    return batch(SEEN, 2, window=window, seed=seed, ends="terminated")
+def rows_of(window, seed, derived) -> Batch:
+    return batch(SEEN, 2, window=window, seed=seed, ends="terminated", derived=derived)
 
 
 def update(algorithm, seed):
     """Make each update once; return the metrics of all."""
     found = {}
     for name, window in algorithm.windows.items():
-        metrics = getattr(algorithm, name)(rows_of(window, seed))
+        made = getattr(algorithm, name)(rows_of(window, seed, algorithm.derived))
+        metrics = made[0] if isinstance(made, tuple) else made
         assert all(value.isfinite() and not value.requires_grad for value in metrics.values()), name
         found[name] = metrics
     return found

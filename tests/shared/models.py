@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 from serl_client import Feature, Spec
 
 from serl_launcher.config import groups
+from serl_launcher.replay.columns import EPISODE
 from serl_launcher.types import Batch
 from tests.shared.common import CONFIG, STATE
 
@@ -22,9 +23,10 @@ def robot(states=3, actions=2, reach=REACH, shape=(16, 16, 3), cameras=(CAMERA,)
     return Spec({**state, **images}, Feature((actions,), low=-reach, high=reach), fps=10.0)
 
 
-def batch(spec, size=32, horizon=1, *, window=None, seed=0, length=None, ends="", **columns):
+def batch(spec, size=32, horizon=1, *, window=None, seed=0, length=None, ends="", derived=None, **columns):
     """Return random windows of `horizon` steps, or those that `window` asks for; each reward is 1.
 
+    derived: Algorithm.derived; such columns, and those of an episode, are zero: it failed, and ends here.
     length: how many steps are valid, one number or one per row; None: all of them.
     ends: what the last valid step is, "terminated" or "truncated"; "": neither.
     columns: fields of the Batch that are given rather than drawn.
@@ -45,13 +47,18 @@ def batch(spec, size=32, horizon=1, *, window=None, seed=0, length=None, ends=""
             if name in offsets
         }
 
+    known = EPISODE | {f"derived.{name}": feature for name, feature in (derived or {}).items()}
+    extras = {
+        name: torch.zeros(size, len(offsets[name]), *feature.shape, dtype=getattr(torch, feature.dtype))
+        for name, feature in known.items() if name in offsets
+    }  # fmt: skip
     low, high = (torch.as_tensor(bound) for bound in (spec.action.low, spec.action.high))
     action = low + (high - low) * torch.rand(size, horizon, *spec.action.shape, generator=generator)
     drawn = Batch(
         observation(), action * valid[..., None], valid.float(), valid, last if ends == "terminated" else never,
         last if ends == "truncated" else never, never, length, torch.ones(size), torch.arange(size),
         torch.arange(size) + 1_000_000 * seed, observation() if "next_observation" in offsets else None,
-        ("reach",) * size,
+        ("reach",) * size, extras,
     )  # fmt: skip
     return replace(drawn, **columns)
 
