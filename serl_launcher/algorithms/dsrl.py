@@ -82,10 +82,10 @@ class DSRL(Judged):
         features: Any = encoder(spec) if encoder else PolicyFeatures(self.policy)
         self.noise_critic = critic(self.noise_spec(self.policy), encoder=features, horizon=1)
         self.noise_critic_optimizer = noise_optimizer(self.noise_critic)
-        self.noise_optimizer = noise_optimizer(self.steered.noise_policy)
+        self.noise_optimizer = noise_optimizer(self.acting.noise_policy)
         self.log_temperature = LogTemperature(initial_temperature)
         self.temperature_optimizer = Optimizer(self.log_temperature, learning_rate=self.noise_optimizer.learning_rate)
-        self.target_entropy = -entropy_per_action * self.steered.rows * self.policy.width
+        self.target_entropy = -entropy_per_action * self.acting.rows * self.policy.width
         self.windows["update_noise"] = self.windows["update_critic"]
 
     def checked(self, policy: Policy) -> HeadPolicy:
@@ -107,16 +107,10 @@ class DSRL(Judged):
         bound = np.full((self._rows or policy.horizon) * policy.width, self.reach, np.float32)
         return replace(self._spec, action=Feature(bound.shape, low=-bound, high=bound))
 
-    def hold(self, policy: HeadPolicy, critic: Critic) -> None:
+    def around(self, policy: HeadPolicy, critic: Critic) -> Steered:
         own = {} if self._has_encoder else {"encoder": lambda _: PolicyFeatures(policy)}
         chooser = self._noise_policy(self.noise_spec(policy), **own)
-        self.steered = Steered(policy, chooser, self._rows or policy.horizon)
-        self.critic = critic
-        self.alias(policy=policy)
-
-    @property
-    def acting(self) -> Steered:
-        return self.steered
+        return Steered(policy, chooser, self._rows or policy.horizon)
 
     def update_noise(self, batch: Batch) -> Metrics:
         """Take one step of Q_w, one of the noise policy down (2), and one of the temperature."""
@@ -130,9 +124,9 @@ class DSRL(Judged):
     def noise_critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute the loss of Q_w."""
         observation = present(batch.observation)
-        tried = normal(batch.seed, self.steered.noise_shape, TRIED).clamp(-self.reach, self.reach)  # [B, 1, k]
+        tried = normal(batch.seed, self.acting.noise_shape, TRIED).clamp(-self.reach, self.reach)  # [B, 1, k]
         with torch.no_grad():
-            chunk = self.steered.chunk(observation, batch.task, tried[:, 0])[:, : self.critic_horizon]
+            chunk = self.acting.chunk(observation, batch.task, tried[:, 0])[:, : self.critic_horizon]
             value = self.critic.value(observation, chunk).mean(0)
         loss = self.noise_critic.loss(self.noise_critic_optimizer(observation, tried), value)
         loss = (batch.weight * loss).mean()
@@ -142,7 +136,7 @@ class DSRL(Judged):
         """Compute (2)."""
         observation = present(batch.observation)
         policy: Any = self.noise_optimizer.module
-        chosen, density = policy.rsample(observation, noise=normal(batch.seed, self.steered.noise_shape, CHOSEN))
+        chosen, density = policy.rsample(observation, noise=normal(batch.seed, self.acting.noise_shape, CHOSEN))
         value = self.noise_critic.value(observation, chosen).mean(0)
         loss = (batch.weight * (self.log_temperature().detach().exp() * density - value)).mean()
         metrics = {"noise_loss": loss, "value_of_noise": value.mean(), "entropy": -density.mean()}

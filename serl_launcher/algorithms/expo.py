@@ -43,21 +43,16 @@ class EXPO(Judged):
         self._sizes = {"reach": reach, "hidden": hidden}
         self._samples, self._spec, self._encoder = samples, spec, judged["encoder"]
         super().__init__(spec, **judged)
-        self.edit_optimizer = edit_optimizer(self.edited.editor)
+        self.edit_optimizer = edit_optimizer(self.acting.editor)
         self.log_temperature = LogTemperature(initial_temperature)
         self.temperature_optimizer = Optimizer(self.log_temperature, learning_rate=self.edit_optimizer.learning_rate)
         self.target_entropy = -entropy_per_action * self.critic_horizon * spec.action.shape[0]
         self.windows["update_edit"] = self.windows["update_critic"]
 
-    def hold(self, policy: HeadPolicy, critic: Critic) -> None:
+    def around(self, policy: HeadPolicy, critic: Critic) -> Edited:
         features: Any = self._encoder(self._spec) if self._encoder else PolicyFeatures(policy)
         editor = Editor(features, policy.scale, horizon=self.critic_horizon, **self._sizes)
-        self.edited = Edited(policy, critic, editor, critic_horizon=self.critic_horizon, samples=self._samples)
-        self.alias(policy=policy, critic=critic)
-
-    @property
-    def acting(self) -> Edited:
-        return self.edited
+        return Edited(policy, critic, editor, critic_horizon=self.critic_horizon, samples=self._samples)
 
     def update_edit(self, batch: Batch) -> Metrics:
         """Take one step of the edit policy down (1), and one of the temperature; nothing else changes."""

@@ -81,13 +81,8 @@ class Guided(Judged):
             )
         return made
 
-    def hold(self, policy: HeadPolicy, critic: Critic) -> None:
-        self.led = Led(policy, critic, critic_horizon=self.critic_horizon, **self._weights)
-        self.alias(policy=policy, critic=critic)
-
-    @property
-    def acting(self) -> Led:
-        return self.led
+    def around(self, policy: HeadPolicy, critic: Critic) -> Led:
+        return Led(policy, critic, critic_horizon=self.critic_horizon, **self._weights)
 
     def calm(self, noise: Tensor) -> Tensor:
         return torch.zeros_like(noise) if self.policy.mode_at_zero else noise
@@ -96,7 +91,7 @@ class Guided(Judged):
         """Take one step of the critics and of their targets, and follow the size of their values."""
         metrics = super().update_critic(batch)
         before = self.critic_optimizer.steps - 1
-        self.led.size.lerp_(self.value(batch).abs().mean(), max(SHARE, 9 / (10 + before)))
+        self.acting.size.lerp_(self.value(batch).abs().mean(), max(SHARE, 9 / (10 + before)))
         return metrics
 
     def update_clone(self, batch: Batch) -> Metrics:

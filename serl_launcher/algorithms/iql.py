@@ -24,7 +24,6 @@ from serl_launcher.algorithms.base import critic_weight, descend, value_target
 from serl_launcher.algorithms.judged import Judged, PolicyFeatures, present
 from serl_launcher.networks.critics import Critic, Target
 from serl_launcher.networks.vision import ObservationEncoder
-from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.types import Batch, Metrics, Observation, Window
 from serl_launcher.utils.optim import Optimizer
 
@@ -58,10 +57,6 @@ class IQL(Judged):
         offsets = self.policy.offsets
         unread = [name for name in features.inputs if name not in self.policy.inputs]
         self.windows["update_policy"] = Window({**offsets, **{name: (0, *offsets.get(name, ())) for name in unread}})
-
-    @property
-    def acting(self) -> HeadPolicy:
-        return self.policy
 
     def update_critic(self, batch: Batch) -> Metrics:
         """Take one step of V, one of the critics, and one of their targets; the policy does not change."""

@@ -22,6 +22,7 @@ from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import HeadPolicy
+from serl_launcher.policies.wrapped import Wrapped
 from serl_launcher.types import Batch, Metrics, Observation, Window
 from serl_launcher.utils.optim import Optimizer
 
@@ -37,8 +38,8 @@ class Judged(Algorithm):
     optimizer: makes the policy's optimiser. critic_optimizer: makes the critics'.
     critic, discount, tau, augment: as in SAC.
 
-    A subclass calls `_judge` when it has made its policy. Raises ConfigError for a policy of another kind, and if
-    `augment` is given and nothing reads images.
+    A subclass says what acts (`around`), and which policies it takes (`checked`). Raises ConfigError for a policy of
+    another kind, and if `augment` is given and nothing reads images.
     """
 
     policy: HeadPolicy
@@ -57,7 +58,11 @@ class Judged(Algorithm):
         seen = self.seen(made)
         features: Any = encoder(spec) if encoder else PolicyFeatures(seen)
         judges = critic(spec, encoder=features, horizon=self.critic_horizon, scale=made.scale)
-        self.hold(made, judges)
+        self.acts = self.around(made, judges)
+        held = () if self.acts is None else tuple(self.acts.children())
+        for name, part in (("policy", made), ("critic", judges)):
+            # what is a part of another child has a second name here, and is saved once
+            object.__setattr__(self, name, part) if part in held else setattr(self, name, part)
         self.target_critic = frozen_copy(judges, seen)
         self.policy_optimizer = optimizer(self.trained(made))
         self.critic_optimizer = critic_optimizer(judges)
@@ -83,18 +88,17 @@ class Judged(Algorithm):
         """Return the policy whose features the critics see if they have no encoder of their own."""
         return policy
 
-    def hold(self, policy: HeadPolicy, critic: Critic) -> None:
-        """Keep policy and critics as parts of this module, or of one that acts: then by `alias`."""
-        self.policy, self.critic = policy, critic
+    def around(self, policy: HeadPolicy, critic: Critic) -> Wrapped | None:
+        """Return the policy around this one that acts; None: this one does."""
+        return None
 
     def trained(self, policy: HeadPolicy) -> nn.Module:
         """Return the module that the policy's optimiser runs."""
         return policy
 
-    def alias(self, **parts: nn.Module) -> None:
-        """Name modules that are parts of another child, so that they are saved once."""
-        for name, part in parts.items():
-            object.__setattr__(self, name, part)
+    @property
+    def acting(self) -> Any:
+        return self.policy if self.acts is None else self.acts
 
     # -- updates
     def update_clone(self, batch: Batch) -> Metrics:
@@ -136,9 +140,8 @@ class Judged(Algorithm):
 
     def following_action(self, batch: Batch, following: Observation) -> Tensor:
         """Return a' of (1), [B, H, A], without a gradient."""
-        acting: Any = self.acting
-        noise = normal(batch.seed, acting.noise_shape, NEXT)
-        return acting.sample(following, task=batch.task, noise=noise.unsqueeze(0))[0]
+        noise = normal(batch.seed, self.acting.noise_shape, NEXT)
+        return self.acting.sample(following, task=batch.task, noise=noise.unsqueeze(0))[0]
 
     def climbed(self, observation: Observation, action: Tensor) -> Tensor:
         """Compute mean_e Q_e(s, a) [B] with a gradient with respect to the action [B, H, A] alone."""

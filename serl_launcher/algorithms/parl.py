@@ -66,18 +66,13 @@ class PARL(Judged):
             raise ConfigError("algo=parl improves actions, not positions: say policy.imitation_target=action")
         return made
 
-    def hold(self, policy: HeadPolicy, critic: Critic) -> None:
-        self.improved = Improved(policy, critic, critic_horizon=self.critic_horizon, **self._choice)
-        self.alias(policy=policy, critic=critic)
-
-    @property
-    def acting(self) -> Improved:
-        return self.improved
+    def around(self, policy: HeadPolicy, critic: Critic) -> Improved:
+        return Improved(policy, critic, critic_horizon=self.critic_horizon, **self._choice)
 
     @torch.no_grad()
     def update_candidates(self, batch: Batch) -> tuple[Metrics, dict[str, Tensor]]:
         """Improve one chunk for each row's first step; nothing is trained. Returns metrics and derived columns."""
-        batch, improved = self.augment(batch), self.improved
+        batch, improved = self.augment(batch), self.acting
         observation = present(batch.observation)
         sampled = improved.proposed(observation, batch.task, normal(batch.seed, improved.noise_shape))
         order = improved.value(observation, sampled).topk(improved.kept, 0).indices  # the best first

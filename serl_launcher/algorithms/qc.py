@@ -37,13 +37,8 @@ class QC(Judged):
         self._choice = {"samples": samples, "proposal_noise": proposal_noise}
         super().__init__(spec, **judged)
 
-    def hold(self, policy: HeadPolicy, critic: Critic) -> None:
-        self.best = Improved(policy, critic, critic_horizon=self.critic_horizon, **self._choice)
-        self.alias(policy=policy, critic=critic)
-
-    @property
-    def acting(self) -> Improved:
-        return self.best
+    def around(self, policy: HeadPolicy, critic: Critic) -> Improved:
+        return Improved(policy, critic, critic_horizon=self.critic_horizon, **self._choice)
 
 
 class FQL(Judged):

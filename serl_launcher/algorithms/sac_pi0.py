@@ -78,10 +78,6 @@ class SACPI0(Judged):
         assert isinstance(self.policy.head, Flow)  # `checked`
         return self.policy.head
 
-    @property
-    def acting(self) -> HeadPolicy:
-        return self.policy
-
     def calm(self, noise: Tensor) -> Tensor:
         return noise[:, :1]  # only the noise at which the sample starts: every flow needs it
 

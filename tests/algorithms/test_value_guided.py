@@ -85,13 +85,13 @@ def test_candidates_are_kept_by_value_and_the_worst_of_them_gives_way_to_what_wa
     drawn = rows(algorithm, "update_candidates", length=2)
     metrics, columns = algorithm.update_candidates(drawn)
     observation = {STATE: drawn.observation[STATE][:, 0]}
-    noise = normal(drawn.seed, algorithm.improved.noise_shape)
-    sampled = algorithm.improved.proposed(observation, drawn.task, noise)
-    value = algorithm.improved.value(observation, sampled)
+    noise = normal(drawn.seed, algorithm.acting.noise_shape)
+    sampled = algorithm.acting.proposed(observation, drawn.task, noise)
+    value = algorithm.acting.value(observation, sampled)
     top = sampled[value.argmax(0), torch.arange(8)]
     executed = torch.where(drawn.valid[..., None], drawn.action, top)  # behind the end: the best sample
     both = torch.stack([top, executed])
-    best = both[algorithm.improved.value(observation, both).argmax(0), torch.arange(8)]
+    best = both[algorithm.acting.value(observation, both).argmax(0), torch.arange(8)]
     assert torch.equal(columns["candidate"], best)  # so low a temperature takes the best
     assert columns["candidate_version"].tolist() == [0] * 8
     assert metrics["value_gained"] == metrics["moved"] == 0  # no step was taken
@@ -189,7 +189,7 @@ def test_the_slope_moves_the_guess_by_the_share_of_noise_that_is_left():
     scale = algorithm.policy.scale
     unit = scale.to_unit(plain).detach().requires_grad_()
     algorithm.critic.judge(seen, scale.from_unit(unit)[None]).sum().backward()
-    moved = unit.detach() + 0.25 * unit.grad / (algorithm.led.size + 1e-6)
+    moved = unit.detach() + 0.25 * unit.grad / (algorithm.acting.size + 1e-6)
     torch.testing.assert_close(act(algorithm, seen, noise), scale.from_unit(moved.clamp(-1, 1)))
 
 
@@ -208,8 +208,8 @@ def test_the_size_of_values_follows_training_and_is_published():
     drawn = rows(algorithm, "update_critic")
     algorithm.update_critic(drawn)
     size = algorithm.value(drawn).abs().mean()
-    torch.testing.assert_close(algorithm.led.size, 0.1 + 0.9 * size)
-    assert torch.equal(algorithm.acting.published()["size"], algorithm.led.size)
+    torch.testing.assert_close(algorithm.acting.size, 0.1 + 0.9 * size)
+    assert torch.equal(algorithm.acting.published()["size"], algorithm.acting.size)
 
 
 def test_a_task_beyond_itself_leads_away_from_no_task_and_at_one_it_is_the_task():
@@ -256,13 +256,13 @@ def test_steering_leaves_the_cloned_flow_as_it_is_to_the_byte_and_its_noise_with
     algorithm = build("dsrl", "algo.reach=0.7")
     algorithm.update_clone(rows(algorithm, "update_clone"))
     before = {name: value.numpy().tobytes() for name, value in algorithm.policy.state_dict().items()}
-    chosen = weights(algorithm.steered.noise_policy)
+    chosen = weights(algorithm.acting.noise_policy)
     for _ in range(3):
         algorithm.update_critic(rows(algorithm, "update_critic"))
         algorithm.update_noise(rows(algorithm, "update_noise"))
     assert {name: value.numpy().tobytes() for name, value in algorithm.policy.state_dict().items()} == before
-    assert any(not torch.equal(chosen[name], value) for name, value in weights(algorithm.steered.noise_policy).items())
-    found = algorithm.steered.noise_policy.sample(observed(), noise=10 * torch.randn(1, 5, 1, 8))
+    assert any(not torch.equal(chosen[name], value) for name, value in weights(algorithm.acting.noise_policy).items())
+    found = algorithm.acting.noise_policy.sample(observed(), noise=10 * torch.randn(1, 5, 1, 8))
     assert found.abs().max() <= 0.7
 
 
@@ -276,7 +276,7 @@ def test_one_row_of_noise_serves_all_actions_of_a_chunk_and_each_its_own_otherwi
             lambda observation, *, task, noise, kept=kept: kept.append(noise) or noise[:, :, 0],
         )  # fmt: skip
         chosen = torch.randn(5, (count or 4) * 2)
-        algorithm.steered.chunk(observed(), (), chosen)
+        algorithm.acting.chunk(observed(), (), chosen)
         seen[count] = kept[0][0, :, 0], chosen
     assert torch.equal(seen[1][0], seen[1][1][:, None].expand(-1, 4, -1))
     assert torch.equal(seen[2][0], seen[2][1].view(5, 2, 2).repeat_interleave(2, 1))
@@ -295,7 +295,7 @@ def test_only_what_starts_at_one_noise_is_steered(head):
 def test_edits_stay_within_reach_and_bounds_and_change_only_what_is_judged():
     algorithm = build("expo", "n_action_steps=2", "algo.reach=0.3")
     chunks = torch.rand(3, 5, 4, 2) * 4 - 2
-    edited, density = algorithm.edited.edited(observed(), chunks, 10 * torch.randn(3, 5, 2, 2))
+    edited, density = algorithm.acting.edited(observed(), chunks, 10 * torch.randn(3, 5, 2, 2))
     assert density.shape == (3, 5)
     assert torch.equal(edited[:, :, 2:], chunks[:, :, 2:])
     assert ((edited - chunks)[:, :, :2].abs() <= 0.3 * 2 + 1e-5).all()  # of a range of -2..2
@@ -318,11 +318,11 @@ def test_an_update_of_the_edits_moves_neither_base_nor_critics():
     algorithm = build("expo")
     parts = {"policy": algorithm.policy, "critic": algorithm.critic}
     before = {name: weights(part) for name, part in parts.items()}
-    editor = weights(algorithm.edited.editor)
+    editor = weights(algorithm.acting.editor)
     algorithm.update_edit(rows(algorithm, "update_edit"))
     for name, part in parts.items():
         assert all(torch.equal(before[name][key], value) for key, value in weights(part).items())
-    assert any(not torch.equal(editor[key], value) for key, value in weights(algorithm.edited.editor).items())
+    assert any(not torch.equal(editor[key], value) for key, value in weights(algorithm.acting.editor).items())
 
 
 def test_a_wrapped_policy_alone_is_led_as_its_algorithm_leads_it():
