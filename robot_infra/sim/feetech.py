@@ -26,68 +26,105 @@ ENDS = ((800, 3300), (900, 3200), (900, 3100), (850, 3200), (0, 4095), (2000, 35
 MIDDLE = 2047  # of a turn of 4096 steps
 SPEED = 3000.0  # steps per second
 MODEL, FIRMWARE = 777, (3, 10)
-PING, READ, WRITE, SYNC_READ, SYNC_WRITE, BROADCAST = 1, 2, 3, 0x82, 0x83, 0xFE
-MODEL_AT, ID_AT, MIN_AT, MAX_AT, TORQUE_AT, GOAL_AT, PRESENT_AT = 3, 5, 9, 11, 40, 42, 56  # in the memory table
+PING, READ, WRITE, REG_WRITE, ACTION, SYNC_READ, SYNC_WRITE, BROADCAST = 1, 2, 3, 4, 5, 0x82, 0x83, 0xFE
+MODEL_AT, ID_AT, MIN_AT, MAX_AT, OFFSET_AT, TORQUE_AT, GOAL_AT, PRESENT_AT = 3, 5, 9, 11, 31, 40, 42, 56  # in the table
+SIGNS = {OFFSET_AT: 11, GOAL_AT: 15, PRESENT_AT: 15}  # the bit that says "negative", of what has one
 HISTORY = 10_000  # goals that are remembered
 
 
 class Servo:
-    """One servo: its memory table, and a shaft that turns to its goal while its torque is on."""
+    """Simulates one servo in position mode: its memory table, and a shaft that turns to its goal under torque.
+
+    number: its id. ends: its position limits, steps. speed: steps per second.
+
+    `at` is the angle of the shaft in steps; Present_Position is `at` less Homing_Offset. `goals` has (seconds of
+    time.monotonic(), steps) of each goal it got. `releases` counts how often its torque was switched off while it was
+    on, `released` is when it last was.
+    """
 
     def __init__(self, number: int, ends: Sequence[int], speed: float) -> None:
         self.memory = bytearray(128)
         self.memory[:2], self.memory[ID_AT] = bytes(FIRMWARE), number
         for at, value in ((MODEL_AT, MODEL), (MIN_AT, ends[0]), (MAX_AT, ends[1])):
-            self._set(at, value)
+            self.set(at, value)
         self.at, self._speed, self._moved = float(min(max(MIDDLE, ends[0]), ends[1])), speed, time.monotonic()
-        self.releases = 0  # how often its torque was switched off while it was on
+        self.goals: deque[tuple[float, int]] = deque(maxlen=HISTORY)
+        self.releases, self.released = 0, -math.inf
+        self._has_goal = False  # one that was written while the torque was off
+        self._registered: tuple[int, bytes] | None = None  # of a reg write, until the action
 
     @property
     def has_torque(self) -> bool:
         return self.memory[TORQUE_AT] == 1
 
+    def get(self, at: int) -> int:
+        """Return the two-byte value at address `at`, with its sign if it has one."""
+        value = struct.unpack_from("<H", self.memory, at)[0]
+        sign = 1 << SIGNS.get(at, 16)
+        return sign - value if value & sign else value
+
+    def set(self, at: int, value: int) -> None:
+        """Write a two-byte value at address `at`, as sign and magnitude if it has a sign."""
+        sign = 1 << SIGNS.get(at, 16)
+        struct.pack_into("<H", self.memory, at, min(abs(value), sign - 1) | (sign if value < 0 else 0))
+
     def move(self) -> None:
         """Turn as far as the time since the last call allows."""
-        now = time.monotonic()
+        now, offset = time.monotonic(), self.get(OFFSET_AT)
         most, self._moved = self._speed * (now - self._moved), now
         if self.has_torque:
-            goal = min(max(self._get(GOAL_AT), self._get(MIN_AT)), self._get(MAX_AT))
+            goal = min(max(self.get(GOAL_AT), self.get(MIN_AT)), self.get(MAX_AT)) + offset
             self.at += min(max(goal - self.at, -most), most)
-        self._set(PRESENT_AT, round(self.at))
+        self.set(PRESENT_AT, round(self.at) - offset)
 
-    def read(self, at: int, count: int) -> bytes:
-        self.move()
-        return bytes(self.memory[at : at + count])
+    def obey(self, instruction: int, given: bytes) -> bytes | None:
+        """Carry out one instruction and return what its answer holds; None: it is malformed or unknown."""
+        if instruction == READ and len(given) == 2:
+            self.move()
+            return bytes(self.memory[given[0] : given[0] + given[1]])
+        if instruction == WRITE and len(given) > 1:
+            self.write(given[0], given[1:])
+        elif instruction == REG_WRITE and len(given) > 1:
+            self._registered = given[0], given[1:]
+        elif instruction == ACTION and self._registered:
+            self.write(*self._registered)
+            self._registered = None
+        elif instruction not in (PING, ACTION):
+            return None
+        return b""
 
     def write(self, at: int, data: bytes) -> None:
+        """Write `data` at address `at`. Torque that comes on holds the shaft, unless a new goal was written before."""
         self.move()
-        had_torque = self.has_torque
+        had_torque, data = self.has_torque, data[: max(0, len(self.memory) - at)]
         self.memory[at : at + len(data)] = data
+        if at <= GOAL_AT < at + len(data):
+            self.goals.append((time.monotonic(), self.get(GOAL_AT)))
+            self._has_goal = not had_torque
         if self.has_torque and not had_torque:
-            self._set(GOAL_AT, round(self.at))  # torque alone moves nothing
-        self.releases += had_torque and not self.has_torque
-
-    def _get(self, at: int) -> int:
-        return struct.unpack_from("<H", self.memory, at)[0]
-
-    def _set(self, at: int, value: int) -> None:
-        struct.pack_into("<H", self.memory, at, value)
+            if not self._has_goal:
+                self.set(GOAL_AT, self.get(PRESENT_AT))
+            self._has_goal = False
+        elif had_torque and not self.has_torque:
+            self.releases, self.released = self.releases + 1, time.monotonic()
 
 
 class FeetechBus:
     """Serves six servos at `path`, a serial port; a context manager.
 
-    speed: of each servo, steps per second. `goals` has (seconds of time.monotonic(), {id: steps}) of each sync write of
-    goals, `servos` the servos by id.
+    ids: of the servos, in the order of MOTORS. speed: of each servo, steps per second. `goals` has (seconds of
+    time.monotonic(), {id: steps}) of each sync write of goals, `servos` the servos by id. Raises ValueError unless
+    there are six ids, OSError if there is no pseudo-terminal left.
     """
 
-    def __init__(self, *, speed: float = SPEED) -> None:
-        self.servos = {number: Servo(number, ends, speed) for number, ends in enumerate(ENDS, 1)}
+    def __init__(self, *, ids: Sequence[int] = range(1, 7), speed: float = SPEED) -> None:
+        self.servos = {number: Servo(number, ends, speed) for number, ends in zip(ids, ENDS, strict=True)}
         self.goals: deque[tuple[float, dict[int, int]]] = deque(maxlen=HISTORY)
-        self.is_plugged = True
-        self._dropped = 0  # answers that are still to get lost
+        self.is_plugged, self._is_closed = True, False
+        self._dropped = self._damaged = 0  # answers that are still to get lost, or to be damaged
         self._master, self._slave = os.openpty()
         tty.setraw(self._slave)  # open as long as this is, so that a client may close it and come again
+        os.set_blocking(self._master, False)  # a client that does not read must not stop the bus
         self.path = os.ttyname(self._slave)
         self._waker = os.pipe()
         self._lock = threading.Lock()
@@ -112,22 +149,52 @@ class FeetechBus:
         """Turn shafts as a hand would, {id: steps}; one with torque turns back."""
         with self._lock:
             for number, at in positions.items():
+                self.servos[number].move()
                 self.servos[number].at = float(at)
+
+    def goals_of(self, number: int) -> list[tuple[float, int]]:
+        """Return (seconds of time.monotonic(), steps) of the last HISTORY goals of one servo, however it got them."""
+        with self._lock:
+            return list(self.servos[number].goals)
+
+    def released_after(self, moment: float) -> bool:
+        """Return whether any torque was switched off after `moment`, seconds of time.monotonic()."""
+        with self._lock:
+            return any(servo.released > moment for servo in self.servos.values())
 
     def drop(self, count: int) -> None:
         """Lose the next `count` answers."""
-        self._dropped = count
+        with self._lock:
+            self._dropped = count
+
+    def damage(self, count: int) -> None:
+        """Send the next `count` answers with a wrong checksum."""
+        with self._lock:
+            self._damaged = count
+
+    def unplug(self) -> None:
+        """Ignore all packets from now on; the servos keep their power, and turn to their goals."""
+        self.is_plugged = False
+
+    def plug(self) -> None:
+        """Obey packets again."""
+        self.is_plugged = True
 
     def calibration(self) -> dict[str, dict[str, int]]:
         """Return lerobot's calibration of these servos, as it stands in its files."""
-        return {
-            name: {"id": number, "drive_mode": 0, "homing_offset": 0, "range_min": low, "range_max": high}
-            for number, (name, (low, high)) in enumerate(zip(MOTORS, ENDS, strict=True), 1)
-        }
+        with self._lock:
+            return {
+                name: {
+                    "id": number, "drive_mode": 0, "homing_offset": servo.get(OFFSET_AT),
+                    "range_min": servo.get(MIN_AT), "range_max": servo.get(MAX_AT),
+                }
+                for name, (number, servo) in zip(MOTORS, self.servos.items(), strict=True)
+            }  # fmt: skip
 
     def close(self) -> None:
         """End the bus; may be called twice."""
-        if self._thread.is_alive():
+        if not self._is_closed:
+            self._is_closed = True
             os.write(self._waker[1], b".")
             self._thread.join()
             for descriptor in (self._master, self._slave, *self._waker):
@@ -140,51 +207,62 @@ class FeetechBus:
                 data = self._take(data + os.read(self._master, 4096))
 
     def _take(self, data: bytes) -> bytes:
-        """Answer each whole packet; return what is left."""
+        """Obey each whole packet; return what is left."""
         while (begin := data.find(b"\xff\xff")) >= 0 and len(data) >= begin + 4:
             data = data[begin:]
             number, length = data[2], data[3]
-            if len(data) < 4 + length:
+            is_header, packet = number <= BROADCAST and length >= 2, data[2 : 4 + length]
+            if is_header and len(data) < 4 + length:
                 return data
-            packet, data = data[2 : 4 + length], data[4 + length :]
-            if self.is_plugged and ~sum(packet[:-1]) & 0xFF == packet[-1]:
+            if not is_header or ~sum(packet[:-1]) & 0xFF != packet[-1]:
+                data = data[1:]  # no packet, or a damaged one: look on from the next byte
+                continue
+            data = data[4 + length :]
+            if self.is_plugged:
                 with self._lock:
                     self._obey(number, packet[2], packet[3:-1])
-        return data if data.find(b"\xff") >= 0 else b""
+        return data if begin >= 0 else data[-1:]
 
     def _obey(self, number: int, instruction: int, given: bytes) -> None:
-        servo = self.servos.get(number)
-        if instruction == PING:
-            for each in self.servos if number == BROADCAST else [number] * (servo is not None):
-                self._answer(each, b"")
-        elif instruction == READ and servo:
-            self._answer(number, servo.read(*given))
-        elif instruction == WRITE and servo:
-            servo.write(given[0], given[1:])
-            self._answer(number, b"")
-        elif instruction == SYNC_READ:
+        if instruction == SYNC_READ:
             for each in given[2:]:
-                if each in self.servos:
-                    self._answer(each, self.servos[each].read(given[0], given[1]))
-        elif instruction == SYNC_WRITE:
-            self._sync_write(given[0], given[1], given[2:])
+                self._one(each, READ, given[:2])
+        elif instruction == SYNC_WRITE and len(given) > 2 and given[1]:
+            self._sync_write(given)
+        elif number != BROADCAST:
+            self._one(number, instruction, given)
+        elif instruction == PING:
+            for each in self.servos:
+                self._one(each, PING, given)
+        elif instruction in (WRITE, REG_WRITE, ACTION):  # the only others that all may get at once: nobody answers
+            for servo in self.servos.values():
+                servo.obey(instruction, given)
 
-    def _sync_write(self, at: int, size: int, parts: bytes) -> None:
-        written = {parts[i]: parts[i + 1 : i + 1 + size] for i in range(0, len(parts), size + 1)}
+    def _one(self, number: int, instruction: int, given: bytes) -> None:
+        """Let one servo obey and answer, if there is one of this id."""
+        if number in self.servos and (found := self.servos[number].obey(instruction, given)) is not None:
+            self._answer(number, found)
+
+    def _sync_write(self, given: bytes) -> None:
+        at, size, parts = given[0], given[1], given[2:]
+        whole = range(0, len(parts) - size, size + 1)
+        written = {parts[i]: parts[i + 1 : i + 1 + size] for i in whole if parts[i] in self.servos}
         for number, data in written.items():
-            if number in self.servos:
-                self.servos[number].write(at, data)
-        if at == GOAL_AT:
-            self.goals.append(
-                (time.monotonic(), {each: struct.unpack("<H", data[:2])[0] for each, data in written.items()})
-            )
+            self.servos[number].write(at, data)
+        if at == GOAL_AT and written:
+            self.goals.append((time.monotonic(), {each: self.servos[each].get(GOAL_AT) for each in written}))
 
     def _answer(self, number: int, data: bytes) -> None:
         if self._dropped:
             self._dropped -= 1
             return
         body = bytes([number, len(data) + 2, 0]) + data
-        os.write(self._master, b"\xff\xff" + body + bytes([~sum(body) & 0xFF]))
+        checksum = ~sum(body) & 0xFF
+        if self._damaged:
+            self._damaged -= 1
+            checksum ^= 0xFF
+        with suppress(BlockingIOError):  # nobody reads, and a serial port too would lose it
+            os.write(self._master, b"\xff\xff" + body + bytes([checksum]))
 
 
 def main() -> None:
