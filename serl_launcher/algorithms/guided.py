@@ -59,6 +59,7 @@ class Guided(Judged):
     """
 
     changeable = ("weight", "task_weight")  # of the sampler alone: see config.changeable
+    means = ("acts.size",)
 
     def __init__(self, spec: Spec, *, weight: float, task_weight: float, task_drop: float, **judged: Any) -> None:
         if not 0 <= task_drop < 1 or weight < 0:

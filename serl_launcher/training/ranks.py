@@ -122,6 +122,8 @@ class Ranks:
     def _update(self, name: str, parts: Sequence[Mapping[str, Any]] = ()) -> tuple[Metrics, Metrics]:
         part = self.world.scatter(parts)
         metrics, columns = _separate(getattr(self.algorithm, name)(Batch(**{**part, "task": tuple(part["task"])})))
+        for buffer in map(self.algorithm.get_buffer, self.algorithm.means):
+            buffer.copy_(self.world.mean(buffer))
         if metrics:
             values = self.world.mean(torch.stack([value.float() for value in metrics.values()]))
             metrics = dict(zip(metrics, values, strict=True))

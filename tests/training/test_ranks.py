@@ -1,16 +1,21 @@
-"""How many of a machine's GPUs train where `ranks` is auto."""
+"""How many of a machine's GPUs train where `ranks` is auto, and what ranks make equal besides the gradients."""
 
+import copy
 from contextlib import nullcontext
+from dataclasses import fields
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from serl_launcher import launcher
 from serl_launcher.config import composed
 from serl_launcher.training import build, trainer
+from serl_launcher.training.ranks import Ranks
+from serl_launcher.utils.distributed import World
 from tests.shared.common import CONFIG, free_port
-from tests.shared.models import robot
+from tests.shared.models import batch, config_of, robot
 
 GPUS = 4
 
@@ -65,3 +70,27 @@ def test_pi0_is_large(ranks):
     pytest.importorskip("transformers")
     assert ranks("algo=sft", "policy=pi0") == GPUS
     assert ranks("algo=sft", "policy=pi0_lora") == GPUS
+
+
+@pytest.mark.parametrize(
+    ("name", "update", "buffer"), [("guided", "update_critic", "acts.size"), ("recap", "update_advantage", "threshold")]
+)
+def test_what_follows_a_batch_follows_that_of_all_ranks(name, update, buffer):
+    algorithm = instantiate(config_of(f"algo={name}", "policy.horizon=2").algo)(robot(cameras=()))
+    there = torch.tensor(3.0)  # what the other rank has
+
+    class Two(World):
+        def scatter(self, trees=()):
+            return {field.name: getattr(rows, field.name) for field in fields(rows)}
+
+        def mean(self, value):
+            return (value + there) / 2
+
+        def joined(self, part):
+            return part
+
+    rows = batch(robot(cameras=()), 8, window=algorithm.windows[update], derived=algorithm.derived)
+    alone = copy.deepcopy(algorithm)
+    getattr(alone, update)(rows)
+    Ranks(algorithm, Two(), None)._update(update)
+    torch.testing.assert_close(algorithm.get_buffer(buffer), (alone.get_buffer(buffer) + there) / 2)
