@@ -4,6 +4,7 @@
 study.py hiors       which part of Hi-ORS does the work (docs/hiors.md)
 study.py heads       which head learns what: the arm, and a wall with two gaps (docs/policies.md)
 study.py improve     what improves a clone: critics that choose, climb, steer or edit (docs/policies.md)
+study.py offline     what a dataset of successes and failures teaches (docs/policies.md)
 study.py lift        two heads on robosuite's Lift (docs/robomimic.md)
 study.py verdicts    RLPD on an operator's verdicts alone (docs/verdicts.md)
 
@@ -14,10 +15,10 @@ seed, commit and figures. The same command goes on with the first one that is mi
 import argparse
 from pathlib import Path
 
-from tools.studies import heads, hiors, improve, lift, verdicts
+from tools.studies import heads, hiors, improve, lift, offline, verdicts
 from tools.studies.runs import ROOT, Cells
 
-STUDIES = {"hiors": hiors, "heads": heads, "improve": improve, "lift": lift, "verdicts": verdicts}
+STUDIES = {"hiors": hiors, "heads": heads, "improve": improve, "lift": lift, "offline": offline, "verdicts": verdicts}
 
 
 def main() -> None:

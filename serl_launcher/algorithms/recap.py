@@ -130,7 +130,7 @@ class RECAP(Algorithm):
         """Compute (3) for each row's first step, and move the threshold; nothing is trained."""
         assert batch.next_observation is not None  # the window asks for it
         batch = self.augment(batch)
-        value, following = self._values(batch.observation), self._values(batch.next_observation or {})
+        value, following = self.values(batch.observation), self.values(batch.next_observation or {})
         ends = batch.extras[REMAINING][:, 0] < self.steps
         ahead = torch.where(ends, self.returns(batch), batch.length / self.lowest + following)
         advantage = ahead - value
@@ -173,7 +173,7 @@ class RECAP(Algorithm):
         ended = self.failure * ~batch.extras[SUCCESS][:, 0]
         return ((-batch.extras[REMAINING][:, 0] + ended) / -self.lowest).clamp(-1, 0)
 
-    def _values(self, observation: Observation) -> Tensor:
+    def values(self, observation: Observation) -> Tensor:
         """Return V of the first observations [B]."""
         first = present(observation)
         count, size = len(next(iter(first.values()))), len(self.policy.scale.center)

@@ -33,7 +33,7 @@ def rows(algorithm, update, size=8, *, remaining=20, success=True, **columns):
 
 def valued(algorithm, monkeypatch):
     """Let the value of a state be its first number, so that a test can set it."""
-    monkeypatch.setattr(algorithm, "_values", lambda observation: observation[STATE][:, 0, 0])
+    monkeypatch.setattr(algorithm, "values", lambda observation: observation[STATE][:, 0, 0])
 
 
 def test_the_return_counts_the_steps_that_remain_and_a_failure_within_minus_one_and_zero():
