@@ -99,7 +99,7 @@ def make_store(run_dir, spec):
 @pytest.mark.parametrize(
     ("words", "sentences"),
     [
-        ("learner=true algo=nothing", ["there are rejection, ", "no algo is called 'nothing'; did you mean"]),
+        ("learner=true algo=nothing", [" rejection, ", "no algo is called 'nothing'; did you mean"]),
         ("actor=true task=sim_amr", ["no task is called 'sim_amr'; did you mean 'sim_arm'?"]),
         ("learner=true plan=quickstrat", ["did you mean 'quickstart'?"]),
         ("learner=true sed=1", ["the config has no key 'sed'; did you mean 'seed'?"]),
