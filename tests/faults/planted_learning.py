@@ -111,7 +111,7 @@ H2 killed HeadPolicy.forward: the loss is averaged over steps after the end, too
 H3 killed Flow._integrate: the stochastic sampler leaves the flow's marginals
     - (chunk + (1 - t) * velocity)
     + (chunk - (1 - t) * velocity)
-H4 killed _Bounded.backward: a chunk beyond the bounds never comes back
+H4 killed Bounded.backward: a chunk beyond the bounds never comes back
     - ((inputs > high) & (gradient < 0)) | ((inputs < low) & (gradient > 0))
     + (inputs > high) | (inputs < low)
 
@@ -123,7 +123,7 @@ H5 killed MIP.errors: both passes of MIP weigh as much
 H6 killed Autoregressive.errors: a number is learned with itself among what is given
     - (number < place)
     + (number <= place)
-H7 killed Diffusion.sample: the fresh noise of DDPM is too small
+H7 killed Diffusion._denoised: the fresh noise of DDPM is too small
     - math.sqrt((1 - s_next) * b / (1 - s))
     + (1 - s_next) * b / (1 - s)
 H8 killed MeanFlow.errors: the identity of the mean velocity has the wrong sign
