@@ -296,14 +296,6 @@ def test_a_stochastic_sampler_is_trained_by_every_algorithm_for_chunks(algo):
     checked([f"algo={algo}", "policy=flow", "policy.head.noise_level=0.05"], SEEN)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", ["algo=dsrl algo.noise_rows=1", "algo=recap", "algo=expo"])
-def test_what_improves_a_policy_takes_a_pi0_whose_features_its_critics_see(words):
-    words = [*words.split(), "policy=pi0_tiny", "algo.encoder=null"]
-    needs(words)
-    checked(words, SEEN)
-
-
 # -- words of the pages
 
 

@@ -40,6 +40,10 @@ CASES = [
                  marks=[pytest.mark.slow] * bool(name in SIZED or (group == "algo" and re.search("pixels|pi0", name))))
     for group, words in WITH.items() for name in OFFERED[group]
 ]  # fmt: skip
+IMPROVED = [  # what improves a PI0, whose features its critics see
+    pytest.param([*words, *PI0, "algo.encoder=null"], id=f"pi0-{words[0]}", marks=pytest.mark.slow)
+    for words in (["algo=dsrl", "algo.noise_rows=1"], ["algo=recap"], ["algo=expo"])
+]  # fmt: skip
 
 
 def tiny(words):
@@ -82,7 +86,7 @@ def answer(host, explores=True):
     ]
 
 
-@pytest.mark.parametrize("words", CASES)
+@pytest.mark.parametrize("words", [*CASES, *IMPROVED])
 def test_every_part_starts_learns_acts_with_what_it_published_and_resumes_bit_by_bit(words, tmp_path):
     needs(words)
     config = tiny(words)
