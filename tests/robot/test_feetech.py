@@ -27,20 +27,26 @@ def bus():
         yield made
 
 
+PATIENCE = 6  # times as long as lerobot's drivers wait for an answer: this machine may be busy
+
+
 @pytest.fixture(scope="module")
 def so101():
     """lerobot's own classes of an SO-101."""
     pytest.importorskip("lerobot", reason=MISSING)
-    pytest.importorskip("scservo_sdk", reason=MISSING)
+    ports = pytest.importorskip("scservo_sdk", reason=MISSING).PortHandler
+    since = ports.getTimeSinceStart
     from lerobot.motors import MotorCalibration
     from lerobot.robots.so_follower import SO101Follower, SO101FollowerConfig
     from lerobot.teleoperators.so_leader import SO101Leader, SO101LeaderConfig
 
-    return SimpleNamespace(
-        follower=lambda **options: SO101Follower(SO101FollowerConfig(**options)),
-        leader=lambda **options: SO101Leader(SO101LeaderConfig(**options)),
-        calibration=lambda found: {name: MotorCalibration(**each) for name, each in found.items()},
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ports, "getTimeSinceStart", lambda port: since(port) / PATIENCE)
+        yield SimpleNamespace(
+            follower=lambda **options: SO101Follower(SO101FollowerConfig(**options)),
+            leader=lambda **options: SO101Leader(SO101LeaderConfig(**options)),
+            calibration=lambda found: {name: MotorCalibration(**each) for name, each in found.items()},
+        )
 
 
 @pytest.fixture
