@@ -1,5 +1,6 @@
 """Policies around another one: what acts is the inner policy and the networks that improve, steer or condition it."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -35,9 +36,9 @@ class Wrapped(Policy):
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         return self.policy(batch)
 
+    @abstractmethod
     def choose(self, observation: Observation, task: Sequence[str], noise: Tensor) -> Tensor:
         """Return one chunk for each observation [B, H, A]. noise: [B, *noise_shape]."""
-        raise NotImplementedError
 
     def sample(
         self, observation: Observation, *, task: Sequence[str] = (), n: int = 1, noise: Tensor | None = None,

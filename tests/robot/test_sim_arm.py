@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from serl_client import ConfigError
 
 from robot_infra.robots.sim_arm import CENTRE, NAMES, SCALE, WORKSPACE, SimArm, make
 from tests.shared.robots import check_rows, play
@@ -56,6 +57,24 @@ def test_fifty_seeds_are_fifty_starts_with_the_block_in_reach():
     assert len({block.tobytes() for block in blocks}) == 50
     assert (np.stack(blocks)[:, :2] >= WORKSPACE[0, :2]).all()
     assert (np.stack(blocks)[:, :2] <= WORKSPACE[1, :2]).all()
+
+
+@pytest.mark.parametrize(("side", "signs"), [("left", {1}), ("right", {-1}), ("both", {1, -1})])
+def test_the_block_lies_on_the_side_that_was_asked_for_and_nothing_else_of_a_start_changes(side, signs):
+    arm, whole = SimArm(side=side), SimArm()
+    found = set()
+    for seed in range(12):
+        arm.home(seed)
+        whole.home(seed)
+        found.add(np.sign(arm.block[1]))
+        np.testing.assert_allclose(np.abs(arm.block), np.abs(whole.block))
+        np.testing.assert_allclose(arm.tool, whole.tool)
+    assert found == signs
+
+
+def test_another_side_is_refused():
+    with pytest.raises(ConfigError, match=r"task\.env\.side=middle: say one of both, left, right"):
+        SimArm(side="middle")
 
 
 def test_the_kinematics_bring_the_tool_to_its_target(arms):
