@@ -26,6 +26,8 @@ from serl_client.runner import run_actor
 from serl_client.several import run_several
 from serl_client.status import RECENT, ActorStatus
 
+from robot_infra.learned import judge_by
+from robot_infra.stages import stages_of
 from robot_infra.teleop.keyboard import LEGEND, Keyboard
 from serl_launcher.config import composed, factory, groups
 from serl_launcher.launcher import launch, writable
@@ -95,6 +97,9 @@ def act_in(config: DictConfig, place: int = 0) -> int:
     name = named(str(config.name), Key.read(key) if key else None) + f"/{place}" * (config.envs > 1)
     shown = console(name, plain=config.envs > 1)  # first, because a robot says how it is limited
     with factory(config, "task.env")() as env, closing(env.operator or Keyboard()) as keyboard:
+        if config.task.judge.address:
+            judge_by(config.task.judge, env, name=name)
+        operator = stages_of(env, keyboard, config.task.stages)
         deadline = deadline_of(config.deadline_s, env.spec.fps, env.clock)
         folder = writable(Path(str(config.run_dir)) / "actors" / name)
         with TrainerClient(
@@ -106,11 +111,11 @@ def act_in(config: DictConfig, place: int = 0) -> int:
                 source, chunks=config.chunks, deadline=deadline, n_action_steps=config.n_action_steps, clock=env.clock
             )
             status = ActorStatus()
-            keys = getattr(keyboard, "legend", {"keys": LEGEND} if keyboard.has_terminal else {})
+            keys = operator.legend(getattr(keyboard, "legend", {"keys": LEGEND} if keyboard.has_terminal else {}))
             lookout = Lookout(lambda: client.connected, str(config.ip), int(config.port), has_key=key is not None)
             with lookout, LiveDisplay(shown, lambda: rows(status, client, keys, lookout), lambda: status.driver):
                 run_actor(
-                    env, controller, client, seed=config.seed, operator=keyboard, reset=config.reset, status=status,
+                    env, controller, client, seed=config.seed, operator=operator, reset=config.reset, status=status,
                     share=(place, config.envs),
                 )  # fmt: skip
     return 0

@@ -1,7 +1,6 @@
 """The driver of a real arm: what its owner writes, and what only the guard calls (robot_infra/guard/)."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from serl_client.env import Observation
 from serl_client.spec import Array, Feature
@@ -21,7 +20,8 @@ class Arm:
     entries: Mapping[str, str]  # {entry of its positions, as limits and home name it: one of UNITS, "" for no unit}
     ranges: Mapping[str, Sequence[float]] = {}  # {entry: [low, high]} of entries whose ends it knows itself
     observation: Mapping[str, Feature] = {}  # what `sense` gives
-    is_simulated: ClassVar[bool] = False  # true: nobody can be hurt, so it moves before a person has said ready
+    tools: Sequence[str] = ("tool",)  # names of its tools, as limits name them, where `tool` knows them
+    is_simulated: bool = False  # true: nobody can be hurt, so it moves before a person has said ready
 
     def read(self) -> Array:
         """Return the measured positions [J]."""
@@ -44,7 +44,10 @@ class Arm:
         """Give the connection back. The motors stay on, because an arm without torque falls."""
 
     def tool(self, positions: Array) -> Array | None:
-        """Return where the tool is at these positions [J], as [3] metres; None: this is not known."""
+        """Return where the tool is at these positions [J], as [3] metres, or each of `tools`, as [K, 3].
+
+        None: this is not known.
+        """
         return None
 
     def sense(self) -> Observation:

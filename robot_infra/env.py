@@ -7,14 +7,15 @@ from typing import Self
 
 import numpy as np
 from serl_client.env import Observation, Step
-from serl_client.errors import ConfigError, RobotFault
+from serl_client.errors import RobotFault
 from serl_client.spec import Array, Feature, Spec
 
 from robot_infra.alignment import AGE, IMAGES, Alignment
-from robot_infra.interfaces import Camera, Judge, Operator, Robot, Teleop
+from robot_infra.interfaces import STAGE, Camera, Judge, Operator, Robot, Teleop
 from robot_infra.intervention import HANDOVER, POLICY_ACTION, Intervention, policy_action
 from robot_infra.pace import Pace
 from robot_infra.safety import check_guarded
+from robot_infra.spaces import understood
 
 
 class RobotEnv:
@@ -29,7 +30,7 @@ class RobotEnv:
 
     Each row also records `age.<camera>`, how long before the state each image was taken (seconds, see Alignment). With
     a teleop it records `policy_action`, and with a hand-over `handover` (intervention.py). Raises ConfigError for an
-    unknown clock, and for a teleop whose action space differs from the robot's.
+    unknown clock, and for a teleop whose action space cannot be converted to the robot's (spaces.py).
     """
 
     def __init__(
@@ -39,8 +40,7 @@ class RobotEnv:
     ) -> None:  # fmt: skip
         self._pace = Pace(clock, fps)
         check_guarded(robot, clock, fps)
-        if teleop is not None and teleop.space != robot.space:
-            raise ConfigError(f"the teleop gives {teleop.space} actions, the robot takes {robot.space}")
+        teleop = teleop and understood(teleop, robot)
         self.robot, self.judge, self.teleop, self.operator = robot, judge, teleop, operator
         self._alignment = Alignment(cameras or {}, fps, is_real=self._pace.is_real)
         images = {name: camera.feature for name, camera in self.cameras.items()}
@@ -87,6 +87,7 @@ class RobotEnv:
         while not self.is_home:
             time.sleep(self._pace.period)
         self._homed, self._steps, self._executed = None, 0, None
+        self.judge.reset()
         self._alignment.wait(time.monotonic())
         self._pace.begin()
         observation, _, stale = self._observe()
@@ -111,6 +112,8 @@ class RobotEnv:
         if HANDOVER in self.spec.extras:
             extras[HANDOVER] = np.array(self._intervention.is_handover)
         verdict = self.judge(observation)
+        if STAGE in self.spec.extras:
+            extras[STAGE] = np.array(verdict.stage or 0)
         self._steps += 1
         truncated = self._steps >= self._max_steps and not verdict.terminated
         success = verdict.success if verdict.terminated or truncated else None
@@ -129,7 +132,7 @@ class RobotEnv:
     def close(self) -> None:
         """Stop the robot and give every device back, even if one of them fails; may be called twice."""
         with ExitStack() as stack:
-            for part in (self.operator, self.teleop, *self.cameras.values(), self.robot):
+            for part in (self.operator, self.teleop, self.judge, *self.cameras.values(), self.robot):
                 if part is not None:
                     stack.callback(part.close)
             self.stop()

@@ -52,13 +52,20 @@ class Hand:
     words: Sequence[str] = ()
 
 
+STAGE = "stage"  # a row's column, where the task has stages: how many of them the observation after its step shows
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Holds a judge's verdict on one step; `success` is None if the judge cannot tell."""
+    """Holds a judge's verdict on one step; `success` and `stage` are None if the judge cannot tell.
+
+    stage: how many of the task's stages the observation shows, 0 to all of them; the last one is success.
+    """
 
     reward: float
     terminated: bool
     success: bool | None
+    stage: int | None = None
 
 
 class Robot(Protocol):
@@ -172,6 +179,12 @@ class Judge(Protocol):
     """Describes a judge, which gives reward and success of a step from its observation. Never blocks."""
 
     def __call__(self, observation: Observation) -> Verdict: ...
+
+    def reset(self) -> None:
+        """Begin an episode."""
+
+    def close(self) -> None:
+        """Give back what it holds; may be called twice."""
 
 
 class Operator(person.Operator, Protocol):

@@ -1,28 +1,57 @@
 """Judges give the reward of a step, and say when the task is done. Without one, an operator says it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import takewhile
 
 import numpy as np
 from serl_client.env import Observation
 from serl_client.spec import Array
 
-from robot_infra.interfaces import Verdict
+from robot_infra.interfaces import Judge, Verdict
 
 
-class Predicate:
-    """Gives reward 1 and ends the episode as soon as a predicate on the true scene holds; else reward 0."""
+class Predicate(Judge):
+    """Gives reward 1 and ends the episode as soon as a predicate on the true scene holds; else reward 0.
 
-    def __init__(self, holds: Callable[[], bool]) -> None:
-        self._holds = holds
+    before: return whether the scene shows the stages before success, in their order.
+    """
+
+    def __init__(self, holds: Callable[[], bool], before: Sequence[Callable[[], bool]] = ()) -> None:
+        self._holds, self._before = holds, before
 
     def __call__(self, observation: Observation) -> Verdict:
         success = self._holds()
-        return Verdict(float(success), success, success)
+        stage = sum(1 for _ in takewhile(lambda shows: shows(), self._before))
+        return Verdict(float(success), success, success, len(self._before) + 1 if success else stage)
 
 
-def unjudged(observation: Observation) -> Verdict:
-    """Leave reward, success and the end to the operator."""
-    return Verdict(reward=0.0, terminated=False, success=None)
+class Function(Judge):
+    """Judges each observation by a function alone."""
+
+    def __init__(self, judge: Callable[[Observation], Verdict]) -> None:
+        self._judge = judge
+
+    def __call__(self, observation: Observation) -> Verdict:
+        return self._judge(observation)
+
+
+class Nearer(Judge):
+    """Takes `cost` of another judge's rewards for every metre that `remaining` says is left."""
+
+    def __init__(self, judge: Judge, cost: float, remaining: Callable[[Observation], float]) -> None:
+        self._judge, self._cost, self._remaining = judge, cost, remaining
+
+    def __call__(self, observation: Observation) -> Verdict:
+        verdict = self._judge(observation)
+        return replace(verdict, reward=verdict.reward - self._cost * self._remaining(observation))
+
+
+class Unjudged(Judge):
+    """Leaves reward, success and the end to the operator."""
+
+    def __call__(self, observation: Observation) -> Verdict:
+        return Verdict(reward=0.0, terminated=False, success=None)
 
 
 def near(first: Array, second: Array, distance: float) -> bool:

@@ -9,10 +9,12 @@ from serl_client.spec import Array
 
 from robot_infra.guard.robot import GuardedRobot
 from robot_infra.interfaces import Reading, Robot
+from robot_infra.spaces import SpacedRobot
 
 
 def check_guarded(robot: Robot, clock: str, fps: float) -> None:
     """Raise ConfigError unless a guard owns this robot, and knows its clock, or it is a simulation."""
+    robot = robot.robot if isinstance(robot, SpacedRobot) else robot
     if isinstance(robot, GuardedRobot):
         if clock != "real" or robot.fps != fps:
             raise ConfigError(

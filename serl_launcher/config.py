@@ -4,6 +4,7 @@ Hydra composes. We check each word before, because Hydra refuses some in many li
 sense. Each error is one sentence.
 """
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from yaml import YAMLError
 from serl_launcher.utils.words import known, nearest
 
 REMEMBERED = ("algo", "policy", "head", "network", "critic")  # groups whose words a run keeps, if it reads them
-ALSO = {"wandb": False, "task.cameras": "auto"}  # what they take besides their default's kind
+ALSO = {"log": False, "task.cameras": "auto"}  # what they take besides their default's kind
 NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the environment")  # lines that help nobody
 
 
@@ -39,7 +40,8 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
     for a plan that is made for another algorithm than the run's.
     """
     others = [word for word in words if _key(word) in REMEMBERED or _group(word) not in REMEMBERED]
-    place = _composed(folder, others)  # where the run is, and what plan and algorithm choose for themselves
+    plain: dict[tuple[str, ...], DictConfig] = {}
+    place = _composed(folder, others, plain)  # where the run is, and what plan and algorithm choose for themselves
     said = {_key(word) for word in words}
     remembered = [word for word in _remembered(place) if said.isdisjoint((_key(word), _group(word)))]
     for word in sorted(set(place.remembered) - set(_defaults(folder))):
@@ -50,7 +52,7 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
                 f"choose another run_dir=..., or say {_key(word)}=... to have it that way"
             )
     words = [*remembered, *words]
-    made = place if words == others else _composed(folder, words)
+    made = place if words == others else _composed(folder, words, plain)
     _check_read(folder, [word for word in words if word not in remembered], made)
     if (kept := _remembered(place)) and not _trains(made):
         made.remembered = kept
@@ -83,7 +85,8 @@ def _group(word: str) -> str:
     return _key(word).partition(".")[0]
 
 
-def _composed(folder: Path, words: Sequence[str]) -> DictConfig:
+def _composed(folder: Path, words: Sequence[str], plain: dict[tuple[str, ...], DictConfig]) -> DictConfig:
+    """plain: what choices alone make; a composition takes a tenth of a second."""
     choices = groups(folder)
     try:
         overrides = [_read(word) for word in words]
@@ -94,10 +97,12 @@ def _composed(folder: Path, words: Sequence[str]) -> DictConfig:
             where = f"{override.input_line} (there are {', '.join(names)})"
             known(override.value(), names, override.key_or_group, where)
         with initialize_config_dir(str(folder), version_base="1.3"):
-            config = compose("base", [str(override.input_line) for override in chosen], return_hydra_config=True)
+            said = tuple(str(override.input_line) for override in chosen)
+            if said not in plain:
+                plain[said] = compose("base", list(said), return_hydra_config=True)
             for override in values:
-                _check(override, config)
-            config = compose("base", list(words), return_hydra_config=True) if values else config
+                _check(override, plain[said])
+            config = compose("base", list(words), return_hydra_config=True) if values else copy.deepcopy(plain[said])
         taken = {group: f"{group}={config.hydra.runtime.choices[group]}" for group in _read_groups(config)}
         with open_dict(config):
             del config.hydra

@@ -40,7 +40,7 @@ from serl_launcher.utils import logging as metrics
 log = logging.getLogger(__name__)
 
 ERRORS = "errors.log"  # in the run's folder: the tracebacks of unforeseen errors
-NEEDED = ("torch", "safetensors", "matplotlib")  # of the extra `learner`
+NEEDED = ("torch", "safetensors", "matplotlib", "websockets")  # of the extra `learner`
 NEEDED_BY_RANKS = ("accelerate", "deepspeed")  # of the extra `vla`
 SOCKETS = "retake-"  # prefix of the folders with ipc sockets, below the system's temporary folder
 
@@ -52,7 +52,7 @@ def launch(config: DictConfig) -> int:
     """
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"the learner needs {', '.join(missing)}: run `uv sync --inexact --extra learner` here")
-    metrics.check(config.wandb)
+    metrics.check(config.log)
     most = ranks_of(config)
     if config.ranks != "auto" or config.nodes > 1 or most == 1:
         config.ranks = most  # else the trainer says how many, when it knows how many weights there are
@@ -63,6 +63,7 @@ def launch(config: DictConfig) -> int:
     if config["keys"]:
         AllowList(Path(config["keys"]))
     check_address(f"tcp://{config.host}:{config.port}", config["keys"])
+    check_address(f"tcp://{config.bridge.host}:{config.bridge.port}", config["keys"], "bridge.host")
     run_dir = writable(Path(str(config.run_dir)))
     _forget_dead_sockets()
     with _lock(run_dir), tempfile.TemporaryDirectory(prefix=SOCKETS) as sockets, _lock(Path(sockets)):
@@ -162,16 +163,20 @@ def writable(folder: Path) -> Path:
 
 
 def _check_ports(config: DictConfig) -> None:
-    if config.port == config.inference_port:
-        raise ConfigError(f"port and inference_port are both {config.port}: choose another inference_port=...")
-    for name in ("port", "inference_port", *["live"] * (config.live is not None)):
+    taken: dict[int, str] = {}
+    for name in ("port", "inference_port", "bridge.port", "live"):
+        host, port = config.bridge.host if name == "bridge.port" else config.host, OmegaConf.select(config, name)
+        if port is None:
+            continue
+        if (other := taken.setdefault(port, name)) != name:
+            raise ConfigError(f"{other} and {name} are both {port}: choose another {name}=...")
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((config.host, config[name]))
+                probe.bind((host, port))
             except (OSError, OverflowError, TypeError) as error:
                 raise ConfigError(
-                    f"cannot listen on {config.host}:{config[name]} ({getattr(error, 'strerror', None) or error}). "
+                    f"cannot listen on {host}:{port} ({getattr(error, 'strerror', None) or error}). "
                     f"Is another learner running? Stop it, or choose {name}=..."
                 ) from None
 

@@ -48,9 +48,16 @@ class Window:
           steps follow it there (int64). A gap does not end them: they are of the whole episode. Each part of an episode
           that was cut is an episode of its own, with the success of the whole.
         - `derived.<name>` for a name in `Algorithm.derived`: likewise. An update has computed it, of these steps.
-    starts: which steps may be drawn: `any`, or `chunk_start`: steps at which a new chunk began.
+    starts: which steps may be drawn: `any`; `chunk_start`: steps at which a new chunk began; `episode_start`: the first
+        step of each episode.
     idle_filter: no window starts where the robot waits; such steps may still occur later in a window. None: no filter.
     discount: of `episode.return`, per step.
+    joins: a window that is drawn goes on in other episodes of its source, so that every entry is of use. An episode is
+        followed by its final observation, where valid is False and action and reward are zero; then by the beginning of
+        one that is drawn uniformly, whose `episode.index` is 0. So each entry of a window, too, is uniform over all
+        steps. After a gap, or the newest step, no final observation is known, and the next beginning follows at once.
+        All columns are at the action's offsets. A derived one may be at (0,) and is zero where it is not known.
+        Batch.step_id is [B, H], -1 where there is no step.
 
     A window starts only where all that it asks for is known. Of an open episode return, success and remaining are not
     known yet, because its end is not. Success is not known of an episode that nobody has judged. A verdict that comes
@@ -60,9 +67,10 @@ class Window:
     """
 
     offsets: Mapping[str, tuple[int, ...]]
-    starts: Literal["any", "chunk_start"] = "any"
+    starts: Literal["any", "chunk_start", "episode_start"] = "any"
     idle_filter: IdleFilter | None = None
     discount: float = 1.0
+    joins: bool = False
 
     def __post_init__(self) -> None:
         actions = self.offsets.get("action", ())
@@ -70,6 +78,13 @@ class Window:
             raise ValueError(f"a window's action is at the offsets 0..H-1, not {actions}")
         if self.offsets.get("next_observation", (self.horizon,)) != (self.horizon,):
             raise ValueError(f"next_observation follows the window's {self.horizon} actions: its offset is that number")
+        strange = {name for name, offsets in self.offsets.items() if offsets != actions}
+        strange -= {name for name in strange if name.startswith("derived.") and self.offsets[name] == (0,)}
+        strange |= {name for name in self.offsets if name.startswith("episode.")} - {"episode.index"}
+        if self.joins and (strange or self.idle_filter is not None):
+            raise ValueError(
+                f"a window that joins episodes has no idle_filter, and not these columns: {sorted(strange)}"
+            )
 
     @property
     def horizon(self) -> int:
@@ -86,7 +101,7 @@ class Batch:
     reward, valid, terminated, truncated, intervened: [B, H].
     length: [B] int64, the number of valid steps, at least 1.
     weight: [B], a factor on each row's loss.
-    step_id: [B] int64.
+    step_id: [B] int64; [B, H] of a window that joins episodes.
     seed: [B] int64. All random numbers in a row's loss come from it.
     next_observation: {name: [B, To, ...]}; None if the window does not ask for it.
     task: B tasks in words.

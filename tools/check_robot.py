@@ -16,7 +16,6 @@ import logging
 import select
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +73,14 @@ def limits(config: DictConfig, seconds: float) -> dict[str, Any]:
             time.sleep(PAUSE)
         has_tool = tools[0] is not None
         entries, ranges = arm.entries, _ends(measured)
-        line = template(entries, ranges, _ends(tools) if has_tool else (), has_tool=has_tool)
+        box = _ends(np.reshape(tools, (len(tools), -1))) if has_tool else ()
+        line = template(entries, ranges, box, has_tool=has_tool, tools=arm.tools)
     pose = ", ".join(f"{name}: {position:.4g}" for name, position in zip(entries, measured[-1], strict=True))
     print(f"  {line}\n  home: {{{pose}}}")
     return {"readings": len(measured), "ranges": dict(zip(entries, ranges, strict=True))}
 
 
-def _ends(positions: Sequence[Any]) -> list[list[float]]:
+def _ends(positions: Any) -> list[list[float]]:
     """Return [least, largest] of each entry of these positions, [N, J]."""
     return np.stack([np.min(positions, axis=0), np.max(positions, axis=0)], axis=1).round(4).tolist()
 

@@ -43,7 +43,7 @@ class Part:
 
 def parts(options: argparse.Namespace) -> dict[str, Part]:
     python, device, words = shlex.quote(sys.executable), f"device={options.device}", f"--policy {options.policy}"
-    train = f"{python} examples/train.py run_dir={shlex.quote(options.folder)} {device} wandb=false"
+    train = f"{python} examples/train.py run_dir={shlex.quote(options.folder)} {device} log=false"
     bench = f"{python} tools/bench.py"
     return {
         "tests": Part((*LEARNER, "pytest"), [f"{python} -m pytest -q -m gpu -p no:cacheprovider tests"]),

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Feeds spoiled messages, records, Specs, weights and files to what reads them, and attacks a real server.
+"""Feeds spoiled messages, records, Specs, weights, feedback of arms and files to what reads them.
 
-Nothing may crash, raise what it does not declare, grow, lose a thread, or write where it must not. A case follows from
---seed, its kind and its number: what fails is kept in --failures with them, and --only KIND --first N --cases 1 runs it
-again. The last line is JSON; the exit status is 1 if anything was wrong.
+It attacks a real server, too. Nothing may crash, raise what it does not declare, grow, lose a thread, or write where it
+must not. A case follows from --seed, its kind and its number: what fails is kept in --failures with them, and
+--only KIND --first N --cases 1 runs it again. The last line is JSON; the exit status is 1 if anything was wrong.
 """
 
 import argparse

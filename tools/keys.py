@@ -5,6 +5,7 @@ tools/keys.py make NAME --role actor|operator|viewer   a key for one robot PC or
 tools/keys.py list                                     who has one, and who is refused
 tools/keys.py revoke NAME                              it is refused from its next message on, for good
 tools/keys.py unban NAME                                it is banned for its bad messages: let it in at once
+tools/keys.py api NAME                                  its Api-Key, for a client of openpi (docs/openpi.md)
 
 --keys KEYS is the folder (default: keys). An actor appends records and asks for actions; an operator may steer the
 plan and label any episode besides; a viewer sees the status. See docs/security.md.
@@ -29,13 +30,13 @@ RESERVED = "server"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("make", "list", "revoke", "unban"))
+    parser.add_argument("what", choices=("make", "list", "revoke", "unban", "api"))
     parser.add_argument("name", nargs="?")
     parser.add_argument("--role", choices=ROLES)
     parser.add_argument("--keys", type=Path, default=Path("keys"))
     options = parser.parse_args()
     if (options.what == "list") != (options.name is None) or (options.what == "make") != (options.role is not None):
-        parser.error("make NAME --role ROLE, list, revoke NAME or unban NAME")
+        parser.error("make NAME --role ROLE, list, revoke NAME, unban NAME or api NAME")
     try:
         with locked(options.keys, options.what == "make"):
             print(act(options.what, options.keys, options.name, options.role))
@@ -49,6 +50,8 @@ def act(what: str, folder: Path, name: str, role: str) -> str:
         return make(folder, name, role)
     if what == "list":
         return listed(AllowList(folder))
+    if what == "api":
+        return AllowList(folder).api_key(name)
     return revoke(folder, name) if what == "revoke" else lift(folder, name)
 
 

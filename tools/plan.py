@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError, RetakeError
 
 from serl_launcher.config import composed
-from serl_launcher.training.plan import Phase, Plan
+from serl_launcher.training.plan import TRAINED, Phase, Plan
 from serl_launcher.training.plan_reader import load_plan
 
 CONFIG = Path(__file__).resolve().parent.parent / "config"
@@ -58,10 +58,11 @@ def described(phase: Phase) -> Mapping[str, str]:
     """{what: text} of one phase; an empty text says that it has none."""
     actors, pace = phase.actors, phase.pace
     into = f" into {actors.into}" if actors.into else ""
+    drawn = f" {actors.policy} actions" if actors.policy != TRAINED else ""
     shares = {name: f"{share:.0%}" for update in phase.updates for name, share in update.data.items()}
     ratio = f"{pace.updates_per_step:g} per env step, within {pace.tolerance:g}" if pace else "free"
     return {
-        "actors": f"{actors.mode}{into}",
+        "actors": f"{actors.mode}{drawn}{into}",
         "learner": ", ".join(update.name for update in phase.updates),
         "data": ", ".join(f"{share} {name}" for name, share in shares.items()),
         "start": f"when {phase.start_when}" if phase.start_when else "",

@@ -6,7 +6,8 @@ readme.py --clean     in a clone without a .venv, where the pages' own commands 
 readme.py --list      what would be given, and what is not, with the reason
 
 A command is a line of a bash block, or `code` elsewhere that begins with a program. Runs are made short by the words in
-SHORT. A learner is given an actor, and an actor a learner, unless the same block has both.
+SHORT, and by the copy's plans, whose phases begin and end EARLY. A learner is given an actor, and an actor a learner,
+unless the same block has both.
 """
 
 import argparse
@@ -29,12 +30,30 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHORT = ["max_env_steps=300", "baseline_episodes=2", "eval_episodes=2"]  # a word that is said wins over these
+SHORT = ["max_env_steps=120", "baseline_episodes=2", "eval_episodes=2"]  # a word that is said wins over these
+EARLY = {  # conditions of a plan, and what the copy has for them
+    r"updates >= \d+": "updates >= 40", r"demo\.episodes >= 20": "demo.episodes >= 12",  # more than one export holds
+    r"online\.steps >= 200": "online.steps >= 40", r"online\.episodes >= 5": "online.episodes >= 1",
+    r" episodes >= 10": " episodes >= 1",
+}  # fmt: skip
 SUBSTITUTES = {  # places of a reader's own, and long work
     "10.0.0.5": "127.0.0.1", "GPU_BOX": "127.0.0.1", "--rounds 20 ": "--rounds 1 ", "--only ": "--rounds 1 --only ",
     "--cases 1000000": "--cases 200", "--cases 10000": "--cases 200",
     "--limits --seconds 60": "--limits --seconds 1",
-    "policy=pi0_tiny batch_size=64": "policy=pi0_tiny batch_size=8 \"plan.phases.clone.until=['updates >= 100']\"",
+    "robot=sim plan=hiors": "robot=sim plan=hiors \"plan.phases.demonstrate.until=['demo.episodes >= 3']\"",
+    "policy=pi0_tiny batch_size=64": "policy=pi0_tiny batch_size=8",
+    "random_steps=500 max_env_steps=2500": "random_steps=60 max_env_steps=120",
+    "plan=tdmpc2 algo=tdmpc2 ": "plan=tdmpc2 algo=tdmpc2 random_steps=60 batch_size=8 algo.mppi.iterations=1 ",
+    "random_steps=8000 max_env_steps=80000": "random_steps=200 max_env_steps=400",
+    "random_steps=500 max_env_steps=4000": "random_steps=60 max_env_steps=120",
+    "random_steps=1000 max_env_steps=5000": "random_steps=60 max_env_steps=120",
+    "dreamer_cartpole/start.sh": "dreamer_cartpole/start.sh random_steps=60 max_env_steps=120",
+    "inputs.py --run-dir runs/hiors": "inputs.py --run-dir runs/hiors --source demo",  # a short run may never succeed
+    "world_models_carracing/start.sh": "world_models_carracing/start.sh random_steps=200 max_env_steps=400 "
+    "plan.sources.drift.capacity=400 plan.sources.online.capacity=400 "
+    "batch_size=4 eval_episodes=1 eval_steps=50 \"plan.phases.see.until=['updates >= 4']\" "
+    "\"plan.phases.predict.until=['updates >= 6']\"",
+    "plan=dreamer algo=dreamer ": "plan=dreamer algo=dreamer random_steps=60 batch_size=2 algo.length=8 utd=0.2 ",
 }  # fmt: skip
 BASE = ["learner", "sim"]  # extras that start.sh installs
 MODULES = {"rerun-sdk": "rerun"}  # where the name to import is another
@@ -53,9 +72,14 @@ NOT_RUN = {  # a regular expression of whole commands: why nobody gives them her
     r"kill .*|setsid .*": "is about a viewer that a person has opened",
     r"apt-get .*": "changes the machine, and needs its administrator",
     r".*operator=keyboard.*": "needs a person at the keyboard",
+    r".*sim\.dobot_controller.*|.*task=my_dobot.*": "runs until somebody ends it; tests/house/test_docs.py gives them",
     r".*task=so101.*|lerobot-(find-port|calibrate).*|.*sim\.feetech.*": "needs an SO-101, or what takes its place",
+    r"\.venv/bin/tensorboard .*": "serves a page until somebody ends it",
+    r".*robot=dobot_xtrainer.*": "needs two real arms; tests/robot/test_dobot_cell.py tries to connect",
     r".*/models/.*|.*/path/to/.*": "needs a file that only its owner has",
     r"examples/robomimic/\S+\.sh.*": "installs robosuite, 1.1 GB",
+    r"examples/(dmc|metaworld)/\S+\.sh.*": "installs dm_control or Meta-World, 0.4 GB each",
+    r".*tools/study\.py (control|memory|pick_cube|planning|world_models).*": "takes minutes for each missing run",
     r".*uv pip install.*|.*LunarLander.*|.*PushT-v0.*": "installs packages that are none of ours",
     r".*tools/study\.py .* -- .*": "takes an hour",
     r".*tools/bench\.py(?! --help).*": "measures, for minutes, and asks for an idle machine",
@@ -259,7 +283,12 @@ class Reader:
 
     def _last(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()
-        return "".join(f"\n        {line[:200]}" for line in lines[-8:])
+        return "".join(f"\n        {_cut(line)}" for line in lines[-8:])
+
+
+def _cut(line: str) -> str:
+    """The line, without its middle where it is long: an error says what is wrong first, and what to do last."""
+    return line if len(line) <= 200 else f"{line[:97]} ... {line[-98:]}"
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -295,12 +324,18 @@ def required(packages: Iterable[str]) -> set[str]:
 
 
 def copied(folder: Path, *, clean: bool) -> Path:
-    """This repository's files in `folder`, without a .venv or with the present one, which is never changed."""
+    """This repository's files in `folder`, its plans short, without a .venv or with the present one, which is never
+    changed."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, names.decode().split("\0")):
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
+    for plan in (folder / "config/plan").glob("*.yaml"):
+        text = plan.read_text()
+        for condition, earlier in EARLY.items():
+            text = re.sub(condition, earlier, text)
+        plan.write_text(text)
     if not clean:
         (folder / ".venv").symlink_to(ROOT / ".venv")
         stub = folder / ".uv" / "bin" / "uv"

@@ -26,14 +26,16 @@ from safetensors.torch import load_file
 
 from serl_launcher.config import composed, groups
 from serl_launcher.utils.checkpoint import STATE, TENSORS
-from tools.studies.runs import ROOT, TRAIN, copied, demonstrations, phase, ports
+from tools.studies.runs import ROOT, TRAIN, copied, demonstrations, phase, ports, run
 
 KEPT = ("algorithm", "sources")
 CONFIG = ROOT / "config"
-NEEDS = ("_pixels", "_pi0")  # of cameras or of the extra `vla`: the same classes without them are tried
-SMALL = ["batch_size=16", "checkpoint_s=0", "wandb=false", "task=fake"]
+NEEDS = ("_pixels", "_pi0", "world_models")  # of cameras, the extra `vla` or time: others of these classes are tried
+SMALL = ["batch_size=16", "checkpoint_s=0", "log=false"]
+EVOLVED = "world_models_tiny"  # it learns from pictures, and from the returns of those who have acted
 SIZES = {"policy.hidden": "[16,16]", "policy.network.hidden": "[16,16]", "critic.hidden": "[16,16]",
-         "algo.samples": "4", "algo.kept": "2", "algo.steps": "2", "policy.head.steps": "2"}  # fmt: skip
+         "algo.samples": "4", "algo.kept": "2", "algo.steps": "2", "policy.head.steps": "2", "algo.model.latent": "16",
+         "algo.model.hidden": "[16,16]", "algo.deter": "64", "algo.length": "8", "algo.imagined": "4"}  # fmt: skip
 
 
 def main() -> None:
@@ -47,10 +49,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/resume"))
     options = parser.parse_args()
     moments, folder, failed = random.Random(options.seed), options.out.resolve(), []
-    begun = demonstrations(folder / "demonstrations", 0, 4, task="fake", actor=["task.env.clock=simulated"])
+    rows = "algo=td_mpc_squared"  # with the columns that it wants; others do not read them
+    begun = demonstrations(folder / "demonstrations", 0, 4, rows, task="fake", actor=["task.env.clock=simulated"])
     for name in options.algorithms:
         words = words_of(name, options.updates)
-        undisturbed, killed = (fresh(begun, folder / f"{name}-{kind}") for kind in ("whole", "killed"))
+        first = played(folder / "played") if name == EVOLVED else begun
+        undisturbed, killed = (fresh(first, folder / f"{name}-{kind}") for kind in ("whole", "killed"))
         train(undisturbed, words)
         times = 0
         while times < options.kills and train(killed, words, dies_after=moments.uniform(0.2, 1.5)):
@@ -66,11 +70,36 @@ def main() -> None:
 
 def words_of(name: str, updates: int) -> list[str]:
     """Return the words of a learner that trains on the demonstrations alone, by all updates of the algorithm."""
+    if name == EVOLVED:
+        turns = {"see": updates // 3, "predict": updates // 3, "evolve": updates // 3}
+        plan = [f"plan.phases.{each}.until=['updates >= {count}']" for each, count in turns.items()]
+        idle = ["plan.phases.evolve.actors={mode: idle, into: null}", "~plan.phases.drift", "~plan.phases.evaluate"]
+        return [*SMALL, f"algo={EVOLVED}", "task=puck", "plan=world_models", *plan, *idle]
     config = composed(CONFIG, ["learner=true", "plan=sft", f"algo={name}", "task=fake", "run_dir=/nowhere"])
-    sizes = [f"{option}={value}" for option, value in SIZES.items() if _has(config, option.split("."))]
+    read = {word.partition("=")[0] for word in config.remembered}  # groups
+    sizes = [
+        f"{option}={value}" for option, value in SIZES.items()
+        if option.split(".")[0] in read and _has(config, option.split("."))
+    ]  # fmt: skip
     rounds = "actors: {mode: idle}, updates: ${updates}, data: {demo: 1.0}, on_begin: [{fit_normalizer: demo}], "
     plan = ["plan=sft", "~plan.phases.clone", "~plan.phases.evaluate"]
-    return [*SMALL, *plan, f"algo={name}", *sizes, phase("train", f"{rounds}until: ['updates >= {updates}']")]
+    return [
+        *SMALL,
+        "task=fake",
+        *plan,
+        f"algo={name}",
+        *sizes,
+        phase("train", f"{rounds}until: ['updates >= {updates}']"),
+    ]
+
+
+def played(folder: Path) -> Path:
+    """Return a run of pucks that drifted, and of 60 episodes of controllers that nobody has trained."""
+    if not (folder / "summary.json").exists():
+        learned = [f"~plan.phases.{each}" for each in ("see", "encode", "predict", "evaluate")]
+        until = "plan.phases.evolve.until=['updates >= 60']"
+        run(folder, "plan=world_models", f"algo={EVOLVED}", until, "random_steps=2000", *learned, task="puck")
+    return folder
 
 
 def _has(node: Any, names: Sequence[str]) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,10 @@ HALVES = 6  # of a step, until the largest part is found that keeps the tool wit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Limits:
-    """Holds the limits of each entry, [J] in its unit, and of the tool, if the arm knows where that is.
+    """Holds the limits of each entry, [J] in its unit, and of each of the K tools, if the arm knows where they are.
 
     low, high: of targets. speed: per second. jump: between two targets. tracking: between set point and measurement.
-    box: [2, 3] metres, low and high of the tool. tool_speed: metres per second.
+    tools: their names. box: [K, 2, 3] metres, low and high of each. tool_speed: [K] metres per second.
     """
 
     entries: Mapping[str, str]
@@ -37,8 +37,9 @@ class Limits:
     speed: Array
     jump: Array
     tracking: Array
+    tools: Sequence[str] = ()
     box: Array | None = None
-    tool_speed: float = math.inf
+    tool_speed: Array = field(default_factory=lambda: np.empty(0))
 
     def described(self) -> list[str]:
         """Return a line for each entry and for the tool, in degrees or millimetres."""
@@ -50,34 +51,35 @@ class Limits:
             )
             lines.append(f"{name}: {low} to {high}, {speed}/s, {jump} from target to target, {tracking} off its way")
         if self.box is not None:
-            low, high = 1000 * self.box
-            box = ", ".join(f"{axis} {low[i]:.4g} to {high[i]:.4g} mm" for i, axis in enumerate(AXES))
-            lines.append(f"tool: {box}, {self.tool_speed * 1000:.4g} mm/s")
+            for name, (low, high), speed in zip(self.tools, 1000 * self.box, 1000 * self.tool_speed, strict=True):
+                box = ", ".join(f"{axis} {low[i]:.4g} to {high[i]:.4g} mm" for i, axis in enumerate(AXES))
+                lines.append(f"{name}: {box}, {speed:.4g} mm/s")
         return lines
 
 
 def read_limits(
     entries: Mapping[str, str], written: Mapping[str, Any] | None, *, has_tool: bool,
-    ranges: Mapping[str, Sequence[float]] | None = None,
+    ranges: Mapping[str, Sequence[float]] | None = None, tools: Sequence[str] = (TOOL,),
 ) -> Limits:  # fmt: skip
     """Return the limits that a task's yaml writes for an arm with these entries ({name: unit}).
 
-    has_tool: the arm knows where its tool is; then the tool has limits, too. ranges: those that the arm knows itself,
+    has_tool: the arm knows where its `tools` are; then they have limits, too. ranges: those that the arm knows itself,
     {entry: [low, high]}; the yaml need not repeat them. Raises ConfigError for whatever is missing or no limit, with
     the yaml to write: nothing is unlimited.
     """
-    if not entries or set(entries.values()) - set(UNITS) or TOOL in entries:
+    if not entries or set(entries.values()) - set(UNITS) or entries.keys() & set(tools):
         raise ConfigError(
             f"an arm's entries are {{name: unit}}, with {', '.join(map(repr, UNITS))} as units, not {dict(entries)}"
         )
     ranges = ranges or {}
-    wanted = [*entries, *[TOOL] * has_tool]
+    tools = tools if has_tool else ()
+    wanted = [*entries, *tools]
     written = {str(name): limit for name, limit in (written or {}).items()}
     if missing := [name for name in wanted if name not in written]:
         raise ConfigError(
             f"no limits for {', '.join(missing)}, so nothing may move: write in the task's yaml, under env, "
-            f"`{template(entries, has_tool=has_tool, known=ranges)}`; tools/check_robot.py task=... --limits measures "
-            "the ranges"
+            f"`{template(entries, has_tool=has_tool, known=ranges, tools=tools)}`; tools/check_robot.py task=... "
+            "--limits measures the ranges"
         )
     if unknown := [name for name in written if name not in wanted]:
         raise ConfigError(f"limits: this arm has no {', '.join(unknown)}; it has {', '.join(wanted)}")
@@ -85,30 +87,30 @@ def read_limits(
     low, high, speed, jump, tracking = np.array(rows, float).T
     if not has_tool:
         return Limits(dict(entries), low, high, speed, jump, tracking)
-    tool = _checked(TOOL, written[TOOL], (*AXES, "speed"))
-    box = np.array([_pair(f"{TOOL}.{axis}", tool[axis]) for axis in AXES]).T
-    return Limits(dict(entries), low, high, speed, jump, tracking, box, _positive(f"{TOOL}.speed", tool["speed"]))
+    read = {name: _checked(name, written[name], (*AXES, "speed")) for name in tools}
+    box = np.array([[_pair(f"{name}.{axis}", tool[axis]) for axis in AXES] for name, tool in read.items()]).mT
+    tool_speed = np.array([_positive(f"{name}.speed", tool["speed"]) for name, tool in read.items()])
+    return Limits(dict(entries), low, high, speed, jump, tracking, tuple(tools), box, tool_speed)
 
 
 def template(
     entries: Mapping[str, str], ranges: Sequence[Sequence[float]] = (), box: Sequence[Sequence[float]] = (), *,
-    has_tool: bool, known: Mapping[str, Sequence[float]] | None = None,
+    has_tool: bool, known: Mapping[str, Sequence[float]] | None = None, tools: Sequence[str] = (TOOL,),
 ) -> str:  # fmt: skip
     """Return the limits to write, in one line of yaml.
 
-    ranges, box: [low, high] of each entry and axis. known: of entries whose ends the arm knows. Numbers that are not
-    given are left to the owner.
+    ranges, box: [low, high] of each entry, and of each axis of each tool. known: of entries whose ends the arm knows.
+    Numbers that are not given are left to the owner.
     """
     parts = []
     for i, (name, unit) in enumerate(entries.items()):
         low, high = ranges[i] if ranges else [f"{end:.4g}" for end in (known or {}).get(name, ())] or ("LOW", "HIGH")
         speed, jump, tracking = USUAL[unit]
         parts.append(f"{name}: {{range: [{low}, {high}], speed: {speed}, jump: {jump}, tracking: {tracking}}}")
-    if has_tool:
-        bounds = [
-            f"{axis}: [{low}, {high}]" for axis, (low, high) in zip(AXES, box or [("LOW", "HIGH")] * 3, strict=True)
-        ]
-        parts.append(f"{TOOL}: {{{', '.join(bounds)}, speed: 0.25}}")
+    for i, name in enumerate(tools if has_tool else ()):
+        ends = box[3 * i : 3 * i + 3] or [("LOW", "HIGH")] * 3
+        bounds = [f"{axis}: [{low}, {high}]" for axis, (low, high) in zip(AXES, ends, strict=True)]
+        parts.append(f"{name}: {{{', '.join(bounds)}, speed: 0.25}}")
     return f"limits: {{{', '.join(parts)}}}"
 
 
@@ -163,11 +165,13 @@ def _number(name: str, written: Any) -> float:
 class Limiter:
     """Shortens steps until they keep the limits.
 
-    tool: where the tool is at positions [J], as [3] metres; it is called only if the limits have a box.
+    tool: where the tools are at positions [J], as [3] or [K, 3] metres; it is called only if the limits have a box.
     """
 
     def __init__(self, limits: Limits, tool: Callable[[Array], Array | None]) -> None:
         self.limits, self._tool = limits, tool
+        if limits.box is not None:
+            self._low, self._high = limits.box[:, 0], limits.box[:, 1]  # [K, 3]
 
     def step(self, start: Array, wanted: Array, seconds: float, most: Array | float = math.inf) -> Array:
         """Return the positions [J] on the way from `start` to `wanted`, both [J], that may be reached in `seconds`.
@@ -189,15 +193,16 @@ class Limiter:
         return start + good * (allowed - start) if good else start
 
     def _keeps(self, start: Array, end: Array, seconds: float) -> bool:
-        """Return whether this step keeps the tool's speed, and its box as well as the step's start does."""
-        here, there = (np.asarray(self._tool(each), float) for each in (start, end))
-        if here.shape != (3,) or not (np.isfinite(here).all() and np.isfinite(there).all()):
+        """Return whether this step keeps each tool's speed, and its box as well as the step's start does."""
+        here, there = (np.array(self._tool(each), float, ndmin=2) for each in (start, end))
+        if here.shape != self._low.shape or not (np.isfinite(here).all() and np.isfinite(there).all()):
             return False
-        is_slow = float(np.linalg.norm(there - here)) <= self.limits.tool_speed * seconds
-        return is_slow and self._outside(there) <= self._outside(here)
+        way = there - here
+        if ((way * way).sum(-1) > (self.limits.tool_speed * seconds) ** 2).any():
+            return False
+        return bool((self._outside(there) <= self._outside(here)).all())
 
-    def _outside(self, tool: Array) -> float:
-        """Return how far a point [3] lies outside of the box, metres; 0 inside."""
-        assert self.limits.box is not None
-        low, high = self.limits.box
-        return float(np.linalg.norm(np.maximum(low - tool, 0) + np.maximum(tool - high, 0)))
+    def _outside(self, tools: Array) -> Array:
+        """Return the square of how far each point of [K, 3] lies outside of its tool's box, metres; 0 inside."""
+        way = np.maximum(self._low - tools, 0) + np.maximum(tools - self._high, 0)
+        return (way * way).sum(-1)

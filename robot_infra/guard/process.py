@@ -76,7 +76,7 @@ def _guarded(link: socket.socket, arm: Arm, start: Start) -> str:
     """Guard an arm until its actor has gone, or somebody ends this process; return why it ends."""
     measured = read(arm)
     has_tool = arm.tool(measured) is not None
-    limits = read_limits(arm.entries, start.limits, has_tool=has_tool, ranges=arm.ranges)
+    limits = read_limits(arm.entries, start.limits, has_tool=has_tool, ranges=arm.ranges, tools=arm.tools)
     motion = Motion(
         Limiter(limits, arm.tool), read_home(limits, start.home), tick=1 / start.servo_hz, period=1 / start.fps,
         home_speed=start.home_speed, measured=measured, is_ready=arm.is_simulated,

@@ -9,7 +9,7 @@ from serl_client.errors import ConfigError
 from robot_infra.cameras.lerobot import opened
 from robot_infra.env import RobotEnv
 from robot_infra.guard.robot import GuardedRobot
-from robot_infra.judges import unjudged
+from robot_infra.judges import Unjudged
 from robot_infra.teleop.hands import chosen
 
 
@@ -40,7 +40,7 @@ def make(
             stack.callback(seen[name].close)
         teleop, person = chosen(operator, None, robot, clock="real", devices=devices)
         env = RobotEnv(
-            robot, judge=unjudged, task=task, fps=fps, max_steps=max_steps, cameras=seen, teleop=teleop,
+            robot, judge=Unjudged(), task=task, fps=fps, max_steps=max_steps, cameras=seen, teleop=teleop,
             operator=person, handover=handover,
         )  # fmt: skip
         stack.pop_all()

@@ -15,7 +15,7 @@ from robot_infra.arm import Arm
 from robot_infra.env import RobotEnv
 from robot_infra.guard.robot import GuardedRobot
 from robot_infra.interfaces import Reading
-from robot_infra.judges import near
+from robot_infra.judges import Nearer, near
 from robot_infra.safety import SafeRobot, check_clock
 from robot_infra.teleop.hands import chosen
 from robot_infra.teleop.scripted import Rescuer
@@ -143,6 +143,11 @@ def guarded(*, fps: float, latency: float, faults: Mapping[str, int | None]) -> 
     )  # fmt: skip
 
 
+def distance(observation: Observation) -> float:
+    """Return how far the point was seen from its goal, metres."""
+    return float(np.linalg.norm(observation["observation.state"][4:6]))
+
+
 def reach(robot: FakeRobot | SeenPoint) -> Array:
     """Return the action [x, y] straight to the goal; more than 1 when it is far."""
     return (robot.goal - robot.position) / robot.stroke
@@ -151,7 +156,7 @@ def reach(robot: FakeRobot | SeenPoint) -> Array:
 def make(
     *, max_steps: int, noise: float, clock: str, fps: float = FPS, latency: float = 0.0,
     faults: Mapping[str, int | None] | None = None, operator: str = "scripted", verdict_by: str = "judge",
-    takeover_after: int = 12, handback_after: int = 10, guard: bool = False,
+    takeover_after: int = 12, handback_after: int = 10, guard: bool = False, cost: float = 0.0,
     devices: Mapping[str, Any] | None = None,
 ) -> RobotEnv:  # fmt: skip
     """Make the reaching task as an Env.
@@ -159,6 +164,7 @@ def make(
     noise: standard deviation of the scripted operator's actions.
     verdict_by: `judge` or `operator` (teleop/verdicts.py).
     guard: the point belongs to a guard, as a real arm would; only on the real clock.
+    cost: what each metre to the goal takes of a step's reward.
     """
     point: FakeRobot | SeenPoint
     if guard:
@@ -174,9 +180,15 @@ def make(
     )  # fmt: skip
     teleop, hands = chosen(operator, scripted, owner, clock=clock, devices=devices)
     judge, person = chosen_verdicts(
-        verdict_by, lambda: near(point.position, point.goal, 0.05), lambda: point.steps, max_steps, hands
+        verdict_by,
+        lambda: near(point.position, point.goal, 0.05),
+        lambda: point.steps,
+        max_steps,
+        hands,
+        before=[lambda: near(point.position, point.goal, 0.3)],
     )
+    nearer = Nearer(judge, cost, distance) if cost else judge
     return RobotEnv(
-        owner, judge=judge, task="reach the goal", fps=fps, max_steps=max_steps, clock=clock, teleop=teleop,
+        owner, judge=nearer, task="reach the goal", fps=fps, max_steps=max_steps, clock=clock, teleop=teleop,
         operator=person,
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""GymEnv makes any gymnasium task with a continuous action an Env, which a person may drive."""
+"""GymEnv makes any gymnasium task with a Box or Discrete action an Env; a person may drive one with a Box."""
 
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from serl_client.env import Observation, Step
 from serl_client.errors import ConfigError, RetakeError, RobotFault
 from serl_client.spec import Array, Feature, Spec
 
-from robot_infra.interfaces import Operator
+from robot_infra.interfaces import Operator, Teleop
 from robot_infra.intervention import POLICY_ACTION, Intervention, policy_action
 from robot_infra.pace import Pace
 from robot_infra.teleop.hands import chosen
@@ -21,6 +21,7 @@ from robot_infra.teleop.keyboard import Keyboard
 SUCCESS = ("success", "is_success", "succeed", "next.success")  # keys of `info`; gym_hil uses the last two
 HUMAN = {"is_intervention": ("teleop_action", "action_intervention")}  # gym_hil: a person drove this step, their action
 SAID = {"rerecord_episode": "discard"}  # gym_hil: what a person said at the task's own device: our word
+EXTRAS = {"gym_hil": "hil", "Box2D": "carracing", "minigrid": "minigrid", "ale_py": "atari"}  # package: our extra
 
 MOST = 300  # characters of the error text of a task
 
@@ -48,13 +49,15 @@ class GymEnv:
         of which one holds it}. Such a step counts as intervened, with that action as executed.
     said: keys of info of such a device, {key: event of the operator}.
     clock: `real` or `simulated`, see Pace. operator, devices: who drives, and with what (teleop/hands.py); `none`:
-        nobody.
+        nobody. script: makes the operator `scripted` from the gymnasium task; None: there is none.
+    wrap: puts gymnasium's wrappers around the task, so that its spaces fit; None: none.
     names: of the action's entries, so that devices know what they move (x, y, z, roll, pitch, yaw, gripper).
-    hold: the action that holds; None: the one nearest to zero.
+    hold: the action that holds; None: the one nearest to zero, or the first choice.
 
     A Box observation becomes `observation.state`, flattened to float32; each Box of a Dict becomes
     `observation.<key>`. An image, uint8 [height, width, channel], becomes `observation.images.<key>` (`camera` without
-    a key). The keys of a Dict in a Dict are joined by dots. The action is clipped to its bounds.
+    a key). The keys of a Dict in a Dict are joined by dots. The action is clipped to its bounds. That of a Discrete
+    space is one-hot: the largest entry is taken, and is what was executed.
 
     Raises ConfigError for a task that does not exist, does not fit or cannot be made, and RobotFault where the task
     raises anything in reset or step: one sentence that names task and call, with the traceback in the log.
@@ -67,26 +70,32 @@ class GymEnv:
         human: Mapping[str, str | Sequence[str]] = HUMAN, said: Mapping[str, str] = SAID,
         options: Mapping[str, Any] | None = None, clock: str = "simulated", operator: str = "none",
         devices: Mapping[str, Any] | None = None, names: Sequence[str] = (), hold: Sequence[float] | None = None,
+        script: Callable[[Any], Teleop] | None = None, wrap: Callable[[Any], Any] | None = None,
     ) -> None:  # fmt: skip
         self.task, self.clock, self._success, self._said = env_id, clock, tuple(success), dict(said)
         self._human = {flag: (keys,) if isinstance(keys, str) else tuple(keys) for flag, keys in human.items()}
-        self._env = _make(env_id, options or {})
+        self._env = _make(env_id, options or {}, wrap or (lambda env: env))
         fps = fps or self._env.metadata.get("render_fps")
         if fps is None:
             raise ConfigError(f"{env_id} does not say its rate: give fps")
         self._pace = Pace(clock, fps)
-        boxes, self._box = _boxes(self._env), self._env.action_space
+        boxes, self._space = _boxes(self._env), self._env.action_space
         self._keys = {_name(key, box): key for key, box in boxes.items()}
         observation = {name: _feature(boxes[key]) for name, key in self._keys.items()}
-        low, high = self._box.low.reshape(-1), self._box.high.reshape(-1)
-        if (names and len(names) != len(low)) or (hold is not None and len(hold) != len(low)):
-            raise ConfigError(f"{env_id} takes actions of {len(low)} entries: give as many names, and numbers to hold")
-        self.action = Feature(low.shape, names=tuple(names), low=low, high=high)
-        self._hold = np.clip(np.array(hold or np.zeros(len(low)), self.action.dtype), low, high)
-        teleop, self._person = chosen(operator, None, self, clock=clock, devices=devices)
+        self.action = action = _action(self._env, names)
+        size = action.shape[0]
+        if (names and len(names) != size) or (hold is not None and len(hold) != size):
+            raise ConfigError(f"{env_id} takes actions of {size} entries: give as many names, and numbers to hold")
+        if action.one_hot and operator != "none":
+            raise ConfigError(
+                f"{env_id} takes one of {size} actions, which nobody can drive: say task.env.operator=none"
+            )
+        self._hold = self._executable(np.array(hold or np.zeros(size), action.dtype))
+        scripted = script(self._env) if script else None
+        teleop, self._person = chosen(operator, scripted, self, clock=clock, devices=devices)
         self.has_operator, self._intervention = teleop is not None, Intervention(teleop)
-        extras = {POLICY_ACTION: Feature(low.shape)} if self.has_operator else {}
-        self.spec = Spec(observation, self.action, fps, extras)
+        extras = {POLICY_ACTION: Feature(action.shape)} if self.has_operator else {}
+        self.spec = Spec(observation, action, fps, extras)
         self.operator: Operator = self._person or Reported()
         self.observed = 0.0
         self._executed: Array | None = None  # in the step before
@@ -125,8 +134,8 @@ class GymEnv:
             if not np.isfinite(action).all():
                 raise ValueError(f"the action must be finite, not {action}")
         driven, is_theirs = self._intervention.drive(action, self._hold, self._executed)
-        executed = np.clip(driven, feature.low, feature.high)
-        taken, sent = executed.astype(self._box.dtype).reshape(self._box.shape), time.monotonic()
+        executed = self._executable(driven)
+        taken, sent = self._taken(executed), time.monotonic()
         with self._explained("step"):
             raw, reward, terminated, truncated, info = self._env.step(taken)
             terminated, truncated = bool(terminated), bool(truncated and not terminated)
@@ -156,6 +165,18 @@ class GymEnv:
         with suppress(RobotFault), self._explained("close"):  # else it would hide the error that ended the run
             self._env.close()
 
+    def _executable(self, action: Array) -> Array:
+        """Return the action [A] that is executed where this one is asked for."""
+        if self.action.one_hot:
+            return np.eye(len(action), dtype=action.dtype)[action.argmax()]
+        return np.clip(action, self.action.low, self.action.high)
+
+    def _taken(self, executed: Array) -> Any:
+        """Return an executed action [A] as the task takes it."""
+        if self.action.one_hot:
+            return self._space.start + self._space.dtype.type(executed.argmax())
+        return executed.astype(self._space.dtype).reshape(self._space.shape)
+
     def _succeeded(self, info: Mapping[str, Any]) -> bool | None:
         told = [bool(info[key]) for key in self._success if info.get(key) is not None]
         return any(told) if told else None
@@ -168,7 +189,7 @@ class GymEnv:
         feature = self.spec.action
         action = np.asarray(info[keys[0]], feature.dtype).reshape(-1)
         feature.check(keys[0], action)
-        return np.clip(action, feature.low, feature.high)
+        return self._executable(action)
 
     @contextmanager
     def _explained(self, call: str) -> Iterator[None]:
@@ -189,15 +210,17 @@ class GymEnv:
         }
 
 
-def _make(env_id: str, options: Mapping[str, Any]) -> Any:
+def _make(env_id: str, options: Mapping[str, Any], wrap: Callable[[Any], Any]) -> Any:
     try:
         import gymnasium
     except ModuleNotFoundError:
         raise ConfigError("gymnasium is missing: run `uv sync --inexact --extra sim`") from None
     try:
-        return gymnasium.make(env_id, disable_env_checker=True, **options)
+        return wrap(gymnasium.make(env_id, disable_env_checker=True, **options))
     except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
-        raise ConfigError(f"gymnasium cannot make {env_id}: {' '.join(str(error).split())}") from None
+        words = " ".join(str(error).split())
+        extra = next((f": run `uv sync --inexact --extra {EXTRAS[name]}`" for name in EXTRAS if name in words), "")
+        raise ConfigError(f"gymnasium cannot make {env_id}: {words}{extra}") from None
     except Exception as error:
         log.exception("the environment %s raised in make", env_id)
         raise ConfigError(f"the environment {env_id} failed in make(): {said(error)}") from error
@@ -221,12 +244,24 @@ def _boxes(env: Any) -> dict[tuple[str, ...], Any]:
         return {path: box for name, below in space.spaces.items() for path, box in flat(below, (*key, name)).items()}
 
     boxes = flat(env.observation_space, ())
-    for box in (*boxes.values(), env.action_space):
+    for box in boxes.values():
         if not isinstance(box, Box):
-            raise ConfigError(f"{env.spec.id} has a {type(box).__name__} space; only a Box fits, or a Dict of them")
-    if not np.issubdtype(env.action_space.dtype, np.floating):
-        raise ConfigError(f"{env.spec.id} takes {env.action_space.dtype} actions, and only continuous ones are given")
+            raise ConfigError(f"{env.spec.id} sees a {type(box).__name__} space; only a Box fits, or a Dict of them")
     return boxes
+
+
+def _action(env: Any, names: Sequence[str]) -> Feature:
+    """Return the action of the task, whose entries have these names."""
+    from gymnasium.spaces import Box, Discrete
+
+    space = env.action_space
+    if isinstance(space, Discrete):
+        return Feature((int(space.n),), names=tuple(names), low=np.array(0), high=np.array(1), one_hot=True)
+    if not isinstance(space, Box) or not np.issubdtype(space.dtype, np.floating):
+        kind = space.dtype if isinstance(space, Box) else type(space).__name__
+        raise ConfigError(f"{env.spec.id} takes actions of {kind}; only a Box of floats fits, or Discrete")
+    low, high = space.low.reshape(-1), space.high.reshape(-1)
+    return Feature(low.shape, names=tuple(names), low=low, high=high)
 
 
 def _is_image(box: Any) -> bool:

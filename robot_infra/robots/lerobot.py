@@ -83,12 +83,12 @@ class LerobotArm(Arm):
         self.observation = observed
 
     def read(self) -> Array:
-        self._seen = _tried(self._robot.get_observation)
+        self._seen = tried(self._robot.get_observation)
         return np.array([self._seen[name] for name in self._names], float)
 
     def write(self, positions: Array) -> Array:
         wanted = dict(zip(self._names, positions.tolist(), strict=True))
-        sent = _tried(lambda: self._robot.send_action(wanted))
+        sent = tried(lambda: self._robot.send_action(wanted))
         return np.array([sent.get(name, wanted[name]) for name in self._names], float)
 
     def recover(self) -> None:
@@ -98,13 +98,13 @@ class LerobotArm(Arm):
         except RobotFault:
             with suppress(*FAILURES):
                 self._robot.disconnect()
-            _tried(lambda: _connect_once(self._robot))
+            tried(lambda: _connect_once(self._robot))
             measured = self.read()
         self.write(measured)
         for bus in _buses(self._robot).values():
-            _tried(bus.enable_torque)
+            tried(bus.enable_torque)
         if self._leader is not None:
-            _tried(self._leader.get_action)
+            tried(self._leader.get_action)
 
     def sense(self) -> Observation:
         found: Observation = {
@@ -113,7 +113,7 @@ class LerobotArm(Arm):
         if "observation.state" in self.observation:
             found["observation.state"] = np.array([self._seen[name] for name in self._numbers], np.float32)
         if self._leader is not None:
-            led = _tried(self._leader.get_action)
+            led = tried(self._leader.get_action)
             found[LEADER] = np.array([led[name] for name in self._names], np.float32)
         return found
 
@@ -156,7 +156,7 @@ class _Rooms:
 
 def _connect(kind: str, device: Any, options: Mapping[str, Any], address: str) -> None:
     """Connect, without lerobot's questions. Raises ConfigError if the device is not calibrated."""
-    _tried(lambda: _connect_once(device))
+    tried(lambda: _connect_once(device))
     if not device.is_calibrated:
         config = {field.name: getattr(device.config, field.name, None) for field in fields(device.config)}
         words = {"type": options["type"], "port": config.get("port") or address or None, "id": config.get("id")}
@@ -195,7 +195,7 @@ def _motors(robot: Any) -> Any:
                 yield entry, ("deg", [-half, half])
 
 
-def _tried(call: Callable[[], Any]) -> Any:
+def tried(call: Callable[[], Any]) -> Any:
     """Return what a call over the bus gives. Raises RobotFault after TRIES failures in a row."""
     failed: BaseException | None = None
     for _ in range(TRIES):

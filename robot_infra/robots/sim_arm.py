@@ -17,9 +17,11 @@ from robot_infra.arm import Arm
 from robot_infra.cameras import gl
 from robot_infra.env import RobotEnv
 from robot_infra.guard.robot import GuardedRobot
-from robot_infra.interfaces import Camera, Reading
-from robot_infra.judges import lifted
+from robot_infra.interfaces import Camera, Reading, Robot
+from robot_infra.judges import Nearer, lifted, near
+from robot_infra.kinematics import Chain
 from robot_infra.safety import SafeRobot, check_clock
+from robot_infra.spaces import EE_DELTA, JOINT, JOINT_DELTA, EeDelta, Gripper, JointDelta, Limb, SpacedRobot
 from robot_infra.teleop.hands import chosen
 from robot_infra.teleop.scripted import Rescuer
 from robot_infra.teleop.verdicts import chosen_verdicts
@@ -32,6 +34,13 @@ SHOULDER, UPPER_ARM, FOREARM, HAND = 0.19, 0.32, 0.30, 0.175  # metres: height o
 WORKSPACE = np.array([[0.25, -0.2, 0.025], [0.55, 0.2, 0.35]])  # metres, for the tool; fingers end 2 cm lower
 HOME = np.array([0.4, 0.0, 0.2])
 OPEN = 0.045  # metres between a finger and the middle
+
+JOINTS = ("yaw", "shoulder", "elbow", "wrist", "roll")
+TURN, TURNING = 3.1, 1.5  # the ends of a joint, radians, and its speed, radians per second, in the spaces of joints
+CHAIN = Chain(np.array([  # of arm.xml
+    [SHOULDER, 0, -math.pi / 2, 0], [0, UPPER_ARM, 0, -math.pi / 2], [0, FOREARM, 0, 0],
+    [0, 0, math.pi / 2, math.pi / 2], [HAND, 0, 0, 0],
+]))  # fmt: skip
 
 SIDES = {"both": lambda y: y, "left": abs, "right": lambda y: -abs(y)}  # y of the block: positive is left of the robot
 
@@ -79,7 +88,7 @@ class SimArm:
         if side not in SIDES:
             raise ConfigError(f"task.env.side={side}: say one of {', '.join(SIDES)}")
         self._side = SIDES[side]
-        self._substeps = round(1 / (fps * PHYSICS))
+        self._fps, self._substeps = fps, round(1 / (fps * PHYSICS))
         self.stroke = SPEED / fps
         try:
             import mujoco
@@ -160,6 +169,38 @@ class SimArm:
 
     def _steer(self) -> None:
         self._data.ctrl[:5], self._data.ctrl[5] = inverse_kinematics(self._target), self._opening
+
+
+class JointSimArm(SimArm):
+    """Is the simulated arm commanded by its joints: an action is their angles (radians) and the opening (metres)."""
+
+    space = JOINT
+    action = Feature(
+        (6,), names=(*JOINTS, "gripper"), low=np.array([*[-TURN] * 5, 0]), high=np.array([*[TURN] * 5, OPEN])
+    )
+
+    def command(self, action: Array) -> Array:
+        before, reach = self._data.ctrl.copy(), np.array([*[TURNING / self._fps] * 5, OPEN])
+        target = np.clip(action, before - reach, before + reach)
+        self._data.ctrl[:] = target
+        self._target, self._opening = CHAIN.pose(target[:5])[:3, 3], float(target[5])
+        self._mujoco.mj_step(self._model, self._data, self._substeps)
+        self.steps += 1
+        return target.astype(np.float32)
+
+    def hold_action(self) -> Array:
+        return self._data.ctrl.astype(np.float32)
+
+
+def spaced(arm: Robot, space: str, fps: float) -> SpacedRobot:
+    """Return the simulated arm of joints in another action space."""
+    grippers = {"gripper": Gripper(OPEN, 0.0)}
+    limb = Limb(JOINTS, CHAIN, WORKSPACE, ("gripper", grippers["gripper"]))
+    spaces = {
+        JOINT_DELTA: JointDelta(arm.action, [*[TURNING / fps] * 5, OPEN], grippers),
+        EE_DELTA: EeDelta(arm.action, {"": limb}, stroke=SPEED / fps, most=TURNING / fps),
+    }
+    return SpacedRobot(arm, spaces, space, grippers)
 
 
 class PickArm(Arm):
@@ -268,36 +309,47 @@ def left_to_pick(arm: SimArm | SeenScene, height: float = 0.12) -> float:
 def make(
     *, max_steps: int, noise: float, clock: str, fps: float = FPS, operator: str = "scripted",
     verdict_by: str = "judge", takeover_after: int = 12, handback_after: int = 10, cameras: bool | str = False,
-    image_size: int = 128, block_in_state: bool = True, guard: bool = False, side: str = "both",
-    devices: Mapping[str, Any] | None = None,
+    image_size: int = 128, block_in_state: bool = True, guard: bool = False, side: str = "both", space: str = EE_DELTA,
+    cost: float = 0.0, devices: Mapping[str, Any] | None = None,
 ) -> RobotEnv:  # fmt: skip
     """Make the picking task as an Env.
 
     noise: standard deviation of the scripted operator's actions. verdict_by: `judge` or `operator`
     (teleop/verdicts.py). cameras: true, false or auto (cameras/gl.py). guard: the arm belongs to a guard, as a real one
-    would; only on the real clock. side: see SimArm. Raises ConfigError where neither state nor camera would show the
-    block.
+    would; only on the real clock, and in ee_delta. side: see SimArm. space: what an action means (spaces.py).
+    cost: what each metre that is left takes of a step's reward (left_to_pick).
+    Raises ConfigError where neither state nor camera would show the block.
     """
     backend = gl.chosen(cameras)
     if not (backend or block_in_state):
         raise ConfigError("nothing would show the block: say task.cameras=true or task.block_in_state=true")
     arm: SimArm | SeenScene
+    if guard and space != EE_DELTA:
+        raise ConfigError(f"task.env.space={space}: behind a guard the simulated arm takes {EE_DELTA} alone")
     if guard:
         check_clock(clock)
         owner = guarded(fps=fps, block_in_state=block_in_state, side=side, backend=backend, image_size=image_size)
         arm, drawn = SeenScene(owner, SPEED / fps), owner.cameras
     else:
-        arm = SimArm(fps=fps, block_in_state=block_in_state, side=side)
-        owner, drawn = SafeRobot(arm), arm.cameras(backend, size=image_size) if backend else {}
+        arm = (SimArm if space == EE_DELTA else JointSimArm)(fps=fps, block_in_state=block_in_state, side=side)
+        owner = SafeRobot(arm) if space == EE_DELTA else spaced(SafeRobot(arm), space, fps)
+        drawn = arm.cameras(backend, size=image_size) if backend else {}
     scripted = Rescuer(
         partial(pick, arm), partial(left_to_pick, arm), noise=noise, margin=arm.stroke / 4,
         takeover_after=takeover_after, handback_after=handback_after,
     )  # fmt: skip
-    teleop, hands = chosen(operator, scripted, owner, clock=clock, devices=devices)
+    hand = owner.speaks(EE_DELTA) if isinstance(owner, SpacedRobot) else owner
+    teleop, hands = chosen(operator, scripted, hand, clock=clock, devices=devices)
     judge, person = chosen_verdicts(
-        verdict_by, lambda: lifted(arm.tool, arm.block), lambda: arm.steps, max_steps, hands
+        verdict_by,
+        lambda: lifted(arm.tool, arm.block),
+        lambda: arm.steps,
+        max_steps,
+        hands,
+        before=[lambda: arm.holds and near(arm.tool, arm.block, 0.04)],
     )
+    nearer = Nearer(judge, cost, lambda _: left_to_pick(arm)) if cost else judge
     return RobotEnv(
-        owner, judge=judge, task="pick up the block", fps=fps, max_steps=max_steps, clock=clock, cameras=drawn,
+        owner, judge=nearer, task="pick up the block", fps=fps, max_steps=max_steps, clock=clock, cameras=drawn,
         teleop=teleop, operator=person,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from serl_client.spec import Array
 
 from robot_infra.env import RobotEnv
 from robot_infra.interfaces import Verdict
-from robot_infra.judges import near
+from robot_infra.judges import Function, near
 from robot_infra.robots.fake import FPS, FakeRobot
 from robot_infra.safety import SafeRobot
 from robot_infra.teleop.scripted import Rescuer
@@ -75,6 +75,6 @@ def make(
         takeover_after=takeover_after, handback_after=handback_after,
     )  # fmt: skip
     return RobotEnv(
-        SafeRobot(robot), judge=robot.judged, task="pass the wall", fps=fps, max_steps=max_steps, clock=clock,
+        SafeRobot(robot), judge=Function(robot.judged), task="pass the wall", fps=fps, max_steps=max_steps, clock=clock,
         teleop=operator,
     )  # fmt: skip

@@ -15,6 +15,8 @@ from robot_infra.interfaces import Hand
 KEYS = {"p": "pause", "r": "ready", "n": "next", "s": "success", "f": "failure", "d": "discard", "q": "stop"}
 LEGEND = "p pause/resume   r ready   n next phase   s success   f failure   d discard   q stop"
 TOGGLE = "t"
+DIGITS = "0123456789"
+STAGED = "stage "  # and a digit: that key was pressed (robot_infra/stages.py)
 MOTIONS = {
     "i": ("x", 1), "k": ("x", -1), "j": ("y", 1), "l": ("y", -1), "u": ("z", 1), "o": ("z", -1),
     "g": ("gripper", 1), "h": ("gripper", -1),
@@ -84,6 +86,8 @@ class Keyboard:
         for key in typed.decode(errors="ignore").lower():
             if key in KEYS:
                 self._events.append(KEYS[key])
+            elif key in DIGITS:
+                self._events.append(STAGED + key)
             elif key in MOTIONS or key == TOGGLE:
                 self._motions.append(key)
 

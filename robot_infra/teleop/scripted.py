@@ -13,12 +13,11 @@ class Scripted:
 
     intent: returns the action [A] for the scene as it is; it is clipped to [-1, 1].
     noise: standard deviation of Gaussian noise on each entry, which spreads demonstrations around the best way.
+    space: of its actions.
     """
 
-    space = "ee_delta"
-
-    def __init__(self, intent: Callable[[], Array], *, noise: float) -> None:
-        self._intent, self._noise = intent, noise
+    def __init__(self, intent: Callable[[], Array], *, noise: float, space: str = "ee_delta") -> None:
+        self._intent, self._noise, self.space = intent, noise, space
         self.reset(0)
 
     def reset(self, seed: int, *, demonstrate: bool = True) -> None:
@@ -44,7 +43,7 @@ class Rescuer(Scripted):
 
     def __init__(
         self, intent: Callable[[], Array], remaining: Callable[[], float], *, noise: float, margin: float,
-        takeover_after: int, handback_after: int,
+        takeover_after: int, handback_after: int, space: str = "ee_delta",
     ) -> None:  # fmt: skip
         if takeover_after < 1 or handback_after < 1:
             raise ConfigError(
@@ -53,7 +52,7 @@ class Rescuer(Scripted):
             )
         self._remaining, self._margin = remaining, margin
         self._takeover_after, self._handback_after = takeover_after, handback_after
-        super().__init__(intent, noise=noise)
+        super().__init__(intent, noise=noise, space=space)
 
     def reset(self, seed: int, *, demonstrate: bool = True) -> None:
         super().reset(seed)

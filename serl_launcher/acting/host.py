@@ -19,6 +19,7 @@ from serl_client.errors import ConfigError, MessageError
 from serl_client.spec import Array, Spec
 from torch import Tensor
 
+from serl_launcher.acting.carries import Carries
 from serl_launcher.acting.device import Recorder, opened
 from serl_launcher.acting.graphs import Graphs
 from serl_launcher.algorithms.base import Algorithm
@@ -30,16 +31,21 @@ from serl_launcher.utils.finite import not_finite
 log = logging.getLogger(__name__)
 
 MOST = 64  # requests in one batch; fewer where memory is lacking
-REMEMBERED = 1024  # connections whose carry is kept: the last ones that asked
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One actor's request. `actor`: any bytes that tell actors apart; `came`: its time.monotonic() on arrival."""
+    """One actor's request. `actor`: any bytes that tell connections apart; `came`: its time.monotonic() on arrival.
+
+    owner: name of the key that it came with; "": there are no keys.
+    deliver: takes the answer where the actor is no peer of the server's socket. It must not block.
+    """
 
     actor: bytes
     ask: m.InferenceRequest
     came: float = 0.0
+    owner: str = ""
+    deliver: Callable[[m.InferenceResponse], None] | None = None
 
 
 class PolicyHost:
@@ -76,7 +82,7 @@ class PolicyHost:
                 self.acting.compile_layers()
             setattr(self.acting, graph, Graphs(getattr(self.acting, graph), recorder))
         self._layout = {name: tensor.shape for name, tensor in self.acting.published().items()}
-        self._carries: dict[bytes, Carry] = {}
+        self._carries = Carries()
 
     # -- weights
     def load(self, version: int, file: Path) -> None:
@@ -201,7 +207,7 @@ class PolicyHost:
         """Return one answer per question, in their order. `check` each before, because a batch cannot be half done."""
         for question in questions:
             if question.ask.reset:
-                self._carries.pop(question.actor, None)
+                self._carries.forget(question.actor)
         groups: dict[tuple[bool, bool, bool], list[int]] = {}
         for i, question in enumerate(questions):
             guides = self.acting.continues == "guided" and "prefix" in question.ask.arrays  # costs more: apart
@@ -272,16 +278,16 @@ class PolicyHost:
 
     def _act(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[m.InferenceResponse]:
         rows = self._padded(questions)
-        carry = _stacked([self._carries[question.actor] for question in rows]) if remembers else None
+        carry = self._carries.stacked([question.actor for question in rows]) if remembers else None
         arrays, carry = self._decide(rows, explore, carry)
+        begins = carry is not None and not remembers
         if carry is not None:
             for i, question in enumerate(questions):
-                self._carries.pop(question.actor, None)  # so that whoever has not asked for longest comes first
-                self._carries[question.actor] = _at(carry, i)
-            while len(self._carries) > REMEMBERED:
-                del self._carries[next(iter(self._carries))]
+                self._carries.keep(question.actor, question.owner, carry, i)
         return [
-            m.InferenceResponse(question.ask.step, self.version, {name: array[i] for name, array in arrays.items()})
+            m.InferenceResponse(
+                question.ask.step, self.version, {name: array[i] for name, array in arrays.items()}, reset=begins
+            )
             for i, question in enumerate(questions)
         ]
 
@@ -339,23 +345,6 @@ def _unfit(reason: str) -> ConfigError:
         f"the published weights are not of this algorithm and policy ({reason}): "
         "start the actor with the learner's algo= and policy="
     )
-
-
-def _stacked(carries: Sequence[Carry]) -> Carry:
-    first = carries[0]
-    if isinstance(first, dict):
-        return {name: _stacked([carry[name] for carry in carries]) for name in first}
-    if isinstance(first, (tuple, list)):
-        return type(first)(_stacked(parts) for parts in zip(*carries, strict=True))
-    return torch.stack(list(carries))
-
-
-def _at(carry: Carry, i: int) -> Carry:
-    if isinstance(carry, dict):
-        return {name: _at(part, i) for name, part in carry.items()}
-    if isinstance(carry, (tuple, list)):
-        return type(carry)(_at(part, i) for part in carry)
-    return carry[i]
 
 
 class Loader:

@@ -122,7 +122,7 @@ class LocalSource:
             return
         act = self.host.answer([Question(b"", question)])[0]
         arrays = dict(act.arrays)
-        answer = Answer(act.step, act.version, arrays.pop("action"), arrays)
+        answer = Answer(act.step, act.version, arrays.pop("action"), arrays, act.reset)
         with self._changed:
             if number > self._forgotten:
                 self._answer = answer

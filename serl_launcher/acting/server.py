@@ -22,6 +22,7 @@ from serl_client.console import log_as
 from serl_client.errors import ConfigError, MessageError, RetakeError
 from torch import Tensor
 
+from serl_launcher.acting.bridge import bridge_of
 from serl_launcher.acting.host import Loader, PolicyHost, Question
 from serl_launcher.learner_link import connect, wait_for_spec
 from serl_launcher.store.access import AccessControl
@@ -69,6 +70,7 @@ class InferenceServer:
         self._loaded: tuple[int, dict[str, Tensor]] | None = None  # to be swapped in
         self._recorded = self._last = 0.0  # when the last recording began, and when anybody asked last
         self._waiting: dict[bytes, Question] = {}  # the latest of each actor; who has waited longest comes first
+        self._others: deque[Question] = deque()  # from other threads
         self._first = 0.0  # when the first of them came
         self._asked: dict[bytes, float] = {}  # when each actor asked last
         self._replaced = 0  # requests whose actor asked again before they were begun
@@ -86,10 +88,17 @@ class InferenceServer:
                 os.eventfd_read(self._woken)
             self._access.turn()
             self._hear(time.monotonic())
+            while self._others:
+                self._put(self._others.popleft())
             self._finish()
             self._load(newest())
             if self._job is None:
                 self._begin()
+
+    def ask(self, question: Question) -> None:
+        """Take a question that has a `deliver`, from any thread. `host.check` it before."""
+        self._others.append(question)
+        self._wake()
 
     def report(self) -> dict[str, Any]:
         """Return the report for the heartbeat: the version that acts, and figures over the last COUNTED answers.
@@ -102,7 +111,7 @@ class InferenceServer:
             p50, p99 = np.quantile(self._seconds, (0.5, 0.99)) * 1e3
             batch = sum(self._sizes) / len(self._sizes)
             report |= {"p50_ms": round(p50, 2), "p99_ms": round(p99, 2), "batch": round(batch, 2)}
-        return {**report, "replaced": self._replaced, **(self._access.report if self._access.refused else {})}
+        return {**report, "replaced": self._replaced, **(self._access.report if self._access.refusals.counts else {})}
 
     def close(self) -> None:
         """Let the threads finish their current job, then close the sockets."""
@@ -142,7 +151,7 @@ class InferenceServer:
             if not isinstance(message, m.InferenceRequest):
                 raise MessageError(f"{type(message).__name__} is not for the inference process")
             self.host.check(message)
-            self._put(Question(identity.bytes, message, now))
+            self._put(Question(identity.bytes, message, now, owner.name))
         except (MessageError, TypeError, ValueError) as error:
             self._access.blame(identity, owner, error)
             return m.Failed("Refused", str(error), final=isinstance(message, m.Hello))
@@ -187,7 +196,10 @@ class InferenceServer:
     def _answer(self, batch: Sequence[Question]) -> None:
         begin = time.monotonic()
         for question, answer in zip(batch, self.host.answer(batch), strict=True):
-            self._socket.send_multipart([question.actor, *wire.joined(m.encode(answer))], zmq.NOBLOCK)
+            if question.deliver is not None:
+                question.deliver(answer)
+            else:
+                self._socket.send_multipart([question.actor, *wire.joined(m.encode(answer))], zmq.NOBLOCK)
             self._seconds.append(time.monotonic() - question.came)
         self._sizes.append(len(batch))
         self._hear(begin)
@@ -229,6 +241,7 @@ def infer(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], Non
             f"tcp://{config.host}:{config.inference_port}", window=config.inference_window_ms / 1000,
             keys=Path(config["keys"]) if config["keys"] else None,
         )  # fmt: skip
+        bridge = bridge_of(config, server.host, server.ask)
         stopped: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
         beat = 0.0
@@ -239,15 +252,19 @@ def infer(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], Non
             while link.receive() is not None:
                 pass
             if link.connected and time.monotonic() > beat:
-                link.send(m.Heartbeat(server.report()))
+                link.send(m.Heartbeat(server.report() | (bridge.report() if bridge else {})))
                 if server.host.version:
                     begun()
+                    if bridge is not None:
+                        bridge.start()
                 beat = time.monotonic() + 1.0
             return link.notice.weights
 
         try:
             server.run(newest, lambda: bool(stopped))
         finally:
+            if bridge is not None:
+                bridge.close()
             server.close()
 
 

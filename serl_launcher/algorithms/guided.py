@@ -74,8 +74,7 @@ class Guided(Judged):
                 f"algo=guided leads the steps of a sampler, which {type(made.head).__name__} does not have: say "
                 "policy.head.path=linear with policy=flow, or policy=chunk with head=ddim or head=ddpm"
             )
-        reads_task = bool(made.tasks) or not hasattr(made, "encoder")  # PI0 reads any words
-        if self._weights["task_weight"] != 1 and not (reads_task and self.task_drop):
+        if self._weights["task_weight"] != 1 and not ((made.tasks or made.reads_words) and self.task_drop):
             raise ConfigError(
                 "algo.task_weight other than 1 compares with samples without a task: say policy.tasks=[...] and "
                 "algo.task_drop=0.1"

@@ -192,7 +192,7 @@ class Hybrid(SAC):
 
 def _entry(action: Feature, gripper: int | str | None) -> int:
     """Return the index of the gripper's entry. Raises ConfigError if the action has no such entry, or has only one."""
-    size = action.shape[0]
+    size = ActionScale(action).low.shape[0]  # which refuses a choice
     if size < 2:
         raise ConfigError(
             "algo=hybrid needs an arm beside the gripper, and this robot's action has one entry: say algo=rlpd"

@@ -27,6 +27,7 @@ OLD = 3.0  # an older image shows another moment, in periods
 AT_BOUND = 0.5  # report an action that is at its bound in a larger share of the rows
 CUT_OFF = "was cut off before it was judged: normal where an actor was stopped"
 AGE = re.compile(r"(^|[._])age[._]")
+PART = re.compile(r"\.part\d+$")  # how the store names the later parts of an episode that it had to cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +36,8 @@ class Recorded:
 
     numbers: {name: [T, ...]}. images: {camera: yields its T images}. ended: whether its last step is an end; None: no
     column says so. terminated: whether the task ended it. last: [T] bool, steps that are marked as an end.
-    success: its outcome. judged: whether it should have one, because others do.
+    success: its outcome. judged: whether it should have one, because others do. part: whether it is a part of an
+    episode, and may have one step.
     """
 
     id: str
@@ -47,6 +49,7 @@ class Recorded:
     success: bool | None
     judged: bool
     notes: tuple[str, ...] = ()
+    part: bool = False
 
     def __len__(self) -> int:
         return len(self.numbers["action"])
@@ -101,9 +104,10 @@ def _stored(reader: EpisodeReader, spec: Spec, infos: list[EpisodeInfo]) -> Iter
         ends = numbers["terminated"] | numbers["truncated"]
         notes = () if info.final else ("without a final observation",)
         success = None if info.success is None else bool(info.success)
+        is_part = bool(info.continued or PART.search(info.id))
         yield Recorded(
             info.id, numbers, {name: lambda array=array: iter(array) for name, array in images.items()},
-            bool(ends[-1]), bool(info.terminated), ends, success, judged, notes,
+            bool(ends[-1]), bool(info.terminated), ends, success, judged, notes, is_part,
         )  # fmt: skip
 
 
@@ -144,7 +148,7 @@ def _look(
 
 
 def _ends(episode: Recorded) -> Iterator[tuple[bool, str]]:
-    if len(episode) == 1:
+    if len(episode) == 1 and not episode.part:
         yield True, "has one step"
     if episode.ended is False:
         yield True, "has no end: neither terminated nor truncated"

@@ -27,6 +27,7 @@ from serl_launcher.datasets.names import COLUMNS, DONE, MANIFEST, OUTCOME, PHASE
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.files import sync_folder
+from serl_launcher.utils.priority import ordinary_priority
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ def write(
     for info, columns in episodes:
         for step in range(info.steps):
             dataset.add_frame({name: array[step] for name, array in columns.items()} | {"task": info.task})
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), ordinary_priority():
             warnings.simplefilter("ignore")  # of LeRobot, about flags and arrays of one number
             dataset.save_episode(parallel_encoding=False)  # in this process: another one could outlive it
         written.append((info, {name: array for name, array in columns.items() if name not in images}))
@@ -214,7 +215,8 @@ def _unfit(codec: str, spec: Spec, feature: Feature) -> str | None:
             Image.fromarray(np.full(feature.shape, 255 * i, np.uint8)).save(Path(folder) / f"frame-{i:06d}.png")
         try:
             video = Path(folder) / "probe.mp4"
-            encode_video_frames(folder, video, fps, vcodec=codec, encoder_threads=1)
+            with ordinary_priority():
+                encode_video_frames(folder, video, fps, vcodec=codec, encoder_threads=1)
             frames = decode_video_frames(video, [0.0, 1 / fps], 1e-3)
         except (FFmpegError, OSError, RuntimeError, ValueError, ImportError) as error:
             return (str(error).strip() or repr(error)).splitlines()[0]

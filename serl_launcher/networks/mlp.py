@@ -68,7 +68,7 @@ class ActionScale(nn.Module):
         actions that the robot uses. They equal `bounds` until `set_statistics`, and are published with the weights.
     column: column of the data that holds the actions.
     entries: indices of the actions in that column's flattened values; None: all.
-    Raises ConfigError for another kind.
+    Raises ConfigError for another kind, and for a choice of actions (Feature.one_hot).
     """
 
     low: Tensor
@@ -82,6 +82,11 @@ class ActionScale(nn.Module):
         super().__init__()
         if kind not in SCALES:
             raise ConfigError(f"policy.scale={kind}: say one of {', '.join(SCALES)}")
+        if action.one_hot:
+            raise ConfigError(
+                f"this robot takes one of {action.shape[0]} actions, and the algorithm gives continuous ones: say "
+                "plan=dreamer algo=dreamer"
+            )
         self.kind, self.column, self.entries = kind, column, entries
         low, high = (np.asarray(bound, np.float32) for bound in (action.low, action.high))
         self.register_buffer("low", torch.as_tensor(low), persistent=False)  # not stored: known from the Spec

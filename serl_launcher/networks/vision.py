@@ -59,7 +59,7 @@ class ObservationEncoder(nn.Module):
         latent: int = 50,
     ) -> None:  # fmt: skip
         super().__init__()
-        images = _images(spec, [cameras] if isinstance(cameras, str) else cameras)
+        images = images_of(spec, [cameras] if isinstance(cameras, str) else cameras)
         has_state = any(feature.dtype.startswith("float") for feature in spec.observation.values())
         self.state = StateEncoder(spec) if has_state or not images else None
         states = self.state.sizes if self.state is not None else {}
@@ -81,13 +81,14 @@ class ObservationEncoder(nn.Module):
         return features[0] if len(features) == 1 else torch.cat(features, -1)
 
 
-def _images(spec: Spec, cameras: Sequence[str]) -> tuple[str, ...]:
+def images_of(spec: Spec, cameras: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of these cameras' images in a Spec; `all`: of every camera. Raises as ObservationEncoder."""
     there = sorted(name for name in spec.observation if name.startswith(IMAGES))
     if ALL in cameras:
         if not there:
             raise ConfigError(
                 "the policy needs cameras, and this robot has none: say task.cameras=true if the task offers it, "
-                "or policy.encoder.cameras=[] for a policy over states alone"
+                "or name no camera (cameras=[]), to see states alone"
             )
         return tuple(there)
     names = [IMAGES + camera for camera in cameras]

@@ -104,6 +104,7 @@ class PI0(HeadPolicy):
     """
 
     changeable = ("checkpointing",)
+    reads_words = True
     frequencies: Tensor
 
     def __init__(

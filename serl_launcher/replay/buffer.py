@@ -6,7 +6,6 @@ The steps of several actors lie between each other. So the reader links the step
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,26 +17,15 @@ from serl_client.spec import Array, Feature
 from serl_launcher.replay.choice import Choice, Numbers
 from serl_launcher.replay.columns import EPISODE, INDEX, EpisodeColumns
 from serl_launcher.replay.derived import DerivedColumns
+from serl_launcher.replay.joined import NONE, Drawn, Links, joined
 from serl_launcher.replay.windows import further, past, reach, sees_after, wants_next
 from serl_launcher.store.layout import CHUNK_START, GAP, INTERVENED, TERMINATED, TRUNCATED, Layout, published
 from serl_launcher.types import IdleFilter, Window
 
-NONE = -1  # no such step, or no such row
 SCAN = 65536  # steps taken in at once
 SPARE = 16  # one more step is drawn for so many, as some are of no use
 TRIES = 64  # draws without a usable step, one after another, before `draw` says that there is none
 MANY = 2048  # steps of each draw, once half of these have found nothing: usable ones may be rare
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """B windows as step and row numbers: H steps each, observed from P steps before the first to K after it."""
-
-    steps: Numbers  # [B, H], the last valid one repeated where `valid` is False
-    valid: NDArray[np.bool_]  # [B, H]
-    length: Numbers  # [B], valid steps
-    rows: Numbers  # [B, P + K + 1]: the row at each offset -P..K, clamped to the episode
-    first: int  # P
 
 
 class ReplayBuffer:
@@ -69,6 +57,8 @@ class ReplayBuffer:
             "action": self._action, "reward": self._reward, "terminated": self._terminated,
             "truncated": self._truncated, "intervened": self._intervened,
         }  # fmt: skip
+        self._links = Links(self._row, self._final, self._first, self._next, self._ends)
+        self._beginnings = np.empty(0, np.int64)  # first steps of episodes
         self._last: dict[int, int] = {}  # episode -> its newest step, while it has not ended
         self.episode_columns, self.derived = EpisodeColumns(size), DerivedColumns(size, derived)
 
@@ -101,6 +91,8 @@ class ReplayBuffer:
         self._ends[slots] = False
         self._end(slots[flags & (TERMINATED | TRUNCATED) > 0])
         self._link(numbers[whole], records[whole])
+        begins = numbers[whole & (records["index"] == 0)]
+        self._beginnings = np.concatenate([self._beginnings[self._beginnings >= self.tail], begins])
 
     def _link(self, numbers: Numbers, records: Array) -> None:
         """Link each step to the one before it in its episode, unless a gap lies between them. Neighbours are linked as
@@ -179,6 +171,8 @@ class ReplayBuffer:
         """Return [n] bool: whether windows may start at these steps. `rows` as in View, `starts` as in Window."""
         slots = numbers % self.layout.capacity
         allowed = np.ones(len(numbers), bool) if rows == "all" else self._intervened[slots] == (rows == "intervened")
+        if starts == "episode_start":
+            allowed &= self._first[slots] == numbers
         return allowed & self._chunk_start[slots] if starts == "chunk_start" else allowed
 
     def episodes(self, numbers: Numbers) -> Numbers:
@@ -233,13 +227,18 @@ class ReplayBuffer:
             missing -= len(lasts[-1])
             tries = TRIES if len(lasts[-1]) else tries - 1
             if not missing:
-                return self._resolve(np.concatenate(chains), np.concatenate(lasts), window)
+                chain = np.concatenate(chains)
+                if window.joins:
+                    return joined(chain[:, 0], window.horizon, self._links, self._beginnings_of(among), generator)
+                return self._resolve(chain, np.concatenate(lasts), window)
         return None
 
     def _usable(self, numbers: Numbers, window: Window) -> tuple[Numbers, Numbers]:
         """Return `_chain` of those of these steps at which a window may start."""
         slots = numbers % self.layout.capacity
         usable = (self._first[slots] >= self.tail) & (numbers >= self.tail)
+        if window.joins:
+            return numbers[usable, None], numbers[usable]
         chain, last = self._chain(numbers, reach(window))
         ends = self._ends[last % self.layout.capacity]
         whole = chain[:, -1] != NONE
@@ -265,7 +264,10 @@ class ReplayBuffer:
         if name == INDEX:
             return self._records(numbers % self.layout.capacity)["index"]
         if name in self.derived.features:
-            return self.derived.values(name, numbers)
+            values, known = self.derived.values(name, numbers), self.derived.known([name], numbers)
+            return np.where(
+                known.reshape(known.shape + (1,) * (values.ndim - known.ndim)), values, values.dtype.type(0)
+            )
         return self.episode_columns.values(name, numbers, window.discount)
 
     def _moves(self, chain: Numbers, last: Numbers, idle_filter: IdleFilter) -> NDArray[np.bool_]:
@@ -307,6 +309,10 @@ class ReplayBuffer:
         steps = np.where(there, chain, last[:, None])[:, :horizon]
         valid = there[:, :horizon]
         return Drawn(steps, valid, valid.sum(1), np.concatenate([*earlier, rows], axis=1), len(earlier))
+
+    def _beginnings_of(self, among: Choice | None) -> Numbers:
+        there = self._beginnings[self._beginnings >= self.tail]
+        return there if among is None else there[among.holds(there)]
 
     # -- windows of one step, drawn and copied without the chains and masks that longer ones need
     def draw_steps(
@@ -362,16 +368,18 @@ class ReplayBuffer:
         for name in [name for name in self.layout.spec.extras if name in window.offsets and name not in EPISODE]:
             columns[name] = self._records(slots)[f"extras.{name}"]
         for name in further(window, self.layout.spec):
-            columns[name] = self._further(name, drawn.steps, window)
+            columns[name] = self._further(name, drawn.steps[:, : len(window.offsets[name])], window)
         for name, column in columns.items():
             steps = into[name].shape[1]  # 1, where a window asks for a column of its first step alone
             mask = valid[:, :steps].reshape(len(valid), steps, *(1,) * (column.ndim - 2))
             np.multiply(column[:, :steps], mask, out=into[name], casting="unsafe")
-        into["valid"][...], into["length"][...], into["step_id"][...] = valid, drawn.length, drawn.steps[:, 0]
+        into["valid"][...], into["length"][...] = valid, drawn.length
+        into["step_id"][...] = np.where(valid, drawn.steps, NONE) if window.joins else drawn.steps[:, 0]
         for name in self.layout.spec.observation:
             if name in window.offsets:
                 self._rows(drawn, window, name, into)
-        return self._still_there(drawn.steps[:, 0] % self.layout.capacity)
+        own = drawn.steps if window.joins else drawn.steps[:, 0]
+        return self._still_there(own % self.layout.capacity)
 
     def _rows(self, drawn: Drawn, window: Window, name: str, into: Mapping[str, Array]) -> None:
         offsets = drawn.first + np.array(window.offsets[name])

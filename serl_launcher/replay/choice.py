@@ -36,6 +36,10 @@ class Choice:
             self.put(numbers, np.zeros(len(numbers), bool))
             self.tail, self.head = tail, max(self.head, tail)
 
+    def holds(self, numbers: Numbers) -> NDArray[np.bool_]:
+        """Return for each of these steps [n], none below `tail`, whether it is chosen."""
+        return (numbers < self.head) & self._chosen.reshape(-1)[numbers % self._capacity]
+
     def __len__(self) -> int:
         return int(self._totals()[-1])
 

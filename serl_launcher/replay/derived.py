@@ -52,9 +52,10 @@ class DerivedColumns:
         return self._values[name][numbers % self._capacity]
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return all columns, as they are in memory."""
+        """Return the columns of which something is known, as they are in memory."""
         both = {"numbers": self._numbers, "values": self._values}
-        return {name: {kind: torch.from_numpy(each[name]) for kind, each in both.items()} for name in self.features}
+        known = [name for name in self.features if (self._numbers[name] != NOWHERE).any()]
+        return {name: {kind: torch.from_numpy(each[name]) for kind, each in both.items()} for name in known}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take over these columns. Those of another algorithm, or of another capacity, are left out."""

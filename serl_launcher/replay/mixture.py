@@ -189,21 +189,24 @@ class ReplayMixture:
             numbers, after = following(buffer, self.held[part], self.views[name], window, seen, len(memory) - begin)
             into = memory.part(begin, begin + len(numbers)).arrays
             if buffer.gather(buffer.windows(numbers, window), window, into):
-                into["step_id"] += self._offsets[part]
+                into["step_id"][into["step_id"] >= 0] += self._offsets[part]
                 return numbers, after
             self._refresh(part, buffer)  # the server overwrote some of them
 
     def derive(self, step_id: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
         """Keep what an update has computed of steps: step_id [B], columns {name of Algorithm.derived: [B, ...]}.
 
+        Or [B, H] and [B, H, ...] of windows that join episodes, where -1 is no step.
         Steps that were evicted meanwhile are left out. Raises ValueError for a column that the algorithm does not have,
         and for one that is not finite.
         """
-        numbers, places = step_id.cpu().numpy() % STRIDE, step_id.cpu().numpy() // STRIDE
+        steps = step_id.cpu().numpy()
+        numbers, places = steps.reshape(-1) % STRIDE, steps.reshape(-1) // STRIDE  # -1 is of no source
         for name, column in prefixed(columns).items():
             feature, values = self._derived.get(name), column.detach().cpu().numpy()
-            if feature is None or values.shape != (len(numbers), *feature.shape) or not np.isfinite(values).all():
+            if feature is None or values.shape != (*steps.shape, *feature.shape) or not np.isfinite(values).all():
                 raise ValueError(f"an update gave {name} {list(values.shape)}: not in Algorithm.derived, or not finite")
+            values = values.reshape(-1, *feature.shape)
             for part, buffer in self.buffers.items():
                 mine = (places == self._offsets[part] // STRIDE) & (numbers >= buffer.tail)
                 buffer.derived.put(name, numbers[mine], values[mine])
@@ -260,7 +263,8 @@ class ReplayMixture:
             if numbers is None:
                 return None
             if self._offsets[part]:
-                target.arrays["step_id"] += self._offsets[part]
+                ids = target.arrays["step_id"]
+                ids[ids >= 0] += self._offsets[part]
             tasks += self._tasks(part, numbers)
             begin += share
         return tasks

@@ -15,7 +15,7 @@ from serl_launcher.types import IdleFilter, Window
 
 def is_single(window: Window, spec: Spec) -> bool:
     """Return whether the window is one step, seen now and after it, of stored columns alone."""
-    is_plain = window.idle_filter is None and not further(window, spec)
+    is_plain = window.idle_filter is None and not window.joins and not further(window, spec)
     return is_plain and window.horizon == 1 and not any(observed(window))
 
 
@@ -31,14 +31,15 @@ def batch_arrays(
     """Return {name: (shape, dtype)} of all arrays that `gather` fills. Next observations are `next.<name>`.
 
     derived: of DerivedColumns.
-    Raises ValueError for a column that no row has, and ConfigError for an idle filter that fits no column.
+    Raises ValueError for offsets that fit no column, and ConfigError for a column that no row has, and for an idle
+    filter that fits none.
     """
     spec, steps = layout.spec, (count, window.horizon)
     extras = {**spec.extras, **EPISODE, **derived}
     arrays: dict[str, tuple[tuple[int, ...], Any]] = {
         "action": ((*steps, *spec.action.shape), spec.action.dtype), "reward": (steps, "float32"),
         **dict.fromkeys(("valid", "terminated", "truncated", "intervened"), (steps, "bool")),
-        "length": ((count,), "int64"), "step_id": ((count,), "int64"),
+        "length": ((count,), "int64"), "step_id": (steps if window.joins else (count,), "int64"),
     }  # fmt: skip
     for name, offsets in window.offsets.items():
         if name in spec.observation:
@@ -55,7 +56,10 @@ def batch_arrays(
             arrays[name] = ((count, len(offsets), *extras[name].shape), extras[name].dtype)
         elif name not in ("action", "next_observation"):
             there = sorted({*spec.observation, *extras})
-            raise ValueError(f"a window asks for {name!r}, which no row has; there are {there}")
+            raise ConfigError(
+                f"the algorithm reads the column {name!r}, which the rows of this run lack; they have {there}. If it "
+                "began with another algorithm, go on with that one, or begin another run_dir"
+            )
     if window.idle_filter is not None:
         _check_idle_filter(window.idle_filter, spec)
     return arrays

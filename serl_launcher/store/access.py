@@ -5,6 +5,8 @@ key on with every message of its connection, where it is looked up again. A key 
 next message. Without keys only loopback is served, and whoever reaches it is trusted like an operator.
 """
 
+import hashlib
+import hmac
 import logging
 import math
 import os
@@ -56,12 +58,12 @@ EVENTS = (
 )
 
 
-def check_address(address: str, keys: Path | None) -> None:
-    """Raise ConfigError for an address that others reach, if there are no keys."""
+def check_address(address: str, keys: Path | None, option: str = "host") -> None:
+    """Raise ConfigError for an address that others reach, if there are no keys. `option` is the one that chose it."""
     host = address.removeprefix("tcp://").rpartition(":")[0]
     if keys is None and not is_local(address):
         raise ConfigError(
-            f"host={host}: without keys the learner listens on loopback only. Make a key for each robot PC with "
+            f"{option}={host}: without keys the learner listens on loopback only. Make a key for each robot PC with "
             "tools/keys.py make NAME --role actor, and say keys=keys here (docs/security.md)"
         )
 
@@ -91,6 +93,29 @@ class AllowList:
         """Who has this key; its role is `unknown`, `revoked` or `banned` if nothing may be done with it."""
         self._refresh()
         return self._holders.get(public, KeyOwner("", "unknown"))
+
+    def api_key(self, name: str) -> str:
+        """Return the text by which a client that speaks no CURVE shows that it was given the key `name`.
+
+        It is a MAC of that key, made with the learner's own secret: nobody else can make it, nothing is stored, it
+        opens no other door, and it ends with its key. Raises ConfigError for a name without a key.
+        """
+        for entry in self.entries():
+            if entry["name"] == name and entry["role"] in ROLES:
+                return f"{name}:{self._mac(entry['public'])}"
+        raise ConfigError(f"nobody is let in as {name}: tools/keys.py list says who is")
+
+    def bearer(self, api_key: str) -> KeyOwner:
+        """Who was given this `api_key`; its role is `unknown`, `revoked` or `banned` if nothing may be done with it."""
+        self._refresh()
+        name, mac = api_key.partition(":")[0], api_key.partition(":")[2].encode(errors="replace")
+        for public, owner in self._holders.items():
+            if owner.name == name and hmac.compare_digest(self._mac(public).encode(), mac):
+                return owner
+        return KeyOwner("", "unknown")
+
+    def _mac(self, public: str) -> str:
+        return hmac.new(self.secret.encode(), f"api key of {public}".encode(), hashlib.sha256).hexdigest()
 
     def ban(self, name: str) -> None:
         """Refuse this key for BAN_S, or until it is lifted; if that cannot be written down, in this process."""
@@ -140,6 +165,29 @@ class AllowList:
             self._holders, self._stamp, self.fails = {}, None, True
 
 
+class RefusalCount:
+    """Counts what was refused, by reason."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self._told: dict[str, float] = {}
+
+    def add(self, reason: str, text: str) -> None:
+        """Count a refusal, and log it unless one for this reason was logged just now."""
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        now = time.monotonic()
+        if now >= self._told.get(reason, -QUIET_S) + QUIET_S:
+            self._told[reason] = now
+            shown = "".join(letter if letter.isprintable() else "?" for letter in text[:500])
+            log.warning("refused, %s (%d times so far): %s", reason, self.counts[reason], shown)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """For status."""
+        counts = dict(self.counts)
+        return {"refused": sum(counts.values()), "refusals": counts}
+
+
 @dataclass(slots=True)
 class _Peer:
     """One connection: how many messages it sent since `since`, and how many bad ones."""
@@ -158,8 +206,8 @@ class AccessControl:
         """Raises ConfigError when nothing may listen on `address`, or cannot; `option` is what would change it."""
         check_address(address, keys)
         self.keys = AllowList(keys) if keys else None
-        self.refused: dict[str, int] = {}  # reason: how often
-        self._told: dict[str, float] = {}
+        self.refusals = RefusalCount()
+        self.refuse = self.refusals.add
         self._connected: set[int] = set()
         self._peers: dict[bytes, _Peer] = {}
         self._causes: dict[tuple[str, str], dict[str, float]] = {}  # of each key and address: when a kind was seen
@@ -189,8 +237,7 @@ class AccessControl:
     @property
     def report(self) -> dict[str, Any]:
         """For status: how many are connected, and what was refused, by reason."""
-        refused = sum(self.refused.values())
-        return {"connections": len(self._connected), "refused": refused, "refusals": dict(self.refused)}
+        return {"connections": len(self._connected), **self.refusals.report}
 
     def turn(self) -> None:
         """Let in and keep out who has knocked; never waits."""
@@ -275,15 +322,6 @@ class AccessControl:
         while len(self._causes) >= 4 * CONNECTIONS:
             del self._causes[next(iter(self._causes))]
         self._causes[whence] = causes
-
-    def refuse(self, reason: str, text: str) -> None:
-        """Count a refusal, and log it unless one for this reason was logged just now."""
-        self.refused[reason] = self.refused.get(reason, 0) + 1
-        now = time.monotonic()
-        if now >= self._told.get(reason, -QUIET_S) + QUIET_S:
-            self._told[reason] = now
-            shown = "".join(letter if letter.isprintable() else "?" for letter in text[:500])
-            log.warning("refused, %s (%d times so far): %s", reason, self.refused[reason], shown)
 
     def _peer(self, identity: bytes) -> _Peer:
         if (peer := self._peers.get(identity)) is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
@@ -48,7 +48,7 @@ def build(config: DictConfig, spec: Spec) -> Algorithm:
 def untrained(config: DictConfig, spec: Spec) -> Callable[[], Algorithm]:
     """Return a function that builds the config's algorithm, and reads no weights from a file."""
     config = copy.deepcopy(config)
-    if "weights" in config.algo.policy:
+    if OmegaConf.select(config, "algo.policy.weights"):
         config.algo.policy.weights = None
     return lambda: build(config, spec)
 

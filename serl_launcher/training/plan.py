@@ -1,5 +1,6 @@
 """A training run as data: its sources, views and phases. plan_reader.py reads them from a yaml and checks them."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from serl_launcher.utils.words import known
 UNITS = ("env_steps", "episodes", "successes", "interventions", "updates", "wall_s")
 OPERATOR = "operator"  # the condition that a person meets with the command `next`
 SEEN = "seen"  # the condition that each update with `order: once` has seen all steps that are there
+TRAINED, *_ = POLICIES = ("trained", "random", "brownian")  # who gives the actions
 RANDOM, ONCE = ORDERS = ("random", "once")
 EVAL = "eval"  # the built-in source of evaluation episodes, which nothing trains on
 LONGEST_WINDOW = 200  # episodes that a metric may look back on
@@ -38,12 +40,17 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Actors:
-    """What the actors do in a phase, as its directive tells them. `intervene`: the operator may take over."""
+    """What the actors do in a phase, as its directive tells them.
+
+    intervene: the operator may take over. policy: `trained`; `random`: each action is drawn uniformly between the
+    bounds of the Spec; or `brownian`: it drifts between them. These two do without the learner; not on a real clock.
+    """
 
     mode: str
     into: str | None = None
     explore: bool = False
     intervene: bool = False
+    policy: str = TRAINED
 
     @property
     def act(self) -> bool:
@@ -101,10 +108,18 @@ class Phase:
     @property
     def episodes(self) -> int | None:
         """The number of episodes of an evaluation; None in other phases, and if `until` has no such bound."""
-        terms = [parse(text) for text in self.until if self.actors.mode == "evaluate"]
-        return min(
-            (int(t[0].bound) + t[0].strict for t in terms if len(t) == 1 and t[0].name == "episodes"), default=None
-        )
+        return self._bound("episodes") if self.actors.mode == "evaluate" else None
+
+    @property
+    def env_steps(self) -> int | None:
+        """The number of env steps of a phase that collects without updates; None as in `episodes`."""
+        return self._bound("env_steps") if self.actors.mode == "collect" and not self.updates else None
+
+    def _bound(self, unit: str) -> int | None:
+        """Return the least whole number of this unit that ends the phase alone."""
+        terms = [parse(text) for text in self.until]
+        bounds = [term[0] for term in terms if len(term) == 1 and term[0].name == unit]
+        return min((math.floor(t.bound) + 1 if t.strict else math.ceil(t.bound) for t in bounds), default=None)
 
     def update(self, name: str) -> Update:
         """Return the update of that name; all entries of one name have the same data and batch."""

@@ -17,8 +17,10 @@ from serl_launcher.training.plan import (
     ONCE,
     OPERATOR,
     ORDERS,
+    POLICIES,
     RANDOM,
     SEEN,
+    TRAINED,
     UNITS,
     Actors,
     Pace,
@@ -205,7 +207,7 @@ class _Reader:
         return phase
 
     def actors(self, node: _Node) -> Actors:
-        node.keys(required=("mode",), optional=("into", "explore", "intervene"))
+        node.keys(required=("mode",), optional=("into", "explore", "intervene", "policy"))
         mode = node.at("mode").word(MODES, "mode")
         into = node.at("into", EVAL if mode == "evaluate" else None)
         if (mode == "evaluate") != (into.value == EVAL):
@@ -217,7 +219,12 @@ class _Reader:
         intervene = node.at("intervene", False)
         if intervene.flag() and mode != "collect":
             raise intervene.error(f"the operator takes over in mode 'collect', not in {mode!r}")
-        return Actors(mode, into.value, node.at("explore", mode == "collect").flag(), intervene.value)
+        policy = node.at("policy", TRAINED)
+        is_trained = policy.word(POLICIES, "policy") == TRAINED
+        if not is_trained and (mode != "collect" or "explore" in node.value):
+            raise policy.error(f"random actions are for mode 'collect', not {mode!r}, and without 'explore'")
+        explore = node.at("explore", mode == "collect").flag() and is_trained
+        return Actors(mode, into.value, explore, intervene.value, policy.value)
 
     def updates(self, node: _Node) -> tuple[Update, ...]:
         updates = []

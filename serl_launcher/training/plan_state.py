@@ -179,7 +179,7 @@ class PlanState:
         """Return the limit of `progress.phases[phase].env_steps` for simulated actors; None: no limit."""
         phase = self.phase
         bucket = self._begin(phase, progress) if phase and phase.updates else None
-        allowed = bucket.step_limit(self._env_steps(progress), self.at.updates) if bucket else None
+        allowed = bucket.step_limit(self._env_steps(progress), self.at.updates) if bucket else phase and phase.env_steps
         return None if allowed is None else allowed + int(self.at.base["env_steps"])
 
     def command(self, name: str, argument: str = "") -> None:
@@ -316,7 +316,8 @@ class PlanState:
 
 def _completed(phase: Mapping[str, Any]) -> dict[str, Any]:
     """Return a phase as `_plain` gives it, with the defaults of options that it was kept without."""
-    return {**phase, "updates": [json.loads(json.dumps(asdict(Update(**update)))) for update in phase["updates"]]}
+    updates = [json.loads(json.dumps(asdict(Update(**update)))) for update in phase["updates"]]
+    return {**phase, "actors": asdict(Actors(**phase["actors"])), "updates": updates}
 
 
 def _plain(phase: Phase | None) -> dict[str, Any]:

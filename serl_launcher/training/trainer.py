@@ -81,7 +81,7 @@ def _train(config: DictConfig, run_dir: Path, link: Connection, spec: Spec, worl
         metrics=MetricsLog(run_dir / "metrics.jsonl"), console=shown, batch_size=config.batch_size,
         checkpoint_s=None if config.checkpoint_s == "auto" else config.checkpoint_s, accept_plan=config.accept_plan,
     )  # fmt: skip
-    with mirrored(run_dir / "metrics.jsonl", config.wandb):
+    with mirrored(run_dir / "metrics.jsonl", config.log):
         learner.run()
         ranks.end()
         summarise(learner)

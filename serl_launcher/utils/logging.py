@@ -1,6 +1,7 @@
 """Writes metrics as JSON lines: one file per process, one line per record, continued by a resumed run.
 
-Their mirror in wandb is a process of its own that reads the file, so wandb can neither stop nor slow the training.
+Their mirror in wandb or TensorBoard is a process of its own that reads the file, so it can neither stop nor slow the
+training.
 """
 
 import importlib.util
@@ -13,17 +14,17 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from serl_client.errors import ConfigError
 
-MODES = ("auto", "offline", "online", False)
-MISSING = "wandb is not installed (`. examples/install.sh --extra wandb`)"
+CHOICES = ("auto", "wandb", "wandb-online", "tensorboard", False)
+MISSING = "{0} is not installed (`. examples/install.sh --extra {0}`)"
 POLL_S = 1.0
-FINISH_S = 5.0  # seconds that the end of a run waits for wandb to write the rest
+FINISH_S = 5.0  # seconds that the end of a run waits for the mirror to write the rest
 
 log = logging.getLogger(__name__)
 
@@ -74,32 +75,34 @@ def read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-# -- wandb
-def check(mode: str | bool) -> None:
-    """Raise ConfigError if `mode` is none of MODES, or is `offline` or `online` and wandb is not installed."""
-    if mode not in MODES:
-        raise ConfigError(f"wandb={mode}: say wandb=auto, offline, online or false")
-    if mode in ("offline", "online") and not _has_wandb():
-        raise ConfigError(f"{MISSING}: install it, or say wandb=false")
+# -- the mirror
+def check(choice: str | bool) -> None:
+    """Raise ConfigError if `choice` is none of CHOICES, or names a package that is not installed."""
+    if choice not in CHOICES:
+        raise ConfigError(f"log={choice}: say log=auto, wandb, wandb-online, tensorboard or false")
+    if choice not in ("auto", False) and not _is_installed(package := _package(choice)):
+        raise ConfigError(f"{MISSING.format(package)}: install it, or say log=false")
 
 
 @contextmanager
-def mirrored(path: Path, mode: str | bool) -> Iterator[None]:
-    """Mirror the metrics file `path` in a wandb run, in the folder `wandb` beside it, while this lasts.
+def mirrored(path: Path, choice: str | bool) -> Iterator[None]:
+    """Mirror the metrics file `path`, in a folder beside it that is named after the package, while this lasts.
 
-    mode: "offline" (files only; `wandb sync` sends them), "online" (needs `wandb login`), False, or "auto": offline
-    if wandb is installed. The run's id stays the same over restarts. Raises ConfigError as `check`, nothing later.
+    choice: "wandb" (files only; `wandb sync` sends them), "wandb-online" (needs `wandb login`), "tensorboard" (files),
+    False, or "auto": wandb if it is installed. A wandb run's id stays the same over restarts. Raises ConfigError as
+    `check`, nothing later.
     """
-    check(mode)
-    if mode == "auto" and os.environ.get("WANDB_MODE") == "disabled":  # wandb's own way to say so
-        mode = False
-    installed = _has_wandb()
-    if not installed and mode:
-        log.info("%s: metrics are in %s alone", MISSING, path.name)
-    if not installed or not mode:
+    check(choice)
+    if choice == "auto" and os.environ.get("WANDB_MODE") == "disabled":  # wandb's own way to say so
+        choice = False
+    package = _package(choice)
+    installed = _is_installed(package)
+    if not installed and choice:
+        log.info("%s: metrics are in %s alone", MISSING.format(package), path.name)
+    if not installed or not choice:
         yield
         return
-    child = _start(path, "offline" if mode == "auto" else str(mode))
+    child = _start(path, str(choice))
     try:
         yield
     finally:
@@ -108,60 +111,95 @@ def mirrored(path: Path, mode: str | bool) -> Iterator[None]:
             try:
                 child.wait(FINISH_S)
             except subprocess.TimeoutExpired:
-                log.info("wandb is still busy with the rest: it goes on by itself")
+                log.info("%s is still busy with the rest: it goes on by itself", package)
 
 
-def _start(path: Path, mode: str) -> subprocess.Popen[bytes] | None:
-    command = [sys.executable, "-m", "serl_launcher.utils.logging", str(path), mode, str(os.getpid())]
+def _package(choice: str | bool) -> str:
+    return "tensorboard" if choice == "tensorboard" else "wandb"
+
+
+def _start(path: Path, choice: str) -> subprocess.Popen[bytes] | None:
+    command = [sys.executable, "-m", "serl_launcher.utils.logging", str(path), choice, str(os.getpid())]
     try:
-        (path.parent / "wandb").mkdir(parents=True, exist_ok=True)
+        (path.parent / _package(choice)).mkdir(parents=True, exist_ok=True)
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
             env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
         )  # fmt: skip
     except OSError as error:
-        log.warning("wandb does not start, training goes on: %s", error)
+        log.warning("%s does not start, training goes on: %s", _package(choice), error)
         return None
 
 
-def _has_wandb() -> bool:
+def _is_installed(package: str) -> bool:
     try:
-        return importlib.util.find_spec("wandb") is not None
+        return importlib.util.find_spec(package) is not None
     except ValueError:
         return False  # sys.modules rules it out
 
 
-def mirror(path: Path, mode: str, parent: int) -> None:
-    """Run the mirror process: send each record of `path` to wandb until SIGTERM or the parent's end; then the rest.
+def mirror(path: Path, choice: str, parent: int) -> None:
+    """Run the mirror process: send each record of `path` until SIGTERM or the parent's end; then the rest.
 
-    `wandb/sent.json` keeps the run's id and how far the file was sent. After a kill, a few records come twice.
+    `sent.json` in the mirror's folder keeps the run's id and how far the file was sent. After a kill, a few records
+    come twice.
     """
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
-    import wandb
-
-    sent = path.parent / "wandb" / "sent.json"
+    folder = path.parent / _package(choice)
+    sent = folder / "sent.json"
     state = json.loads(sent.read_text()) if sent.exists() else {"id": uuid.uuid4().hex[:8], "bytes": 0, "records": 0}
-    online = mode == "online"
-    settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
-    run = wandb.init(
-        project="retake", dir=path.parent, id=state["id"], name=path.parent.name, settings=settings,
-        mode="online" if online else "offline", resume="allow" if online else None,
-    )  # fmt: skip
-    for kind in ("update", "episode"):
-        run.define_metric(f"{kind}/*", step_metric=f"{kind}/updates")
+    add, flush, finish = _tensorboard(folder) if choice == "tensorboard" else _wandb(path.parent, state["id"], choice)
     last = False
     while not last:
         last = bool(stopped) or os.getppid() != parent  # before reading: what was written until now is still sent
         for record, end in _news(path, state["bytes"]):
-            run.log(_numbers(record), step=state["records"])
+            add(record, state["records"])
             state = state | {"bytes": end, "records": state["records"] + 1}
+        flush()
         aside = sent.with_suffix(".aside")
         aside.write_text(json.dumps(state))
         aside.replace(sent)
         if not last:
             time.sleep(POLL_S)
-    run.finish()
+    finish()
+
+
+Add = Callable[[Mapping[str, Any], int], None]  # a record, and its number in the file
+Call = Callable[[], None]
+
+
+def _wandb(folder: Path, identity: str, choice: str) -> tuple[Add, Call, Call]:
+    """Return what adds a record to a wandb run below `folder`, what flushes, and what ends it."""
+    import wandb
+
+    online = choice == "wandb-online"
+    settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
+    run = wandb.init(
+        project="retake", dir=folder, id=identity, name=folder.name, settings=settings,
+        mode="online" if online else "offline", resume="allow" if online else None,
+    )  # fmt: skip
+    for kind in ("update", "episode"):
+        run.define_metric(f"{kind}/*", step_metric=f"{kind}/updates")
+    return lambda record, number: run.log(_numbers(record), step=number), lambda: None, run.finish
+
+
+def _tensorboard(folder: Path) -> tuple[Add, Call, Call]:
+    """Return what adds a record to a new event file in `folder`, over the updates made, what flushes, and what ends."""
+    from tensorboard.compat.proto import event_pb2, summary_pb2  # torch.utils.tensorboard does the same with torch
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    events: Any = event_pb2
+    summaries: Any = summary_pb2
+    writer = EventFileWriter(str(folder))
+
+    def add(record: Mapping[str, Any], number: int) -> None:
+        values = [summaries.Summary.Value(tag=name, simple_value=value) for name, value in _numbers(record).items()]
+        step = int(record.get("updates", number))
+        shown = summaries.Summary(value=values)
+        writer.add_event(events.Event(wall_time=record["time"], step=step, summary=shown))
+
+    return add, writer.flush, writer.close
 
 
 def _news(path: Path, begin: int) -> Iterator[tuple[dict[str, Any], int]]:
@@ -190,8 +228,9 @@ if __name__ == "__main__":
     try:
         mirror(metrics, sys.argv[2], int(sys.argv[3]))
     except Exception as error:  # the last word of this process
-        logging.basicConfig(filename=metrics.parent / "wandb" / "mirror.log")
-        log.exception("wandb")
+        file = metrics.parent / _package(sys.argv[2]) / "mirror.log"
+        logging.basicConfig(filename=file)
+        log.exception("the mirror")
         reason = str(error).partition("\n")[0] or type(error).__name__
-        sys.stderr.write(f"wandb has stopped, training goes on: {reason}; see {metrics.parent}/wandb/mirror.log\n")
+        sys.stderr.write(f"{file.parent.name} has stopped, training goes on: {reason}; see {file}\n")
         sys.exit(1)

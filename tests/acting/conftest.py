@@ -21,31 +21,40 @@ from .gpu import FLOW
 INFER = """
 import sys, time
 from pathlib import Path
+import torch
+from hydra.utils import get_class
 from omegaconf import OmegaConf
-from serl_launcher.algorithms.sac import SAC
 from serl_launcher.acting.server import infer
 run_dir, local = Path(sys.argv[1]), sys.argv[2]
-act = SAC.act
-def slow(*arguments, **options):
+config = OmegaConf.load(run_dir / "config.yaml")
+algorithm = get_class(config.algo._target_)
+act = algorithm.act
+def slow(self, observation, previous_action, carry, **options):
     if (run_dir / "fail").exists():
         raise RuntimeError("the policy is broken")
     time.sleep(0.2)
-    return act(*arguments, **options)
-SAC.act = slow
-infer(OmegaConf.load(run_dir / "config.yaml"), run_dir, local)
+    decision, carry = act(self, observation, previous_action, carry, **options)
+    return decision, torch.zeros(len(previous_action)) if carry is None else carry
+algorithm.act = slow
+infer(config, run_dir, local)
 """
 
 
 class Process(Inference):
-    """The inference process of a run, with a policy that takes 200 ms and fails where the run has a file `fail`."""
+    """The inference process of a run, with a policy that takes 200 ms, has a carry, at least that it was asked before,
+    and fails where the run has a file `fail`. algo: a word."""
 
-    def __init__(self, run_dir):
-        port = free_port()
+    def __init__(self, run_dir, algo):
+        port, self.bridge = free_port(), free_port()
         self.folder, self.address = run_dir / "weights", f"tcp://127.0.0.1:{port}"
         run_dir.mkdir()
-        OmegaConf.save(composed(CONFIG, ["algo=rlpd", f"inference_port={port}"]), run_dir / "config.yaml")
-        command = [sys.executable, "-c", INFER, run_dir, f"ipc://{run_dir}/server"]
-        self.child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        words = [f"inference_port={port}", f"bridge.port={self.bridge}", "bridge.keys={robot/state: observation.state}"]
+        OmegaConf.save(composed(CONFIG, [algo, *words]), run_dir / "config.yaml")
+        self._command = [sys.executable, "-c", INFER, run_dir, f"ipc://{run_dir}/server"]
+        self.begin()
+
+    def begin(self):
+        self.child = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True)
 
     def stop(self):
         self.child.kill()
@@ -53,8 +62,9 @@ class Process(Inference):
 
 
 @pytest.fixture
-def process(tmp_path):
-    made = Process(tmp_path / "run")
+def process(tmp_path, request):
+    """The process of algo=rlpd, or of the word that the test says."""
+    made = Process(tmp_path / "run", getattr(request, "param", "algo=rlpd"))
     yield made
     made.stop()
 

@@ -203,6 +203,7 @@ def test_a_carry_that_a_restart_lost_begins_anew(inference, link):
     for step in range(3):
         asker.send(ask(step, key=2, reset=step == 0))
         answer = receive(asker)
+        assert answer.reset == (step == 0)
     assert answer.arrays["action"].tolist() == [[3.0, 6.0]]
     before.stop()
     after = inference(Counting(), port=int(before.address.rsplit(":", 1)[1])).start()
@@ -210,7 +211,7 @@ def test_a_carry_that_a_restart_lost_begins_anew(inference, link):
     reconnect(asker)
     asker.send(ask(3, key=2))
     answer = receive(asker)
-    assert answer.arrays["action"].tolist() == [[1.0, 2.0]]
+    assert (answer.arrays["action"].tolist(), answer.reset) == ([[1.0, 2.0]], True)
 
 
 def test_what_the_robot_did_reaches_the_policy_and_before_its_first_action_that_is_nothing(spec):

@@ -3,17 +3,19 @@
 import threading
 import time
 
+import msgpack
 import numpy as np
 import pytest
 import zmq
 from serl_client import messages as m
 from serl_client.controller import RemotePolicy
+from websockets.sync.client import connect as websocket
 
-from serl_launcher.acting import host as module
+from serl_launcher.acting import carries as module
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.acting.local import LocalSource
 from tests.shared.common import PATIENCE, STATE, until
-from tests.shared.inference import rlpd
+from tests.shared.inference import composed_algorithm, rlpd
 from tests.store.foreign_client import Client
 
 from .toy import Counting, ask, gathering, receive
@@ -41,6 +43,11 @@ def test_a_busy_process_takes_new_weights_reports_and_ends_when_it_is_told_to(co
     until(lambda: answered() == 2)
     report = until(lambda: r if answered() and (r := reported(server))["version"] == 2 else None)
     assert (report["batch"], report["p50_ms"] >= 200) == (1.0, True)
+    with websocket(f"ws://127.0.0.1:{process.bridge}", compression=None) as theirs:  # an openpi client (bridge.port)
+        assert "robot/state" in msgpack.unpackb(theirs.recv(PATIENCE))["observation"]
+        theirs.send(msgpack.packb({}))
+        assert "lacks 'robot/state'" in theirs.recv(PATIENCE)
+    until(lambda: reported(server)["openpi"] == {"connections": 0, "refused": 1, "refusals": {"bad message": 1}})
     asker.send(ask(reset=True))
     asker.wait(0.05)
     process.child.terminate()
@@ -48,14 +55,31 @@ def test_a_busy_process_takes_new_weights_reports_and_ends_when_it_is_told_to(co
 
 
 @pytest.mark.slow
-def test_a_policy_that_fails_ends_its_process_and_says_where(connect, process, link, spec):
-    server, join, publish = connect(process)
-    join("arm")
-    publish(1, rlpd(spec))
-    until(lambda: reported(server).get("version") == 1)
+@pytest.mark.parametrize(
+    ("process", "words"),
+    [("algo=rlpd", ["+algo=rlpd", "+policy=gaussian"]), ("algo=dreamer_tiny", ["+algo=dreamer_tiny"])],
+    indirect=["process"],
+)
+def test_kill_9_in_mid_episode_costs_the_memory_alone_and_a_policy_that_fails_says_where(
+    connect, process, words, link, spec
+):
+    _, join, publish = connect(process)
+    client = join("arm")
+    publish(1, composed_algorithm(spec, *words))
+    controller = RemotePolicy(client, deadline=0.5)
+    controller.begin("episode", {"explore": False, "weights": None}, "reach")
+    for step in range(6):
+        if step == 3:
+            process.stop()  # SIGKILL
+            process.begin()
+        state, reset = {STATE: np.full(8, step, np.float32)}, step == 0
+        until(
+            lambda now=state, n=step, new=reset: (
+                controller.act(now, step=n, previous_action=None, reset=new) is not None
+            )
+        )
+        assert controller.carry_resets == (step >= 3)
     asker = link(process.address)
-    asker.send(ask(reset=True))
-    receive(asker)
     (process.folder.parent / "fail").touch()
     asker.send(ask(reset=True))
     assert process.child.wait(PATIENCE) != 0
@@ -128,8 +152,18 @@ def test_of_connections_that_come_and_go_the_last_ones_are_remembered(spec, monk
     host = PolicyHost(Counting(), spec, "cpu")
     for number in (0, 1, 2, 0, 3, 4):
         host.answer([Question(b"%d" % number, ask(1))])
-    counts = [host.answer([Question(b"%d" % number, ask(2))])[0].arrays["action"][0, 0] for number in (0, 4, 1)]
-    assert counts == [3, 2, 1]
+    answers = [host.answer([Question(b"%d" % number, ask(2))])[0] for number in (0, 4, 1)]
+    assert [answer.arrays["action"][0, 0] for answer in answers] == [3, 2, 1]
+    assert [answer.reset for answer in answers] == [False, False, True]
+
+
+def test_a_key_that_opens_ever_new_connections_makes_the_policy_forget_its_own_alone(spec, monkeypatch):
+    monkeypatch.setattr(module, "REMEMBERED", 3)
+    host = PolicyHost(Counting(), spec, "cpu")
+    for number in range(9):
+        host.answer([Question(b"%d" % number, ask(1), owner="left" if number < 1 else "right")])
+    again = [host.answer([Question(b"%d" % n, ask(2), owner="left" if n < 1 else "right")])[0] for n in (0, 8, 1)]
+    assert [answer.reset for answer in again] == [False, False, True]
 
 
 def test_bytes_that_are_no_question_cost_nobody_anything(inference, link):
@@ -169,6 +203,7 @@ def test_a_client_written_from_the_page_alone_asks_and_is_answered(inference, sp
     stranger = Client("tcp://127.0.0.1:1", "stranger", spec.to_dict())
     stranger.inference, stranger.history = over_there.address, history
     seen = {STATE: ("float32", (8,), np.full(8, 3, np.float32).tobytes())}
-    version, arrays = stranger.ask(0, seen, reset=True)
-    assert (version, arrays["action"]) == (1, ("float32", (1, 2), np.array([1, 3], np.float32).tobytes()))
+    answered = [stranger.ask(step, seen, reset=step == 0) for step in (0, 1)]
+    assert [(version, reset) for version, reset, _ in answered] == [(1, True), (1, False)]
+    assert answered[0][2]["action"] == ("float32", (1, 2), np.array([1, 3], np.float32).tobytes())
     stranger.asking.socket.close()

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 
+import msgpack
 import numpy as np
 import torch
 from serl_client import messages as m
@@ -102,3 +103,17 @@ def gathering(inference, helper):
     time.sleep(0.1)  # its loop waits for the policy: nothing tells that the messages have come
     algorithm.gate.set()
     receive(helper)
+
+
+# -- an openpi client's messages
+
+
+def packed(thing):
+    if isinstance(thing, np.ndarray):
+        return {b"__ndarray__": True, b"data": thing.tobytes(), b"dtype": thing.dtype.str, b"shape": thing.shape}
+    return {b"__npgeneric__": True, b"data": thing.item(), b"dtype": thing.dtype.str}
+
+
+def message(**request):
+    """The bytes of a request."""
+    return msgpack.packb(request, default=packed)

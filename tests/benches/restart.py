@@ -40,7 +40,7 @@ def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
 def restart(folder: Path, steps: int, count: int) -> Iterator[Figure]:
     rows, ports, capacity = Rows(SPEC), (free_port(), free_port()), steps + 20_000
     words = [
-        sys.executable, TRAIN, "learner=true", "task=fake", "plan=collect", "wandb=false", f"run_dir={folder / 'run'}",
+        sys.executable, TRAIN, "learner=true", "task=fake", "plan=collect", "log=false", f"run_dir={folder / 'run'}",
         f"port={ports[0]}", f"inference_port={ports[1]}", f"plan.sources.demo.capacity={capacity}",
         'plan.phases.demonstrate.until=["demo.episodes >= 1000000", operator]',
     ]  # fmt: skip

@@ -1,5 +1,7 @@
 """A policy that answers from elsewhere: which row of a chunk is given out, and when it is asked again."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from serl_client import runner
@@ -98,6 +100,21 @@ def test_a_takeover_drops_the_chunk_and_the_hand_back_asks_anew(spec, client):
     assert np.flatnonzero(episode.intervened).tolist() == [4, 5, 6]
     assert np.flatnonzero(episode.chunk_start).tolist() == [0, 7]
     assert [row for row, action in enumerate(env.actions) if action is None] == [5, 6]
+
+
+def test_a_memory_that_begins_anew_in_mid_episode_is_counted_and_one_that_was_lost_is_told(spec, client, caplog):
+    class Forgetful(Chunks):
+        """Remembers earlier steps, until row 9."""
+
+        def ask(self, observation, *, step, reset, **question):
+            super().ask(observation, step=step, reset=reset, **question)
+            self.answer = replace(self.answer, reset=reset or step == 9)
+
+    status = ActorStatus()
+    run(CountingEnv(spec, human=(4, 5, 6)), client, RemotePolicy(Forgetful(), deadline=0.0), status=status)
+    assert status.carry_resets == 2 * 2, "after the takeover, and at row 9; not where an episode begins"
+    told = [record.getMessage() for record in caplog.records if "remembered is lost" in record.getMessage()]
+    assert [text.partition(":")[0][-13:] for text in told] == ["000000, row 9", "000001, row 9"]
 
 
 def test_a_simulated_robot_waits_for_its_action(spec, client):

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from serl_client import Outcome
 from serl_client import runner as module
-from serl_client.controller import RandomPolicy
+from serl_client.controller import RandomPolicy, RemotePolicy
 from serl_client.errors import Refused
 from serl_client.starts import evaluation_seed, training_seed
 from serl_client.status import ActorStatus
 
-from tests.shared.actors import STATE, CountingEnv, FakeClient, Keys, run
+from tests.shared.actors import STATE, Chunks, CountingEnv, FakeClient, Keys, run
 
 
 @pytest.fixture
@@ -166,6 +166,31 @@ def test_chance_is_the_same_for_the_same_seed_and_episode(spec):
     assert not np.array_equal(actions(0, "a"), actions(1, "a"))
     assert np.abs(actions(0, "a")).max() <= 1
     assert actions(0, "a")[0].dtype == np.float32
+
+
+@pytest.mark.parametrize("policy", ["random", "brownian"])
+def test_a_phase_of_chance_asks_nobody_and_the_next_phase_asks_the_policy_again(env, client, spec, policy):
+    source = Chunks()
+    client.direct("collect", policy=policy, explore=False)
+    client.script = {4: lambda: client.direct("collect", number=2)}  # the first episode's three segments and outcome
+    run(env, client, RemotePolicy(source, deadline=0.0))
+    drawn = client.episodes[0]
+    assert (source.questions[0], len(source.questions)) == ((0, True), 13)
+    assert len(np.unique(drawn.action)) == 26
+    assert np.abs(drawn.action).max() <= 1
+    assert drawn.chunk_start.all()
+    assert not drawn.intervened.any()
+    assert [segment.stamp.weights_version for segment in client.segments] == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_robot_on_a_real_clock_idles_in_a_phase_of_random_actions(spec):
+    env, client, status = CountingEnv(spec, clock="real"), FakeClient(spec, policy="brownian"), ActorStatus()
+    client.script = {"wait 3": lambda: client.direct("stop", number=2)}
+    run(env, client, status=status)
+    assert (env.homes, env.actions, client.records) == (0, [], [])
+    assert (
+        status.warning == "phase practise asks for random actions on a real clock, which this robot cannot do: it idles"
+    )
 
 
 # -- the operator

@@ -18,7 +18,7 @@ from serl_launcher.store.store import Store
 from tests.shared.common import STATE, TOOLS
 from tests.shared.tools import called
 
-from .exporting import needs_lerobot, opened
+from .exporting import Run, needs_lerobot, opened, segment
 from .lerobots import CAMERA
 
 AGE = "age.front"
@@ -155,6 +155,17 @@ def test_what_a_person_should_know_is_a_note(tmp_path):
     assert "action[1] is always 1" in said(kept(tmp_path / "other", bound))[1]
     bound["action"][0, 1] = 0.0
     assert "action[1] is at a bound in 98 % of the rows" in said(kept(tmp_path / "third", bound))[1]
+
+
+@pytest.mark.parametrize(("name", "steps", "wrong"), [("e0", 10, set()), ("e1", 0, {"has one step"})])
+def test_one_step_alone_is_wrong_but_not_as_the_rest_of_an_episode_that_the_store_had_to_cut(
+    tmp_path, blind, name, steps, wrong
+):
+    run = Run(tmp_path, blind, capacity=40)  # an episode takes a quarter of it
+    run.add(*([segment(blind, name, steps=steps, ends=None)] if steps else []))
+    run.episodes(name, start=steps, steps=1)
+    assert {what for what in said(tmp_path)[0] if "step" in what} == wrong
+    assert inspect(tmp_path, 10).steps == steps + 1
 
 
 def test_the_program_says_what_is_wrong_by_its_exit_status(tmp_path):

@@ -265,7 +265,7 @@ def test_the_end_of_a_run_says_how_far_the_export_is_and_how_to_go_on(tmp_path, 
     run.work(rest=True)
     run.episodes("e5")
     run.work(rest=True)
-    said = [record.getMessage() for record in caplog.records]
+    said = [record.getMessage() for record in caplog.records if record.name == exporter.__name__]
     assert said == [
         f"export: 1 episodes go into datasets; Ctrl-C is safe, `tools/data.py export {tmp_path}` goes on where it was",
         "export: episode 1 of 1 is written", "export: episode 2 of 2 is written",

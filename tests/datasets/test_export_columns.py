@@ -144,6 +144,14 @@ def test_the_export_loads_no_torch_before_there_is_something_to_write():
 
 
 @needs_lerobot
+def test_the_thread_that_encodes_videos_keeps_its_ordinary_priority(tmp_path, seen):
+    run = Run(tmp_path, seen)
+    run.episodes("e0", "e1")
+    run.work()
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "SVT-AV1 takes real-time priority where it runs as root"
+
+
+@needs_lerobot
 def test_where_torchcodec_finds_no_ffmpeg_images_are_stored_as_they_are(tmp_path, seen, monkeypatch, caplog):
     (tmp_path / "lacks/torchcodec").mkdir(parents=True)
     (tmp_path / "lacks/torchcodec/__init__.py").write_text("raise RuntimeError('Could not load libtorchcodec')\n")

@@ -199,9 +199,9 @@ A6 killed PlanState.step_limit: steps of an earlier visit to the phase count aga
 
 == plan: test_plan test_plan_state test_plan_files
 
-B1 killed Phase.episodes: `episodes > n` takes one too few
-    - (int(t[0].bound) + t[0].strict for
-    + (int(t[0].bound) for
+B1 killed Phase._bound: `episodes > n` takes one too few
+    - math.floor(t.bound) + 1 if t.strict
+    + math.floor(t.bound) if t.strict
 B2 killed _without_operator: a view is left out although one of its sources is there
     - missing.issuperset(view.of)
     + missing & set(view.of)
@@ -254,6 +254,9 @@ Y3 killed RealTimeChunks._first_step: an answer that comes early acts in place o
 Y4 killed LocalSource._turn: an answer that was begun in one episode acts in the next
     - if number > self._forgotten:
     + if True:
+Y5 killed RemotePolicy._take: where an episode begins a policy counts as one that began anew
+    - if answer.reset and self._has_acted:
+    + if answer.reset:
 
 == ranks and heads: test_averaging test_attention
 

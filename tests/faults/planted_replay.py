@@ -67,7 +67,7 @@ Q4 killed RunCounters.take: the newest episodes are in another order after a res
     - insort(phase.recent, now, key=NUMBER)
     + phase.recent.append(now)
 Q5 killed ReplayMixture._fill: steps of two sources have the same ids
-    - target.arrays["step_id"] += self._offsets[part]
+    - ids[ids >= 0] += self._offsets[part]
     + pass
 
 == derived columns, order once: test_derived

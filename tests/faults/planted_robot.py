@@ -10,8 +10,8 @@ K2 killed Motion._advance_home: on the way home the jump is counted from where t
     - self.point = self.target = point
     + self.point = point
 K3 killed Limiter._keeps: the tool may leave its box
-    - is_slow and self._outside(there) <= self._outside(here)
-    + is_slow
+    - (self._outside(there) <= self._outside(here)).all()
+    + True
 K4 killed Motion.follow: the jump is counted from what was asked, not from what the robot took
     - self.target, self.mode, self.is_home = target, FOLLOW, False
     + self.target, self.mode, self.is_home = wanted, FOLLOW, False
@@ -79,4 +79,58 @@ PC6 killed Motion.hold: one wrong measurement becomes a set point
 PC7 killed Gamepad._take: what a gamepad tells of itself at first presses a button
     - kind == BUTTON and is_new and value and number in WORDS
     + kind == BUTTON and value and number in WORDS
+
+== Dobot arms: test_dobot test_dobot_protocol
+
+DB1 killed DobotArm._connect: set points that were on their way when the link died move the arm later
+    - link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, FORGET)
+    + pass
+DB2 killed DobotArm.write: an arm moves before a person has said ready
+    - if self._is_ready:
+    + if True:
+DB3 killed DobotArm._failing: after a fault the next set point is sent
+    - self._is_ready = False
+    + pass
+DB4 killed DobotArm._check: an alarm stays hidden
+    - if self._is_alarmed:
+    + if False:
+DB5 killed DobotArm.recover: after a recovery the arm goes on to its last set point
+    - self._set(p.angles(self._packet))
+    + pass
+DB6 killed Feedback.feed: a torn packet swallows the next one
+    - follower is not None and follower < end
+    + False
+DB7 killed Replies._matched: a reply is taken for that of another command
+    - (each for each in self._asked if said and each.lower() == said[3].lower())
+    + iter(self._asked)
+
+== the judge that learned: test_learned test_reward_classifier test_stages
+
+LJ1 killed Verdicts.at: what came too late counts
+    - if now - self._seen > self.stale_s:
+    + if False:
+LJ2 killed Verdicts.hear: a row that shows no success does not begin the succession anew
+    - self._counts + 1, 0), seen
+    + self._counts + 1, self._counts), seen
+LJ3 killed Learned.reset: an answer on the episode before ends the new one
+    - self._first, self._is_open = self._number + 1, False
+    + self._is_open = False
+LJ4 killed Learned.__call__: the control loop waits for an answer
+    - while self._waits and
+    + while
+LJ5 killed RewardClassifier.labels: a failure shows success at its end
+    - batch.extras[SUCCESS] & (
+    + (
+LJ6 killed RewardClassifier.is_known: rows of which nobody knows count as no success
+    - (left >= self.positive + self.unsure)
+    + (left >= self.positive)
+LJ7 killed Verdicts.at: a stage is rewarded as long as it is there
+    - self._rewarded += new
+    + pass
+LJ8 killed Staged.reset: an episode begins at the stage of the one before
+    - self._keys.told = None
+    + pass
+LJ9 killed RewardClassifier.labels: a success shows none of the stages before it
+    - before | success
+    + before
 """

@@ -16,7 +16,13 @@ from tests.shared.data import make_episode
 
 @pytest.mark.slow
 def test_a_quickstart_whose_processes_are_killed_goes_on_to_its_end_and_is_counted(tmp_path):
-    words = ["max_env_steps=300", "baseline_episodes=2", "eval_episodes=2"]
+    words = [
+        "max_env_steps=300",
+        "baseline_episodes=2",
+        "eval_episodes=2",
+        "critic.hidden=[32,32]",
+        "policy.hidden=[32,32]",
+    ]
     run = Whole(tmp_path, 1, (0.5, 1.0), words)
     assert run.play(300).summary["eval"]["episodes"] == 2
     assert run.took_s

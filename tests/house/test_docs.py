@@ -3,6 +3,10 @@
 import csv
 import re
 import shlex
+import shutil
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +17,8 @@ from serl_client.errors import ConfigError, RobotFault
 from serl_launcher.config import composed, factory
 from tests.faults.mutants import symbols
 from tests.shared.common import CONFIG, ROOT
+from tests.shared.dobots import address
+from tools import check_robot
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -47,11 +53,11 @@ def runs(text):
 
 
 SAID = {tuple(words) for path in DOCUMENTS for words in runs(path.read_text())}
-ITS_OWN = "task=my_robot"  # docs/robots.md brings the yaml itself
+ITS_OWN = {"task=my_robot", "task=my_dobot"}  # docs/robots.md brings the yaml itself
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", sorted(words for words in SAID if ITS_OWN not in words), ids=" ".join)
+@pytest.mark.parametrize("words", sorted(words for words in SAID if not ITS_OWN & {*words}), ids=" ".join)
 def test_each_word_that_a_document_gives_to_a_run_is_one(words, tmp_path):
     assert composed(CONFIG, ["learner=true", "task=sim_arm", *words, f"run_dir={tmp_path}"]).task.name
 
@@ -66,7 +72,7 @@ def test_the_test_above_reads_blocks_and_lines_and_sees_a_wrong_word():
 def test_the_robot_of_the_page_on_robots_moves_within_its_limits_after_somebody_has_said_ready(tmp_path, monkeypatch):
     """The page's code and yaml together, as a reader would copy them."""
     text = (ROOT / "docs/robots.md").read_text()
-    (code,), (task,) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
+    (code,), (task, *_) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
     assert len(code.splitlines()) <= 30
     (tmp_path / "my_robot.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -83,8 +89,25 @@ def test_the_robot_of_the_page_on_robots_moves_within_its_limits_after_somebody_
         assert env.step(None).success is None
 
 
+def test_the_dobot_arm_of_that_page_is_checked_as_a_reader_would_against_a_simulated_controller(tmp_path, capfd):
+    """Its own command in a process, and its yaml in a copy of config/."""
+    _, task, *_ = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/robots.md").read_text(), re.DOTALL)
+    folder = shutil.copytree(CONFIG, tmp_path / "config")
+    (folder / "task/my_dobot.yaml").write_text(task)
+    host = address()
+    words = [sys.executable, "-m", "robot_infra.sim.dobot_controller", "--address", host, "--version", "V4"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as program:
+        assert program.stdout.readline() == f"a V4 controller at {host}. Ctrl-C ends it\n"
+        said = ["task=my_dobot", f"task.address={host}", "task.env.options.version=V4", "task.env.home_speed=1.0"]
+        config = composed(folder, ["actor=true", *said])
+        result = check_robot.checks(config, True, 1.0)
+        program.send_signal(signal.SIGINT)
+        assert program.wait(10) == 0
+    assert result["failed"] == 0, capfd.readouterr().out
+
+
 def test_a_page_that_readers_need_is_one_click_from_the_first():
-    linked = set(re.findall(r"\(docs/(\w+\.md)\)", (ROOT / "README.md").read_text()))
+    linked = set(re.findall(r"\(docs/([\w-]+\.md)\)", (ROOT / "README.md").read_text()))
     assert linked == {path.name for path in (ROOT / "docs").glob("*.md")}
 
 

@@ -54,7 +54,7 @@ IMPORTS = {
 DRIVER = "robot_infra.guard.process", "pkgutil.resolve_name(driver)"  # from a yaml, as Hydra's _target_ is
 WIRED = (  # what handles messages of others: it looks up no attribute whose name is no constant
     "serl_client", "serl_launcher.store", "serl_launcher.acting.host", "serl_launcher.acting.local",
-    "serl_launcher.acting.server",
+    "serl_launcher.acting.server", "serl_launcher.acting.bridge", "serl_launcher.acting.openpi",
 )  # fmt: skip
 NAMED = {  # but for these, whose names are those of our own fields
     ("serl_client.messages", "getattr(message, name)"), ("serl_client.messages", "getattr(record, name)"),

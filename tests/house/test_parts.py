@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from serl_client import messages as m
 
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.store import weights
+from serl_launcher.store.extras import with_extras
 from serl_launcher.training import build as training
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.types import Batch
 from serl_launcher.utils.checkpoint import Checkpoints
 from tests.shared.models import assert_same, batch, config_of
 
-from .test_offered import OFFERED, SEEN, needs
+from .test_offered import OFFERED, SEEN, checked, needs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,13 +33,18 @@ WITH = {
     "critic": ["algo=rlpd"],
     "algo": [],
 }
-SIZES = {"hidden": [16, 16], "steps": 2, "num_critics": 3, "channels": [8, 8]}  # wherever an algorithm has them
+SIZES = {  # wherever an algorithm has them, of this kind
+    "hidden": [16, 16], "steps": 2, "num_critics": 3, "channels": [8, 8], "encoder_hidden": [16], "latent": 16,
+    "samples": 16, "prior_samples": 4, "elites": 4, "deter": 16, "units": 8, "length": 3, "imagined": 2,
+    "widths": [4, 4, 4], "picture": 32, "codes": 3, "episode_steps": 3, "population": 4,
+}  # fmt: skip
 PI0 = ("policy=pi0_tiny", "policy.gemma.depth=1", "policy.vision.depth=1")
 SIZED = {name for name in OFFERED["network"] if f"{name}_tiny" in OFFERED["network"]}  # as large as in their papers
 CASES = [
     pytest.param([*words, f"{group}={name}"], id=f"{group}-{name}",
-                 marks=[pytest.mark.slow] * bool(name in SIZED or (group == "algo" and re.search("pixels|pi0", name))))
+                 marks=[pytest.mark.slow] * bool(group == "algo" and re.search("pixels|pi0", name)))
     for group, words in WITH.items() for name in OFFERED[group]
+    if name not in SIZED and name != "reward_classifier"  # nobody acts with it
 ]  # fmt: skip
 IMPROVED = [  # what improves a PI0, whose features its critics see
     pytest.param([*words, *PI0, "algo.encoder=null"], id=f"pi0-{words[0]}", marks=pytest.mark.slow)
@@ -58,21 +64,21 @@ def tiny(words):
 
 def shrink(node):
     for name in node:
-        if name in SIZES:
+        if name in SIZES and isinstance(node[name], ListConfig) == isinstance(SIZES[name], list):
             node[name] = SIZES[name]
         elif isinstance(node[name], DictConfig):
             shrink(node[name])
 
 
-def rows_of(window, seed, derived) -> Batch:
-    return batch(SEEN, 2, window=window, seed=seed, ends="terminated", derived=derived)
+def rows_of(spec, window, seed, derived) -> Batch:
+    return batch(spec, 2, window=window, seed=seed, ends="terminated", derived=derived)
 
 
-def update(algorithm, seed):
+def update(algorithm, spec, seed):
     """Make each update once; return the metrics of all."""
     found = {}
     for name, window in algorithm.windows.items():
-        made = getattr(algorithm, name)(rows_of(window, seed, algorithm.derived))
+        made = getattr(algorithm, name)(rows_of(spec, window, seed, algorithm.derived))
         metrics = made[0] if isinstance(made, tuple) else made
         assert all(value.isfinite() and not value.requires_grad for value in metrics.values()), name
         found[name] = metrics
@@ -90,24 +96,32 @@ def answer(host, explores=True):
 def test_every_part_starts_learns_acts_with_what_it_published_and_resumes_bit_by_bit(words, tmp_path):
     needs(words)
     config = tiny(words)
-    training.check_memory(config, SEEN, "cpu", 1)
+    spec = with_extras(SEEN, config.extras)
+    training.check_memory(config, spec, "cpu", 1)
 
     def built(seed):
         torch.manual_seed(seed)
-        return training.build(config, SEEN)
+        return training.build(config, spec)
 
     learner, resumed = built(1), built(2)
     plan_of(config, set(learner.windows))
-    assert update(learner, 1)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", spec=SEEN, config={})
+    assert update(learner, spec, 1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", spec=spec, config={})
     checkpoints.stage(1, {"algorithm": learner.state_dict()})()
     resumed.load_state_dict(checkpoints.load()["algorithm"])
-    assert_same(update(learner, 2), update(resumed, 2))
+    assert_same(update(learner, spec, 2), update(resumed, spec, 2))
     assert_same(learner.state_dict(), resumed.state_dict())
     sha256, _ = weights.write(tmp_path, safetensors.torch.save(learner.acting.published()))
-    host, there = PolicyHost(built(3), SEEN, "cpu"), PolicyHost(learner, SEEN, "cpu")
+    host, there = PolicyHost(built(3), spec, "cpu"), PolicyHost(learner, spec, "cpu")
     before = answer(host)
     host.load(1, weights.path(tmp_path, sha256))
     assert np.isfinite(answer(host, explores=False)).all()
     assert np.array_equal(answer(host), answer(there))
     assert not np.array_equal(answer(host), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SIZED))
+def test_a_network_as_large_as_in_its_paper_learns_and_acts(name):
+    """Small, it goes all of the way above."""
+    checked([*WITH["network"], f"network={name}"], SEEN)

@@ -14,9 +14,9 @@ PATIENCE = 120.0
 SUCCEEDED = "closed AND success"
 TINY = [
     "plan=hiors", "policy.network.hidden=[32,32]", "policy.horizon=4", "policy.head.steps=2", "batch_size=16", "utd=1",
-    'plan.phases.demonstrate.until=["successes >= 2"]', 'plan.phases.clone.until=["updates >= 20"]',
+    'plan.phases.demonstrate.until=["successes >= 1"]', 'plan.phases.clone.until=["updates >= 20"]',
     "~plan.phases.baseline", 'plan.phases.practise.start_when="online.episodes >= 1"',
-    'plan.phases.practise.until=["successes >= 3"]', "~plan.phases.evaluate",
+    'plan.phases.practise.until=["successes >= 2"]', "~plan.phases.evaluate",
 ]  # fmt: skip
 
 
@@ -74,18 +74,18 @@ class Person(Run):
             self.press(b"t")
             self.until(lambda words=words: self.said().count(words) > said.count(words))
             time.sleep(1.0)
-        time.sleep(0.5)
+        time.sleep(0.5 if phase == "practise" else 2.5)
 
     def succeed(self):
         self.press(b"s")
 
     def practised(self, words, plan=(), acting=()):
-        """Let a person demonstrate twice and take over in three episodes of practice; the actor's maps of memory."""
+        """Let a person demonstrate once and take over in two episodes of practice; the actor's maps of memory."""
         learner = self.start("learner", *words, *TINY, *plan)
         actor = self.act(*words, *acting)
         self.until(lambda: (self.run_dir / "store/index.sqlite").exists() or actor.poll() is not None, PATIENCE)
         assert actor.poll() is None, self.said()
-        for phase, count in (("demonstrate", 2), ("practise", 3)):
+        for phase, count in (("demonstrate", 1), ("practise", 2)):
             self.until(lambda phase=phase: re.search(rf"directive \d+: {phase} ", self.said()), PATIENCE)
             while self.count(phase, SUCCEEDED) < count:
                 self.episode(phase)

@@ -17,7 +17,7 @@ RUN = [
     "task=fake", "plan=hiors", "policy=flow", "policy.network.hidden=[32,32]", "policy.head.steps=2", "batch_size=16",
     "policy.history=2", 'plan.phases.demonstrate.until=["demo.episodes >= 2"]', "~plan.phases.baseline",
     'plan.phases.clone.until=["updates >= 10"]', 'plan.phases.practise.start_when="online.episodes >= 1"',
-    'plan.phases.practise.until=["episodes >= 2"]', 'plan.phases.evaluate.until=["episodes >= 1"]', "wandb=false",
+    'plan.phases.practise.until=["episodes >= 2"]', 'plan.phases.evaluate.until=["episodes >= 1"]', "log=false",
 ]  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_an_update_encodes_each_step_once_and_others_learn_from_the_codes(tmp_pa
     """The phase of the encoding ends when it has seen all; the next start finds the codes in the checkpoint."""
     encode = "{actors: {mode: idle}, updates: [{update_codes: {order: once, data: {demo: 1.0}}}], until: [seen]}"
     learn = "{actors: {mode: idle}, updates: [update], data: {demo: 1.0}, until: ['updates >= 5']}"
-    words = ["task=fake", "plan=sft", "~plan.phases.clone", "~plan.phases.evaluate", "wandb=false", "batch_size=16"]
+    words = ["task=fake", "plan=sft", "~plan.phases.clone", "~plan.phases.evaluate", "log=false", "batch_size=16"]
     words += ["policy=flow", "policy.network.hidden=[32,32]", "algo._target_=tests.programs.test_columns.Encoding"]
     demonstrate = "{actors: {mode: teleop, into: demo}, until: ['demo.episodes >= 3']}"
     start(tmp_path, [*words, f"+plan.phases.demonstrate={demonstrate}"])

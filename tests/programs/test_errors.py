@@ -145,7 +145,7 @@ def make_store(run_dir, spec):
         ("actor=true task=fake task.env.clock=wall", ["clock 'wall' is unknown; use one of real, simulated"]),
         ("actor=true task=fake +task.env.speed=2", ["task.env: got an unexpected keyword argument 'speed'"]),
         ("actor=true task=fake task.env._target_=robot_infra.no.such", ["Error locating target 'robot_infra.no.such'"]),
-        ("actor=true task=gym task.env_id=CartPole-v1", ["CartPole-v1 has a Discrete space; only a Box fits"]),
+        ("actor=true task=gym task.env_id=Blackjack-v1", ["Blackjack-v1 sees a Tuple space; only a Box fits"]),
         ("actor=true task=gym task.env_id=NoSuchTask-v0", ["gymnasium cannot make NoSuchTask-v0"]),
         ("actor=true task=gym task.env_id=no_such_package:A-v0", ["no_such_package:A-v0: No module named 'no_such_pa"]),
     ],
@@ -208,7 +208,8 @@ def test_help_and_the_config_are_shown(monkeypatch, capsys, words, lines):
         ("learner=true", "torch", "the learner needs torch: run `uv sync --inexact --extra learner`"),
         ("learner=true", "matplotlib", "the learner needs matplotlib: run `uv sync --inexact --extra learner`"),
         ("learner=true plan=sft plan.sources.demo.dataset=a.hdf5", "h5py", "a robomimic file needs h5py: run `uv sync"),
-        ("learner=true wandb=online", "wandb", "--extra wandb`): install it, or say wandb=false"),
+        ("learner=true log=wandb-online", "wandb", "--extra wandb`): install it, or say log=false"),
+        ("learner=true log=tensorboard", "tensorboard", "tensorboard is not installed (`. examples/install.sh --extra"),
         (
             "learner=true +plan.sources.online.archive=lerobot", "lerobot",
             "archive: lerobot of online needs lerobot: run `uv sync --inexact --extra data` here, or say",

@@ -49,8 +49,8 @@ def check_rows(person, jump):
     found = oracle.whole(person.run_dir / "store")
     episodes = sorted(found.episodes.values(), key=lambda row: row["number"])
     judged = [row for row in episodes if row["success"]]  # another may have begun when its phase ended
-    assert sum(row["source"] == "demo" for row in judged) >= 2
-    assert sum(row["source"] == "online" for row in judged) == 3
+    assert any(row["source"] == "demo" for row in judged)
+    assert sum(row["source"] == "online" for row in judged) == 2
     for row in judged:
         steps = np.array([step.record for step in found.steps[row["number"]]])
         human, action = steps["flags"] & INTERVENED > 0, steps["action"]

@@ -20,13 +20,13 @@ SAC_PI0 = [
     'plan.phases.demonstrate.until=["demo.episodes >= 6"]', 'plan.phases.clone.until=["updates >= 150"]',
     'plan.phases.baseline.until=["episodes >= 4"]', 'plan.phases.warm_up.start_when="online.episodes >= 3"',
     'plan.phases.warm_up.until=["updates >= 100"]', 'plan.phases.practise.until=["updates >= 300"]',
-    'plan.phases.evaluate.until=["episodes >= 6"]', "wandb=false",
+    'plan.phases.evaluate.until=["episodes >= 6"]', "log=false",
 ]  # fmt: skip
 CAMERAS, SIZE = ("cam_high", "cam_wrist"), 32
 PIXELS = [
     "task=sim_arm_pixels", f"task.image_size={SIZE}", "plan=hiors", "algo=rejection_pixels", "policy=flow_pixels",
     "policy.encoder.channels=[8,8,16]", "policy.network.hidden=[64,64]", "policy.head.steps=4", "batch_size=32",
-    "algo.augment.shift=1", "plan.sources.demo.capacity=2000", "plan.sources.online.capacity=2000", "wandb=false",
+    "algo.augment.shift=1", "plan.sources.demo.capacity=2000", "plan.sources.online.capacity=2000", "log=false",
     "+plan.sources.check={capacity: 500}",  # demonstrations that nothing trains on
     '+plan.phases.check={actors:{mode:teleop,into:check},until:["check.episodes >= 3"]}', "~plan.phases.baseline",
     'plan.phases.clone.until=["updates >= 60"]', 'plan.phases.practise.start_when="online.episodes >= 1"',

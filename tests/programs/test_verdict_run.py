@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "same_loggers")
 
 WORDS = [
     "task=fake", "task.env.verdict_by=operator", "task.env.max_steps=30", "task.verdict.success=2.0",
-    "critic.hidden=[16,16]", "policy.hidden=[16,16]", "batch_size=16", "wandb=false", "~plan.phases.baseline",
+    "critic.hidden=[16,16]", "policy.hidden=[16,16]", "batch_size=16", "log=false", "~plan.phases.baseline",
     'plan.phases.demonstrate.until=["demo.episodes >= 3"]', 'plan.phases.practise.start_when="online.steps >= 60"',
     'plan.phases.practise.until=["env_steps >= 100"]', 'plan.phases.evaluate.until=["episodes >= 2"]',
 ]  # fmt: skip

@@ -175,6 +175,20 @@ def test_a_view_and_a_window_say_which_steps_count(push, whole, mixture, make_se
     assert visited(all_of(sources, 4, window, ("good",))[0]) == [(1, 0), (1, 4)]
 
 
+def test_a_window_may_begin_with_its_episode_alone(push, whole, mixture, make_segment):
+    """Also where the steps of two episodes lie between each other; an open one gives none that needs its return."""
+    for start in (0, 3):
+        for session, key in (("A", 1), ("B", 2)):
+            push(session, make_segment(f"e{key}", key, start, 3, ends="terminated" if start else ""))
+    whole([3, 4], 5)
+    push("B", make_segment("open", 5, 0, 4))
+    first = dataclasses.replace(PLAIN, starts="episode_start")
+    assert visited(all_of(mixture(), 3, first, ("online",))[0]) == [(key, 0) for key in (1, 2, 3, 4)]
+    assert starts(mixture().sample(100, first, {"online": 1.0})) == {(key, 0) for key in range(1, 6)}
+    told = dataclasses.replace(first, offsets={**PLAIN.offsets, "episode.return": (0,)})
+    assert starts(mixture().sample(100, told, {"online": 1.0})) == {(key, 0) for key in range(1, 5)}
+
+
 def test_a_pass_over_more_than_the_ring_holds_sees_what_is_left(whole, mixture, store):
     whole(range(15), 10)
     sources = mixture()

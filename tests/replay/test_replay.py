@@ -195,7 +195,7 @@ def test_only_steps_where_a_chunk_began_are_drawn_when_the_window_says_so(push, 
 def test_a_column_that_no_row_has_is_named(push, sources, make_segment):
     push("A", make_segment("e0", ends="terminated"))
     window = Window({"observation.images.cam_high": (0,), "action": (0,)})
-    with pytest.raises(ValueError, match=r"cam_high.*there are .*'observation.state'"):
+    with pytest.raises(ConfigError, match=r"cam_high.*they have .*'observation.state'"):
         sources().sample(4, window, {"online": 1.0})
 
 

@@ -27,7 +27,7 @@ def bus():
         yield made
 
 
-PATIENCE = 6  # times as long as lerobot's drivers wait for an answer: this machine may be busy
+PATIENCE = 20  # times as long as lerobot's drivers wait for an answer, and only while they run: a busy machine stalls
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +35,12 @@ def so101():
     """lerobot's own classes of an SO-101."""
     pytest.importorskip("lerobot", reason=MISSING)
     ports = pytest.importorskip("scservo_sdk", reason=MISSING).PortHandler
-    since = ports.getTimeSinceStart
     from lerobot.motors import MotorCalibration
     from lerobot.robots.so_follower import SO101Follower, SO101FollowerConfig
     from lerobot.teleoperators.so_leader import SO101Leader, SO101LeaderConfig
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ports, "getTimeSinceStart", lambda port: since(port) / PATIENCE)
+        patch.setattr(ports, "getCurrentTime", lambda port: time.thread_time() * 1e3 / PATIENCE)
         yield SimpleNamespace(
             follower=lambda **options: SO101Follower(SO101FollowerConfig(**options)),
             leader=lambda **options: SO101Leader(SO101LeaderConfig(**options)),

@@ -1,5 +1,8 @@
 """Any gymnasium task as an Env: what its spaces become, what is refused, and how an episode ends."""
 
+import sys
+from functools import partial
+
 import numpy as np
 import pytest
 from serl_client import Feature
@@ -209,7 +212,9 @@ def test_a_seed_names_a_start():
         ({"observation": spaces.Box(0, 255, (3, 40, 60), np.uint8)}, "channel"),
         ({"fps": None}, "give fps"),
         ({"observation": spaces.Tuple((VECTOR, VECTOR))}, "a Tuple"),
-        ({"action": spaces.Dict(arm=ACTION)}, "a Dict space"),
+        ({"action": spaces.Dict(arm=ACTION)}, "actions of Dict; only a Box of floats fits, or Discrete"),
+        ({"action": spaces.Discrete(1)}, "N >= 2"),
+        ({"action": spaces.MultiDiscrete([2, 3])}, "MultiDiscrete"),
         ({"misspelt": 1}, "misspelt"),
     ],
 )
@@ -217,6 +222,38 @@ def test_a_task_that_does_not_fit_is_refused_in_one_sentence(options, sentence):
     with pytest.raises(ConfigError, match=sentence) as error:
         env_of(**options)
     assert "\n" not in str(error.value)
+
+
+def test_a_task_whose_package_is_missing_says_which_extra_has_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "minigrid", None)
+    with pytest.raises(ConfigError, match=r"cannot make minigrid:Some-v0: .*run `uv sync --inexact --extra minigrid`"):
+        GymEnv("minigrid:Some-v0")
+
+
+def test_wrappers_make_the_spaces_of_a_task_fit():
+    space = spaces.Dict({"grid": VECTOR, "goal": spaces.Discrete(4)})
+    wrap = partial(gymnasium.wrappers.FilterObservation, filter_keys=["grid"])
+    env = GymEnv("Task-v0", options={"observation": space}, wrap=wrap)
+    assert env.reset(0)["observation.grid"].shape == (6,)
+
+
+def test_a_choice_is_one_hot_its_largest_entry_is_taken_and_that_is_what_was_executed():
+    env = env_of(action=spaces.Discrete(3, start=-1))
+    assert env.spec.action.one_hot
+    assert env.spec.action.shape == (3,)
+    env.reset(0)
+    for asked, executed, taken in (([0, 0, 1], [0, 0, 1], 1), ([0.2, 0.9, 0.5], [0, 1, 0], 0), (None, [1, 0, 0], -1)):
+        step = env.step(None if asked is None else np.array(asked, np.float32))
+        assert step.executed.tolist() == executed
+        assert env._env.unwrapped.action == taken
+        assert isinstance(env._env.unwrapped.action, np.integer)
+    held = GymEnv("Task-v0", options={"action": spaces.Discrete(3)}, hold=[0, 0, 1])
+    held.reset(0)
+    assert held.step(None).executed.tolist() == [0, 0, 1]
+    with pytest.raises(
+        ConfigError, match=r"takes one of 3 actions, which nobody can drive: say task\.env\.operator=none"
+    ):
+        GymEnv("Task-v0", options={"action": spaces.Discrete(3)}, operator="keyboard", clock="real")
 
 
 def test_a_rate_that_is_given_wins():

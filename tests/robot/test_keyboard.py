@@ -18,7 +18,7 @@ from robot_infra.robots.fake import FakeRobot
 from robot_infra.teleop import hands as hands_module
 from robot_infra.teleop import keyboard as keyboard_module
 from robot_infra.teleop.hands import Hands, chosen
-from robot_infra.teleop.keyboard import KEYS, LEGEND, MOTION_LEGEND, MOTIONS, TOGGLE, Keyboard, KeyboardDevice
+from robot_infra.teleop.keyboard import DIGITS, KEYS, LEGEND, MOTION_LEGEND, MOTIONS, TOGGLE, Keyboard, KeyboardDevice
 from tests.shared.robots import Clock, Hand, build
 
 
@@ -33,6 +33,7 @@ def typed(terminal):
     ("keys", "events"),
     [
         (b"pnsfdq", ["pause", "next", "success", "failure", "discard", "stop"]), (b"Q", ["stop"]),  # caps lock
+        (b"1s0", ["stage 1", "success", "stage 0"]),
         (b"xyz \n", []), (b"\x1b[D\x1b[A", []), (b"\x1bOS", []), (b"\x1b[15~", []), ("ü".encode(), []),
     ],
 )  # fmt: skip
@@ -117,7 +118,7 @@ def test_motions_that_nobody_asks_for_are_forgotten_in_the_end(typed):
 
 
 def test_no_key_means_two_things():
-    assert len({*KEYS, *MOTIONS, TOGGLE}) == len(KEYS) + len(MOTIONS) + 1
+    assert len({*KEYS, *MOTIONS, *DIGITS, TOGGLE}) == len(KEYS) + len(MOTIONS) + len(DIGITS) + 1
 
 
 def test_the_legend_names_every_key():

@@ -5,7 +5,7 @@ import pytest
 from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.interfaces import Verdict
-from robot_infra.judges import lifted
+from robot_infra.judges import Function, lifted
 from robot_infra.robots.fake import FakeRobot, make
 from robot_infra.safety import SafeRobot
 from robot_infra.teleop.scripted import Scripted
@@ -91,7 +91,7 @@ def test_a_time_limit_truncates_and_only_then_is_failure_certain():
 
 
 def test_an_episode_that_ends_in_its_last_step_is_terminated_not_truncated():
-    (step,) = play(build(max_steps=1, judge=lambda observation: Verdict(1.0, True, True)), 0, RIGHT)
+    (step,) = play(build(max_steps=1, judge=Function(lambda observation: Verdict(1.0, True, True))), 0, RIGHT)
     assert (step.terminated, step.truncated, step.success, step.reward) == (True, False, True, 1.0)
 
 
@@ -200,6 +200,15 @@ def test_a_start_is_named_by_its_seed():
 def test_the_scripted_operator_reaches_the_goal(noise):
     env = make(max_steps=50, noise=noise, clock="simulated")
     assert sum(bool(play(env, seed, teleop=True)[-1].success) for seed in range(50)) >= 48
+
+
+def test_a_cost_takes_the_way_to_the_goal_from_each_reward():
+    plain, costly = (
+        play(make(max_steps=50, noise=0.0, clock="simulated", cost=cost), 3, teleop=True) for cost in (0.0, 2.0)
+    )
+    ways = [float(np.linalg.norm(step.observation["observation.state"][4:])) for step in plain]
+    assert plain[-1].success
+    np.testing.assert_allclose([step.reward for step in costly], [*(-2.0 * way for way in ways[:-1]), 1 - 2 * ways[-1]])
 
 
 def test_demonstrations_repeat_with_their_seed_and_differ_between_seeds():

@@ -128,3 +128,11 @@ def test_the_scripted_operator_picks_up_the_block(noise):
     for step in last:
         state = metres(step.observation)
         assert (state["block.z"] > 0.12) == step.terminated == (step.reward == 1)
+
+
+def test_a_cost_takes_what_is_left_from_each_reward():
+    env = make(max_steps=60, noise=0.0, clock="simulated", cost=2.0)
+    for step in play(env, 3, teleop=True):
+        state = metres(step.observation)
+        left = np.linalg.norm(point(state, "block") - point(state, "tool")) + max(0.0, 0.12 - state["block.z"])
+        assert step.reward == pytest.approx(bool(step.success) - 2 * left, abs=1e-3)

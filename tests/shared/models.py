@@ -26,7 +26,8 @@ def robot(states=3, actions=2, reach=REACH, shape=(16, 16, 3), cameras=(CAMERA,)
 def batch(spec, size=32, horizon=1, *, window=None, seed=0, length=None, ends="", derived=None, **columns):
     """Return random windows of `horizon` steps, or those that `window` asks for; each reward is 1.
 
-    derived: Algorithm.derived; such columns, and those of an episode, are zero: it failed, and ends here.
+    derived: Algorithm.derived; such columns, the Spec's extras, and those of an episode are zero: it failed, and ends
+        here.
     length: how many steps are valid, one number or one per row; None: all of them.
     ends: what the last valid step is, "terminated" or "truncated"; "": neither.
     columns: fields of the Batch that are given rather than drawn.
@@ -47,7 +48,7 @@ def batch(spec, size=32, horizon=1, *, window=None, seed=0, length=None, ends=""
             if name in offsets
         }
 
-    known = EPISODE | {f"derived.{name}": feature for name, feature in (derived or {}).items()}
+    known = {**spec.extras, **EPISODE, **{f"derived.{name}": feature for name, feature in (derived or {}).items()}}
     extras = {
         name: torch.zeros(size, len(offsets[name]), *feature.shape, dtype=getattr(torch, feature.dtype))
         for name, feature in known.items() if name in offsets

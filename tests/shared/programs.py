@@ -97,12 +97,12 @@ class Programs:
         path = self.run_dir / "store/index.sqlite"
         if not path.exists():
             return Facts({}, 0, [], [], 0)
+        manifests = sorted((self.run_dir / "checkpoints").glob("[0-9]*/manifest.json"))  # first: weights go on
+        updates = json.loads(manifests[-1].read_text())["updates"] if manifests else 0
         with closing(sqlite3.connect(path, timeout=10)) as index:
             rows = index.execute("SELECT id, steps, phase FROM episodes").fetchall()
             directives = index.execute("SELECT number, body FROM directives ORDER BY number").fetchall()
             weights = index.execute("SELECT version, sha256, update_ FROM weights ORDER BY version").fetchall()
-        manifests = sorted((self.run_dir / "checkpoints").glob("[0-9]*/manifest.json"))
-        updates = json.loads(manifests[-1].read_text())["updates"] if manifests else 0
         episodes = {name: steps for name, steps, _ in rows}
         practised = sum(steps for _, steps, phase in rows if phase == "practise")
         return Facts(episodes, practised, directives, weights, updates)

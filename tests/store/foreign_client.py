@@ -1,4 +1,4 @@
-"""A client of the learner's protocol, version 9, written from docs/protocol.md alone.
+"""A client of the learner's protocol, version 11, written from docs/protocol.md alone.
 
 foreign_client.py ADDRESS NAME: pulls the newest weights, delivers one episode and prints one line of JSON. It keeps
 nothing of earlier lives.
@@ -120,7 +120,7 @@ class Client:
             connection.send(
                 "Hello",
                 {
-                    "protocol": [9, 9],
+                    "protocol": [11, 11],
                     "role": "actor",
                     "actor": self.name,
                     "session": self.session,
@@ -208,7 +208,7 @@ class Client:
         return message
 
     def ask(self, step, arrays, *, seed=0, reset=False, explore=False, task="", timeout=5.0):
-        """(version, arrays) of the answer for this step, or None: there may be no answer."""
+        """(version, whether memory began anew, arrays) of the answer for this step, or None: there may be no answer."""
         if self.history > 1:
             arrays = {
                 name: (dtype, (self.history, *shape), data * self.history) if name.startswith("observation.") else array
@@ -224,7 +224,7 @@ class Client:
                 self.asking.send("InferenceRequest", fields, arrays)
             (kind, answer, values), asked = self.asking.receive(min(0.5, left)), True
             if kind == "InferenceResponse" and answer["step"] == step:
-                return answer["version"], values
+                return answer["version"], answer["reset"], values
             if kind == "Failed" and self.failure(answer):
                 self.asking.heard = LOST
         return None

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from serl_client import messages as m
+
 from serl_launcher.datasets.episodes import opened
 from tests.shared import oracle
-from tests.shared.common import until
+from tests.shared.common import ROOT, until
 
 CLIENT = Path(__file__).with_name("foreign_client.py")
 
@@ -44,6 +46,10 @@ def test_a_client_that_knows_the_page_alone_delivers_whole_episodes_in_two_lives
         assert [step.record["reward"] for step in steps] == list(range(20))
         assert all((step.record["action"] == 0.5).all() for step in steps)
     assert not process.refusals()
+
+
+def test_the_page_names_our_version():
+    assert f"The version is **{m.PROTOCOL[1]}**" in (ROOT / "docs/protocol.md").read_text()
 
 
 def test_it_imports_nothing_of_ours():

@@ -127,7 +127,7 @@ def test_more_than_the_window_holds_is_not_kept_and_asked_for_again(turns, monke
         turns.push(0, *outcomes(50), begin=begin)
     (peer,) = turns.server.peers.values()
     assert peer.queued <= 2 << 12
-    assert turns.server.access.refused.keys() == {"too fast"}
+    assert turns.server.access.refusals.counts.keys() == {"too fast"}
     monkeypatch.setattr(access, "RECORDS", 10**9)
     turns.work()
     reached = turns.store.expected(session_of(0))

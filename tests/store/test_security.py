@@ -237,7 +237,7 @@ def test_mistakes_of_one_kind_and_old_versions_ban_no_key(keys, serve):
                 link.send(m.Publish("0" * 64, 1, 1))
             until(lambda done=connection: served.refusals().get("role") == BAD_MESSAGES * (done + 1))
     for version in range(20):
-        hello = m.Hello((version + 10, version + 10), "viewer", "eye")
+        hello = m.Hello((m.PROTOCOL[1] + 1 + version,) * 2, "viewer", "eye")
         with Connection(served.address, hello, Key.read(keys / "eye.key")) as link, pytest.raises(VersionMismatch):
             link.hello(PATIENCE)
     with served.link("viewer", "left/console", key="left") as link:

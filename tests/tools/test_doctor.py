@@ -129,7 +129,8 @@ def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch
         (["actor=true"], set()),
         (["actor=true", "task=sim_arm"], {"sim"}),
         (["actor=true", "inference=local", "policy=pi0", "algo=rejection"], {"learner", "vla"}),
-        (["learner=true", "record=all", "wandb=offline"], {"learner", "data", "wandb"}),
+        (["learner=true", "record=all", "log=wandb"], {"learner", "data", "wandb"}),
+        (["learner=true", "log=tensorboard"], {"learner", "tensorboard"}),
         (["learner=true", "+plan.sources.online.archive=lerobot"], {"learner", "data"}),
     ],
 )

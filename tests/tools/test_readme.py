@@ -1,9 +1,11 @@
 """The tool that gives the commands of README and docs: what it finds there, and that it tells of one that is wrong."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.shared.common import CONFIG
 from tools import readme
 
 PAGE = """
@@ -75,6 +77,14 @@ def test_an_exception_that_fits_no_command_is_an_error(monkeypatch, capsys):
     monkeypatch.setitem(readme.NOT_RUN, r"\./gone\.sh", "was there once")
     assert readme.main(["--list"]) == 1
     assert r"the exception '\\./gone\\.sh' fits no command: remove it" in capsys.readouterr().out
+
+
+def test_every_condition_that_a_copys_plans_meet_early_is_one_of_a_plan(tmp_path):
+    plans = "".join(path.read_text() for path in (CONFIG / "plan").glob("*.yaml"))
+    assert [condition for condition in readme.EARLY if not re.search(condition, plans)] == []
+    copy = readme.copied(tmp_path, clean=True) / "config/plan"
+    early = "".join(path.read_text() for path in copy.glob("*.yaml"))
+    assert {int(updates) for updates in re.findall(r"updates >= (\d+)", early)} == {40}
 
 
 def test_each_side_gets_the_other_one():

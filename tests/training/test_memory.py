@@ -48,14 +48,14 @@ NAMED = replace(
 FLOW, SHALLOW = ["algo=sft", "policy=flow"], ["policy=pi0_tiny", "policy.gemma.depth=2", "policy.vision.depth=1"]
 TINY = ["algo=rejection_pi0", *SHALLOW]
 OPTIONS = [  # that config/policy documents
-    [*FLOW, "policy.head.noise_level=0.1"], [*FLOW, "policy.network.layer_norm=false"],
+    [*FLOW, "policy.head.noise_level=0.1", "policy.network.layer_norm=false"],
     [*FLOW, "policy.imitation_target=observation.state"], ["algo=sac", "policy.layer_norm=false"],
-    ["algo=sac_pi0", "policy=flow", "policy.head.noise_level=0.1"], ["algo=sac_pi0", "policy=flow"],
+    ["algo=sac_pi0", "policy=flow", "policy.head.noise_level=0.1"],
     ["algo=sac_pi0_pixels", "policy=flow_pixels", "policy.head.noise_level=0.1"],
     ["algo=rejection_pixels", "policy=flow_pixels", "policy.encoder.cameras=[high]"],
     ["algo=rlpd_pixels", "policy=gaussian_pixels", "batch_size=8"],
-    [*TINY, "head.noise_level=0.1"], [*TINY, "policy.checkpointing=true"], [*TINY, "policy.precision=bfloat16"],
-    [*TINY, "policy.lora=4"], [*TINY, "policy.freeze=[vision,language]"], [*TINY, "policy.cameras=[high]"],
+    [*TINY, "head.noise_level=0.1", "policy.lora=4", "policy.cameras=[high]"],
+    [*TINY, "policy.checkpointing=true", "policy.precision=bfloat16", "policy.freeze=[vision,language]"],
     ["algo=sac_pi0_pixels", *SHALLOW, "head.noise_level=0.1", "head.steps=3", "batch_size=8"],
 ]  # fmt: skip
 

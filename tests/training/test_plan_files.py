@@ -29,7 +29,8 @@ def test_a_plan_needs_an_operator_or_not_and_its_evaluations_are_as_long_as_the_
         episodes = 3 if phase.name == "baseline" else 7
         assert phase.until == (f"episodes >= {episodes}", "env_steps >= 2000")
         assert phase.episodes == episodes
-    if name not in ("evaluate", "quickstart", "sft"):
+    without = ("dreamer", "evaluate", "from_scratch", "quickstart", "reward_classifier", "sft", "tdmpc2")
+    if name not in (*without, "world_models"):
         with pytest.raises(ConfigError, match="operator"):
             read(*words, has_operator="false")
     else:
@@ -67,6 +68,8 @@ def test_the_tool_shows_the_timeline_of_a_plan_or_a_file():
     file = CONFIG / "plan/evaluate.yaml"
     status, said = called("plan", "show", file, "plan.phases.evaluate.until=[episodes >= 7]")
     assert (status, "episodes >= 7" in said) == (0, True)
+    status, said = called("plan", "show", "from_scratch", "random_steps=77")
+    assert (status, "collect random actions into online" in said, "env_steps >= 77" in said) == (0, True, True)
 
 
 @pytest.mark.parametrize(

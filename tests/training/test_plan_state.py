@@ -93,7 +93,7 @@ def test_an_assisted_success_is_a_failure_for_the_unassisted_metric():
 def test_the_directive_says_all_that_actors_need():
     assert at("practise").directive() == {
         "phase": "practise", "mode": "collect", "into": "online", "explore": True,
-        "intervene": False, "episodes": None, "boundary": "episode",
+        "intervene": False, "policy": "trained", "episodes": None, "boundary": "episode",
     }  # fmt: skip
     evaluation = at("evaluate").directive()
     assert (evaluation["into"], evaluation["explore"], evaluation["episodes"]) == ("eval", False, 50)
@@ -224,7 +224,19 @@ def test_the_learner_starts_when_told_and_a_simulator_is_free_until_then():
     assert state.next_update(practise(502, online=0)) is not None  # started is started
 
 
-def test_free_pace_and_phases_without_updates_limit_nobody():
+def test_a_phase_that_only_collects_ends_at_its_step():
+    mapping = deepcopy(PLAN)
+    actors = {"mode": "collect", "into": "online", "policy": "random"}
+    mapping["phases"]["practise"] = {"actors": actors, "until": ["env_steps > 99.5", "operator", "env_steps >= 400"]}
+    state = at("practise", practise(7), mapping)
+    assert (state.step_limit(practise(7)), state.step_limit(practise(90))) == (107, 107)
+    assert state.advance(practise(106)) == []
+    assert state.phase.name == "practise"
+    state.advance(practise(107))
+    assert state.phase.name == "evaluate"
+
+
+def test_free_pace_and_phases_that_evaluate_limit_nobody():
     state = at("practise", mapping=edited("phases.practise.pace", "free"))
     assert state.step_limit(practise(900, online=900)) is None
     assert state.next_update(practise(900, online=900))
@@ -253,7 +265,10 @@ def test_a_run_resumes_by_name_where_it_stood():
     mapping = deepcopy(PLAN)
     clone = mapping["phases"]["clone"]
     mapping["phases"] = {"warm_up": clone, "more": clone, **mapping["phases"]}  # an index would now name another phase
-    other = resumed(state, mapping)
+    kept = state.state_dict()
+    del kept["phase"]["actors"]["policy"]  # a checkpoint of before there was a choice
+    other = at("practise", mapping=mapping)
+    other.load_state_dict(kept)
     assert other.at == state.at
     assert other.next_update(now) == state.next_update(now) == "update"
     assert other.step_limit(now) == state.step_limit(now)

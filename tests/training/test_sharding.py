@@ -50,7 +50,13 @@ TINY = [
 HALF = ["policy.precision=bfloat16", "policy.checkpointing=true"]
 CASES = {  # words, how it is spread, and how far the loss may be from that of one process
     "flow": (
-        ["+algo=sft", "+policy=flow", "policy.network.hidden=[64,64]", "algo.optimizer.accumulation=2"],
+        [
+            "+algo=sft",
+            "+policy=flow",
+            "policy.network.hidden=[64,64]",
+            "algo.optimizer.accumulation=2",
+            "++algo.optimizer.rates={network.layers.0: 0.3}",
+        ],
         WAYS,
         1e-4,
     ),
@@ -289,7 +295,7 @@ def run(tmp_path):
 
 
 WORDS = [
-    "task=fake", "plan=hiors", "policy=pi0_tiny", "batch_size=8", "checkpoint_s=0.5", "wandb=false",
+    "task=fake", "plan=hiors", "policy=pi0_tiny", "batch_size=8", "checkpoint_s=0.5", "log=false",
     'plan.phases.demonstrate.until=["demo.episodes >= 3"]', 'plan.phases.clone.until=["updates >= 40"]',
     "~plan.phases.baseline", "~plan.phases.practise", 'plan.phases.evaluate.until=["episodes >= 4"]',
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Metrics are also in wandb where it is installed, and nothing that happens to it reaches the training."""
+"""Metrics are also in wandb or TensorBoard, and nothing that happens to it reaches the training."""
 
 import json
 import os
@@ -42,12 +42,12 @@ def path(tmp_path, monkeypatch):
 
 @pytest.fixture
 def wandb():
-    if not metrics._has_wandb():
+    if not metrics._is_installed("wandb"):
         pytest.skip("wandb is not installed (extra wandb)")
 
 
-def sent(path):
-    state = path.parent / "wandb" / "sent.json"
+def sent(path, package="wandb"):
+    state = path.parent / package / "sent.json"
     return json.loads(state.read_text()) if state.exists() else {"id": None, "bytes": 0, "records": 0}
 
 
@@ -103,14 +103,14 @@ def children_of(pid):
 
 
 def test_a_mirror_that_dies_or_cannot_begin_is_one_sentence_and_training_goes_on(path, wandb, capfd, new_children):
-    with mirrored(path, "offline"):
+    with mirrored(path, "wandb"):
         log = MetricsLog(path)
         until(lambda: (path.parent / "wandb/sent.json").exists())
         (child,) = new_children()
         os.kill(int(child), signal.SIGKILL)
         log.write("update", {"updates": 1})
     (path.parent / "wandb/sent.json").write_text("torn")
-    with mirrored(path, "offline"):
+    with mirrored(path, "wandb"):
         until(lambda: (path.parent / "wandb/mirror.log").exists())
         log.write("update", {"updates": 2})
         time.sleep(0.2)
@@ -118,6 +118,19 @@ def test_a_mirror_that_dies_or_cannot_begin_is_one_sentence_and_training_goes_on
     assert len(said) == 1
     assert said[0].startswith("wandb has stopped, training goes on: ")
     assert len(metrics.read(path)) == 2
+
+
+def test_tensorboard_shows_all_numbers_over_the_updates_also_after_a_restart(path, monkeypatch):
+    accumulated = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
+    monkeypatch.setattr(metrics, "FINISH_S", 60.0)
+    for records, updates in ((1, 3), (2, 8)):
+        with mirrored(path, "tensorboard"):
+            MetricsLog(path).write("update", {"updates": updates, "loss": updates / 2, "phase": "p", "bad": None})
+            until(lambda expected=records: sent(path, "tensorboard")["records"] == expected)
+    shown = accumulated.EventAccumulator(str(path.parent / "tensorboard")).Reload()
+    assert {"update/loss", "update/updates"} <= set(shown.Tags()["scalars"])
+    assert not {"update/phase", "update/bad"} & set(shown.Tags()["scalars"])
+    assert [(event.step, event.value) for event in shown.Scalars("update/loss")] == [(3, 1.5), (8, 4.0)]
 
 
 def test_without_wandb_metrics_are_written_and_one_sentence_says_so(path, monkeypatch, caplog):
@@ -132,7 +145,7 @@ def test_without_wandb_metrics_are_written_and_one_sentence_says_so(path, monkey
 
 @pytest.mark.parametrize("mode", ["dryrun", None, True])
 def test_another_mode_is_refused_and_false_starts_nothing(path, mode, new_children):
-    with pytest.raises(ConfigError, match="say wandb=auto, offline, online or false"):
+    with pytest.raises(ConfigError, match="say log=auto, wandb, wandb-online, tensorboard or false"):
         mirrored(path, mode).__enter__()
     with mirrored(path, False):
         assert not new_children()
@@ -140,7 +153,7 @@ def test_another_mode_is_refused_and_false_starts_nothing(path, mode, new_childr
 
 
 def test_online_without_an_account_or_a_network_ends_the_mirror_alone(path, wandb, capfd):
-    with mirrored(path, "online"):
+    with mirrored(path, "wandb-online"):
         log = MetricsLog(path)
         log.write("update", {"updates": 1})
         until(lambda: "training goes on" in capfd.readouterr().err)

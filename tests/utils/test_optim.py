@@ -1,12 +1,16 @@
 """The optimiser of one process: what a step is, how the learning rate goes, and what a checkpoint of it holds."""
 
+import copy
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from serl_client import ConfigError
 from torch import nn
 
+from serl_launcher.utils.distributed import World
 from serl_launcher.utils.optim import Optimizer
 from serl_launcher.utils.schedule import rate
 from tests.shared.models import STATE, assert_same, batch, now, robot
@@ -97,6 +101,22 @@ def test_a_step_goes_as_far_as_the_learning_rate_of_its_time():
     assert (weights(module.last) - weights(before.last)).abs().mean() == pytest.approx(0.01, rel=1e-3)
 
 
+def test_weights_whose_name_begins_so_have_a_factor_of_the_rate_and_keep_it_when_resumed():
+    module, before = net(), net()
+    optimizer = Optimizer(module, learning_rate=0.1, rates={"first": 0.3, "first.bias": 0.0})
+    steps(optimizer, 1)
+    for name, moved in {"first.weight": 0.03, "first.bias": 0.0, "last.weight": 0.1}.items():
+        change = (module.get_parameter(name) - before.get_parameter(name)).abs()
+        assert float(change.detach().mean()) == pytest.approx(moved, rel=1e-3)
+    before.load_state_dict(module.state_dict())
+    resumed = Optimizer(before, learning_rate=0.1, rates={"first": 0.3, "first.bias": 0.0})
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert steps(optimizer, 2, seed=5) == steps(resumed, 2, seed=5)
+    assert torch.equal(weights(module), weights(before))
+    with pytest.raises(ConfigError, match=r"rates.encoder: no trained weight's name begins so; these are first.weight"):
+        Optimizer(module, learning_rate=0.1, rates={"encoder": 0.3})
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(value, accumulation):
@@ -112,3 +132,68 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(value, acc
     assert torch.equal(weights(module), weights(twin))
     assert (optimizer.steps, optimizer.refused) == (4, 2)
     assert_same(*(each.state_dict()["states"] for each in (optimizer, straight)))
+
+
+# -- LaProp
+
+
+def laprop(**options):
+    module = nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -1.0]]))
+    return module.weight, Optimizer(module, rule="laprop", learning_rate=0.01, epsilon=1e-20, **options)
+
+
+def test_the_first_step_of_laprop_is_the_learning_rate_and_the_sign_however_large_the_gradient():
+    for scale in (1e-3, 1e9):
+        weight, optimizer = laprop()
+        before, direction = weight.detach().clone(), torch.tensor([[1.0, -1.0, 0.0], [2.0, -3.0, 1e-3]])
+        optimizer.step((weight * direction * scale).sum())
+        torch.testing.assert_close(before - weight, 0.01 * direction.sign())
+
+
+def test_laprop_normalises_before_it_averages_and_cuts_a_gradient_to_a_share_of_its_weight():
+    weight, optimizer = laprop(betas=(0.8, 0.9), weight_decay=0.5)
+    expected, first, second = weight.detach().clone(), torch.zeros(2, 3), torch.zeros(2, 3)
+    for step, scale in enumerate((0.01, 100.0, 0.01), 1):
+        gradient = scale * torch.tensor([[1.0, -1.0, 2.0], [2.0, -3.0, 0.5]])
+        gradient /= max(1.0, float(gradient.norm() / (0.3 * expected.norm())))
+        second = 0.9 * second + 0.1 * gradient**2
+        first = 0.8 * first + 0.2 * gradient / (second / (1 - 0.9**step)).sqrt()
+        expected -= 0.01 * (0.5 * expected + first / (1 - 0.8**step))
+        optimizer.step((weight * scale * torch.tensor([[1.0, -1.0, 2.0], [2.0, -3.0, 0.5]])).sum())
+    torch.testing.assert_close(weight.detach(), expected)
+
+
+def test_a_weight_of_zero_is_cut_as_one_of_a_thousandth():
+    weight, optimizer = laprop(betas=(0.0, 0.0))
+    with torch.no_grad():
+        weight.zero_()
+    optimizer.step((weight * torch.full((2, 3), 1.0)).sum())
+    moments = optimizer.state_dict()["states"]["weight"]["exp_avg_sq"]
+    torch.testing.assert_close(moments.sum().sqrt(), torch.tensor(0.3e-3))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_of_laprop_and_it_goes_on_from_a_checkpoint():
+    (weight, one), (other_weight, other) = laprop(warmup=3), laprop(warmup=3)
+    one.step(weight.square().sum())
+    kept, state = weight.detach().clone(), one.state_dict()
+    states = {name: value.clone() for name, value in state["states"]["weight"].items()}
+    one.step((weight * torch.nan).sum())
+    assert one.refused == 1
+    assert torch.equal(weight, kept)
+    assert_same(states, one.state_dict()["states"]["weight"])
+    other.load_state_dict(deepcopy(one.state_dict()))
+    with torch.no_grad():
+        other_weight.copy_(weight)
+    for each, optimizer in ((weight, one), (other_weight, other)):
+        optimizer.step(each.square().sum())
+    assert torch.equal(weight, other_weight)
+    assert not torch.equal(weight, kept)
+
+
+def test_an_unknown_rule_and_shards_of_laprop_are_refused():
+    with pytest.raises(ConfigError, match=r"rule=adam: say one of adamw, laprop"):
+        Optimizer(nn.Linear(1, 1), learning_rate=1.0, rule="adam")
+    with pytest.raises(ConfigError, match=r"rule=laprop has no shards: say sharding=replicas"):
+        laprop()[1].spread(World(size=2), {"zero_optimization": {"stage": 1}})

@@ -14,7 +14,7 @@ WATCHED = {
     ("serl_launcher/store/server.py", "_answer"), ("serl_launcher/acting/server.py", "_hear"),
     ("serl_client/connection.py", "_next"), ("serl_client/network.py", "_handle"),
     ("serl_client/wire.py", "unpack"), ("serl_client/wire.py", "decode_records"),
-    ("serl_client/outbox.py", "_next_record"),
+    ("serl_client/outbox.py", "_next_record"), ("serl_launcher/acting/openpi.py", "read"),
 }  # fmt: skip
 CODE = {"exec", "compile", "pickle.find_class", "marshal.loads", "code.__new__", "ctypes.dlopen"}
 PROCESSES = {"os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "subprocess.Popen"}

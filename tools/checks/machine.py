@@ -58,7 +58,8 @@ EXTRAS: dict[str, Callable[[DictConfig], bool]] = {  # extras of pyproject.toml,
     "learner": _trains,
     "sim": lambda config: bool(config.actor) and str(config.task.env._target_).startswith(SIMULATED),
     "data": _has_datasets,
-    "wandb": lambda config: bool(config.learner) and config.wandb in ("offline", "online"),
+    "wandb": lambda config: bool(config.learner) and config.log in ("wandb", "wandb-online"),
+    "tensorboard": lambda config: bool(config.learner) and config.log == "tensorboard",
     "vla": lambda config: (
         _trains(config)
         and (".pi0." in str(config.policy._target_) or config.ranks not in ("auto", 1) or config.nodes > 1)
@@ -99,7 +100,7 @@ def packages(run: Run) -> Iterator[Finding]:
 
 def plan(run: Run) -> Iterator[Finding]:
     """Whether the launcher would take the words of this run."""
-    metrics.check(run.config.wandb)
+    metrics.check(run.config.log)
     run.config.ranks = ranks_of(run.config)
     found = plan_of(run.config)
     importer.opened(found)

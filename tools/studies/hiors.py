@@ -1,15 +1,19 @@
-"""Which part of Hi-ORS does the work, and does practice do more than cloning for as long? On the simulated arm.
+"""Which part of Hi-ORS does the work, and does practice do more than cloning for as long? On a simulated arm.
 
 A draw is a seed with its own --demonstrations, and a clone of them after --clone updates. A draw whose clone succeeds
-within --band is practised on in six ways, each from a copy of that run and with --updates more updates:
+within --band is practised on in these ways, each from a copy of that run and with --updates more updates:
     cloning alone     the control: on the demonstrations, and nobody practises
     hi-ors            on successful episodes, human corrections among them, and demonstrations
     no interventions  the same, and nobody takes over
     human rows only   on the demonstrations and the rows that the human drove
     unfiltered        on all episodes, failures too, and demonstrations
     neither           nobody takes over, and all episodes count
-An evaluation on 50 distinct starts follows each quarter. Seeds 0, 1, 2, ... are tried until --draws are within the
-band; the others are told. Words at the end go to every learner: `-- policy=pi0_tiny batch_size=64`.
+    human successes   only if --ways names it: on the demonstrations and the rows of successful episodes that the human
+                      drove, which is plan=hiors plan.sources.success.start_steps=intervened
+An evaluation on 50 distinct starts follows each quarter. Seeds from --first on are tried until --draws are within the
+band; the others are told. With --side left all demonstrations have the object on the left, where half of the starts of
+practice and evaluation have it, so cloning alone stays behind however long it lasts. Words at the end go to every
+learner: `-- policy=pi0_tiny batch_size=64`.
 """
 
 import argparse
@@ -25,6 +29,7 @@ from tools.studies.runs import (
     Cells,
     copied,
     demonstrations,
+    effort,
     mean_of,
     phase,
     run,
@@ -33,6 +38,7 @@ from tools.studies.runs import (
 )  # fmt: skip
 
 QUARTERS = 4
+HUMAN = "plan.sources.success.start_steps=intervened"
 CONTROL = "cloning alone"
 WAYS = {  # name: (the data of an update, whether the operator takes over); without data nobody practises
     CONTROL: ("{demo: 1.0}", None),
@@ -41,22 +47,28 @@ WAYS = {  # name: (the data of an update, whether the operator takes over); with
     "human rows only": ("{human: 0.5, demo: 0.5}", True),
     "unfiltered": ("{online: 0.5, demo: 0.5}", True),
     "neither": ("{online: 0.5, demo: 0.5}", False),
+    "human successes": ("{success: 0.5, demo: 0.5}", True),
 }
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--task", default="sim_arm", help="sim_arm or dobot_pnp (sim_arm)")
+    parser.add_argument("--side", default="both", help="of the object in demonstrations: both, left or right (both)")
+    parser.add_argument("--actor", nargs="+", default=[], help="words of every actor: task.env.space=ee_delta.right")
     parser.add_argument("--draws", type=int, default=5, help="draws within the band (5)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
     parser.add_argument("--demonstrations", type=int, default=2, help="episodes by the scripted operator (2)")
     parser.add_argument("--clone", type=int, default=2000, help="updates of the clone (2000)")
     parser.add_argument("--band", type=float, nargs=2, default=[0.2, 0.6], help="success of a clone to start from")
     parser.add_argument("--updates", type=int, default=2400, help="of practice, for each way (2400)")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:-1])
 
 
 def study(cells: Cells, options: argparse.Namespace) -> Iterator[str]:
     """Measure what is missing, then yield the lines of the report."""
-    setting = {"demonstrations": options.demonstrations, "cloned": options.clone, "words": options.words}
-    seed, inside, found = 0, 0, []
+    setting = {"task": options.task, "demonstrations": options.demonstrations, "cloned": options.clone}
+    setting |= {"side": options.side, "actor": options.actor, "words": options.words}
+    seed, inside, found = options.first, 0, []
     while inside < options.draws:
         folder = options.out / f"seed-{seed}"
 
@@ -86,8 +98,11 @@ def clone(folder: Path, seed: int, options: argparse.Namespace) -> Mapping[str, 
     for part in (1, 2):
         fit = ", on_begin: [{fit_normalizer: demo}]" * (part == 1)
         words += [phase(f"clone_{part}", training % (options.clone // 2) + fit), phase(f"evaluate_{part}", EVALUATE)]
-    begun = demonstrations(folder / "demonstrations", seed, options.demonstrations, *options.words)
-    run(copied(begun, folder / "clone"), *words, *options.words)
+    actor = [*options.actor, f"task.env.side={options.side}"]
+    begun = demonstrations(
+        folder / "demonstrations", seed, options.demonstrations, *options.words, task=options.task, actor=actor
+    )
+    run(copied(begun, folder / "clone"), *words, *options.words, task=options.task, actor=options.actor)
     return {"successes": successes(folder / "clone")}
 
 
@@ -104,14 +119,15 @@ def practised(folder: Path, seed: int, way: str, options: argparse.Namespace) ->
             "start_when: 'online.episodes >= 5', publish: {every_updates: 50}, "
             "pace: {updates_per_step: 1.0, tolerance: 64}"
         )
-    words = ["+plan.sources.human={of: [online], start_steps: intervened}"]
+    words = ["+plan.sources.human={of: [online], start_steps: intervened}", *[HUMAN] * (way == "human successes")]
     words += [f"~plan.phases.{name}" for name in ("demonstrate", "clone", "baseline", "practise", "evaluate")]
     for quarter in range(1, QUARTERS + 1):
         until = f"updates: [update], data: {data}, until: ['updates >= {options.updates // QUARTERS}']"
         words += [phase(f"practise_{quarter}", f"{acting}, {until}, on_end: [checkpoint, publish]")]
         words += [phase(f"evaluate_{quarter}", EVALUATE)]
-    run(copied(folder / "clone", target), "plan=hiors", f"seed={seed}", *words, *options.words)
-    return {"successes": successes(target)}
+    words = ["plan=hiors", f"seed={seed}", *words, *options.words]
+    run(copied(folder / "clone", target), *words, task=options.task, actor=options.actor)
+    return {"successes": successes(target), **effort(target)}
 
 
 def _finished(cells: Sequence[Cell], options: argparse.Namespace) -> dict[str, list[list[int]]]:
@@ -143,6 +159,10 @@ def table(cells: Sequence[Cell], options: argparse.Namespace) -> Iterator[str]:
     outside = {
         seed: count for seed, count in outside.items() if not options.band[0] <= count / EVALUATED <= options.band[1]
     }
+    for cell in cells:
+        if cell.get("driven_by_the_operator"):
+            driven = f"the operator drove {cell['driven_by_the_operator']} of {cell['env_steps']} rows"
+            yield f"{cell['way']}, seed {cell['seed']}: {driven}"
     yield f"draws outside the band {options.band}: {outside or 'none'} (seed: successes of its clone)"
 
 

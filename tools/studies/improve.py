@@ -8,21 +8,39 @@ updates and then makes --updates more, while the arm practises one step for ever
     unguided          guided with weight 0
     recap             plan=recap without a person
     hi-ors            plan=hiors with the script that takes over; it tells the rows that it drove
+    rejection         the same without takeovers: the human effort of all the others, which is the demonstrations
 Evaluations on 50 distinct starts follow each fifth. Words at the end go to every learner.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from serl_launcher.store.index import Index
+import torch
+
+from serl_launcher.algorithms.judged import present
+from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.utils.report import read
-from tools.studies.runs import EVALUATE, EVALUATED, Cell, Cells, copied, demonstrations, phase, run, said, successes
+from tools.studies.runs import (
+    EVALUATE,
+    EVALUATED,
+    Cell,
+    Cells,
+    copied,
+    demonstrations,
+    draw,
+    effort,
+    one_draw,
+    phase,
+    run,
+    said,
+    successes,
+)
+from tools.studies.trained import trained
 
 CONTROL, FIFTHS = "cloning alone", 5
 SMALL = ["policy.head.steps=4", "batch_size=64"]
@@ -38,8 +56,9 @@ WAYS = {  # name: words of its learner
     "unguided": ["plan=value_guided", "algo=guided", "algo.weight=0"],
     "recap": ["plan=recap"],
     "hi-ors": ["plan=hiors"],
+    "rejection": ["plan=hiors"],
 }  # fmt: skip
-FIRST = {"recap": "[update_value, update_advantage]", "hi-ors": "[update]"}  # updates of the first fifth
+FPS = 10  # steps per second of the simulated arm
 OLD = {  # phases of a plan that the fifths replace
     "plan=hiors": ("demonstrate", "baseline", "practise", "evaluate"),
     "plan=recap": ("demonstrate", "baseline", "value", "practise", "evaluate"),
@@ -50,7 +69,7 @@ OLD = {  # phases of a plan that the fifths replace
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--demonstrations", type=int, default=10, help="episodes by the scripted operator (10)")
+    parser.add_argument("--demonstrations", type=int, default=3, help="episodes by the scripted operator (3)")
     parser.add_argument("--clone", type=int, default=1000, help="updates of the clone (1000)")
     parser.add_argument("--updates", type=int, default=10000, help="after it, of all kinds together (10000)")
 
@@ -63,6 +82,7 @@ def study(cells: Cells, options: argparse.Namespace) -> Iterator[str]:
             key = {"demonstrations": options.demonstrations, "cloned": options.clone, "updates": options.updates}
             key |= {"words": options.words, "seed": seed, "way": way}
             found.append(cells.get(key, partial(improved, seed, way, options)))
+    one_draw(found)
     yield from table(found, options)
 
 
@@ -74,13 +94,11 @@ def improved(seed: int, way: str, options: argparse.Namespace) -> Mapping[str, A
     (source / "config.yaml").unlink(missing_ok=True)  # it would remember the algorithm of the demonstrations
     words = [*SMALL, *WAYS[way], f"seed={seed}", f"plan.phases.clone.until=['updates >= {options.clone}']"]
     run(source, *words, *phases(way, options), *options.words)
-    with closing(Index(source / "store/index.sqlite")) as index:
-        episodes = [episode for episode in index.latest(1_000_000) if episode.source == "online"]
     summary = read(source / "summary.json")
-    return {
-        "successes": successes(source), "env_steps": sum(episode.steps for episode in episodes),
-        "driven_by_the_operator": sum(episode.intervened for episode in episodes), "updates_made": summary["updates"],
-        "value_error": errors(source), "wall_s": round(time.monotonic() - began),
+    led = values_led(source) if way == "guided" else {}
+    return led | {
+        "successes": successes(source), **effort(source), "updates_made": summary["updates"],
+        "value_error": errors(source), "draw": draw(begun), "wall_s": round(time.monotonic() - began),
     }  # fmt: skip
 
 
@@ -93,9 +111,11 @@ def phases(way: str, options: argparse.Namespace) -> list[str]:
         "publish: {every_updates: 50}, pace: {updates_per_step: 2.0, tolerance: 64}, "
         "start_when: 'online.episodes >= 5', "
     )
-    data = "{success: 0.5, demo: 0.5}" if way == "hi-ors" else "{online: 0.5, demo: 0.5}"
+    rejects = WAYS[way] == ["plan=hiors"]
+    data = "{success: 0.5, demo: 0.5}" if rejects else "{online: 0.5, demo: 0.5}"
+    begins = "[update_value, update_advantage]" if way == "recap" else "[update_critic]"
     for fifth in range(1, FIFTHS + 1):
-        updates = FIRST.get(way, "[update_critic]") if fifth == 1 else ("[update]" if way == "hi-ors" else "${updates}")
+        updates = "[update]" if rejects else begins if fifth == 1 else "${updates}"
         body = f"{acting}updates: {updates}, data: {data}"
         if way == CONTROL:
             body = "actors: {mode: idle}, updates: [update_clone], data: {demo: 1.0}"
@@ -110,17 +130,43 @@ def errors(folder: Path) -> list[float | None]:
     return [line.get("value_error") for line in lines if line["kind"] == "evaluation"]
 
 
+@torch.no_grad()
+def values_led(folder: Path) -> dict[str, float]:
+    """Return the mean value of chunks that the critics lead, and of the same policy's without them."""
+    algorithm, batch = trained(folder, "update_clone")
+    observation, acting, found = present(batch.observation), algorithm.acting, {}
+    for name, weight in (("value_led", acting.weight), ("value_alone", 0.0)):
+        acting.weight = weight
+        chunk = acting.choose(observation, batch.task, normal(batch.seed, acting.noise_shape))
+        value = acting.critic.judge(observation, chunk[None, :, : acting.critic_horizon])
+        found[name] = round(value.mean().item(), 4)
+    return found
+
+
 def table(cells: Sequence[Cell], options: argparse.Namespace) -> Iterator[str]:
-    """Yield the successes after each fifth, the mean at the end, and the gain over the control."""
+    """Yield the successes of the clone and at the end, the gain over the control, and what each way took."""
     control = {cell["seed"]: cell["successes"][-1] for cell in cells if cell["way"] == CONTROL}
-    points = [f"{options.updates * fifth // FIFTHS:,}" for fifth in range(1, FIFTHS + 1)]
-    seeds = " / ".join(map(str, options.seeds))
-    yield f"| of {EVALUATED}, seeds {seeds} | clone | {' | '.join(points)} | at the end | over the control |"
-    yield "|---" * (FIFTHS + 4) + "|"
+    head = ["clone", "at the end", "mean", "over the control", "rows that the operator drove", "minutes to 90 %"]
+    yield f"| of {EVALUATED}, seeds {joined(options.seeds)} | {' | '.join(head)} |"
+    yield "|---" * (len(head) + 1) + "|"
     for way in options.ways:
         mine = [cell for cell in cells if cell["way"] == way]
-        columns = [" / ".join(map(str, column)) for column in zip(*(cell["successes"] for cell in mine), strict=True)]
-        last = [cell["successes"][-1] / EVALUATED for cell in mine]
+        first, last = (joined(cell["successes"][at] for cell in mine) for at in (0, -1))
         more = [(cell["successes"][-1] - control[cell["seed"]]) / EVALUATED for cell in mine if cell["seed"] in control]
         gained = said(more, "points") if more and way != CONTROL else ""
-        yield f"| {way} | {' | '.join(columns)} | {said(last)} | {gained} |"
+        driven, reached = joined(cell["driven_by_the_operator"] for cell in mine), joined(map(time_to, mine))
+        mean = said([cell["successes"][-1] / EVALUATED for cell in mine])
+        yield f"| {way} | {first} | {last} | {mean} | {gained} | {driven} | {reached} |"
+    for cell in cells:
+        if "value_led" in cell:
+            yield f"guided, seed {cell['seed']}: mean value {cell['value_led']}, not led {cell['value_alone']}"
+
+
+def time_to(cell: Cell, share: float = 0.9) -> str:
+    """Return the minutes of practice until the first fifth after which this share succeeds; `-`: none."""
+    at = next((fifth for fifth, count in enumerate(cell["successes"]) if count >= share * EVALUATED), None)
+    return "-" if at is None else f"{cell['env_steps'] / FPS / 60 * at / FIFTHS:.1f}"
+
+
+def joined(values: Iterable[object]) -> str:
+    return " / ".join(map(str, values))

@@ -5,14 +5,13 @@ The actor runs in the Python of examples/robomimic, which its first start instal
 """
 
 import argparse
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.studies.runs import EVALUATED, ROOT, Cell, Cells, copied, ports, said, successes
+from tools.studies.runs import EVALUATED, Cell, Cells, copied, example, said, successes
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,17 +41,9 @@ def cloned(seed: int, head: str, options: argparse.Namespace) -> Mapping[str, An
     folder: Path = options.out / f"seed-{seed}"
     begun, target, began = folder / "demonstrations", folder / head, time.monotonic()
     if not (begun / "summary.json").exists():
-        _run(
-            begun, seed, "plan=collect", f'plan.phases.demonstrate.until=["demo.episodes >= {options.demonstrations}"]'
-        )
+        until = f'plan.phases.demonstrate.until=["demo.episodes >= {options.demonstrations}"]'
+        example("robomimic", begun, f"seed={seed}", "plan=collect", until)
     words = [f"plan.phases.clone.until=['updates >= {options.updates}']", f"eval_episodes={EVALUATED}"]
-    _run(copied(begun, target), seed, "plan=sft", "policy=chunk", f"head={head}", "envs=2", *words, *options.words)
+    words += [f"seed={seed}", "plan=sft", "policy=chunk", f"head={head}", "envs=2", *options.words]
+    example("robomimic", copied(begun, target), *words)
     return {"successes": successes(target)[-1], "wall_s": round(time.monotonic() - began)}
-
-
-def _run(folder: Path, seed: int, *words: str) -> None:
-    """Run both sides of the example as a user does."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [ROOT / "examples/robomimic/start.sh", f"run_dir={folder}", f"seed={seed}", *ports(), *words]
-    with open(folder.with_suffix(".log"), "a") as log:
-        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True)

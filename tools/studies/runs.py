@@ -8,8 +8,11 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+from serl_launcher.store.index import Index
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = [sys.executable, str(ROOT / "examples/train.py")]
@@ -48,7 +51,8 @@ def commit() -> str:
     def git(*command: str) -> str:
         return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + " and changes" * bool(git("status", "--porcelain", "-uno"))
+    changed = git("status", "--porcelain", "-uno", "--", ".", ":!docs/studies")  # there it writes itself
+    return git("rev-parse", "--short", "HEAD") + " and changes" * bool(changed)
 
 
 def phase(name: str, body: str) -> str:
@@ -66,7 +70,7 @@ def ports() -> list[str]:
 def run(folder: Path, *words: str, task: str = "sim_arm", actor: Sequence[str] = ()) -> None:
     """Run learner, with these words, and actor, with its own, on this run folder until the plan ends."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    common = [f"task={task}", f"run_dir={folder}", "wandb=false", *ports()]
+    common = [f"task={task}", f"run_dir={folder}", "log=false", *ports()]
     with open(folder.with_suffix(".log"), "a") as log:
         command = [*TRAIN, "actor=true", *common, *actor]
         acting = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -78,6 +82,14 @@ def run(folder: Path, *words: str, task: str = "sim_arm", actor: Sequence[str] =
             acting.kill()
 
 
+def example(name: str, folder: Path, *words: str) -> None:
+    """Run both sides of an example whose actor has a Python of its own, as a user does: until its plan ends."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [ROOT / "examples" / name / "start.sh", f"run_dir={folder}", "log=false", *ports(), *words]
+    with open(folder.with_suffix(".log"), "a") as log:
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True)
+
+
 def demonstrations(
     folder: Path, seed: int, count: int, *words: str, task: str = "sim_arm", actor: Sequence[str] = ()
 ) -> Path:
@@ -86,6 +98,31 @@ def demonstrations(
         until = f'plan.phases.demonstrate.until=["demo.episodes >= {count}"]'
         run(folder, "plan=collect", f"seed={seed}", until, *words, task=task, actor=actor)
     return folder
+
+
+def draw(folder: Path, source: str = "demo") -> str:
+    """Return the name of the first episode of a source. Cells of one draw share it: a seed alone does not fix them."""
+    with closing(Index(folder / "store/index.sqlite")) as index:
+        return min(episode.id for episode in index.latest(1_000_000) if episode.source == source)
+
+
+def effort(folder: Path) -> dict[str, int]:
+    """Return the steps of practice, and how many of them the operator drove."""
+    with closing(Index(folder / "store/index.sqlite")) as index:
+        episodes = [episode for episode in index.latest(1_000_000) if episode.source == "online"]
+    driven = sum(episode.intervened for episode in episodes)
+    return {"env_steps": sum(episode.steps for episode in episodes), "driven_by_the_operator": driven}
+
+
+def one_draw(cells: Sequence[Cell]) -> None:
+    """Raise ValueError if cells of one seed began with different data."""
+    for seed in {cell["seed"] for cell in cells}:
+        draws = {cell["way"]: cell["draw"] for cell in cells if cell["seed"] == seed}
+        if len(set(draws.values())) > 1:
+            raise ValueError(
+                f"cells of seed {seed} began with different data, so they cannot be compared: {draws}. Keep those of "
+                "one draw, and measure the others again with the --out that holds it, or all of them with new --results"
+            )
 
 
 def copied(source: Path, folder: Path) -> Path:

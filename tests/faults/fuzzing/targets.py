@@ -22,6 +22,7 @@ from serl_client.weights import WeightsFolder, part_checksum
 from serl_launcher.store.access import OPEN
 from serl_launcher.store.peers import check_hello
 
+from . import feedback
 from .mutations import BOMBS, CORPUS, RECORDS, SPEC, spoiled_bytes, spoiled_frames, spoiled_tree, with_checksum
 
 
@@ -196,4 +197,5 @@ TARGETS: dict[str, Target] = {
     "hello": Target(0.05, _hello, _greet, HELLO_ERRORS),
     "weights": Target(0.01, _weights, _pull, (MessageError, KeyError, TypeError, OSError), writes=True),
     "safetensors": Target(0.006, _file, _load, (ConfigError,), writes=True),
+    "feedback": Target(0.01, feedback.make, feedback.run),  # ten packets each
 }

@@ -1,5 +1,6 @@
-"""Controllers give the robot its actions: a policy that answers from elsewhere, or random actions."""
+"""Controllers give the robot its actions: a policy that answers from elsewhere, or chance alone."""
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,11 +11,15 @@ import xxhash
 from serl_client.network import Answer
 from serl_client.spec import Array, Spec
 
+log = logging.getLogger(__name__)
+
 REPEAT = 1.0  # seconds until a question counts as lost and is asked again
 
 
 class Controller(Protocol):
     """Gives the action of each step; `version`, `chunk_start`, `chunk_delay` and `extras` describe the last one."""
+
+    carry_resets: int  # how often a policy that remembers earlier steps has begun anew in mid-episode
 
     version: int  # of the weights that acted
     chunk_start: bool  # a new chunk began with this action
@@ -68,7 +73,7 @@ class RemotePolicy:
     """
 
     def __init__(self, source: Source, *, deadline: float, n_action_steps: int | None = None) -> None:
-        self.version = 0
+        self.version = self.carry_resets = 0
         self.chunk_start, self.chunk_delay = False, 0
         self.extras: Mapping[str, Array] = {}
         self._source, self._deadline, self._n_action_steps = source, deadline, n_action_steps
@@ -79,10 +84,12 @@ class RemotePolicy:
         self._asked: int | None = None  # step of the oldest question that may still be answered
         self._asked_at = 0.0
         self._reset = False
+        self._has_acted = False  # in this episode
         self._row = -1
 
     def begin(self, episode: str, directive: Mapping[str, Any], task: str) -> None:
         self._episode, self._directive, self._task = episode, directive, task
+        self._has_acted = False
         self._drop()
 
     def act(
@@ -134,6 +141,10 @@ class RemotePolicy:
 
     def _take(self, answer: Answer, step: int) -> None:
         """Keep an answer, unless it is too late or other weights must act. In that case the question is repeated."""
+        if answer.reset and self._has_acted:
+            self.carry_resets += 1
+            if not self._reset:
+                log.warning("%s, row %d: what the policy remembered is lost; it begins anew", self._episode, step)
         if self._directive["weights"] not in (None, answer.version):
             return
         self._asked = None
@@ -151,6 +162,7 @@ class RemotePolicy:
     def _change(self, answer: Answer, step: int) -> None:
         """Let a chunk act from this step on."""
         self._chunk, self._begun, self._next, self._reset = answer, step, None, False
+        self._has_acted = True
         self.chunk_start, self.chunk_delay = True, step - answer.step
         self.version, self.extras = answer.version, answer.extras
 
@@ -159,7 +171,7 @@ class RandomPolicy:
     """Draws actions uniformly between the bounds; the same `seed` and episode give the same actions."""
 
     def __init__(self, spec: Spec, seed: int) -> None:
-        self.version = 0
+        self.version = self.carry_resets = 0
         self.chunk_start, self.chunk_delay = True, 0
         self.extras: Mapping[str, Array] = {}
         assert spec.action.low is not None
@@ -174,6 +186,37 @@ class RandomPolicy:
         self, observation: Mapping[str, Array], *, step: int, previous_action: Array | None, reset: bool
     ) -> Array | None:
         return self._generator.uniform(self._low, self._high).astype(self._dtype)  # [A]
+
+
+class BrownianPolicy(RandomPolicy):
+    """Lets the action drift between the bounds by a Brownian motion, so that a robot with inertia gets somewhere.
+
+    It begins at a uniform action. Its variance grows by 1 per second, in units of half the range between the bounds.
+    """
+
+    def __init__(self, spec: Spec, seed: int) -> None:
+        super().__init__(spec, seed)
+        self._step = (self._high - self._low) / 2 / np.sqrt(spec.fps)
+        self._action: Array | None = None
+
+    def begin(self, episode: str, directive: Mapping[str, Any], task: str) -> None:
+        super().begin(episode, directive, task)
+        self._action = None
+
+    def act(
+        self, observation: Mapping[str, Array], *, step: int, previous_action: Array | None, reset: bool
+    ) -> Array | None:
+        if self._action is None:
+            moved = self._generator.uniform(self._low, self._high)
+        else:
+            moved = self._action + self._step * self._generator.standard_normal(self._step.shape)
+        self._action = action = np.clip(moved, self._low, self._high)
+        return action.astype(self._dtype)  # [A]
+
+
+def by_chance(spec: Spec, seed: int) -> dict[str, Controller]:
+    """Return the controllers that ask nobody, by their name in a directive."""
+    return {"random": RandomPolicy(spec, seed), "brownian": BrownianPolicy(spec, seed)}
 
 
 def asked(observation: Mapping[str, Array], previous_action: Array | None, prefix: Array | None) -> dict[str, Array]:

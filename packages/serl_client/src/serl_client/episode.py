@@ -101,6 +101,8 @@ class Segment:
         low, high = limits(spec.action)
         if not ((self.action >= low) & (self.action <= high)).all():
             raise NotFinite(f"action lies more than {BEYOND} times the distance of its bounds outside of them")
+        if spec.action.one_hot and not (((self.action == 1).sum(1) == 1) & ((self.action != 0).sum(1) == 1)).all():
+            raise NotFinite("action should be one-hot: 1 at the entry that was chosen, and 0 elsewhere")
 
     def _check_names_and_numbers(self) -> None:
         if len(self) == 0 or self.start < 0 or not self.episode:

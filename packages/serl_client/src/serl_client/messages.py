@@ -17,7 +17,7 @@ from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, Outcome, QueuedRe
 from serl_client.errors import MessageError, VersionMismatch
 from serl_client.spec import Array
 
-PROTOCOL = (9, 9)  # the oldest and the newest version spoken here
+PROTOCOL = (11, 11)  # the oldest and the newest version spoken here
 MAX_REPORT = 8192
 MAX_EARLIER = 64  # sessions that a Hello names besides its own
 
@@ -121,12 +121,13 @@ class InferenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class InferenceResponse:
-    """Answers the InferenceRequest of step `step`: arrays {"action": [H, A], extras}, made with weights
-    `version`."""
+    """Answers the InferenceRequest of step `step`: arrays {"action": [H, A], extras}, made with weights `version`.
+    `reset`: a policy that remembers earlier steps began anew, because it was asked to, or had lost them."""
 
     step: int
     version: int
     arrays: Mapping[str, Array]
+    reset: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,9 +301,7 @@ _PLAIN = {kind: {name: _plain(annotation) for name, annotation in FIELDS[kind].i
 def encode(message: Message) -> list[wire.Buffer]:
     """Return the frames of a message. Raises MessageError for a forbidden dtype or a report that is too long."""
     kind = type(message)
-    header: dict[str, Any] = {"type": kind.__name__}
-    for name in FIELDS[kind]:
-        header[name] = getattr(message, name)
+    header: dict[str, Any] = {"type": kind.__name__, **{name: getattr(message, name) for name in FIELDS[kind]}}
     if header.get("request") == 0:  # peers of protocol 3 understand a Failed without it
         del header["request"]
     frames = wire.pack(header, getattr(message, "arrays", {}))

@@ -51,12 +51,14 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Holds the actions [H, A] for the steps from `step` on, made with weights `version`."""
+    """Holds the actions [H, A] for the steps from `step` on, made with weights `version`; reset: as in
+    InferenceResponse."""
 
     step: int
     version: int
     action: Array
     extras: Mapping[str, Array]
+    reset: bool = False
 
 
 class Network(threading.Thread):
@@ -309,7 +311,7 @@ class Network(threading.Thread):
         while self._asked:
             number, step = self._asked.popleft()
             if step == act.step:
-                self.answers.append((number, Answer(step, act.version, action, extras)))
+                self.answers.append((number, Answer(step, act.version, action, extras, act.reset)))
                 self._tell()
                 return
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from serl_client.client import TrainerClient
-from serl_client.controller import Controller
+from serl_client.controller import Controller, by_chance
 from serl_client.env import Env
 from serl_client.episode import Stamp
 from serl_client.episode_state import EpisodeState
@@ -57,7 +57,8 @@ def run_actor(
     status = status or ActorStatus()
     client.report(vars(status))
     starts = Starts(seed, client.session, share)
-    actor = _Actor(env, controller, client, starts, Person(operator, client, status), reset, on_episode, status)
+    policies = {"trained": controller, **by_chance(env.spec, seed)}
+    actor = _Actor(env, policies, client, starts, Person(operator, client, status), reset, on_episode, status)
     with interrupted_by_signals(), without_long_collections():
         try:
             actor.run()
@@ -71,10 +72,11 @@ def run_actor(
 
 class _Actor:
     def __init__(
-        self, env: Env, controller: Controller, client: TrainerClient, starts: Starts, person: Person, reset: str,
-        on_episode: Callable[[Mapping[str, Any]], None], status: ActorStatus,
+        self, env: Env, policies: Mapping[str, Controller], client: TrainerClient, starts: Starts, person: Person,
+        reset: str, on_episode: Callable[[Mapping[str, Any]], None], status: ActorStatus,
     ) -> None:  # fmt: skip
-        self._env, self._controller, self._client = env, controller, client
+        self._env, self._policies, self._client = env, policies, client
+        self._controller = policies["trained"]
         self._person, self._reset, self._on_episode, self._status = person, reset, on_episode, status
         self._directive, self._starts = client.state.directive, starts
         self._is_real = env.clock == "real"
@@ -117,9 +119,13 @@ class _Actor:
         is_new, mode = directive["number"] != status.directive, directive["mode"]
         self._directive = directive
         status.directive, status.phase, status.mode = directive["number"], directive["phase"], mode
-        able = mode in MODES and (mode != "teleop" or self._env.has_operator)
+        policy = directive.get("policy", "trained")
+        is_wild = self._is_real and policy != "trained"
+        able = mode in MODES and policy in self._policies and not is_wild
+        able &= mode != "teleop" or self._env.has_operator
         if is_new and not able and mode not in ("idle", "stop"):
-            status.warn(f"phase {status.phase} asks for {mode}, which this robot cannot do: it idles")
+            asked = "random actions on a real clock" if is_wild else mode
+            status.warn(f"phase {status.phase} asks for {asked}, which this robot cannot do: it idles")
         if is_new and self._unanswered:
             self._controller.begin(status.episode, directive, self._env.task)  # other weights may have to answer
         may_begin = able and self._starts.remain(directive) and self._client.has_room and not self._person.is_paused
@@ -143,6 +149,7 @@ class _Actor:
         if not self._go_home(seed):
             return
         self._status.episodes += 1
+        self._controller = self._policies[self._directive.get("policy", "trained")]
         self._controller.begin(recorder.episode, self._directive, self._env.task)
         self._status.episode = recorder.episode
         observation = self._env.reset(
@@ -284,6 +291,7 @@ class _Actor:
             self._status.driver = "WAITING"
         else:
             episode.held, episode.reset = 0, False
+        self._status.carry_resets = self._policies["trained"].carry_resets
         return action
 
     def _blocked(self, episode: EpisodeState) -> bool:

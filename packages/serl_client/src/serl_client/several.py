@@ -25,9 +25,9 @@ def run_several(count: int, target: Callable[[int], object]) -> int:
                 process.start()
             signal.signal(signal.SIGINT, before)
             while alive := [process.sentinel for process in processes if process.is_alive()]:
-                wait(alive)
-                if any(process.exitcode for process in processes):
+                if any(process.exitcode for process in processes):  # after the list, so no end is missed
                     break
+                wait(alive)
         finally:
             signal.signal(signal.SIGINT, before)
             for process in processes:

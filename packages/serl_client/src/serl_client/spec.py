@@ -34,8 +34,10 @@ class Feature:
 
     names: of the entries; may be empty.
     low, high: bounds, required for the action; numbers are broadcast to the shape.
+    one_hot: of the action: it is a choice among N, whose entry is 1 and the others 0.
 
-    Raises ConfigError for a dtype, a shape or names that cannot be stored.
+    Raises ConfigError for a dtype, a shape or names that cannot be stored, and for a one_hot that is not float32 [N]
+    with N >= 2 and the bounds 0 and 1.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +45,7 @@ class Feature:
     names: tuple[str, ...] = ()
     low: Array | None = None
     high: Array | None = None
+    one_hot: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
@@ -63,6 +66,16 @@ class Feature:
                 with np.errstate(over="ignore"):  # Spec refuses an infinite bound of the action
                     value = np.asarray(value, self.dtype)
                 object.__setattr__(self, bound, np.broadcast_to(value, self.shape).copy())
+        if self.one_hot is not False:
+            self._check_choice()
+
+    def _check_choice(self) -> None:
+        is_vector = self.one_hot is True and self.dtype == "float32" and len(self.shape) == 1 and self.shape[0] > 1
+        if not (is_vector and np.all(self.low == 0) and np.all(self.high == 1)):
+            raise ConfigError(
+                f"a feature with one_hot is float32 [N] with N >= 2, low 0 and high 1, not {self.dtype} "
+                f"{list(self.shape)} with one_hot={self.one_hot!r}, {self.low} and {self.high}"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +83,8 @@ class Feature:
 
     def to_dict(self) -> dict[str, Any]:
         bounds = {name: value.tolist() for name in ("low", "high") if (value := getattr(self, name)) is not None}
-        return {"shape": list(self.shape), "dtype": self.dtype, "names": list(self.names), **bounds}
+        choice = {"one_hot": True} if self.one_hot else {}
+        return {"shape": list(self.shape), "dtype": self.dtype, "names": list(self.names), **bounds, **choice}
 
     def check(self, name: str, array: Array, leading: tuple[int, ...] = ()) -> None:
         """Raise ValueError unless `array` is [*leading, *shape] of this dtype."""
@@ -109,6 +123,8 @@ class Spec:
             raise ConfigError("the action's bounds must be finite: they scale what the policy puts out")
         if not (self.action.low < self.action.high).all():
             raise ConfigError("each low bound of the action must lie below its high bound")
+        if any(feature.one_hot for feature in (*self.observation.values(), *self.extras.values())):
+            raise ConfigError("one_hot is said of the action alone")
         if not 0 < self.fps < math.inf:
             raise ConfigError(f"fps must be positive and finite, not {self.fps}")
         self._check_size()

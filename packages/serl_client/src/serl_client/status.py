@@ -24,6 +24,7 @@ class ActorStatus:
     rate: float = 0.0  # steps per second, a moving average
     late: int = 0  # commands on the real clock that followed the one before by less than 0.5 or more than 1.5 periods
     takeovers: int = 0
+    carry_resets: int = 0  # a policy that remembers earlier steps began anew in mid-episode: docs/operations.md
     # Successes / episodes among the latest judged ones. Demonstrations count in neither.
     assisted: str = "0/0"  # the operator took over
     unassisted: str = "0/0"  # the policy drove every step

@@ -1,0 +1,1 @@
+../sim_arm/start_tmux.sh

@@ -1,0 +1,164 @@
+"""The judge that a trained classifier is: it asks another learner, and never waits for it."""
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from serl_client import messages as m
+from serl_client.connection import Connection
+from serl_client.env import Env, Observation
+from serl_client.errors import ConfigError, RetakeError
+from serl_client.keys import Key
+from serl_client.spec import Array, Spec
+
+from robot_infra.env import RobotEnv
+from robot_infra.interfaces import Judge, Verdict
+from robot_infra.spaces import TogglePenalty
+
+log = logging.getLogger(__name__)
+
+SCORE = "reached"  # the answer's extra [n]: the probability of each stage; the last one is success
+CONNECT_S = 20.0  # for the first answer
+PATIENCE_S = 5.0  # for an answer on the simulated clock, where no time passes meanwhile
+
+
+class Verdicts:
+    """Makes a verdict of the probabilities of n stages: one is reached once `rows` in succession were at least
+    `threshold`. The last one is success: reward 1, and the end.
+
+    Hysteresis: one below it begins anew. So does one that came later than `stale_s` seconds after its observation, or
+    none in that time: it says nothing of now. stage_reward: of each stage before success, once in an episode; success
+    brings those that were passed over.
+    """
+
+    def __init__(self, *, threshold: float, rows: int, stale_s: float, stage_reward: float = 0.0) -> None:
+        if not 0 < threshold < 1 or rows < 1 or stale_s <= 0 or stage_reward < 0:
+            raise ConfigError(
+                f"task.judge: threshold={threshold}, rows={rows}, stale_s={stale_s}, stage_reward={stage_reward}: say "
+                "a threshold between 0 and 1, 1 or more rows, more than 0 seconds, and no reward below 0"
+            )
+        self.threshold, self.rows, self.stale_s, self.stage_reward = threshold, rows, stale_s, stage_reward
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an episode."""
+        self._counts, self._seen = np.zeros(1, int), -np.inf  # rows in succession that show each stage [n]
+        self._rewarded = 0  # stages
+
+    def hear(self, scores: Array, seen: float) -> None:
+        """Take the probabilities [n] of an observation made at `seen`, seconds of time.monotonic()."""
+        self._counts, self._seen = np.where(scores >= self.threshold, self._counts + 1, 0), seen
+
+    def at(self, now: float) -> Verdict:
+        """Return the verdict now: success is None where nothing was heard that is not stale."""
+        if now - self._seen > self.stale_s:
+            self._counts = np.zeros(1, int)
+            return Verdict(0.0, False, None)
+        reached = self._counts >= self.rows  # [n]
+        stage, success = int(np.flatnonzero(reached).max(initial=-1)) + 1, bool(reached[-1])
+        new = max(stage - success - self._rewarded, 0)
+        self._rewarded += new
+        return Verdict(float(success) + self.stage_reward * new, success, success, stage)
+
+
+class Learned(Judge):
+    """Gives reward 1 and ends the episode as soon as a classifier sees success (plan=reward_classifier); it may give
+    some for the stages before it.
+
+    link: to the inference process of its learner. verdicts: what its answers mean. waits: each verdict is on the
+    observation at hand, as on the simulated clock, where waiting costs no time; else it is on the latest answer.
+    Raises ConfigError if that learner serves no classifier, or one that sees what this robot does not have.
+    """
+
+    def __init__(self, link: Connection, spec: Spec, verdicts: Verdicts, *, waits: bool) -> None:
+        self._link, self._verdicts, self._waits = link, verdicts, waits
+        theirs = _classifier_at(link, spec)
+        self._names, self._shape = list(theirs.observation), theirs.extras[SCORE].shape
+        self._number, self._asked = 0, 0.0  # of the latest question, and when it was asked
+        self._first = 1  # number of this episode's first question
+        self._is_open = False  # an answer is due
+        self._said = ""  # the last complaint
+
+    def reset(self) -> None:
+        self._verdicts.reset()
+        self._first, self._is_open = self._number + 1, False
+
+    def __call__(self, observation: Observation) -> Verdict:
+        self._hear()
+        now = time.monotonic()
+        if not self._is_open or now - self._asked > self._verdicts.stale_s:
+            self._ask(observation, now)
+        while self._waits and self._is_open and time.monotonic() < now + PATIENCE_S:
+            self._link.wait(0.05)
+            self._hear()
+        return self._verdicts.at(now if self._waits else time.monotonic())
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _ask(self, observation: Observation, now: float) -> None:
+        self._number, self._asked, self._is_open = self._number + 1, now, True
+        arrays = {name: np.array(observation[name]) for name in self._names}
+        if not self._link.send(m.InferenceRequest(self._number, 0, True, False, "", arrays)):
+            self._is_open = False
+
+    def _hear(self) -> None:
+        """Take the answers that have come. Where the learner is gone or refuses, there is no verdict."""
+        try:
+            while (message := self._link.receive()) is not None:
+                if isinstance(message, m.InferenceResponse) and message.step == self._number >= self._first:
+                    self._verdicts.hear(self._checked(message.arrays[SCORE]), self._asked)
+                    self._is_open = False
+                elif isinstance(message, m.Failed):
+                    self._complain(message.text)
+        except (RetakeError, KeyError, TypeError, ValueError) as error:
+            self._complain(f"{type(error).__name__}: {error}")
+
+    def _checked(self, scores: Array) -> Array:
+        if scores.shape != self._shape:
+            raise ValueError(f"probabilities {list(scores.shape)} where {list(self._shape)} were due")
+        return scores
+
+    def _complain(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            log.warning("the judge at %s says nothing of use: %s", self._link.address, text)
+
+
+def _classifier_at(link: Connection, spec: Spec) -> Spec:
+    """Return the Spec of the classifier: the observations that it asks for, and its answer."""
+    place = f"task.judge.address={link.address.removeprefix('tcp://')}"
+    try:
+        theirs = Spec.from_dict(link.hello(CONNECT_S).spec or {})
+    except RetakeError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    if SCORE not in theirs.extras:
+        raise ConfigError(f"{place}: no classifier answers there: give the inference_port of plan=reward_classifier")
+    for name, feature in theirs.observation.items():
+        if name not in spec.observation or spec.observation[name].shape != feature.shape:
+            there = ", ".join(f"{own} {list(each.shape)}" for own, each in spec.observation.items())
+            raise ConfigError(f"{place}: the classifier sees {name} {list(feature.shape)}, and this robot {there}")
+    return theirs
+
+
+def judge_by(options: Mapping[str, Any], env: Env, *, name: str) -> None:
+    """Put a Learned judge in the place of the env's own. The rewards of success and end are its own from now on.
+
+    options: `task.judge` of a run: {address: host:port, key, threshold, rows, stale_s,
+        stage_reward}. name: of the actor.
+    Raises ConfigError as Learned does, for a number out of range, and for an env that is no RobotEnv.
+    """
+    if not isinstance(env, RobotEnv):
+        raise ConfigError(f"task.judge: the env of this task is a {type(env).__name__}, which judges itself")
+    numbers = {name: options[name] for name in ("threshold", "rows", "stale_s", "stage_reward")}
+    key = Key.read(Path(options["key"])) if options["key"] else None
+    greeting = m.Hello(m.PROTOCOL, "actor", f"{key.name}/judge" if key else f"judge of {name}", session="judge")
+    link = Connection(f"tcp://{options['address']}", greeting, key)
+    judge = Learned(link, env.spec, Verdicts(**numbers), waits=env.clock != "real")
+    if isinstance(env.judge, TogglePenalty):
+        env.judge.judge = judge
+    else:
+        env.judge = judge

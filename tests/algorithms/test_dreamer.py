@@ -1,0 +1,311 @@
+"""What Dreamer makes of a sequence: what belongs to which row, what is remembered, which losses reach which part."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from serl_client import ConfigError, Feature, Spec
+
+from serl_launcher.algorithms.dreamer import DETER, INDEX, STOCH, rows_of
+from tests.shared.models import CAMERA, STATE, assert_same, batch, config_of, robot, weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SPEC = robot(states=2, actions=2, cameras=())
+SHORT = ("algo.length=7", "algo.imagined=3", "algo.deter=16", "algo.hidden=8", "algo.units=8")
+INDICES = [4, 5, 6, 0, 0, 1, 2, 3]  # an episode that ends after step 6, its final row, and the beginning of another
+FINAL = 3
+
+
+CHOICES = Spec(SPEC.observation, Feature((2,), low=0, high=1, one_hot=True), fps=10.0)
+
+
+@pytest.fixture
+def dreamer():
+    return made("dreamer")
+
+
+def made(name, *words, spec=SPEC):
+    """The algorithm of this yaml, small."""
+    torch.manual_seed(0)
+    algorithm = instantiate(config_of(f"algo={name}", *SHORT, *words).algo)(spec)
+    for head in (algorithm.reward, algorithm.value_head):  # which begin at zero
+        torch.nn.init.normal_(head.layers[-1].weight)
+    return algorithm
+
+
+def sequences(algorithm, size=6, **columns):
+    """Joined windows as INDICES says; nothing of them was seen before."""
+    rows = batch(SPEC, size, window=algorithm.windows["update"], derived=algorithm.derived)
+    valid = torch.arange(8).expand(size, 8) != FINAL
+    index = torch.tensor(INDICES).expand(size, 8)
+    columns = {"valid": valid, "terminated": torch.arange(8).expand(size, 8) == FINAL - 1, **columns}
+    numbers = torch.arange(8.0).expand(size, 8)
+    return replace(
+        rows, reward=numbers * valid, action=rows.action * valid[..., None], extras={**rows.extras, INDEX: index},
+        **columns,
+    )  # fmt: skip
+
+
+def test_with_each_observation_comes_what_led_to_it(dreamer):
+    drawn = sequences(dreamer, 1)
+    rows = rows_of(drawn, dreamer.actor.scale)
+    assert rows.reward[0].tolist() == [0, 0, 1, 2, 0, 4, 5, 6]
+    assert rows.first[0].nonzero().flatten().tolist() == [4]
+    assert rows.terminal[0].nonzero().flatten().tolist() == [FINAL]
+    assert rows.last[0].nonzero().flatten().tolist() == [FINAL]
+    torch.testing.assert_close(rows.action[0, 1:], dreamer.actor.scale.to_unit(drawn.action[0, :-1]))
+    cut = rows_of(
+        replace(drawn, valid=drawn.valid | True, extras={INDEX: drawn.extras[INDEX] + 1}), dreamer.actor.scale
+    )
+    assert not cut.first.any()
+    open_end = torch.tensor(
+        [[4, 5, 6, 7, 0, 1, 2, 3]]
+    )  # no final observation is known: the next episode follows at once
+    cut = rows_of(replace(drawn, valid=drawn.valid | True, terminated=drawn.valid & False, extras={INDEX: open_end}),
+                  dreamer.actor.scale)  # fmt: skip
+    assert cut.last[0].nonzero().flatten().tolist() == [3]
+    assert not cut.terminal.any()
+
+
+def states_of(algorithm, rows):
+    return algorithm(rows, True, False)[2]
+
+
+def test_what_lies_in_another_episode_never_changes_a_posterior(dreamer):
+    rows = sequences(dreamer)
+    before = torch.arange(8) <= FINAL
+    stirred = {STATE: torch.where(before[:, None], rows.observation[STATE] + 1, rows.observation[STATE])}
+    noisy = torch.where(before[:, None], -rows.action, rows.action)
+    kept = rows.extras | {STOCH: rows.extras[STOCH] + 2, DETER: rows.extras[DETER] + 1}
+    other = replace(rows, observation=stirred, action=noisy, extras=kept, reward=rows.reward + before)
+    for one, changed in zip(states_of(dreamer, rows), states_of(dreamer, other), strict=True):
+        assert torch.equal(one[:, FINAL + 1 :], changed[:, FINAL + 1 :])
+        assert (one[:, : FINAL + 1] != changed[:, : FINAL + 1]).flatten(2).any(2).float().mean() > 0.5
+    later = {STATE: torch.where(before[:, None], rows.observation[STATE], -rows.observation[STATE])}
+    for one, changed in zip(
+        states_of(dreamer, rows), states_of(dreamer, replace(rows, observation=later)), strict=True
+    ):
+        assert torch.equal(one[:, : FINAL + 1], changed[:, : FINAL + 1])
+
+
+def test_a_window_begins_with_what_was_remembered_of_its_first_row(dreamer):
+    rows = sequences(dreamer)
+    _, columns = dreamer.update_world_model(rows)
+    assert columns["stoch"].min() >= 1
+    assert columns["deter"].shape == (*rows.valid.shape, 16)
+    known = torch.arange(6) < 3  # of the others nothing is
+    kept = {DETER: columns["deter"][:, 2:3], STOCH: columns["stoch"][:, 2:3] * known[:, None, None]}
+    shifted = replace(rows, extras=rows.extras | kept)
+    (deter, stoch), fresh = dreamer.remembered(shifted), dreamer.remembered(rows)
+    torch.testing.assert_close(deter[:3], columns["deter"][:3, 2].float())
+    assert torch.equal(stoch[:3].argmax(-1) + 1, columns["stoch"][:3, 2].long())
+    assert torch.equal(deter[3:], fresh[0][3:])
+    assert torch.equal(stoch[3:], fresh[1][3:])
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "follows"),
+    [
+        ("dreamer", SPEC, ("slow_value", "low", "high")),
+        ("dreamer", CHOICES, ("slow_value", "low", "high")),
+        ("dreamer_v2", SPEC, ("slow_value",)),
+        ("dreamer_v2", CHOICES, ("slow_value",)),
+        ("dreamer_v1", SPEC, ()),
+    ],
+)
+def test_each_update_moves_its_own_part(name, spec, follows):
+    dreamer = made(name, "algo.slow_every=1", spec=spec)
+    rows = sequences(dreamer)
+    names = {  # what must have moved
+        "update_world_model": ("actor.encoder", "actor.rssm", "decoder", "reward", "going_on"),
+        "update_controller": ("actor.policy", "value_head", *follows),
+    }
+    for update, own in names.items():
+        before = weights(dreamer)
+        getattr(dreamer, update)(rows)
+        moved = {name for name, value in weights(dreamer).items() if not torch.equal(value, before[name])}
+        assert {part for part in own if any(name.startswith(part) for name in moved)} == {*own}
+        assert all(name.startswith(own) for name in moved)
+
+
+def test_the_slow_value_begins_as_the_value_and_follows_by_its_share():
+    torch.manual_seed(0)
+    dreamer = instantiate(config_of("algo=dreamer", *SHORT, "algo.slow_share=0.25").algo)(SPEC)
+    begun = weights(dreamer.value_head)
+    assert_same(begun, weights(dreamer.slow_value))
+    dreamer.update(sequences(dreamer))
+    for name, value in weights(dreamer.value_head).items():
+        torch.testing.assert_close(dreamer.slow_value.state_dict()[name], 0.75 * begun[name] + 0.25 * value)
+
+
+def test_a_range_of_returns_below_one_scales_nothing_and_it_moves_slowly(dreamer):
+    assert dreamer.range_of(torch.linspace(0, 50, 101)) == 1  # 0.01 of 45
+    torch.testing.assert_close(torch.stack([dreamer.low, dreamer.high]), torch.tensor([0.025, 0.475]))
+    for _ in range(1000):
+        scale = dreamer.range_of(torch.linspace(0, 50, 101))
+    torch.testing.assert_close(scale, torch.tensor(45.0), atol=0.01, rtol=0)
+
+
+def test_the_replayed_value_reaches_the_model_and_an_episodes_last_row_has_no_loss(dreamer):
+    rows = sequences(dreamer)
+    deter, stoch = (each[:, 1:].requires_grad_() for each in states_of(dreamer, rows))
+    imagined = torch.randn(6, 7)
+    losses = dreamer.replay_losses(rows_of(rows, dreamer.actor.scale), (deter, stoch), imagined)
+    assert losses.shape == (6, 6)
+    assert (losses[:, FINAL - 1] == 0).all()
+    gradient = torch.autograd.grad(losses.sum(), deter)[0].abs().sum((0, 2))
+    assert (gradient > 0).tolist() == [True, True, False, True, True, True, False]
+    changed = imagined.clone()
+    changed[:, :FINAL] += 5  # before the end; R of row 2 is the terminal reward alone
+    other = dreamer.replay_losses(rows_of(rows, dreamer.actor.scale), (deter, stoch), changed)
+    assert torch.equal(losses[:, 1:], other[:, 1:])
+    assert not torch.equal(losses[:, 0], other[:, 0])
+
+
+def test_the_losses_of_what_is_imagined_are_the_papers(dreamer):
+    rows = replace(sequences(dreamer), weight=torch.tensor([1.0, 2.0, 0.0, 1.0, 0.5, 3.0]))
+    states = tuple(each[:, 1:] for each in states_of(dreamer, rows))
+    torch.nn.init.normal_(dreamer.slow_value.layers[-1].weight)
+    _, told = dreamer.controller_losses(rows, rows_of(rows, dreamer.actor.scale), states)
+    scale = dreamer.high - dreamer.low  # which the returns have moved by now
+    assert scale > 1
+    with torch.no_grad():
+        imagined, action = dreamer.imagine(tuple(each.flatten(0, 1) for each in states), rows.seed)
+        reward, goes_on = dreamer.reward.mean(dreamer.reward(imagined)), dreamer.going_on(imagined)[..., 0].sigmoid()
+        logits, (mean, std) = dreamer.value_head(imagined), dreamer.actor.policy(imagined).unbind(-2)
+        value, slow = dreamer.value_head.mean(logits), dreamer.slow_value.mean(dreamer.slow_value(imagined))
+        policies, values = [], []
+        for n in range(6 * 7):
+            result, share = value[n, 3], rows.weight[n // 7]
+            returns = [result := reward[n, t] + goes_on[n, t] * (0.05 * value[n, t] + 0.95 * result) for t in (3, 2, 1)]
+            for t, found in enumerate(reversed(returns)):
+                share = share * goes_on[n, t]
+                chosen = torch.distributions.Normal(mean[n, t], std[n, t])
+                gain = chosen.log_prob(action[n, t]).sum() * (found - value[n, t]) / scale
+                policies.append(-share * (gain + 3e-4 * chosen.entropy().sum()))
+                both = [dreamer.value_head.loss(logits[n, t], target) for target in (found, slow[n, t])]
+                values.append(share * sum(both))
+    torch.testing.assert_close(told["policy_loss"], torch.stack(policies).mean())
+    torch.testing.assert_close(told["value_loss"], torch.stack(values).mean())
+
+
+@pytest.mark.parametrize(("name", "noise"), [("dreamer_v2", 1e-4), ("dreamer_v1", 0.0)])
+def test_older_policies_climb_the_returns_through_the_model(name, noise):
+    dreamer = made(name)
+    rows = sequences(dreamer)
+    states = tuple(each[:, 1:] for each in states_of(dreamer, rows))
+    assert dreamer.entropy_scale == noise
+    dreamer.slow_value.load_state_dict(dreamer.value_head.state_dict())
+    _, told = dreamer.controller_losses(rows, rows_of(rows, dreamer.actor.scale), states)
+    policy, weight = dreamer.actor.policy, next(dreamer.actor.policy.mean.parameters())
+    start = tuple(each.flatten(0, 1) for each in states)
+    for each in (dreamer.actor.rssm, dreamer.reward, dreamer.going_on, dreamer.value_head):
+        each.requires_grad_(False)
+
+    def loss():
+        """The policy's loss from its definition, on the same draws."""
+        imagined, _ = dreamer.imagine(start, rows.seed)
+        reward, goes_on = dreamer.reward.mean(dreamer.reward(imagined)), dreamer.going_on(imagined)[..., 0].sigmoid()
+        value = dreamer.value_head.mean(dreamer.value_head(imagined))  # as the slow one says
+        result, total = value[:, 3], 0.0
+        for t in (2, 1, 0):
+            result = reward[:, t + 1] + goes_on[:, t + 1] * (0.05 * value[:, t + 1] + 0.95 * result)
+            spread = policy.entropy(policy(imagined[:, t].detach()))
+            total = total - goes_on[:, : t + 1].detach().prod(1) * (result + dreamer.entropy_scale * spread)
+        return total.mean() / 3
+
+    torch.testing.assert_close(told["policy_loss"], loss().detach())
+    expected = torch.autograd.grad(loss(), weight)[0]
+    assert expected.abs().max() > 0
+    found, _ = dreamer.controller_losses(rows, rows_of(rows, dreamer.actor.scale), states)
+    torch.testing.assert_close(torch.autograd.grad(found, weight)[0], expected)
+
+
+def test_the_second_versions_returns_are_made_of_a_slow_value_that_is_copied_now_and_then():
+    dreamer = made("dreamer_v2", "algo.slow_every=2")
+    begun = weights(dreamer.slow_value)
+    dreamer.update(sequences(dreamer))
+    assert_same(begun, weights(dreamer.slow_value))
+    dreamer.update(sequences(dreamer))
+    assert_same(weights(dreamer.value_head), weights(dreamer.slow_value))
+    with torch.no_grad():
+        for weight in (*dreamer.slow_value.parameters(), *dreamer.reward.layers[-1].parameters()):
+            weight.zero_()
+    assert dreamer.update_controller(sequences(dreamer))["imagined_return"] == 0, "no rewards, and no slow value"
+
+
+def test_a_choice_is_one_of_its_actions_and_the_likeliest_where_nothing_is_explored():
+    dreamer = made("dreamer", spec=CHOICES)
+    assert dreamer.acting.noise_shape == (33,)
+    seen, task = {STATE: torch.randn(40, 2)}, ("",) * 40
+    noise = torch.randn(40, 33)
+    action = dreamer.act(seen, torch.zeros(40, 2), None, task=task, noise=noise, explore=True)[0].action[:, 0]
+    assert action.sum(1).tolist() == [1.0] * 40
+    assert set(action.unique().tolist()) == {0.0, 1.0}
+    assert 5 < action[:, 0].sum() < 35, "a new policy prefers nothing"
+    with torch.no_grad():
+        dreamer.actor.policy.layers[-1].bias[1] += 3
+    calm = dreamer.act(seen, torch.zeros(40, 2), None, task=task, noise=noise, explore=False)[0].action[:, 0]
+    assert calm[:, 1].tolist() == [1.0] * 40
+    with pytest.raises(ConfigError, match=r"algo\.variant=v1 adds noise .* takes one of 2: say algo\.variant=v2 or v3"):
+        made("dreamer_v1", spec=CHOICES)
+    with pytest.raises(ConfigError, match=r"algo\.variant=v4: say one of v3, v2, v1"):
+        made("dreamer", "algo.variant=v4")
+
+
+def test_without_memory_each_action_sees_its_own_observation_alone():
+    dreamer, options = made("dreamer", "algo.remembers=false"), {"task": ("",) * 3, "explore": True}
+    seen, noise = {STATE: torch.randn(3, 2)}, torch.randn(3, *dreamer.acting.noise_shape)
+    first, carry = dreamer.act(seen, torch.randn(3, 2), None, noise=noise, **options)
+    assert carry is None
+    again, _ = dreamer.act(seen, first.action[:, 0], carry, noise=noise, **options)
+    assert torch.equal(first.action, again.action)
+
+
+def test_the_first_versions_actions_are_noisier_in_practice():
+    dreamer = made("dreamer_v1")
+    seen, noise = {STATE: torch.zeros(4000, 2)}, torch.randn(4000, *dreamer.acting.noise_shape) * 0.3
+    noise[:, :30] = -9.0  # the latent variables are all alike, and finite
+    task, previous = ("",) * 4000, torch.zeros(4000, 2)
+    with torch.no_grad():
+        dreamer.actor.policy.std.bias.fill_(-100.0)  # 0.1 alone
+    action = dreamer.act(seen, previous, None, task=task, noise=noise, explore=True)[0].action[:, 0]
+    unit = dreamer.actor.scale.to_unit(action)
+    torch.testing.assert_close(unit.std(0), torch.full((2,), 0.3 * (0.1**2 + 0.3**2) ** 0.5), rtol=0.1, atol=0)
+
+
+def test_acting_remembers_and_sees_what_the_robot_really_did(dreamer):
+    seen, noise, task = {STATE: torch.randn(3, 2)}, torch.randn(3, *dreamer.acting.noise_shape), ("",) * 3
+    options = {"task": task, "noise": noise, "explore": True}
+    first, carry = dreamer.act(seen, torch.randn(3, 2), None, **options)
+    again, _ = dreamer.act(seen, torch.zeros(3, 2), None, **options)
+    assert torch.equal(first.action, again.action)
+    later, carry = dreamer.act(seen, first.action[:, 0], carry, **options)
+    other, _ = dreamer.act(seen, -first.action[:, 0], carry, **options)
+    assert not torch.equal(first.action, later.action)
+    assert not torch.equal(later.action, other.action)
+    bounds = dreamer.actor.scale
+    assert ((later.action >= bounds.low) & (later.action <= bounds.high)).all()
+
+
+def test_it_sees_cameras_if_they_are_named():
+    spec = robot(states=2, actions=2, shape=(16, 16, 3))
+    dreamer = instantiate(config_of("algo=dreamer", *SHORT, "algo.cameras=[all]", "algo.depth=2").algo)(spec)
+    rows = batch(spec, 2, window=dreamer.windows["update"], derived=dreamer.derived)
+    assert dreamer.update(rows)[0]["reconstruction"].isfinite()
+    seen, noise = {name: value[:, 0] for name, value in rows.observation.items()}, torch.zeros(2, 34)
+    other = seen | {CAMERA: 255 - seen[CAMERA]}
+    one, changed = (dreamer.act(each, torch.zeros(2, 2), None, task=("",) * 2, noise=noise, explore=True)[1][1]
+                    for each in (seen, other))  # fmt: skip
+    assert not torch.equal(one, changed)
+    for words, named in ((["algo.deter=20"], "deter=20"), (["algo.cameras=[all]", "algo.depth=3"], "depth=3")):
+        with pytest.raises(ConfigError, match=f"{named}.* multiples of blocks=8"):
+            instantiate(config_of("algo=dreamer", *SHORT, *words).algo)(spec)
+
+
+def test_the_model_for_walker_walk_is_as_large_as_the_reference():
+    walker = robot(states=24, actions=6, cameras=())
+    algorithm = instantiate(config_of("algo=dreamer").algo)(walker)
+    assert sum(weight.numel() for weight in algorithm.parameters() if weight.requires_grad) == 640_867

@@ -1,0 +1,121 @@
+"""CMA-ES beside closed forms and beside pycma: how many evaluations it takes, and what its state is."""
+
+import io
+import warnings
+
+import pytest
+import torch
+from serl_client.errors import ConfigError
+
+from serl_launcher.algorithms.evolution import CMAES
+from tests.shared.models import assert_same
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of its plots
+    cma = pytest.importorskip("cma")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZE, MOST = 20, 30_000
+ROTATION = torch.linalg.qr(torch.randn(SIZE, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))[0]
+LENGTHS = 10 ** (6 * torch.arange(SIZE, dtype=torch.float64) / (SIZE - 1))  # squared, of the axes
+
+
+def sphere(vectors):
+    return vectors.square().sum(1)
+
+
+def ellipsoid(vectors):
+    return (vectors.square() * LENGTHS).sum(1)
+
+
+def rotated(vectors):
+    return ellipsoid(vectors @ ROTATION.T)
+
+
+def search(seed=0, size=SIZE, **options):
+    return CMAES(size, **{"population": None, "sigma": 0.5, "diagonal": False, "seed": seed, **options})
+
+
+def evaluations(cost, goal, seed, **options):
+    """How many vectors it tries, from all ones on, until one costs less than the goal."""
+    evolution, tried = search(seed, **options), 0
+    evolution.mean.fill_(1)
+    while tried < MOST:
+        costs = cost(evolution.ask())
+        tried += len(costs)
+        if costs.min() < goal:
+            return tried
+        evolution.tell(costs)
+    raise AssertionError(f"{tried} vectors did not reach {goal}")
+
+
+def peers(cost, goal, seed):
+    """The same by pycma."""
+    options = {"seed": seed + 1, "verbose": -9, "tolfun": 0, "tolx": 0}
+    peer, tried = cma.CMAEvolutionStrategy([1.0] * SIZE, 0.5, options), 0
+    while tried < MOST:
+        vectors = peer.ask()
+        costs = cost(torch.tensor(vectors))
+        tried += len(costs)
+        if costs.min() < goal:
+            return tried
+        peer.tell(vectors, costs.tolist())
+    raise AssertionError(f"{tried} vectors of cma did not reach {goal}")
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_a_sphere_of_20_dimensions_is_solved(diagonal):
+    assert evaluations(sphere, 1e-6, 0, diagonal=diagonal) < 3000
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rotated_ellipsoid_takes_at_most_half_more_evaluations_than_cma():
+    ours, theirs = (way(rotated, 1e-6, 0) for way in (evaluations, peers))
+    assert ours <= 1.5 * theirs, (ours, theirs)
+
+
+def test_variances_alone_solve_an_ellipsoid_along_the_axes_in_less_than_half_of_what_the_rotated_one_takes():
+    assert evaluations(ellipsoid, 1e-6, 0, diagonal=True) < 5000
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_candidates_are_drawn_from_its_mean_and_covariance_again_and_again_alike(diagonal):
+    evolution = search(population=4000, size=3, diagonal=diagonal)
+    evolution.mean.copy_(torch.tensor([1.0, -2.0, 3.0]))
+    half = torch.tensor([[2.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.0, 0.3, 0.1]], dtype=torch.float64)
+    covariance = half @ half.T
+    evolution.covariance.copy_(covariance.diagonal() if diagonal else covariance)
+    evolution.generation += 100
+    evolution._decompose()
+    drawn = evolution.ask()
+    assert torch.equal(drawn, evolution.ask())
+    torch.testing.assert_close(drawn.mean(0), evolution.mean, atol=0.1, rtol=0)
+    expected = 0.25 * (torch.diag(covariance.diagonal()) if diagonal else covariance)
+    torch.testing.assert_close(drawn.T.cov(), expected, atol=0.05, rtol=0.05)
+    evolution.generation += 1
+    assert not torch.equal(drawn, evolution.ask())
+    other = search(seed=1, population=4000, size=3, diagonal=diagonal)
+    assert not torch.isclose(other.ask(), search(population=4000, size=3, diagonal=diagonal).ask()).any()
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_a_copy_of_its_state_goes_on_bit_by_bit(diagonal):
+    straight, resumed = search(diagonal=diagonal), search(seed=7, diagonal=diagonal)
+    for _ in range(9):
+        straight.tell(rotated(straight.ask()))
+    file = io.BytesIO()
+    torch.save(straight.state_dict(), file)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    for _ in range(9):
+        for each in (straight, resumed):
+            each.tell(rotated(each.ask()))
+    assert_same(straight.state_dict(), resumed.state_dict())
+    assert straight.generation == 19
+
+
+@pytest.mark.parametrize("options", [{"population": 3}, {"sigma": 0.0}])
+def test_sizes_that_make_no_search_are_refused(options):
+    with pytest.raises(ConfigError, match="population >= 4 and sigma > 0"):
+        search(**options)
