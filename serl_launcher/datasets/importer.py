@@ -60,7 +60,7 @@ def import_datasets(plan: Plan, run_dir: Path, *, local: str, waits: bool) -> No
     """Import every dataset of the plan into the run's store. Returns once all of it is durable.
 
     local: the server's address. waits: wait for the first actor's Spec; else a new store gets the first dataset's.
-    Raises ConfigError for a dataset that does not fit the run's Spec, or has no room.
+    Raises ConfigError for a dataset that does not fit the run's Spec, whose rows a store refuses, or has no room.
     """
     datasets = opened(plan)
     with connect(local, "importer") as link:
@@ -123,12 +123,18 @@ class _Import:
             if episode.success is not None:
                 client.push(Outcome(entry.id, episode.success))
             for segment in episode.segments(client.spec, entry.id, stamp):
-                self._push(client, segment)
+                self._push(client, segment, episode.where)
             if time.monotonic() > told + TELL_S:
                 told = time.monotonic()
                 log.info("%s: %d of %d episodes of %s", self._source, done, len(missing), self._dataset.folder)
 
-    def _push(self, client: TrainerClient, segment: Segment) -> None:
+    def _push(self, client: TrainerClient, segment: Segment, where: str) -> None:
+        try:
+            segment.check(self._spec)
+        except ValueError as error:
+            raise ConfigError(
+                f"{where}: {error}. Mend the dataset or take the episode out of it, and begin in a new run_dir"
+            ) from None
         bounds = self._spec.action
         self._actions += segment.action.size
         self._outside += int(np.count_nonzero((segment.action < bounds.low) | (segment.action > bounds.high)))

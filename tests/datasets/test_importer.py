@@ -15,7 +15,7 @@ from serl_client.episode import Outcome
 from serl_client.errors import ConfigError
 from serl_client.spec import Feature, Spec
 
-from serl_launcher.datasets.reader import Dataset
+from serl_launcher.datasets.reader import Dataset, Episode
 from serl_launcher.store.store import DATASET, Store
 from tests.shared import oracle
 from tests.shared.clients import connected
@@ -87,6 +87,25 @@ def test_another_robots_dataset_is_refused_and_nothing_is_written(tmp_path, serv
     other = Spec({STATE: Feature((7,))}, Feature((2,), low=-1, high=1), fps=10)
     Store.create(tmp_path / "run/store", other, {"demo": 1000}).close()
     with pytest.raises(ConfigError, match=r"not of this run's robot: its observation.state is \[4\], the run's \[7\]"):
+        bring(serving(), low.folder)
+    assert not catalog(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("action", "damaged", "why"),
+    [
+        (Feature((2,), low=-1, high=1), STATE, "observation.state must be finite"),
+        (Feature((2,), low=0, high=1, one_hot=True), None, "action should be one-hot"),
+        (Feature((2,), low=-1e-6, high=1e-6), None, "action lies more than"),
+    ],
+)
+def test_a_row_that_no_store_takes_is_named_and_ends_the_import(
+    tmp_path, serving, low, monkeypatch, action, damaged, why
+):
+    Store.create(tmp_path / "run/store", Spec(low.spec().observation, action, fps=10), {"demo": 1000}).close()
+    column = Episode.column
+    monkeypatch.setattr(Episode, "column", lambda self, name: column(self, name) * (np.nan if name == damaged else 1))
+    with pytest.raises(ConfigError, match=f"episode 0 of {low.folder}: {why}.* begin in a new run_dir"):
         bring(serving(), low.folder)
     assert not catalog(tmp_path / "run")
 
