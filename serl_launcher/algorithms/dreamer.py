@@ -102,14 +102,15 @@ class Dreamer(Algorithm):
     deter, hidden, variables, classes, blocks: of the RSSM. units: width of the other layers. depth: of convolutions.
     length: T, rows of a sequence. imagined: H, steps.
     discount_steps: the discount is 1 - 1 / this. lambda_: of (2). entropy_scale, replay_value_scale: of (3) and (4).
-    slow_share: share by which the slow value follows the value after each `slow_every` updates. range_share: that by
-        which S follows, at each update.
+    slow_share: share by which the slow value follows the value after each `slow_every` updates of the controller.
+        range_share: that by which S follows, at each update.
     optimizer: makes the optimiser of all networks.
     Raises ConfigError as Inputs does, for another variant, for sizes that no blocks make, and for choices with v1.
     """
 
     low: Tensor
     high: Tensor
+    controlled: Tensor  # [] int64, updates of the controller
     means = ("low", "high")
     changeable = ("remembers",)  # see config.changeable
 
@@ -127,7 +128,9 @@ class Dreamer(Algorithm):
         if chooses and rules.noise:
             raise ConfigError(f"algo.variant={variant} adds noise to actions, and this robot takes one of {actions}: "
                               "say algo.variant=v2 or v3")  # fmt: skip
-        if (deter % blocks and rules.cell is BlockGRU) or (inputs.images and depth * DEPTHS[-1] % blocks):
+        if (deter % blocks and (rules.cell is BlockGRU or inputs.images)) or (
+            inputs.images and depth * DEPTHS[-1] % blocks
+        ):
             raise ConfigError(
                 f"algo: deter={deter}, and with cameras {DEPTHS[-1]} times depth={depth}, should be multiples of "
                 f"blocks={blocks}"
@@ -148,6 +151,7 @@ class Dreamer(Algorithm):
         self.slow_value = frozen_copy(self.value_head)
         self.register_buffer("low", torch.zeros(()))
         self.register_buffer("high", torch.zeros(()))
+        self.register_buffer("controlled", torch.zeros((), dtype=torch.int64))
         self.climbs, self.remembers = rules.climbs and not chooses, remembers
         self.discount, self.lambda_ = 1 - 1 / discount_steps, lambda_
         self.length, self.imagined, self.entropy_scale = length, imagined, entropy_scale
@@ -204,11 +208,17 @@ class Dreamer(Algorithm):
             return value, metrics
 
         metrics, gradient = descend(self.optimizer, batch, loss)
-        if controller and self.rules.slow != "nothing" and self.optimizer.steps % self.slow_every == 0:
-            follow(self.slow_value, self.value_head, self.slow_share)
+        if controller and self.rules.slow != "nothing":
+            self._follow()
         deter, stoch = (torch.cat(each) for each in zip(*found, strict=True))
         columns = {"deter": deter.half(), "stoch": self.rules.latent.kept(stoch)}
         return {**metrics, "gradient": gradient}, columns
+
+    def _follow(self) -> None:
+        """Count an update of the controller; after each `slow_every` of them the slow value follows."""
+        self.controlled += 1
+        if self.slow_every == 1 or int(self.controlled) % self.slow_every == 0:  # int: waits for the device
+            follow(self.slow_value, self.value_head, self.slow_share)
 
     def forward(self, batch: Batch, model: bool, controller: bool) -> tuple[Tensor, Metrics, State]:
         """Compute the losses of these parts -> their sum [], metrics, and the states after all rows, detached."""

@@ -36,6 +36,7 @@ from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Pr
 from serl_launcher.utils.optim import Optimizer
 
 SUCCESS, REMAINING = "episode.success", "episode.remaining"
+SURE = 1e-6  # least 1 - p in (1): at 0 an exponent below 1 has no finite gradient
 STAGE, REACHED = "stage", "reached"  # the column of the rows, and that of the answer
 
 
@@ -146,7 +147,8 @@ class RewardClassifier(Algorithm):
         logit, label = self.optimizer(following(batch)), self.labels(batch)
         weight = balanced(label, batch.weight.unsqueeze(1) * self.is_known(batch)) / self.stages
         cross_entropy = F.binary_cross_entropy_with_logits(logit, label, reduction="none")
-        loss = (weight * (1 - torch.exp(-cross_entropy)) ** self.focus * cross_entropy).sum()
+        missed = (-torch.expm1(-cross_entropy)).clamp(min=SURE)  # 1 - p
+        loss = (weight * missed**self.focus * cross_entropy).sum()
         return loss, {"loss": loss.detach()}
 
     def calibration_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:

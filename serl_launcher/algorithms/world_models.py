@@ -35,7 +35,10 @@ from serl_launcher.utils.optim import Optimizer
 
 log = logging.getLogger(__name__)
 
-CANDIDATE = "candidate"  # generation (0: none), index in it, and how many actions it gave in this episode before: int32
+CANDIDATE = (
+    "candidate"  # generation (0: none), index in it, and how many actions it gave in this episode before: int32;
+)
+# generations are numbered through all evolutions of a run
 MEAN, LOG_VARIANCE = "derived.mean", "derived.log_variance"
 RETURN, REMAINING = "episode.return", "episode.remaining"
 NONE = -1  # no episode
@@ -113,6 +116,7 @@ class WorldModels(Algorithm):
     changeable = ("remembers", "population", "rollouts", "sigma", "diagonal", "weight_penalty")
     returns: Tensor  # [P, rollouts], of this generation's episodes
     told: Tensor  # [P, rollouts], the ids of their first steps, NONE: not yet
+    earlier: Tensor  # [] int64, generations of earlier evolutions
     best: Tensor  # [], the largest mean return of a candidate of the last generation, and the mean over its candidates
     average: Tensor
 
@@ -139,6 +143,7 @@ class WorldModels(Algorithm):
         shape = self.evolution.population, rollouts
         self.register_buffer("returns", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("told", torch.full(shape, NONE))
+        self.register_buffer("earlier", torch.zeros((), dtype=torch.int64))
         self.register_buffer("best", torch.zeros(()))
         self.register_buffer("average", torch.zeros(()))
         self._begin_generation()
@@ -224,11 +229,11 @@ class WorldModels(Algorithm):
         candidates = batch.extras[CANDIDATE][:, 0].tolist()
         values, ids, counted = batch.extras[RETURN][:, 0].tolist(), batch.step_id.tolist(), 0
         for is_whole, (generation, index, _), value, number in zip(whole, candidates, values, ids, strict=True):
-            if is_whole and generation == int(self.evolution.generation):
+            if is_whole and generation == int(self.actor.generation):
                 counted += self._tell(index, value, number)
         device = batch.reward.device
         return {
-            "counted": torch.tensor(float(counted), device=device), "generation": self.evolution.generation.float(),
+            "counted": torch.tensor(float(counted), device=device), "generation": self.actor.generation.float(),
             "candidates_left": self.actor.left.float(), "generation_return": self.average.clone(),
             "generation_best": self.best.clone(), "sigma": self.evolution.sigma.float(),
         }  # fmt: skip
@@ -277,7 +282,7 @@ class WorldModels(Algorithm):
         shape = self.actor.mean.shape
         self.actor.population.copy_(self.evolution.ask().view(-1, *shape))
         self.actor.mean.copy_(self.evolution.mean.view(shape))
-        self.actor.generation.copy_(self.evolution.generation)
+        self.actor.generation.copy_(self.earlier + self.evolution.generation)
         self.told.fill_(NONE)
         self._direct()
 
@@ -288,12 +293,15 @@ class WorldModels(Algorithm):
         self.actor.left.copy_(needs.sum())
 
     def load_state_dict(self, state: Mapping[str, Any], *rest: Any, **options: Any) -> Any:
-        """Load a state. If its evolution has other sizes, or another first step, that of this object begins anew."""
+        """Load a state. If its evolution has other sizes, or another first step, that of this object begins anew, with
+        the next generation's number: no episode of before counts."""
         own = self.state_dict()
         search = [name for name in own if name.startswith(("evolution.", *SEARCH))]
         is_other = any(own[name].shape != state[name].shape for name in search)
         if is_other or state["evolution.begun"] != self.evolution.begun:
-            state = {**state, **{name: own[name] for name in search}}
+            before = state["actor.generation"].cpu()
+            begun = {"earlier": before, "actor.generation": before + own["evolution.generation"].cpu()}
+            state = {**state, **{name: own[name] for name in search}, **begun}
         return super().load_state_dict(state, *rest, **options)
 
 

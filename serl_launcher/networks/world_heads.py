@@ -58,7 +58,9 @@ class Inputs:
 
     def vector(self, observation: Observation) -> Tensor:
         """Return the floats, squashed, [N, sum of sizes], of observations {name: [N, *shape]}."""
-        return self.squash(torch.cat([observation[name].float().flatten(1) for name in self.sizes], -1))
+        return self.squash(
+            torch.cat([observation[name].float().reshape(len(observation[name]), -1) for name in self.sizes], -1)
+        )
 
 
 class Channels(nn.Module):

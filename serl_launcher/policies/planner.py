@@ -64,11 +64,12 @@ class MPPI:
     std_high: float
 
     def __post_init__(self) -> None:
-        if min(self.horizon, self.iterations, self.elites) < 1 or not self.elites <= self.samples >= self.prior_samples:
+        sizes = min(self.horizon, self.iterations, self.elites)
+        if sizes < 1 or not self.elites <= self.samples >= self.prior_samples >= 0:
             raise ConfigError(
                 f"algo.mppi: horizon={self.horizon}, iterations={self.iterations}, elites={self.elites}, prior_samples="
-                f"{self.prior_samples}, samples={self.samples}: say at least 1 of each, and no more elites or "
-                "prior_samples than samples"
+                f"{self.prior_samples}, samples={self.samples}: say at least 1 of each (0 prior_samples are "
+                "allowed), and no more elites or prior_samples than samples"
             )
 
     def noise_shape(self, size: int) -> tuple[int, ...]:
@@ -173,7 +174,7 @@ class Planner(Acting):
         parts = dict(
             zip(self._shapes, noise.split([math.prod(shape) for shape in self._shapes.values()], 1), strict=True)
         )
-        drawn = {name: part.view(-1, *self._shapes[name]) for name, part in parts.items()}
+        drawn = {name: part.view(len(part), *self._shapes[name]) for name, part in parts.items()}
         latent = self.model.encode(observation)
         prior = self._prior(latent, drawn["prior"])
         judges = drawn["critics"].topk(min(2, self.model.critics.members), 1).indices  # [B, 2], any two of them

@@ -108,10 +108,10 @@ def test_a_window_begins_with_what_was_remembered_of_its_first_row(dreamer):
 @pytest.mark.parametrize(
     ("name", "spec", "follows"),
     [
-        ("dreamer", SPEC, ("slow_value", "low", "high")),
-        ("dreamer", CHOICES, ("slow_value", "low", "high")),
-        ("dreamer_v2", SPEC, ("slow_value",)),
-        ("dreamer_v2", CHOICES, ("slow_value",)),
+        ("dreamer", SPEC, ("slow_value", "low", "high", "controlled")),
+        ("dreamer", CHOICES, ("slow_value", "low", "high", "controlled")),
+        ("dreamer_v2", SPEC, ("slow_value", "controlled")),
+        ("dreamer_v2", CHOICES, ("slow_value", "controlled")),
         ("dreamer_v1", SPEC, ()),
     ],
 )
@@ -138,6 +138,16 @@ def test_the_slow_value_begins_as_the_value_and_follows_by_its_share():
     dreamer.update(sequences(dreamer))
     for name, value in weights(dreamer.value_head).items():
         torch.testing.assert_close(dreamer.slow_value.state_dict()[name], 0.75 * begun[name] + 0.25 * value)
+
+
+def test_the_slow_value_follows_after_so_many_updates_of_the_controller_whatever_else_is_updated():
+    dreamer, followed = made("dreamer_v2", "algo.slow_every=2"), []
+    for _ in range(4):
+        dreamer.update_controller(sequences(dreamer))
+        dreamer.update_world_model(sequences(dreamer))
+        slow, value = weights(dreamer.slow_value), weights(dreamer.value_head)
+        followed.append(all(torch.equal(slow[name], value[name]) for name in value))
+    assert followed == [False, True, False, True]
 
 
 def test_a_range_of_returns_below_one_scales_nothing_and_it_moves_slowly(dreamer):
@@ -300,9 +310,20 @@ def test_it_sees_cameras_if_they_are_named():
     one, changed = (dreamer.act(each, torch.zeros(2, 2), None, task=("",) * 2, noise=noise, explore=True)[1][1]
                     for each in (seen, other))  # fmt: skip
     assert not torch.equal(one, changed)
-    for words, named in ((["algo.deter=20"], "deter=20"), (["algo.cameras=[all]", "algo.depth=3"], "depth=3")):
+    camera = "algo.cameras=[all]"
+    for words, named in (
+        (["algo.deter=20"], "deter=20"), (["algo.variant=v2", camera, "algo.deter=20"], "deter=20"),
+        ([camera, "algo.depth=3"], "depth=3"),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"{named}.* multiples of blocks=8"):
             instantiate(config_of("algo=dreamer", *SHORT, *words).algo)(spec)
+
+
+def test_it_sees_a_number_that_is_no_vector():
+    spec = Spec({STATE: Feature((2,)), "observation.force": Feature(())}, SPEC.action, fps=10.0)
+    dreamer = made("dreamer", spec=spec)
+    seen = {STATE: torch.randn(3, 2), "observation.force": torch.randn(3)}
+    assert dreamer.actor.encoder.inputs.vector(seen).shape == (3, 3)
 
 
 def test_the_model_for_walker_walk_is_as_large_as_the_reference():

@@ -108,6 +108,13 @@ def test_stages_before_success_are_learned_from_their_column_each_for_itself():
     assert ((scores(algorithm, made) > 0.5) == labels).float().mean(0).min() > 0.95
 
 
+@pytest.mark.parametrize("focus", [0, 0.5, 2])
+def test_a_row_of_which_it_is_sure_has_a_finite_gradient(focus):
+    algorithm = build(f"algo.focus={focus}")
+    torch.nn.init.constant_(algorithm.acting.logit.head[-1].bias, -40.0)
+    assert algorithm.update(rows(algorithm, 0))["gradient"].isfinite()
+
+
 @pytest.mark.parametrize("labels", [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
 def test_both_labels_weigh_a_half_where_there_are_both(labels):
     label = torch.tensor([labels, [1, 0, 1, 0]]).float().T  # [B, n]: another stage does not change it

@@ -47,7 +47,8 @@ def test_it_has_as_many_weights_as_the_papers():
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("algo.mppi.samples=5", "no more elites"), ("algo.mppi.iterations=0", "at least 1 of each"),
+    [("algo.mppi.samples=5", "no more elites"), ("algo.mppi.prior_samples=-1", "at least 1 of each"),
+     ("algo.mppi.iterations=0", "at least 1 of each"),
      ("+algo.optimizer.accumulation=2", "takes a batch whole")],
 )  # fmt: skip
 def test_sizes_that_make_no_search_and_a_batch_in_parts_are_refused(word, said):
@@ -115,6 +116,12 @@ def test_only_exploration_adds_noise_to_the_elite_that_the_question_draws():
         for each in choice
     ]
     assert drawn == [1, 1, 2, 2, 3]  # the normal numbers' shares are 0.001, 0.5, 0.73, 0.84 and 0.999
+
+
+@pytest.mark.parametrize("count", [0, 12])
+def test_the_prior_may_give_no_sequences_or_all(count):
+    algorithm = build("algo.mppi.samples=12", f"algo.mppi.prior_samples={count}")
+    assert decide(algorithm, torch.randn(3, 3))[0].action.isfinite().all()
 
 
 def test_without_a_plan_the_prior_acts():

@@ -44,7 +44,7 @@ def episodes(algorithm, candidates, values, *, generation=None, length=5, ends="
     """The rows of whole episodes of these candidates."""
     window, steps = algorithm.windows["update_controller"], torch.arange(algorithm.episode_steps)
     rows = batch(SPEC, len(candidates), window=window, length=length, ends=ends)
-    generation = int(algorithm.evolution.generation) if generation is None else generation
+    generation = int(algorithm.actor.generation) if generation is None else generation
     told = torch.stack(
         [torch.tensor([[generation] * len(steps), [index] * len(steps), steps.tolist()]).T for index in candidates]
     )
@@ -291,6 +291,10 @@ def test_another_evolution_begins_anew_with_what_was_learned_to_see_and_to_remem
     other.load_state_dict(saved(trained))
     assert_same(begun, {**weights(other.evolution), "population": other.actor.population})
     assert other.actor.left == other.evolution.population
+    assert not counted(other, episodes(other, [0, 1], [9.0, 9.0], generation=1)), "a controller of before had it"
+    assert other.actor.generation == trained.actor.generation + 1
+    assert decide(other, 1)[0].extras[CANDIDATE][0, 0] == other.actor.generation
+    assert counted(other, episodes(other, [0], [9.0])) == 1
     for part in ("vae", "rnn"):
         assert_same(getattr(other, part).state_dict(), getattr(trained, part).state_dict())
     assert torch.equal(other.actor.encoder.mean.weight, trained.vae.encoder.mean.weight)
