@@ -214,7 +214,8 @@ class PolicyHost:
             groups.setdefault((question.ask.explore, question.actor in self._carries, guides), []).append(i)
             self._warn_of_seam(question.ask.committed)
         answers: dict[int, m.InferenceResponse] = {}
-        for (explore, remembers, guides), members in groups.items():
+        known_first = sorted(groups.items(), key=lambda group: not group[0][1])  # a new one may displace what they keep
+        for (explore, remembers, guides), members in known_first:
             part = [questions[i] for i in members]
             answered = self._guided(part, explore, remembers) if guides else self._answered(part, explore, remembers)
             answers.update(zip(members, answered, strict=True))

@@ -157,6 +157,14 @@ def test_of_connections_that_come_and_go_the_last_ones_are_remembered(spec, monk
     assert [answer.reset for answer in answers] == [False, False, True]
 
 
+def test_a_new_connection_takes_nothing_from_those_that_ask_beside_it(spec, monkeypatch):
+    monkeypatch.setattr(module, "REMEMBERED", 2)
+    host = PolicyHost(Counting(), spec, "cpu")
+    host.answer([Question(b"%d" % number, ask(1)) for number in (0, 1)])
+    answers = host.answer([Question(b"%d" % number, ask(2)) for number in (2, 0)])
+    assert [answer.arrays["action"][0, 0] for answer in answers] == [1, 2]
+
+
 def test_a_key_that_opens_ever_new_connections_makes_the_policy_forget_its_own_alone(spec, monkeypatch):
     monkeypatch.setattr(module, "REMEMBERED", 3)
     host = PolicyHost(Counting(), spec, "cpu")
