@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 SCORE = "reached"  # the answer's extra [n]: the probability of each stage; the last one is success
 CONNECT_S = 20.0  # for the first answer
-PATIENCE_S = 5.0  # for an answer on the simulated clock, where no time passes meanwhile
+PATIENCE_S = 5.0  # for an answer on the simulated clock, where no time passes meanwhile; then it is said once
 
 
 class Verdicts:
@@ -76,15 +76,17 @@ class Learned(Judge):
     def __init__(self, link: Connection, spec: Spec, verdicts: Verdicts, *, waits: bool) -> None:
         self._link, self._verdicts, self._waits = link, verdicts, waits
         theirs = _classifier_at(link, spec)
-        self._names, self._shape = list(theirs.observation), theirs.extras[SCORE].shape
+        self._dtypes = {name: feature.dtype for name, feature in theirs.observation.items()}
+        self._shape = theirs.extras[SCORE].shape
         self._number, self._asked = 0, 0.0  # of the latest question, and when it was asked
         self._first = 1  # number of this episode's first question
         self._is_open = False  # an answer is due
-        self._said = ""  # the last complaint
+        self._said = ""  # the last complaint since an answer came
+        self._unanswered: float | None = None  # when the first question was asked that got no answer; None: all did
 
     def reset(self) -> None:
         self._verdicts.reset()
-        self._first, self._is_open = self._number + 1, False
+        self._first, self._is_open, self._unanswered = self._number + 1, False, None
 
     def __call__(self, observation: Observation) -> Verdict:
         self._hear()
@@ -94,6 +96,9 @@ class Learned(Judge):
         while self._waits and self._is_open and time.monotonic() < now + PATIENCE_S:
             self._link.wait(0.05)
             self._hear()
+        if self._unanswered is not None and time.monotonic() - self._unanswered > PATIENCE_S:
+            late = f"no answer came within task.judge.stale_s={self._verdicts.stale_s:g} for {PATIENCE_S:g} s"
+            self._complain(f"{late}: is its learner running, and fast enough?")
         return self._verdicts.at(now if self._waits else time.monotonic())
 
     def close(self) -> None:
@@ -101,7 +106,8 @@ class Learned(Judge):
 
     def _ask(self, observation: Observation, now: float) -> None:
         self._number, self._asked, self._is_open = self._number + 1, now, True
-        arrays = {name: np.array(observation[name]) for name in self._names}
+        self._unanswered = now if self._unanswered is None else self._unanswered
+        arrays = {name: np.array(observation[name], dtype) for name, dtype in self._dtypes.items()}
         if not self._link.send(m.InferenceRequest(self._number, 0, True, False, "", arrays)):
             self._is_open = False
 
@@ -111,9 +117,10 @@ class Learned(Judge):
             while (message := self._link.receive()) is not None:
                 if isinstance(message, m.InferenceResponse) and message.step == self._number >= self._first:
                     self._verdicts.hear(self._checked(message.arrays[SCORE]), self._asked)
-                    self._is_open = False
+                    self._is_open, self._unanswered, self._said = False, None, ""
                 elif isinstance(message, m.Failed):
                     self._complain(message.text)
+                    self._is_open &= not self._waits  # in real time it asks again after stale_s
         except (RetakeError, KeyError, TypeError, ValueError) as error:
             self._complain(f"{type(error).__name__}: {error}")
 
@@ -138,9 +145,12 @@ def _classifier_at(link: Connection, spec: Spec) -> Spec:
     if SCORE not in theirs.extras:
         raise ConfigError(f"{place}: no classifier answers there: give the inference_port of plan=reward_classifier")
     for name, feature in theirs.observation.items():
-        if name not in spec.observation or spec.observation[name].shape != feature.shape:
-            there = ", ".join(f"{own} {list(each.shape)}" for own, each in spec.observation.items())
-            raise ConfigError(f"{place}: the classifier sees {name} {list(feature.shape)}, and this robot {there}")
+        mine = spec.observation.get(name)
+        if mine is None or mine.shape != feature.shape or not np.can_cast(mine.dtype, feature.dtype, "same_kind"):
+            there = ", ".join(f"{own} {each.dtype} {list(each.shape)}" for own, each in spec.observation.items())
+            raise ConfigError(
+                f"{place}: the classifier sees {name} {feature.dtype} {list(feature.shape)}, and this robot {there}"
+            )
     return theirs
 
 

@@ -24,7 +24,7 @@ from serl_client import messages as m
 from serl_client.controller import decision_seed
 from serl_client.errors import ConfigError, MessageError
 from websockets.asyncio.server import ServerConnection, serve
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, ConnectionClosedError
 from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 
@@ -85,6 +85,7 @@ class Bridge:
         })  # fmt: skip
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
+        self._unanswered: set[asyncio.Future[m.InferenceResponse]] = set()
         self._ended: Future[None] = Future()
         self._thread: threading.Thread | None = None
 
@@ -140,6 +141,9 @@ class Bridge:
             await self._stopped.wait()
             for connection in self.sockets:  # an orderly end would wait for whoever does not read
                 connection.transport.abort()
+            for answered in self._unanswered:  # nobody will
+                if not answered.done():
+                    answered.set_exception(ConnectionClosedError(None, None))
 
     def _knock(self, connection: ServerConnection, request: Request) -> Response | None:
         """Answer what is no websocket, and whoever is not let in; None: it is let in."""
@@ -228,10 +232,15 @@ class Bridge:
             late.cancel()
 
     async def _answer(self, question: Question) -> m.InferenceResponse:
+        if self._stopped.is_set():
+            raise ConnectionClosedError(None, None)
         answered: asyncio.Future[m.InferenceResponse] = self._loop.create_future()
+        self._unanswered.add(answered)
+        answered.add_done_callback(self._unanswered.discard)
 
         def deliver(answer: m.InferenceResponse) -> None:
-            self._loop.call_soon_threadsafe(lambda: answered.done() or answered.set_result(answer))
+            with suppress(RuntimeError):  # the bridge is closed
+                self._loop.call_soon_threadsafe(lambda: answered.done() or answered.set_result(answer))
 
         self._ask(replace(question, deliver=deliver))
         return await answered

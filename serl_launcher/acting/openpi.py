@@ -163,6 +163,8 @@ def _flat(found: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]
     for key, value in found.items():
         if not isinstance(key, str):
             raise MessageError("the keys of a request are texts")
+        if len(above) + len(key) > MAX_TEXT:  # each map within a map holds the keys of all around it
+            raise MessageError(f"the keys of a request have at most {MAX_TEXT} characters, with those around them")
         for pair in _flat(value, f"{above}{key}/") if isinstance(value, dict) else [(f"{above}{key}", value)]:
             if pair[0] in seen:
                 raise MessageError(f"the request names {pair[0][:MAX_TEXT]!r} twice")

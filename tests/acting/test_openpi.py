@@ -5,6 +5,7 @@ The client here is written from docs/openpi.md, which also says with which publi
 
 import http.client
 import socket
+import threading
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
@@ -285,6 +286,20 @@ def test_the_bridge_ends_though_a_client_does_not_read(bridged, client):
     bridge.close()
     with pytest.raises(OSError, match="refused"):
         client(address)
+
+
+def test_the_bridge_ends_though_nobody_answers_a_question(bridged, client):
+    there, _, _ = bridged(Counting())
+    address, asked = ("127.0.0.1", free_port()), []
+    bridge = Bridge(there.server.host, address, KEYS, None, asked.append)
+    bridge.start()
+    client(address, close_timeout=0.1).socket.send(state())
+    until(lambda: asked)
+    ending = threading.Thread(target=bridge.close, daemon=True)
+    ending.start()
+    ending.join(PATIENCE)
+    assert not ending.is_alive()
+    assert bridge.report()["openpi"]["connections"] == 0
 
 
 def test_no_more_connections_than_the_limit_are_served(bridged, client, monkeypatch):

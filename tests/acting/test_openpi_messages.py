@@ -126,7 +126,7 @@ def test_little_that_would_become_much_is_refused():
         key * 100_000 + b"\x90", b"\x91" * 100_000 + b"\x90", key + b"\xdc\x03\xe8" + b"\xdc\x03\xe8" * 1000,
         msgpack.packb({"a": [[]] * MAX_LENGTH, "b": [[]] * (MAX_PARTS // 2)}), msgpack.packb({"a": [0] * 2000}),
         key + b"\x82\xa1b\x90\xa1b\x90", msgpack.packb({1: 2}), msgpack.packb({b"a": 2}), msgpack.packb([1]), b"",
-        b"\xc1", b"\x80\x80",
+        b"\xc1", b"\x80\x80", b"\x81\xd9\xc8" + b"b" * 200 + key + b"\x90", key * 300 + b"\x90",
     ):  # fmt: skip
         with pytest.raises(MessageError) as refused:
             FORM.read(data)

@@ -8,6 +8,7 @@ from serl_client import messages as m
 from serl_client.errors import ConfigError, Disconnected, Refused
 from serl_client.spec import Feature, Spec
 
+from robot_infra import learned as module
 from robot_infra.learned import Learned, Verdicts, judge_by
 from tests.shared.common import STATE
 from tests.shared.robots import build
@@ -164,6 +165,39 @@ def test_a_learner_that_is_gone_leaves_the_word_to_the_operator_and_may_come_bac
     assert made(SEEN).success is True
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_learner_that_answers_nothing_or_too_late_is_told_once_and_again_after_it_came_back(
+    judge, caplog, monkeypatch, waits
+):
+    monkeypatch.setattr(module, "PATIENCE_S", 0.1)
+    made, link = judge(rows=1, stale_s=0.03, waits=waits)
+    for outage in (1, 2):
+        made.reset()
+        for _ in range(12):
+            assert made(SEEN).success is None
+            time.sleep(0.02)
+        assert caplog.text.count("no answer came within task.judge.stale_s=0.03 for 0.1 s") == outage
+        link.scores = [0.9]
+        while made(SEEN).success is None:
+            time.sleep(0.01)
+
+
+def test_a_classifier_of_other_floats_is_asked_with_its_own(spec):
+    theirs = Spec({STATE: Feature((6,), "float64")}, spec.action, 10.0, SCORED)
+    link = Link(theirs, [0.9])
+    made = Learned(link, spec, Verdicts(threshold=0.5, rows=1, stale_s=1.0), waits=True)
+    assert made(SEEN).success is True
+    assert link.asked[0].arrays[STATE].dtype == np.float64
+
+
+def test_a_refusal_ends_the_waiting_on_the_simulated_clock(judge):
+    made, link = judge(waits=True)
+    link.send = lambda message: link.answers.append(m.Failed("Refused", "not you")) is None
+    begin = time.monotonic()
+    assert [made(SEEN).success for _ in range(3)] == [None] * 3
+    assert time.monotonic() - begin < module.PATIENCE_S
+
+
 def test_hostile_answers_are_none(judge, caplog):
     made, link = judge(rows=1, stale_s=0.01)
     for answer in (
@@ -178,10 +212,11 @@ def test_hostile_answers_are_none(judge, caplog):
 
 
 def test_a_learner_without_a_classifier_or_with_one_for_another_robot_is_refused(spec):
-    strange = Spec({"observation.state": Feature((9,))}, spec.action, 10.0, SCORED)
+    strange, numbers = (Spec({STATE: f}, spec.action, 10.0, SCORED) for f in (Feature((9,)), Feature((6,), "int64")))
     for theirs, said in (
         (None, "127.0.0.1:1: "), (Spec(spec.observation, spec.action, 10.0), "no classifier answers there"),
-        (strange, r"the classifier sees observation.state \[9\], and this robot observation.state \[6\]"),
+        (strange, r"the classifier sees observation.state float32 \[9\], and this robot observation.state float32 \[6"),
+        (numbers, r"the classifier sees observation.state int64 \[6\]"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             Learned(Link(theirs), spec, Verdicts(threshold=0.5, rows=1, stale_s=1.0), waits=False)
