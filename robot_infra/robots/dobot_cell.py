@@ -35,13 +35,17 @@ IMAGES = "observation.images."
 
 
 class CellLink:
-    """Starts a cell, which this module runs, and asks it; `addresses` are those of its controllers."""
+    """Starts a cell, which this module runs, and asks it; `addresses` are those of its controllers.
 
-    def __init__(self, program: str, side: str) -> None:
+    size: bytes of an answer, which is the scene's pose.
+    """
+
+    def __init__(self, program: str, side: str, size: int) -> None:
         command = [sys.executable, "-m", program, side]
         theirs, self._in = os.pipe()
         self._out, answers = os.pipe()
         self._process = subprocess.Popen(command, stdin=theirs, stdout=answers)
+        self._size, self._due = size, 0  # answers to come: more than one after a question that got none in time
         os.close(theirs)
         os.close(answers)
         try:
@@ -54,7 +58,12 @@ class CellLink:
         """Return the scene's pose. Raises RobotFault if the cell has ended, or hangs."""
         with suppress(OSError):  # it has ended, which the missing answer tells
             os.write(self._in, f"{line}\n".encode())
-        return np.frombuffer(self._answer(ANSWER))
+        self._due += 1
+        pose = b""
+        while self._due:
+            pose = self._answer(ANSWER, self._size)
+            self._due -= 1
+        return np.frombuffer(pose)
 
     def close(self) -> None:
         """End it."""
@@ -66,8 +75,8 @@ class CellLink:
             self._process.wait()
         os.close(self._out)
 
-    def _answer(self, patience: float) -> bytes:
-        data = os.read(self._out, 1 << 16) if select.select([self._out], [], [], patience)[0] else b""
+    def _answer(self, patience: float, most: int = 1 << 16) -> bytes:
+        data = os.read(self._out, most) if select.select([self._out], [], [], patience)[0] else b""
         if not data:
             raise RobotFault("the simulated controllers have ended, or hang: start the actor again", "link")
         return data
@@ -89,7 +98,7 @@ class DobotCell(Arm):
     ) -> None:
         self._sees, self._scene = object_in_state, Scene()
         with ExitStack() as stack:
-            self._cell = CellLink(self.program, side)
+            self._cell = CellLink(self.program, side, self._scene.pose.nbytes)
             stack.callback(self._cell.close)
             driver, options = f"{DobotArm.__module__}.DobotArm", {"version": VERSION, "t": 1 / hz}
             left, right = ({"driver": driver, "address": at, "options": options} for at in self._cell.addresses)

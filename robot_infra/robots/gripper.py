@@ -1,10 +1,12 @@
 """A gripper that is one Feetech servo on a serial bus of its own, beside an arm that does not know it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
 from serl_client.errors import ConfigError, RobotFault
 
-from robot_infra.robots.lerobot import FAILURES, tried
+from robot_infra.robots.lerobot import FAILURES, free, tried
 
 NAME = "gripper"
 
@@ -25,6 +27,7 @@ class FeetechGripper:
             from lerobot.motors.feetech import FeetechMotorsBus
         except ModuleNotFoundError as error:
             raise ConfigError(f"a gripper needs {error.name}: uv sync --inexact --extra robots") from None
+        self._port = port
         self._bus = FeetechMotorsBus(
             port, {NAME: Motor(id, "sts3215", MotorNormMode.RANGE_0_100)}, {NAME: MotorCalibration(id, 0, 0, low, high)}
         )
@@ -35,23 +38,38 @@ class FeetechGripper:
 
     def read(self) -> float:
         """Return the measured position, percent."""
-        return float(tried(lambda: self._bus.sync_read("Present_Position"))[NAME])
+        return float(self._tried(lambda: self._bus.sync_read("Present_Position"))[NAME])
 
     def write(self, position: float) -> None:
         """Send a set point, percent."""
-        tried(lambda: self._bus.sync_write("Goal_Position", {NAME: position}))
+        self._tried(lambda: self._bus.sync_write("Goal_Position", {NAME: position}))
 
     def recover(self) -> None:
-        """Switch the torque on where the gripper is."""
-        self.write(self.read())
-        tried(self._bus.enable_torque)
+        """Connect again what was unplugged, and switch the torque on where the gripper is."""
+        try:
+            position = self.read()
+        except RobotFault:
+            with suppress(*FAILURES):
+                self.close()
+            free(self._bus)
+            self._tried(self._connect)
+            position = self.read()
+        self.write(position)
+        self._tried(self._bus.enable_torque)
+
+    def _tried(self, call: Callable[[], Any]) -> Any:
+        try:
+            return tried(call)
+        except RobotFault as fault:
+            raise RobotFault(f"the gripper at {self._port}: {fault}; look at its cable and power", "bus") from None
 
     def _connect(self) -> None:
         """Connect, or give the port back: lerobot refuses a bus that is half connected."""
         try:
             self._bus.connect()
         except FAILURES:
-            self.close()
+            with suppress(*FAILURES):
+                self.close()
             raise
 
     def close(self) -> None:

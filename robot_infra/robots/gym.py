@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Self
@@ -80,7 +81,7 @@ class GymEnv:
             raise ConfigError(f"{env_id} does not say its rate: give fps")
         self._pace = Pace(clock, fps)
         boxes, self._space = _boxes(self._env), self._env.action_space
-        self._keys = {_name(key, box): key for key, box in boxes.items()}
+        self._keys = _named(boxes)
         observation = {name: _feature(boxes[key]) for name, key in self._keys.items()}
         self.action = action = _action(self._env, names)
         size = action.shape[0]
@@ -268,10 +269,21 @@ def _is_image(box: Any) -> bool:
     return box.dtype == np.uint8 and len(box.shape) == 3
 
 
-def _name(key: tuple[str, ...], box: Any) -> str:
-    if _is_image(box):
-        return f"observation.images.{key[-1] if key else 'camera'}"
-    return f"observation.{'.'.join(key) or 'state'}"
+def _named(boxes: Mapping[tuple[str, ...], Any]) -> dict[str, tuple[str, ...]]:
+    """Return {name of the observation: its keys}. An image is called by its last key; where two share that, by all."""
+    last = Counter(key[-1:] for key, box in boxes.items() if _is_image(box))
+    found: dict[str, tuple[str, ...]] = {}
+    for key, box in boxes.items():
+        if _is_image(box):
+            name = f"observation.images.{'_'.join(key[-1:] if last[key[-1:]] == 1 else key) or 'camera'}"
+        else:
+            name = f"observation.{'.'.join(key) or 'state'}"
+        if name in found:
+            raise ConfigError(
+                f"{'.'.join(found[name])} and {'.'.join(key)} of the task would both be {name}: rename one"
+            )
+        found[name] = key
+    return found
 
 
 def _at(raw: Any, key: tuple[str, ...]) -> Any:

@@ -6,6 +6,7 @@ only the guard's process imports this driver's devices.
 
 import importlib
 import logging
+import termios
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
@@ -22,7 +23,7 @@ from robot_infra.lerobot_options import configuration
 log = logging.getLogger(__name__)
 
 TRIES = 3  # of a call over the bus: single packets get lost
-FAILURES = (OSError, RuntimeError)  # of lerobot's buses; ConnectionError and TimeoutError are OSErrors
+FAILURES = (OSError, RuntimeError, termios.error)  # of lerobot's buses; ConnectionError, TimeoutError are OSErrors
 SIDES = {"": "", "left_arm": "left_", "right_arm": "right_"}  # attribute of a two-armed robot: prefix of its entries
 
 
@@ -96,15 +97,16 @@ class LerobotArm(Arm):
         try:
             measured = self.read()
         except RobotFault:
-            with suppress(*FAILURES):
-                self._robot.disconnect()
-            tried(lambda: _connect_once(self._robot))
+            _connect_again(self._robot)
             measured = self.read()
         self.write(measured)
         for bus in _buses(self._robot).values():
             tried(bus.enable_torque)
         if self._leader is not None:
-            tried(self._leader.get_action)
+            try:
+                tried(self._leader.get_action)
+            except RobotFault:
+                _connect_again(self._leader)
 
     def sense(self) -> Observation:
         found: Observation = {
@@ -172,6 +174,23 @@ def _connect_once(device: Any) -> None:
         with suppress(*FAILURES):
             device.disconnect()
         raise
+
+
+def _connect_again(device: Any) -> None:
+    """Connect to a device that was unplugged, or whose port has vanished."""
+    with suppress(*FAILURES):
+        device.disconnect()
+    for bus in _buses(device).values():
+        free(bus)
+    tried(lambda: _connect_once(device))
+
+
+def free(bus: Any) -> None:
+    """Let a bus be opened again. Where its port has vanished, lerobot's driver leaves it in use, and often open."""
+    if hasattr(bus, "port_handler"):
+        bus.port_handler.is_using = False
+        with suppress(*FAILURES):
+            bus.port_handler.closePort()
 
 
 def _buses(robot: Any) -> dict[str, Any]:

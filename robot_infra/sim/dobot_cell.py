@@ -83,15 +83,15 @@ def run(side: str) -> None:
         before, owed = time.monotonic(), 0.0
         while True:
             if select.select([sys.stdin], [], [], max(0.0, before + PERIOD - time.monotonic()))[0]:
-                line = os.read(sys.stdin.fileno(), 4096)
-                if not line:
+                lines = os.read(sys.stdin.fileno(), 4096)  # whole ones: they are short, and a pipe does not cut those
+                if not lines:
                     return
-                word, *values = line.split()
-                if word == b"reset":
-                    cell.reset(int(values[0]))
-                elif word == b"grip":
-                    cell.grip = np.array(values, float)
-                _say(cell.scene.pose.tobytes())
+                for word, *values in map(bytes.split, lines.splitlines()):
+                    if word == b"reset":
+                        cell.reset(int(values[0]))
+                    elif word == b"grip":
+                        cell.grip = np.array(values, float)
+                    _say(cell.scene.pose.tobytes())
             now = time.monotonic()
             if now >= before + PERIOD:
                 owed, before = owed + min(now - before, STALL), now

@@ -15,6 +15,7 @@ from serl_client.errors import ConfigError, RobotFault
 from robot_infra.robots import dobot
 from robot_infra.robots import dobot_protocol as p
 from robot_infra.robots.dobot import DobotArm
+from robot_infra.robots.gripper import FeetechGripper
 from robot_infra.sim.dobot_controller import Faults
 from robot_infra.sim.dobot_machine import Machine
 from robot_infra.sim.feetech import FeetechBus
@@ -258,6 +259,26 @@ def test_a_gripper_on_a_bus_of_its_own_is_one_more_entry_and_its_fault_stops_the
         arm.recover()
         arm.close()
         assert bus.servos[21].has_torque
+
+
+@pytest.mark.slow  # lerobot's import of torch takes seconds
+def test_a_gripper_whose_port_vanished_is_a_fault_and_comes_back_with_it(tmp_path):
+    pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
+    port, options = tmp_path / "port", {"ids": (1, 2, 3, 4, 5, 21)}
+    with FeetechBus(**options) as bus:
+        port.symlink_to(bus.path)
+        gripper = FeetechGripper(str(port))
+    for call in (gripper.read, lambda: gripper.write(50), gripper.recover):
+        with pytest.raises(RobotFault, match=f"the gripper at {port}: .*; look at its cable and power"):
+            call()
+    with FeetechBus(**options) as bus:
+        port.unlink()
+        port.symlink_to(bus.path)
+        gripper.recover()
+        assert bus.servos[21].has_torque
+        gripper.write(50)
+        until(lambda: abs(gripper.read() - 50) < 0.2)
+        gripper.close()
 
 
 # -- the simulated controller

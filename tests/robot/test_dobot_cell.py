@@ -6,13 +6,14 @@ import subprocess
 from contextlib import suppress
 
 import pytest
-from serl_client import ConfigError
+from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.cameras import gl
-from robot_infra.sim.dobot_pnp import AREA
+from robot_infra.robots import dobot_cell
+from robot_infra.sim.dobot_pnp import AREA, Scene
 from serl_launcher.config import composed, factory
 from tests.robot.test_pick_and_place import env_of
-from tests.shared.common import CONFIG, until
+from tests.shared.common import CONFIG, PATIENCE, until
 from tests.shared.robots import check_rows, play
 
 pytest.importorskip("mujoco")
@@ -50,6 +51,23 @@ def gone(process):
         os.kill(process, 0)
         return False
     return True
+
+
+def test_a_cell_that_was_late_answers_the_next_question_and_not_the_one_before(monkeypatch):
+    scene = Scene("left")
+    link = dobot_cell.CellLink("robot_infra.sim.dobot_cell", "left", scene.pose.nbytes)
+    try:
+        os.kill(link._process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(dobot_cell, "ANSWER", 0.3)
+        for line in ("look", "grip 1 2"):
+            with pytest.raises(RobotFault, match="have ended, or hang"):
+                link.ask(line)
+        os.kill(link._process.pid, signal.SIGCONT)
+        monkeypatch.setattr(dobot_cell, "ANSWER", PATIENCE)
+        scene.reset(1)
+        assert link.ask("reset 1").tolist() == scene.pose.tolist()
+    finally:
+        link.close()
 
 
 def test_a_simulated_clock_is_refused():

@@ -88,6 +88,10 @@ def three(env):
         (VECTOR, {"observation.state": (6,)}),
         (IMAGE, {"observation.images.camera": IMAGE.shape}),
         (spaces.Dict(cam=IMAGE, joints=VECTOR), {"observation.images.cam": IMAGE.shape, "observation.joints": (6,)}),
+        (
+            spaces.Dict(left=spaces.Dict(rgb=IMAGE, top=IMAGE), right=spaces.Dict(rgb=IMAGE)),
+            {f"observation.images.{name}": IMAGE.shape for name in ("left_rgb", "top", "right_rgb")},
+        ),
     ],
 )
 def test_a_vector_becomes_the_state_flattened_a_dict_keeps_its_names_and_images_stay_images(space, names):
@@ -213,6 +217,10 @@ def test_a_seed_names_a_start():
         ({"fps": None}, "give fps"),
         ({"observation": spaces.Tuple((VECTOR, VECTOR))}, "a Tuple"),
         ({"action": spaces.Dict(arm=ACTION)}, "actions of Dict; only a Box of floats fits, or Discrete"),
+        (
+            {"observation": spaces.Dict({"a": spaces.Dict(b=VECTOR), "a.b": VECTOR})},
+            "a.b and a.b of the task would both be observation.a.b",
+        ),
         ({"action": spaces.Discrete(1)}, "N >= 2"),
         ({"action": spaces.MultiDiscrete([2, 3])}, "MultiDiscrete"),
         ({"misspelt": 1}, "misspelt"),

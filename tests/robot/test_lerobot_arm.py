@@ -33,7 +33,7 @@ def so101(bus, tmp_path):
     made = []
     (tmp_path / "me.json").write_text(json.dumps(bus.calibration()))
 
-    def make(**options):
+    def make(leader=None, **options):
         robot = {
             "type": "so101_follower",
             "id": "me",
@@ -41,7 +41,7 @@ def so101(bus, tmp_path):
             "use_degrees": False,
             **options,
         }
-        made.append(LerobotArm(bus.path, robot=robot))
+        made.append(LerobotArm(bus.path, robot=robot, leader=leader))
         return made[-1]
 
     yield make
@@ -111,6 +111,26 @@ def test_after_a_fault_the_goal_is_where_the_arm_is_before_its_torque_comes_back
     time.sleep(0.1)
     assert bus.positions[1] == pytest.approx(ENDS[0][0], abs=2)
     assert all(servo.has_torque for servo in bus.servos.values())
+
+
+def test_arm_and_leader_whose_ports_vanished_come_back_with_them(so101, bus, tmp_path):
+    ports = {side: tmp_path / side for side in ("follower", "leader")}
+    with FeetechBus(speed=30_000) as one, FeetechBus(speed=30_000) as other:
+        for port, at in zip(ports.values(), (one, other), strict=True):
+            port.symlink_to(at.path)
+        leader = {"type": "so101_leader", "id": "me", "calibration_dir": str(tmp_path), "port": str(ports["leader"])}
+        arm = so101(port=str(ports["follower"]), leader=leader | {"use_degrees": False})
+        before = arm.read()
+    with pytest.raises(RobotFault, match="the bus does not answer"):
+        arm.recover()
+    with FeetechBus(speed=30_000) as one, FeetechBus(speed=30_000) as other:
+        for port, at in zip(ports.values(), (one, other), strict=True):
+            port.unlink()
+            port.symlink_to(at.path)
+        arm.recover()
+        np.testing.assert_allclose(arm.read(), before, atol=0.2)
+        assert len(arm.sense()["leader"]) == len(before)
+        arm.close()
 
 
 def test_one_that_is_not_calibrated_is_refused_with_the_command_to_run(bus, tmp_path):
