@@ -130,7 +130,7 @@ class _Import:
 
     def _push(self, client: TrainerClient, segment: Segment, where: str) -> None:
         try:
-            segment.check(self._spec)
+            segment.check(client.spec)
         except ValueError as error:
             raise ConfigError(
                 f"{where}: {error}. Mend the dataset or take the episode out of it, and begin in a new run_dir"

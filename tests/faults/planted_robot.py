@@ -113,8 +113,8 @@ LJ2 killed Verdicts.hear: a row that shows no success does not begin the success
     - self._counts + 1, 0), seen
     + self._counts + 1, self._counts), seen
 LJ3 killed Learned.reset: an answer on the episode before ends the new one
-    - self._first, self._is_open = self._number + 1, False
-    + self._is_open = False
+    - self._first, self._is_open, self._unanswered = self._number + 1, False, None
+    + self._is_open, self._unanswered = False, None
 LJ4 killed Learned.__call__: the control loop waits for an answer
     - while self._waits and
     + while
