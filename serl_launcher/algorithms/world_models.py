@@ -35,10 +35,9 @@ from serl_launcher.utils.optim import Optimizer
 
 log = logging.getLogger(__name__)
 
-CANDIDATE = (
-    "candidate"  # generation (0: none), index in it, and how many actions it gave in this episode before: int32;
-)
-# generations are numbered through all evolutions of a run
+# What a row tells of who acted, int32: the generation (0: none), counted through all evolutions of a run; the index in
+# it; and how many actions it gave in this episode before.
+CANDIDATE = "candidate"
 MEAN, LOG_VARIANCE = "derived.mean", "derived.log_variance"
 RETURN, REMAINING = "episode.return", "episode.remaining"
 NONE = -1  # no episode
