@@ -12,9 +12,10 @@ LEADER = "leader"  # what `sense` calls the positions of a leader arm, in the or
 class Arm:
     """Drives one arm. The guard makes it in a process of its own, and calls it there from one thread.
 
-    The constructor takes `address` (a device, a host or a serial number) and options of its own. It connects, and moves
-    nothing. Each method returns within a few milliseconds, and raises RobotFault for what fails. If no more positions
-    come, because the guard was killed, the arm's own controller must hold the last ones.
+    The constructor takes `address` (a device, a host or a serial number) and options of its own. It connects, moves
+    nothing, and leaves the motors on or off as they are. Each method returns within a few milliseconds, `recover` and
+    `enable` within seconds, and raises RobotFault for what fails. If no more positions come, because the guard was
+    killed, the arm's own controller must hold the last ones.
     """
 
     entries: Mapping[str, str]  # {entry of its positions, as limits and home name it: one of UNITS, "" for no unit}
@@ -28,17 +29,22 @@ class Arm:
         raise NotImplementedError
 
     def write(self, positions: Array) -> Array | None:
-        """Send set points [J] to the arm's controller; it is called `servo_hz` times a second.
+        """Send set points [J] to the arm's controller: `servo_hz` times a second, once `enable` has returned.
 
         Return what the controller made of them [J], if it tells; None: it takes them as they are.
         """
         raise NotImplementedError
 
     def recover(self) -> None:
-        """Clear a fault and switch the motors on, after a person has said ready.
+        """Connect again what was lost and clear a fault, after a person has said ready; the motors stay as they are."""
 
-        It must move nothing: a controller that remembers an old goal gets the measured positions first.
+    def enable(self) -> bool | None:
+        """Switch the motors on where the arm stands, once the guard has seen that this is within its range.
+
+        It must move nothing: a controller that remembers an old goal gets the measured positions before its motors come
+        on. Return whether they were off until now, because the arm may have been moved then; None: this is not known.
         """
+        return None
 
     def close(self) -> None:
         """Give the connection back. The motors stay on, because an arm without torque falls."""

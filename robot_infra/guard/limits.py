@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from serl_client.errors import ConfigError
+from serl_client.errors import ConfigError, RobotFault
 from serl_client.spec import Array
 
 from robot_infra.arm import UNITS
@@ -20,7 +20,13 @@ USUAL = {  # speed, jump, tracking to begin with
     "rad": (0.5, 0.1, 0.2), "m": (0.1, 0.02, 0.03), "deg": (60.0, 10.0, 20.0), "%": (60.0, 10.0, 20.0),
     "": (0.5, 0.1, 0.2),
 }  # fmt: skip
+LARGEST = 1e30  # of what can be a position: in float32, as which it is recorded, it is still finite
 HALVES = 6  # of a step, until the largest part is found that keeps the tool within its limits
+
+
+def are_positions(measured: Array, count: int) -> bool:
+    """Return whether these are `count` finite positions."""
+    return measured.shape == (count,) and bool((np.abs(measured) < LARGEST).all())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +46,17 @@ class Limits:
     tools: Sequence[str] = ()
     box: Array | None = None
     tool_speed: Array = field(default_factory=lambda: np.empty(0))
+
+    def shown(self, i: int, *positions: Array) -> str:
+        """Return entry `i` of these positions, each [J], with its name, in its unit for a person."""
+        name, unit = [*self.entries.items()][i]
+        factor, suffix = SHOWN[unit]
+        return f"{name} is measured at {' and '.join(f'{each[i] * factor:.4g}{suffix}' for each in positions)}"
+
+    def outside(self, i: int, measured: Array) -> str:
+        """Say that entry `i` of these positions [J] is not in its range."""
+        low, high = (self.shown(i, end).rpartition(" at ")[2] for end in (self.low, self.high))
+        return f"{self.shown(i, measured)}, and its range is {low} to {high}"
 
     def described(self) -> list[str]:
         """Return a line for each entry and for the tool, in degrees or millimetres."""
@@ -173,15 +190,32 @@ class Limiter:
         if limits.box is not None:
             self._low, self._high = limits.box[:, 0], limits.box[:, 1]  # [K, 3]
 
+    def begin(self, measured: Array, seconds: float) -> Array:
+        """Return the first set point [J] for an arm that stands at the measured positions [J].
+
+        seconds: an entry may lie outside of its range as far as it may move in this time; it begins at the range's end.
+        Raises RobotFault, which names the first entry that lies further outside.
+        """
+        limits = self.limits
+        start = np.clip(measured, limits.low, limits.high)
+        outside = ~(np.abs(measured - start) <= limits.speed * seconds)  # also true of what is not finite
+        if outside.any():
+            raise RobotFault(
+                f"{limits.outside(int(np.argmax(outside)), measured)}, so no set point is sent. Switch the motors off, "
+                "move the arm into its range by hand, then say ready. If it is within already, the driver's unit is "
+                "wrong, or its calibration, or limits.range of the task's yaml", "range",
+            )  # fmt: skip
+        return start
+
     def step(self, start: Array, wanted: Array, seconds: float, most: Array | float = math.inf) -> Array:
         """Return the positions [J] on the way from `start` to `wanted`, both [J], that may be reached in `seconds`.
 
-        most: what an entry may change besides, [J]. From outside of a range or the box every step leads back or rests.
+        start: within the ranges, as all that comes from here is. most: what an entry may change besides, [J]. From
+        outside of a tool's box every step leads back or rests.
         """
         limits = self.limits
-        low, high = np.minimum(limits.low, start), np.maximum(limits.high, start)
         reach = np.minimum(limits.speed * seconds, most)
-        allowed = np.clip(np.clip(wanted, low, high), start - reach, start + reach)
+        allowed = np.clip(np.clip(wanted, limits.low, limits.high), start - reach, start + reach)
         if limits.box is None or (allowed == start).all() or self._keeps(start, allowed, seconds):
             return allowed
         good, bad = 0.0, 1.0

@@ -16,13 +16,14 @@ from serl_client.spec import Array
 
 from robot_infra.arm import Arm
 from robot_infra.guard.channel import Ended, Reply, Request, Shared, Start, Started, receive, send
-from robot_infra.guard.limits import Limiter, read_home, read_limits
-from robot_infra.guard.motion import GLANCES, Motion
+from robot_infra.guard.limits import Limiter, are_positions, read_home, read_limits
+from robot_infra.guard.motion import Motion
 from robot_infra.guard.owner import owned
 
 log = logging.getLogger(__name__)
 
 LINGER = 1.0  # seconds that the arm is held after its actor has gone, until the guard ends
+READINGS, PAUSE = 10, 0.01  # of an arm before it may move, and seconds between two: who fails for a moment is found out
 
 
 def main(descriptor: int) -> int:
@@ -91,7 +92,7 @@ def _guarded(link: socket.socket, arm: Arm, start: Start) -> str:
 def read(arm: Arm) -> Array:
     """Return the measured positions [J]. Raises RobotFault if there are more or less, or one is not finite."""
     measured = np.array(arm.read(), float)
-    if measured.shape != (len(arm.entries),) or not np.isfinite(measured).all():
+    if not are_positions(measured, len(arm.entries)):
         raise RobotFault(f"the arm has {len(arm.entries)} entries, and its positions are {measured}", "sensor")
     return measured
 
@@ -103,17 +104,17 @@ class Guard:
         self._link, self._arm, self._motion, self._shared, self._tick = link, arm, motion, shared, tick
         self._ends: str | None = None  # why
         self._cut_at: float | None = None
-        self._is_driver_ill = False  # then the arm gets no set points: its motors may be off, and it may be moved
+        self._is_driver_ill = False  # then it is not asked for positions, either, until it has recovered
         self._sequence = 0
         self._measured_at = time.monotonic()
-        self._has_scenes = type(arm).scene is not Arm.scene
+        self._has_scenes = arm.is_simulated and type(arm).scene is not Arm.scene
         self._handlers = {
             "target": self._follow, "hold": self._hold, "home": self._go_home, "state": self._hear,
             "observe": self._observe, "recover": self._recover, "close": self._close,
         }  # fmt: skip
 
     def run(self) -> str:
-        """Serve until the end; return why it came. The last set point holds the arm, whatever it was."""
+        """Serve until the end; return why it came. The last set point holds the arm."""
         signal.signal(signal.SIGTERM, self._terminated)
         due = time.monotonic()
         try:
@@ -126,20 +127,22 @@ class Guard:
                 due = due if due > now else now + self._tick  # no short ticks to catch up
         finally:
             self._motion.hold()
-            if not self._is_driver_ill:
-                self._arm.write(self._motion.point.copy())
+            self._write()
         return self._ends
 
     def _servo(self) -> None:
         if self._cut_at is not None and time.monotonic() > self._cut_at + LINGER:
             self._ends = "its actor has gone"
-        point = self._motion.advance()
-        if self._is_driver_ill:
-            return
         with self._failing():
-            self._motion.accepted(self._arm.write(point.copy()))
-            measured, self._measured_at = np.array(self._arm.read(), float), time.monotonic()
-            self._motion.observe(measured)
+            self._write()
+            if not self._is_driver_ill:
+                measured, self._measured_at = np.array(self._arm.read(), float), time.monotonic()
+                self._motion.observe(measured)
+
+    def _write(self) -> None:
+        """Send the next set point, if one may be sent. Nothing else writes to the arm."""
+        if (point := self._motion.advance()) is not None:
+            self._motion.accepted(point, self._arm.write(point.copy()))
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -148,8 +151,7 @@ class Guard:
             yield
         except RobotFault as fault:
             self._is_driver_ill = True
-            self._motion.hold()
-            self._motion.fault = fault.kind, str(fault)
+            self._motion.release(fault.kind, str(fault))
 
     # -- the actor
 
@@ -186,7 +188,7 @@ class Guard:
             return
         with self._failing():
             self._arm.scene(request.seed)
-            self._motion.be_there(read(self._arm))
+            self._motion.begin(read(self._arm), is_home=True)
 
     def _hear(self, request: Request) -> None:
         self._motion.hear()
@@ -208,8 +210,18 @@ class Guard:
     def _recover(self, request: Request) -> None:
         with self._failing():
             self._arm.recover()
-            self._motion.recover(np.median([read(self._arm) for _ in range(GLANCES)], axis=0))
             self._is_driver_ill = False
+            if self._motion.may_recover(self._readings()):
+                were_off = self._arm.enable()
+                self._motion.recover(self._readings(), were_off=were_off)
+
+    def _readings(self) -> list[Array]:
+        """Return READINGS measurements, [J] each."""
+        found = [np.array(self._arm.read(), float)]
+        for _ in range(READINGS - 1):
+            time.sleep(PAUSE)
+            found.append(np.array(self._arm.read(), float))
+        return found
 
     def _close(self, request: Request) -> None:
         self._ends = "its actor has closed it"

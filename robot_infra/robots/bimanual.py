@@ -84,6 +84,10 @@ class BimanualArm(Arm):
     def recover(self) -> None:
         self._each(lambda arm: arm.recover())
 
+    def enable(self) -> bool | None:
+        were_off = self._each(lambda arm: arm.enable())
+        return True if True in were_off else None if None in were_off else False
+
     def close(self) -> None:
         self._opened.close()
 

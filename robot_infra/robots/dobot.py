@@ -33,7 +33,7 @@ class DobotArm(Arm):
     set point to the next, the inverse of the task's `servo_hz`. ahead, gain: of ServoJ (20 to 100, 200 to 1000).
     gripper: {port, id, steps} of a FeetechGripper; None: there is none.
 
-    Nothing is sent before `recover`, and nothing after a fault. `recover` connects anew, so that neither an old command
+    Nothing is sent before `enable`, and nothing after a fault. `recover` connects anew, so that neither an old command
     nor an old position is on its way. Raises ConfigError for options that cannot be, RobotFault if nobody answers.
     """
 
@@ -50,7 +50,7 @@ class DobotArm(Arm):
                 raise ConfigError(f"options.{name}={value}: {version} takes {low:g} to {high:g}")
         self.entries = {f"joint{i + 1}": "rad" for i in range(p.JOINTS)}
         self._ports: dict[int, socket.socket] = {}
-        self._is_ready, self._gripper = False, None
+        self._is_ready, self._were_off, self._gripper = False, True, None
         if gripper is not None:
             from robot_infra.robots.gripper import NAME, FeetechGripper
 
@@ -80,25 +80,28 @@ class DobotArm(Arm):
                     self._gripper.write(float(positions[-1]))
 
     def recover(self) -> None:
-        """Connect anew, then clear alarms, and switch power and motors on; the first set point is the measured one."""
+        """Connect anew, then clear alarms, and switch the power on; the brakes stay as they are."""
         self._connect()
+        self._were_off = self._is_alarmed or self._mode not in p.SERVO
         until = time.monotonic() + RECOVERING
         steps: tuple[tuple[Callable[[], bool], str, float], ...] = (  # (what is in the way, what ends it, seconds)
             (lambda: self._is_alarmed, "ClearError()", STEP),
             (lambda: self._mode == p.PAUSE, self._version.stop, STEP),
             (lambda: self._mode == p.POWERLESS, "PowerOn()", RECOVERING),
-            (lambda: self._mode not in p.SERVO, "EnableRobot()", STEP),
         )
         for is_so, command, seconds in steps:
-            if is_so():
-                fault = p.alarm_fault(self._alarms(until)) if self._is_alarmed else None
-                end = min(until, time.monotonic() + seconds)
-                self._ask(command, end, fault)
-                self._wait(lambda is_so=is_so: not is_so(), end, fault)
-        self._set(p.angles(self._packet))  # it may still be on its way to a set point from before
+            self._end(is_so, command, min(until, time.monotonic() + seconds))
         if self._gripper:
             self._gripper.recover()
+
+    def enable(self) -> bool:
+        """Switch the motors on; the first set point is the measured one."""
+        self._end(lambda: self._mode not in p.SERVO, "EnableRobot()", time.monotonic() + STEP)
+        self._set(p.angles(self._packet))  # it may still be on its way to a set point from before
+        if self._gripper:
+            self._were_off |= self._gripper.enable()
         self._is_ready = True
+        return self._were_off
 
     def close(self) -> None:
         self._is_ready = False
@@ -107,6 +110,13 @@ class DobotArm(Arm):
             self._gripper.close()
 
     # -- what it does
+
+    def _end(self, is_so: Callable[[], bool], command: str, until: float) -> None:
+        """If `is_so` holds, send the command that ends it, and wait until it has, until `until` at most."""
+        if is_so():
+            fault = p.alarm_fault(self._alarms(until)) if self._is_alarmed else None
+            self._ask(command, until, fault)
+            self._wait(lambda: not is_so(), until, fault)
 
     @property
     def _mode(self) -> int:

@@ -108,7 +108,7 @@ class DobotCell(Arm):
             for camera in cameras.values():
                 stack.callback(camera.close)
             self._scene.show(self._cell.ask("look"))
-            self.recover()
+            self._begin()
             self._opened = stack.pop_all()
         self._cameras = {IMAGES + name: camera for name, camera in cameras.items()}
         images = {name: camera.feature for name, camera in self._cameras.items()}
@@ -133,12 +133,19 @@ class DobotCell(Arm):
     def recover(self) -> None:
         self._arms.recover()
 
+    def enable(self) -> bool | None:
+        return self._arms.enable()
+
     def scene(self, seed: int) -> None:
         self._scene.show(self._cell.ask(f"reset {seed}"))
-        self.recover()  # it has ended all connections, so that nothing older is obeyed
+        self._begin()  # it has ended all connections, so that nothing older is obeyed
 
     def close(self) -> None:
         self._opened.close()
+
+    def _begin(self) -> None:
+        self.recover()
+        self.enable()
 
 
 def guarded(*, fps: float, object_in_state: bool, side: str, backend: str, image_size: int) -> GuardedRobot:

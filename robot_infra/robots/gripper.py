@@ -7,6 +7,7 @@ from typing import Any
 from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.robots.lerobot import FAILURES, free, tried
+from robot_infra.robots.torque import switch_on, tame
 
 NAME = "gripper"
 
@@ -31,6 +32,7 @@ class FeetechGripper:
         self._bus = FeetechMotorsBus(
             port, {NAME: Motor(id, "sts3215", MotorNormMode.RANGE_0_100)}, {NAME: MotorCalibration(id, 0, 0, low, high)}
         )
+        tame(self._bus)
         try:
             tried(self._connect)
         except RobotFault as fault:
@@ -45,23 +47,24 @@ class FeetechGripper:
         self._tried(lambda: self._bus.sync_write("Goal_Position", {NAME: position}))
 
     def recover(self) -> None:
-        """Connect again what was unplugged, and switch the torque on where the gripper is."""
+        """Connect again what was unplugged."""
         try:
-            position = self.read()
+            self.read()
         except RobotFault:
             with suppress(*FAILURES):
                 self.close()
             free(self._bus)
             self._tried(self._connect)
-            position = self.read()
-        self.write(position)
-        self._tried(self._bus.enable_torque)
+
+    def enable(self) -> bool:
+        """Switch the torque on where the gripper is; return whether it was off."""
+        return self._tried(lambda: switch_on(self._bus))
 
     def _tried(self, call: Callable[[], Any]) -> Any:
         try:
             return tried(call)
         except RobotFault as fault:
-            raise RobotFault(f"the gripper at {self._port}: {fault}; look at its cable and power", "bus") from None
+            raise RobotFault(f"the gripper at {self._port}: {fault}; look at its cable and power", fault.kind) from None
 
     def _connect(self) -> None:
         """Connect, or give the port back: lerobot refuses a bus that is half connected."""

@@ -19,6 +19,7 @@ from serl_client.spec import Array, Feature
 
 from robot_infra.arm import LEADER, Arm
 from robot_infra.lerobot_options import configuration
+from robot_infra.robots.torque import is_tamable, switch_on, tame
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class LerobotArm(Arm):
     teleoperator whose actions have the same names; None: there is none.
 
     The motors' ranges come from their norm mode (-100 to 100, 0 to 100) or, in degrees, from their calibration. Torque
-    stays on when it disconnects, unless the options say otherwise. Raises ConfigError for a type or an option that
+    and settings stay as they are until `enable`, which configures the devices. Torque stays on when the robot
+    disconnects, unless the options say otherwise. Raises ConfigError for a type or an option that
     lerobot does not know, for a device that is not calibrated, and for names that do not fit; RobotFault if a device
     does not answer.
     """
@@ -93,20 +95,24 @@ class LerobotArm(Arm):
         return np.array([sent.get(name, wanted[name]) for name in self._names], float)
 
     def recover(self) -> None:
-        """Connect again what was unplugged; the goal is where the arm is before its torque is switched on."""
+        """Connect again what was unplugged."""
         try:
-            measured = self.read()
+            self.read()
         except RobotFault:
             _connect_again(self._robot)
-            measured = self.read()
-        self.write(measured)
-        for bus in _buses(self._robot).values():
-            tried(bus.enable_torque)
         if self._leader is not None:
             try:
                 tried(self._leader.get_action)
             except RobotFault:
                 _connect_again(self._leader)
+
+    def enable(self) -> bool | None:
+        """Configure what was connected anew, which switches torque off and on, and switch on what else is off."""
+        if self._leader is not None:
+            for part in _parts(self._leader):
+                _configure(part)
+        were_off = [_configure(part) or tried(lambda part=part: switch_on(part.bus)) for part in _parts(self._robot)]
+        return any(were_off) if were_off else None
 
     def sense(self) -> Observation:
         found: Observation = {
@@ -151,9 +157,12 @@ class _Rooms:
             defaults={"disable_torque_on_disconnect": False, **({"port": address} if address else {})},
         )  # fmt: skip
         try:
-            return make(config)
+            device = make(config)
         except (ImportError, ValueError) as error:
             raise ConfigError(f"{where}: {error}") from None
+        for part in _parts(device):
+            tame(part.bus)
+        return device
 
 
 def _connect(kind: str, device: Any, options: Mapping[str, Any], address: str) -> None:
@@ -167,7 +176,12 @@ def _connect(kind: str, device: Any, options: Mapping[str, Any], address: str) -
 
 
 def _connect_once(device: Any) -> None:
-    """Connect, or leave the device as it was: lerobot refuses to connect to one that is half connected."""
+    """Connect, or leave the device as it was: lerobot refuses to connect to one that is half connected.
+
+    Torque and settings stay as they are: somebody may only want to look.
+    """
+    for part in _parts(device):
+        _only_look(part)
     try:
         device.connect(calibrate=False)
     except FAILURES:
@@ -176,12 +190,34 @@ def _connect_once(device: Any) -> None:
         raise
 
 
+def _only_look(part: Any) -> None:
+    """Leave torque and settings of this device as they are until `_configure`."""
+    part.configure = part.bus.disable_torque = _nothing
+
+
+def _nothing(*args: object, **options: object) -> None:
+    pass
+
+
+def _configure(part: Any) -> bool:
+    """Configure a device that was only looked at, and switch its torque on or off as lerobot does; return if it was."""
+    if part.configure is not _nothing:
+        return False
+    del part.configure, part.bus.disable_torque
+    try:
+        tried(part.configure)
+    except RobotFault:
+        _only_look(part)
+        raise
+    return True
+
+
 def _connect_again(device: Any) -> None:
     """Connect to a device that was unplugged, or whose port has vanished."""
     with suppress(*FAILURES):
         device.disconnect()
-    for bus in _buses(device).values():
-        free(bus)
+    for part in _parts(device):
+        free(part.bus)
     tried(lambda: _connect_once(device))
 
 
@@ -193,15 +229,21 @@ def free(bus: Any) -> None:
             bus.port_handler.closePort()
 
 
-def _buses(robot: Any) -> dict[str, Any]:
-    """Return {prefix of its entries: bus} of the motors that lerobot drives itself."""
-    parts: dict[str, Any] = {prefix: getattr(robot, part, None) if part else robot for part, prefix in SIDES.items()}
-    return {prefix: part.bus for prefix, part in parts.items() if hasattr(getattr(part, "bus", None), "motors")}
+def _sides(device: Any) -> dict[str, Any]:
+    """Return {prefix of its entries: the device, or its arm} of what has motors that lerobot drives itself."""
+    parts: dict[str, Any] = {prefix: getattr(device, part, None) if part else device for part, prefix in SIDES.items()}
+    return {prefix: part for prefix, part in parts.items() if hasattr(getattr(part, "bus", None), "motors")}
+
+
+def _parts(device: Any) -> list[Any]:
+    """Return those whose torque is switched on only where they stand."""
+    return [part for part in _sides(device).values() if is_tamable(part.bus)]
 
 
 def _motors(robot: Any) -> Any:
     """Yield (entry, (unit, [low, high])) of each motor whose ends its norm mode tells."""
-    for prefix, bus in _buses(robot).items():
+    for prefix, part in _sides(robot).items():
+        bus = part.bus
         for name, motor in bus.motors.items():
             entry, mode = f"{prefix}{name}.pos", motor.norm_mode.value
             if mode == "range_m100_100":

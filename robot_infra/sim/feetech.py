@@ -35,14 +35,16 @@ HISTORY = 10_000  # goals that are remembered
 class Servo:
     """Simulates one servo in position mode: its memory table, and a shaft that turns to its goal under torque.
 
-    number: its id. ends: its position limits, steps. speed: steps per second.
+    number: its id. ends: its position limits, steps. speed: steps per second. obeys_old_goals: it obeys its goal once
+    torque comes on, however old that is; else only one that was written since torque went off. **Assumed:** no document
+    says which of both a real one does. A shaft without torque stays where it is: there is no gravity here.
 
     `at` is the angle of the shaft in steps; Present_Position is `at` less Homing_Offset. `goals` has (seconds of
     time.monotonic(), steps) of each goal it got. `releases` counts how often its torque was switched off while it was
     on, `released` is when it last was.
     """
 
-    def __init__(self, number: int, ends: Sequence[int], speed: float) -> None:
+    def __init__(self, number: int, ends: Sequence[int], speed: float, *, obeys_old_goals: bool = False) -> None:
         self.memory = bytearray(128)
         self.memory[:2], self.memory[ID_AT] = bytes(FIRMWARE), number
         for at, value in ((MODEL_AT, MODEL), (MIN_AT, ends[0]), (MAX_AT, ends[1])):
@@ -50,6 +52,7 @@ class Servo:
         self.at, self._speed, self._moved = float(min(max(MIDDLE, ends[0]), ends[1])), speed, time.monotonic()
         self.goals: deque[tuple[float, int]] = deque(maxlen=HISTORY)
         self.releases, self.released = 0, -math.inf
+        self._obeys_old_goals = obeys_old_goals
         self._has_goal = False  # one that was written while the torque was off
         self._registered: tuple[int, bytes] | None = None  # of a reg write, until the action
 
@@ -94,7 +97,7 @@ class Servo:
         return b""
 
     def write(self, at: int, data: bytes) -> None:
-        """Write `data` at address `at`. Torque that comes on holds the shaft, unless a new goal was written before."""
+        """Write `data` at address `at`. Torque that comes on holds the shaft, unless there is a goal that it obeys."""
         self.move()
         had_torque, data = self.has_torque, data[: max(0, len(self.memory) - at)]
         self.memory[at : at + len(data)] = data
@@ -102,7 +105,7 @@ class Servo:
             self.goals.append((time.monotonic(), self.get(GOAL_AT)))
             self._has_goal = not had_torque
         if self.has_torque and not had_torque:
-            if not self._has_goal:
+            if not (self._has_goal or self._obeys_old_goals):
                 self.set(GOAL_AT, self.get(PRESENT_AT))
             self._has_goal = False
         elif had_torque and not self.has_torque:
@@ -112,13 +115,18 @@ class Servo:
 class FeetechBus:
     """Serves six servos at `path`, a serial port; a context manager.
 
-    ids: of the servos, in the order of MOTORS. speed: of each servo, steps per second. `goals` has (seconds of
+    ids: of the servos, in the order of MOTORS. speed, obeys_old_goals: of each servo. `goals` has (seconds of
     time.monotonic(), {id: steps}) of each sync write of goals, `servos` the servos by id. Raises ValueError unless
     there are six ids, OSError if there is no pseudo-terminal left.
     """
 
-    def __init__(self, *, ids: Sequence[int] = range(1, 7), speed: float = SPEED) -> None:
-        self.servos = {number: Servo(number, ends, speed) for number, ends in zip(ids, ENDS, strict=True)}
+    def __init__(
+        self, *, ids: Sequence[int] = range(1, 7), speed: float = SPEED, obeys_old_goals: bool = False
+    ) -> None:  # fmt: skip
+        self.servos = {
+            number: Servo(number, ends, speed, obeys_old_goals=obeys_old_goals)
+            for number, ends in zip(ids, ENDS, strict=True)
+        }
         self.goals: deque[tuple[float, dict[int, int]]] = deque(maxlen=HISTORY)
         self.is_plugged, self._is_closed = True, False
         self._dropped = self._damaged = 0  # answers that are still to get lost, or to be damaged
@@ -275,7 +283,7 @@ def main() -> None:
         signal.signal(number, lambda *_: ended.set())
     options.folder.mkdir(parents=True, exist_ok=True)
     links = [options.folder / name for name in ("follower", "leader")]
-    with FeetechBus() as follower, FeetechBus() as leader:
+    with FeetechBus(obeys_old_goals=True) as follower, FeetechBus(obeys_old_goals=True) as leader:
         for link, bus in zip(links, (follower, leader), strict=True):
             link.unlink(missing_ok=True)
             link.symlink_to(bus.path)

@@ -34,7 +34,7 @@ LIMIT = "{range:[-50,50],speed:100,jump:15,tracking:30}"
 @pytest.fixture
 def so101(tmp_path):
     """(words, follower, leader): an SO-101 whose servos are simulated, and what its user says beside the yaml."""
-    with FeetechBus() as follower, FeetechBus() as leader:
+    with FeetechBus(obeys_old_goals=True) as follower, FeetechBus(obeys_old_goals=True) as leader:
         for name, bus in (("follower", follower), ("leader", leader)):
             (tmp_path / f"{name}.json").write_text(json.dumps(bus.calibration()))
         words = [
@@ -77,6 +77,7 @@ def moved_by(leader, ended):
 
 def test_an_so101_is_demonstrated_with_and_practised_with_by_words_alone(person, so101):
     words, follower, leader = so101
+    stood = follower.positions
     ended = threading.Event()
     hand = threading.Thread(target=moved_by, args=(leader, ended))
     hand.start()
@@ -86,6 +87,8 @@ def test_an_so101_is_demonstrated_with_and_practised_with_by_words_alone(person,
         ended.set()
         hand.join()
     check_rows(person, jump=15)
+    first = {number: follower.goals_of(number)[0][1] for number in stood}
+    assert first == pytest.approx(stood, abs=1), "torque came on where each servo stood"
     shoulder = np.array([goal[1] for _, goal in follower.goals])
     assert np.ptp(shoulder) > 0.4 * (ENDS[0][1] - ENDS[0][0]), "it followed the leader"
     step = 1.0 / 40 * (ENDS[0][1] - ENDS[0][0]) / 2 + 1  # set points at 40 Hz, 100 % a second of -100 to 100

@@ -20,6 +20,7 @@ from robot_infra.sim.dobot_controller import Faults
 from robot_infra.sim.dobot_machine import Machine
 from robot_infra.sim.feetech import FeetechBus
 from tests.shared import dobot_client
+from tests.shared.arms import say_ready
 from tests.shared.common import ROOT, until
 from tests.shared.dobots import START, address, controller
 
@@ -47,7 +48,7 @@ def ready(make):
 
     def ready(version, **changes):
         served, arm = make(version, **changes)
-        arm.recover()
+        say_ready(arm)
         return served, arm
 
     return ready
@@ -92,7 +93,7 @@ def test_nothing_is_sent_before_somebody_says_ready_and_the_first_set_point_is_t
     time.sleep(0.05)
     assert sent(served) == []
     np.testing.assert_allclose(arm.read(), START, atol=1e-6)
-    arm.recover()
+    say_ready(arm)
     until(lambda: served.machine.targets)
     assert [text.partition("(")[0] for text in sent(served)] == ["EnableRobot", "ServoJ"]
     np.testing.assert_allclose(served.machine.targets[0][1], np.rad2deg(START), atol=1e-4)
@@ -125,7 +126,7 @@ def test_an_arm_without_power_gets_it_and_one_with_an_alarm_can_be_looked_at(mak
         served.machine.is_powered = False
         served.machine.alarm(33922, joint=2)
     np.testing.assert_allclose(arm.read(), START, atol=1e-6)
-    arm.recover()
+    say_ready(arm)
     done = [text for text in sent(served) if "ServoJ" not in text]
     assert done == ["GetErrorID()", "ClearError()", "PowerOn()", "EnableRobot()"]
     stream(arm, STEP, 3)
@@ -160,14 +161,14 @@ def test_a_fault_is_told_nothing_is_sent_after_it_and_recovery_moves_nothing(rea
     arm.write(START)
     if name == "estop":
         with pytest.raises(RobotFault, match="release it"):
-            arm.recover()
+            say_ready(arm)
     time.sleep(0.02)
     assert len([text for text in sent(served) if "ServoJ" in text]) == before
     until(lambda: is_still(served))
     with served.lock:
         (mend or (lambda machine: None))(served.machine)
         at = served.machine.q
-    arm.recover()
+    say_ready(arm)
     until(lambda: len(served.machine.targets) and "ServoJ" in sent(served)[-1])
     np.testing.assert_allclose(served.machine.q, at, atol=1e-4)
     stream(arm, STEP, 3)
@@ -189,7 +190,7 @@ def test_a_lost_link_leaves_the_arm_at_its_last_set_point_and_connecting_again_n
     with served.lock:
         count, at = len(served.machine.heard), served.machine.q
         np.testing.assert_allclose(at, served.machine.targets[-1][1], atol=1e-3)
-    arm.recover()
+    say_ready(arm)
     came = until(lambda: sent(served)[count:])
     assert {text.partition("(")[0] for text in came} == {"ServoJ"}, "it is enabled still"
     np.testing.assert_allclose(served.machine.targets[-1][1], at, atol=1e-3)
@@ -242,7 +243,7 @@ def test_a_gripper_on_a_bus_of_its_own_is_one_more_entry_and_its_fault_stops_the
         before = arm.read()
         arm.write(before + 0.01)
         assert bus.goals_of(21) == []
-        arm.recover()
+        say_ready(arm)
         assert until(lambda: bus.goals_of(21))[-1][1] == pytest.approx(bus.positions[21], abs=1)
         arm.write(np.append(before[:6], 50))
         until(lambda: abs(arm.read()[6] - 50) < 0.2)
@@ -256,7 +257,7 @@ def test_a_gripper_on_a_bus_of_its_own_is_one_more_entry_and_its_fault_stops_the
         bus.plug()
         arm.read()
         assert len(sent(served)) == count
-        arm.recover()
+        say_ready(arm)
         arm.close()
         assert bus.servos[21].has_torque
 
@@ -274,7 +275,7 @@ def test_a_gripper_whose_port_vanished_is_a_fault_and_comes_back_with_it(tmp_pat
     with FeetechBus(**options) as bus:
         port.unlink()
         port.symlink_to(bus.path)
-        gripper.recover()
+        say_ready(gripper)
         assert bus.servos[21].has_torque
         gripper.write(50)
         until(lambda: abs(gripper.read() - 50) < 0.2)

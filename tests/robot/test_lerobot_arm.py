@@ -5,16 +5,22 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.cameras import lerobot as cameras
+from robot_infra.guard.robot import GuardedRobot
 from robot_infra.robots.lerobot import LerobotArm
 from robot_infra.sim.feetech import ENDS, FeetechBus
+from serl_launcher.config import composed
+from tests.shared.arms import say_ready
 from tests.shared.common import ROOT, until
 from tests.shared.plugins import publish
+from tests.shared.tools import called
+from tools.checks.common import CONFIG
 
 pytest.importorskip("lerobot", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
 pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
@@ -23,7 +29,8 @@ pytestmark = pytest.mark.slow  # its import of torch alone takes seconds
 
 @pytest.fixture
 def bus():
-    with FeetechBus(speed=30_000) as made:
+    """Servos that obey whatever goal they remember, which lies at an end of each one's way."""
+    with FeetechBus(speed=30_000, obeys_old_goals=True) as made:
         yield made
 
 
@@ -75,12 +82,14 @@ def test_the_ends_of_its_motors_are_known_from_their_norm_mode_or_their_calibrat
 
 def test_it_moves_to_its_set_points_and_keeps_its_torque_when_it_is_closed(so101, bus):
     arm = so101()
+    say_ready(arm)
     arm.write(np.array([50, 0, 0, 0, 0, 30.0]))
     until(lambda: np.allclose(arm.read(), [50, 0, 0, 0, 0, 30], atol=0.2))
     arm.close()
     arm.close()
     assert [(servo.has_torque, servo.releases) for servo in bus.servos.values()] == [(True, 0)] * 6
     again = so101(disable_torque_on_disconnect=True)
+    say_ready(again)
     again.close()
     assert not any(servo.has_torque for servo in bus.servos.values()), "its owner said so"
 
@@ -96,8 +105,104 @@ def test_two_lost_readings_are_repeated_and_the_third_is_a_fault(so101, bus):
     assert fault.value.kind == "bus"
 
 
+@contextmanager
+def stands(bus):
+    """Meanwhile no shaft moves, but for what a reading is rounded by."""
+    before = bus.positions
+    yield before
+    time.sleep(0.1)
+    assert bus.positions == pytest.approx(before, abs=1)
+
+
+@pytest.mark.parametrize("torque", [0, 1])
+def test_who_only_looks_leaves_torque_and_goals_as_they_are(so101, bus, tmp_path, torque):
+    with FeetechBus(obeys_old_goals=True) as other:
+        for each in (bus, other):
+            for servo in each.servos.values():
+                servo.set(42, round(servo.at))  # else it would not stand
+                servo.write(40, bytes([torque]))
+        leader = {"type": "so101_leader", "id": "me", "calibration_dir": str(tmp_path), "port": other.path}
+        with stands(bus), stands(other):
+            arm = so101(disable_torque_on_disconnect=True, leader=leader | {"use_degrees": False})
+            arm.read()
+            arm.sense()
+            arm.recover()
+            arm.close()
+        for servo in (*bus.servos.values(), *other.servos.values()):
+            assert (servo.has_torque, servo.releases, len(servo.goals)) == (bool(torque), 0, 0)
+
+
+def test_torque_comes_on_where_each_servo_stands_and_this_is_told(so101, bus, tmp_path):
+    with FeetechBus(obeys_old_goals=True) as other:
+        leader = {"type": "so101_leader", "id": "me", "calibration_dir": str(tmp_path), "port": other.path}
+        arm = so101(leader=leader | {"use_degrees": False})
+        bus.place({1: 1000, 3: 2500})
+        with stands(bus) as at, stands(other):
+            assert say_ready(arm), "it was off"
+            assert not say_ready(arm), "it is on"
+        assert {number: servo.goals[-1][1] for number, servo in bus.servos.items()} == pytest.approx(at, abs=1)
+        assert all(servo.has_torque for servo in bus.servos.values())
+        assert not any(servo.has_torque for servo in other.servos.values()), "a hand leads it"
+
+
+def test_a_servo_out_of_its_range_is_named_and_no_torque_comes_on(so101, bus):
+    arm = so101()
+    bus.place({3: ENDS[2][0] - 100})  # lerobot reads it as its end
+    with (
+        stands(bus),
+        pytest.raises(RobotFault, match="elbow_flex is at step 800, and its calibration says 900 to 3100"),
+    ):
+        say_ready(arm)
+    assert not any(servo.has_torque for servo in bus.servos.values())
+    bus.place({3: ENDS[2][0] - 10})  # at a mechanical end
+    say_ready(arm)
+    assert all(servo.has_torque for servo in bus.servos.values())
+
+
+WORDS = (
+    "task=so101", "~task.env.cameras.front", "~task.env.cameras.wrist", "~task.env.options.leader",
+    "task.env.operator=none", "task.has_operator=false", "task.id=me",
+)  # fmt: skip
+
+
+def test_neither_the_check_nor_an_actors_start_nor_a_fault_moves_an_arm_before_ready(bus, tmp_path):
+    (tmp_path / "me.json").write_text(json.dumps(bus.calibration()))
+    words = [*WORDS, f"task.port={bus.path}", f"task.calibration_dir={tmp_path}"]
+    with stands(bus):
+        status, said = called("check_robot", *words, "--seconds", "0.2")
+        assert "ok   observe" in said, (status, said)
+    task = composed(CONFIG, ["actor=true", *words]).task.env
+    with stands(bus):
+        robot = GuardedRobot(
+            task.driver, address=task.address, fps=task.fps, limits=task.limits, home=task.home, options=task.options
+        )
+        for _ in range(10):
+            robot.observe()
+            time.sleep(0.02)
+    try:
+        with stands(bus):
+            robot.recover()
+        robot.command(np.array([10, 0, 0, 0, 0, 50], np.float32))
+        until(lambda: len(bus.goals) > 5)
+        bus.is_plugged = False
+        with pytest.raises(RobotFault, match="the bus does not answer"):
+            until(lambda: not robot.observe())
+        for servo in bus.servos.values():  # somebody has cut the power, moved the arm, and put the power back
+            servo.memory[40] = 0
+        bus.place({1: 1000})
+        bus.is_plugged = True
+        with stands(bus):
+            time.sleep(0.2)
+        with stands(bus):
+            robot.recover()
+        assert all(servo.has_torque for servo in bus.servos.values())
+    finally:
+        robot.close()
+
+
 def test_after_a_fault_the_goal_is_where_the_arm_is_before_its_torque_comes_back(so101, bus):
     arm = so101()
+    say_ready(arm)
     arm.write(np.array([60, 0, 0, 0, 0, 0.0]))
     time.sleep(0.2)
     bus.is_plugged = False
@@ -107,9 +212,8 @@ def test_after_a_fault_the_goal_is_where_the_arm_is_before_its_torque_comes_back
         servo.memory[40] = 0
     bus.place({1: ENDS[0][0]})
     bus.is_plugged = True
-    arm.recover()
-    time.sleep(0.1)
-    assert bus.positions[1] == pytest.approx(ENDS[0][0], abs=2)
+    with stands(bus):
+        assert say_ready(arm)
     assert all(servo.has_torque for servo in bus.servos.values())
 
 
@@ -127,7 +231,7 @@ def test_arm_and_leader_whose_ports_vanished_come_back_with_them(so101, bus, tmp
         for port, at in zip(ports.values(), (one, other), strict=True):
             port.unlink()
             port.symlink_to(at.path)
-        arm.recover()
+        say_ready(arm)
         np.testing.assert_allclose(arm.read(), before, atol=0.2)
         assert len(arm.sense()["leader"]) == len(before)
         arm.close()

@@ -119,6 +119,12 @@ class Log:
         self.calls += [Said(*json.loads(line)) for line in lines]
 
 
+def say_ready(driver):
+    """What a guard does with its driver, once a person has said ready."""
+    driver.recover()
+    return driver.enable()
+
+
 def guarded(log, **changes):
     """A GuardedRobot over a LoggedArm; `options` go to the driver."""
     options = {"log": log.path, **changes.pop("options", {})}
