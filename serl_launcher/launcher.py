@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import logging
 import os
-import shutil
 import socket
 import sqlite3
 import subprocess
@@ -25,10 +24,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from serl_client.errors import ConfigError, RetakeError, full_disk
 from serl_client.frames import MAX_HISTORY
+from serl_client.lockfile import open_lock
 
 from serl_launcher.datasets import importer
 from serl_launcher.datasets.export import FINISH_S, recorded, wanted
 from serl_launcher.learner_link import report_end
+from serl_launcher.sockets import SERVER, socket_folder
 from serl_launcher.store.access import AllowList, check_address
 from serl_launcher.store.extras import ANY, with_extras
 from serl_launcher.store.files import make_folder
@@ -42,7 +43,6 @@ log = logging.getLogger(__name__)
 ERRORS = "errors.log"  # in the run's folder: the tracebacks of unforeseen errors
 NEEDED = ("torch", "safetensors", "matplotlib", "websockets")  # of the extra `learner`
 NEEDED_BY_RANKS = ("accelerate", "deepspeed")  # of the extra `vla`
-SOCKETS = "retake-"  # prefix of the folders with ipc sockets, below the system's temporary folder
 
 
 def launch(config: DictConfig) -> int:
@@ -65,14 +65,13 @@ def launch(config: DictConfig) -> int:
     check_address(f"tcp://{config.host}:{config.port}", config["keys"])
     check_address(f"tcp://{config.bridge.host}:{config.bridge.port}", config["keys"], "bridge.host")
     run_dir = writable(Path(str(config.run_dir)))
-    _forget_dead_sockets()
-    with _lock(run_dir), tempfile.TemporaryDirectory(prefix=SOCKETS) as sockets, _lock(Path(sockets)):
+    with _lock(run_dir), socket_folder() as sockets:
         _check_ports(config)
         describe_store(config, plan)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
         log.info("in %s: %s", run_dir, " ".join(config.remembered))
         first = ["server", *children, *([] if "importer" in children else LEARNING)]
-        local = f"ipc://{sockets}/server"
+        local = f"ipc://{sockets / SERVER}"
         return Supervisor(run_dir, local, first, archives=bool(plan.archived), export_s=FINISH_S).run()
 
 
@@ -87,20 +86,6 @@ def describe_store(config: DictConfig, plan: Plan) -> None:
             "capacities": plan.capacities, "archived": sorted(plan.archived), "on_silence": plan.on_silence,
             "extras": config.extras, "history": history,
         }  # fmt: skip
-
-
-def _forget_dead_sockets() -> None:
-    """Remove the socket folders of learners that were killed: nobody listens there, and nobody holds their lock, as a
-    living launcher does while its server restarts."""
-    for path in Path(tempfile.gettempdir()).glob(f"{SOCKETS}*/server"):
-        with socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                with suppress(ConfigError), _lock(path.parent):
-                    shutil.rmtree(path.parent, ignore_errors=True)
-            except OSError:
-                continue  # another user's
 
 
 def _follow(config: DictConfig) -> int:
@@ -182,8 +167,11 @@ def _check_ports(config: DictConfig) -> None:
 
 
 def _lock(run_dir: Path) -> Any:
-    """Lock a folder, and return the open lock file, which names our process. Raises ConfigError if another holds it."""
-    file = open(run_dir / "lock", "a+")  # noqa: SIM115 - the caller closes it
+    """Lock a run's folder, and return the open lock file, which names our process. The caller closes it.
+
+    Raises ConfigError if another process holds it. The file may be a colleague's who ran there before.
+    """
+    file = open_lock(run_dir)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

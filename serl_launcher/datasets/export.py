@@ -19,6 +19,7 @@ from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.console import log_as
 from serl_client.errors import ConfigError, Disconnected, ServerFailed, Timeout
+from serl_client.lockfile import open_lock
 from serl_client.spec import Spec
 
 from serl_launcher.datasets import shards
@@ -77,7 +78,7 @@ def recorded(config: DictConfig) -> bool:
 def _alone(folder: Path) -> Iterator[None]:
     """Hold the lock of a run's datasets. Raises ConfigError if another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "a") as file:
+    with open_lock(folder) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -35,6 +35,7 @@ from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.policies.heads.base import Head
 from serl_launcher.policies.pi0_checkpoint import load_pretrained
 from serl_launcher.types import Observation
+from serl_launcher.utils import compiler
 
 log = logging.getLogger(__name__)
 
@@ -253,6 +254,7 @@ class PI0(HeadPolicy):
         return bias(sees, self.sizes.heads // self.sizes.kv_heads, self.precision)
 
     def compile_layers(self) -> None:
+        compiler.keep_private()
         self._attend = torch.compile(self._attend, fullgraph=True)
 
     def _heads(self, projected: Tensor) -> Tensor:

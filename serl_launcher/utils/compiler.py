@@ -1,9 +1,13 @@
-"""Says what this machine lacks to compile kernels for a GPU: Triton builds its launchers in C, at run time."""
+"""Says what this machine lacks to compile kernels for a GPU, and keeps what is compiled where only its user writes.
+
+Triton builds its launchers in C, at run time.
+"""
 
 import importlib.util
 import os
 import shutil
 import sysconfig
+import tempfile
 from pathlib import Path
 
 
@@ -16,3 +20,19 @@ def lacking() -> str:
     if importlib.util.find_spec("triton") is None:
         missing.append("the package triton")
     return ", ".join(missing)
+
+
+def keep_private() -> None:
+    """Have torch keep compiled code in the user's own folder of caches, unless TORCHINDUCTOR_CACHE_DIR names another.
+
+    Its own choice is a known name in the system's temporary folder, and torch runs what lies there: another user who
+    makes that folder first has their code run as ours.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "retake" / "inductor"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home, or one that cannot be written: compiled anew at each start
+        folder = tempfile.mkdtemp(prefix="inductor_")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

@@ -1,6 +1,8 @@
 """Copies of new weights, the current device and the compiler, as far as a CPU can show it; then on a GPU."""
 
 import logging
+import os
+import tempfile
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -147,6 +149,21 @@ def test_what_a_compilation_needs_is_named(monkeypatch, tmp_path, CC, there, hea
     if header:
         (tmp_path / "Python.h").touch()
     assert compiler.lacking() == says
+
+
+def test_compiled_code_is_kept_where_only_its_user_writes(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
+    compiler.keep_private()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"
+    for home, expected in (("mine", tmp_path / "mine/retake/inductor"), ("file", tmp_path / "inductor_")):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        (tmp_path / "file").touch()  # nothing can be made below it
+        compiler.keep_private()
+        kept = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        assert kept.startswith(str(expected))
+        assert os.stat(kept).st_mode & 0o777 == 0o700
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import shutil
 import socket
 import sqlite3
 import sys
-import tempfile
 
 import pytest
 import safetensors.numpy
@@ -341,18 +340,3 @@ def test_a_server_that_fails_before_it_has_begun_is_started_again_only_if_it_was
     monkeypatch.setattr("serl_launcher.store.server.main", serve)
     assert launcher.child("server", str(tmp_path), f"ipc://{tmp_path}/server") == status
     assert f"server: it failed: {type(error).__name__}: {error}" in capsys.readouterr().err
-
-
-def test_the_sockets_of_a_killed_learner_are_cleared_away_and_those_of_a_living_one_are_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folders = [tmp_path / f"retake-{name}" for name in ("dead", "living", "restarting")]
-    with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as living:
-        for folder, listener in zip(folders[:2], (dead, living), strict=True):
-            folder.mkdir()
-            listener.bind(str(folder / "server"))
-        living.listen()
-        dead.close()
-        shutil.copytree(folders[0], folders[2], copy_function=os.link)  # its server was killed, and comes again
-        with launcher._lock(folders[2]):
-            launcher._forget_dead_sockets()
-    assert [folder.exists() for folder in folders] == [False, True, True]

@@ -30,6 +30,7 @@ from typing import IO, Any
 from serl_client import messages, wire
 from serl_client.episode import LostRecord
 from serl_client.errors import ConfigError, MessageError
+from serl_client.lockfile import open_lock
 from serl_client.recent import RecentRecords
 
 log = logging.getLogger(__name__)
@@ -373,7 +374,7 @@ def _header(record: bytes, seq: int) -> dict[str, Any] | None:
 
 
 def _locked(folder: Path) -> IO[str]:
-    lock = os.fdopen(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+")
+    lock = open_lock(folder, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,0 +1,43 @@
+"""Opens the file `lock` of a folder, and never another file in its place: others may write into a shared folder.
+
+A program that owns a folder locks this file and writes its process into it. Behind a link, or a second name of the same
+file, may lie any file of ours.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import IO
+
+from serl_client.errors import ConfigError
+
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK  # the last, because a pipe would block
+STRANGE = {errno.ELOOP: "it is a link", errno.EISDIR: "it is a folder", errno.EACCES: "it belongs to somebody else"}
+
+
+def open_lock(folder: Path, mode: int = 0o666) -> IO[str]:
+    """Open `lock` in a folder to read and to append; make it with this mode if it is not there.
+
+    Raises ConfigError if it is no plain file, has other names or is not ours to write; OSError if the disk fails.
+    Nothing is changed then.
+    """
+    path = folder / "lock"
+    try:
+        descriptor = os.open(path, FLAGS, mode)
+    except OSError as error:
+        if error.errno not in STRANGE:
+            raise
+        raise _refusal(path, STRANGE[error.errno]) from None
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+        return os.fdopen(descriptor, "r+")
+    os.close(descriptor)
+    raise _refusal(path, "it has other names" if stat.S_ISREG(found.st_mode) else "it is no file")
+
+
+def _refusal(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be used as a lock: it must be a plain file that you may write, but {why}. Remove it if no "
+        "other program uses that folder, or choose another folder"
+    )

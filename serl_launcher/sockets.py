@@ -1,0 +1,96 @@
+"""Makes the folder of a learner's sockets, where nobody else can put anything: it is the user's own, with mode 0700.
+
+It lies below XDG_RUNTIME_DIR, or below the system's temporary folder, where others may make any name before us. So it
+gets a new name, and is opened before it is believed: as a folder and no link, with our user as its owner. Its lock is
+that of the open folder. Nothing is written into what was there before. Beside the socket `server` lie the files
+`<process>.begun` (supervisor.py).
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import zmq
+from serl_client.errors import ConfigError
+
+PREFIX, SERVER = "retake_", "server"  # the folder's name, which mkdtemp completes; the server's socket in it
+PLACE_BYTES = zmq.IPC_PATH_MAX_LEN - len(f"/{PREFIX}12345678/{SERVER}")  # the longest path that a socket leaves
+
+
+@contextmanager
+def socket_folder() -> Iterator[Path]:
+    """Make the folder and hold its lock; remove it at the end. Removes the folders of killed learners, too.
+
+    A place where this fails, such as one whose path is too long for a socket, gives way to the next one. Raises
+    ConfigError if none is left.
+    """
+    refused = []
+    with ExitStack() as stack:
+        for place in _places():
+            _forget_dead(place)
+            try:
+                folder = stack.enter_context(_made(place))
+                break
+            except OSError as error:
+                refused.append(f"{place} ({error.strerror})")
+        else:
+            raise ConfigError(
+                f"there is no place for the learner's sockets: tried {', '.join(refused)}. Set TMPDIR to a folder of "
+                f"your own whose path has at most {PLACE_BYTES} bytes"
+            )
+        yield folder
+
+
+def _places() -> list[Path]:
+    """Return the folders to try, the best first. The first one counts only if nobody else may write there."""
+    own = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    places = [own] if own.is_absolute() and _is_private(own, 0o022) else []
+    with suppress(FileNotFoundError):  # there is none that can be written
+        places.append(Path(tempfile.gettempdir()))
+    return list(dict.fromkeys([*places, Path("/tmp")]))
+
+
+def _is_private(path: Path | int, forbidden: int) -> bool:
+    """Return whether this folder is our user's, with none of the forbidden permissions."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and not found.st_mode & forbidden
+
+
+@contextmanager
+def _made(place: Path) -> Iterator[Path]:
+    """Make a folder in this place, lock it, and remove it at the end. Raises OSError if that does not work there."""
+    if len(os.fsencode(place)) > PLACE_BYTES:
+        raise OSError(errno.ENAMETOOLONG, f"its path has more than {PLACE_BYTES} bytes")
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place) as folder, _opened(Path(folder)) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield Path(folder)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """Open a folder, and prove that nobody else can write there. Raises OSError if it is a link, or not ours alone."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if not _is_private(descriptor, 0o077):
+            raise PermissionError(errno.EPERM, "a folder there is not private to you")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _forget_dead(place: Path) -> None:
+    """Remove the folders of our learners that were killed. Nobody holds their lock, as a living launcher does."""
+    with suppress(OSError):
+        for folder in place.glob(f"{PREFIX}*"):
+            with suppress(OSError), _opened(folder) as descriptor:
+                if (folder / SERVER).is_socket():  # else it is new, and about to be locked
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
