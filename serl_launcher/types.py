@@ -140,6 +140,13 @@ class Batch:
         size = len(self) // count
         return self._each(lambda value: value[index * size : (index + 1) * size])
 
+    def rows(self, chosen: Tensor) -> "Batch":
+        """Return the rows with these numbers, [n] int64, copied."""
+        numbers = chosen.tolist()
+        return self._each(
+            lambda value: value[chosen] if isinstance(value, Tensor) else tuple(value[number] for number in numbers)
+        )
+
     def _each(self, change: Callable[[Any], Any]) -> "Batch":
         return replace(self, **{column.name: _each(getattr(self, column.name), change) for column in fields(self)})
 

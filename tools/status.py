@@ -58,6 +58,8 @@ def lines(report: dict[str, Any]) -> list[str]:
     for name, source in report["sources"].items():
         held = source["head"] - source["tail"]
         said.append(f"source     {name}: {held:,} of {source['capacity']:,} steps, {source['tail']:,} evicted")
+    if count := report.get("set_aside"):
+        said.append(f"set aside  {count} episodes hold values that cannot be: tools/store.py show RUN lists them")
     for client in report["clients"]:
         rest = "".join(f", {key} {shown(client[key])}" for key in client if key not in KNOWN and client[key] != "")
         said.append(f"{client['role']:10} {client['actor']}: seen {client['seen_s']} s ago{rest}")

@@ -14,6 +14,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
 from serl_launcher.store import layout
+from serl_launcher.store.aside import LEARNER, reason_of
 from serl_launcher.store.creation import is_there
 from serl_launcher.store.files import SourceFiles
 from serl_launcher.store.index import Index
@@ -37,7 +38,7 @@ def main() -> None:
 
 
 def show(folder: Path, index: Index) -> int:
-    """ReplayMixture, actors and outcomes."""
+    """Sources, actors, and the episodes that are set aside, with the reasons."""
     print(f"run {index.meta('run')}")
     for source in index.sources().values():
         print(f"source {source.name}: steps [{source.tail:,}, {source.head:,}) of {source.capacity:,}")
@@ -46,6 +47,10 @@ def show(folder: Path, index: Index) -> int:
         state = "closed" if session.closed else f"next record {session.expected}"
         damage = f", {lost[session.session]} records lost on its disk" if session.session in lost else ""
         print(f"actor {session.actor}, session {session.session[:8]}: {state}{damage}")
+    tails = {source.name: source.tail for source in index.sources().values()}
+    for episode in index.discarded_by(LEARNER):
+        where = f"in {episode.source}" if episode.first >= tails[episode.source] else "no longer in the store"
+        print(f"set aside {episode.id}, {episode.steps} steps {where}: {reason_of(episode)}")
     return 0
 
 

@@ -63,9 +63,10 @@ class ReplayBuffer:
         self.episode_columns, self.derived = EpisodeColumns(size), DerivedColumns(size, derived)
 
     # -- what is there
-    def refresh(self) -> None:
-        """Take in each step that became durable since the last call, and the new tail."""
-        self.tail, head = (int(word) for word in self._published)
+    def refresh(self, head: int | None = None) -> None:
+        """Take in the new tail, and each step below `head` (None: any) that became durable since the last call."""
+        self.tail, there = (int(word) for word in self._published)
+        head = there if head is None else min(there, head)
         begin = max(self.head, self.tail)
         while begin < head:
             end = min(begin + SCAN, head)
@@ -179,6 +180,10 @@ class ReplayBuffer:
         """Return the episode number of each of these steps, [n]."""
         return self._episode[numbers % self.layout.capacity]
 
+    def indices(self, numbers: Numbers) -> Numbers:
+        """Return the index in its episode of each of these steps."""
+        return self._records(numbers % self.layout.capacity)["index"]
+
     def steps_of(self, episode: int, first: int, count: int, end: int) -> Numbers:
         """Return the steps of an episode, [n <= count]; empty if its beginning was evicted.
 
@@ -262,7 +267,7 @@ class ReplayBuffer:
     def _further(self, name: str, numbers: Numbers, window: Window) -> Array:
         """Return a column of these steps [...] that no stored row has."""
         if name == INDEX:
-            return self._records(numbers % self.layout.capacity)["index"]
+            return self.indices(numbers)
         if name in self.derived.features:
             values, known = self.derived.values(name, numbers), self.derived.known([name], numbers)
             return np.where(

@@ -44,7 +44,8 @@ class EpisodeColumns:
         self._remaining[slots] = np.arange(len(numbers) - 1, -1, -1)
         self._success[slots] = UNKNOWN if success is None else success
         for discount, column in self._returns.items():
-            column[slots] = returns(rewards, discount)
+            with np.errstate(over="ignore"):  # what is beyond float32 is found where it does harm (training/tracing.py)
+                column[slots] = returns(rewards, discount)
 
     def known(self, names: Collection[str], numbers: Numbers) -> NDArray[np.bool_]:
         """Return for each of these steps whether all columns with these names are known."""

@@ -20,6 +20,7 @@ from serl_launcher.replay.once import Seen, following
 from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import EpisodeInfo, Held, View
 from serl_launcher.replay.windows import batch_arrays, is_single
+from serl_launcher.store.aside import LIMIT
 from serl_launcher.store.layout import Layout
 from serl_launcher.types import Batch, Window
 
@@ -59,13 +60,16 @@ class ReplayMixture:
         self._known: set[str] = set()  # sources of which a window asks what is known of episodes
         self._discarded: set[str] = set()  # sources with a discarded episode: their plain view needs a Choice, too
 
-    def update(self, rows: Sequence[Sequence[Any]]) -> list[EpisodeInfo]:
-        """Take in all new steps, then the server's rows of changed episodes (messages.EPISODE).
+    def update(
+        self, rows: Sequence[Sequence[Any]], heads: Mapping[str, int] = MappingProxyType({})
+    ) -> list[EpisodeInfo]:  # fmt: skip
+        """Take in all new steps, then the server's rows of changed episodes (schema.EPISODE).
 
-        Returns these episodes as their operators judged them.
+        heads: {source: step} from which on the rows do not say yet which episodes are discarded: steps from there on
+        come with later rows. Returns these episodes as their operators judged them.
         """
         for name, buffer in self.buffers.items():
-            self._refresh(name, buffer)
+            self._refresh(name, buffer, heads.get(name))
         changed = [self._verdict.applied(EpisodeInfo(*row)) for row in rows]
         for episode in changed:
             if (buffer := self.buffers.get(episode.source)) is None:
@@ -78,8 +82,8 @@ class ReplayMixture:
                 buffer.cut([episode.number])
         return changed
 
-    def _refresh(self, name: str, buffer: ReplayBuffer) -> None:
-        buffer.refresh()
+    def _refresh(self, name: str, buffer: ReplayBuffer, head: int | None) -> None:
+        buffer.refresh(head)
         for episode in self.held[name].evict(buffer.tail):
             self._count(episode, -1)
 
@@ -191,24 +195,25 @@ class ReplayMixture:
             if buffer.gather(buffer.windows(numbers, window), window, into):
                 into["step_id"][into["step_id"] >= 0] += self._offsets[part]
                 return numbers, after
-            self._refresh(part, buffer)  # the server overwrote some of them
+            self._refresh(part, buffer, buffer.head)  # the server overwrote some of them
 
     def derive(self, step_id: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
         """Keep what an update has computed of steps: step_id [B], columns {name of Algorithm.derived: [B, ...]}.
 
         Or [B, H] and [B, H, ...] of windows that join episodes, where -1 is no step.
-        Steps that were evicted meanwhile are left out. Raises ValueError for a column that the algorithm does not have,
-        and for one that is not finite.
+        Steps that were evicted meanwhile are left out, and values that are not finite: of such a step the column stays
+        unknown. Raises ValueError for a column that the algorithm does not have.
         """
         steps = step_id.cpu().numpy()
         numbers, places = steps.reshape(-1) % STRIDE, steps.reshape(-1) // STRIDE  # -1 is of no source
         for name, column in prefixed(columns).items():
             feature, values = self._derived.get(name), column.detach().cpu().numpy()
-            if feature is None or values.shape != (*steps.shape, *feature.shape) or not np.isfinite(values).all():
-                raise ValueError(f"an update gave {name} {list(values.shape)}: not in Algorithm.derived, or not finite")
+            if feature is None or values.shape != (*steps.shape, *feature.shape):
+                raise ValueError(f"an update gave {name} {list(values.shape)}: not in Algorithm.derived")
             values = values.reshape(-1, *feature.shape)
+            is_finite = np.isfinite(values).reshape(len(values), -1).all(1)
             for part, buffer in self.buffers.items():
-                mine = (places == self._offsets[part] // STRIDE) & (numbers >= buffer.tail)
+                mine = (places == self._offsets[part] // STRIDE) & (numbers >= buffer.tail) & is_finite
                 buffer.derived.put(name, numbers[mine], values[mine])
 
     def beginnings(
@@ -216,16 +221,19 @@ class ReplayMixture:
     ) -> tuple[Batch, torch.Tensor] | None:
         """Return the windows at the first steps of these episodes, and their discounted returns [B].
 
-        episodes: of one source; open ones, and those that have left the store, are left out. None if nothing is left.
+        episodes: of one source; open and discarded ones, and those that have left the store, are left out. None if
+        nothing is left.
         """
         self._know_all(discount)
         for _ in range(TRIES):
-            there = [info for info in episodes if info.closed and info.first >= self.buffers[info.source].tail]
+            there = [each for each in episodes if each.closed and not each.discard]
+            there = [each for each in there if each.first >= self.buffers[each.source].tail]
             if not there:
                 return None
             if found := self._beginnings(there, window, discount):
                 return found
-            self._refresh(there[0].source, self.buffers[there[0].source])  # the server overwrote some of them
+            buffer = self.buffers[there[0].source]
+            self._refresh(there[0].source, buffer, buffer.head)  # the server overwrote some of them
         return None
 
     def _beginnings(
@@ -286,7 +294,7 @@ class ReplayMixture:
                 drawn = buffer.draw(len(into), window, self.generator, among)
                 if drawn is None or buffer.gather(drawn, window, into.arrays):
                     return None if drawn is None else drawn.steps[:, 0]
-            self._refresh(part, buffer)  # the server overwrote what was drawn
+            self._refresh(part, buffer, buffer.head)  # the server overwrote what was drawn
 
     def _choice(self, name: str, part: str, starts: str = "any") -> Choice | None:
         """Return the steps of source `part` at which windows of the view may start. None: all of them."""
@@ -313,6 +321,15 @@ class ReplayMixture:
             return list(held.tasks) * len(numbers)
         found = [held.get(number) for number in self.buffers[part].episodes(numbers).tolist()]
         return ["" if episode is None else episode.task for episode in found]
+
+    def episode_of(self, step_id: int) -> tuple[EpisodeInfo, int] | None:
+        """Return the episode of a drawn step and the step's index in it; None if it has left the store."""
+        part, number = list(self._offsets)[step_id // STRIDE], step_id % STRIDE
+        step = np.array([number])
+        episode = self.held[part].get(int(self.buffers[part].episodes(step)[0]))
+        if episode is None or number < self.buffers[part].tail:
+            return None
+        return episode, int(self.buffers[part].indices(step)[0])
 
     def chosen(self, name: str, part: str) -> Numbers | None:
         """Return the steps of source `part` that are in the view. None: all of them."""
@@ -355,14 +372,16 @@ class ReplayMixture:
 def statistics(mixture: ReplayMixture, name: str) -> dict[str, dict[str, Array]]:
     """Return {mean, std, low, high: {column: [*shape]}} of the actions and of each float observation.
 
-    name: the source or view. Steps with values that are not finite are left out. Raises ConfigError if it is empty.
+    name: the source or view. Observations with values that cannot be are left out, as an older version of Retake has
+    stored them in episodes that count. Raises ConfigError if it is empty.
     """
     found: dict[str, dict[str, Array]] = {"mean": {}, "std": {}, "low": {}, "high": {}}
     parts = mixture.views[name].of
     features = {"action": mixture.spec.action, **mixture.spec.observation}
     for key in [key for key, feature in features.items() if feature.dtype.startswith("float")]:
         rows = np.concatenate([mixture.buffers[part].observed(key, mixture.chosen(name, part)) for part in parts])
-        rows = rows[np.isfinite(rows.reshape(len(rows), -1)).all(1)]
+        largest = np.abs(rows.reshape(len(rows), -1)).max(1).astype(np.float64)
+        rows = rows[largest <= (np.finfo(np.float64).max if key == "action" else LIMIT)]
         if not len(rows):
             raise ConfigError(f"no statistics of {key}: source or view {name!r} holds no steps yet; collect some first")
         found["mean"][key], found["std"][key] = rows.mean(0, dtype=np.float64), rows.std(0, dtype=np.float64)

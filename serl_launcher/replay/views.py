@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from serl_client.messages import EPISODE
+from serl_launcher.store.schema import EPISODE
 
 KEEP = ("all", "successful", "failed", "intervened", "rewarded", "unrewarded")
 START_STEPS = ("all", "intervened", "autonomous")
@@ -15,7 +15,7 @@ HELD_OUT = 0.1  # the share of episodes in the split `held_out`
 
 
 class EpisodeInfo(NamedTuple):
-    """Holds what the server reports of one episode: the fields of messages.EPISODE."""
+    """Holds what the server reports of one episode: the fields of schema.EPISODE."""
 
     number: int
     id: str

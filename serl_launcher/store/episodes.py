@@ -11,29 +11,38 @@ from collections.abc import Iterable
 import numpy as np
 from serl_client.episode import Outcome, Segment
 
+from serl_launcher.store.aside import REMEDY, is_aside, outcome_of
 from serl_launcher.store.index import Index
 from serl_launcher.store.ring import Ring
 from serl_launcher.store.schema import Episode, Session, Source
 
 log = logging.getLogger(__name__)
 
+ASIDE = "set_aside"  # in the index's table meta
+
 
 class Episodes:
-    """`open` is {session: its open episode}; `changed` is {id: episode} that the next commit writes."""
+    """`open` is {session: its open episode}; `changed` is {id: episode} that the next commit writes, `said` the
+    (session, seq, outcome) that go with it; `aside` is how many episodes are set aside."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
         self.open = index.open_episodes()
+        self.aside: int = index.meta(ASIDE) or 0  # counted, because a start does not read past episodes
         self._number, self._revision = index.last_numbers()
         self.committed()
 
     def committed(self) -> None:
         self.changed: dict[str, Episode] = {}
         self._begun: dict[str, list[Episode]] = {}  # in this group, by their ids and those of what they are parts of
-        self._said: dict[str, list[Outcome]] = {}  # in this group, of an episode
+        self.said: list[tuple[str, int, Outcome]] = []
+        self._said: dict[str, list[Outcome]] = {}  # the same, by episode
 
     def number_revisions(self) -> Iterable[Episode]:
-        """Give each changed episode the next revision, by which readers find it, and return them all."""
+        """Give each changed episode the next revision, by which readers find it, and return them all. Write down how
+        many are set aside."""
+        if self.aside != (self._index.meta(ASIDE) or 0):
+            self._index.set_meta(ASIDE, self.aside)
         for episode in self.changed.values():
             self._revision += 1
             episode.revision = self._revision
@@ -63,14 +72,17 @@ class Episodes:
             segment.stamp.directive, segment.stamp.phase, first=ring.next_step, first_row=ring.next_row,
             part_of=segment.episode, part_start=segment.start, weights=segment.stamp.weights_version,
         )  # fmt: skip
-        for earlier in self.parts(episode.part_of) if segment.start else ():
-            if not earlier.continued:
-                earlier.continued = True
-                self.changed[earlier.id] = earlier
+        earlier = self.parts(episode.part_of) if segment.start else []
+        for part in earlier:
+            if not part.continued:
+                part.continued = True
+                self.changed[part.id] = part
         for id in dict.fromkeys((episode.part_of, episode.id)):
             self._begun.setdefault(id, []).append(episode)
             for outcome in [*self._index.outcomes(id), *self._said.get(id, ())]:
-                _judge(episode, outcome)
+                self._judge(episode, outcome)
+        if earlier and is_aside(earlier[0]):  # whatever its own actor has said of the whole since then
+            self._judge(episode, Outcome(episode.id, None, discard=True, judged_by=earlier[0].judged_by))
         self.open[state.session] = episode
         return episode
 
@@ -87,15 +99,37 @@ class Episodes:
         if segment.ends:
             del self.open[episode.session]
 
-    def judge(self, outcome: Outcome, session: str) -> None:
-        """Apply an outcome that this session brought to the episode and its parts; it may come before the episode."""
-        self._said.setdefault(outcome.episode, []).append(outcome)
+    def judge(self, outcome: Outcome, session: str, seq: int) -> None:
+        """Apply an outcome that this session brought to the episode and its parts; it may come before the episode.
+
+        What an episode's own session says of it does not take back that it is set aside: nobody there has seen why.
+        """
+        self._keep(outcome, session, seq)
         for episode in self.parts(outcome.episode):
-            _judge(episode, outcome)
+            if is_aside(episode) and episode.session == session:
+                continue
+            self._judge(episode, outcome)
             self.changed[episode.id] = episode
             is_open = episode is self.open.get(episode.session)
             if outcome.judged_by == "operator" and is_open and episode.session != session:
                 self.cut(episode.session)  # its actor is gone, or somebody else would not label it
+
+    def set_aside(self, id: str, reason: str, session: str, seq: int) -> None:
+        """Discard an episode and its parts in the learner's own name. Nothing changes if they are set aside already.
+
+        session, seq: name the record that showed why.
+        """
+        if parts := [part for part in self.parts(id) if not is_aside(part)]:
+            log.warning("episode %r: set aside, because %s. It is %s", id, reason, REMEDY)
+            outcome = outcome_of(id, reason)
+            self._keep(outcome, session, seq)
+            for part in parts:
+                self._judge(part, outcome)
+                self.changed[part.id] = part
+
+    def _keep(self, outcome: Outcome, session: str, seq: int) -> None:
+        self.said.append((session, seq, outcome))
+        self._said.setdefault(outcome.episode, []).append(outcome)
 
     def find(self, id: str) -> Episode | None:
         """Return the episode of exactly this id, as it is now."""
@@ -119,6 +153,14 @@ class Episodes:
         newest = max([*staged, *self._index.newest(state.session)], key=lambda episode: episode.number, default=None)
         return None if state.closed or newest is None or newest.final else newest
 
+    def _judge(self, episode: Episode, outcome: Outcome) -> None:
+        """Apply one outcome: the latest word of an operator or of the learner itself wins; without one, the judge's."""
+        was_aside = is_aside(episode)
+        is_final = outcome.judged_by == "operator" or is_aside(outcome)
+        if is_final or not (episode.judged_by == "operator" or was_aside):
+            episode.success, episode.discard, episode.judged_by = outcome.success, outcome.discard, outcome.judged_by
+        self.aside += is_aside(episode) - was_aside
+
     def _free_id(self, segment: Segment) -> str:
         id, number = segment.episode, len(self.parts(segment.episode))
         while segment.start and self.find(id):
@@ -130,9 +172,3 @@ class Episodes:
 def next_step(episode: Episode) -> int:
     """Return the step of its actor's episode that comes next."""
     return episode.part_start + episode.steps
-
-
-def _judge(episode: Episode, outcome: Outcome) -> None:
-    """Apply one outcome: the operator's latest word wins; without one, the judge's."""
-    if outcome.judged_by == "operator" or episode.judged_by != "operator":
-        episode.success, episode.discard, episode.judged_by = outcome.success, outcome.discard, outcome.judged_by

@@ -16,9 +16,8 @@ from typing import Any
 import xxhash
 from serl_client.episode import Outcome
 from serl_client.errors import ConfigError
-from serl_client.messages import EPISODE
 
-from serl_launcher.store.schema import FORMAT, NUMBERED, SCHEMA, TABLES, Episode, Session, Source
+from serl_launcher.store.schema import EPISODE, FORMAT, NUMBERED, SCHEMA, TABLES, Episode, Session, Source
 
 OURS = "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
 DISK = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN}
@@ -185,6 +184,10 @@ class Index:
         """The newest episode of a session, if it has one."""
         return self._get(Episode, "episodes", "session = ? ORDER BY number DESC LIMIT 1", session)
 
+    def discarded_by(self, whom: str) -> list[Episode]:
+        """The episodes of which somebody whose name begins so said last that they are discarded, in order."""
+        return self._get(Episode, "episodes", "discard = 1 AND judged_by LIKE ? ORDER BY number", f"{whom}%")
+
     def first_from(self, source: str, step: int, row: int) -> tuple[int, int] | None:
         """(first, first_row) of the oldest episode that begins at or after both numbers."""
         return self._db.execute(
@@ -247,6 +250,11 @@ class Index:
             Outcome(id, None if success is None else bool(success), bool(discard), judged_by)
             for id, success, discard, judged_by in self._db.execute(sql, (episode,))
         ]
+
+    def next_said(self, session: str) -> int:
+        """The number of the next outcome of a session, which has no other records."""
+        (last,) = self._db.execute("SELECT max(seq) FROM outcomes WHERE session = ?", (session,)).fetchone()
+        return 0 if last is None else last + 1
 
     # -- numbers that never go back
     def add_directive(self, body: dict[str, Any]) -> int:

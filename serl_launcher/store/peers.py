@@ -20,8 +20,8 @@ QUEUE = 100_000  # messages of one client that wait to be looked at
 ROLES: dict[str, tuple[type, ...]] = {
     "actor": (m.Push, m.Heartbeat, m.Bye, m.WeightsRequest, m.Command, m.Status),
     "learner": (
-        m.Direct, m.StepLimit, m.Publish, m.Archived, m.Over, m.Sync, m.Heartbeat, m.WeightsRequest, m.Command,
-        m.Status,
+        m.Direct, m.StepLimit, m.Publish, m.Archived, m.SetAside, m.Over, m.Sync, m.Heartbeat, m.WeightsRequest,
+        m.Command, m.Status,
     ),
     "viewer": (m.Heartbeat, m.Bye, m.Command, m.Status),
 }  # fmt: skip

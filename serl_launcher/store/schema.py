@@ -37,6 +37,11 @@ CREATE INDEX weights_by_sha256 ON weights (sha256);
 CREATE TABLE commands (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, argument TEXT NOT NULL,
     actor TEXT NOT NULL, at REAL NOT NULL, checksum INTEGER NOT NULL) STRICT;
 """
+EPISODE = (  # what a row of Synced.episodes holds
+    "number", "id", "source", "actor", "task", "directive", "phase", "first", "steps", "reward", "intervened",
+    "weights", "terminated", "truncated", "final", "closed", "success", "discard", "judged_by", "last_reward",
+    "continued",
+)  # fmt: skip
 NUMBERED = ("directives", "weights", "commands")  # by SQLite: the checksum is of what follows the number
 TABLES = ("sources", "sessions", "episodes", "phases", "archived", "outcomes", "lost", *NUMBERED)
 

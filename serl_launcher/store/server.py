@@ -85,7 +85,8 @@ class Server:
         self._handlers: dict[type, Callable[[Peer, Any], m.Message | None]] = {
             m.Heartbeat: self._heartbeat, m.WeightsRequest: self._weights, m.Status: self._status,
             m.Direct: self._direct, m.StepLimit: self._allow, m.Publish: self._publish, m.Sync: self._sync,
-            m.Archived: self._archived, m.Command: self._command, m.Bye: self._bye, m.Over: self._over,
+            m.Archived: self._archived, m.SetAside: self._set_aside, m.Command: self._command, m.Bye: self._bye,
+            m.Over: self._over,
         }  # fmt: skip
 
     @property
@@ -263,13 +264,18 @@ class Server:
         self.keeper.ready.archive(archived.episodes)
         return m.Done(len(archived.episodes))
 
+    def _set_aside(self, peer: Peer, message: m.SetAside) -> m.Message:
+        self.keeper.ready.set_aside(message.episode, message.reason)
+        return m.Done()
+
     def _sync(self, peer: Peer, sync: m.Sync) -> m.Message:
         if self.store is None:
             return m.Synced(0, [], [], [], False)
         store = self.keeper.ready
         revision, rows, more = page_of(store.index, sync.revision)
         living = sorted(s.hello.actor for s in self.peers.values() if s.hello.role == "actor")
-        return m.Synced(revision, rows, store.index.commands(sync.command), living, more)
+        heads = {source.name: source.head for source in store.sources.values()}
+        return m.Synced(revision, rows, store.index.commands(sync.command), living, more, heads)
 
     def _over(self, peer: Peer, over: m.Over) -> m.Message:
         """Tell the actors why the run ends. Where it has not begun they end, too, and so does who comes now; else they
@@ -300,6 +306,7 @@ class Server:
             "degraded": self.keeper.degraded, "full": sorted({s.waits_for for s in self.peers.values()} - {""}),
             **self.access.report, "directive": directive, "weights": weights,
             "sources": self.store.manifest() if self.store else {}, "clients": clients,
+            "set_aside": self.store.episodes.aside if self.store else 0,
             "missing": {actor: round(now - seen, 1) for actor, seen in self.updates.missing.items()},
         })  # fmt: skip
 

@@ -22,6 +22,7 @@ from serl_client.errors import ConfigError, Refused, RetakeError
 from serl_client.spec import Array, Spec
 
 from serl_launcher.store.archive import Archive
+from serl_launcher.store.aside import LEARNER, absurd
 from serl_launcher.store.creation import INDEX, is_there, make_store
 from serl_launcher.store.episodes import Episodes, next_step
 from serl_launcher.store.errors import Full, Gap, GroupFailed
@@ -182,7 +183,7 @@ class Store:
                 f"session {session} is over: a later start of {state.actor} has delivered what came before it"
             )
         if isinstance(record, Segment):
-            self._stage_segment(state, record)
+            self._stage_segment(state, seq, record)
         elif isinstance(record, LostRecord):
             self._stage_lost(state, seq, record)
         else:
@@ -191,7 +192,7 @@ class Store:
         self.lives.taken(state)
         return True
 
-    def _stage_segment(self, state: Session, segment: Segment) -> None:
+    def _stage_segment(self, state: Session, seq: int, segment: Segment) -> None:
         source, records = self._checked(state, segment)
         if segment.start == 0:
             self.episodes.cut(state.session)  # even if this segment has to wait: what is open is never exported
@@ -210,6 +211,8 @@ class Store:
         self.phase_steps[episode.phase] = self.phase_steps.get(episode.phase, 0) + len(segment)
         self._changed_phases.add(episode.phase)
         self.episodes.grow(episode, segment)
+        if reason := absurd(segment):
+            self.episodes.set_aside(segment.episode, reason, state.session, seq)
 
     def _checked(self, state: Session, segment: Segment) -> tuple[Source, Array]:
         """The source that this segment goes to, and its [T] records, not numbered yet. Raises Refused, and has changed
@@ -258,10 +261,14 @@ class Store:
         """An outcome may come before its episode's first segment, or long after its last."""
         if len(outcome.episode) > MAX_NAME or len(outcome.judged_by) > MAX_NAME:
             raise Refused(f"the names in an outcome have at most {MAX_NAME} characters")
-        if len(self._staged_outcomes) >= GROUP_OUTCOMES:
+        if len(self.episodes.said) >= GROUP_OUTCOMES:
             self.commit()
-        self._staged_outcomes.append((state.session, seq, outcome))
-        self.episodes.judge(outcome, state.session)
+        self.episodes.judge(outcome, state.session, seq)
+
+    def set_aside(self, id: str, reason: str) -> None:
+        """Keep an episode out of all views from now on, durably, until an operator says otherwise."""
+        self.episodes.set_aside(id, reason, LEARNER, self.index.next_said(LEARNER))
+        self.commit()
 
     def actors_of(self, id: str) -> set[str]:
         """Whose episode this is; before it begins, who names episodes so (actor-session-number); empty: anybody may."""
@@ -320,14 +327,14 @@ class Store:
         self.index.drop_sessions(self.lives.forgotten)
         self.index.put_episodes(self.episodes.number_revisions())
         self.index.put_phases({phase: self.phase_steps[phase] for phase in self._changed_phases})
-        self.index.add_outcomes(self._staged_outcomes)
+        self.index.add_outcomes(self.episodes.said)
         self.index.add_lost(self._staged_lost)
         self.index.commit()
         self._clear()
         self._publish()
 
     def _clear(self) -> None:
-        self._staged_bytes, self._staged_outcomes, self._staged_lost = 0, [], []
+        self._staged_bytes, self._staged_lost = 0, []
         self._changed_phases: set[str] = set()
         self.lives.committed()
         self.episodes.committed()

@@ -101,7 +101,7 @@ class RunCounters:
             return
         buffer, first = self.sources.buffers[EVAL], np.array([episode.first], np.int64)
         columns = [buffer.observed(name, first) for name in self.sources.spec.observation]
-        buffer.refresh()  # it tells what was overwritten while it was read
+        buffer.refresh(buffer.head)  # it tells what was overwritten while it was read
         if episode.first >= buffer.tail and all(len(column) for column in columns):
             self.starts[episode.number] = xxhash.xxh3_64_intdigest(b"".join(column.tobytes() for column in columns))
 

@@ -25,10 +25,10 @@ from serl_launcher.training.plan import RANDOM, Phase, Plan, Update
 from serl_launcher.training.plan_state import PlanState
 from serl_launcher.training.presence import Presence
 from serl_launcher.training.ranks import Ranks
+from serl_launcher.training.tracing import Tracer
 from serl_launcher.training.writers import Keeper, Patience, Publisher
 from serl_launcher.types import Batch
 from serl_launcher.utils.checkpoint import Checkpoints
-from serl_launcher.utils.finite import Refusals
 from serl_launcher.utils.logging import MetricsLog
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Learner:
         self._wall_s, self._began = 0.0, time.monotonic()
         self._rate = (time.monotonic(), 0)  # when, and how many updates there were
         self._latest: Mapping[str, torch.Tensor] = {}
-        self._refusals, self._is_clipping_told = Refusals(), False
+        self._tracer, self._is_clipping_told = Tracer(ranks, sources, self._set_aside), False
 
     @property
     def wall_s(self) -> float:
@@ -128,6 +128,7 @@ class Learner:
         for action, source in self.state.begin():
             self._do(action, source, "")
         metrics, columns = self.ranks.update(name, batch)
+        self._tracer.updated(name, batch, self.state.updates)
         if columns:
             self.sources.derive(batch.step_id, columns)
         self._latest = {**self._latest, **metrics}
@@ -224,7 +225,7 @@ class Learner:
         self._revision = synced.revision
         self._presence.take(synced.actors)
         self._has_news |= bool(synced.episodes)
-        for episode in self.counters.take(self.sources.update(synced.episodes)):
+        for episode in self.counters.take(self.sources.update(synced.episodes, synced.heads)):
             self._log_episode(episode)
         self._orders += [command for command in synced.commands if command[0] > self._command]
         self._command = max(self._command, *(number for number, _, _ in synced.commands), 0)
@@ -290,6 +291,11 @@ class Learner:
         self._asked &= self.link.welcome is before
         return answer
 
+    def _set_aside(self, episode: str, reason: str) -> None:
+        """Have the server keep an episode out of all views, and hear that it does."""
+        self._call(m.SetAside(episode, reason))
+        self._synchronise()
+
     def _farewell(self) -> None:
         """Send the directive `stop`, and wait until the actors have delivered their data and left."""
         deadline = time.monotonic() + FAREWELL_S
@@ -345,7 +351,7 @@ class Learner:
         then, before = self._rate
         rate = (self.state.updates - before) / max(now - then, 1e-9)
         self._rate = (now, self.state.updates)
-        refused = self._refusals.look(self.ranks.steps(), self.state.updates)
+        refused = self._tracer.look(self.state.updates)
         if self._latest and rate:
             values = {name: float(value) for name, value in self._latest.items()}
             values |= self._value_error(self.counters.recent(phase.name, 20)) if phase else {}
@@ -353,7 +359,7 @@ class Learner:
             self._warn_of_clipping(values.get("targets_outside", 0.0))
             self._note("update", {"rate": round(rate, 1), **values})
         name = phase.name if phase else "end"
-        recent = self.counters.recent(name, 20)
+        recent = [episode for episode in self.counters.recent(name, 20) if not episode.discard]
         assisted = [episode for episode in recent if episode.intervened]
         alone = [episode for episode in recent if not episode.intervened]
         self.console.show({

@@ -63,7 +63,7 @@ class Ranks:
         The batch is on this rank's device. Returns the mean of the metrics, and the columns [B, ...] that it computed.
         """
         if self.world.size == 1:
-            return _separate(getattr(self.algorithm, name)(batch))
+            return self._made(name, batch)
         self.world.broadcast(["update", name])
         parts = [batch.part(rank, self.world.size) for rank in range(self.world.size)]
         return self._update(name, [{field.name: getattr(part, field.name) for field in fields(part)} for part in parts])
@@ -121,13 +121,22 @@ class Ranks:
 
     def _update(self, name: str, parts: Sequence[Mapping[str, Any]] = ()) -> tuple[Metrics, Metrics]:
         part = self.world.scatter(parts)
-        metrics, columns = _separate(getattr(self.algorithm, name)(Batch(**{**part, "task": tuple(part["task"])})))
+        metrics, columns = self._made(name, Batch(**{**part, "task": tuple(part["task"])}))
         for buffer in map(self.algorithm.get_buffer, self.algorithm.means):
             buffer.copy_(self.world.mean(buffer))
         if metrics:
             values = self.world.mean(torch.stack([value.float() for value in metrics.values()]))
             metrics = dict(zip(metrics, values, strict=True))
         return metrics, {column: self.world.joined(values) for column, values in columns.items()}
+
+    def _made(self, name: str, batch: Batch) -> tuple[Metrics, Metrics]:
+        """Make an update of this rank's rows. A mean that is not finite after it stays what it was, as the weights do
+        (utils/optim.py)."""
+        means = [(mean, mean.clone()) for mean in map(self.algorithm.get_buffer, self.algorithm.means)]
+        made = _separate(getattr(self.algorithm, name)(batch))
+        for mean, before in means:
+            mean.copy_(torch.where(mean.isfinite(), mean, before))
+        return made
 
     def _statistics(self, argument: Any) -> None:
         self.algorithm.set_statistics({

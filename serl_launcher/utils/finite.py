@@ -1,7 +1,8 @@
 """Stops the run before NaN or infinity is published or kept, because one such value would ruin the policy for good.
 
 An optimiser skips its step if a gradient is not finite (utils/optim.py). So one bad batch costs one update, which is
-counted here. Many in a row end the run, and so do bad weights, while the last good ones are still there.
+counted here, and traced to the episode that caused it (training/tracing.py). Many in a row that nothing in their
+batches explains end the run, and so do bad weights, while the last good ones are still there.
 """
 
 import logging
@@ -40,32 +41,44 @@ def not_finite(tree: Any) -> str:
 
 
 class Refusals:
-    """Counts the steps that the optimisers refuse."""
+    """Counts the steps that the optimisers refuse. total: all of them."""
 
     def __init__(self) -> None:
+        self.total = 0
         self._then: dict[str, tuple[int, int]] = {}
         self._in_a_row: dict[str, int] = {}
+        self._told: dict[str, int] = {}
 
-    def look(self, steps: Mapping[str, tuple[int, int]], updates: int) -> int:
-        """Take {optimiser: (steps asked for, refused)} as they are after `updates`; return all that were refused.
-
-        Logs what was refused since the last look. Raises RetakeError when MOST_IN_A_ROW steps in a row were.
-        """
+    def look(self, steps: Mapping[str, tuple[int, int]]) -> bool:
+        """Take {optimiser: (steps asked for, refused)}. Return whether any was refused since the last look."""
+        before = self.total
         for name, (asked, refused) in steps.items():
             asked_then, refused_then = self._then.get(name, (0, 0))
             new = refused - refused_then
-            row = self._in_a_row[name] = self._in_a_row.get(name, 0) + new if new == asked - asked_then else 0
+            self._in_a_row[name] = self._in_a_row.get(name, 0) + new if new == asked - asked_then else 0
+        self._then, self.total = dict(steps), sum(refused for _, refused in steps.values())
+        return self.total > before
+
+    def tell(self, updates: int) -> None:
+        """Log what was refused since this was called last."""
+        for name, (_, refused) in self._then.items():
+            if new := refused - self._told.get(name, 0):
+                log.warning("%s: %d steps up to update %d had no finite gradient: skipped", name, new, updates)
+            self._told[name] = refused
+
+    def explained(self) -> None:
+        """Begin to count anew what is refused in a row: the reason is found and set aside."""
+        self._in_a_row.clear()
+
+    def check(self, updates: int) -> None:
+        """Raise RetakeError when MOST_IN_A_ROW steps in a row were refused, and nobody knows why."""
+        for name, row in self._in_a_row.items():
             if row >= MOST_IN_A_ROW:
                 raise RetakeError(
                     f"{name}: the gradients of the last {row} steps up to update {updates} were not finite, and "
-                    "changed nothing. The weights and checkpoints of before are kept. Look for NaN, infinity or "
-                    "numbers beyond 1e18 in observations and rewards, and discard those episodes; or resume with a "
-                    "smaller learning rate"
+                    "changed nothing. The weights and checkpoints of before are kept. No episode explains it, because "
+                    "batches without their largest values fail, too: resume with a smaller learning rate"
                 )
-            if new:
-                log.warning("%s: %d steps up to update %d had no finite gradient: skipped", name, new, updates)
-        self._then = dict(steps)
-        return sum(refused for _, refused in steps.values())
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from serl_launcher.algorithms.guided import Led
 from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.policies.improved import Improved
-from tests.shared.models import STATE, act, batch, config_of, robot, weights
+from tests.shared.models import STATE, act, assert_same, batch, config_of, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -162,6 +162,21 @@ def test_what_needs_more_than_one_observation_or_continues_chunks_is_refused_by_
             build(name, word)
     with pytest.raises(ConfigError, match=rf"algo={name} needs chunks"):
         instantiate(config_of(f"algo={name}", "policy=gaussian").algo)(SPEC)
+
+
+@pytest.mark.parametrize("name", ["qc", "fql", "parl", "guided", "dsrl", "expo"])
+def test_every_update_learns_from_what_augmentation_makes_of_its_batch(name):
+    def augment(drawn):
+        seen, following = drawn.observation, drawn.next_observation
+        following = following and {STATE: following[STATE] - 1}
+        return replace(drawn, observation={STATE: seen[STATE] + 1}, next_observation=following)
+
+    algorithm, told = build(name), build(name)
+    algorithm.augment = augment
+    for update in algorithm.windows:
+        drawn = rows(algorithm, update, derived=algorithm.derived)
+        assert_same(getattr(algorithm, update)(drawn), getattr(told, update)(augment(drawn)))
+        assert_same(dict(algorithm.named_parameters()), dict(told.named_parameters()))
 
 
 # -- guidance

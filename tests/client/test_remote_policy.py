@@ -123,6 +123,13 @@ def test_a_simulated_robot_waits_for_its_action(spec, client):
     assert all(action is not None for action in env.actions)
 
 
+def test_an_evaluation_whose_weights_nobody_has_any_more_ends_with_the_next_directive(spec):
+    client = FakeClient(spec, "evaluate", weights=5)
+    client.script = {"wait 3": lambda: client.direct("collect", number=2)}
+    run(CountingEnv(spec), client, policy(Chunks(version=4)))
+    assert [episode.stamp.directive for episode in client.episodes] == [2, 2]
+
+
 def test_a_real_robot_holds_until_its_action_comes(spec, client):
     class Uneven(Chunks):
         def ask(self, observation, *, step, **question):

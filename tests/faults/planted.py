@@ -117,8 +117,8 @@ T3 killed Store._make_room: rows are overwritten before readers see the new tail
 T4 killed Sessions.over: lives of other actors of the same outbox are closed, too
     - living = self._living.get((now.outbox, now.actor), {})
     + living = [name for name, state in self.all.items() if state.outbox == now.outbox and not state.closed]
-T5 killed _judge: the environment overrules the operator
-    - if outcome.judged_by == "operator" or episode.judged_by != "operator":
+T5 killed Episodes._judge: the environment overrules the operator
+    - if is_final or not (episode.judged_by == "operator" or was_aside):
     + if True:
 
 == index: test_store test_durability test_power_loss test_failing_disk

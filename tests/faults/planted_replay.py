@@ -37,7 +37,7 @@ VR4 killed ReplayMixture._take: a verdict that is corrected keeps its first rewa
     - if last != last_before:
     + if last_before is None:
 VR5 killed Episodes.begin: an earlier part is still told to be the last
-    - earlier.continued = True
+    - part.continued = True
     + pass
 
 == episode columns: test_episode_columns

@@ -3,12 +3,12 @@
 TABLE = r"""
 == safety of the robot: test_robot_env test_intervention test_guard test_guard_motion
 
-K1 killed Limiter.step: a robot outside of its range is sent further out
-    - low, high = np.minimum(limits.low, start), np.maximum(limits.high, start)
-    + low, high = limits.low - 9, limits.high + 9
+K1 killed Limiter.begin: the first set point of an arm that is out of its range lies out of it, too
+    - start = np.clip(measured, limits.low, limits.high)
+    + start = measured
 K2 killed Motion._advance_home: on the way home the jump is counted from where the robot was before
-    - self.point = self.target = point
-    + self.point = point
+    - self.point = self.target = self._limiter.step
+    + self.point = self._limiter.step
 K3 killed Limiter._keeps: the tool may leave its box
     - (self._outside(there) <= self._outside(here)).all()
     + True
@@ -16,8 +16,8 @@ K4 killed Motion.follow: the jump is counted from what was asked, not from what 
     - self.target, self.mode, self.is_home = target, FOLLOW, False
     + self.target, self.mode, self.is_home = wanted, FOLLOW, False
 K5 killed Motion.hold: each hold lets a heavy arm sink
-    - if self.mode != HOLD:
-    + if True:
+    - if self.mode != HOLD and self.point is not None:
+    + if self.point is not None:
 K6 killed Motion.advance: an actor that hangs leaves the arm to its last target
     - self._silent > self._patience[self.mode]
     + False
@@ -94,7 +94,7 @@ DB3 killed DobotArm._failing: after a fault the next set point is sent
 DB4 killed DobotArm._check: an alarm stays hidden
     - if self._is_alarmed:
     + if False:
-DB5 killed DobotArm.recover: after a recovery the arm goes on to its last set point
+DB5 killed DobotArm.enable: after a recovery the arm goes on to its last set point
     - self._set(p.angles(self._packet))
     + pass
 DB6 killed Feedback.feed: a torn packet swallows the next one

@@ -198,7 +198,7 @@ def test_a_flood_of_outcomes_is_committed_in_parts(tmp_path, monkeypatch):
     made.hello("arm", "o", "e", [])
     for seq in range(35):
         made.stage("e", seq, Outcome(f"e{seq}", True))
-        assert len(made._staged_outcomes) <= 10
+        assert len(made.episodes.said) <= 10
     made.commit()
     assert made.expected("e") == 35
     assert sum(len(made.index.outcomes(f"e{seq}")) for seq in range(35)) == 35

@@ -199,6 +199,8 @@ def test_a_batch_is_shared_out_exactly_and_an_empty_source_gives_none(push, sour
     keys = batch.observation[STATE][:, 0, 0]
     assert sorted([(keys == 1).sum().item(), (keys == 2).sum().item()]) == [32, 33]
     assert batch.task == ("reach",) * 65
+    keys = sources().sample(11, SAC, {"online": 0.6, "demo": 0.4}).observation[STATE][:, 0, 0]
+    assert (keys == 1).sum() == 7, "6.6 is nearer to 7"
 
 
 def test_the_same_generator_draws_the_same_batch_again(push, sources, make_segment):

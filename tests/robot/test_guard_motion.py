@@ -253,6 +253,14 @@ def test_an_arm_that_does_not_follow_is_a_fault_and_goes_on_from_where_its_motor
     np.testing.assert_array_equal(bench.go(5), np.tile(bench.measured, (5, 1)))
 
 
+def test_measurements_off_their_way_are_a_fault_only_if_they_come_one_after_another():
+    bench = Bench()
+    for _ in range(TRACKING_TICKS + 1):
+        bench.motion.observe(np.array([0, 40.0]))
+        bench.go(1)
+    assert bench.motion.fault is None
+
+
 def test_readings_that_differ_or_are_no_positions_do_not_let_an_arm_go_on():
     bench = Bench(is_ready=False)
     for readings, said in (

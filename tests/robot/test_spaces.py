@@ -10,7 +10,7 @@ from serl_client.spec import Feature
 from robot_infra.interfaces import Reading, Verdict
 from robot_infra.kinematics import NOVA2, Chain, at, twist
 from robot_infra.robots.fake import FakeRobot
-from robot_infra.spaces import EeDelta, Gripper, JointDelta, Limb, SpacedRobot, TogglePenalty
+from robot_infra.spaces import EeDelta, Gripper, JointDelta, Limb, SpacedRobot, TogglePenalty, understood
 from tests.shared.robots import Hand, build, from_yaml, play
 
 JOINTS = tuple(f"joint{number}" for number in range(1, 7))
@@ -188,6 +188,12 @@ def test_a_teleop_moves_the_robot_the_same_way_in_each_space(space, spoken):
         step = env.step(None)
     env.spec.action.check("action", step.executed)
     np.testing.assert_allclose(robot.positions, expected, atol=1e-4)
+
+
+def test_a_device_that_says_more_than_its_space_allows_moves_the_robot_as_far_as_that():
+    device = understood(Speaks("joint_delta", [9.0] * 3 + [-9.0] * 3 + [0.0]), spaced("joint_position"))
+    moved = device.read(START)[:6] - START[:6]
+    np.testing.assert_allclose(moved, [MOST] * 3 + [-MOST] * 3, atol=1e-6)
 
 
 @pytest.mark.parametrize(("robot", "spoken", "said"), [

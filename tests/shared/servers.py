@@ -14,6 +14,7 @@ from serl_client.errors import TrainerError
 from serl_client.keys import Key
 
 from serl_launcher.store import weights
+from serl_launcher.store.schema import EPISODE
 from serl_launcher.store.server import Server
 
 from . import oracle
@@ -96,7 +97,7 @@ class _Asked:
         while page.episodes:
             rows += page.episodes
             page = self.ask(m.Sync(page.revision, 0))
-        return {row[1]: dict(zip(m.EPISODE, row, strict=True)) for row in rows}
+        return {row[1]: dict(zip(EPISODE, row, strict=True)) for row in rows}
 
     def stored(self, source="online"):
         """{episode id: [index, ...]} in the order in which its steps lie in the store."""

@@ -1,4 +1,4 @@
-"""A client of the learner's protocol, version 11, written from docs/protocol.md alone.
+"""A client of the learner's protocol, version 12, written from docs/protocol.md alone.
 
 foreign_client.py ADDRESS NAME: pulls the newest weights, delivers one episode and prints one line of JSON. It keeps
 nothing of earlier lives.
@@ -120,7 +120,7 @@ class Client:
             connection.send(
                 "Hello",
                 {
-                    "protocol": [11, 11],
+                    "protocol": [12, 12],
                     "role": "actor",
                     "actor": self.name,
                     "session": self.session,

@@ -98,6 +98,19 @@ def test_what_waits_for_its_turn_is_staged_in_order_and_all_of_it(turns, monkeyp
     assert not turns.got(0, m.Failed)
 
 
+def test_who_has_had_a_turn_comes_last_in_the_next_group(turns, monkeypatch):
+    monkeypatch.setattr(intake, "GROUP_S", 1e-6)  # one turn in each group
+    monkeypatch.setattr(intake, "SLICE_S", 0.0)
+    clients = range(3)
+    turns.welcome(*clients)
+    for client in clients:
+        turns.push(client, *outcomes(100))
+    before = [turns.store.expected(session_of(client)) for client in clients]
+    for _ in clients:
+        turns.server.intake.work()
+    assert all(turns.store.expected(session_of(client)) > before[client] for client in clients)
+
+
 def test_a_farewell_waits_for_what_was_said_before_it(turns):
     turns.welcome(0)
     turns.push(0, *outcomes(3_000))

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serl_client import Outcome
-from serl_client import messages as m
 from serl_client.episode import LostRecord
 from serl_client.errors import Refused
 
 from serl_launcher.replay.buffer import ReplayBuffer
 from serl_launcher.store import files, layout, store
 from serl_launcher.store.errors import Full, Gap
+from serl_launcher.store.schema import EPISODE
 from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 from tests.shared.common import STATE
@@ -109,6 +109,13 @@ def test_a_session_of_another_outbox_or_actor_is_never_closed(made, actor, outbo
     made.stage("A", 1, make_segment("e0", start=4, ends="terminated"))
     made.commit()
     assert made.index.episode("e0").terminated
+
+
+def test_an_episode_counts_by_the_oldest_weights_that_acted_in_it(made):
+    for seq, weights in enumerate((3, 2, 5)):
+        made.stage("A", seq, make_segment("e0", start=4 * seq, weights=weights))
+    made.commit()
+    assert made.index.episode("e0").weights == 2
 
 
 # -- parts of an episode
@@ -238,6 +245,18 @@ def test_what_is_not_archived_stays_however_much_room_an_eviction_would_make(tmp
         made.stage("A", made.expected("A"), make_segment("openA", start=310))
 
 
+def test_a_final_observation_needs_a_place_that_no_kept_episode_has(tmp_path):
+    """Short episodes fill the ring of rows first: 87 of one step leave two of its 176 free."""
+    made = founded(tmp_path, ["online"], online=100)
+    for seq in range(87):
+        made.stage("A", seq, make_segment(f"e{seq}", steps=1, ends="terminated"))
+    with pytest.raises(Full, match="its episode e0 waits for its export"):
+        made.stage("A", 87, make_segment("last", steps=2, ends="terminated"))
+    made.stage("A", 87, make_segment("last", steps=2))
+    made.commit()
+    assert len(contents(tmp_path)) == 89
+
+
 def test_readers_know_the_new_tail_before_anything_is_overwritten(tmp_path, monkeypatch):
     made = founded(tmp_path, online=100)
     write, overwritten = files.SourceFiles.write, []
@@ -319,7 +338,7 @@ def test_an_open_episode_that_is_archived_later_is_cut_rather_than_waited_for_or
             made.commit()
             waited += 1
             rows = made.index.catalog(0, 1000)[1]
-            made.archive(row[0] for row in rows if row[m.EPISODE.index("closed")])
+            made.archive(row[0] for row in rows if row[EPISODE.index("closed")])
     assert waited > 1
     made.stage("A", 1, make_segment("open", start=4, ends="terminated"))
     made.commit()

@@ -121,6 +121,7 @@ def test_the_counts_are_those_of_all_episodes_whatever_the_order_in_which_they_a
     for life in (counted.counters, counted.all_at_once()):
         phase = life.progress(0.0).phases["practise"]
         assert (phase.episodes, phase.env_steps, phase.successes) == (60, 600, sum(expected.values()))
+        assert phase.finished_steps == 600
         assert (life.episodes, life.env_steps) == (60, 600)
         assert [e.id for e in life.recent("practise", 5)] == [f"e{number}" for number in range(55, 60)]
         assert [point["success"] for point in curve(life, ["practise"])] == list(expected.values())

@@ -2,10 +2,12 @@
 
 import copy
 import shutil
+from contextlib import closing
 
 import numpy as np
 import pytest
 from serl_client import ConfigError, Feature, Outcome, Spec
+from serl_client.errors import RetakeError
 
 from serl_launcher.replay.mixture import statistics
 from serl_launcher.store.store import Store
@@ -14,7 +16,7 @@ from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import make_segment
 from tests.shared.models import differences
 
-from .life import LEARNING, STEPS, found, leave, phase, plan_of, push, windows
+from .life import LEARNING, STEPS, Life, found, leave, phase, plan_of, push, windows
 
 
 @pytest.mark.slow
@@ -230,6 +232,22 @@ def test_an_evaluation_counts_the_same_episodes_after_a_restart(server, live, co
     results = [evaluation(life.learner.counters, "look", 0, 3) for life in (first, second)]
     assert results[0] == results[1]
     assert (results[0]["episodes"], results[0]["successes"]) == (3, 1)
+
+
+def test_an_evaluation_by_other_weights_than_the_trained_ones_ends_the_run(tmp_path, spec):
+    run_dir, plan = found(tmp_path / "run", spec), plan_of(practise=phase(updates=(), until="episodes >= 12"))
+    learner = Life(run_dir, None, spec, plan).learner
+    with closing(Store(run_dir / "store")) as store:
+        learner.counters.take(learner.sources.update(store.index.catalog(0, 100)[1]))
+    learner.ranks.published()
+    learner.publisher.version = {"version": 2}
+    with pytest.raises(RetakeError, match=r"practise was to run weights 2, but \[1\] acted"):
+        learner._evaluated(plan.phases["practise"], 0)
+    learner.publisher.version = {"version": 1}
+    next(learner.algorithm.acting.parameters()).data.add_(1)
+    with pytest.raises(RetakeError, match="the weights that practise ran are not the trained ones"):
+        learner._evaluated(plan.phases["practise"], 0)
+    assert not learner.evaluations
 
 
 def test_the_scale_of_actions_and_states_is_fitted_to_the_source_that_the_plan_names(server, live):

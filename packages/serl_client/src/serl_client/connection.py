@@ -40,7 +40,7 @@ BREAKS = (
 )
 ANSWERS: dict[type, type[m.Message]] = {
     m.Status: m.Status, m.Sync: m.Synced, m.WeightsRequest: m.WeightsChunk, m.Direct: m.Done, m.Publish: m.Done,
-    m.Archived: m.Done, m.Over: m.Done, m.Command: m.Done,
+    m.Archived: m.Done, m.SetAside: m.Done, m.Over: m.Done, m.Command: m.Done,
 }  # fmt: skip
 
 

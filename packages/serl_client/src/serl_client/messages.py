@@ -17,7 +17,7 @@ from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, Outcome, QueuedRe
 from serl_client.errors import MessageError, VersionMismatch
 from serl_client.spec import Array
 
-PROTOCOL = (11, 11)  # the oldest and the newest version spoken here
+PROTOCOL = (12, 12)  # the oldest and the newest version spoken here
 MAX_REPORT = 8192
 MAX_EARLIER = 64  # sessions that a Hello names besides its own
 
@@ -198,10 +198,18 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Archived:
-    """Lets episodes, by number, leave the store (learner): they lie in verified shards, or need none. Answered by
-    Done when that is durable."""
+    """Lets episodes, by number, leave the store (learner): verified shards hold them. Answered by Done once durable."""
 
     episodes: Sequence[int]
+    request: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """Keeps an episode, by its id, out of all batches (learner), for this reason. Answered by Done once durable."""
+
+    episode: str
+    reason: str
     request: int = 0
 
 
@@ -215,13 +223,14 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """Answers Sync: rows of `episodes` in the order of EPISODE, oldest change first; `more`: ask again."""
+    """Answers Sync: rows of `episodes` in the order of schema.EPISODE, oldest change first; `more`: ask again."""
 
     revision: int
     episodes: Sequence[Sequence[Any]]
     commands: Sequence[Sequence[Any]]  # [number, name, argument]
     actors: Sequence[str]  # living ones
     more: bool
+    heads: Mapping[str, int] = field(default_factory=dict)  # {source: step}: these rows tell of the steps below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +251,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Says that a request was carried out; `value` is the number that the server gave, if any; `request` is the
-    client's number of that request."""
+    """Says that a request was carried out. value: what the server numbered it, if it does. request: the client's."""
 
     value: int = 0
     request: int = 0
@@ -262,21 +270,14 @@ class Failed:
 
 Message = (
     Hello | Welcome | StateUpdate | Push | Ack | InferenceRequest | InferenceResponse | Heartbeat | Bye | Over
-    | WeightsRequest | WeightsChunk | Direct | StepLimit | Publish | Archived | Sync | Synced | Command | Status
-    | Done | Failed
+    | WeightsRequest | WeightsChunk | Direct | StepLimit | Publish | Archived | SetAside | Sync | Synced | Command
+    | Status | Done | Failed
 )  # fmt: skip
-NUMBERED = WeightsRequest | Direct | Publish | Archived | Command  # requests whose answer names their number
+NUMBERED = WeightsRequest | Direct | Publish | Archived | SetAside | Command  # requests whose answer names their number
 TYPES: tuple[type, ...] = Message.__args__
 Part = TypeVar("Part", Segment, Stamp, Outcome, LostRecord)
 PARTS: tuple[type, ...] = (Segment, Stamp, Outcome, LostRecord)  # of a Push's records
 FIELDS = {kind: {f.name: f.type for f in dataclasses.fields(kind) if f.name != "arrays"} for kind in TYPES + PARTS}
-
-# One row of Synced.episodes.
-EPISODE = (
-    "number", "id", "source", "actor", "task", "directive", "phase", "first", "steps", "reward", "intervened",
-    "weights", "terminated", "truncated", "final", "closed", "success", "discard", "judged_by", "last_reward",
-    "continued",
-)  # fmt: skip
 
 
 def _check_size(kind: type, frames: Sequence[wire.Buffer]) -> None:

@@ -1,0 +1,139 @@
+"""A run whose store an older version has filled: the trainer finds the episodes that no gradient survives, has them set
+aside, and goes on."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from serl_client.errors import RetakeError
+
+from serl_launcher.store.store import Store
+from serl_launcher.training import learner, tracing
+from serl_launcher.training.tracing import Tracer
+from serl_launcher.types import Batch
+from tests.shared.common import STATE
+from tests.shared.data import changed, make_episode
+from tests.shared.tools import called
+
+from .life import LEARNING, finite, found, plan_of
+
+
+def add(run_dir, name, column, value, source):
+    """An episode that the store takes as it comes, as it did before it had a limit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("serl_launcher.store.store.absurd", lambda segment: "")
+        store = Store(run_dir / "store")
+        store.hello(name, f"outbox {name}", name, [])
+        number = next(number for number, body in store.directives.items() if body["into"] == source)
+        for record in make_episode(name, 1, steps=20, directive=number, success=True):
+            record = changed(record, column, value) if hasattr(record, "reward") else record
+            store.stage(name, store.expected(name), record)
+        store.commit()
+        store.close()
+
+
+@pytest.mark.parametrize(("column", "value"), [(STATE, np.full(8, 3e38)), ("reward", 3e38)])
+def test_a_store_that_holds_what_cannot_be_is_trained_on_without_it_and_resumes(
+    tmp_path, spec, serve, live, monkeypatch, column, value
+):  # fmt: skip
+    monkeypatch.setattr(learner, "METRICS_S", 0.0)
+    run_dir, plan = found(tmp_path / "run", spec), plan_of(**LEARNING)
+    for source in ("online", "demo"):
+        add(run_dir, f"bad-{source}", column, value, source)
+    server = serve(run_dir)
+    first = live(server, plan, batch_size=64, dies_after=20).run()
+    assert {id for id, row in server.episodes().items() if row["discard"]} == {"bad-online", "bad-demo"}
+    refused = first.learner.ranks.steps()["critic_optimizer"][1]
+    assert 0 < refused < 20
+    second = live(server, plan, batch_size=64, seed=1).run()
+    assert second.updates == 30
+    assert second.learner.ranks.steps()["critic_optimizer"][1] == 0
+    assert finite(second.learner.keeper.checkpoints.load()["algorithm"])
+    said = called("store", "show", server.run_dir)[1]
+    name = column if column == STATE else "reward"
+    for source in ("online", "demo"):
+        assert f"set aside bad-{source}, 20 steps in {source}: {name}" in said
+    assert server.report()["set_aside"] == 2
+
+
+class Ranks:
+    """Refuses each update whose batch `is_bad`."""
+
+    def __init__(self, is_bad):
+        self._is_bad, self._steps, self._refused = is_bad, 0, 0
+
+    def update(self, name, batch):
+        self._steps, self._refused = self._steps + 1, self._refused + self._is_bad(batch)
+
+    def steps(self):
+        return {"optimizer": (self._steps, self._refused)}
+
+
+def batch_of(state, reward):
+    """A batch of single steps; each step is of the episode with its number."""
+    rows = len(state)
+    flags = torch.ones(rows, 1, dtype=torch.bool)
+    return Batch(
+        {STATE: state[:, None]}, torch.zeros(rows, 1, 2), reward[:, None], flags, ~flags, ~flags, ~flags,
+        torch.ones(rows, dtype=torch.int64), torch.ones(rows), torch.arange(rows), torch.arange(rows),
+        task=("",) * rows,
+    )  # fmt: skip
+
+
+def traced(is_bad, state, reward):
+    """The episodes that are set aside after three updates of this batch."""
+    ranks, found = Ranks(is_bad), {}
+    sources = SimpleNamespace(episode_of=lambda step: (SimpleNamespace(id=step, discard=step in found), 7))
+    tracer, batch = Tracer(ranks, sources, found.__setitem__), batch_of(state, reward)
+    ranks.update("update", batch)
+    tracer.look(1)
+    for updates in range(2, 4):
+        ranks.update("update", batch)
+        tracer.updated("update", batch, updates)
+    return found
+
+
+def overflows(batch, column=STATE, most=1e5):
+    return bool((batch.observation[STATE] if column == STATE else batch.reward).abs().max() > most)
+
+
+def test_the_rows_that_stand_out_are_blamed_if_the_update_goes_without_them(monkeypatch):
+    """Also when they are most of the batch, and when their values are within the limit. A reward that is rare and right
+    is blamed for nothing."""
+    state, reward = torch.randn(64, 8), torch.zeros(64)
+    reward[3] = 5000.0
+    assert not traced(lambda batch: False, state, reward)
+    within, many = state.clone(), state.clone()
+    within[5, 2], many[:40] = -4e5, 3e38
+    assert traced(overflows, within, torch.zeros(64)).keys() == {5}
+    assert traced(overflows, many, reward).keys() == set(range(40))
+    assert traced(overflows, torch.full((64, 8), 3e38), reward).keys() == set(range(64))
+    assert "observation.state is 4e+05 in size at or near step 7" in traced(overflows, within, torch.zeros(64))[5]
+    monkeypatch.setattr("serl_launcher.utils.finite.MOST_IN_A_ROW", 1000)
+    assert not traced(lambda batch: True, state, reward), "the update fails without that reward, too"
+
+
+def test_updates_are_watched_for_a_while_and_no_longer(monkeypatch):
+    """Whoever reads the count of refused steps waits for the device."""
+    monkeypatch.setattr(tracing, "WATCHED", 3)
+    ranks, looks = Ranks(lambda batch: False), []
+    tracer = Tracer(ranks, SimpleNamespace(), lambda *_: None)
+    steps = ranks.steps
+    ranks.steps = lambda: (looks.append(1), steps())[1]
+    batch = batch_of(torch.zeros(4, 8), torch.zeros(4))
+    tracer.updated("update", batch, 1)
+    assert not looks
+    ranks._steps, ranks._refused = 5, 2
+    assert tracer.look(5) == 2
+    for updates in range(6, 20):
+        tracer.updated("update", batch, updates)
+    assert len(looks) == 1 + 3
+    monkeypatch.setattr("serl_launcher.utils.finite.MOST_IN_A_ROW", 4)
+    ranks._is_bad = lambda batch: True
+    for updates in range(20, 23):
+        ranks.update("update", batch)
+        tracer.look(updates)
+    ranks.update("update", batch)
+    with pytest.raises(RetakeError, match="optimizer: the gradients of the last 4 steps up to update 23 were"):
+        tracer.updated("update", batch, 23)
