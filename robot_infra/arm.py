@@ -38,11 +38,12 @@ class Arm:
     def recover(self) -> None:
         """Connect again what was lost and clear a fault, after a person has said ready; the motors stay as they are."""
 
-    def enable(self) -> bool | None:
+    def enable(self) -> Array | None:
         """Switch the motors on where the arm stands, once the guard has seen that this is within its range.
 
         It must move nothing: a controller that remembers an old goal gets the measured positions before its motors come
-        on. Return whether they were off until now, because the arm may have been moved then; None: this is not known.
+        on, and motors that were on keep their goals. Return the positions [J] at which the motors hold it now, as the
+        controller tells and not as a sensor does; NaN for each entry of which it tells nothing; None: of none.
         """
         return None
 

@@ -190,18 +190,18 @@ class Limiter:
         if limits.box is not None:
             self._low, self._high = limits.box[:, 0], limits.box[:, 1]  # [K, 3]
 
-    def begin(self, measured: Array, seconds: float) -> Array:
-        """Return the first set point [J] for an arm that stands at the measured positions [J].
+    def begin(self, stands: Array, seconds: float) -> Array:
+        """Return the first set point [J] for an arm that stands, or is held, at these positions [J].
 
         seconds: an entry may lie outside of its range as far as it may move in this time; it begins at the range's end.
         Raises RobotFault, which names the first entry that lies further outside.
         """
         limits = self.limits
-        start = np.clip(measured, limits.low, limits.high)
-        outside = ~(np.abs(measured - start) <= limits.speed * seconds)  # also true of what is not finite
+        start = np.clip(stands, limits.low, limits.high)
+        outside = ~(np.abs(stands - start) <= limits.speed * seconds)  # also true of what is not finite
         if outside.any():
             raise RobotFault(
-                f"{limits.outside(int(np.argmax(outside)), measured)}, so no set point is sent. Switch the motors off, "
+                f"{limits.outside(int(np.argmax(outside)), stands)}, so no set point is sent. Switch the motors off, "
                 "move the arm into its range by hand, then say ready. If it is within already, the driver's unit is "
                 "wrong, or its calibration, or limits.range of the task's yaml", "range",
             )  # fmt: skip

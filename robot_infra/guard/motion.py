@@ -2,7 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from serl_client.errors import RobotFault
@@ -18,8 +19,8 @@ SILENT_HOME = 0.5  # seconds: the same on the slow way home, where the actor als
 TRACKING_TICKS = 5  # in which set point and measurement are too far apart, until that is a fault
 SETTLING = 0.3  # seconds at the end of the way home
 MOVED = (
-    "Its sensor is wrong, or something pushes it. If somebody has moved it, switch its motors off, or start the actor "
-    "again, then say ready"
+    "Its sensor is wrong, or something pushes it. If it was moved, switch motors off or start the actor again; then "
+    "say ready"
 )
 NO_POSITIONS = "the arm's positions are {}; a sensor or its driver failed"
 GLANCES = 3  # newest plausible measurements, whose middle one a hold trusts
@@ -28,7 +29,7 @@ GLANCES = 3  # newest plausible measurements, whose middle one a hold trusts
 class Motion:
     """Moves the set point `point` [J] of an arm: by targets, on its way home, or not at all.
 
-    Each set point comes from the limiter: the first one from where the arm stands, once its motors come on (`begin`),
+    Each set point comes from the limiter: the first one from where the motors hold the arm once they are on (`begin`),
     and every other one from the one before it. Sensors may be wrong, so a measurement off its way is no target.
     Silence matters only while the arm moves: after `hold`, and at home, it may last as long as it likes.
 
@@ -55,7 +56,7 @@ class Motion:
         self.target = self.measured = measured
         self.point: Array | None = None  # the newest set point; None: there was none yet
         self.executed: Array | None = None  # what the arm itself made of the newest set point, [J]; None: it took it
-        self._is_released = False  # the driver has failed: no set points, since its motors may be off
+        self._is_suspended = False  # then no set points are sent
         self._glances = deque([measured], GLANCES)
         self._silent = 0  # ticks since the actor's latest sign of life: if nothing ran, nothing moved, either
         self._left = 0  # ticks until the set point reaches the target, or until the arm has settled at home
@@ -64,6 +65,12 @@ class Motion:
             self.begin(measured)
         else:
             self.fault = READY, "the arm was connected anew: a person in the actor's terminal says when it may move"
+
+    @property
+    def is_relaxing(self) -> bool:
+        """Return whether an arm that holds is still led to where it will."""
+        is_live = self.point is not None and not self._is_suspended
+        return is_live and self.mode == HOLD and bool(np.any(self.point != self.target))
 
     # -- what the actor says
 
@@ -103,44 +110,60 @@ class Motion:
             self.target = np.clip(self.point, measured - most, measured + most)
         self.mode = HOLD
 
-    def begin(self, measured: Array, *, is_home: bool = False) -> None:
-        """Forget the fault and hold where the arm stands, [J]: its motors come on, or a simulation was set up.
+    def begin(self, stands: Array, *, measured: Array | None = None, is_home: bool = False) -> None:
+        """Forget the fault, and hold the arm where it stands, or is held, [J]. measured: [J], if it is another place.
 
         Raises RobotFault, and changes nothing, if that is out of range.
         """
-        self.point = self.target = self._limiter.begin(measured, self._period)
-        self.measured, self.executed, self.fault, self._is_released = measured, None, None, False
+        self.point = self.target = self._limiter.begin(stands, self._tick)
+        self.measured = stands if measured is None else measured
+        self.executed, self.fault, self._is_suspended = None, None, False
         self.mode, self.is_home, self._apart = HOLD, is_home, 0
         self._glances.clear()
-        self._glances.append(measured)
+        self._glances.append(self.measured)
+
+    def suspend(self) -> None:
+        """Send nothing more until `begin` or `recover`: motors may be off, or be switched on."""
+        self.hold()
+        self._is_suspended = True
 
     def may_recover(self, readings: Sequence[Array]) -> bool:
-        """Return whether these readings, [J] each, are of an arm that stands within its range.
+        """Return whether these readings, [J] each, are of an arm that stands within its range, or where it is held.
 
         If not, the fault says why. A person has said ready, and its motors may be switched on then.
         """
-        return self._standing(readings) is not None
+        with self._failing():
+            measured = self._standing(readings)
+            if self.point is None or self._off(measured, self.point) is not None:
+                self._limiter.begin(measured, self._tick)
+            return True
+        return False
 
-    def recover(self, readings: Sequence[Array], *, were_off: bool | None) -> None:
-        """Forget the fault, once a person has said ready and the motors are on; or have another, if readings are wrong.
+    def recover(self, readings: Sequence[Array], held: Array | None) -> None:
+        """Begin where the motors hold the arm, once a person has said ready and they are on; or have another fault.
 
-        readings: [J] each, one after another. were_off: whether the motors were off until now, so that the arm may
-        stand anywhere; None: nobody knows, and they may have been if the driver has failed. If they stayed on, an arm
-        that is measured off its way stays where it is. Else it goes on from its newest set point, or, if the driver has
-        failed and may have lost some, from where it stands.
+        readings: [J] each, one after another. held: as Arm.enable tells. Where it tells nothing, the motors hold an
+        entry where it is measured, which must be near the newest set point, if there was one.
         """
-        measured = self._standing(readings)
-        if measured is None:
-            return
-        if self.point is None or (self._is_released if were_off is None else were_off):
-            self.begin(measured)
-        elif (i := self._off_its_way(measured)) is not None:
-            said = self._limits.shown(i, measured)
-            self.fault = "tracking", f"{said}, far from the set point that its motors hold. {MOVED}"
-        elif self._is_released:
-            self.begin(measured)
-        else:
-            self.fault, self.is_home, self._apart = None, False, 0
+        with self._failing():
+            measured = self._standing(readings)
+            told = np.full(measured.shape, np.nan) if held is None else np.asarray(held, float)
+            if told.shape != measured.shape or np.isinf(told).any():
+                raise RobotFault(
+                    f"the driver says that the motors hold the arm at {held}: that is no position", "driver"
+                )
+            known, before = ~np.isnan(told), measured if self.point is None else self.point
+            if (i := self._off(measured, np.where(known, told, before))) is not None:
+                said = self._limits.shown(i, measured)
+                raise RobotFault(f"{said}, far from where its motors hold it. {MOVED}", "tracking")
+            self.begin(np.where(known, told, measured), measured=measured)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except RobotFault as fault:
+            self.fault = fault.kind, str(fault)
 
     # -- what the arm does
 
@@ -150,9 +173,9 @@ class Motion:
         self.fault = self.fault or (kind, text)
 
     def release(self, kind: str, text: str) -> None:
-        """Send nothing more until `recover`: the driver has failed, so that the motors may be off."""
-        self.hold()
-        self._is_released, self.fault = True, (kind, text)
+        """Have a fault of the driver, and send nothing more until `recover`: the motors may be off."""
+        self.suspend()
+        self.fault = kind, text
 
     def advance(self) -> Array | None:
         """Return the set point [J] of this tick; None: none may be sent.
@@ -162,7 +185,7 @@ class Motion:
         self._silent += 1
         if self._silent > self._patience[self.mode]:
             self.fail("guard", f"no sign of life from the actor for {self._silent} set points while the arm moved")
-        if self.point is None or self._is_released:
+        if self.point is None or self._is_suspended:
             return None
         if self.mode == HOME:
             self._advance_home(self.point)
@@ -182,7 +205,8 @@ class Motion:
             self.fail("sensor", NO_POSITIONS.format(measured))
             return
         self.measured = measured
-        if self.point is None or (i := self._off_its_way(measured)) is None:
+        wanted = self.target if self.mode == HOLD else self.point  # which may still be on its way to where it will hold
+        if self.point is None or wanted is None or (i := self._off(measured, wanted)) is None:
             self._apart = 0
             self._glances.append(measured)
             return
@@ -190,12 +214,8 @@ class Motion:
         if self._apart >= TRACKING_TICKS and not self.fault:
             self.fail("tracking", self._astray(i, measured))
 
-    def _off_its_way(self, measured: Array) -> int | None:
-        """Return the entry that is measured furthest off the set point, if it is more than `tracking`.
-
-        An arm that holds may still be on its way to where it will.
-        """
-        wanted = self.target if self.mode == HOLD else self.point
+    def _off(self, measured: Array, wanted: Array) -> int | None:
+        """Return the entry that is measured furthest off where it should be, if it is more than `tracking`."""
         apart = np.abs(measured - wanted) / self._limits.tracking
         return int(np.argmax(apart)) if (apart > 1).any() else None
 
@@ -207,24 +227,17 @@ class Motion:
             return f"{name} does not follow: it hit something, is pushed, or its limits are too fast"
         return f"{self._limits.outside(i, measured)}: its sensor or its driver's unit is wrong"
 
-    def _standing(self, readings: Sequence[Array]) -> Array | None:
-        """Return where the arm stands, [J], if these readings agree and are within the range; else have a fault."""
+    def _standing(self, readings: Sequence[Array]) -> Array:
+        """Return where the arm stands, [J]. Raises RobotFault if these readings differ, or are no positions."""
         for measured in readings:
             if not are_positions(measured, len(self._home)):
-                self.fault = "sensor", NO_POSITIONS.format(measured)
-                return None
+                raise RobotFault(NO_POSITIONS.format(measured), "sensor")
         low, high = np.min(readings, axis=0), np.max(readings, axis=0)
-        apart, middle = (high - low) / self._limits.tracking, np.median(readings, axis=0)
+        apart = (high - low) / self._limits.tracking
         if (apart > 1).any():
             said = self._limits.shown(int(np.argmax(apart)), low, high)
-            self.fault = "sensor", f"{said} within a moment: its sensor is wrong"
-            return None
-        try:
-            self._limiter.begin(middle, self._period)
-        except RobotFault as fault:
-            self.fault = fault.kind, str(fault)
-            return None
-        return middle
+            raise RobotFault(f"{said} within a moment: its sensor is wrong", "sensor")
+        return np.median(readings, axis=0)
 
     def _advance_home(self, before: Array) -> None:
         way = self._home - before

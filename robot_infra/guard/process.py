@@ -23,6 +23,7 @@ from robot_infra.guard.owner import owned
 log = logging.getLogger(__name__)
 
 LINGER = 1.0  # seconds that the arm is held after its actor has gone, until the guard ends
+RELAXING = 1.0  # seconds, at most, until an arm that was blocked is led back to where it holds
 READINGS, PAUSE = 10, 0.01  # of an arm before it may move, and seconds between two: who fails for a moment is found out
 
 
@@ -142,7 +143,10 @@ class Guard:
     def _write(self) -> None:
         """Send the next set point, if one may be sent. Nothing else writes to the arm."""
         if (point := self._motion.advance()) is not None:
-            self._motion.accepted(point, self._arm.write(point.copy()))
+            made = self._arm.write(point.copy())
+            if made is not None and not are_positions(made := np.asarray(made, float), len(point)):
+                raise RobotFault(f"the driver says that it made {made} of a set point: that is no position", "driver")
+            self._motion.accepted(point, made)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -208,12 +212,17 @@ class Guard:
             self._sequence = self._shared.write(arrays)
 
     def _recover(self, request: Request) -> None:
+        until = time.monotonic() + RELAXING
+        while self._motion.is_relaxing and time.monotonic() < until:
+            time.sleep(self._tick)
+            self._servo()
+        self._motion.suspend()
         with self._failing():
             self._arm.recover()
             self._is_driver_ill = False
             if self._motion.may_recover(self._readings()):
-                were_off = self._arm.enable()
-                self._motion.recover(self._readings(), were_off=were_off)
+                held = self._arm.enable()
+                self._motion.recover(self._readings(), held)
 
     def _readings(self) -> list[Array]:
         """Return READINGS measurements, [J] each."""

@@ -84,9 +84,10 @@ class BimanualArm(Arm):
     def recover(self) -> None:
         self._each(lambda arm: arm.recover())
 
-    def enable(self) -> bool | None:
-        were_off = self._each(lambda arm: arm.enable())
-        return True if True in were_off else None if None in were_off else False
+    def enable(self) -> Array:
+        held = self._each(lambda arm: arm.enable())
+        sizes = [len(arm.entries) for arm in self._arms.values()]
+        return np.concatenate([np.full(n, np.nan) if at is None else at for at, n in zip(held, sizes, strict=True)])
 
     def close(self) -> None:
         self._opened.close()

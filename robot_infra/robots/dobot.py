@@ -50,7 +50,7 @@ class DobotArm(Arm):
                 raise ConfigError(f"options.{name}={value}: {version} takes {low:g} to {high:g}")
         self.entries = {f"joint{i + 1}": "rad" for i in range(p.JOINTS)}
         self._ports: dict[int, socket.socket] = {}
-        self._is_ready, self._were_off, self._gripper = False, True, None
+        self._is_ready, self._gripper = False, None
         if gripper is not None:
             from robot_infra.robots.gripper import NAME, FeetechGripper
 
@@ -82,7 +82,6 @@ class DobotArm(Arm):
     def recover(self) -> None:
         """Connect anew, then clear alarms, and switch the power on; the brakes stay as they are."""
         self._connect()
-        self._were_off = self._is_alarmed or self._mode not in p.SERVO
         until = time.monotonic() + RECOVERING
         steps: tuple[tuple[Callable[[], bool], str, float], ...] = (  # (what is in the way, what ends it, seconds)
             (lambda: self._is_alarmed, "ClearError()", STEP),
@@ -94,14 +93,14 @@ class DobotArm(Arm):
         if self._gripper:
             self._gripper.recover()
 
-    def enable(self) -> bool:
-        """Switch the motors on; the first set point is the measured one."""
+    def enable(self) -> Array:
+        """Switch the motors on; they hold the arm at the controller's own target."""
         self._end(lambda: self._mode not in p.SERVO, "EnableRobot()", time.monotonic() + STEP)
-        self._set(p.angles(self._packet))  # it may still be on its way to a set point from before
+        held = p.targets(self._packet)
         if self._gripper:
-            self._were_off |= self._gripper.enable()
+            held = np.append(held, self._gripper.enable())
         self._is_ready = True
-        return self._were_off
+        return held
 
     def close(self) -> None:
         self._is_ready = False

@@ -133,8 +133,8 @@ class DobotCell(Arm):
     def recover(self) -> None:
         self._arms.recover()
 
-    def enable(self) -> bool | None:
-        return self._arms.enable()
+    def enable(self) -> Array:
+        return np.insert(self._arms.enable(), PLACES, np.nan)
 
     def scene(self, seed: int) -> None:
         self._scene.show(self._cell.ask(f"reset {seed}"))

@@ -171,6 +171,11 @@ def angles(packet: Any) -> Array:
     return np.deg2rad(packet["q_actual"])
 
 
+def targets(packet: Any) -> Array:
+    """Return the joint angles [6] to which the controller moves, or at which it holds, radians."""
+    return np.deg2rad(packet["q_target"])
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """Answers the command of this name. error: 0, or a key of ERRORS. values: the text between its braces."""

@@ -56,9 +56,9 @@ class FeetechGripper:
             free(self._bus)
             self._tried(self._connect)
 
-    def enable(self) -> bool:
-        """Switch the torque on where the gripper is; return whether it was off."""
-        return self._tried(lambda: switch_on(self._bus))
+    def enable(self) -> float:
+        """Switch the torque on where the gripper is; return where it is held, percent."""
+        return float(self._tried(lambda: switch_on(self._bus))[NAME])
 
     def _tried(self, call: Callable[[], Any]) -> Any:
         try:

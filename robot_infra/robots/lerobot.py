@@ -6,6 +6,7 @@ only the guard's process imports this driver's devices.
 
 import importlib
 import logging
+import math
 import termios
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,12 +20,12 @@ from serl_client.spec import Array, Feature
 
 from robot_infra.arm import LEADER, Arm
 from robot_infra.lerobot_options import configuration
-from robot_infra.robots.torque import is_tamable, switch_on, tame
+from robot_infra.robots.torque import is_tamable, standing, switch_on, tame
 
 log = logging.getLogger(__name__)
 
 TRIES = 3  # of a call over the bus: single packets get lost
-FAILURES = (OSError, RuntimeError, termios.error)  # of lerobot's buses; ConnectionError, TimeoutError are OSErrors
+FAILURES = (OSError, RuntimeError, IndexError, termios.error)  # of lerobot's buses; IndexError: of a torn answer
 SIDES = {"": "", "left_arm": "left_", "right_arm": "right_"}  # attribute of a two-armed robot: prefix of its entries
 
 
@@ -106,13 +107,19 @@ class LerobotArm(Arm):
             except RobotFault:
                 _connect_again(self._leader)
 
-    def enable(self) -> bool | None:
+    def enable(self) -> Array:
         """Configure what was connected anew, which switches torque off and on, and switch on what else is off."""
-        if self._leader is not None:
-            for part in _parts(self._leader):
-                _configure(part)
-        were_off = [_configure(part) or tried(lambda part=part: switch_on(part.bus)) for part in _parts(self._robot)]
-        return any(were_off) if were_off else None
+        for part in _parts(self._leader) if self._leader is not None else ():
+            _configure(part)
+        held = dict.fromkeys(self._names, math.nan)
+        for prefix, part in _sides(self._robot).items():
+            if not is_tamable(part.bus):  # lerobot may have switched it on when it connected
+                tried(part.bus.enable_torque)
+                continue
+            _configure(part)
+            goals = tried(lambda part=part: switch_on(part.bus))
+            held |= {entry: at for name, at in goals.items() if (entry := f"{prefix}{name}.pos") in held}
+        return np.array([*held.values()])
 
     def sense(self) -> Observation:
         found: Observation = {
@@ -199,21 +206,23 @@ def _nothing(*args: object, **options: object) -> None:
     pass
 
 
-def _configure(part: Any) -> bool:
-    """Configure a device that was only looked at, and switch its torque on or off as lerobot does; return if it was."""
+def _configure(part: Any) -> None:
+    """Configure a device that was only looked at, and switch its torque on or off as lerobot does."""
     if part.configure is not _nothing:
-        return False
+        return
+    tried(lambda: standing(part.bus))  # or an arm that is out of its range would fall
     del part.configure, part.bus.disable_torque
     try:
         tried(part.configure)
     except RobotFault:
         _only_look(part)
         raise
-    return True
 
 
 def _connect_again(device: Any) -> None:
     """Connect to a device that was unplugged, or whose port has vanished."""
+    for part in _parts(device):
+        _only_look(part)  # else it might switch the torque off
     with suppress(*FAILURES):
         device.disconnect()
     for part in _parts(device):

@@ -4,6 +4,8 @@ lerobot switches torque on in many places (its `configure` does when it connects
 the one place through which all of them go. Source: lerobot.motors.motors_bus.SerialMotorsBus.
 """
 
+import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,50 +13,48 @@ from serl_client.errors import RobotFault
 from serl_client.spec import Array
 
 SLACK = 20  # steps of 4096: at a mechanical end a motor stands a little outside of its calibrated range
-LOOKS = 3  # at the positions, which have to agree
+LOOKS, FALL = 3, 200  # at the positions, and steps between them: an arm that has just lost its torque falls
 
 
 def is_tamable(bus: Any) -> bool:
-    """Return whether a bus has torque and goals as this module knows them."""
-    return all(hasattr(bus, name) for name in ("motors", "calibration", "sync_read", "write", "enable_torque"))
+    """Return whether this is one of lerobot's serial buses, on which each motor has a torque and a goal."""
+    return isinstance(bus, importlib.import_module("lerobot.motors.motors_bus").SerialMotorsBus)
 
 
 def tame(bus: Any) -> None:
-    """Let this bus switch motors on only where they stand, whoever asks it to.
-
-    It then raises RobotFault, with all torque as it is, if a motor stands outside of its calibrated range.
-    """
+    """Let this bus switch motors on only where they stand, whoever asks it to. It raises RobotFault as `standing`."""
     switch = bus.enable_torque
 
     def enable_torque(motors: Any = None, num_retry: int = 0) -> None:
-        for motor, at in _standing(bus, motors).items():
+        for motor, at in standing(bus, motors).items():
             bus.write("Goal_Position", motor, at, normalize=False, num_retry=num_retry)
         switch(motors, num_retry)
 
     bus.enable_torque = enable_torque
 
 
-def switch_on(bus: Any) -> bool:
-    """Switch on what is off of a tame bus; return whether anything was."""
-    off = [motor for motor, is_on in bus.sync_read("Torque_Enable", normalize=False).items() if not is_on]
-    if off:
+def switch_on(bus: Any) -> dict[str, float]:
+    """Switch on what is off of a tame bus; return {motor: where it is held now}, in the bus's units."""
+    if off := [motor for motor in bus.motors if not bus.read("Torque_Enable", motor, normalize=False)]:
         bus.enable_torque(off)
-    return bool(off)
+    return {motor: bus.read("Goal_Position", motor) for motor in bus.motors}
 
 
-def _standing(bus: Any, motors: Any) -> dict[str, int]:
-    """Return the steps at which these motors stand. Raises RobotFault if readings differ, or are out of range."""
-    looks = [bus.sync_read("Present_Position", motors, normalize=False) for _ in range(LOOKS)]
+def standing(bus: Any, motors: Sequence[str] | str | None = None) -> dict[str, int]:
+    """Return {motor: the step at which it stands}; motors: None for all.
+
+    Raises RobotFault if readings differ too much, or a motor is out of its calibrated range.
+    """
     found = {}
-    for motor in looks[0]:
-        steps: Array = np.array([look[motor] for look in looks])
-        if np.ptp(steps) > SLACK:
+    for motor in [motors] if isinstance(motors, str) else motors or bus.motors:
+        steps: Array = np.array([bus.read("Present_Position", motor, normalize=False) for _ in range(LOOKS)])
+        if np.ptp(steps) > FALL:
             raise RobotFault(f"{motor} is at steps {steps.tolist()} within a moment: its sensor is wrong", "sensor")
         found[motor] = int(np.median(steps))
         ends = bus.calibration.get(motor)
         if ends is not None and not ends.range_min - SLACK <= found[motor] <= ends.range_max + SLACK:
             raise RobotFault(
-                f"{motor} is at step {found[motor]}, and its calibration says {ends.range_min} to {ends.range_max}, so "
-                "its torque stays off. Move it into its range by hand, or calibrate it anew, then say ready", "range",
+                f"{motor} is at step {found[motor]}, and its calibration says {ends.range_min} to {ends.range_max}: no "
+                "torque is switched. Move it into its range by hand, or calibrate it anew, then say ready", "range",
             )  # fmt: skip
     return found

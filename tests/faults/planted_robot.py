@@ -4,8 +4,8 @@ TABLE = r"""
 == safety of the robot: test_robot_env test_intervention test_guard test_guard_motion
 
 K1 killed Limiter.begin: the first set point of an arm that is out of its range lies out of it, too
-    - start = np.clip(measured, limits.low, limits.high)
-    + start = measured
+    - start = np.clip(stands, limits.low, limits.high)
+    + start = stands
 K2 killed Motion._advance_home: on the way home the jump is counted from where the robot was before
     - self.point = self.target = self._limiter.step
     + self.point = self._limiter.step
@@ -94,8 +94,8 @@ DB3 killed DobotArm._failing: after a fault the next set point is sent
 DB4 killed DobotArm._check: an alarm stays hidden
     - if self._is_alarmed:
     + if False:
-DB5 killed DobotArm.enable: after a recovery the arm goes on to its last set point
-    - self._set(p.angles(self._packet))
+DB5 killed DobotArm.enable: after a recovery the arm gets no set points
+    - self._is_ready = True
     + pass
 DB6 killed Feedback.feed: a torn packet swallows the next one
     - follower is not None and follower < end

@@ -120,9 +120,10 @@ class Log:
 
 
 def say_ready(driver):
-    """What a guard does with its driver, once a person has said ready."""
+    """What a guard does with its driver, once a person has said ready. Returns where the motors hold it."""
     driver.recover()
-    return driver.enable()
+    driver.write(held := driver.enable())
+    return held
 
 
 def guarded(log, **changes):

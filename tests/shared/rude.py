@@ -1,7 +1,9 @@
 """An arm whose sensors and motors are rude, and the rules that no set point may break whatever they do.
 
-Assumed of the real world: a wrong reading is wrong for some readings in a row, in any of the ways below; the driver
-notices motors that lose their power, and says so when they come on again; an arm without power may be moved.
+Assumed of the real world: a wrong reading is wrong for some readings in a row, in any of the ways below. Each motor may
+lose its power, which the driver need not notice, and an arm without power may be moved. A motor goes to its goal at
+once while it has torque, and its goal is where it stands when its torque comes on, as a driver must see to. A driver
+that tells where its motors hold the arm tells the truth; with one that tells nothing the guard begins at what it reads.
 """
 
 import json
@@ -16,7 +18,6 @@ from tests.shared.arms import HOME, JOINTS, LIMITS
 
 LOW, HIGH = np.array([LIMITS[name]["range"] for name in JOINTS]).T
 SPEED = np.array([LIMITS[name]["speed"] for name in JOINTS])
-TRACKING = np.array([LIMITS[name]["tracking"] for name in JOINTS])
 A_BIT = 1e-9
 READINGS: dict[str, Callable] = {  # of an arm at [J]; the second is where it was when this began
     "right": lambda at, then: at,
@@ -34,15 +35,21 @@ READINGS: dict[str, Callable] = {  # of an arm at [J]; the second is where it wa
 class RudeArm(Arm):
     """Two joints that follow their set points with a lag; what is measured is drawn by `seed`, for some readings a way.
 
-    Calls are lines of JSON in the file `log`: write [J], fault, recover, enable and whether its motors were off.
+    Calls are lines of JSON in the file `log`: write, with the set point, and the goals that its motors held until then
+    (null: without torque); fault, recover, enable. tells: `enable` returns the goals; else nothing.
     """
 
     entries = dict.fromkeys(JOINTS, "rad")
 
-    def __init__(self, address, *, seed, log):
-        self._random, self._log = np.random.default_rng(seed), os.open(log, os.O_CREAT | os.O_WRONLY)
+    def __init__(self, address, *, seed, log, tells=True):
+        self._random, self._log, self._tells = (
+            np.random.default_rng(seed),
+            os.open(log, os.O_CREAT | os.O_WRONLY),
+            tells,
+        )
         self.at = np.array([HOME[name] for name in JOINTS], float)
-        self._is_on, self._way, self._left = False, "right", 50
+        self._goals, self._is_on = np.zeros(2), np.zeros(2, bool)
+        self._way, self._left = "right", 50
 
     def read(self):
         self._left -= 1
@@ -50,47 +57,57 @@ class RudeArm(Arm):
             self._way = "right" if self._way != "right" else str(self._random.choice([*READINGS, "lost", "cut"]))
             ends = (20, 150) if self._way == "right" else (1, 40)
             self._left, self._then = int(self._random.integers(*ends)), self.at.copy()
-            if self._way == "cut":  # its power, and somebody moves it
-                self._is_on, self.at = False, self.at + self._random.normal(0, 0.5, 2)
+            if self._way == "cut" or self._random.random() < 0.1:  # its power, and somebody moves it
+                gone = self._random.random(2) < 0.7
+                self._is_on, self.at = self._is_on & ~gone, self.at + gone * self._random.normal(0, 0.5, 2)
         if self._way in ("lost", "cut"):
-            self._say("fault")
-            raise RobotFault("the bus does not answer", "bus")
+            self._fail()
         return READINGS[self._way](self.at, self._then) if self._way != "right" else self.at
 
     def write(self, positions):
-        self._say("write", positions.tolist())
+        goals = [goal if is_on else None for goal, is_on in zip(self._goals.tolist(), self._is_on, strict=True)]
+        self._say("write", [positions.tolist(), goals])
+        self._goals = positions
         self.at = self.at + 0.5 * (positions - self.at) * self._is_on
 
     def recover(self):
         self._say("recover")
 
     def enable(self):
-        were_off, self._is_on = not self._is_on, True
-        self._say("enable", were_off)
-        return were_off
+        for i in np.flatnonzero(~self._is_on):
+            self._goals = np.where(np.arange(2) == i, self.at, self._goals)
+            self._is_on = self._is_on | (np.arange(2) == i)
+            if self._random.random() < 0.1:
+                self._fail()
+        self._say("enable")
+        return self._goals.copy() if self._tells else None
 
     def close(self):
         os.close(self._log)
+
+    def _fail(self):
+        self._say("fault")
+        raise RobotFault("the bus does not answer", "bus")
 
     def _say(self, call, what=None):
         os.write(self._log, f"{json.dumps([call, what])}\n".encode())
 
 
-def broken_rule(calls, tick):
+def broken_rule(calls, tick, *, tells=True):
     """The first rule that calls [(call, what)] break, or an empty text. tick: seconds of a set point."""
-    may_write, before, most = False, None, SPEED * tick
+    may_write, most = False, SPEED * tick
     for number, (call, what) in enumerate(calls):
-        if call == "enable":
-            may_write, before = True, None if what else before
-        elif call == "fault":  # set points may have been lost on their way
-            may_write, most = False, TRACKING
-        elif call == "write":
-            point = np.array(what)
+        if call == "recover":
+            may_write, most = False, SPEED * tick if tells else np.full(2, np.inf)
+        elif call in ("enable", "fault"):
+            may_write = call == "enable"
+        else:
+            point, goals = np.array(what[0]), np.array(what[1], float)
             if not may_write:
-                return f"call {number}: {what} was written before anybody has said ready, or after a fault"
+                return f"call {number}: {point} was written before anybody has said ready, or after a fault"
             if not ((point >= LOW) & (point <= HIGH)).all():
-                return f"call {number}: {what} is out of range"
-            if before is not None and (np.abs(point - before) > most + A_BIT).any():
-                return f"call {number}: from {before} to {what} within {tick} s"
-            before, most = point, SPEED * tick
+                return f"call {number}: {point} is out of range"
+            if (np.abs(point - goals) > most + A_BIT).any():
+                return f"call {number}: motors that held {goals} are led to {point} within {tick} s"
+            most = SPEED * tick
     return ""

@@ -252,7 +252,7 @@ def test_a_run_whose_gradients_are_never_finite_ends_with_one_sentence_and_its_g
 @pytest.mark.parametrize(
     ("where", "checkpoint_s", "said", "kept"),
     [
-        ("policy", 60.0, r"before publishing the weights of update 1\d", 6),  # no checkpoint is due before that
+        ("policy", 60.0, "before publishing the weights of update", 6),  # no checkpoint is due before that
         ("target_critic", 0.0, r"target_critic\..* before keeping a checkpoint of update 1\d", 13),
     ],
     ids=["published", "kept"],
