@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -69,6 +70,8 @@ def _made(place: Path) -> Iterator[Path]:
     """Make a folder in this place, lock it, and remove it at the end. Raises OSError if that does not work there."""
     if len(os.fsencode(place)) > PLACE_BYTES:
         raise OSError(errno.ENAMETOOLONG, f"its path has more than {PLACE_BYTES} bytes")
+    if (mode := os.stat(place).st_mode) & 0o022 and not mode & stat.S_ISVTX:
+        raise OSError(errno.EPERM, "others can rename what is in it")
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place) as folder, _opened(Path(folder)) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield Path(folder)

@@ -20,6 +20,7 @@ from serl_launcher.datasets.episodes import EpisodeReader, Gone, Rows
 from serl_launcher.datasets.names import MANIFEST
 from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import EpisodeInfo, Held
+from serl_launcher.store.aside import is_aside
 from serl_launcher.store.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class Exporter:
         """Decide what a closed episode needs: a shard, its shard again, or nothing."""
         number = info.number
         if number in self._shard:
-            if self._differs(info):
+            if self._differs(info) and not is_aside(info):  # what a shard holds an operator alone takes out
                 self._stale.add(self._shard[number])
                 self._settled.discard(number)  # it stays in the store until its shard was written again
         elif info.discard:
@@ -265,7 +266,8 @@ class Exporter:
 
         def tables() -> Iterator[tuple[EpisodeInfo, Rows]]:
             for info in infos:
-                rows = None if info.discard else self._rows(shard, info, before, again)
+                is_kept = not info.discard or (before is not None and is_aside(info))
+                rows = self._rows(shard, info, before, again) if is_kept else None
                 if rows is None:
                     left_out.append((info, "discarded" if info.discard else "no longer in the store"))
                 else:

@@ -5,7 +5,7 @@ copying, the reader looks at tail again. The caller redraws what fell below it, 
 The steps of several actors lie between each other. So the reader links the steps of each episode itself.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,9 +35,7 @@ class ReplayBuffer:
     folder: the source's folder in the store. layout: of its files. derived: features of DerivedColumns.
     """
 
-    def __init__(
-        self, folder: Path, layout: Layout, derived: Mapping[str, Feature] = MappingProxyType({})
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, layout: Layout, derived: Mapping[str, Feature] = MappingProxyType({})) -> None:
         self.layout = layout
         self.tail = self.head = 0
         self._published = np.asarray(published(folder))
@@ -53,10 +51,8 @@ class ReplayBuffer:
         )
         self._reward = np.zeros(size, np.float32)
         self._action = np.zeros((size, *layout.spec.action.shape), layout.spec.action.dtype)
-        self._columns = {
-            "action": self._action, "reward": self._reward, "terminated": self._terminated,
-            "truncated": self._truncated, "intervened": self._intervened,
-        }  # fmt: skip
+        stored = "action", "reward", "terminated", "truncated", "intervened"
+        self._columns = {name: getattr(self, f"_{name}") for name in stored}
         self._links = Links(self._row, self._final, self._first, self._next, self._ends)
         self._beginnings = np.empty(0, np.int64)  # first steps of episodes
         self._last: dict[int, int] = {}  # episode -> its newest step, while it has not ended
@@ -77,10 +73,9 @@ class ReplayBuffer:
     def _take_in(self, numbers: Numbers) -> None:
         slots = numbers % self.layout.capacity
         records = self._records(slots)
-        # The others were overwritten while they were read.
-        whole = (records["number"] == numbers) & (numbers >= int(self._published[0]))
+        whole = (records["number"] == numbers) & (numbers >= int(self._published[0]))  # else overwritten meanwhile
         self._next[slots] = self._previous[slots] = self._after[slots] = NONE
-        self._is_followed[slots] = False
+        self._is_followed[slots] = self._ends[slots] = False
         final = records["final_row"]
         self._row[slots] = records["row"] % self.layout.rows
         self._final[slots] = np.where(final == NONE, NONE, final % self.layout.rows)
@@ -89,7 +84,6 @@ class ReplayBuffer:
         self._action[slots], self._reward[slots], flags = records["action"], records["reward"], records["flags"]
         self._chunk_start[slots], self._intervened[slots] = flags & CHUNK_START > 0, flags & INTERVENED > 0
         self._terminated[slots], self._truncated[slots] = flags & TERMINATED > 0, flags & TRUNCATED > 0
-        self._ends[slots] = False
         self._end(slots[flags & (TERMINATED | TRUNCATED) > 0])
         self._link(numbers[whole], records[whole])
         begins = numbers[whole & (records["index"] == 0)]
@@ -139,8 +133,7 @@ class ReplayBuffer:
     def cut(self, episodes: Collection[int]) -> None:
         """Mark the last step of these episodes as their end: they closed without a final observation."""
         for episode in episodes:
-            last = self._last.pop(episode, None)
-            if last is not None and last >= self.tail:
+            if (last := self._last.pop(episode, None)) is not None and last >= self.tail:
                 self._end(last % self.layout.capacity)
 
     def know(self, episode: int, first: int, count: int, success: bool | None) -> None:
@@ -208,6 +201,16 @@ class ReplayBuffer:
         found = self._action[slots] if name == "action" else self._observations[name][self._row[slots]]
         tail = int(self._published[0])
         return found if tail <= self.tail else found[first >= tail]
+
+    def beyond(self, limit: float) -> Iterator[tuple[int, str, float]]:
+        """Yield (step, column, value) of each step with a reward or a float observation beyond the limit."""
+        floats = [name for name, rows in self._observations.items() if rows.dtype.kind == "f"]
+        for begin in range(self.tail, self.head, SCAN):
+            slots = np.arange(begin, min(begin + SCAN, self.head)) % self.layout.capacity
+            columns = {name: self._observations[name][self._row[slots]] for name in floats}
+            for name, rows in {**columns, "reward": self._reward[slots]}.items():
+                largest = np.abs(rows.reshape(len(slots), -1)).max(1, initial=0)
+                yield from ((int(begin + i), name, float(largest[i])) for i in np.flatnonzero(largest > limit))
 
     def windows(self, numbers: Numbers, window: Window) -> Drawn:
         """Return the windows that begin at these steps."""

@@ -20,7 +20,7 @@ from serl_launcher.replay.once import Seen, following
 from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import EpisodeInfo, Held, View
 from serl_launcher.replay.windows import batch_arrays, is_single
-from serl_launcher.store.aside import LIMIT
+from serl_launcher.store.aside import LIMIT, is_aside
 from serl_launcher.store.layout import Layout
 from serl_launcher.types import Batch, Window
 
@@ -128,6 +128,10 @@ class ReplayMixture:
         """Return (steps, closed episodes) that a source or view holds now, without evicted ones."""
         steps, episodes = self._sizes[name]
         return steps, episodes
+
+    def has_aside(self, name: str) -> bool:
+        """Return whether the learner has set aside any episode of the sources of this source or view."""
+        return any(is_aside(episode) for part in self.views[name].of for episode in self.held[part].values())
 
     def sample(self, count: int, window: Window, shares: Mapping[str, float]) -> Batch | None:
         """Draw a batch of `count` windows. None if a source or view has nothing usable yet.
@@ -372,18 +376,19 @@ class ReplayMixture:
 def statistics(mixture: ReplayMixture, name: str) -> dict[str, dict[str, Array]]:
     """Return {mean, std, low, high: {column: [*shape]}} of the actions and of each float observation.
 
-    name: the source or view. Observations with values that cannot be are left out, as an older version of Retake has
-    stored them in episodes that count. Raises ConfigError if it is empty.
+    name: the source or view. Observations beyond the store's limit are left out, unless there are no others: an
+    operator may have taken such an episode back. Raises ConfigError if it is empty.
     """
     found: dict[str, dict[str, Array]] = {"mean": {}, "std": {}, "low": {}, "high": {}}
     parts = mixture.views[name].of
     features = {"action": mixture.spec.action, **mixture.spec.observation}
     for key in [key for key, feature in features.items() if feature.dtype.startswith("float")]:
         rows = np.concatenate([mixture.buffers[part].observed(key, mixture.chosen(name, part)) for part in parts])
-        largest = np.abs(rows.reshape(len(rows), -1)).max(1).astype(np.float64)
-        rows = rows[largest <= (np.finfo(np.float64).max if key == "action" else LIMIT)]
+        rows = rows[np.isfinite(rows).all(tuple(range(1, rows.ndim)))]
         if not len(rows):
             raise ConfigError(f"no statistics of {key}: source or view {name!r} holds no steps yet; collect some first")
+        usual = (np.abs(rows.reshape(len(rows), -1)) <= LIMIT).all(1)
+        rows = rows[usual] if key != "action" and usual.any() else rows
         found["mean"][key], found["std"][key] = rows.mean(0, dtype=np.float64), rows.std(0, dtype=np.float64)
         found["low"][key], found["high"][key] = rows.min(0), rows.max(0)
     return found

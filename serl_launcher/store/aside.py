@@ -14,6 +14,7 @@ from serl_client.spec import Array
 LIMIT = 1e6  # of any float: in usual units no sensor exceeds it, and float32 holds the sum of many squares of it
 LIMITS = {"time": 1e11}  # seconds, 3,000 years: robots count from 1970, or from their start
 LEARNER = "learner"  # begins `judged_by` of the learner's own outcomes; the reason follows
+SESSION = LEARNER.ljust(MAX_NAME + 1, ".")  # of these outcomes: longer than any that an actor may name
 REMEDY = (
     "kept on disk and never drawn. tools/store.py show RUN lists it; if the value is right, tools/label.py EPISODE "
     "success or failure takes the episode back, and a unit with smaller numbers helps those to come"

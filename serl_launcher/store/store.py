@@ -22,7 +22,7 @@ from serl_client.errors import ConfigError, Refused, RetakeError
 from serl_client.spec import Array, Spec
 
 from serl_launcher.store.archive import Archive
-from serl_launcher.store.aside import LEARNER, absurd
+from serl_launcher.store.aside import SESSION, absurd
 from serl_launcher.store.creation import INDEX, is_there, make_store
 from serl_launcher.store.episodes import Episodes, next_step
 from serl_launcher.store.errors import Full, Gap, GroupFailed
@@ -267,7 +267,7 @@ class Store:
 
     def set_aside(self, id: str, reason: str) -> None:
         """Keep an episode out of all views from now on, durably, until an operator says otherwise."""
-        self.episodes.set_aside(id, reason, LEARNER, self.index.next_said(LEARNER))
+        self.episodes.set_aside(id, reason, SESSION, self.index.next_said(SESSION))
         self.commit()
 
     def actors_of(self, id: str) -> set[str]:

@@ -25,7 +25,7 @@ from serl_launcher.training.plan import RANDOM, Phase, Plan, Update
 from serl_launcher.training.plan_state import PlanState
 from serl_launcher.training.presence import Presence
 from serl_launcher.training.ranks import Ranks
-from serl_launcher.training.tracing import Tracer
+from serl_launcher.training.tracing import Tracer, await_rows, sift
 from serl_launcher.training.writers import Keeper, Patience, Publisher
 from serl_launcher.types import Batch
 from serl_launcher.utils.checkpoint import Checkpoints
@@ -72,7 +72,7 @@ class Learner:
         self._allowed: int | None = None
         self._starved = False  # an update is due and its sources hold nothing for it: actors may go on at any pace
         self._presence = Presence()
-        self._asked = False  # a Sync is under way
+        self._asked = self._is_behind = False  # a Sync is under way; its latest answer was not all there is
         self._has_news = False  # episodes have come or changed
         self._next_sync = self._next_allow = self._next_metrics = 0.0
         self._wall_s, self._began = 0.0, time.monotonic()
@@ -102,6 +102,7 @@ class Learner:
         saved = self.keeper.checkpoints.load()
         self._command = saved["command"] if saved else 0
         self._synchronise()
+        sift(self.sources, self._set_aside)
         self._resume(saved)
         del saved  # it may be as large as all that is trained
         self._publish()
@@ -179,7 +180,15 @@ class Learner:
             self._publish()
         elif action == "fit_normalizer":
             assert source is not None
+            await_rows(self.sources, source, self._turn, lambda: bool(self._orders))
             self.ranks.set_statistics(statistics(self.sources, source))
+
+    def _turn(self) -> None:
+        """Let actors go on, and hear of what they bring, while no update can be made."""
+        self._starved = True
+        self.link.wait(SYNC_S)
+        self._hear()
+        self._tell()
 
     def _evaluated(self, phase: Phase, begin: int) -> None:
         """Keep the result of an evaluation. Raises RetakeError if other weights acted than those that were trained."""
@@ -204,6 +213,8 @@ class Learner:
     def _hear(self) -> None:
         """Take what the server has sent, and ask again. Never waits."""
         self._receive()
+        if self._is_behind:
+            self._synchronise()  # or a step would be drawn whose episode the next page sets aside
         if self._has_news:
             self._has_news = False
             self.state.look_again()
@@ -221,7 +232,7 @@ class Learner:
         self._asked &= self.link.connected
 
     def _take(self, synced: m.Synced) -> None:
-        self._asked = False
+        self._asked, self._is_behind = False, synced.more
         self._revision = synced.revision
         self._presence.take(synced.actors)
         self._has_news |= bool(synced.episodes)

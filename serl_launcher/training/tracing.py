@@ -1,26 +1,56 @@
 """Traces an update whose gradient was not finite to the rows of its batch, and sets their episodes aside.
 
-The store sets aside what exceeds a limit when it comes (store/aside.py). This is for what an older version has stored,
-what an operator has taken back, and what is within the limit and yet too much for a network.
+The store sets aside what exceeds a limit when it comes (store/aside.py), and the trainer at its start what an older
+version has stored (`sift`). The rest is for what an operator has taken back, and for what is within the limit and yet
+too much for a network.
 
 How often a step was refused is known on the device alone, and whoever reads it waits. So it is read once a second, and
 after each update once something was refused: then the batch is still at hand.
 """
 
+import logging
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from serl_launcher.replay.mixture import ReplayMixture
-from serl_launcher.store.aside import LIMIT
+from serl_launcher.store.aside import LIMIT, REMEDY
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.types import Batch
 from serl_launcher.utils.finite import Refusals
 
+log = logging.getLogger(__name__)
+
 WATCHED = 1000  # updates after a refused one that are looked at one by one
 FAR = 1e3  # times what a quarter of the batch stays below, or 1 where that is less: such a value may be the reason
+
+
+def sift(sources: ReplayMixture, set_aside: Callable[[str, str], None]) -> None:
+    """Set aside each episode that holds a number beyond the limit, unless an operator has spoken of it."""
+    reasons = dict[str, str]()
+    for name, buffer in sources.buffers.items():
+        for step, column, value in buffer.beyond(LIMIT):
+            (episode,), (index,) = (of(np.array([step])).tolist() for of in (buffer.episodes, buffer.indices))
+            info = sources.held[name].get(episode)
+            if info is not None and not info.discard and info.judged_by != "operator":
+                reasons.setdefault(info.id, f"{column:.80} holds {value:.3g} at step {index}")
+    for episode, reason in reasons.items():
+        set_aside(episode, f"{reason}, beyond {LIMIT:.0e}")
+
+
+def await_rows(
+    sources: ReplayMixture, name: str, turn: Callable[[], None], is_interrupted: Callable[[], bool]
+) -> None:  # fmt: skip
+    """While all that a source or view holds is set aside, make turns until more comes, or a command."""
+    is_told = False
+    while not sources.size(name)[0] and sources.has_aside(name) and not is_interrupted():
+        if not is_told:
+            log.warning("%s holds nothing but episodes that are set aside, so the learner waits: %s", name, REMEDY)
+        is_told = True
+        turn()
 
 
 class Tracer:
@@ -55,21 +85,23 @@ class Tracer:
         return self._refusals.look(self._ranks.steps())
 
     def _trace(self, name: str, batch: Batch) -> bool:
-        """Return whether the batch's outliers are the reason: without their rows the same update has a gradient."""
+        """Return whether the batch's outliers are the reason: without their rows the same update has a gradient.
+
+        Those of all columns are tried together, then those of each one, which may leave more rows.
+        """
         sizes = magnitudes(batch)
         for far in (math.inf, FAR):
             found = {column: each > min(LIMIT, far * _usual(each)) for column, each in sizes.items()}
-            bad = torch.stack([each.reshape(len(batch), -1).any(1) for each in found.values()]).any(0)
-            if bad.any() and self._goes_without(name, batch, bad):
-                self._blame(batch, sizes, found)
-                return True
+            for suspects in (found, *({column: each} for column, each in found.items())):
+                bad = torch.stack([each.reshape(len(batch), -1).any(1) for each in suspects.values()]).any(0)
+                if bad.any() and not bad.all() and self._goes_without(name, batch, bad):
+                    self._blame(batch, sizes, suspects)
+                    return True
         return False
 
     def _goes_without(self, name: str, batch: Batch, bad: Tensor) -> bool:
-        """Make the update with the other rows, repeated. Return whether it has a gradient; True without others."""
+        """Make the update with the other rows, repeated. Return whether it has a gradient."""
         rest = (~bad).nonzero()[:, 0]
-        if not len(rest):
-            return True
         self._ranks.update(name, batch.rows(rest[torch.arange(len(batch), device=rest.device) % len(rest)]))
         return not self._was_refused()
 

@@ -33,6 +33,8 @@ def keep_private() -> None:
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "retake" / "inductor"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.geteuid() or not os.access(folder, os.W_OK):
+            raise PermissionError
     except (OSError, RuntimeError):  # no home, or one that cannot be written: compiled anew at each start
         folder = tempfile.mkdtemp(prefix="inductor_")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

@@ -84,6 +84,26 @@ def test_episodes_of_two_actors_and_of_two_phases_are_kept_apart(tmp_path, blind
 
 @pytest.mark.slow
 @needs_lerobot
+def test_what_a_shard_holds_stays_there_until_an_operator_discards_it(tmp_path, blind):
+    """The learner, which sets an episode aside, may be wrong, and the store may have lost it meanwhile."""
+    run = Run(tmp_path, blind)
+    run.episodes("e0", "e1")
+    run.work()
+    run.store.set_aside("e0", "an update with it has no finite gradient")
+    run.work()
+    run.add(Outcome("e1", True, judged_by="operator"))
+    run.work()
+    dataset, table = run.opened("000001-000002")
+    assert (dataset.num_episodes, set(table["outcome"][6:].tolist())) == (2, {1})
+    run.store.hello("operator", "outbox2", "B", [])  # from elsewhere, as one who has looked at it
+    run.store.stage("B", 0, Outcome("e0", None, discard=True, judged_by="operator"))
+    run.store.commit()
+    run.work()
+    assert run.opened("000001-000002")[0].num_episodes == 1
+
+
+@pytest.mark.slow
+@needs_lerobot
 def test_an_outcome_after_the_export_makes_the_next_version_at_once(tmp_path, blind, caplog):
     run = Run(tmp_path, blind)
     run.episodes("e0", "e1", ends="truncated")

@@ -1,9 +1,11 @@
 """A value that cannot be: it is acknowledged, stored as it came, and its episode is set aside until an operator has
 looked at it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from serl_client import Outcome
+from serl_client import ConfigError, Outcome
 
 from serl_launcher.replay.mixture import ReplayMixture, statistics
 from serl_launcher.store.store import Store
@@ -99,3 +101,24 @@ def test_only_an_operator_elsewhere_takes_an_episode_back(store, make_segment, j
     store.set_aside("bad.part2", "updates fail")
     assert aside(store) == {"bad.part2": "updates fail"}
     assert [said.judged_by for said in store.index.outcomes("bad.part2")][1] == "operator"
+
+
+def test_a_session_of_the_learners_own_name_does_not_stop_its_word(store, make_segment):
+    store.hello("arm", "outbox C", "learner", [])
+    for episode in ("one", "two"):
+        stage(store, Outcome(episode, True), session="learner")
+        stage(store, changed(make_segment(episode, 1, ends="terminated"), "reward", 3e38))
+    assert aside(store).keys() == {"one", "two"}
+
+
+def test_statistics_need_rows_and_take_what_an_operator_has_taken_back(store, spec, make_segment):
+    large = make_segment("large", 1, ends="terminated")
+    stage(store, replace(large, observation={STATE: np.full_like(large.observation[STATE], 2e6)}))
+    sources = ReplayMixture(store.folder, spec, {"online": 400}, {}, seed=0)
+    sources.update(store.index.catalog(0, 100)[1])
+    with pytest.raises(ConfigError, match="'online' holds no steps yet"):
+        statistics(sources, "online")
+    assert sources.has_aside("online")
+    stage(store, Outcome("large", True, judged_by="operator"), session="B")
+    sources.update(store.index.catalog(0, 100)[1])
+    assert statistics(sources, "online")["high"][STATE][0] == 2e6

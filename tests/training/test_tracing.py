@@ -33,10 +33,14 @@ def add(run_dir, name, column, value, source):
         store.close()
 
 
+@pytest.mark.parametrize("is_sifted", [True, False])
 @pytest.mark.parametrize(("column", "value"), [(STATE, np.full(8, 3e38)), ("reward", 3e38)])
 def test_a_store_that_holds_what_cannot_be_is_trained_on_without_it_and_resumes(
-    tmp_path, spec, serve, live, monkeypatch, column, value
+    tmp_path, spec, serve, live, monkeypatch, column, value, is_sifted
 ):  # fmt: skip
+    """It is found at the start; if it were not, the updates would tell."""
+    if not is_sifted:
+        monkeypatch.setattr(learner, "sift", lambda *_: None)
     monkeypatch.setattr(learner, "METRICS_S", 0.0)
     run_dir, plan = found(tmp_path / "run", spec), plan_of(**LEARNING)
     for source in ("online", "demo"):
@@ -45,7 +49,8 @@ def test_a_store_that_holds_what_cannot_be_is_trained_on_without_it_and_resumes(
     first = live(server, plan, batch_size=64, dies_after=20).run()
     assert {id for id, row in server.episodes().items() if row["discard"]} == {"bad-online", "bad-demo"}
     refused = first.learner.ranks.steps()["critic_optimizer"][1]
-    assert 0 < refused < 20
+    assert (refused == 0) == is_sifted
+    assert refused < 20
     second = live(server, plan, batch_size=64, seed=1).run()
     assert second.updates == 30
     assert second.learner.ranks.steps()["critic_optimizer"][1] == 0
@@ -108,10 +113,20 @@ def test_the_rows_that_stand_out_are_blamed_if_the_update_goes_without_them(monk
     within[5, 2], many[:40] = -4e5, 3e38
     assert traced(overflows, within, torch.zeros(64)).keys() == {5}
     assert traced(overflows, many, reward).keys() == set(range(40))
-    assert traced(overflows, torch.full((64, 8), 3e38), reward).keys() == set(range(64))
+    assert not traced(overflows, torch.full((64, 8), 3e38), reward), "nothing is left to try"
+    other = batch_of(state, torch.full((64,), 5e6))
+    assert traced(overflows, within, other.reward[:, 0]).keys() == {5}, "a large column that is not the reason"
     assert "observation.state is 4e+05 in size at or near step 7" in traced(overflows, within, torch.zeros(64))[5]
     monkeypatch.setattr("serl_launcher.utils.finite.MOST_IN_A_ROW", 1000)
     assert not traced(lambda batch: True, state, reward), "the update fails without that reward, too"
+
+
+def test_while_all_that_a_source_has_is_set_aside_the_learner_waits_for_more_or_for_a_command():
+    for sizes, is_interrupted, waits in (([0, 0, 0, 5], False, 3), ([0], True, 0), ([5], False, 0)):
+        told, left = [], iter(sizes)
+        sources = SimpleNamespace(size=lambda name, left=left: (next(left), 0), has_aside=lambda name: True)
+        tracing.await_rows(sources, "demo", lambda told=told: told.append(1), lambda is_so=is_interrupted: is_so)
+        assert len(told) == waits
 
 
 def test_updates_are_watched_for_a_while_and_no_longer(monkeypatch):

@@ -13,7 +13,8 @@ from typing import IO
 from serl_client.errors import ConfigError
 
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK  # the last, because a pipe would block
-STRANGE = {errno.ELOOP: "it is a link", errno.EISDIR: "it is a folder", errno.EACCES: "it belongs to somebody else"}
+STRANGE = {errno.ELOOP: "it is a link", errno.EISDIR: "it is a folder", errno.ENXIO: "it is a socket",
+           errno.EACCES: "it belongs to somebody else"}  # fmt: skip
 
 
 def open_lock(folder: Path, mode: int = 0o666) -> IO[str]:
