@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from serl_client.client import TrainerClient
 
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # else each program that a test starts compiles all of torch again
@@ -17,6 +18,11 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # else each program that a 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background inherits that it is ignored
 
 os.environ["WANDB_MODE"] = "disabled"  # the runs that tests start mirror nothing, unless they ask for it
+
+settings.register_profile(  # a busy machine makes no example wrong
+    "house", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("house")
 
 VIOLATIONS = Path(f"{tempfile.gettempdir()}/retake-{os.getpid()}.violations")
 os.environ["RETAKE_VIOLATIONS"] = str(VIOLATIONS)  # each worker of a parallel run, and what it starts, has its own

@@ -3,11 +3,13 @@
 
 readme.py             in a copy of this folder with the present .venv; what a page has not named yet is not importable
 readme.py --clean     in a clone without a .venv, where the pages' own commands install what they name (CI)
+readme.py --all       also the runs that are otherwise only composed, to their ends
 readme.py --list      what would be given, and what is not, with the reason
 
 A command is a line of a bash block, or `code` elsewhere that begins with a program. Runs are made short by the words in
 SHORT, and by the copy's plans, whose phases begin and end EARLY. A learner is given an actor, and an actor a learner,
-unless the same block has both.
+unless the same block has both. A run in a folder of its own, outside of README, differs from others by yaml alone: from
+its words the plan is composed and checked (tools/plan.py), and tests/house/test_offered.py gives each yaml a run.
 """
 
 import argparse
@@ -22,39 +24,19 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.readme_words import EARLY, NOT_RUN, SHORT, SUBSTITUTES
+
 ROOT = Path(__file__).resolve().parent.parent
-SHORT = ["max_env_steps=120", "baseline_episodes=2", "eval_episodes=2"]  # a word that is said wins over these
-EARLY = {  # conditions of a plan, and what the copy has for them
-    r"updates >= \d+": "updates >= 40", r"demo\.episodes >= 20": "demo.episodes >= 12",  # more than one export holds
-    r"online\.steps >= 200": "online.steps >= 40", r"online\.episodes >= 5": "online.episodes >= 1",
-    r" episodes >= 10": " episodes >= 1",
-}  # fmt: skip
-SUBSTITUTES = {  # places of a reader's own, and long work
-    "10.0.0.5": "127.0.0.1", "GPU_BOX": "127.0.0.1", "--rounds 20 ": "--rounds 1 ", "--only ": "--rounds 1 --only ",
-    "--cases 1000000": "--cases 200", "--cases 10000": "--cases 200",
-    "--limits --seconds 60": "--limits --seconds 1",
-    "robot=sim plan=hiors": "robot=sim plan=hiors \"plan.phases.demonstrate.until=['demo.episodes >= 3']\"",
-    "policy=pi0_tiny batch_size=64": "policy=pi0_tiny batch_size=8",
-    "random_steps=500 max_env_steps=2500": "random_steps=60 max_env_steps=120",
-    "plan=tdmpc2 algo=tdmpc2 ": "plan=tdmpc2 algo=tdmpc2 random_steps=60 batch_size=8 algo.mppi.iterations=1 ",
-    "random_steps=8000 max_env_steps=80000": "random_steps=200 max_env_steps=400",
-    "random_steps=500 max_env_steps=4000": "random_steps=60 max_env_steps=120",
-    "random_steps=1000 max_env_steps=5000": "random_steps=60 max_env_steps=120",
-    "dreamer_cartpole/start.sh": "dreamer_cartpole/start.sh random_steps=60 max_env_steps=120",
-    "inputs.py --run-dir runs/hiors": "inputs.py --run-dir runs/hiors --source demo",  # a short run may never succeed
-    "world_models_carracing/start.sh": "world_models_carracing/start.sh random_steps=200 max_env_steps=400 "
-    "plan.sources.drift.capacity=400 plan.sources.online.capacity=400 "
-    "batch_size=4 eval_episodes=1 eval_steps=50 \"plan.phases.see.until=['updates >= 4']\" "
-    "\"plan.phases.predict.until=['updates >= 6']\"",
-    "plan=dreamer algo=dreamer ": "plan=dreamer algo=dreamer random_steps=60 batch_size=2 algo.length=8 utd=0.2 ",
-}  # fmt: skip
+DEFAULT_PLAN = "plan=quickstart"  # of config/base.yaml
 BASE = ["learner", "sim"]  # extras that start.sh installs
 MODULES = {"rerun-sdk": "rerun"}  # where the name to import is another
 LIMIT_S = 600.0  # of one command; an installation may take longer
@@ -64,35 +46,6 @@ PROGRAM = re.compile(
     r"|(?:ssh|scp|uv|apt-get|rerun|tmux|setsid|kill|cd|git|pip) )"
 )
 SIDE = re.compile(r"(?:^|/)run_(learner|actor)\w*\.sh\b")
-
-NOT_RUN = {  # a regular expression of whole commands: why nobody gives them here. One that fits none is an error.
-    r"\./test\.sh.*": "is what calls this tool",
-    r"(gpu-box\$|laptop\$|ssh|scp).*": "needs a second machine",
-    r"(shard=.*; )?(\.venv/bin/)?rerun\b.*": "opens a viewer for a person",
-    r"kill .*|setsid .*": "is about a viewer that a person has opened",
-    r"apt-get .*": "changes the machine, and needs its administrator",
-    r".*operator=keyboard.*": "needs a person at the keyboard",
-    r".*sim\.dobot_controller.*|.*task=my_dobot.*": "runs until somebody ends it; tests/house/test_docs.py gives them",
-    r".*task=so101.*|lerobot-(find-port|calibrate).*|.*sim\.feetech.*": "needs an SO-101, or what takes its place",
-    r"\.venv/bin/tensorboard .*": "serves a page until somebody ends it",
-    r".*robot=dobot_xtrainer.*": "needs two real arms; tests/robot/test_dobot_cell.py tries to connect",
-    r".*/models/.*|.*/path/to/.*": "needs a file that only its owner has",
-    r"examples/robomimic/\S+\.sh.*": "installs robosuite, 1.1 GB",
-    r"examples/(dmc|metaworld)/\S+\.sh.*": "installs dm_control or Meta-World, 0.4 GB each",
-    r".*tools/study\.py (control|memory|pick_cube|planning|world_models).*": "takes minutes for each missing run",
-    r".*uv pip install.*|.*LunarLander.*|.*PushT-v0.*": "installs packages that are none of ours",
-    r".*tools/study\.py .* -- .*": "takes an hour",
-    r".*tools/bench\.py(?! --help).*": "measures, for minutes, and asks for an idle machine",
-    r".*(NNODES|ranks=|sharding=|pi0_expert|pi0_lora|policy=pi0\b).*": "needs a GPU, or several machines",
-    r".*(EPISODE|NAME|FILE|\.\.\.|<\w+>).*": "has a name in it that a reader fills in",
-    r".*tests\.faults\.power --all": "tries every cut, for an hour or more",
-    r".*tools/chaos\.py --quickstart.*": "kills a whole run again and again, for ten minutes or more",
-    r"\.venv/bin/python": "is only the beginning of a command",
-    r".*tools/doctor\.py actor": "needs a learner that runs; README gives it one",
-    r".*tools/keys\.py unban .*": "needs a key that was banned",
-    r".*(run_(learner|actor)\.sh|doctor\.py actor .*) task=my_robot.*": "needs a person who says ready to the arm",
-    r"tmux .*": "needs a run that goes on in tmux",
-}
 
 BLOCKS = """import sys
 from importlib.machinery import PathFinder
@@ -200,6 +153,14 @@ class Reader:
         """Begin another page: who reads it may have read no other, and has made no keys."""
         self.extras = self.extras if self.clean else list(BASE)
         shutil.rmtree(self.folder / "keys", ignore_errors=True)
+
+    def compose(self, command: Command) -> str:
+        """What is wrong with the plan of a run; empty when nothing is. The words are the page's own."""
+        words = shlex.split(command.text)[1:]
+        plan = next((word for word in words if word.startswith("plan=")), DEFAULT_PLAN)
+        rest = [word for word in words if word != plan]
+        tried = [".venv/bin/python", "tools/plan.py", "check", plan.removeprefix("plan="), *rest]
+        return self._ended(self._start(shlex.join(tried)), LIMIT_S)
 
     def give(self, command: Command) -> str:
         """What went wrong with it; empty when nothing did."""
@@ -345,8 +306,16 @@ def copied(folder: Path, *, clean: bool) -> Path:
     return folder
 
 
-def give(commands: Sequence[Command], reader: Reader) -> int:
-    """Give the commands, and print what became of each; returns how many failed."""
+def alone(commands: Sequence[Command]) -> set[Command]:
+    """The runs in a folder that no other command names, which differ by yaml alone."""
+    named = Counter(name for each in commands for name in set(re.findall(r"runs/\w+", each.text)))
+    runs = (each for each in commands if each.page != "README.md" and each.text.startswith("./start.sh "))
+    runs = (each for each in runs if "inference=" not in each.text)
+    return {each for each in runs if (found := re.search(r"run_dir=(runs/\w+)", each.text)) and named[found[1]] == 1}
+
+
+def give(commands: Sequence[Command], reader: Reader, composed: Container[Command]) -> int:
+    """Give the commands, and print what became of each; returns how many failed. composed: runs that are not made."""
     failed, page = 0, ""
     for (of, _), block in groupby(commands, key=lambda command: (command.page, command.block)):
         if of != page:
@@ -358,9 +327,9 @@ def give(commands: Sequence[Command], reader: Reader) -> int:
                 print(f"not run  {place}: {command.reason}", flush=True)
                 continue
             began = time.monotonic()
-            reason = reader.give(command)
+            reason = reader.compose(command) if command in composed else reader.give(command)
             failed += bool(reason)
-            took = f"{time.monotonic() - began:6.1f} s {place}"
+            took = f"{time.monotonic() - began:6.1f} s {place}{' (composed)' * (command in composed)}"
             print(f"FAILED   {place}\n    {reason}" if reason else took, flush=True)
         for text, reason in reader.finish():
             failed += 1
@@ -371,6 +340,7 @@ def give(commands: Sequence[Command], reader: Reader) -> int:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clean", action="store_true", help="install what the pages name")
+    parser.add_argument("--all", action="store_true", help="give each run, to its end")
     parser.add_argument("--list", action="store_true", help="give nothing")
     parser.add_argument("--port", type=int, default=5588, help="the first of two ports (5588)")
     parser.add_argument("--page", type=Path, action="append", help="this page alone; may be said several times")
@@ -388,7 +358,7 @@ def main(words: Sequence[str] | None = None) -> int:
         reader = Reader(copied(Path(folder), clean=options.clean), options.port, clean=options.clean)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         try:
-            failed = give(commands, reader) + len(wrong)
+            failed = give(commands, reader, () if options.all else alone(commands)) + len(wrong)
         finally:
             reader.close()
     print(f"{len(commands)} commands, {failed} failed")

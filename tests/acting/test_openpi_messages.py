@@ -148,7 +148,7 @@ VALUES = st.recursive(
 MESSAGES = st.dictionaries(NAMES, VALUES, max_size=3).map(lambda changes: request() | changes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(MESSAGES, st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), max_size=3), st.integers(0, 2**16))
 def test_whatever_comes_is_what_the_spec_says_or_a_message_error(sent, flips, cut):
     data = bytearray(msgpack.packb(sent, default=packed))

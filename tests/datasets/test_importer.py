@@ -188,8 +188,8 @@ def steps(run_dir):
 @pytest.mark.slow
 def test_a_killed_importer_is_started_again_and_the_policy_is_trained(tmp_path, made):
     """The learner's program on a dataset alone: one phase of imitation, which no actor takes part in."""
-    programs, run_dir = Programs(tmp_path), tmp_path / "run"
-    try:
+    run_dir = tmp_path / "run"
+    with Programs(tmp_path) as programs:
         learner = programs.start(
             "learner", "task=fake", "algo=sft", "plan=sft", "phase=clone", "policy=flow",
             "policy.network.hidden=[32,32]",
@@ -199,8 +199,6 @@ def test_a_killed_importer_is_started_again_and_the_policy_is_trained(tmp_path, 
         programs.until(lambda: steps(run_dir) > 500)
         programs.kill("importer")
         assert programs.status(learner, 300) == 0, programs.said()
-    finally:
-        programs.end()
     assert "importer ended with status -9: starting it again" in programs.said()
     assert "20 updates" in programs.said()
     assert "Traceback" not in programs.said()

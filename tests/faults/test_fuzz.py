@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from serl_client import Feature, Outcome, Spec, messages, wire
 from serl_client.errors import ConfigError, MessageError
@@ -27,7 +27,7 @@ from tests.faults.fuzzing.targets import TARGETS, Target
 from tests.shared.common import free_port, until
 from tests.shared.tools import called
 
-SHORT = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHORT = settings(max_examples=150)
 
 
 # -- the wire and the messages

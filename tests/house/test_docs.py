@@ -1,5 +1,6 @@
 """What the documents name is there."""
 
+import ast
 import csv
 import re
 import shlex
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -15,10 +17,10 @@ from omegaconf import OmegaConf
 from serl_client.errors import ConfigError, RobotFault
 
 from serl_launcher.config import composed, factory
-from tests.faults.mutants import symbols
 from tests.shared.common import CONFIG, ROOT
 from tests.shared.dobots import address
 from tools import check_robot
+from tools.mutants import PRODUCT
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -115,10 +117,21 @@ def test_the_first_page_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 1200
 
 
+def symbols() -> dict[str, set[str]]:
+    """{function, class or Class.method of the product: the files that define it}."""
+    found = defaultdict(set)
+    for file in (file for pattern in PRODUCT for file in ROOT.glob(pattern)):
+        for node in ast.parse(file.read_text()).body:
+            for each in (node, *getattr(node, "body", ())) if isinstance(node, ast.ClassDef) else (node,):
+                if name := getattr(each, "name", ""):
+                    found[name if each is node else f"{node.name}.{name}"].add(str(file))
+    return found
+
+
 def test_each_question_to_a_newcomer_has_one_file_as_its_answer():
     """Somebody who has read docs/architecture.md alone is asked them whenever files have moved."""
-    places = symbols(ROOT)
+    places = symbols()
     with open(ROOT / "tests/house/questions.csv") as file:
-        answers = {row["question"]: {str(place) for place, *_ in places[row["symbol"]]} for row in csv.DictReader(file)}
+        answers = {row["question"]: places[row["symbol"]] for row in csv.DictReader(file)}
     assert [question for question, files in answers.items() if len(files) != 1] == []
     assert len(answers) == 20

@@ -27,11 +27,8 @@ def test_a_run_without_wandb_lerobot_rerun_av_gl_and_ffmpeg_ends_well_and_names_
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({LACKS})\n")
     mine = {name: value for name, value in os.environ.items() if name not in ("WANDB_MODE", "MUJOCO_GL")}
     mine |= {"PYTHONPATH": str(tmp_path), "PATH": str(Path(sys.executable).parent)}
-    programs = Programs(tmp_path, mine)
-    try:
+    with Programs(tmp_path, mine) as programs:
         programs.complete(PRACTISE, PRACTISE, 150.0)
-    finally:
-        programs.end()
     said = programs.said().splitlines()
     for what, how in {
         "wandb is not installed": "--extra wandb",

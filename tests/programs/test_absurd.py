@@ -16,19 +16,11 @@ from serl_launcher.store.store import Store
 from tests.shared.clients import directed, push_all
 from tests.shared.common import PATIENCE
 from tests.shared.data import blank_segment
-from tests.shared.programs import Programs
 from tests.shared.tools import called
 
 from .test_run import LONG
 
 STEPS = 50
-
-
-@pytest.fixture
-def programs(tmp_path):
-    made = Programs(tmp_path)
-    yield made
-    made.end()
 
 
 def absurd(spec, name, column, directive):

@@ -26,7 +26,6 @@ from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.utils.checkpoint import Checkpoints
 from tests.shared.common import CONFIG, free_port
 from tests.shared.here import TRAIN, serving
-from tests.shared.programs import Programs
 
 SOURCES = {"demo": 5000, "online": 20_000, "eval": 20_000}  # of the plan quickstart
 
@@ -60,13 +59,6 @@ def main(train, tmp_path):
         return said
 
     return main
-
-
-@pytest.fixture
-def programs(tmp_path):
-    made = Programs(tmp_path)
-    yield made
-    made.end()
 
 
 @pytest.fixture

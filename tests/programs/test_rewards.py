@@ -25,12 +25,9 @@ COLLECT = ["plan=collect", 'plan.phases.demonstrate.until=["demo.episodes >= 10"
 def judged(folder, address, threshold):
     """The rewards of ten demonstrations by the classifier's judgement."""
     folder.mkdir()
-    run = Programs(folder)
-    try:
+    with Programs(folder) as run:
         judge = [f"task.judge.address={address}", f"task.judge.threshold={threshold}", "task.judge.stage_reward=0.25"]
         run.complete([*FAKE, *COLLECT], [*FAKE, *judge])
-    finally:
-        run.end()
     lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line["return"] for line in lines if line["kind"] == "episode"][:10]
 
@@ -39,8 +36,7 @@ def test_a_classifier_learns_from_one_runs_episodes_and_judges_anothers(tmp_path
     start(tmp_path / "given", GIVEN)
     given, more = (export_run(tmp_path / "given", 1000, [source])[0] for source in ("online", "demo"))
     (tmp_path / "reward").mkdir()
-    reward = Programs(tmp_path / "reward")
-    try:
+    with Programs(tmp_path / "reward") as reward:
         data = [f"plan.sources.given.dataset={given}", f"plan.sources.more.dataset={more}"]
         learner = reward.start("learner", *FAKE, "plan=reward_classifier", "task.stages=2", *data)
         reward.until(lambda: "serve idle" in reward.said(), 120)
@@ -51,8 +47,6 @@ def test_a_classifier_learns_from_one_runs_episodes_and_judges_anothers(tmp_path
         assert max(judged(tmp_path / "strict", address, 0.999999)) < 1, "nobody else gives success"
         reward.order("next")
         assert reward.status(learner) == 0
-    finally:
-        reward.end()
     status, said = typed("reward", reward.run_dir, "--threshold", "0.2")
     assert (status, said.strip()) == (0, str(reward.run_dir / "reward.html"))
     page = (reward.run_dir / "reward.html").read_text()

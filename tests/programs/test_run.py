@@ -27,13 +27,6 @@ WORDS = [  # the quickstart on a task that needs no simulator, made short
 LONG = [*WORDS, 'plan.phases.practise.until=["env_steps >= 15000", operator]']
 
 
-@pytest.fixture
-def programs(tmp_path):
-    made = Programs(tmp_path)
-    yield made
-    made.end()
-
-
 def assert_goes_on(before, after):
     """Nothing that was durable before is missing after, and no number went back."""
     assert all(after.episodes.get(name, 0) >= steps for name, steps in before.episodes.items())
@@ -133,13 +126,12 @@ def interrupt(programs, process, number, *, left):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """(programs, exit statuses) of a run whose actor was there long before its learner."""
-    made = Programs(tmp_path_factory.mktemp("finished"))
-    actor = made.start("actor", *WORDS)
-    made.until(lambda: "learner: AWAY" in made.said())
-    assert actor.poll() is None
-    learner = made.start("learner", *WORDS)
-    yield made, [made.status(learner), made.status(actor)]
-    made.end()
+    with Programs(tmp_path_factory.mktemp("finished")) as made:
+        actor = made.start("actor", *WORDS)
+        made.until(lambda: "learner: AWAY" in made.said())
+        assert actor.poll() is None
+        learner = made.start("learner", *WORDS)
+        yield made, [made.status(learner), made.status(actor)]
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def cut(data, chance):
 # -- replies
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(VALUES), st.sampled_from((0, -1, p.NOT_TCP)))),
        st.randoms(use_true_random=False))  # fmt: skip
 def test_each_reply_finds_its_command_however_it_is_cut_and_what_nobody_asked_is_left_out(said, chance):
@@ -113,7 +113,7 @@ def test_a_packet_has_its_fields_where_the_document_has_them(version):
     assert "command_id" not in version.packet.names if version is p.V3 else packet["command_id"] == 77
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**9))
 def test_every_packet_that_came_whole_is_found_whatever_came_between(number):
     feedback.run(feedback.make(Random(number), number), Path())

@@ -167,7 +167,7 @@ def keeps_its_limits(bench, doings):
             check(bench, before, after, was_faulty)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(DOINGS, st.booleans(), st.sampled_from([0.1, 0.5, 1.0]))
 def test_whatever_is_asked_for_no_set_point_leaves_the_limits(doings, has_tool, lag):
     keeps_its_limits(Bench(has_tool=has_tool, lag=lag), doings)

@@ -30,7 +30,7 @@ def test_joints_come_back_from_five_thousand_poses_of_each_arm_to_a_tenth_of_a_m
     assert np.abs(twist(chain.pose(start), goals))[:, :3].max() > 0.05, "there was a way to go"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.tuples(*[ANGLE] * 6), st.integers(0, 5))
 def test_the_jacobian_is_what_a_small_turn_does(joints, which):
     chain, joints, small = Chain(NOVA2, tool=at(z=0.13)), np.array(joints), np.eye(6)[which] * 1e-5
@@ -38,7 +38,7 @@ def test_the_jacobian_is_what_a_small_turn_does(joints, which):
     np.testing.assert_allclose(chain.jacobian(joints)[:, which], turned, atol=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.tuples(*[ANGLE] * 6), st.tuples(*[st.floats(-1, 1)] * 6))
 def test_a_twist_leads_where_it_says(joints, way):
     pose = Chain(NOVA2).pose(np.array(joints))

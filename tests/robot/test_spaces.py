@@ -71,7 +71,7 @@ def spaced(space, reach=np.inf):
 
 
 @pytest.mark.parametrize("space", [delta(), ee_delta(), ee_delta(turn=0.1), ee_delta(turn=0.1, is_relative=True)])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_an_action_becomes_a_target_and_the_target_the_same_action(space, data):
     space.begin(START)
@@ -80,7 +80,7 @@ def test_an_action_becomes_a_target_and_the_target_the_same_action(space, data):
     np.testing.assert_allclose(space.actual(space.target(action, START), START), action, atol=1e-3)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(SHARES, SHARES, SHARES), min_size=1, max_size=4), st.integers(0, 2**32), st.booleans())
 def test_from_any_pose_no_joint_jumps_and_the_tool_leaves_no_box_that_it_was_in(ways, seed, is_singular):
     """Each way is kept for some steps, so that the arm comes to the ends of its reach, and to its box."""

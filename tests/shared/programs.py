@@ -6,7 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,13 +31,22 @@ class Facts:
 
 
 class Programs:
-    """The learner and the actors of one run; every process of theirs has the run's folder on its command line."""
+    """The learner and the actors of one run; every process of theirs has the run's folder on its command line.
+
+    As a context it ends all of them, however the test ends.
+    """
 
     def __init__(self, folder, environment=None):
         self.run_dir, self.log = folder / "run", folder / "log"
         self.environment = environment  # of its processes; None: that of this one
         self.ports = free_port(), free_port()
         self._started = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.end()
 
     def start(self, side, *words):
         """`side` is learner or actor; in a process group of its own, like a job of a shell."""
@@ -115,8 +124,12 @@ class Programs:
         return self.facts()
 
     def end(self):
+        """Kill whatever of this run is left."""
         for process in self._started:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for number in self.alive().values():  # they have groups of their own
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
         self.until(lambda: not self.alive(), PROMPT)

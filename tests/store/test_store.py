@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from serl_client import Outcome
 from serl_client.episode import LostRecord
@@ -350,7 +350,7 @@ def test_an_open_episode_that_is_archived_later_is_cut_rather_than_waited_for_or
 # -- everything together
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from(["A", "B", "commit", "reopen", "repeat"]), min_size=5, max_size=60))
 def test_any_interleaving_of_actors_groups_repeats_and_restarts_keeps_each_actors_order(tmp_path_factory, operations):
     folder = tmp_path_factory.mktemp("any")

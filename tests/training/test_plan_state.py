@@ -5,7 +5,7 @@ import logging
 from copy import deepcopy
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from serl_client.errors import ConfigError
 
@@ -171,7 +171,6 @@ def test_publication_is_due_once_in_so_many_updates():
 
 
 # -- pace
-@settings(deadline=None)
 @given(
     ratio=st.sampled_from([0.1, 0.25, 0.7, 1.0, 1.5, 2.0, 4.0, 20.0]),
     tolerance=st.integers(0, 64),
@@ -191,7 +190,6 @@ def test_neither_side_runs_further_ahead_than_the_tolerance(ratio, tolerance, tu
     assert bucket.uncounted_steps == warm_up  # a paced simulator never makes a step that goes uncounted_steps
 
 
-@settings(deadline=None)
 @given(bursts=st.lists(st.integers(0, 2000), min_size=1, max_size=30), ratio=st.sampled_from([0.3, 1.0, 4.0]))
 def test_catching_up_is_capped(bursts, ratio):
     bucket, steps, updates = RateLimiter(Pace(ratio, 16), uncounted_steps=0), 0, 0

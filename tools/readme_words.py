@@ -1,0 +1,57 @@
+"""What tools/readme.py changes in the commands of the pages to make them short, and which of them nobody gives."""
+
+SHORT = ["max_env_steps=120", "baseline_episodes=2", "eval_episodes=2"]  # a word that is said wins over these
+EARLY = {  # conditions of a plan, and what the copy has for them
+    r"updates >= \d+": "updates >= 40", r"demo\.episodes >= 20": "demo.episodes >= 12",  # more than one export holds
+    r"online\.steps >= 200": "online.steps >= 40", r"online\.episodes >= 5": "online.episodes >= 1",
+    r" episodes >= 10": " episodes >= 1",
+}  # fmt: skip
+SUBSTITUTES = {  # places of a reader's own, and long work
+    "10.0.0.5": "127.0.0.1", "GPU_BOX": "127.0.0.1", "--rounds 20 ": "--rounds 1 ", "--only ": "--rounds 1 --only ",
+    "--cases 1000000": "--cases 200", "--cases 10000": "--cases 200",
+    "--limits --seconds 60": "--limits --seconds 1",
+    "robot=sim plan=hiors": "robot=sim plan=hiors \"plan.phases.demonstrate.until=['demo.episodes >= 3']\"",
+    "policy=pi0_tiny batch_size=64": "policy=pi0_tiny batch_size=8",
+    "random_steps=500 max_env_steps=2500": "random_steps=60 max_env_steps=120",
+    "plan=tdmpc2 algo=tdmpc2 ": "plan=tdmpc2 algo=tdmpc2 random_steps=60 batch_size=8 algo.mppi.iterations=1 ",
+    "random_steps=8000 max_env_steps=80000": "random_steps=200 max_env_steps=400",
+    "random_steps=500 max_env_steps=4000": "random_steps=60 max_env_steps=120",
+    "random_steps=1000 max_env_steps=5000": "random_steps=60 max_env_steps=120",
+    "dreamer_cartpole/start.sh": "dreamer_cartpole/start.sh random_steps=60 max_env_steps=120",
+    "inputs.py --run-dir runs/hiors": "inputs.py --run-dir runs/hiors --source demo",  # a short run may never succeed
+    "world_models_carracing/start.sh": "world_models_carracing/start.sh random_steps=200 max_env_steps=400 "
+    "plan.sources.drift.capacity=400 plan.sources.online.capacity=400 "
+    "batch_size=4 eval_episodes=1 eval_steps=50 \"plan.phases.see.until=['updates >= 4']\" "
+    "\"plan.phases.predict.until=['updates >= 6']\"",
+    "plan=dreamer algo=dreamer ": "plan=dreamer algo=dreamer random_steps=60 batch_size=2 algo.length=8 utd=0.2 ",
+}  # fmt: skip
+
+NOT_RUN = {  # a regular expression of whole commands: why nobody gives them here. One that fits none is an error.
+    r"\./test\.sh.*": "is what calls this tool",
+    r"(gpu-box\$|laptop\$|ssh|scp).*": "needs a second machine",
+    r"(shard=.*; )?(\.venv/bin/)?rerun\b.*": "opens a viewer for a person",
+    r"kill .*|setsid .*": "is about a viewer that a person has opened",
+    r"apt-get .*": "changes the machine, and needs its administrator",
+    r".*operator=keyboard.*": "needs a person at the keyboard",
+    r".*sim\.dobot_controller.*|.*task=my_dobot.*": "runs until somebody ends it; tests/house/test_docs.py gives them",
+    r".*task=so101.*|lerobot-(find-port|calibrate).*|.*sim\.feetech.*": "needs an SO-101, or what takes its place",
+    r"\.venv/bin/tensorboard .*": "serves a page until somebody ends it",
+    r".*robot=dobot_xtrainer.*": "needs two real arms; tests/robot/test_dobot_cell.py tries to connect",
+    r".*/models/.*|.*/path/to/.*": "needs a file that only its owner has",
+    r"examples/robomimic/\S+\.sh.*": "installs robosuite, 1.1 GB",
+    r"examples/(dmc|metaworld)/\S+\.sh.*": "installs dm_control or Meta-World, 0.4 GB each",
+    r".*tools/study\.py (control|memory|pick_cube|planning|world_models).*": "takes minutes for each missing run",
+    r".*uv pip install.*|.*LunarLander.*|.*PushT-v0.*": "installs packages that are none of ours",
+    r".*tools/study\.py .* -- .*": "takes an hour",
+    r".*tools/bench\.py(?! --help).*": "measures, for minutes, and asks for an idle machine",
+    r".*(NNODES|ranks=|sharding=|pi0_expert|pi0_lora|policy=pi0\b).*": "needs a GPU, or several machines",
+    r".*(EPISODE|NAME|FILE|\.\.\.|<\w+>).*": "has a name in it that a reader fills in",
+    r".*tools/mutants\.py .*": "needs git, and an hour; tests/tools/test_mutants.py gives it a small tree",
+    r".*tests\.faults\.power --all": "tries every cut, for an hour or more",
+    r".*tools/chaos\.py --quickstart.*": "kills a whole run again and again, for ten minutes or more",
+    r"\.venv/bin/python": "is only the beginning of a command",
+    r".*tools/doctor\.py actor": "needs a learner that runs; README gives it one",
+    r".*tools/keys\.py unban .*": "needs a key that was banned",
+    r".*(run_(learner|actor)\.sh|doctor\.py actor .*) task=my_robot.*": "needs a person who says ready to the arm",
+    r"tmux .*": "needs a run that goes on in tmux",
+}
