@@ -1,9 +1,9 @@
 """Aligns a row's images with its state: how old each one is, and whether its camera still sees anything."""
 
-import time
 from collections.abc import Mapping
 
 import numpy as np
+from serl_client import clock
 from serl_client.env import Observation
 from serl_client.errors import RobotFault
 from serl_client.spec import Array
@@ -46,12 +46,12 @@ class Alignment:
 
         So the first row of an episode does not show the way home.
         """
-        deadline = time.monotonic() + PATIENCE
+        deadline = clock.monotonic() + PATIENCE
         while late := [name for name, camera in self.cameras.items() if self._is_real and _is_older(camera, since)]:
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 why = "; ".join(f"camera {name} gives no image{_why(self.cameras[name])}" for name in late)
                 raise RobotFault(f"{why}: look at its cable, and whether another program has it open", "camera")
-            time.sleep(NAP)
+            clock.sleep(NAP)
 
 
 def _is_older(camera: Camera, since: float) -> bool:

@@ -1,11 +1,11 @@
 """RobotEnv makes a robot, its cameras, its judge and its teleoperation one Env that moves at a fixed rate."""
 
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Self
 
 import numpy as np
+from serl_client import clock
 from serl_client.env import Observation, Step
 from serl_client.errors import RobotFault
 from serl_client.spec import Array, Feature, Spec
@@ -85,10 +85,10 @@ class RobotEnv:
         if self._homed != seed:
             self.home(seed)
         while not self.is_home:
-            time.sleep(self._pace.period)
+            clock.sleep(self._pace.period)
         self._homed, self._steps, self._executed = None, 0, None
         self.judge.reset()
-        self._alignment.wait(time.monotonic())
+        self._alignment.wait(clock.monotonic())
         self._pace.begin()
         observation, _, stale = self._observe()
         if stale:
@@ -101,7 +101,7 @@ class RobotEnv:
     def step(self, action: Array | None) -> Step:
         """Make one control step, as Env.step: send the action [A], wait for the end of the step, observe, judge."""
         driven, is_theirs = self._intervention.drive(action, self.robot.hold_action(), self._executed)
-        sent = time.monotonic()
+        sent = clock.monotonic()
         executed = self.robot.command(driven)
         extras = dict(self._ages)  # of the observation before this action
         self._pace.wait(sent)

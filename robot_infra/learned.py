@@ -1,12 +1,12 @@
 """The judge that a trained classifier is: it asks another learner, and never waits for it."""
 
 import logging
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from serl_client import clock
 from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.env import Env, Observation
@@ -90,16 +90,16 @@ class Learned(Judge):
 
     def __call__(self, observation: Observation) -> Verdict:
         self._hear()
-        now = time.monotonic()
+        now = clock.monotonic()
         if not self._is_open or now - self._asked > self._verdicts.stale_s:
             self._ask(observation, now)
-        while self._waits and self._is_open and time.monotonic() < now + PATIENCE_S:
+        while self._waits and self._is_open and clock.monotonic() < now + PATIENCE_S:
             self._link.wait(0.05)
             self._hear()
-        if self._unanswered is not None and time.monotonic() - self._unanswered > PATIENCE_S:
+        if self._unanswered is not None and clock.monotonic() - self._unanswered > PATIENCE_S:
             late = f"no answer came within task.judge.stale_s={self._verdicts.stale_s:g} for {PATIENCE_S:g} s"
             self._complain(f"{late}: is its learner running, and fast enough?")
-        return self._verdicts.at(now if self._waits else time.monotonic())
+        return self._verdicts.at(now if self._waits else clock.monotonic())
 
     def close(self) -> None:
         self._link.close()

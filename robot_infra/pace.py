@@ -1,7 +1,6 @@
 """Paces a control loop: a step lasts one period on the real clock, and no time on the simulated one."""
 
-import time
-
+from serl_client import clock
 from serl_client.errors import ConfigError
 
 CLOCKS = ("real", "simulated")
@@ -21,7 +20,7 @@ class Pace:
 
     def begin(self) -> None:
         """Begin the first step of an episode now."""
-        self._began = time.monotonic()
+        self._began = clock.monotonic()
 
     def wait(self, sent: float) -> None:
         """Wait for the end of the step whose command was `sent` then, seconds.
@@ -32,6 +31,6 @@ class Pace:
         if not self.is_real:
             return
         end = (sent if sent > self._began + self.period / 2 else self._began) + self.period
-        if (remaining := end - time.monotonic()) > 0:
-            time.sleep(remaining)
-        self._began = max(end, time.monotonic())
+        if (remaining := end - clock.monotonic()) > 0:
+            clock.sleep(remaining)
+        self._began = max(end, clock.monotonic())

@@ -36,6 +36,7 @@ import sitecustomize  # noqa: E402
 from tests.shared import data  # noqa: E402
 from tests.shared import keys as shared_keys  # noqa: E402
 from tests.shared.clients import connected, directed  # noqa: E402
+from tests.shared.clock import Clock  # noqa: E402
 from tests.shared.servers import ServerThread  # noqa: E402
 
 sitecustomize.record_into(VIOLATIONS)  # a worker has loaded it with the file of the process that started it
@@ -70,6 +71,21 @@ def _nothing_unsafe_was_set_off_by_a_message():
 def taken_violations():
     """Those of a test that plants some."""
     return violations
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The product's clock, in this process: it stands still until the test moves it on."""
+    made = Clock()
+    for name in ("monotonic", "sleep", "time", "time_ns"):
+        monkeypatch.setattr(f"serl_client.clock.{name}", getattr(made, name))
+    return made
+
+
+@pytest.fixture
+def running_clock(clock):
+    """The product's clock, which runs as ever, and which the test may move on."""
+    return clock.runs()
 
 
 @pytest.fixture

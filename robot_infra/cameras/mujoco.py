@@ -1,10 +1,10 @@
 """The cameras of a MuJoCo scene: each image is drawn on request, of the scene at that moment."""
 
 import importlib
-import time
 from typing import Any
 
 import numpy as np
+from serl_client import clock
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature
 
@@ -70,7 +70,7 @@ class MujocoCamera:
         self._renderer, self._data, self._number = renderer, data, number
 
     def latest(self) -> Frame:
-        return Frame(self._renderer.draw(self._data, self._number), time.monotonic())
+        return Frame(self._renderer.draw(self._data, self._number), clock.monotonic())
 
     def close(self) -> None:
         self._renderer.close()

@@ -2,11 +2,11 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from serl_client import clock
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature
 
@@ -80,7 +80,7 @@ class ThreadedCamera:
         source, before = self._open(), None
         try:
             while not self._ended.is_set():
-                raw, now = source.read(), time.monotonic()
+                raw, now = source.read(), clock.monotonic()
                 self._check(raw)
                 is_same = before is not None and np.array_equal(raw, before)
                 changed = self._frame.changed if is_same and self._frame else now

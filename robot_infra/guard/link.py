@@ -5,10 +5,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from serl_client import clock
 from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.guard.channel import Ended, Reply, Request, Start, Started, receive, send
@@ -75,11 +75,11 @@ class GuardLink:
         if self._socket is None:
             raise self._dead(self._broken)
         self._number += 1
-        deadline = time.monotonic() + patience
+        deadline = clock.monotonic() + patience
         try:
-            send(self._socket, Request(kind, self._number, time.monotonic(), list(positions), seed))
+            send(self._socket, Request(kind, self._number, clock.monotonic(), list(positions), seed))
             while True:
-                self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+                self._socket.settimeout(max(deadline - clock.monotonic(), 1e-3))
                 answer, _ = receive(self._socket)
                 if not isinstance(answer, Reply):
                     raise self._dead(f"says: {answer.text}" if isinstance(answer, Ended) else self._fate())

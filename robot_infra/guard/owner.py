@@ -4,10 +4,10 @@ import hashlib
 import os
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from serl_client import clock
 from serl_client.errors import ConfigError
 
 PATIENCE = 2.0  # seconds: a guard whose actor has gone holds for one more second
@@ -23,13 +23,13 @@ def owned(address: str) -> Iterator[None]:
     place = os.path.realpath(address) if os.path.exists(address) else address.strip().lower()
     name = f"\0retake-arm-{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as claim:
-        deadline = time.monotonic() + PATIENCE
+        deadline = clock.monotonic() + PATIENCE
         while not _claimed(claim, name):
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise ConfigError(
                     f"the arm at {address} is in use by {_owner(name)}: stop its actor, or give another address"
                 )
-            time.sleep(0.05)
+            clock.sleep(0.05)
         yield
 
 

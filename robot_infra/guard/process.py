@@ -5,12 +5,12 @@ import pkgutil
 import select
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import numpy as np
+from serl_client import clock
 from serl_client.errors import ConfigError, RetakeError, RobotFault
 from serl_client.spec import Array
 
@@ -107,7 +107,7 @@ class Guard:
         self._cut_at: float | None = None
         self._is_driver_ill = False  # then it is not asked for positions, either, until it has recovered
         self._sequence = 0
-        self._measured_at = time.monotonic()
+        self._measured_at = clock.monotonic()
         self._has_scenes = arm.is_simulated and type(arm).scene is not Arm.scene
         self._handlers = {
             "target": self._follow, "hold": self._hold, "home": self._go_home, "state": self._hear,
@@ -117,14 +117,14 @@ class Guard:
     def run(self) -> str:
         """Serve until the end; return why it came. The last set point holds the arm."""
         signal.signal(signal.SIGTERM, self._terminated)
-        due = time.monotonic()
+        due = clock.monotonic()
         try:
             while self._ends is None:
-                self._listen(max(0.0, due - time.monotonic()))  # also when it is late: a sign of life may wait there
-                if time.monotonic() < due:
+                self._listen(max(0.0, due - clock.monotonic()))  # also when it is late: a sign of life may wait there
+                if clock.monotonic() < due:
                     continue
                 self._servo()
-                due, now = due + self._tick, time.monotonic()
+                due, now = due + self._tick, clock.monotonic()
                 due = due if due > now else now + self._tick  # no short ticks to catch up
         finally:
             self._motion.hold()
@@ -132,12 +132,12 @@ class Guard:
         return self._ends
 
     def _servo(self) -> None:
-        if self._cut_at is not None and time.monotonic() > self._cut_at + LINGER:
+        if self._cut_at is not None and clock.monotonic() > self._cut_at + LINGER:
             self._ends = "its actor has gone"
         with self._failing():
             self._write()
             if not self._is_driver_ill:
-                measured, self._measured_at = np.array(self._arm.read(), float), time.monotonic()
+                measured, self._measured_at = np.array(self._arm.read(), float), clock.monotonic()
                 self._motion.observe(measured)
 
     def _write(self) -> None:
@@ -161,13 +161,13 @@ class Guard:
 
     def _listen(self, seconds: float) -> None:
         if self._cut_at is not None:
-            time.sleep(seconds)
+            clock.sleep(seconds)
             return
         if not select.select([self._link], [], [], seconds)[0]:
             return
         request, _ = receive(self._link)
         if not isinstance(request, Request):
-            self._cut_at = time.monotonic()
+            self._cut_at = clock.monotonic()
             self._motion.hold()
             return
         self._handlers[request.kind](request)
@@ -181,7 +181,7 @@ class Guard:
             send(self._link, reply)
 
     def _follow(self, request: Request) -> None:
-        self._motion.follow(np.array(request.positions, float), time.monotonic() - request.sent)
+        self._motion.follow(np.array(request.positions, float), clock.monotonic() - request.sent)
 
     def _hold(self, request: Request) -> None:
         self._motion.hold()
@@ -212,9 +212,9 @@ class Guard:
             self._sequence = self._shared.write(arrays)
 
     def _recover(self, request: Request) -> None:
-        until = time.monotonic() + RELAXING
-        while self._motion.is_relaxing and time.monotonic() < until:
-            time.sleep(self._tick)
+        until = clock.monotonic() + RELAXING
+        while self._motion.is_relaxing and clock.monotonic() < until:
+            clock.sleep(self._tick)
             self._servo()
         self._motion.suspend()
         with self._failing():
@@ -228,7 +228,7 @@ class Guard:
         """Return READINGS measurements, [J] each."""
         found = [np.array(self._arm.read(), float)]
         for _ in range(READINGS - 1):
-            time.sleep(PAUSE)
+            clock.sleep(PAUSE)
             found.append(np.array(self._arm.read(), float))
         return found
 

@@ -1,12 +1,12 @@
 """The actor's side of a guard: a Robot whose arm belongs to another process."""
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from serl_client import clock
 from serl_client.env import Observation
 from serl_client.errors import ConfigError, RobotFault
 from serl_client.faults import READY
@@ -173,7 +173,7 @@ class GuardedCamera:
 
     def __init__(self, feature: Feature) -> None:
         self.feature = feature
-        self.frame = Frame(np.zeros(feature.shape, np.uint8), time.monotonic())
+        self.frame = Frame(np.zeros(feature.shape, np.uint8), clock.monotonic())
 
     def latest(self) -> Frame:
         return self.frame

@@ -4,12 +4,12 @@ import errno
 import select
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
+from serl_client import clock
 from serl_client.errors import ConfigError, RobotFault
 from serl_client.spec import Array
 
@@ -65,7 +65,7 @@ class DobotArm(Arm):
     def read(self) -> Array:
         with self._failing():
             self._poll()
-            if time.monotonic() > self._heard + SILENT:
+            if clock.monotonic() > self._heard + SILENT:
                 raise self._lost(f"it has told nothing for {SILENT:g} s")
             if self._is_ready:
                 self._check()
@@ -82,20 +82,20 @@ class DobotArm(Arm):
     def recover(self) -> None:
         """Connect anew, then clear alarms, and switch the power on; the brakes stay as they are."""
         self._connect()
-        until = time.monotonic() + RECOVERING
+        until = clock.monotonic() + RECOVERING
         steps: tuple[tuple[Callable[[], bool], str, float], ...] = (  # (what is in the way, what ends it, seconds)
             (lambda: self._is_alarmed, "ClearError()", STEP),
             (lambda: self._mode == p.PAUSE, self._version.stop, STEP),
             (lambda: self._mode == p.POWERLESS, "PowerOn()", RECOVERING),
         )
         for is_so, command, seconds in steps:
-            self._end(is_so, command, min(until, time.monotonic() + seconds))
+            self._end(is_so, command, min(until, clock.monotonic() + seconds))
         if self._gripper:
             self._gripper.recover()
 
     def enable(self) -> Array:
         """Switch the motors on; they hold the arm at the controller's own target."""
-        self._end(lambda: self._mode not in p.SERVO, "EnableRobot()", time.monotonic() + STEP)
+        self._end(lambda: self._mode not in p.SERVO, "EnableRobot()", clock.monotonic() + STEP)
         held = p.targets(self._packet)
         if self._gripper:
             held = np.append(held, self._gripper.enable())
@@ -140,7 +140,7 @@ class DobotArm(Arm):
 
     def _check(self) -> None:
         """Raise RobotFault unless the arm obeys set points."""
-        until = time.monotonic() + ASKING
+        until = clock.monotonic() + ASKING
         if self._refused:
             before = self._packet
             self._wait(lambda: self._packet is not before, until)  # it says why
@@ -167,7 +167,7 @@ class DobotArm(Arm):
         """Open all ports and wait for a packet. Raises RobotFault if there is no arm, or somebody else has it."""
         self._is_ready = False
         self._hang_up()
-        until = time.monotonic() + CONNECTING
+        until = clock.monotonic() + CONNECTING
         while True:
             self._replies = {port: p.Replies() for port in (p.DASHBOARD, self._version.motion)}
             self._feedback = p.Feedback(self._version)
@@ -185,13 +185,13 @@ class DobotArm(Arm):
                 return
             except OSError as error:
                 self._hang_up()
-                if time.monotonic() > until or error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+                if clock.monotonic() > until or error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
                     raise RobotFault(f"{self._host} does not answer: {error}; is it switched on?", "link") from None
             except RobotFault:
                 self._hang_up()
-                if time.monotonic() > until:
+                if clock.monotonic() > until:
                     raise
-            time.sleep(10 * NAP)
+            clock.sleep(10 * NAP)
 
     def _hang_up(self) -> None:
         for link in self._ports.values():
@@ -210,7 +210,7 @@ class DobotArm(Arm):
         if not self._ports:
             raise self._lost("it was closed")
         for packet in self._feedback.feed(self._receive(p.FEEDBACK)):
-            self._packet, self._heard = packet, time.monotonic()
+            self._packet, self._heard = packet, clock.monotonic()
         for port, replies in self._replies.items():
             for reply in replies.feed(self._receive(port)):
                 if reply.error == p.NOT_TCP:
@@ -261,7 +261,7 @@ class DobotArm(Arm):
         """Poll until the condition holds. Raises this fault, or another one, at `until`, seconds of monotonic()."""
         self._poll()
         while not condition():
-            if time.monotonic() > until:
+            if clock.monotonic() > until:
                 raise fault or (self._lost("it tells nothing") if self._packet is None else self._unable())
             select.select(list(self._ports.values()), [], [], NAP)
             self._poll()

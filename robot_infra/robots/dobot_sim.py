@@ -1,11 +1,11 @@
 """The pick-and-place task with two simulated arms, commanded by joints on the simulated clock, and its operator."""
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
+from serl_client import clock
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature
 
@@ -83,7 +83,7 @@ class DobotSim:
 
     def observe(self) -> Reading:
         state = state_of(self.scene, self.scene.positions, self._sees)
-        return Reading({"observation.state": state}, time.monotonic())
+        return Reading({"observation.state": state}, clock.monotonic())
 
     def command(self, action: Array) -> Array:
         before = self.scene.targets

@@ -1,12 +1,12 @@
 """A robot made of numpy: a point in the plane that must reach another one, with settable latency and faults."""
 
 import secrets
-import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
+from serl_client import clock
 from serl_client.env import Observation
 from serl_client.errors import ConfigError, RobotFault
 from serl_client.spec import Array, Feature
@@ -64,10 +64,10 @@ class FakeRobot:
         state = np.concatenate([self.position, self.goal, self.goal - self.position])
         if self.commands == self._faults.get("nan"):
             state[0] = np.nan
-        return Reading({"observation.state": state.astype(np.float32)}, time.monotonic())
+        return Reading({"observation.state": state.astype(np.float32)}, clock.monotonic())
 
     def command(self, action: Array) -> Array:
-        time.sleep(self._latency)
+        clock.sleep(self._latency)
         self.commands += 1
         self.steps += 1
         if self.commands == self._faults.get("raise"):

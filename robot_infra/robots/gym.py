@@ -2,13 +2,13 @@
 
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 import numpy as np
+from serl_client import clock
 from serl_client.env import Observation, Step
 from serl_client.errors import ConfigError, RetakeError, RobotFault
 from serl_client.spec import Array, Feature, Spec
@@ -120,7 +120,7 @@ class GymEnv:
             np.random.seed(seed % 2**32)  # some tasks draw from numpy's global generator
             observation = self._observation(self._env.reset(seed=seed)[0])
         self._pace.begin()
-        self.observed = time.monotonic()
+        self.observed = clock.monotonic()
         return observation
 
     def look(self) -> bool:
@@ -136,7 +136,7 @@ class GymEnv:
                 raise ValueError(f"the action must be finite, not {action}")
         driven, is_theirs = self._intervention.drive(action, self._hold, self._executed)
         executed = self._executable(driven)
-        taken, sent = self._taken(executed), time.monotonic()
+        taken, sent = self._taken(executed), clock.monotonic()
         with self._explained("step"):
             raw, reward, terminated, truncated, info = self._env.step(taken)
             terminated, truncated = bool(terminated), bool(truncated and not terminated)
@@ -149,7 +149,7 @@ class GymEnv:
         self._executed = executed
         extras = {POLICY_ACTION: policy_action(action, executed)} if self.has_operator else {}
         self._pace.wait(sent)
-        self.observed = time.monotonic()
+        self.observed = clock.monotonic()
         is_theirs = is_theirs or theirs is not None
         return Step(observation, float(reward), executed, is_theirs, terminated, truncated, success, extras)
 

@@ -1,9 +1,9 @@
 """A puck that slides on ice: pictures show where it is, but not how fast it moves. So one picture is not enough."""
 
-import time
 from collections.abc import Mapping
 
 import numpy as np
+from serl_client import clock
 from serl_client.env import Observation
 from serl_client.spec import Array, Feature
 
@@ -40,7 +40,7 @@ class Puck:
         self.position, self.velocity = random.uniform(-START, START, 2), random.uniform(-SPEED, SPEED, 2)
 
     def observe(self) -> Reading:
-        return Reading({IMAGES + CAMERA: self.picture()}, time.monotonic())
+        return Reading({IMAGES + CAMERA: self.picture()}, clock.monotonic())
 
     def picture(self) -> Array:
         """Return the puck, white on black and blurred."""

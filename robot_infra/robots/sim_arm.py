@@ -2,13 +2,13 @@
 
 import math
 import secrets
-import time
 from collections.abc import Mapping
 from functools import partial
 from importlib.resources import files
 from typing import Any
 
 import numpy as np
+from serl_client import clock
 from serl_client.env import Observation
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature
@@ -145,7 +145,7 @@ class SimArm:
             [self.tool, self.block, self.block - self.tool, [finger], self._target, [self._opening, speed]]
         )
         state = ((state - CENTRE) * SCALE)[self._shown].astype(np.float32)
-        return Reading({"observation.state": state}, time.monotonic())
+        return Reading({"observation.state": state}, clock.monotonic())
 
     def command(self, action: Array) -> Array:
         self._target = np.clip(self._target + self.stroke * action[:3], *WORKSPACE)

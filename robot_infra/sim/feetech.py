@@ -13,13 +13,14 @@ import signal
 import struct
 import sys
 import threading
-import time
 import tty
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
+
+from serl_client import clock
 
 MOTORS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")  # ids 1 to 6
 ENDS = ((800, 3300), (900, 3200), (900, 3100), (850, 3200), (0, 4095), (2000, 3500))  # of each one's way, steps
@@ -49,7 +50,7 @@ class Servo:
         self.memory[:2], self.memory[ID_AT] = bytes(FIRMWARE), number
         for at, value in ((MODEL_AT, MODEL), (MIN_AT, ends[0]), (MAX_AT, ends[1])):
             self.set(at, value)
-        self.at, self._speed, self._moved = float(min(max(MIDDLE, ends[0]), ends[1])), speed, time.monotonic()
+        self.at, self._speed, self._moved = float(min(max(MIDDLE, ends[0]), ends[1])), speed, clock.monotonic()
         self.goals: deque[tuple[float, int]] = deque(maxlen=HISTORY)
         self.releases, self.released = 0, -math.inf
         self._obeys_old_goals = obeys_old_goals
@@ -73,7 +74,7 @@ class Servo:
 
     def move(self) -> None:
         """Turn as far as the time since the last call allows."""
-        now, offset = time.monotonic(), self.get(OFFSET_AT)
+        now, offset = clock.monotonic(), self.get(OFFSET_AT)
         most, self._moved = self._speed * (now - self._moved), now
         if self.has_torque:
             goal = min(max(self.get(GOAL_AT), self.get(MIN_AT)), self.get(MAX_AT)) + offset
@@ -102,14 +103,14 @@ class Servo:
         had_torque, data = self.has_torque, data[: max(0, len(self.memory) - at)]
         self.memory[at : at + len(data)] = data
         if at <= GOAL_AT < at + len(data):
-            self.goals.append((time.monotonic(), self.get(GOAL_AT)))
+            self.goals.append((clock.monotonic(), self.get(GOAL_AT)))
             self._has_goal = not had_torque
         if self.has_torque and not had_torque:
             if not (self._has_goal or self._obeys_old_goals):
                 self.set(GOAL_AT, self.get(PRESENT_AT))
             self._has_goal = False
         elif had_torque and not self.has_torque:
-            self.releases, self.released = self.releases + 1, time.monotonic()
+            self.releases, self.released = self.releases + 1, clock.monotonic()
 
 
 class FeetechBus:
@@ -258,7 +259,7 @@ class FeetechBus:
         for number, data in written.items():
             self.servos[number].write(at, data)
         if at == GOAL_AT and written:
-            self.goals.append((time.monotonic(), {each: self.servos[each].get(GOAL_AT) for each in written}))
+            self.goals.append((clock.monotonic(), {each: self.servos[each].get(GOAL_AT) for each in written}))
 
     def _answer(self, number: int, data: bytes) -> None:
         if self._dropped:
@@ -290,10 +291,10 @@ def main() -> None:
             (options.folder / f"{link.name}.json").write_text(json.dumps(bus.calibration(), indent=4))
         sys.stdout.write(f"servos at {links[0]} and {links[1]}; their calibration is beside them. Ctrl-C ends them\n")
         sys.stdout.flush()
-        begin = time.monotonic()
+        begin = clock.monotonic()
         while not ended.wait(0.02):
             if options.leader_waves:
-                share = 0.2 * math.sin(0.5 * (time.monotonic() - begin))
+                share = 0.2 * math.sin(0.5 * (clock.monotonic() - begin))
                 middles = {number: ((low + high) / 2, high - low) for number, (low, high) in enumerate(ENDS, 1)}
                 leader.place({number: middle + share * way for number, (middle, way) in middles.items()})
     for link in links:

@@ -1,11 +1,11 @@
 """Makes the devices in a person's hands one Teleop and one Operator: they take over, drive, hand back and judge."""
 
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from serl_client import clock
 from serl_client.errors import ConfigError, RobotFault
 from serl_client.spec import Array, Feature
 
@@ -117,7 +117,7 @@ class Hands:
                 if word == "toggle":
                     self._take(not ((self._drives and self._is_latched) or self._wishes))
                 elif word == "take over":
-                    self._wished = time.monotonic()
+                    self._wished = clock.monotonic()
                 else:
                     self._words.append(word)
             if hand.gripper and (self._drives or "take over" in hand.words):
@@ -126,7 +126,7 @@ class Hands:
 
     def _decide(self, hands: Sequence[Hand]) -> None:
         """Take over for whoever touches a device, and hand back for whoever has let go of it."""
-        now, wishes, touches = time.monotonic(), self._wishes, any(hand.motion or hand.gripper for hand in hands)
+        now, wishes, touches = clock.monotonic(), self._wishes, any(hand.motion or hand.gripper for hand in hands)
         if touches:
             self._touched = now
         if not self._drives and self._takes_by_touch and (touches or wishes):
@@ -138,7 +138,7 @@ class Hands:
     @property
     def _wishes(self) -> bool:
         """Whether a key that moves was pressed a moment ago, and nobody has taken over for it yet."""
-        return time.monotonic() <= self._wished + WISH
+        return clock.monotonic() <= self._wished + WISH
 
     def _take(self, drives: bool) -> None:
         self._drives = self._is_latched = drives

@@ -4,11 +4,12 @@ import os
 import re
 import select
 import termios
-import time
 import tty
 from collections import deque
 from collections.abc import Mapping
 from typing import Self
+
+from serl_client import clock
 
 from robot_infra.interfaces import Hand
 
@@ -112,7 +113,7 @@ class KeyboardDevice:
         self._read_at = 0.0
 
     def read(self) -> Hand:
-        now = time.monotonic()
+        now = clock.monotonic()
         is_stale, self._read_at = now - self._read_at > STALE, now
         words, gripper = self._keyboard.poll(), 0
         for key in self._keyboard.motions():
@@ -129,7 +130,7 @@ class KeyboardDevice:
 
     def forget(self) -> None:
         self._keyboard.motions()  # drop them: they were meant for what came before
-        self._pressed, self._read_at = {}, time.monotonic()
+        self._pressed, self._read_at = {}, clock.monotonic()
 
     def close(self) -> None:
         self._keyboard.close()

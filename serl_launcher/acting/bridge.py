@@ -10,7 +10,6 @@ import logging
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
+from serl_client import clock
 from serl_client import messages as m
 from serl_client.controller import decision_seed
 from serl_client.errors import ConfigError, MessageError
@@ -207,19 +207,19 @@ class Bridge:
         with self._reading(connection):
             await connection.send(self._welcome)
         for count in itertools.count():
-            data, begun = await connection.recv(), time.monotonic()
+            data, begun = await connection.recv(), clock.monotonic()
             assert connection.request is not None
             owner = self._admit(connection.request)
             observation, task = self.form.read(data)
             seed = decision_seed(f"openpi/{number}", count)
             ask = m.InferenceRequest(count, seed, count == 0, False, task, observation)
             self._host.check(ask)
-            asked = time.monotonic()
+            asked = clock.monotonic()
             answer = await self._answer(Question(actor, ask, asked, owner))
-            timing = {"infer_ms": (time.monotonic() - asked) * 1e3, **previous}
+            timing = {"infer_ms": (clock.monotonic() - asked) * 1e3, **previous}
             with self._reading(connection):
                 await connection.send(openpi.pack({"actions": answer.arrays["action"], "server_timing": timing}))
-            previous = {"prev_total_ms": (time.monotonic() - begun) * 1e3}
+            previous = {"prev_total_ms": (clock.monotonic() - begun) * 1e3}
 
     @contextmanager
     def _reading(self, connection: ServerConnection) -> Iterator[None]:
@@ -264,7 +264,7 @@ class _Connection(ServerConnection):
         super().connection_lost(exc)
 
     def process_event(self, event: Any) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         if now > self._second + 1.0:
             self._second, self._frames = now, 0
         self._frames += 1

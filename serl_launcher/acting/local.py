@@ -1,9 +1,9 @@
 """Acting inside the actor's own process: a thread answers its questions, with the weights that come over the wire."""
 
 import threading
-import time
 from collections.abc import Mapping
 
+from serl_client import clock
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.controller import asked
@@ -50,7 +50,7 @@ class LocalSource:
 
     def wait_answer(self, step: int, timeout: float) -> Answer | None:
         """Return the answer for step `step` or a later one, once; None after `timeout` s."""
-        deadline = time.monotonic() + timeout
+        deadline = clock.monotonic() + timeout
         self._look()
         with self._changed:
             while True:
@@ -58,7 +58,7 @@ class LocalSource:
                 answer, self._answer = self._answer, None
                 if answer is not None and answer.step >= step:
                     return answer
-                left = deadline - time.monotonic()
+                left = deadline - clock.monotonic()
                 if left <= 0:
                     return None
                 self._changed.wait(left)

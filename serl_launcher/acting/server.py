@@ -4,7 +4,6 @@ import logging
 import math
 import os
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,8 +14,8 @@ from typing import Any
 import numpy as np
 import zmq
 from omegaconf import DictConfig
+from serl_client import clock, wire
 from serl_client import messages as m
-from serl_client import wire
 from serl_client.connection import received
 from serl_client.console import log_as
 from serl_client.errors import ConfigError, MessageError, RetakeError
@@ -87,7 +86,7 @@ class InferenceServer:
             if (self._woken, zmq.POLLIN) in self._poller.poll(self._patience()):
                 os.eventfd_read(self._woken)
             self._access.turn()
-            self._hear(time.monotonic())
+            self._hear(clock.monotonic())
             while self._others:
                 self._put(self._others.popleft())
             self._finish()
@@ -127,7 +126,7 @@ class InferenceServer:
         """Return how many ms the loop may sleep if no message comes."""
         if self._job is not None or not self._waiting or not self.host.version:
             return TURN
-        return min(TURN, max(0, math.ceil((self._first + self.window - time.monotonic()) * 1000)))
+        return min(TURN, max(0, math.ceil((self._first + self.window - clock.monotonic()) * 1000)))
 
     def _hear(self, since: float) -> None:
         """Take the requests that wait in the socket; the first of them may have come at `since`."""
@@ -179,7 +178,7 @@ class InferenceServer:
 
     def _begin(self) -> None:
         """Begin the next job, if there is one: newer weights come before a batch."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
             self._work(self.host.swap, *loaded)
@@ -194,13 +193,13 @@ class InferenceServer:
         self._job.add_done_callback(lambda _: self._wake())
 
     def _answer(self, batch: Sequence[Question]) -> None:
-        begin = time.monotonic()
+        begin = clock.monotonic()
         for question, answer in zip(batch, self.host.answer(batch), strict=True):
             if question.deliver is not None:
                 question.deliver(answer)
             else:
                 self._socket.send_multipart([question.actor, *wire.joined(m.encode(answer))], zmq.NOBLOCK)
-            self._seconds.append(time.monotonic() - question.came)
+            self._seconds.append(clock.monotonic() - question.came)
         self._sizes.append(len(batch))
         self._hear(begin)
 
@@ -251,13 +250,13 @@ def infer(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], Non
             nonlocal beat
             while link.receive() is not None:
                 pass
-            if link.connected and time.monotonic() > beat:
+            if link.connected and clock.monotonic() > beat:
                 link.send(m.Heartbeat(server.report() | (bridge.report() if bridge else {})))
                 if server.host.version:
                     begun()
                     if bridge is not None:
                         bridge.start()
-                beat = time.monotonic() + 1.0
+                beat = clock.monotonic() + 1.0
             return link.notice.weights
 
         try:

@@ -8,13 +8,13 @@ import fcntl
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
+from serl_client import clock
 from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.console import log_as
@@ -120,7 +120,7 @@ def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
     signalled: list[float] = []
 
     def stop(*_: object) -> None:
-        signalled.append(time.monotonic())
+        signalled.append(clock.monotonic())
         logging.getLogger(ROOM).setLevel(logging.INFO)  # from now on people wait for the export
 
     signal.signal(signal.SIGTERM, stop)
@@ -135,7 +135,7 @@ def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
             run_dir, run, spec, plan.capacities, names, config.export.episodes, made, verdict=plan.verdict
         )
         while client.step(exporter, rest=bool(signalled)):
-            if signalled and time.monotonic() > signalled[0] + FINISH_S:
+            if signalled and clock.monotonic() > signalled[0] + FINISH_S:
                 log.warning(
                     "export: the run is over, but %d episodes are in no dataset yet: `tools/data.py export %s` goes on",
                     exporter.remaining, run_dir,
@@ -157,21 +157,21 @@ class _Client:
         while self.link.receive() is not None:
             pass
         try:
-            if rest or time.monotonic() >= self._next_hear:
+            if rest or clock.monotonic() >= self._next_hear:
                 self._hear(exporter)
-                self._next_hear = time.monotonic() + POLL_S
+                self._next_hear = clock.monotonic() + POLL_S
             worked = exporter.work(rest=rest)
             self._tell(exporter)
         except (Timeout, Disconnected, ServerFailed) as error:
             log.info("export: waiting for the server: %s", error)
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
             return True
         except (OSError, Mismatch) as error:
             log.error("export: %s; it is tried again", error)
-            time.sleep(RETRY_S)
+            clock.sleep(RETRY_S)
             return True
         if not worked and not rest:
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
         return worked or not rest
 
     def _hear(self, exporter: Exporter) -> None:
@@ -187,9 +187,9 @@ class _Client:
         for begin in range(0, len(new), MOST_TOLD):
             self.link.call(m.Archived(new[begin : begin + MOST_TOLD]), timeout=5.0)
         exporter.told()
-        if time.monotonic() > self._next_beat:
+        if clock.monotonic() > self._next_beat:
             self.link.send(m.Heartbeat({"pending": exporter.remaining}))
-            self._next_beat = time.monotonic() + 1.0
+            self._next_beat = clock.monotonic() + 1.0
 
 
 def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None]) -> None:

@@ -6,12 +6,12 @@ writes one shard.
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from serl_client import clock
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.spec import Spec
 
@@ -61,7 +61,7 @@ class Exporter:
         self._pending: dict[str, set[int]] = {name: set() for name in sources}  # closed, in no shard yet
         self._stale: set[Path] = set()  # shards that differ from the store
         self._unseen: dict[int, None] = {}  # to be shown to the sinks, in this order
-        self._written, self._all, self._told = 0, 0, time.monotonic()
+        self._written, self._all, self._told = 0, 0, clock.monotonic()
         self._phases: dict[str, int] = {}  # phase -> its first episode
         self._settled: set[int] = set()  # may leave the store, and the server does not know
         self._shard: dict[int, Path] = {}  # episode -> its shard
@@ -292,8 +292,8 @@ class Exporter:
 
     def _tell(self, counts: bool) -> None:
         self._written += counts
-        if self.rest and time.monotonic() > self._told + TELL_S:
-            self._told = time.monotonic()
+        if self.rest and clock.monotonic() > self._told + TELL_S:
+            self._told = clock.monotonic()
             log.info("export: episode %d of %d is written", self._written, max(self._written, self._all))
 
     def _rows(

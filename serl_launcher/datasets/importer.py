@@ -6,13 +6,13 @@ next start it skips episodes that are whole in the store. One that a crash has c
 
 import logging
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from omegaconf import DictConfig
+from serl_client import clock
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
@@ -115,7 +115,7 @@ class _Import:
 
     def _push_all(self, client: TrainerClient, missing: list[_Missing]) -> None:
         body = {"mode": DATASET, "phase": DATASET, "into": self._source}
-        stamp, told = Stamp(ask(self._link, m.Direct(body, None)).value, DATASET, 0), time.monotonic()
+        stamp, told = Stamp(ask(self._link, m.Direct(body, None)).value, DATASET, 0), clock.monotonic()
         for done, entry in enumerate(missing):
             for id in entry.cut:
                 client.push(Outcome(id, None, discard=True))
@@ -124,8 +124,8 @@ class _Import:
                 client.push(Outcome(entry.id, episode.success))
             for segment in episode.segments(client.spec, entry.id, stamp):
                 self._push(client, segment, episode.where)
-            if time.monotonic() > told + TELL_S:
-                told = time.monotonic()
+            if clock.monotonic() > told + TELL_S:
+                told = clock.monotonic()
                 log.info("%s: %d of %d episodes of %s", self._source, done, len(missing), self._dataset.folder)
 
     def _push(self, client: TrainerClient, segment: Segment, where: str) -> None:

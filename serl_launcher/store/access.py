@@ -12,7 +12,6 @@ import math
 import os
 import re
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from serl_client import clock
 from serl_client import messages as m
 from serl_client.connection import has_come, is_local
 from serl_client.errors import ConfigError, Refused
@@ -125,7 +125,7 @@ class AllowList:
             os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
         except OSError as error:
             log.warning("the ban of %s cannot be written down: %s", name, error.strerror)
-            self._unwritten[name] = time.time() + BAN_S
+            self._unwritten[name] = clock.time() + BAN_S
         self._stamp = None
 
     def entries(self) -> list[dict[str, str]]:
@@ -142,7 +142,7 @@ class AllowList:
         write_private(self._file, list(entries))
 
     def _read(self) -> dict[str, KeyOwner]:
-        now = time.time()
+        now = clock.time()
         ends = {file.stem: file.stat().st_mtime + BAN_S for file in self.folder.glob("*.banned")} | self._unwritten
         banned = {name: end for name, end in ends.items() if now < end <= now + BAN_S + 1}  # not by a clock put back
         self._until = min(banned.values(), default=math.inf)
@@ -155,9 +155,9 @@ class AllowList:
     def _refresh(self) -> None:
         try:
             stamp = os.stat(self.folder).st_mtime_ns, os.stat(self._file).st_mtime_ns
-            if stamp == self._stamp and time.time() < self._until:
+            if stamp == self._stamp and clock.time() < self._until:
                 return
-            self._stamp = stamp if max(stamp) < time.time_ns() - TICK_NS else None
+            self._stamp = stamp if max(stamp) < clock.time_ns() - TICK_NS else None
             self._holders, self.fails = self._read(), False
         except (ConfigError, OSError) as error:
             if not self.fails:
@@ -175,7 +175,7 @@ class RefusalCount:
     def add(self, reason: str, text: str) -> None:
         """Count a refusal, and log it unless one for this reason was logged just now."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
-        now = time.monotonic()
+        now = clock.monotonic()
         if now >= self._told.get(reason, -QUIET_S) + QUIET_S:
             self._told[reason] = now
             shown = "".join(letter if letter.isprintable() else "?" for letter in text[:500])
@@ -252,7 +252,7 @@ class AccessControl:
 
         Raises Refused, once for each connection, when its key is not allowed any more.
         """
-        peer, now = self._peer(identity.bytes), time.monotonic()
+        peer, now = self._peer(identity.bytes), clock.monotonic()
         if peer.ignored:
             return None
         if now > peer.since + 1.0:
@@ -291,7 +291,7 @@ class AccessControl:
         return self._count((None, account), 0) >= RECORDS
 
     def _count(self, what: tuple[Any, Any], price: int) -> int:
-        now = time.monotonic()
+        now = clock.monotonic()
         if now > self._second + 1.0:
             self._second, self._counts = now, {}
         total = self._counts.get(what, 0) + price
@@ -312,7 +312,7 @@ class AccessControl:
         peer.ignored = peer.bad >= BAD_MESSAGES
         if self.keys is None:
             return
-        whence, now = (owner.name, _property(identity, "Peer-Address")), time.monotonic()
+        whence, now = (owner.name, _property(identity, "Peer-Address")), clock.monotonic()
         causes = {cause: seen for cause, seen in self._causes.pop(whence, {}).items() if seen > now - 60.0}
         causes[NUMBERS.sub("#", str(error))[:100]] = now
         if len(causes) >= CAUSES:

@@ -7,13 +7,13 @@ real: head, watermarks (`sessions.expected`), episodes and outcomes change toget
 import dataclasses
 import json
 import sqlite3
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from serl_client import clock
 from serl_client.episode import Outcome
 from serl_client.errors import ConfigError
 
@@ -232,12 +232,12 @@ class Index:
         """Keep every (session, seq, outcome), whichever of them is valid."""
         for session, seq, outcome in outcomes:
             said = (outcome.episode, outcome.success, outcome.discard, outcome.judged_by)
-            self._add("outcomes", (session, seq, *said, time.time()))
+            self._add("outcomes", (session, seq, *said, clock.time()))
 
     def add_lost(self, records: Iterable[tuple[str, int, str]]) -> None:
         """Records (session, seq, reason) that their actor could not send."""
         for session, seq, reason in records:
-            self._add("lost", (session, seq, reason, time.time()))
+            self._add("lost", (session, seq, reason, clock.time()))
 
     def lost_counts(self) -> dict[str, int]:
         """How many records of a session are lost, where any is."""
@@ -258,14 +258,14 @@ class Index:
 
     # -- numbers that never go back
     def add_directive(self, body: dict[str, Any]) -> int:
-        return self._add("directives", (json.dumps(body), time.time()))
+        return self._add("directives", (json.dumps(body), clock.time()))
 
     def directives(self) -> dict[int, dict[str, Any]]:
         rows = self._db.execute("SELECT number, body FROM directives ORDER BY number")
         return {number: json.loads(body) for number, body in rows}
 
     def add_weights(self, sha256: str, size: int, update: int) -> int:
-        return self._add("weights", (sha256, size, update, time.time()))
+        return self._add("weights", (sha256, size, update, clock.time()))
 
     def has_weights(self, sha256: str) -> bool:
         """Whether this file was ever published."""
@@ -278,7 +278,7 @@ class Index:
         return [dict(zip(("version", "sha256", "size", "update"), row, strict=True)) for row in rows]
 
     def add_command(self, name: str, argument: str, actor: str) -> int:
-        return self._add("commands", (name, argument, actor, time.time()))
+        return self._add("commands", (name, argument, actor, clock.time()))
 
     def commands(self, since: int) -> list[list[Any]]:
         """[number, name, argument] of the operator's commands after `since`."""

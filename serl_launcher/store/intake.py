@@ -5,13 +5,12 @@ While a group is being synced the next one gathers in the sockets, so groups gro
 
 import logging
 import sqlite3
-import time
 from collections.abc import Callable
 from functools import partial
 
 import zmq
+from serl_client import clock, wire
 from serl_client import messages as m
-from serl_client import wire
 from serl_client.connection import has_come
 from serl_client.episode import LostRecord, Outcome, QueuedRecord, Segment
 from serl_client.errors import MessageError, Refused, RetakeError
@@ -66,7 +65,7 @@ class Intake:
         peer.inbox.append(Batch(push, identity, m.records(*push.parts)))
         peer.queued += push.nbytes
         if is_first and not self._access.is_exhausted(peer.account):
-            self._stage(peer, time.monotonic() + SLICE_S)
+            self._stage(peer, clock.monotonic() + SLICE_S)
         return None
 
     @property
@@ -85,7 +84,7 @@ class Intake:
         A group ends early when something has come to `sockets` meanwhile, so that a client with much to say holds up
         nobody.
         """
-        now = begin = time.monotonic()
+        now = begin = clock.monotonic()
         end = begin + self.patience
         while now < end and (waiting := [address for address, peer in self._peers.items() if peer.inbox]):
             if now > begin + LEAST_S and any(has_come(socket) for socket in sockets):
@@ -98,7 +97,7 @@ class Intake:
                     continue
                 self._peers[address] = peer  # the others come before its next turn
                 self._turn(peer, now + SLICE_S)
-                if (now := time.monotonic()) > end:
+                if (now := clock.monotonic()) > end:
                     return
 
     def _turn(self, peer: Peer, end: float) -> None:
@@ -119,7 +118,7 @@ class Intake:
                 for seq, record in batch.records:
                     if not self._take(peer, session, seq, record):
                         break  # the rest of this batch comes again
-                    if self._access.charge(peer.account) or time.monotonic() > end:
+                    if self._access.charge(peer.account) or clock.monotonic() > end:
                         return
             except MessageError:
                 incoming = peer.incoming[session]  # its actor looks at what it sent, and sends it again
@@ -183,7 +182,7 @@ class Intake:
 
     def commit(self) -> None:
         """Make the group durable, then acknowledge it; or try to open a store again whose disk failed."""
-        store, begin = self._keeper.store, time.monotonic()
+        store, begin = self._keeper.store, clock.monotonic()
         if store is None:
             return
         due = [peer for peer in self._peers.values() if any(each.due for each in peer.incoming.values())]
@@ -197,7 +196,7 @@ class Intake:
                 for peer in due:
                     self._acknowledge(store, peer)
                 self._release(store)
-                self._committing = time.monotonic() - begin
+                self._committing = clock.monotonic() - begin
         except (OSError, sqlite3.Error) as error:
             self.degrade(error)
         except Exception as error:

@@ -3,11 +3,11 @@
 import logging
 import sqlite3
 import threading
-import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 
+from serl_client import clock
 from serl_client.errors import ConfigError, Refused, ServerFailed
 from serl_client.spec import Spec
 
@@ -52,12 +52,12 @@ class StoreKeeper:
     @property
     def has_failed(self) -> bool:
         """Whether no store can be made, and the actors have had time to hear why."""
-        return self.fatal is not None and time.monotonic() >= self._tells_until
+        return self.fatal is not None and clock.monotonic() >= self._tells_until
 
     @property
     def is_suspicious(self) -> bool:
         """Whether each record is a group of its own now, because one of them broke a group a moment ago."""
-        return time.monotonic() < self._alone_until
+        return clock.monotonic() < self._alone_until
 
     def make(self, spec: Spec) -> None:
         """Make the store for the first actor's Spec, in a thread, because large files take long.
@@ -91,7 +91,7 @@ class StoreKeeper:
         except Exception as error:
             known = isinstance(error, ConfigError)
             self.fatal = error if known else ConfigError(f"no store can be made in {self._run_dir}: {error}")
-            self._tells_until = time.monotonic() + TELL_S
+            self._tells_until = clock.monotonic() + TELL_S
 
     def degrade(self, error: Exception) -> None:
         """Close the store after a failed write: acknowledge nothing, trust nothing that is not committed.
@@ -105,15 +105,15 @@ class StoreKeeper:
             log.error("DEGRADED: %s", error)
             self._closed()
         if not isinstance(error, OSError | sqlite3.Error):
-            self._alone_until = time.monotonic() + ALONE_S
-        self.degraded, self._next_reopen = str(error) or repr(error), time.monotonic() + REOPEN_S
+            self._alone_until = clock.monotonic() + ALONE_S
+        self.degraded, self._next_reopen = str(error) or repr(error), clock.monotonic() + REOPEN_S
 
     def reopen(self) -> Store | None:
         """Open the store again, at most once in REOPEN_S; None before that.
 
         Raises OSError, sqlite3.Error or ConfigError while the disk still fails.
         """
-        if time.monotonic() < self._next_reopen:
+        if clock.monotonic() < self._next_reopen:
             return None
         store = Store(self._folder, self._archived)
         try:

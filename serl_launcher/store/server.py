@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sqlite3
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 
 import zmq
 from omegaconf import DictConfig, OmegaConf
+from serl_client import clock, wire
 from serl_client import messages as m
-from serl_client import wire
 from serl_client.connection import received
 from serl_client.console import log_as
 from serl_client.episode import MAX_NAME
@@ -81,7 +80,7 @@ class Server:
             self.keeper, self.peers, self.intake, self.updates, inference=inference, extras=extras or {},
             history=history, refusal=self._refusal,
         )  # fmt: skip
-        self._stopping, self._started = False, time.monotonic()
+        self._stopping, self._started = False, clock.monotonic()
         self._handlers: dict[type, Callable[[Peer, Any], m.Message | None]] = {
             m.Heartbeat: self._heartbeat, m.WeightsRequest: self._weights, m.Status: self._status,
             m.Direct: self._direct, m.StepLimit: self._allow, m.Publish: self._publish, m.Sync: self._sync,
@@ -123,9 +122,9 @@ class Server:
 
     def _drain(self, socket: zmq.Socket, most: int = 256) -> None:
         """Handle what has come on a socket: at most `most` messages, and no longer than a group may take to gather."""
-        end = time.monotonic() + self.intake.patience
+        end = clock.monotonic() + self.intake.patience
         for _ in range(most):
-            if time.monotonic() > end or not (came := received(socket)):
+            if clock.monotonic() > end or not (came := received(socket)):
                 return
             identity, *frames = came
             answer = self._answer(socket, identity, [frame.buffer for frame in frames])
@@ -210,7 +209,7 @@ class Server:
         peer = self.peers.get(address)
         if peer is None or peer.owner != owner:
             return m.Failed("Disconnected", "say Hello first")
-        peer.seen = time.monotonic()
+        peer.seen = clock.monotonic()
         if type(message) not in ROLES[peer.hello.role]:
             raise Forbidden(f"{type(message).__name__} is not for the role {peer.hello.role}")
         if owner is not None:
@@ -294,7 +293,7 @@ class Server:
         return m.Done(self.keeper.ready.command(command.name, command.argument, peer.hello.actor))
 
     def _status(self, peer: Peer, _: m.Status) -> m.Message:
-        now, room, clients = time.monotonic(), STATUS_COST, []
+        now, room, clients = clock.monotonic(), STATUS_COST, []
         others = [other for other in self.peers.values() if other is not peer]
         for s in sorted(others, key=lambda other: other.cost):  # the largest reports are left out
             entry = {"role": s.hello.role, "actor": s.hello.actor, "seen_s": round(now - s.seen, 1)}
@@ -302,9 +301,9 @@ class Server:
             clients.append({**(s.report if room > 0 else {"left_out": s.cost}), **entry})
         directive, weights = self.updates.shared()
         return m.Status({
-            "run": self.store.run if self.store else "", "uptime_s": round(now - self._started, 1), "time": time.time(),
+            "run": self.store.run if self.store else "", "uptime_s": round(now - self._started, 1),
             "degraded": self.keeper.degraded, "full": sorted({s.waits_for for s in self.peers.values()} - {""}),
-            **self.access.report, "directive": directive, "weights": weights,
+            **self.access.report, "time": clock.time(), "directive": directive, "weights": weights,
             "sources": self.store.manifest() if self.store else {}, "clients": clients,
             "set_aside": self.store.episodes.aside if self.store else 0,
             "missing": {actor: round(now - seen, 1) for actor, seen in self.updates.missing.items()},

@@ -5,10 +5,10 @@ The same look at the clients finds those that have fallen silent, and ends the e
 
 import logging
 import math
-import time
 from collections.abc import Mapping
 from typing import Any
 
+from serl_client import clock
 from serl_client import messages as m
 
 from serl_launcher.store.keeper import StoreKeeper
@@ -35,7 +35,7 @@ class StateUpdates:
 
     def send(self) -> None:
         """Tell each client what it does not know, or everything if a second is over."""
-        now = time.monotonic()
+        now = clock.monotonic()
         due = now >= self._next
         if due:
             self._next = now + UPDATE_S

@@ -7,12 +7,12 @@ that a receiver finds what this disk has damaged since, and the server computes 
 import hashlib
 import mmap
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from serl_client import clock
 from serl_client.errors import Refused
 from serl_client.spec import Array
 from serl_client.weights import PART_BYTES, part_checksum
@@ -70,7 +70,7 @@ class WeightFiles:
             mapped, checksums = self.opened.get(sha256) or self._open(sha256)
         except FileNotFoundError:
             raise Refused(f"the weights {sha256[:12]} are gone: take the newest") from None
-        self._asked[sha256] = time.monotonic()
+        self._asked[sha256] = clock.monotonic()
         begin, end = part * PART_BYTES, min((part + 1) * PART_BYTES, len(mapped))
         if not 0 <= begin < end:
             raise Refused(f"the weights {sha256[:12]} have no part {part}")
@@ -91,7 +91,7 @@ class WeightFiles:
     def clean(self, newest: list[dict[str, Any]]) -> None:
         """Delete what is neither one of the `newest` versions nor being pulled (checkpoints hold their own)."""
         needed = {version["sha256"] for version in newest}
-        recent = time.monotonic() - PULL_S
+        recent = clock.monotonic() - PULL_S
         self._asked = {sha256: asked for sha256, asked in self._asked.items() if asked > recent}
         needed |= self._asked.keys()
         for file in self.folder.iterdir():

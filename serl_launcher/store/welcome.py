@@ -4,11 +4,11 @@ A Hello alone ends nobody, as it may be the late echo of a connection that is de
 """
 
 import sqlite3
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from serl_client import clock
 from serl_client import messages as m
 from serl_client.errors import Refused, RetakeError, ServerFailed
 from serl_client.spec import Spec
@@ -55,7 +55,7 @@ class Welcomes:
             if not self._keeper.ready.staged:
                 self._check_outranked(hello)
             self._drop_echoes(address, hello)
-        peer = self._peers[address] = Peer(*address, hello, owner, time.monotonic())
+        peer = self._peers[address] = Peer(*address, hello, owner, clock.monotonic())
         self._updates.missing.pop(hello.actor, None)
         if hello.role == "actor" and self._keeper.ready.staged:
             self._waiting.append(peer)

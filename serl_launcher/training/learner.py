@@ -5,12 +5,12 @@ reads the rows themselves from the mapped files.
 """
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from serl_client import clock
 from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.console import Console
@@ -75,15 +75,15 @@ class Learner:
         self._asked = self._is_behind = False  # a Sync is under way; its latest answer was not all there is
         self._has_news = False  # episodes have come or changed
         self._next_sync = self._next_allow = self._next_metrics = 0.0
-        self._wall_s, self._began = 0.0, time.monotonic()
-        self._rate = (time.monotonic(), 0)  # when, and how many updates there were
+        self._wall_s, self._began = 0.0, clock.monotonic()
+        self._rate = (clock.monotonic(), 0)  # when, and how many updates there were
         self._latest: Mapping[str, torch.Tensor] = {}
         self._tracer, self._is_clipping_told = Tracer(ranks, sources, self._set_aside), False
 
     @property
     def wall_s(self) -> float:
         """Seconds of work on this run, over all its starts."""
-        return self._wall_s + time.monotonic() - self._began
+        return self._wall_s + clock.monotonic() - self._began
 
     # -- the loop
     def run(self) -> None:
@@ -154,7 +154,7 @@ class Learner:
         actions = self.state.advance(self._progress())
         if self.state.phase is not before:
             assert before is not None
-            self._show(time.monotonic(), before)  # what its last updates said; those of the next say other things
+            self._show(clock.monotonic(), before)  # what its last updates said; those of the next say other things
             self._latest = {}
             self.publisher.settle(self.state.updates)  # the next phase begins with what this one published
             if before.actors.mode == "evaluate":
@@ -218,9 +218,9 @@ class Learner:
         if self._has_news:
             self._has_news = False
             self.state.look_again()
-        if self.link.connected and not self._asked and time.monotonic() >= self._next_sync:
+        if self.link.connected and not self._asked and clock.monotonic() >= self._next_sync:
             self._asked = self.link.send(m.Sync(self._revision, self._command))
-            self._next_sync = time.monotonic() + SYNC_S
+            self._next_sync = clock.monotonic() + SYNC_S
 
     def _receive(self) -> None:
         while (message := self.link.receive()) is not None:
@@ -228,7 +228,7 @@ class Learner:
                 self._take(message)
             elif isinstance(message, m.Failed):
                 log.warning("server: %s", message.text)
-                self._asked, self._next_sync = False, time.monotonic() + RETRY_S
+                self._asked, self._next_sync = False, clock.monotonic() + RETRY_S
         self._asked &= self.link.connected
 
     def _take(self, synced: m.Synced) -> None:
@@ -277,7 +277,7 @@ class Learner:
 
     def _tell(self) -> None:
         """Send the step limit if it has changed. Write metrics, console and a checkpoint when they are due."""
-        now = time.monotonic()
+        now = clock.monotonic()
         allowed = None if self._starved else self.state.step_limit(self._progress())
         if self._body.get("paced") and (allowed != self._allowed or now >= self._next_allow):
             self.link.send(m.StepLimit(self._number, allowed))
@@ -309,13 +309,13 @@ class Learner:
 
     def _farewell(self) -> None:
         """Send the directive `stop`, and wait until the actors have delivered their data and left."""
-        deadline = time.monotonic() + FAREWELL_S
-        while time.monotonic() < deadline:
+        deadline = clock.monotonic() + FAREWELL_S
+        while clock.monotonic() < deadline:
             self._direct()
             self._synchronise()
             if not self._presence.here:
                 return
-            time.sleep(0.05)
+            clock.sleep(0.05)
         log.warning("still connected at the end: %s", ", ".join(self._presence.here))
 
     # -- checkpoints

@@ -1,8 +1,9 @@
 """Says which actors are connected and which have left, in the learner's console and its log."""
 
 import logging
-import time
 from collections.abc import Collection
+
+from serl_client import clock
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +26,14 @@ class Presence:
                 log.info("actor %s is back", name)
         for name in self.here:
             if name not in actors:
-                self._left[name] = time.monotonic()
+                self._left[name] = clock.monotonic()
                 log.info("actor %s has left", name)
         while len(self._left) > MOST:
             del self._left[next(iter(self._left))]
         self.here = list(actors)
 
     def __str__(self) -> str:
-        now = time.monotonic()
+        now = clock.monotonic()
         left = [f"{name} left {now - since:.0f} s ago" for name, since in self._left.items()]
         start = "start one with run_actor.sh" if left else "none yet: start one with run_actor.sh"
         return "; ".join([", ".join(self.here), *left] if self.here else [*left, start])

@@ -4,12 +4,12 @@ stays allocated, and another thread hashes and writes the copy."""
 import hashlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from serl_client import clock
 from serl_client import messages as m
 from serl_client.errors import full_disk
 
@@ -153,13 +153,13 @@ class Keeper:
     def resume(self, cost: float) -> None:
         """Begin to count time. cost: seconds that the last checkpoint took, before this start."""
         longest = LONGEST_S if self._longest is None else self._longest
-        self.schedule = Schedule(longest, time.monotonic(), cost)
+        self.schedule = Schedule(longest, clock.monotonic(), cost)
 
     def turn(self, updates: int, state: Callable[[], Mapping[str, Any]]) -> None:
         """Finish a checkpoint that is written, and begin one that is due."""
         if self.writer.done:
             self.finish()
-        if not self.writer.busy and self.schedule.due(time.monotonic()):
+        if not self.writer.busy and self.schedule.due(clock.monotonic()):
             self.begin(updates, state())
             if self._longest == 0:
                 self.finish()
@@ -173,12 +173,12 @@ class Keeper:
 
     def begin(self, updates: int, state: Mapping[str, Any], ended: str = "") -> None:
         """Copy the state and let a thread write it."""
-        begun, write = time.monotonic(), self.checkpoints.stage(updates, state, pinned=ended)
+        begun, write = clock.monotonic(), self.checkpoints.stage(updates, state, pinned=ended)
 
         def checked() -> float:
             check_finite(self.checkpoints.staging.tensors(), f"keeping a checkpoint of update {updates}")
             self._patience(write)
-            return time.monotonic() - begun
+            return clock.monotonic() - begun
 
         if self._longest is None:
             self.schedule.longest = max(LONGEST_S, S_PER_GB * self.checkpoints.staging.size / 1e9)
@@ -188,4 +188,4 @@ class Keeper:
         """Wait until the checkpoint is written. Raises what the thread raised."""
         cost = self.writer.take()
         if cost is not None:
-            self.schedule.saved(time.monotonic(), cost)
+            self.schedule.saved(clock.monotonic(), cost)

@@ -1,7 +1,6 @@
 """The inference process as a process, and what one actor does wrong to the others."""
 
 import threading
-import time
 
 import msgpack
 import numpy as np
@@ -104,7 +103,7 @@ def test_an_actor_never_waits_longer_than_its_deadline_for_weights_that_do_not_c
 
     thread = threading.Thread(target=act, daemon=True)
     thread.start()
-    thread.join(3.0)
+    thread.join(PATIENCE)
     assert acted == [None]
     assert len(algorithm.batches) == 1, "a question is answered once"
     publish(2, Counting(scale=2))
@@ -130,19 +129,19 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_observation_of_one_actor_costs_the_others_nothing(inference, link, wrong):
-    """In one batch with it: the others are answered, and remember one decision more, not two."""
+    """While a batch gathers: the others are answered, and remember one decision more, not two."""
     over_there = inference(Counting()).acting()
-    helper, one, other, bad = [link(over_there.address) for _ in range(4)]
+    one, other, bad = [link(over_there.address) for _ in range(3)]
     for count in (1, 2, 3):
-        with gathering(over_there, helper):
-            for asker in (one, other):
-                asker.send(ask(count, reset=count == 1))
-            time.sleep(0.05)  # so that they are asked about first
+        with gathering(over_there, 2):
+            one.send(ask(count, reset=count == 1))
+            until(lambda: over_there.server._waiting)
             bad.send(m.InferenceRequest(count, 0, False, False, "", WRONG[wrong]))
+            until(lambda: isinstance(bad.receive(), m.Failed))
+            other.send(ask(count, reset=count == 1))
         for asker in (one, other):
             answer = receive(asker)
             assert (answer.step, answer.arrays["action"][0, 0]) == (count, count)
-        until(lambda: isinstance(bad.receive(), m.Failed))
     bad.send(ask(9, reset=True))
     assert receive(bad).step == 9
 
@@ -194,12 +193,12 @@ def test_bytes_that_are_no_question_cost_nobody_anything(inference, link):
 
 def test_an_actor_that_leaves_before_its_answer_costs_the_others_nothing(inference, link):
     over_there = inference(Counting()).acting()
-    helper, leaver, asker = [link(over_there.address) for _ in range(3)]
-    with gathering(over_there, helper):
-        for client in (leaver, asker):
-            client.send(ask(1, reset=True))
-        time.sleep(0.05)
+    leaver, asker = [link(over_there.address) for _ in range(2)]
+    with gathering(over_there, 2):
+        leaver.send(ask(1, reset=True))
+        until(lambda: over_there.server._waiting)
         leaver.close()
+        asker.send(ask(1, reset=True))
     assert receive(asker).step == 1
 
 

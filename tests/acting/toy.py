@@ -31,8 +31,8 @@ class Memory(Acting):
 class Counting(Algorithm):
     """A recurrent toy: the action is [scale * decisions since the episode began, sum of the states' first numbers].
 
-    A call waits for `gate`, which is open unless it was cleared: meanwhile the next batch gathers. `sizes` are those of
-    weights that nothing reads; `seconds` is how long a call takes.
+    A call waits for `gate`, which is open unless it was cleared. `sizes` are those of weights
+    that nothing reads; `seconds` is how long a call takes.
     """
 
     def __init__(self, scale=1.0, sizes=(), precision=torch.float32, seconds=0.0):
@@ -92,17 +92,14 @@ def reconnect(link):
 
 
 @contextlib.contextmanager
-def gathering(inference, helper):
-    """What is sent within makes one batch: `helper` keeps the policy busy meanwhile."""
-    algorithm = inference.server.host.algorithm
-    algorithm.gate.clear()
-    made = len(algorithm.batches)
-    helper.send(ask(reset=True))
-    until(lambda: len(algorithm.batches) > made)
+def gathering(inference, count):
+    """What is sent within makes one batch, which begins once so many questions have come."""
+    server, batches = inference.server, inference.server.host.algorithm.batches
+    made, replaced = len(batches), server._replaced
+    server._is_gathered = lambda now: len(server._waiting) + server._replaced - replaced >= count
     yield
-    time.sleep(0.1)  # its loop waits for the policy: nothing tells that the messages have come
-    algorithm.gate.set()
-    receive(helper)
+    until(lambda: len(batches) > made)
+    del server._is_gathered
 
 
 # -- an openpi client's messages

@@ -7,7 +7,6 @@ from serl_client.faults import Faults
 from serl_client.status import ActorStatus
 
 from tests.shared.actors import STATE, CountingEnv, FakeClient, Keys, run
-from tests.shared.robots import Clock
 
 
 @pytest.fixture
@@ -117,10 +116,8 @@ class ReadyPerson:
 
 
 @pytest.fixture
-def hours(monkeypatch):
+def hours(monkeypatch, clock):
     """Two minutes pass between two faults."""
-    clock = Clock()
-    monkeypatch.setattr("serl_client.faults.time", clock)
     monkeypatch.setattr("serl_client.faults.Faults.add", passing(clock, Faults.add))
 
 

@@ -12,7 +12,7 @@ from serl_client.recorder import SEGMENT_BYTES, segment_rows
 from robot_infra.cameras import gl
 from robot_infra.robots.sim_arm import make
 from tests.shared.actors import FakeClient, run
-from tests.shared.robots import Clock, FakeCamera, build, check_rows, from_yaml
+from tests.shared.robots import FakeCamera, build, check_rows, from_yaml
 
 IMAGES = ["observation.images.cam_high", "observation.images.cam_wrist"]
 HOLD = np.zeros(4, np.float32)
@@ -213,13 +213,7 @@ def test_an_unknown_word_for_cameras_is_refused():
 # -- ages and rows
 
 
-def test_each_row_holds_the_age_of_its_own_images_which_were_taken_that_long_before(monkeypatch):
-    clock = Clock()
-    for module in (
-        *(f"robot_infra.{name}" for name in ("env", "pace", "alignment", "robots.fake")),
-        "serl_client.runner",
-    ):
-        monkeypatch.setattr(f"{module}.time", clock)
+def test_each_row_holds_the_age_of_its_own_images_which_were_taken_that_long_before(clock):
     ages = {"a": [0.01, 0.02, 0.15, 0.03, 0.0], "b": [0.0, 0.1, 0.19, 0.01, 0.18]}
     cameras = {name: FakeCamera(clock, [0.0, *delays]) for name, delays in ages.items()}  # one look is before the start
     with build(cameras=cameras, max_steps=4, clock="real") as env:

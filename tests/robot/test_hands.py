@@ -10,12 +10,11 @@ from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.interfaces import Hand
 from robot_infra.intervention import Intervention
-from robot_infra.teleop import hands as hands_module
 from robot_infra.teleop.gamepad import Gamepad
 from robot_infra.teleop.hands import Hands
 from robot_infra.teleop.leader import Leader
 from robot_infra.teleop.spacemouse import SpaceMouse
-from tests.shared.robots import Clock, Scripted
+from tests.shared.robots import Scripted
 
 AXES = Feature((4,), names=("x", "y", "z", "gripper"), low=np.array(-1), high=np.array(1))
 STATE = Feature((2,), names=("x", "gripper"), low=np.array([-1, 0]), high=np.array([1, 1]))  # the gripper's by state
@@ -173,13 +172,6 @@ def test_beside_a_device_that_is_gone_the_others_are_heard(wire, pad):
 
 
 # -- who drives
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    made = Clock()
-    monkeypatch.setattr(hands_module, "time", made)
-    return made
 
 
 def driven(hands, clock, steps, hold=HOLD, period=0.1):

@@ -19,7 +19,7 @@ from robot_infra.teleop import hands as hands_module
 from robot_infra.teleop import keyboard as keyboard_module
 from robot_infra.teleop.hands import Hands, chosen
 from robot_infra.teleop.keyboard import DIGITS, KEYS, LEGEND, MOTION_LEGEND, MOTIONS, TOGGLE, Keyboard, KeyboardDevice
-from tests.shared.robots import Clock, Hand, build
+from tests.shared.robots import Hand, build
 
 
 @pytest.fixture
@@ -131,11 +131,8 @@ def test_the_legend_names_every_key():
 
 
 @pytest.fixture
-def at_keys(terminal, monkeypatch):
+def at_keys(terminal, clock):
     """(teleop of a robot with x, y, z and gripper, read(keys, seconds): its action after so long with these keys)."""
-    clock = Clock()
-    for module in (keyboard_module, hands_module):
-        monkeypatch.setattr(module, "time", clock)
     action = Feature((4,), names=("x", "y", "z", "gripper"), low=np.array(-1), high=np.array(1))
     with Keyboard(terminal[1]) as keyboard:
         teleop = Hands([KeyboardDevice(keyboard)], action, "ee_delta")

@@ -8,18 +8,9 @@ from serl_client.network import Answer
 from serl_client.status import ActorStatus
 
 from tests.shared.actors import FakeClient, Keys, run
-from tests.shared.robots import Clock, TimedRobot, build
+from tests.shared.robots import TimedRobot, build
 
 ROWS, EXECUTED = 50, 8
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    robot = (f"robot_infra.{name}" for name in ("env", "pace", "alignment", "robots.fake"))
-    for module in (*robot, "serl_client.runner", "serl_client.controller"):
-        monkeypatch.setattr(f"{module}.time", clock)
-    return clock
 
 
 class LateSource:

@@ -9,16 +9,7 @@ from robot_infra.judges import Function, lifted
 from robot_infra.robots.fake import FakeRobot, make
 from robot_infra.safety import SafeRobot
 from robot_infra.teleop.scripted import Scripted
-from tests.shared.robots import LEFT, RIGHT, Clock, FakeCamera, Hand, TimedRobot, build, check_rows, play
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    for module in ("env", "pace", "alignment", "robots.fake"):
-        monkeypatch.setattr(f"robot_infra.{module}.time", clock)
-    monkeypatch.setattr("robot_infra.robots.fake.time", clock)
-    return clock
+from tests.shared.robots import LEFT, RIGHT, FakeCamera, Hand, TimedRobot, build, check_rows, play
 
 
 def test_the_spec_and_the_rows_agree():

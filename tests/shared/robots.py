@@ -11,6 +11,7 @@ from robot_infra.interfaces import Hand as Said
 from robot_infra.judges import Function
 from robot_infra.robots.fake import FakeRobot
 
+from .clock import Clock
 from .common import TASKS
 
 RIGHT, LEFT = np.array([1, 0], np.float32), np.array([-1, 0], np.float32)
@@ -49,19 +50,6 @@ def play(env, seed, action=None, **reset):
     while not (steps[-1].terminated or steps[-1].truncated):
         steps.append(env.step(action))
     return steps
-
-
-class Clock:
-    """Stands in for the module time: sleeping is what makes it pass."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
 
 
 class TimedRobot(FakeRobot):

@@ -2,7 +2,6 @@
 
 import os
 import re
-import time
 
 import pytest
 from serl_client import ConfigError
@@ -85,22 +84,21 @@ def test_actors_of_several_machines_and_jobs_have_names_of_their_own_without_bei
     assert "/" not in named("auto", None)
 
 
-def test_a_ban_ends_after_ten_minutes_and_a_clock_that_was_put_back_ends_it_too(keys, monkeypatch):
+def test_a_ban_ends_after_ten_minutes_and_a_clock_that_was_put_back_ends_it_too(keys, clock):
     allowed, public = AllowList(keys), Key.read(keys / "left.key").public
     for later in (BAN_S + 2, -3600.0):
         allowed.ban("left")
         assert allowed.find(public).role == "banned"
-        began = time.time()
-        monkeypatch.setattr(module.time, "time", lambda began=began, later=later: began + later)
+        clock.advance(later)
         allowed._stamp = (
             None if later < 0 else allowed._stamp
         )  # it looks again when a ban ends, and when a file changed
         assert allowed.find(public).role == "actor"
         assert AllowList(keys).find(public).role == "actor"
-        monkeypatch.undo()
+        clock.advance(-later)
 
 
-def test_a_ban_that_cannot_be_written_down_holds_in_this_process(keys, monkeypatch):
+def test_a_ban_that_cannot_be_written_down_holds_in_this_process(keys, monkeypatch, clock):
     allowed, public = AllowList(keys), Key.read(keys / "left.key").public
 
     def full(*_):
@@ -113,14 +111,13 @@ def test_a_ban_that_cannot_be_written_down_holds_in_this_process(keys, monkeypat
     allowed.ban("left")
     assert allowed.find(public).role == "banned"
     assert not list(keys.glob("*.banned"))
-    began = time.time()
-    monkeypatch.setattr(module.time, "time", lambda: began + BAN_S + 2)
+    clock.advance(BAN_S + 2)
     assert allowed.find(public).role == "actor"
 
 
-def test_two_changes_within_one_tick_of_the_clock_are_both_seen(keys):
+def test_two_changes_within_one_tick_of_the_clock_are_both_seen(keys, clock):
     allowed, public = AllowList(keys), Key.read(keys / "left.key").public
-    tick = time.time_ns()
+    tick = clock.time_ns()
 
     def changed(role):
         for path in (keys / "allowed.json", keys):

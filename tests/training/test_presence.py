@@ -2,20 +2,17 @@
 
 import logging
 
-from serl_launcher.training import presence
 from serl_launcher.training.presence import Presence
 
 
-def test_who_has_left_is_said_with_the_time_since_then_and_so_is_the_return(monkeypatch, caplog):
+def test_who_has_left_is_said_with_the_time_since_then_and_so_is_the_return(clock, caplog):
     caplog.set_level(logging.INFO)
-    now = [1000.0]
-    monkeypatch.setattr(presence.time, "monotonic", lambda: now[0])
     actors = Presence()
     assert str(actors) == "none yet: start one with run_actor.sh"
     actors.take(["left", "right"])
     assert str(actors) == "left, right"
     actors.take(["right"])
-    now[0] += 12
+    clock.advance(12)
     actors.take(["right"])
     assert str(actors) == "right; left left 12 s ago"
     actors.take([])

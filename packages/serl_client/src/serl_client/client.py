@@ -3,11 +3,11 @@
 import os
 import select
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from serl_client import clock
 from serl_client.controller import asked
 from serl_client.episode import Record
 from serl_client.errors import ConfigError
@@ -105,9 +105,9 @@ class TrainerClient:
 
     def wait_answer(self, step: int, timeout: float) -> Answer | None:
         """Return the answer for step `step` or a later one, or None after `timeout` seconds; drop older answers."""
-        deadline = time.monotonic() + timeout
+        deadline = clock.monotonic() + timeout
         while (answer := self.answer()) is None or answer.step < step:
-            left = deadline - time.monotonic()
+            left = deadline - clock.monotonic()
             if left <= 0:
                 return None
             self.wait(left)
@@ -139,9 +139,9 @@ class TrainerClient:
 
     def drain(self, timeout: float) -> bool:
         """Wait until every record is acknowledged. Return False if that takes more than `timeout` seconds."""
-        deadline = time.monotonic() + timeout
+        deadline = clock.monotonic() + timeout
         while self.pending[0]:
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 return False
             self.wait(0.01)
         return True

@@ -4,15 +4,14 @@ import dataclasses
 import errno
 import ipaddress
 import logging
-import time
 from collections import deque
 from typing import TypeVar
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from serl_client import clock, wire
 from serl_client import messages as m
-from serl_client import wire
 from serl_client.errors import KINDS, Disconnected, MessageError, Refused, Timeout, TrainerError, VersionMismatch
 from serl_client.keys import Key
 
@@ -103,14 +102,14 @@ class Connection:
         """Return the next message, or None; never wait. Raises Refused when the other side refuses our key."""
         if self._barred:
             raise self._refused()
-        if self._socket is None and time.monotonic() > self._opened + RETRY:
+        if self._socket is None and clock.monotonic() > self._opened + RETRY:
             self._open()
         return self._backlog.popleft() if self._backlog else self._next()
 
     def wait(self, seconds: float) -> None:
         """Wait until something has come, at most `seconds`."""
         if self._socket is None:
-            time.sleep(min(seconds, RETRY))
+            clock.sleep(min(seconds, RETRY))
         elif not self._backlog:
             zmq.zmq_poll(self.polled, int(seconds * 1000))
 
@@ -120,7 +119,7 @@ class Connection:
             self._open()
         else:
             self.send(self.greeting)
-        return self._answer(m.Welcome, time.monotonic() + timeout)
+        return self._answer(m.Welcome, clock.monotonic() + timeout)
 
     def call(self, message: m.Message, timeout: float) -> m.Message:
         """Send one request and return its answer; other messages are kept for `receive`. Connects where necessary.
@@ -130,7 +129,7 @@ class Connection:
         Raises the error that a Failed names, Refused for our key, Timeout or Disconnected. After the latter two the
         next call makes a new connection, so that a late answer is not taken for that to another request.
         """
-        deadline = time.monotonic() + timeout
+        deadline = clock.monotonic() + timeout
         if self.welcome is None:
             self.hello(timeout)
         request = 0
@@ -158,7 +157,7 @@ class Connection:
             socket.curve_serverkey = self.key.server.encode()
         socket.copy_threshold = wire.COPY_BELOW
         self._socket, self._monitor = socket, socket.get_monitor_socket(BREAKS)
-        self._opened, self._barred = time.monotonic(), False
+        self._opened, self._barred = clock.monotonic(), False
         try:
             socket.connect(self.address)
         except zmq.ZMQError as error:
@@ -181,7 +180,7 @@ class Connection:
                 self._backlog.append(message)
 
     def _await(self, deadline: float) -> None:
-        left = deadline - time.monotonic()
+        left = deadline - clock.monotonic()
         if self._barred:
             raise self._refused()
         if self._socket is None:
@@ -193,7 +192,7 @@ class Connection:
 
     def _next(self) -> m.Message | None:
         while self._socket is not None and self._monitor is not None:
-            is_mute = self.heard < self._opened < time.monotonic() - SILENCE
+            is_mute = self.heard < self._opened < clock.monotonic() - SILENCE
             is_over = is_mute or has_come(self._monitor)  # asked before reading, so that the last messages are read
             if not (frames := received(self._socket)):
                 if is_over:
@@ -232,7 +231,7 @@ class Connection:
             self.notice = message
         elif isinstance(message, m.Failed) and (message.kind == "Disconnected" or self.heard < self._opened):
             self.close()  # the server does not know this session: the next connection says Hello
-        self.heard = time.monotonic()
+        self.heard = clock.monotonic()
         return message
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TextIO
 
+from serl_client import clock
+
 PLAIN_S = 10.0  # seconds between two lines without a terminal
 PLAIN_WIDTH = 200  # characters of such a line; values that do not fit are left out
 BANNER_S = 0.04  # seconds until a change of the banner is shown: less than one step of most robots
@@ -48,8 +50,8 @@ class Console(logging.Handler):
         if self._live:
             self._erase()
             self._draw()
-        elif time.monotonic() >= self._plain_at:
-            self._plain_at = time.monotonic() + PLAIN_S
+        elif clock.monotonic() >= self._plain_at:
+            self._plain_at = clock.monotonic() + PLAIN_S
             self._write(self._line(banner))
 
     def _line(self, banner: str) -> str:
@@ -128,13 +130,13 @@ class LiveDisplay:
         self._shown.flush()
 
     def _run(self) -> None:
-        shown, due = "", time.monotonic() + 1.0
+        shown, due = "", clock.monotonic() + 1.0
         while not self._ended.wait(BANNER_S):
             self._shown.flush()
             banner = self._banner()
-            if banner != shown or time.monotonic() >= due:
+            if banner != shown or clock.monotonic() >= due:
                 self._shown.show(self._rows(), banner)
-                shown, due = banner, time.monotonic() + 1.0
+                shown, due = banner, clock.monotonic() + 1.0
 
 
 def console(title: str, *, plain: bool = False) -> Console:

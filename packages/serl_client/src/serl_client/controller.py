@@ -1,13 +1,13 @@
 """Controllers give the robot its actions: a policy that answers from elsewhere, or chance alone."""
 
 import logging
-import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 
+from serl_client import clock
 from serl_client.network import Answer
 from serl_client.spec import Array, Spec
 
@@ -98,11 +98,11 @@ class RemotePolicy:
         if reset and (not self._reset or step > self._row + 1):
             self._drop()
         self._row, self.chunk_start, self.chunk_delay = step, False, 0
-        deadline = time.monotonic() + self._deadline
+        deadline = clock.monotonic() + self._deadline
         while self._next is None and self._is_due(step):
-            if self._asked is None or time.monotonic() > self._asked_at + REPEAT:
+            if self._asked is None or clock.monotonic() > self._asked_at + REPEAT:
                 self._ask(observation, step, previous_action)
-            patience = deadline - time.monotonic() if self._waits(step) else 0.0
+            patience = deadline - clock.monotonic() if self._waits(step) else 0.0
             answer = self._source.wait_answer(self._asked or 0, patience)
             if answer is None:
                 break
@@ -137,7 +137,7 @@ class RemotePolicy:
             reset=self._reset, explore=self._directive["explore"], task=self._task, prefix=prefix, committed=committed,
         )  # fmt: skip
         self._asked = step if self._asked is None else self._asked
-        self._asked_at = time.monotonic()
+        self._asked_at = clock.monotonic()
 
     def _take(self, answer: Answer, step: int) -> None:
         """Keep an answer, unless it is too late or other weights must act. In that case the question is repeated."""

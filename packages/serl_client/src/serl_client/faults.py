@@ -1,8 +1,8 @@
 """Counts the faults of a robot, because one that fails again and again needs more than a person's word."""
 
-import time
 from collections import deque
 
+from serl_client import clock
 from serl_client.errors import RobotFault
 
 READY = "ready"  # kind of what is no fault: a new arm moves only after a person's word
@@ -21,6 +21,6 @@ class Faults:
         self.is_open = True
         if fault.kind == READY:
             return
-        self._times.append(time.monotonic())
+        self._times.append(clock.monotonic())
         if len(self._times) == MOST and self._times[-1] - self._times[0] < WITHIN:
             raise RobotFault(f"{fault}. This was fault {MOST} within {WITHIN:.0f} s: mend the robot first", fault.kind)

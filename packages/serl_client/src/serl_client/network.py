@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import zmq
 
+from serl_client import clock
 from serl_client import messages as m
 from serl_client.connection import Connection, failure, is_local
 from serl_client.errors import ConfigError, MessageError, Refused, TrainerError
@@ -213,12 +213,12 @@ class Network(threading.Thread):
         """Send one question at a time, so that a slow link carries no stale ones."""
         if not self.questions or self._inference is None or not self._inference.is_open:
             return
-        if self._asked and time.monotonic() < self._asked_at + PATIENCE:
+        if self._asked and clock.monotonic() < self._asked_at + PATIENCE:
             return
         number, question = self.questions.pop()
         if self._inference.send(question):
             self._asked.append((number, question.step))
-            self._asked_at = time.monotonic()
+            self._asked_at = clock.monotonic()
 
     def _send(self) -> None:
         try:
@@ -235,11 +235,11 @@ class Network(threading.Thread):
             self._commands += 1
             if self.server.send(dataclasses.replace(self.commands[0], request=self._commands)):
                 self._commanded = self._commands
-        if self.server.connected and time.monotonic() > self._beaten_at + BEAT:
+        if self.server.connected and clock.monotonic() > self._beaten_at + BEAT:
             self._beat()
 
     def _beat(self) -> None:
-        self._beaten_at = time.monotonic()
+        self._beaten_at = clock.monotonic()
         try:
             self.server.send(m.Heartbeat(dict(self.report)))
         except MessageError as error:  # the report is too long: send the heartbeat without it

@@ -19,7 +19,6 @@ import logging
 import math
 import os
 import secrets
-import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from serl_client import messages, wire
+from serl_client import clock, messages, wire
 from serl_client.episode import LostRecord
 from serl_client.errors import ConfigError, MessageError
 from serl_client.lockfile import open_lock
@@ -48,7 +47,7 @@ class _File:
     first: int  # seq of its first record
     ends: list[int] = field(default_factory=list)  # end of each record, bytes
     lost: dict[int, bytes] = field(default_factory=dict)  # seq -> what is sent in place of that record
-    born: float = field(default_factory=time.monotonic)
+    born: float = field(default_factory=clock.monotonic)
     needed: float = 0  # the file stays until every record below this seq is acknowledged
 
     @property
@@ -242,7 +241,7 @@ class Outbox:
             kept = file.path.replace(file.path.with_suffix(".damaged"))
             log.warning("%s holds records that could not be sent; it stays until you delete it", kept)
             return
-        is_quick = file.session == self._writing and time.monotonic() < file.born + SPARE_SECONDS
+        is_quick = file.session == self._writing and clock.monotonic() < file.born + SPARE_SECONDS
         if is_quick and len(self._spares) < SPARE_FILES and file.size <= 2 * FILE_BYTES:
             with suppress(OSError):  # a new name may need room on a full disk
                 file.path = file.path.rename(file.path.with_suffix(".spare"))

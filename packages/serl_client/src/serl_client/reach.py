@@ -3,11 +3,11 @@
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
+from serl_client import clock
 from serl_client.errors import Disconnected, Timeout, TrainerError
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ def look(host: str, port: int, *, has_key: bool) -> Look:
 
 def greeted(host: str, port: int) -> tuple[bytes, float]:
     """Return a listener's greeting (GREETING bytes, or less), and the seconds that connecting took."""
-    begin = time.monotonic()
+    begin = clock.monotonic()
     with socket.create_connection((host, port), PATIENCE) as peer:
-        seconds = time.monotonic() - begin
+        seconds = clock.monotonic() - begin
         peer.sendall(OPENING)
         said = b""
         try:
@@ -106,7 +106,7 @@ class Lookout:
 
     def __init__(self, is_connected: Callable[[], bool], host: str, port: int, *, has_key: bool) -> None:
         self._is_connected, self._host, self._port, self._has_key = is_connected, host, port, has_key
-        self._left = time.monotonic()  # when the learner was last there, or when this object was made
+        self._left = clock.monotonic()  # when the learner was last there, or when this object was made
         self._was_there = False
         self._told, self._looked = "", 0.0
         self._ended = threading.Event()
@@ -123,7 +123,7 @@ class Lookout:
         """Return for the console: connected, or since when not, and why."""
         if self._is_connected():
             return "connected"
-        heard = f"last heard {time.monotonic() - self._left:.0f} s ago" if self._was_there else "never heard"
+        heard = f"last heard {clock.monotonic() - self._left:.0f} s ago" if self._was_there else "never heard"
         return f"AWAY, {heard}" + f": {self._told}" * bool(self._told)
 
     def _run(self) -> None:
@@ -135,9 +135,9 @@ class Lookout:
         if self._is_connected():
             if self._told:
                 log.info("the learner is there%s", " again" * self._was_there)
-            self._left, self._was_there, self._told, self._looked = time.monotonic(), True, "", 0.0
+            self._left, self._was_there, self._told, self._looked = clock.monotonic(), True, "", 0.0
             return
-        now = time.monotonic()
+        now = clock.monotonic()
         if now - self._left < SILENCE or now - self._looked < AGAIN:
             return
         self._looked = now

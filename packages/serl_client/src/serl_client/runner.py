@@ -1,11 +1,11 @@
 """The actor's loop: one environment, one controller, one client; it follows the directive."""
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from serl_client import clock
 from serl_client.client import TrainerClient
 from serl_client.controller import Controller, by_chance
 from serl_client.env import Env
@@ -83,7 +83,7 @@ class _Actor:
         self._faults = Faults()
         self._unanswered: Frames | None = None  # the last ones of an episode that silence cut off
         self._sent: float | None = None  # when the command before was sent, if nothing waited since
-        self._simulated = time.monotonic()  # seconds, the clock of a simulated robot
+        self._simulated = clock.monotonic()  # seconds, the clock of a simulated robot
 
     def run(self) -> None:
         while (mode := self._next_mode()) != "stop":
@@ -155,7 +155,7 @@ class _Actor:
         observation = self._env.reset(
             seed, teleop=mode == "teleop", intervene=mode == "collect" and self._directive.get("intervene", False)
         )
-        began, observed = time.monotonic(), self._observed()
+        began, observed = clock.monotonic(), self._observed()
         self._person.listen()
         self._person.judge_latest()
         if bad := recorder.not_finite(observation):
@@ -211,7 +211,7 @@ class _Actor:
         if not goes_on:
             self._cut_off(episode)
             return
-        sent = time.monotonic()
+        sent = clock.monotonic()
         is_gap = self._is_real and (waited or sent - episode.observed > GAP / self._env.spec.fps)
         step = self._env.step(action)
         observed = self._observed()
@@ -341,8 +341,8 @@ class _Actor:
             episode.recorder.end(terminated=False)
 
     def _has_room(self) -> bool:
-        deadline = time.monotonic() + (0.0 if self._is_real else ROOM_PATIENCE)
-        while not self._client.has_room and time.monotonic() < deadline:
+        deadline = clock.monotonic() + (0.0 if self._is_real else ROOM_PATIENCE)
+        while not self._client.has_room and clock.monotonic() < deadline:
             self._client.wait(0.002)
         return self._client.has_room
 
@@ -355,7 +355,7 @@ class _Actor:
         success = VERDICTS.get(verdict := self._person.close(recorder.episode), step.success)
         if not episode.teleop:
             self._person.count(recorder.episode, success, assisted=episode.intervened > 0)
-        seconds = time.monotonic() - episode.began
+        seconds = clock.monotonic() - episode.began
         self._on_episode({
             "episode": recorder.episode, "phase": self._directive["phase"], "mode": self._directive["mode"],
             "steps": recorder.steps, "reward": episode.reward, "seconds": seconds,

@@ -5,14 +5,13 @@ lock, because each counter is written by one of the two threads.
 """
 
 import logging
-import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from serl_client import messages, wire
+from serl_client import clock, messages, wire
 from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, NotFinite, Outcome, QueuedRecord, Record
 from serl_client.errors import Refused, TrainerError
 from serl_client.messages import MAX_EARLIER, Ack, Push
@@ -166,7 +165,7 @@ class SendQueue:
             if session not in self._named:
                 self.needs_hello = True  # there were more sessions than one Hello names
                 return
-            if session != self._sending or (self._flying and time.monotonic() > self._heard + STALL):
+            if session != self._sending or (self._flying and clock.monotonic() > self._heard + STALL):
                 self._rewind(session, first)
             while self._next < end:
                 flying = sum(size for _, size in self._flying)
@@ -175,7 +174,7 @@ class SendQueue:
                     return
                 yield Push(session, {str(part): np.frombuffer(data[part], np.uint8) for part in range(len(data))})
                 if not flying:
-                    self._heard = time.monotonic()
+                    self._heard = clock.monotonic()
                 self._flying.append((stop, sum(map(len, data))))
                 self._next = stop
             return
@@ -192,9 +191,9 @@ class SendQueue:
         while self._flying and self._flying[0][0] <= ack.expected:
             self._flying.popleft()
         self._next = max(self._next, ack.expected)
-        self._heard = time.monotonic()
+        self._heard = clock.monotonic()
 
     def _rewind(self, session: str, seq: int) -> None:
         self._sending, self._next = session, seq
         self._flying.clear()
-        self._heard = time.monotonic()
+        self._heard = clock.monotonic()

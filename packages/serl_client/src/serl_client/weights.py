@@ -4,7 +4,6 @@ import hashlib
 import logging
 import os
 import re
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from serl_client import clock
 from serl_client.errors import MessageError
 from serl_client.messages import WeightsChunk, WeightsRequest
 from serl_client.spec import Array
@@ -125,7 +125,7 @@ class WeightsFolder:
 
     def requests(self) -> Iterator[WeightsRequest]:
         """Yield the requests to send now. Raises OSError for the disk, and for a part or a file that is damaged."""
-        if time.monotonic() < self._resume:
+        if clock.monotonic() < self._resume:
             return
         if self._pull is None and self._offer and (self.newest is None or self._offer[0] > self.newest[0]):
             self._pull = _Pull(self._folder, self._beside, self._verify, *self._offer)
@@ -154,7 +154,7 @@ class WeightsFolder:
 
     def pause(self) -> None:
         """Begin again after PAUSE: the disk failed, something was damaged, or the server has no such file any more."""
-        self._resume = time.monotonic() + PAUSE
+        self._resume = clock.monotonic() + PAUSE
         self._drop()
 
     def close(self) -> None:
