@@ -1,10 +1,31 @@
 #!/usr/bin/env bash
-# All tests, and every command of README and docs: no robot, GPU, screen or account needed. With words for pytest the
-# tests alone: ./test.sh -m "not slow" runs the short ones.
+# Tests, without robot, GPU, screen or account; times are those of two idle cores.
+#   ./test.sh            5 minutes: the short tests, real programs for each promise of README, its first ten commands
+#   ./test.sh all        20 minutes: what CI runs, with what takes longer
+#   ./test.sh nightly    hours: what proves long, part by part; goes on where it was stopped (tools/nightly.py --help)
+#   ./test.sh -k WORD    or other words for pytest
 set -euo pipefail
 cd "$(dirname "$0")"
 . ./examples/install.sh --extra learner --extra sim --extra data --extra h5py --extra robots --extra hil --extra carracing --extra minigrid --extra atari --extra vla --extra tensorboard --group dev --group bench
-.venv/bin/ruff check .
-.venv/bin/ruff format --check .
-.venv/bin/python -m pytest -n 2 --dist worksteal "$@" # -n 0 runs them one after the other
-[ $# -gt 0 ] || .venv/bin/python tools/readme.py
+python=.venv/bin/python
+case "${1:-}" in
+    "") what="short tests, and README's first ten commands: 5 minutes"; marks="not slow and not nightly and not manual" ;;
+    all) what="all tests but those of a night, the types, and README's first ten commands: 20 minutes"
+         marks="not nightly and not manual" ;;
+    nightly) exec $python tools/nightly.py "${@:2}" ;;
+    *) exec $python -m pytest -n 2 --dist worksteal "$@" ;; # -n 0 runs them one after the other
+esac
+echo "$what, on two idle cores"
+failed=()
+try() {
+    local began=$SECONDS
+    "$@" || failed+=("$*")
+    echo "-- $((SECONDS - began)) s: $*"
+}
+try .venv/bin/ruff check --quiet .
+try .venv/bin/ruff format --check --quiet .
+try $python -m pytest -q -n 2 --dist worksteal -p tests.dearest -m "$marks"
+[ "${1:-}" != all ] || try .venv/bin/basedpyright # pyright with nothing to fetch
+try $python tools/readme.py --first 10 ${CI:+--clean}
+echo "$SECONDS s: ${#failed[@]} of these failed${failed[*]:+:}" "${failed[@]/#/$'\n'    }"
+[ ${#failed[@]} = 0 ]

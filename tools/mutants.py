@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("packages/*/src/**/*.py", "robot_infra/**/*.py", "serl_launcher/**/*.py")
 CPU_S, WALL_S, HANGS_S = 30, 240, 15  # of one fault's tests; a single test that takes so much CPU time hangs
 FILES = 8  # test files that run for a fault
+MARKS = "not slow and not nightly and not manual and not program"  # of the tests that are fast
 STARTED = "MUTANTS_STARTED"  # the environment's name of the file that gets each test's name and CPU time as it starts
 SWAPS: dict[type, str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
@@ -233,7 +234,7 @@ def noticed(tree: Path, fault: Fault, tests: Sequence[Path]) -> tuple[str, str]:
         shutil.copytree(tree, root, symlinks=True)
         (root / fault.path).write_bytes(fault.planted((root / fault.path).read_bytes()))
         started.touch()
-        words = ["-m", "pytest", "-qx", "-m", "not slow", "-p", "no:cacheprovider", "-p", "tools.mutants"]
+        words = ["-m", "pytest", "-qx", "-m", MARKS, "-p", "no:cacheprovider", "-p", "tools.mutants"]
         words += [str(root / test.relative_to(tree)) for test in tests]
         with said.open("w") as log:
             process = subprocess.Popen(

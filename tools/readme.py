@@ -3,13 +3,12 @@
 
 readme.py             in a copy of this folder with the present .venv; what a page has not named yet is not importable
 readme.py --clean     in a clone without a .venv, where the pages' own commands install what they name (CI)
-readme.py --all       also the runs that are otherwise only composed, to their ends
+readme.py --first 10  those that a newcomer types first (./test.sh)
 readme.py --list      what would be given, and what is not, with the reason
 
 A command is a line of a bash block, or `code` elsewhere that begins with a program. Runs are made short by the words in
 SHORT, and by the copy's plans, whose phases begin and end EARLY. A learner is given an actor, and an actor a learner,
-unless the same block has both. A run in a folder of its own, outside of README, differs from others by yaml alone: from
-its words the plan is composed and checked (tools/plan.py), and tests/house/test_offered.py gives each yaml a run.
+unless the same block has both. tests/house/test_docs.py checks the words of each run without making it.
 """
 
 import argparse
@@ -24,8 +23,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -36,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.readme_words import EARLY, NOT_RUN, SHORT, SUBSTITUTES
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULT_PLAN = "plan=quickstart"  # of config/base.yaml
 BASE = ["learner", "sim"]  # extras that start.sh installs
 MODULES = {"rerun-sdk": "rerun"}  # where the name to import is another
 LIMIT_S = 600.0  # of one command; an installation may take longer
@@ -153,14 +150,6 @@ class Reader:
         """Begin another page: who reads it may have read no other, and has made no keys."""
         self.extras = self.extras if self.clean else list(BASE)
         shutil.rmtree(self.folder / "keys", ignore_errors=True)
-
-    def compose(self, command: Command) -> str:
-        """What is wrong with the plan of a run; empty when nothing is. The words are the page's own."""
-        words = shlex.split(command.text)[1:]
-        plan = next((word for word in words if word.startswith("plan=")), DEFAULT_PLAN)
-        rest = [word for word in words if word != plan]
-        tried = [".venv/bin/python", "tools/plan.py", "check", plan.removeprefix("plan="), *rest]
-        return self._ended(self._start(shlex.join(tried)), LIMIT_S)
 
     def give(self, command: Command) -> str:
         """What went wrong with it; empty when nothing did."""
@@ -306,16 +295,8 @@ def copied(folder: Path, *, clean: bool) -> Path:
     return folder
 
 
-def alone(commands: Sequence[Command]) -> set[Command]:
-    """The runs in a folder that no other command names, which differ by yaml alone."""
-    named = Counter(name for each in commands for name in set(re.findall(r"runs/\w+", each.text)))
-    runs = (each for each in commands if each.page != "README.md" and each.text.startswith("./start.sh "))
-    runs = (each for each in runs if "inference=" not in each.text)
-    return {each for each in runs if (found := re.search(r"run_dir=(runs/\w+)", each.text)) and named[found[1]] == 1}
-
-
-def give(commands: Sequence[Command], reader: Reader, composed: Container[Command]) -> int:
-    """Give the commands, and print what became of each; returns how many failed. composed: runs that are not made."""
+def give(commands: Sequence[Command], reader: Reader) -> int:
+    """Give the commands, and print what became of each; returns how many failed."""
     failed, page = 0, ""
     for (of, _), block in groupby(commands, key=lambda command: (command.page, command.block)):
         if of != page:
@@ -327,9 +308,9 @@ def give(commands: Sequence[Command], reader: Reader, composed: Container[Comman
                 print(f"not run  {place}: {command.reason}", flush=True)
                 continue
             began = time.monotonic()
-            reason = reader.compose(command) if command in composed else reader.give(command)
+            reason = reader.give(command)
             failed += bool(reason)
-            took = f"{time.monotonic() - began:6.1f} s {place}{' (composed)' * (command in composed)}"
+            took = f"{time.monotonic() - began:6.1f} s {place}"
             print(f"FAILED   {place}\n    {reason}" if reason else took, flush=True)
         for text, reason in reader.finish():
             failed += 1
@@ -340,16 +321,18 @@ def give(commands: Sequence[Command], reader: Reader, composed: Container[Comman
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clean", action="store_true", help="install what the pages name")
-    parser.add_argument("--all", action="store_true", help="give each run, to its end")
+    parser.add_argument("--first", type=int, metavar="N", help="only the first N of those that are given")
     parser.add_argument("--list", action="store_true", help="give nothing")
     parser.add_argument("--port", type=int, default=5588, help="the first of two ports (5588)")
     parser.add_argument("--page", type=Path, action="append", help="this page alone; may be said several times")
     options = parser.parse_args(words)
     commands = [command for page in options.page or pages(ROOT) for command in read(page)]
+    wrong = [] if options.page else stale(commands)
+    if options.first:
+        commands = [command for command in commands if not command.reason][: options.first]
     if options.list:
         for each in commands:
             print(f"{each.page}:{each.line}  {each.file or each.text}", each.reason and f"[{each.reason}]")
-    wrong = [] if options.page else stale(commands)
     for pattern in wrong:
         print(f"FAILED   tools/readme.py: the exception {pattern!r} fits no command: remove it")
     if options.list:
@@ -358,7 +341,7 @@ def main(words: Sequence[str] | None = None) -> int:
         reader = Reader(copied(Path(folder), clean=options.clean), options.port, clean=options.clean)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         try:
-            failed = give(commands, reader, () if options.all else alone(commands)) + len(wrong)
+            failed = give(commands, reader) + len(wrong)
         finally:
             reader.close()
     print(f"{len(commands)} commands, {failed} failed")

@@ -1,6 +1,9 @@
 """The tool that tries anybody's robot: a good one passes, and each way to be wrong is found."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -13,6 +16,7 @@ from robot_infra.interfaces import Frame, Hand, Reading
 from robot_infra.robots.fake import FakeRobot
 from robot_infra.safety import SafeRobot
 from robot_infra.teleop.hands import Hands
+from tests.shared.common import ROOT
 from tests.shared.robots import Scripted, build
 from tests.shared.tools import called
 from tools.checks.conformance import tried
@@ -142,3 +146,25 @@ def test_cameras_and_a_persons_devices_are_watched():
         assert "frozen" in found["camera top"].text
         assert (found["people"].state, "success, x" in found["people"].text) == ("ok" if moved else "WARN", moved)
         assert device.closed
+
+
+@pytest.mark.slow
+def test_a_person_who_answers_is_led_through_the_tests_of_a_real_robot():
+    """On a task that stands for the robot; docs/manual.md has the command."""
+    robot = "task=fake task.env.clock=real task.env.guard=true task.env.fps=10"
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "manual",
+        "-s",
+        "tests/manual",
+        "-k",
+        "looking or small or killed",
+    ]
+    done = subprocess.run(words, cwd=ROOT, env={**os.environ, "RETAKE_ROBOT": robot}, input="y\n" * 9, text=True,
+                          capture_output=True, check=False)  # fmt: skip
+    assert "3 passed" in done.stdout, done.stdout
+    assert done.stdout.count(">>>") == 5

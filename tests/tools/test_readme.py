@@ -62,16 +62,10 @@ def test_a_row_that_is_made_wrong_on_purpose_is_reported(page, capsys):
     assert "2 commands, 1 failed" in said
 
 
-def test_a_run_whose_result_no_command_needs_is_composed_and_its_plan_is_checked(page, capsys):
-    text = "`./start.sh algo=sac plan={} run_dir=runs/alone`, `.venv/bin/python -V runs/needed`"
-    right, wrong = (page(text.format(plan), f"{plan}.md") for plan in ("sft", "sfft"))
-    commands = readme.read(right)
-    assert readme.alone(commands) == {commands[0]}
-    assert readme.alone([*commands, *readme.read(wrong)]) == set(), "two of one folder belong together"
-    for each, failed in ((right, 0), (wrong, 1)):
-        assert readme.main(["--page", str(each)]) == failed
-        assert f"2 commands, {failed} failed" in (said := capsys.readouterr().out)
-    assert "did you mean 'sft'" in said
+def test_the_first_commands_are_those_that_are_given(page, capsys):
+    text = "```bash\n./test.sh\n.venv/bin/python -V\n.venv/bin/python -c 0\n.venv/bin/python -c wrong\n```\n"
+    assert readme.main(["--page", str(page(text)), "--first", "2"]) == 0
+    assert "2 commands, 0 failed" in capsys.readouterr().out
 
 
 def test_what_a_page_has_not_named_yet_cannot_be_imported(page, capsys):
