@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 import threading
-import time
 
+import pytest
 from serl_client import console
 from serl_client.console import COLOURS, Console, LiveDisplay
+
+from tests.shared.common import PATIENCE, until
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
@@ -52,12 +54,12 @@ def test_without_a_terminal_the_banner_is_the_first_word_of_the_line():
     assert re.fullmatch(rf"\[arm\] {STAMP} WAITING \| phase: practise\n", stream.getvalue())
 
 
-def test_without_a_terminal_a_line_is_short_and_says_only_what_has_changed(monkeypatch):
-    monkeypatch.setattr(console, "PLAIN_S", 0.0)
+def test_without_a_terminal_a_line_is_short_and_says_only_what_has_changed(clock):
     stream, rows = io.StringIO(), {"phase": "practise", "long": "x" * 300, "episodes": "1", "of last 20": "y" * 100}
     shown = Console("arm", stream)
     for episodes in ("1", "1", "2", "2", "2"):
         shown.show({**rows, "episodes": episodes, "long": "x" * 300 + episodes})
+        clock.advance(console.PLAIN_S)
     lines = [line.split(" | ")[1:] for line in stream.getvalue().splitlines()]
     assert lines[0] == ["phase: practise", "episodes: 1", f"of last 20: {'y' * 100}"]
     assert lines[1:] == [["episodes: 2"]]
@@ -79,21 +81,19 @@ def test_a_console_without_a_banner_begins_with_its_title():
     assert terminal.words[:2] == ["--", "learner"]
 
 
+@pytest.mark.usefixtures("clock")  # it stands still: the next second never comes
 def test_a_takeover_is_seen_within_a_tick_and_not_with_the_next_second():
     terminal, driver = Terminal(), ["IDLE"]
     with LiveDisplay(Console("arm", terminal), lambda: {"phase": "practise"}, lambda: driver[0]):
         for word in ("POLICY", "HUMAN", "POLICY", "WAITING"):
             driver[0] = word
-            deadline = time.monotonic() + 0.8  # the other lines come each second
-            while [seen for seen in terminal.words if seen in COLOURS][-1:] != [word]:
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+            until(lambda word=word: [seen for seen in terminal.words if seen in COLOURS][-1:] == [word])
 
 
 def test_a_terminal_that_takes_nothing_delays_nobody_who_logs():
     class Stalled(Terminal):
         def write(self, text):
-            assert goes_on.wait(30)
+            assert goes_on.wait(PATIENCE)
             return super().write(text)
 
     goes_on, terminal, log = threading.Event(), Stalled(), logging.getLogger("stalled")
@@ -115,8 +115,10 @@ def test_a_terminal_that_takes_nothing_delays_nobody_who_logs():
 def test_a_terminal_that_is_gone_is_no_error():
     class Gone(Terminal):
         def write(self, text):
+            tried.set()
             raise OSError(5, "Input/output error")
 
+    tried = threading.Event()
     with LiveDisplay(Console("arm", Gone()), lambda: {"phase": "practise"}, lambda: "POLICY"):
-        time.sleep(0.1)
+        assert tried.wait(PATIENCE)
     Console("arm", Gone()).show({"phase": "practise"})

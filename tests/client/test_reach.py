@@ -19,20 +19,20 @@ from tests.shared.common import ROOT, TRAIN, free_port, until
 
 
 @pytest.fixture
-def lookout(monkeypatch, caplog):
+def lookout(clock, caplog):
     """lookout(port, ip) -> one that speaks at once, whose `is_there` says whether the learner is; `said` is the log."""
-    monkeypatch.setattr(reach, "SILENCE", 0.0)
     caplog.set_level(logging.INFO)
 
     def make(port, ip="127.0.0.1", has_key=False):
         learner = SimpleNamespace(is_there=False)
         made = Lookout(lambda: learner.is_there, ip, port, has_key=has_key)
+        clock.advance(reach.SILENCE)
         return made, learner, lambda: [record.getMessage() for record in caplog.records]
 
     return make
 
 
-def test_a_closed_port_is_said_once_and_so_is_the_return(lookout):
+def test_a_closed_port_is_said_once_and_so_is_the_return(lookout, clock):
     watcher, learner, said = lookout(port := free_port())
     watcher.watch()
     watcher.watch()
@@ -47,8 +47,11 @@ def test_a_closed_port_is_said_once_and_so_is_the_return(lookout):
     assert (said()[1:], str(watcher)) == (["the learner is there"], "connected")
     learner.is_there = False
     watcher.watch()
+    assert (len(said()), str(watcher)) == (2, "AWAY, last heard 0 s ago"), "not before the silence has lasted"
+    clock.advance(reach.SILENCE)
+    watcher.watch()
     assert said()[2].startswith("the learner has left: nobody listens")
-    assert str(watcher).startswith("AWAY, last heard 0 s ago: nobody")
+    assert str(watcher).startswith(f"AWAY, last heard {reach.SILENCE:.0f} s ago: nobody")
 
 
 def test_an_unknown_host_is_told(lookout):
@@ -70,23 +73,16 @@ def test_another_program_that_speaks_zeromq_is_no_learner(lookout):
         assert "has no keys, and key= is given" in said()[-1]
 
 
-def test_what_is_found_later_is_said_too_and_looks_are_rare(lookout, monkeypatch):
+def test_what_is_found_later_is_said_too_and_looks_are_rare(lookout, monkeypatch, clock):
     found = [reach.Look(False, "nobody listens"), reach.Look(True, "answers")]
     monkeypatch.setattr(reach, "look", lambda *arguments, **options: found.pop(0))
     watcher, _, said = lookout(1)
     watcher.watch()
     watcher.watch()
     assert len(said()) == len(found) == 1, "the second look comes later"
-    monkeypatch.setattr(reach, "AGAIN", 0.0)
+    clock.advance(reach.AGAIN)
     watcher.watch()
     assert "127.0.0.1:1 does not answer to Hello" in said()[1]
-
-
-def test_nothing_is_said_before_the_silence_has_lasted(lookout, monkeypatch):
-    monkeypatch.setattr(reach, "SILENCE", 3600.0)
-    watcher, _, said = lookout(free_port())
-    watcher.watch()
-    assert (said(), str(watcher)) == ([], "AWAY, never heard")
 
 
 def test_it_looks_by_itself_and_its_end_waits_for_no_look(lookout, monkeypatch):

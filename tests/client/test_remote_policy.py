@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from serl_client import runner
 from serl_client.controller import RemotePolicy, decision_seed
-from serl_client.runner import ActorStatus
+from serl_client.runner import SILENCE, ActorStatus
 
 from tests.shared.actors import STATE, Chunks, CountingEnv, FakeClient, run
 
@@ -142,13 +141,12 @@ def test_a_real_robot_holds_until_its_action_comes(spec, client):
     assert len(client.episodes[0]) == 13
 
 
-@pytest.mark.parametrize("returns", [2, "wait 30"], ids=["at once", "while it waits"])
+@pytest.mark.parametrize("returns", [12, "wait 30"], ids=["at once", "while it waits"])
 def test_a_real_robot_whose_policy_is_silent_ends_the_episode_and_stays_until_there_is_an_answer(
     spec, client, monkeypatch, returns
 ):
-    monkeypatch.setattr(runner, "SILENCE", 0.3)
     monkeypatch.setattr("serl_client.controller.REPEAT", 0.0)
-    source, env, status, resets = Chunks(), CountingEnv(spec, clock="real"), ActorStatus(), []
+    source, env, status, resets = Chunks(), CountingEnv(spec, length=60, clock="real"), ActorStatus(), []
 
     def answer():
         resets.append(len(env.seeds))
@@ -157,7 +155,7 @@ def test_a_real_robot_whose_policy_is_silent_ends_the_episode_and_stays_until_th
     client.script = {1: lambda: setattr(source, "delay", 10**9), returns: answer}
     run(env, client, RemotePolicy(source, deadline=0.0), status=status)
     first, second = client.episodes
-    assert (len(first), first.truncated, len(second), second.terminated) == (9, True, 13, True)
+    assert (len(first), first.truncated, len(second), second.terminated) == (5 + SILENCE * spec.fps + 1, True, 60, True)
     assert second.observation[STATE][0, 0] == 0
     assert resets == [1], "nothing moves it home before that"
     assert "no action came" in status.warning

@@ -3,20 +3,19 @@
 import gc
 import os
 import signal
-import threading
-import time
 from contextlib import nullcontext
+from math import ceil
 
 import numpy as np
 import pytest
 from serl_client import Outcome
-from serl_client import runner as module
 from serl_client.controller import RandomPolicy, RemotePolicy
 from serl_client.errors import Refused
+from serl_client.runner import ROOM_PATIENCE
 from serl_client.starts import evaluation_seed, training_seed
 from serl_client.status import ActorStatus
 
-from tests.shared.actors import STATE, Chunks, CountingEnv, FakeClient, Keys, run
+from tests.shared.actors import STATE, Chunks, CountingEnv, FakeClient, Keys, WaitingClient, run
 
 
 @pytest.fixture
@@ -258,9 +257,8 @@ def test_stop_and_next_are_the_plans_to_decide(env, client):
 # -- room, pace and directives
 
 
-def test_out_of_room_the_episode_is_cut_off_and_the_actor_goes_on_when_there_is_room(env, client, monkeypatch):
-    monkeypatch.setattr(module, "ROOM_PATIENCE", 0.01)
-    status, seen = ActorStatus(), []
+def test_out_of_room_the_episode_is_cut_off_and_the_actor_goes_on_when_there_is_room(env, spec, clock):
+    client, status, seen = WaitingClient(spec, clock), ActorStatus(), []
 
     def full():
         client.has_room, client.fault = False, "the outbox is full"
@@ -269,9 +267,7 @@ def test_out_of_room_the_episode_is_cut_off_and_the_actor_goes_on_when_there_is_
         seen.append((status.driver, env.stops, len(client.segments)))
         client.has_room = True
 
-    client.script = {1: full}
-    threading.Timer(0.3, relieved).start()
-    monkeypatch.setattr(client, "wait", lambda timeout: time.sleep(0.002))
+    client.script = {1: full, f"wait {ceil(ROOM_PATIENCE / 0.002) + 20}": relieved}
     run(env, client, status=status)
     first, second = client.episodes
     assert (len(first), first.truncated, first.terminated) == (6, True, False)

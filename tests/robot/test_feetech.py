@@ -22,7 +22,8 @@ TORQUE, GOAL, PRESENT = 40, 42, 56
 
 
 @pytest.fixture
-def bus():
+def bus(clock):
+    """Six servos that turn as the test's clock passes."""
     with FeetechBus(speed=30_000) as made:
         yield made
 
@@ -84,7 +85,7 @@ def said(port, data, size):
     """Send `data`, and return the answers, which have `size` bytes in all."""
     os.write(port, data)
     found = b""
-    while len(found) < size and select.select([port], [], [], 2.0)[0]:
+    while len(found) < size and select.select([port], [], [], 30.0)[0]:
         found += os.read(port, 4096)
     return found
 
@@ -105,50 +106,55 @@ def test_lerobots_own_arm_connects_is_calibrated_and_reads_the_middle(connected,
     assert found["wrist_roll.pos"] == pytest.approx(0, abs=0.1)
 
 
-def test_a_follower_moves_to_its_goal_no_faster_than_its_servos(so101, tmp_path):
+def test_a_follower_moves_to_its_goal_no_faster_than_its_servos(so101, tmp_path, clock):
     with FeetechBus(speed=1000) as bus:
         robot = so101.follower(port=bus.path, id="me", calibration_dir=tmp_path, use_degrees=False)
         robot.bus.calibration = so101.calibration(bus.calibration())
         robot.connect(calibrate=False)
         with closing(SimpleNamespace(close=robot.disconnect)):
-            begin, at = time.monotonic(), bus.positions[5]
+            at = bus.positions[5]
             robot.send_action({"wrist_roll.pos": 20.0})
             goal = until(lambda: bus.goals_of(5))[-1][1]
-            while (now := bus.positions[5]) < goal:
-                assert now - at <= 1000 * (time.monotonic() - begin)
-                time.sleep(0.01)
+            for way in (100, 200, 300, 400, goal - at):
+                clock.advance(0.1)
+                assert bus.positions[5] - at == pytest.approx(way)
             assert robot.get_observation()["wrist_roll.pos"] == pytest.approx(20, abs=0.1)
             assert goal - at == pytest.approx(410, abs=2)
 
 
-def test_torque_stays_on_after_disconnecting_if_it_was_told_so(connected, bus):
+def test_torque_stays_on_after_disconnecting_if_it_was_told_so(connected, bus, clock):
     with connected(disable_torque_on_disconnect=False):
-        connected_at = time.monotonic()
+        connected_at = clock.now
+        clock.advance(1)
     assert all(servo.has_torque for servo in bus.servos.values())
     assert not bus.released_after(connected_at)
     with connected():  # lerobot switches it off for a moment, to configure the motors
         assert all(servo.has_torque for servo in bus.servos.values())
         assert bus.released_after(connected_at)
-        connected_at = time.monotonic()
+        connected_at = clock.now
+        clock.advance(1)
     assert not any(servo.has_torque for servo in bus.servos.values())
     assert bus.released_after(connected_at)
 
 
-def test_a_torque_that_comes_on_moves_nothing_unless_there_is_a_new_goal(connected, bus):
+def test_a_torque_that_comes_on_moves_nothing_unless_there_is_a_new_goal(connected, bus, clock):
     with connected() as robot:
         robot.send_action({"shoulder_pan.pos": 50.0})
-        until(lambda: bus.goals_of(1) and bus.positions[1] == bus.goals_of(1)[-1][1])
+        until(lambda: bus.goals_of(1))
+        clock.advance(1)
+        assert bus.positions[1] == bus.goals_of(1)[-1][1]
         robot.bus.disable_torque()
         bus.place({1: 1000})
         robot.bus.enable_torque()
-        time.sleep(0.05)
+        clock.advance(1)
         assert bus.positions[1] == 1000
         robot.bus.disable_torque()
         robot.bus.write("Goal_Position", "shoulder_pan", 1500, normalize=False)
-        time.sleep(0.05)
+        clock.advance(1)
         assert bus.positions[1] == 1000
         robot.bus.enable_torque()
-        until(lambda: bus.positions[1] == 1500)
+        clock.advance(1)
+        assert bus.positions[1] == 1500
 
 
 @pytest.mark.parametrize("fault", ["drop", "damage"])
@@ -164,37 +170,42 @@ def test_a_lost_or_damaged_answer_is_a_connection_error_and_the_next_reading_is_
 def test_nobody_answers_or_obeys_while_it_is_unplugged(connected, bus):
     with connected() as robot:
         before, goals = robot.get_observation(), len(bus.goals)
+        take, taken = bus._take, []
+        bus._take = lambda data: (taken.append(data), take(data))[1]
         bus.unplug()
         for _ in range(2):
             with pytest.raises(ConnectionError, match="no status packet"):
                 robot.get_observation()
+        taken.clear()
         robot.send_action({"gripper.pos": 100.0})
-        time.sleep(0.1)  # nobody says that it got a sync write
+        until(lambda: taken)  # no servo says that it got a sync write
         bus.plug()
         assert robot.get_observation() == before
         assert len(bus.goals) == goals
 
 
-def test_a_leader_is_read_where_a_hand_placed_it(connected, bus):
+def test_a_leader_is_read_where_a_hand_placed_it(connected, bus, clock):
     with connected("leader") as leader:
         bus.place({1: ENDS[0][0], 2: ENDS[1][1], 6: (ENDS[5][0] + ENDS[5][1]) / 2})
         found = leader.get_action()
         assert [found[f"{MOTORS[i]}.pos"] for i in (0, 1, 5)] == pytest.approx([-100, 100, 50], abs=0.1)
-        time.sleep(0.05)
+        clock.advance(1)
         assert leader.get_action() == found, "without torque it stays"
 
 
-def test_a_hand_that_meets_torque_is_turned_back_at_the_servos_speed(connected, bus):
+def test_a_hand_that_meets_torque_is_turned_back_at_the_servos_speed(connected, bus, clock):
     with connected() as robot:
         goal = bus.positions[1]
-        time.sleep(0.1)  # time in which it might have moved is not saved up
+        clock.advance(0.1)  # time in which it might have moved is not saved up
         bus.place({1: goal - 1000})
-        assert bus.positions[1] < goal - 100
-        until(lambda: bus.positions[1] == goal)
+        clock.advance(0.01)
+        assert bus.positions[1] == pytest.approx(goal - 700)
+        clock.advance(0.1)
+        assert bus.positions[1] == goal
         assert robot.bus.sync_read("Present_Position", ["shoulder_pan"], normalize=False) == {"shoulder_pan": goal}
 
 
-def test_a_calibration_that_lerobot_writes_moves_the_positions_by_its_offset(connected, so101, bus):
+def test_a_calibration_that_lerobot_writes_moves_the_positions_by_its_offset(connected, so101, bus, clock):
     written = bus.calibration()
     written["shoulder_pan"] |= {"homing_offset": -300, "range_min": 500, "range_max": 3500}
     with connected("leader") as leader:
@@ -207,23 +218,23 @@ def test_a_calibration_that_lerobot_writes_moves_the_positions_by_its_offset(con
         assert leader.bus.read("Present_Position", "shoulder_lift", normalize=False) == 2047
         leader.bus.write("Goal_Position", "shoulder_pan", 1800, normalize=False)
         leader.bus.enable_torque("shoulder_pan")
-        until(lambda: bus.positions[1] == 1500)
+        clock.advance(1)
+        assert bus.positions[1] == 1500
 
 
-def test_goals_are_remembered_in_order_however_they_were_written(connected, bus):
-    begin = time.monotonic()
+def test_goals_are_remembered_in_order_however_they_were_written(connected, bus, clock):
     with connected() as robot:
         for value in (10.0, 20.0):
             robot.send_action({"elbow_flex.pos": value, "gripper.pos": 0.0})
+            until(lambda value=value: len(bus.goals) == value / 10)
+            clock.advance(1)
         robot.bus.write("Goal_Position", "elbow_flex", -10, normalize=False)
         low, high = ENDS[2]
         goals = [int((100 + value) / 200 * (high - low) + low) for value in (10, 20)]
-        times, steps = zip(*bus.goals_of(3), strict=True)
-        assert list(steps) == [*goals, -10]
-        moments = [begin, *times, time.monotonic()]
-        assert moments == sorted(moments)
+        assert bus.goals_of(3) == [(clock.now - 2 + i, goal) for i, goal in enumerate([*goals, -10])]
         assert [goal for _, goal in bus.goals] == [{3: goal, 6: ENDS[5][0]} for goal in goals]
-        until(lambda: bus.positions[3] == low)  # never beyond its limit
+        clock.advance(1)
+        assert bus.positions[3] == low, "never beyond its limit"
 
 
 def test_lerobot_names_the_servo_that_is_missing(so101, tmp_path):
@@ -277,14 +288,16 @@ def test_all_servos_answer_a_ping_of_everyone_and_nobody_answers_for_another(por
     assert said(port, packet(9, PING) + packet(1, PING), 6) == packet(1, 0)
 
 
-def test_a_registered_write_waits_for_the_action(port, bus):
+def test_a_registered_write_waits_for_the_action(port, bus, clock):
     for number, goal in ((1, 1200), (2, 1300)):
         assert said(port, packet(number, WRITE, TORQUE, 1), 6) == packet(number, 0)
         assert said(port, packet(number, REG_WRITE, GOAL, *goal.to_bytes(2, "little")), 6) == packet(number, 0)
-    time.sleep(0.05)
+    clock.advance(1)
     assert (bus.positions[1], bus.goals_of(1)) == (2047, [])
     os.write(port, packet(EVERYONE, ACTION))
-    until(lambda: (bus.positions[1], bus.positions[2]) == (1200, 1300))
+    until(lambda: bus.goals_of(2))
+    clock.advance(1)
+    assert (bus.positions[1], bus.positions[2]) == (1200, 1300)
 
 
 def test_noise_and_malformed_packets_end_nothing(port):

