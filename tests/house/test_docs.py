@@ -1,14 +1,11 @@
 """What the documents name is there."""
 
-import ast
-import csv
 import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -20,7 +17,6 @@ from serl_launcher.config import composed, factory
 from tests.shared.common import CONFIG, ROOT
 from tests.shared.dobots import address
 from tools import check_robot
-from tools.mutants import PRODUCT
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -115,23 +111,3 @@ def test_a_page_that_readers_need_is_one_click_from_the_first():
 
 def test_the_first_page_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 1200
-
-
-def symbols() -> dict[str, set[str]]:
-    """{function, class or Class.method of the product: the files that define it}."""
-    found = defaultdict(set)
-    for file in (file for pattern in PRODUCT for file in ROOT.glob(pattern)):
-        for node in ast.parse(file.read_text()).body:
-            for each in (node, *getattr(node, "body", ())) if isinstance(node, ast.ClassDef) else (node,):
-                if name := getattr(each, "name", ""):
-                    found[name if each is node else f"{node.name}.{name}"].add(str(file))
-    return found
-
-
-def test_each_question_to_a_newcomer_has_one_file_as_its_answer():
-    """Somebody who has read docs/architecture.md alone is asked them whenever files have moved."""
-    places = symbols()
-    with open(ROOT / "tests/house/questions.csv") as file:
-        answers = {row["question"]: places[row["symbol"]] for row in csv.DictReader(file)}
-    assert [question for question, files in answers.items() if len(files) != 1] == []
-    assert len(answers) == 20

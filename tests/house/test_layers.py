@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -82,10 +83,15 @@ def module(path):
     return ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
 def imports(path, tree=None):
     """The full names of what a module imports: also inside a function, or for its types alone."""
     package = module(path).split(".")[: None if path.stem == "__init__" else -1]
-    for node in ast.walk(tree or ast.parse(path.read_text())):
+    for node in ast.walk(tree or parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -98,19 +104,19 @@ def inside(name, folders):
     return any(name == folder or name.startswith(folder + ".") for folder in folders)
 
 
-@pytest.mark.parametrize("path", FILES, ids=module)
-def test_a_module_imports_only_from_the_rooms_below_it(path):
-    name, found = module(path), set(imports(path))
-    for folder, forbidden in FORBIDDEN.items():
-        if inside(name, [folder]):
-            bad = {each for each in found if inside(each, forbidden)}
-            bad -= {each for each in bad if folder == "serl_launcher.datasets" and inside(each, PLAN)}
-            assert not bad, f"{name} imports {bad}"
+def test_a_module_imports_only_from_the_rooms_below_it():
+    for path in FILES:
+        name, found = module(path), set(imports(path))
+        for folder, forbidden in FORBIDDEN.items():
+            if inside(name, [folder]):
+                bad = {each for each in found if inside(each, forbidden)}
+                bad -= {each for each in bad if folder == "serl_launcher.datasets" and inside(each, PLAN)}
+                assert not bad, f"{name} imports {bad}"
 
 
 def unsafe(path, tree=None):
     """What in a module contract.md, section 5, forbids."""
-    tree = tree or ast.parse(path.read_text())
+    tree = tree or parsed(path)
     for found in imports(path, tree):
         if found.split(".")[0] in UNSAFE or found in CODE | {"torch.load", "yaml.load", "numpy.load"}:
             yield f"imports {found}"
@@ -141,9 +147,8 @@ def _unsafe_call(name, node):
     return text if bad else ""
 
 
-@pytest.mark.parametrize("path", FILES, ids=module)
-def test_nothing_unsafe_is_imported_or_called(path):
-    assert not list(unsafe(path))
+def test_nothing_unsafe_is_imported_or_called():
+    assert not [(module(path), reason) for path in FILES for reason in unsafe(path)]
 
 
 @pytest.mark.parametrize(
@@ -215,14 +220,12 @@ def test_the_watch_stops_and_records_what_a_message_must_not_set_off_and_nothing
 @pytest.mark.parametrize(("file", "name"), sorted(sitecustomize.WATCHED), ids=str)
 def test_what_is_watched_is_there(file, name):
     path = CLIENT.parent / file if file.startswith("serl_client") else ROOT / file
-    assert any(
-        isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(ast.parse(path.read_text()))
-    )
+    assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(parsed(path)))
 
 
 def test_no_broad_except_swallows_in_silence():
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ExceptHandler):
                 broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
                 silent = len(node.body) == 1 and isinstance(node.body[0], ast.Pass)
@@ -243,7 +246,7 @@ def test_no_imports_go_in_a_circle():
 def test_no_file_and_no_function_is_too_long():
     long = {str(path.relative_to(ROOT)) for path in EVERYWHERE if len(path.read_text().splitlines()) > FILE_LINES}
     for path in EVERYWHERE:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= FUNCTION_LINES:
                 long.add(f"{path.relative_to(ROOT)}: {node.name}")
     assert not long, f"cut {sorted(long)}: a file has at most {FILE_LINES} lines, a function {FUNCTION_LINES}"

@@ -36,6 +36,7 @@ from serl_launcher.training.ranks import Ranks
 from serl_launcher.types import Batch
 from serl_launcher.utils.distributed import World
 from tests.shared.common import CONFIG, ROOT
+from tests.shared.composing import composes_once  # noqa: F401
 from tests.shared.here import start
 
 pytestmark = pytest.mark.usefixtures("one_thread", "same_loggers")
@@ -55,7 +56,6 @@ SIZES = {  # of networks, where they have such a setting
 PARTS = {"head.steps": "2", "network.hidden": "[16,16]", "critic.hidden": "[16,16]", "critic.num_critics": "2"}
 PI0 = ("vision", "gemma", "horizon", "width", "state_size", "prompt_tokens", "precision")
 CHOICE = re.compile(r"\b(?:algo|policy|head|network|critic|plan|task)=\w+")
-ONE_ACTION = Spec({"observation.state": Feature((3,))}, Feature((1,), low=-2, high=2), fps=10.0)
 SEEN = Spec(
     {"observation.state": Feature((4,)), "observation.images.top": Feature((16, 16, 3), "uint8")},
     Feature((3,), low=-np.ones(3), high=np.ones(3)), fps=10.0,
@@ -103,7 +103,7 @@ def chosen(path: Path) -> dict[str, str]:
     return {**(before[0] if before else {}), **dict(own)}
 
 
-NO_RUN = ("sharding", "head", "network")  # tried without a run of their own: below, and in test_parts
+NO_RUN = ("sharding", "head", "network")  # tried without a run of their own: below, and in test_algorithms
 HANDS = [("task", name) for name in ("lerobot", "so101", "pick_cube", "dobot")]  # tests/programs; dobot: test_docs.py
 CHOICES = [
     (group, name) for group, names in sorted(OFFERED.items()) for name in names
@@ -221,11 +221,11 @@ def sees(words: list[str]) -> bool:
 
 
 def _marked(group: str, name: str):
-    marks = [pytest.mark.slow] if re.search(r"pixels|^pi0|_pi0", name) else []
-    return pytest.param(group, name, marks=marks, id=f"{group}-{name}")
+    """What one algorithm or policy alone brings, test_algorithms tries without a run."""
+    own = group in ("algo", "critic", "policy") and name not in ("rejection", "dreamer")
+    return pytest.param(group, name, marks=pytest.mark.nightly if own else pytest.mark.slow, id=f"{group}-{name}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("group", "name"), [_marked(group, name) for group, name in sorted(RUNS.values())])
 def test_every_yaml_makes_a_run(group, name, tmp_path):
     words = placed(words_of(group, name))
@@ -267,15 +267,11 @@ def check(config: DictConfig, spec: Spec) -> None:
         assert answer.arrays["action"].shape[-1:] == spec.action.shape
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*OFFERED["algo"]} - {"reward_classifier"}))  # it reads no policy
-def test_every_algorithm_takes_a_robot_with_one_action(name):
-    """torch keeps the value of a fake tensor with one element: what copies it under the memory check fails there."""
-    words = words_of("algo", name)
-    needs(words)
-    camera = {"observation.images.top": SEEN.observation["observation.images.top"]} if sees(words) else {}
-    action = Feature((2,), low=-2, high=2) if name == "hybrid" else ONE_ACTION.action  # one of them is the gripper's
-    checked(words, Spec({**ONE_ACTION.observation, **camera}, action, fps=10.0))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in OFFERED["network"] if f"{name}_tiny" in OFFERED["network"]])
+def test_a_network_as_large_as_in_its_paper_learns_and_acts(name):
+    """Small, it goes all of the way in test_algorithms."""
+    checked(["algo=sft", "policy=chunk", f"network={name}"], SEEN)
 
 
 @pytest.mark.slow
@@ -326,21 +322,33 @@ def named() -> list[str]:
     return sorted({word for word in found if "..." not in word and word not in ("task=my_robot", "task=my_dobot")})
 
 
-def homes(first: str) -> Iterator[list[str]]:
-    """Choices under which a word may have its place: none, then what comes with each yaml, of its own group first."""
+def homes(key: str) -> Iterator[list[str]]:
+    """Choices under which a word may have its place: none, then what comes with each yaml.
+
+    Those of its own group, and of each group those that name it, come first.
+    """
+    first, last = key.partition(".")[0], key.rpartition(".")[2]
     yield []
+    yield ["plan=hiors", "task=fake"]
     if first in NO_RUN:
         yield from (["algo=rejection", "policy=chunk", f"{first}={name}"] for name in OFFERED[first])
     for group in sorted(("plan", "policy", "critic", "task", "algo"), key=lambda group: group != first):
-        yield from (words_of(group, name) for name in OFFERED[group])
-    yield ["plan=hiors", "task=fake"]
+        names = sorted(OFFERED[group], key=lambda name: f"{last}:" not in (CONFIG / group / f"{name}.yaml").read_text())
+        yield from (words_of(group, name) for name in names)
 
 
-@pytest.mark.parametrize("word", named())
+def _placed(word: str):
+    """A word about a yaml that is no default takes longer: its place is looked for under one choice after another."""
+    key = read_word(word).key_or_group
+    is_near = key in OFFERED or OmegaConf.select(made(), key, default=Ellipsis) is not Ellipsis
+    return pytest.param(word, marks=[] if is_near else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("word", [_placed(word) for word in named()])
 def test_every_word_that_a_page_names_is_taken(word):
     """It chooses what there is, or has a place and a value of the right kind under one of the choices."""
     override, complaints = read_word(word), []
-    for home in homes(word.lstrip("+~").partition(".")[0]):
+    for home in homes(word.lstrip("+~").partition("=")[0]):
         try:
             if override.key_or_group in OFFERED:
                 assert override.value() in OFFERED[override.key_or_group]

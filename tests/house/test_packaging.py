@@ -12,6 +12,7 @@ from serl_client.errors import ConfigError
 from serl_launcher.config import composed
 from serl_launcher.launcher import NEEDED
 from tests.shared.common import CONFIG, ROOT
+from tests.shared.composing import composes_once  # noqa: F401
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CLIENT = tomllib.loads((ROOT / "packages/serl_client/pyproject.toml").read_text())["project"]

@@ -23,7 +23,7 @@ from serl_launcher.types import Batch
 from serl_launcher.utils.checkpoint import Checkpoints
 from tests.shared.models import assert_same, batch, config_of
 
-from .test_offered import OFFERED, SEEN, checked, needs
+from .test_offered import OFFERED, SEEN, needs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -118,10 +118,3 @@ def test_every_part_starts_learns_acts_with_what_it_published_and_resumes_bit_by
     assert np.isfinite(answer(host, explores=False)).all()
     assert np.array_equal(answer(host), answer(there))
     assert not np.array_equal(answer(host), before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(SIZED))
-def test_a_network_as_large_as_in_its_paper_learns_and_acts(name):
-    """Small, it goes all of the way above."""
-    checked([*WITH["network"], f"network={name}"], SEEN)

@@ -31,7 +31,9 @@ def said(tmp_path_factory):
     return said
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", [pytest.param(each, marks=[pytest.mark.slow] * bool(i % 6)) for i, each in enumerate(SCRIPTS)]
+)
 def test_a_scripts_words_make_a_run(script, said):
     side, *words = said(script)
     assert side == ("learner=true" if "run_learner" in script else "actor=true")

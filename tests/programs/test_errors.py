@@ -25,6 +25,7 @@ from serl_launcher.store.store import Store
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.utils.checkpoint import Checkpoints
 from tests.shared.common import CONFIG, free_port
+from tests.shared.composing import composes_once  # noqa: F401
 from tests.shared.here import TRAIN, serving
 
 SOURCES = {"demo": 5000, "online": 20_000, "eval": 20_000}  # of the plan quickstart

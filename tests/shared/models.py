@@ -4,13 +4,13 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from serl_client import Feature, Spec
 
-from serl_launcher.config import groups
 from serl_launcher.replay.columns import EPISODE
 from serl_launcher.types import Batch
 from tests.shared.common import CONFIG, STATE
+from tests.shared.composing import GROUPS, composed_once
 
 CAMERA = "observation.images.top"
 REACH = 2.0
@@ -83,10 +83,9 @@ def act(algorithm, observation, noise=0, explore=False):
 @cache
 def config_of(*words):
     """Return config/base.yaml composed with these words, such as "algo=sac", as they are."""
-    chosen = {f"+{group}" for group in groups(CONFIG)}
-    words = tuple(word.removeprefix("+") if word.partition("=")[0] in chosen else word for word in words)
+    words = [word.removeprefix("+") if word.partition("=")[0][1:] in GROUPS else word for word in words]
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
-        return compose("base", overrides=list(words))
+        return composed_once("base", words)
 
 
 def weights(module):

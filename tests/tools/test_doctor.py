@@ -27,6 +27,7 @@ from serl_launcher.config import composed
 from serl_launcher.store.store import Store
 from tests.shared.clients import connected
 from tests.shared.common import free_port
+from tests.shared.composing import composes_once  # noqa: F401
 from tests.shared.robots import build
 from tests.shared.servers import ServerThread
 from tests.shared.tools import called, typed
