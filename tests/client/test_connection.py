@@ -75,10 +75,10 @@ def test_the_last_words_of_a_learner_that_ends_are_read(spec, monkeypatch):
             monkeypatch.undo()
             router.send_multipart([identity, *m.encode(m.Failed("Refused", "no room", True))])
             context.destroy(linger=2000)
-            assert link._monitor.poll(5000)
+            assert link._monitor.poll(PATIENCE * 1000)
             return []
 
         monkeypatch.setattr("serl_client.connection.received", nothing_yet)
         link.receive()
-        until(lambda: (message := link.receive()) is None or message.text == "no room", 1)
+        until(lambda: (message := link.receive()) is None or message.text == "no room")
         assert link.heard

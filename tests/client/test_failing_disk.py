@@ -15,6 +15,7 @@ from serl_client import wire
 
 from tests.faults import played, shim
 from tests.faults.shim import READ, RENAME, UNLINK, WRITE
+from tests.shared.common import PATIENCE
 from tests.shared.common import until as wait_until
 from tests.shared.servers import ServerProcess
 
@@ -41,7 +42,7 @@ with client:
         if client.fault and client.fault not in told:
             told.add(client.fault)
             print("told:", client.fault, file=sys.stderr, flush=True)
-    drained = client.drain(20)
+    drained = client.drain(PATIENCE)
     print(json.dumps([client.session, pushed, sorted(told), drained]))
 """
 
@@ -62,7 +63,7 @@ class Actor:
     def finish(self):
         """(session, pushed records, faults that it saw), when all is acknowledged."""
         self.stop.touch()
-        session, pushed, told, drained = json.loads(self.process.communicate(timeout=40)[0])
+        session, pushed, told, drained = json.loads(self.process.communicate(timeout=PATIENCE)[0])
         assert drained
         return session, pushed, told
 
@@ -160,7 +161,7 @@ def test_no_record_is_sent_before_it_is_written_down_whose_run_it_belongs_to(ser
 
 def test_an_outbox_that_cannot_get_its_name_or_be_read_says_so_in_one_sentence(server, start):
     unnamed = start(lambda control: control.fail(RENAME, errno.ENOSPC, sticky=True, path="/id.new"))
-    assert unnamed.process.wait(30) == 1
+    assert unnamed.process.wait(PATIENCE) == 1
     assert unnamed.said.read_text().startswith("the outbox ")
     assert "No space left" in unnamed.said.read_text()
     server.kill()
@@ -169,7 +170,7 @@ def test_an_outbox_that_cannot_get_its_name_or_be_read_says_so_in_one_sentence(s
     actor.process.kill()
     files = {path: path.read_bytes() for path in actor.outbox.glob("*.records")}
     unread = start(lambda control: control.fail(READ, errno.EIO, sticky=True, path=".records"))
-    assert unread.process.wait(30) == 1
+    assert unread.process.wait(PATIENCE) == 1
     assert "cannot be read" in unread.said.read_text()
     assert {path: path.read_bytes() for path in actor.outbox.glob("*.records")} == files
     server.start()

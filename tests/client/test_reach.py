@@ -15,7 +15,7 @@ from serl_client.client import TrainerClient
 from serl_client.errors import Refused
 from serl_client.reach import Lookout, look
 
-from tests.shared.common import ROOT, TRAIN, free_port, until
+from tests.shared.common import PATIENCE, ROOT, TRAIN, free_port, until
 
 
 @pytest.fixture
@@ -90,14 +90,14 @@ def test_it_looks_by_itself_and_its_end_waits_for_no_look(lookout, monkeypatch):
 
     def slow(*arguments):
         begun.set()
-        assert goes_on.wait(30)
+        assert goes_on.wait(PATIENCE)
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(reach, "WATCH", 0.01)
     monkeypatch.setattr(reach, "greeted", slow)
     watcher, _, said = lookout(5588, "nowhere")
     with watcher:
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE)
     assert said() == []
     goes_on.set()
     until(lambda: not any(thread.name == "lookout" for thread in threading.enumerate()))
@@ -120,7 +120,7 @@ def test_an_actor_without_learner_terminal_or_interrupts_says_what_it_waits_for_
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     ) as actor:  # fmt: skip
-        until(lambda: f"nobody listens at 127.0.0.1:{port}" in said.read_text(), 60)
+        until(lambda: f"nobody listens at 127.0.0.1:{port}" in said.read_text())
         actor.send_signal(signal.SIGINT)
-        assert actor.wait(60) == 130
+        assert actor.wait(PATIENCE) == 130
     assert "motion keys" not in said.read_text()

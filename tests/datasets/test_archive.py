@@ -17,7 +17,7 @@ from serl_launcher.store.errors import Full
 from serl_launcher.store.peers import ROLES
 from serl_launcher.store.store import Store
 from tests.shared.clients import connected, push_all
-from tests.shared.common import until
+from tests.shared.common import PATIENCE, until
 from tests.shared.servers import ServerThread
 
 from .exporting import Run, needs_lerobot, opened, segment
@@ -233,7 +233,7 @@ def test_actors_keep_what_a_full_archived_source_does_not_take_until_the_export_
         with exporting(server) as last:
             until(lambda: client.pending[0] == 0 and client.state.degraded == "", 120.0)
             last.terminate()
-            assert last.wait(60) == 0
+            assert last.wait(PATIENCE) == 0
         rows = server.episodes()
     assert sorted(rows, key=lambda name: rows[name]["first"]) == names
     exported = []

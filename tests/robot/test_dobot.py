@@ -21,7 +21,7 @@ from robot_infra.sim.dobot_machine import Machine
 from robot_infra.sim.feetech import FeetechBus
 from tests.shared import dobot_client
 from tests.shared.arms import say_ready
-from tests.shared.common import ROOT, until
+from tests.shared.common import PATIENCE, ROOT, until
 from tests.shared.dobots import START, address, controller
 
 both = pytest.mark.parametrize("version", p.VERSIONS)
@@ -292,7 +292,7 @@ def test_a_client_written_from_the_document_alone_drives_it(version):
         with served.lock:
             served.machine.collide()
         words = [sys.executable, dobot_client.__file__, served.address, version]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr
         angles = [float(word) for word in done.stdout.strip("()\n").split(",")]
         np.testing.assert_allclose(angles, np.rad2deg(START) + 2 * np.eye(6)[0], atol=0.02)

@@ -265,7 +265,7 @@ def test_two_arms_rehearse_on_the_command_line_until_it_is_told_to_end(so101, tm
         for device in (leader, follower):
             device.disconnect()
         program.send_signal(signal.SIGTERM)
-        assert program.wait(10) == 0
+        assert program.wait(60) == 0
         assert not any((tmp_path / name).is_symlink() for name in ("leader", "follower"))
     finally:
         program.kill()

@@ -1,7 +1,5 @@
 """The judge that a classifier is: what it makes of probabilities, and of a learner that is late, gone or hostile."""
 
-import time
-
 import numpy as np
 import pytest
 from serl_client import messages as m
@@ -21,7 +19,8 @@ class Link:
 
     address = "tcp://127.0.0.1:1"
 
-    def __init__(self, spec, scores=()):
+    def __init__(self, spec, clock, scores=()):
+        self.clock = clock
         self.spec, self.scores, self.asked, self.answers, self.error = spec, list(scores), [], [], None
 
     def hello(self, timeout):
@@ -42,7 +41,7 @@ class Link:
         return self.answers.pop(0) if self.answers else None
 
     def wait(self, seconds):
-        time.sleep(min(seconds, 0.01))
+        self.clock.sleep(seconds)
 
     def close(self):
         self.spec = None
@@ -56,9 +55,9 @@ def spec():
 
 
 @pytest.fixture
-def judge(spec):
+def judge(spec, clock):
     def judge(*scores, waits=False, rows=2, stale_s=5.0):
-        link = Link(spec, scores)
+        link = Link(spec, clock, scores)
         made = Learned(link, spec, Verdicts(threshold=0.5, rows=rows, stale_s=stale_s), waits=waits)
         return made, link
 
@@ -127,13 +126,13 @@ def test_on_the_real_clock_a_verdict_is_on_the_answer_that_has_come(judge):
     assert link.spec is None
 
 
-def test_it_never_waits_and_asks_one_question_at_a_time_and_anew_where_no_answer_came(judge):
+def test_it_never_waits_and_asks_one_question_at_a_time_and_anew_where_no_answer_came(judge, clock):
     made, link = judge(stale_s=0.2)
-    begin = time.thread_time()
-    while len(link.asked) < 3:
+    for asked in (1, 1, 2, 2, 3):
+        before = clock.now
         assert made(SEEN).success is None
-        time.sleep(0.01)
-    assert time.thread_time() - begin < 1.0
+        assert (len(link.asked), clock.now) == (asked, before)
+        clock.advance(0.15)
     link.answer(1, 0.9)
     assert made(SEEN).success is None, "that was of a question that it gave up"
 
@@ -167,39 +166,36 @@ def test_a_learner_that_is_gone_leaves_the_word_to_the_operator_and_may_come_bac
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_learner_that_answers_nothing_or_too_late_is_told_once_and_again_after_it_came_back(
-    judge, caplog, monkeypatch, waits
+    judge, caplog, clock, waits
 ):
-    monkeypatch.setattr(module, "PATIENCE_S", 0.1)
-    made, link = judge(rows=1, stale_s=0.03, waits=waits)
+    made, link = judge(rows=1, stale_s=0.5, waits=waits)
     for outage in (1, 2):
         made.reset()
         for _ in range(12):
             assert made(SEEN).success is None
-            time.sleep(0.02)
-        assert caplog.text.count("no answer came within task.judge.stale_s=0.03 for 0.1 s") == outage
-        link.scores = [0.9] * 1000  # on a busy machine some of them come too late
-        while made(SEEN).success is None:
-            time.sleep(0.01)
-        link.scores = []
+            clock.advance(0.6)
+        assert caplog.text.count("no answer came within task.judge.stale_s=0.5 for 5 s") == outage
+        link.scores = [0.9] * 2
+        assert True in [made(SEEN).success for _ in range(2)]
 
 
-def test_a_classifier_of_other_floats_is_asked_with_its_own(spec):
+def test_a_classifier_of_other_floats_is_asked_with_its_own(spec, clock):
     theirs = Spec({STATE: Feature((6,), "float64")}, spec.action, 10.0, SCORED)
-    link = Link(theirs, [0.9])
+    link = Link(theirs, clock, [0.9])
     made = Learned(link, spec, Verdicts(threshold=0.5, rows=1, stale_s=1.0), waits=True)
     assert made(SEEN).success is True
     assert link.asked[0].arrays[STATE].dtype == np.float64
 
 
-def test_a_refusal_ends_the_waiting_on_the_simulated_clock(judge):
+def test_a_refusal_ends_the_waiting_on_the_simulated_clock(judge, clock):
     made, link = judge(waits=True)
     link.send = lambda message: link.answers.append(m.Failed("Refused", "not you")) is None
-    begin = time.monotonic()
+    begin = clock.now
     assert [made(SEEN).success for _ in range(3)] == [None] * 3
-    assert time.monotonic() - begin < module.PATIENCE_S
+    assert clock.now - begin < module.PATIENCE_S
 
 
-def test_hostile_answers_are_none(judge, caplog):
+def test_hostile_answers_are_none(judge, caplog, clock):
     made, link = judge(rows=1, stale_s=0.01)
     for answer in (
         m.InferenceResponse(1, 1, {}), m.InferenceResponse(2, 1, {"reached": np.ones(3, np.float32)}),
@@ -208,11 +204,11 @@ def test_hostile_answers_are_none(judge, caplog):
         made(SEEN)
         link.answers.append(answer)
         assert made(SEEN).success is None
-        time.sleep(0.02)
+        clock.advance(0.02)
     assert "not you" in caplog.text
 
 
-def test_a_learner_without_a_classifier_or_with_one_for_another_robot_is_refused(spec):
+def test_a_learner_without_a_classifier_or_with_one_for_another_robot_is_refused(spec, clock):
     strange, numbers = (Spec({STATE: f}, spec.action, 10.0, SCORED) for f in (Feature((9,)), Feature((6,), "int64")))
     for theirs, said in (
         (None, "127.0.0.1:1: "), (Spec(spec.observation, spec.action, 10.0), "no classifier answers there"),
@@ -220,7 +216,7 @@ def test_a_learner_without_a_classifier_or_with_one_for_another_robot_is_refused
         (numbers, r"the classifier sees observation.state int64 \[6\]"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
-            Learned(Link(theirs), spec, Verdicts(threshold=0.5, rows=1, stale_s=1.0), waits=False)
+            Learned(Link(theirs, clock), spec, Verdicts(threshold=0.5, rows=1, stale_s=1.0), waits=False)
 
 
 def test_where_nobody_answers_or_the_env_judges_itself_the_actor_says_so():

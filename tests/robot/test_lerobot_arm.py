@@ -17,7 +17,7 @@ from robot_infra.robots.lerobot import LerobotArm
 from robot_infra.sim.feetech import ENDS, FeetechBus
 from serl_launcher.config import composed
 from tests.shared.arms import say_ready
-from tests.shared.common import ROOT, until
+from tests.shared.common import PATIENCE, ROOT, until
 from tests.shared.plugins import publish
 from tests.shared.tools import called
 from tools.checks.common import CONFIG
@@ -339,7 +339,7 @@ def test_the_rehearsal_of_the_page_has_two_buses_with_calibrations_and_ends_by_c
         assert np.abs(arm.sense()["leader"] - first).max() > 1, "it moves as in a hand"
         arm.close()
         program.send_signal(signal.SIGINT)
-        assert program.wait(10) == 0
+        assert program.wait(PATIENCE) == 0
     finally:
         program.kill()
         program.wait()

@@ -9,8 +9,10 @@ REAL = SimpleNamespace(monotonic=time.monotonic, time=time.time)
 class Clock:
     """Stands in for serl_client.clock. It stands still until `runs` is called, for threads that wait by the real one.
 
-    Sleeping makes it pass, and so does `advance`.
+    Sleeping makes it pass, and so does `advance`; then `passed` is called, in which a thread may keep up.
     """
+
+    passed = staticmethod(lambda: None)
 
     def __init__(self, now=100.0):
         self.now, self._wall, self._runs_since = now, REAL.time() - now, None
@@ -26,6 +28,7 @@ class Clock:
 
     def advance(self, seconds):
         self.now += seconds
+        self.passed()
 
     def sleep(self, seconds):
         if self._runs_since is None:

@@ -11,13 +11,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG, TOOLS, TASKS, TRAIN = ROOT / "config", ROOT / "tools", ROOT / "config/task", ROOT / "examples/train.py"
 STATE = "observation.state"
 SCALE = float(os.environ.get("RETAKE_PATIENCE", "1"))  # every limit on waiting is multiplied by it; raise it when slow
-PATIENCE = 30.0 * SCALE  # seconds
+PATIENCE = 60.0 * SCALE  # seconds
 PORTS = range(10_000, 32_000)  # outgoing connections take theirs from 32768 on
 WORKERS = 16  # of xdist; each has a range of ports of its own
 _given: set[int] = set()
 
 
-def until(condition, seconds=30.0, *, every=0.02, why="this never happened"):
+def until(condition, seconds=60.0, *, every=0.02, why="this never happened"):
     """Wait until `condition()` is true and return its value; fail with `why` (or what it returns) after `seconds`.
 
     It looks more and more seldom, at last once in `every` seconds, because each look takes time of what is waited for.

@@ -18,7 +18,7 @@ from serl_launcher.store.schema import EPISODE
 from serl_launcher.store.server import Server
 
 from . import oracle
-from .common import free_port, until
+from .common import PATIENCE, free_port, until
 
 # While run_dir/fail exists the disk is full; if run_dir/raise exists, the next segment sets off a bug.
 SERVE = """
@@ -148,7 +148,7 @@ class ServerProcess(_Asked):
         self.hang_up()
         self.process.send_signal(signal.SIGCONT)
         self.process.terminate()
-        self.process.wait(10)
+        self.process.wait(PATIENCE)
 
 
 class ServerThread(_Asked):

@@ -11,7 +11,7 @@ from serl_client import messages as m
 
 from serl_launcher.datasets.episodes import opened
 from tests.shared import oracle
-from tests.shared.common import ROOT, until
+from tests.shared.common import PATIENCE, ROOT, until
 
 CLIENT = Path(__file__).with_name("foreign_client.py")
 
@@ -27,7 +27,7 @@ def delivered(server, content):
         until(lambda: server.report()["run"] or actor.poll() is not None)
         server.publish(content)
         server.direct()
-        out, complaint = actor.communicate(timeout=60)
+        out, complaint = actor.communicate(timeout=PATIENCE)
     assert actor.returncode == 0, complaint
     return json.loads(out)
 

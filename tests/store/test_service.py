@@ -21,7 +21,7 @@ from serl_client.outbox import Outbox
 
 from tests.shared import oracle
 from tests.shared.clients import RawActor, connected, own_name, push_all, push_episodes
-from tests.shared.common import STATE, until
+from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import changed, make_episode, make_segment, tiny_spec
 
 FIRST, SECOND = "a" * 32, "b" * 32  # sessions
@@ -52,7 +52,7 @@ def test_a_server_that_is_stopped_and_killed_again_and_again_loses_and_doubles_n
         if i % 20 == 19:
             process.kill()
             process.start()
-    assert client.drain(40)
+    assert client.drain(PATIENCE)
     assert_whole(process, client, 120)
     known = process.episodes().values()
     assert [e["success"] for e in known] == [1, 0] * 60
@@ -92,7 +92,7 @@ def test_an_actor_that_is_killed_leaves_a_prefix_which_its_next_life_delivers(pr
             process.start()
     last = join(process)
     push_episodes(last, [0])
-    assert last.drain(30)
+    assert last.drain(PATIENCE)
     until(lambda: all(e["closed"] for e in process.episodes().values()))
     found, known = process.stored(), process.episodes()
     for session in sessions:
@@ -108,13 +108,13 @@ def test_an_actor_that_is_killed_leaves_a_prefix_which_its_next_life_delivers(pr
 def test_a_full_disk_is_degraded_nothing_false_is_acknowledged_and_space_brings_it_back(process, join):
     client = join(process)
     push_episodes(client, [0])
-    assert client.drain(20)
+    assert client.drain(PATIENCE)
     with process.full_disk():
         push_episodes(client, range(1, 10))
         until(lambda: "No space left" in client.state.degraded)
         assert client.pending[0] == 27
         assert "No space left" in process.report()["degraded"]
-    assert client.drain(30)
+    assert client.drain(PATIENCE)
     until(lambda: client.state.degraded == "")
     assert_whole(process, client, 10)
 
@@ -168,7 +168,7 @@ def test_a_sensor_that_fails_ends_the_episode_before_it_and_its_actor_goes_on(se
         make_segment(name, 0), changed(make_segment(name, 0, 4), STATE, np.nan), make_segment(name, 0, 8),
         make_segment(name, 0, 12, ends="terminated"), changed(first, "action", 1.5), *others,  # near its bounds
     ])  # fmt: skip
-    assert client.drain(20)
+    assert client.drain(PATIENCE)
     known = server.episodes()[name]
     assert server.stored() == {name: list(range(4)), own_name(client, 1): list(range(8))}
     assert (known["closed"], known["truncated"], known["final"]) == (1, 1, 0)
@@ -212,7 +212,7 @@ def test_an_outbox_of_more_lives_than_a_hello_names_is_delivered_in_order(server
         box.close()
     with TrainerClient(server.address, actor="arm", spec=spec, outbox=tmp_path / "outbox-arm") as client:
         client.push(make_segment("last", ends="terminated"))
-        assert client.drain(60)
+        assert client.drain(PATIENCE)
     known = sorted(server.episodes().values(), key=lambda episode: episode["number"])
     assert [episode["id"] for episode in known] == [*(f"e{i:02}" for i in range(len(lives))), "last"]
 
@@ -301,7 +301,7 @@ def test_a_paced_actor_gets_its_share_of_the_steps_and_no_more(server, join):
     number = server.ask(m.Direct({"phase": "practise", "mode": "collect", "into": "online", "paced": True}, 20)).value
     until(lambda: client.state.step_limit == 20)
     push_episodes(client, [0])
-    assert client.drain(20)
+    assert client.drain(PATIENCE)
     assert client.state.step_limit == 20
     other = join(server, "other", paced=True, told=False)
     until(lambda: other.state.step_limit == 6 and client.state.step_limit == 8 + 6)

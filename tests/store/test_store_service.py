@@ -10,9 +10,9 @@ import pytest
 from serl_client import messages as m
 from serl_client.errors import TrainerError
 
-from serl_launcher.store import keeper, layout, updates
+from serl_launcher.store import keeper, layout
 from tests.shared.clients import push_episodes
-from tests.shared.common import until
+from tests.shared.common import PATIENCE, until
 from tests.shared.data import make_segment
 
 SECOND = "b" * 32
@@ -43,20 +43,20 @@ def test_a_dead_actors_episode_is_truncated_after_as_much_silence_as_its_source_
     assert (episode.closed, episode.truncated, episode.terminated, episode.final) == (not is_open, not is_open, 0, 0)
 
 
-def test_an_actor_that_lives_keeps_its_episode_and_the_rest_of_a_silent_one_is_a_part(serve, act, monkeypatch):
-    monkeypatch.setattr(updates, "UPDATE_S", 0.05)
-    running = serve(on_silence={"online": 0.5})
+def test_an_actor_that_lives_keeps_its_episode_and_the_rest_of_a_silent_one_is_a_part(serve, act, clock):
+    running = serve(on_silence={"online": 5.0})
     actor, other = act(running), act(running, "other", session=SECOND, outbox="box of other")
     actor.push(0, make_segment("e0"))
     other.push(0, make_segment("f0"))
     actor.told(1)
     other.told(1)
 
-    def closed():
+    for _ in range(5):
+        assert not running.episodes()["e0"]["closed"]
+        clock.advance(1.0)
         other.link.send(m.Heartbeat({}))
-        return running.episodes()["e0"]["closed"]
-
-    until(closed)
+        until(lambda: any(peer.seen == clock.now for peer in running.server.peers.values()))
+    until(lambda: running.episodes()["e0"]["closed"])
     assert not running.episodes()["f0"]["closed"]
     actor.push(1, make_segment("e0", start=4, ends="terminated"))
     actor.told(2)
@@ -120,7 +120,7 @@ def test_while_large_files_are_made_others_are_answered_and_the_actor_waits(serv
 
     def slow(*arguments):
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE)
         if ends_by == "a full disk":
             raise OSError(28, "No space left on device")
         allocate(*arguments)
@@ -129,7 +129,7 @@ def test_while_large_files_are_made_others_are_answered_and_the_actor_waits(serv
     monkeypatch.setattr(keeper, "MAKE_S", 0.01)
     running = serve()
     client = join(running, told=False)
-    assert begun.wait(10)
+    assert begun.wait(PATIENCE)
     for _ in range(3):
         assert running.report()["run"] == ""
     until(lambda: "the learner is making the files" in caplog.text)
@@ -143,7 +143,7 @@ def test_while_large_files_are_made_others_are_answered_and_the_actor_waits(serv
     until(lambda: client.connected)
     running.direct()
     push_episodes(client, [0])
-    assert client.drain(10)
+    assert client.drain(PATIENCE)
     (found,) = running.episodes().values()
     assert (found["steps"], found["terminated"]) == (8, 1)
 
@@ -155,8 +155,8 @@ def test_a_clock_that_is_an_hour_off_changes_nothing(server, join):
         for client, hours in ((early, -1 + 2 * (i % 2)), (late, 1)):  # one clock jumps, the other is ahead
             segment = make_segment(client.actor, start=4 * i, ends="terminated" * (i == 2), directive=number)
             client.push(dataclasses.replace(segment, time=segment.time + 3600.0 * hours))
-    assert early.drain(15)
-    assert late.drain(15)
+    assert early.drain(PATIENCE)
+    assert late.drain(PATIENCE)
     assert all(episode["terminated"] for episode in server.episodes().values())
     assert server.stored() == {name: list(range(12)) for name in server.episodes()}
     assert set(server.stored()) == {"early", "late"}

@@ -14,7 +14,7 @@ from serl_client import Feature, Spec
 from serl_client.errors import ConfigError
 
 from serl_launcher.utils import recording
-from tests.shared.common import free_port, until
+from tests.shared.common import PATIENCE, free_port, until
 
 HIGH, WRIST = "observation.images.cam_high", "observation.images.cam_wrist"
 INFO = {"id": "actor-1-7", "success": True, "discard": False, "phase": "practise", "weights": 5, "intervened": 3}
@@ -49,7 +49,7 @@ def rerun(tmp_path, *arguments):
     """(exit code, what rerun's program said): by way of a file, since it has hung on a pipe."""
     with open(tmp_path / "said", "w") as said:
         done = subprocess.run([recording._program(), *map(str, arguments)], stdin=subprocess.DEVNULL,
-                              stdout=said, stderr=said, timeout=60)  # fmt: skip
+                              stdout=said, stderr=said, timeout=PATIENCE)  # fmt: skip
     return done.returncode, (tmp_path / "said").read_text()
 
 
@@ -112,7 +112,7 @@ def test_the_live_viewer_serves_on_loopback_alone_what_it_is_shown(tmp_path, spe
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         until(lambda: seen.exists() and seen.stat().st_size > 50_000)
-    assert viewer.wait(30) == 0  # it ends with the server
+    assert viewer.wait(PATIENCE) == 0  # it ends with the server
     assert rerun(tmp_path, "rrd", "verify", seen)[0] == 0
     code, said = rerun(tmp_path, "rrd", "print", seen)
     assert code == 0
