@@ -14,22 +14,22 @@ from serl_client.errors import TrainerError
 
 from .truth import Truth, fingerprint
 
-PACE_S = 0.01  # one segment
 STEPS = 6  # of a segment, at most
 SEGMENTS = 6  # of an episode, at most
-DRAIN_S = 20.0
+DRAIN_S = 3600.0  # who plays us has less patience
 BACKLOG = 100  # records that may wait for their acknowledgement, so that a round ends soon
 IMAGE = (24, 24, 3)
 SPEC = Spec(
     {"observation.state": Feature((5,), "int64"), "observation.images.eye": Feature(IMAGE, "uint8")},
-    Feature((2,), low=-np.ones(2), high=np.ones(2)), fps=STEPS / PACE_S,
+    Feature((2,), low=-np.ones(2), high=np.ones(2)), fps=100.0 * STEPS,
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Part:
     """What an actor is told: `number` and `life` name it in its rows; `truth` is its file of notes, and when the file
-    `stop` exists it ends its episode and drains. `skew`: seconds that its clock is ahead."""
+    `stop` exists it ends its episode and drains. `skew`: seconds that its clock is ahead; `pace_s`: from one segment to
+    the next."""
 
     name: str
     number: int
@@ -43,6 +43,7 @@ class Part:
     weights: Path | None
     skew: float
     paced: bool
+    pace_s: float
 
 
 def play(part: Part) -> None:
@@ -89,7 +90,7 @@ class _Work:
 
     def turn(self) -> None:
         """One segment, if one may be made now."""
-        self._next = max(self._next + PACE_S, time.monotonic() - 5 * PACE_S)
+        self._next = max(self._next + self._part.pace_s, time.monotonic() - 5 * self._part.pace_s)
         while (left := self._next - time.monotonic()) > 0:
             self._client.wait(left)
         self._take_weights()

@@ -76,7 +76,7 @@ def _fail(stage: Stage, random: Random, who: str, calls: int, error: int) -> Ite
     """A call of one side fails, once or for a while."""
     path = ".records" if who == "actor" else random.choice(["run/store", "store/main", "index.sqlite"])
     lasts = _length(random)
-    stage.sicken(lasts)
+    stage.sicken()
     assert stage.control
     stage.control.fail(
         calls, error, after=random.randint(0, 20), sticky=random.random() < 0.6, path=path,
@@ -89,7 +89,7 @@ def _fail(stage: Stage, random: Random, who: str, calls: int, error: int) -> Ite
 def _full_disk(stage: Stage, random: Random) -> Iterator[float]:
     """The disk under everybody's files is full to the last block."""
     lasts, ballast = _length(random), stage.disk / "ballast"
-    stage.sicken(lasts)
+    stage.sicken()
     file = os.open(ballast, os.O_WRONLY | os.O_CREAT)
     try:
         for block in (1 << 20, 4096):

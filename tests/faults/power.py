@@ -239,12 +239,15 @@ def moments(
     yield len(trace), disk, promises
 
 
-def strict(trace: Sequence[Call], root: Path, left_out: Collection[int] = ()) -> Iterator[tuple[int, str]]:
+def strict(
+    trace: Sequence[Call], root: Path, left_out: Collection[int] = (), every: int = 1
+) -> Iterator[tuple[int, str]]:  # fmt: skip
     """(number of the call, complaint) for a cut before every sync, from the first one left out on, and at the end:
-    between two of them nothing that is durable changes, and the promises only grow."""
-    first = min(left_out, default=0)
+    between two of them nothing that is durable changes, and the promises only grow. Or before each so many-th sync."""
+    first, syncs = min(left_out, default=0), 0
     for number, disk, promises in moments(trace, root, left_out):
-        if number == len(trace) or (trace[number].kind == SYNC and number >= first):
+        syncs += number < len(trace) and trace[number].kind == SYNC and number >= first
+        if number == len(trace) or (trace[number].kind == SYNC and number >= first and syncs % every == 0):
             for complaint in after(disk, promises, root):
                 yield number, complaint
 

@@ -12,12 +12,11 @@ from random import Random
 
 from serl_client.errors import ConfigError
 
-from . import checker, shim, trainer
+from . import checker, shim
 from .nemeses import NEMESES, ON_DISK, ON_FILES, WITH_MOUNT, WITH_SHIM
 from .stage import Setting, Stage, context
 
 BLOWS_S = 0.8  # in which they begin
-BOUND_S = 20.0  # to begin, to go on after all is healed, to drain; what takes longer is taken for hanging
 DISK = "160m"  # of the small tmpfs
 
 
@@ -63,17 +62,14 @@ class Chaos:
     def _played(self, folder: Path, setting: Setting, names: list[str]) -> tuple[checker.Report, str]:
         with Stage(self._context, folder, self._seed, setting, self._control) as stage:
             if not setting.early:
-                stage.resumed(0.0, BOUND_S)
+                stage.resumed(0.0)
             if setting.archives:
                 stage.asleep.touch()
             self._strike(stage, names, f"{self._seed}/{folder.name}")
             stage.heal()
-            resumed = stage.resumed(time.monotonic(), BOUND_S)
-            stage.end(BOUND_S)
-        archived = [trainer.SOURCE] if setting.archives else []
-        outboxes = [actor.outbox for actor in stage.actors]
-        report = checker.check(stage.disk / "run/store", sorted(stage.truths.iterdir()), outboxes, archived)
-        report.violations[:0] = stage.violations
+            resumed = stage.resumed(time.monotonic())
+            stage.end()
+        report = stage.check()
         return report, (
             f"{report.produced} produced, {report.acked} acked, resumed in {resumed:.1f} s, "
             f"longest push {max(actor.end.get('longest_ms', 0.0) for actor in stage.actors):.1f} ms"
@@ -88,7 +84,7 @@ class Chaos:
             heapq.heappush(due, (begins, turn, self._nemeses[name](stage, random)))
         while due:
             at, turn, nemesis = heapq.heappop(due)
-            stage.until(lambda at=at: time.monotonic() >= at, BOUND_S)
+            stage.until(lambda at=at: time.monotonic() >= at)
             if (pause := next(nemesis, None)) is not None:
                 heapq.heappush(due, (time.monotonic() + pause, turn, nemesis))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from serl_launcher.store.server import serve
 from tests.shared.common import free_port
@@ -22,16 +22,15 @@ from tools import keys
 
 from . import actor, checker, trainer
 from .insider import Insider
+from .patience import Patience
 from .proxy import Proxy
 from .shim import Control
 from .truth import Truth, notes
 
 SENT_AWAY = 3  # an actor's exit status
 PR_SET_PDEATHSIG = 1
-STARTS = 30  # of one process, at most
 PAUSE = 0.2  # seconds between an end by an error and the next start
-APART_S = 2.0  # a server that refuses its store has ended long before
-AFTER_SICKNESS = 3.0  # seconds after a disk fault in which a process may still end with an error
+PATIENCE_S = 20.0  # to begin, to go on after all is healed, to drain; what takes longer is taken for hanging
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class Setting:
     paced: bool
     early: bool
     keys: bool = False
+    pace_s: float = 0.01  # of an actor, from one segment to the next
 
 
 def _serve(served: Callable[[], None]) -> None:
@@ -127,7 +127,8 @@ class Actor(Player):
         self.outbox, self.stop_file = stage.disk / outbox, stage.folder / f"{outbox}-stop"
         self._stage, self._number, self._read = stage, number, 0
         self._made: dict[int, float] = {}  # seq of this life -> when it was noted
-        self._acked = 0
+        self.late: list[float] = []  # seconds from each record to its acknowledgement
+        self.newest = 0.0  # when the newest record was made that has been acknowledged
         log = stage.folder / f"{outbox}.log"
         super().__init__(stage.context, name, actor.play, self._told, log)
 
@@ -137,7 +138,7 @@ class Actor(Player):
         return actor.Part(
             self.name, self._number, life, stage.seed, stage.address, stage.key_file(self.name), self.outbox,
             self.truth, self.stop_file, stage.disk / f"{key}-weights" if setting.weights_bytes else None,
-            setting.skew if self._number % 2 else 0.0, setting.paced,
+            setting.skew if self._number % 2 else 0.0, setting.paced, setting.pace_s,
         )  # fmt: skip
 
     @property
@@ -153,15 +154,22 @@ class Actor(Player):
     def last_words(self) -> str:
         return self.end.get("sent_away") or super().last_words
 
-    def acknowledged_since(self, moment: float) -> bool:
-        """Whether a record that was made after `moment` has been acknowledged."""
+    def hear(self) -> None:
+        """Take in what it has noted since the last look."""
         for note in self._news():
             self._session = note.get("session", self._session)
             if "seq" in note:
                 self._made[note["seq"]] = note["t"]
             elif "acked" in note and note["acked"][0] == self._session:
-                self._acked = note["acked"][1]
-        return any(seq < self._acked and t > moment for seq, t in self._made.items())
+                for seq in range(self._acked, note["acked"][1]):
+                    self.newest = self._made.pop(seq)
+                    self.late.append(note["t"] - self.newest)
+                self._acked = max(self._acked, note["acked"][1])
+
+    def acknowledged_since(self, moment: float) -> bool:
+        """Whether a record that was made after `moment` has been acknowledged."""
+        self.hear()
+        return self.newest > moment
 
     def _news(self) -> Iterator[dict[str, Any]]:
         """What it has noted since the last look."""
@@ -174,7 +182,10 @@ class Actor(Player):
 
 
 class Stage:
-    """One round's processes; a context manager. Nemeses strike it, `watch` keeps it going."""
+    """One round's processes; a context manager. Nemeses strike it, `watch` keeps it going. `starts` of one process are
+    the most that there may be."""
+
+    starts = 30
 
     def __init__(
         self, context: ForkServerContext, folder: Path, seed: int, setting: Setting, control: Control | None
@@ -185,7 +196,8 @@ class Stage:
             made.mkdir(parents=True, exist_ok=True)
         self.violations: list[str] = []
         self.rotten = False  # bits of what is stored are turned over
-        self._began, self._sick_until, self._notes = time.monotonic(), 0.0, Truth(self.truths / "stage.jsonl")
+        self.is_sick = self._was_sick = False  # a disk fails: a process may end with an error of its own
+        self._began, self._notes = time.monotonic(), Truth(self.truths / "stage.jsonl")
         self._published = 0, 0
         self._stop, self.asleep = folder / "stop", folder / "asleep"
         port, local = free_port(), f"ipc://{folder / 'learner'}"
@@ -211,7 +223,7 @@ class Stage:
             setting.weights_bytes, setting.archives, setting.paced, self._began,
         )  # fmt: skip
 
-    def __enter__(self) -> "Stage":
+    def __enter__(self) -> Self:
         self.proxy.__enter__()
         for player in self.players:
             player.start()
@@ -263,23 +275,18 @@ class Stage:
         self.server.wanted, self.server.back_at = True, 0.0
 
     def served_apart(self, guest: Insider) -> str:
-        """The last words of a server that is started while ours is halted, and that `guest` talks to; it has
-        APART_S to end by itself."""
-        log = self.folder / "apart.log"
-        apart = Player(self.context, "apart", _serve, lambda _: self._served, log)
+        """The last words of a server that is started while ours is halted, and that `guest` asks to let it in."""
+        apart = Player(self.context, "apart", _serve, lambda _: self._served, self.folder / "apart.log")
         apart.start()
-        deadline = time.monotonic() + APART_S
-        while apart.alive and time.monotonic() < deadline:
-            guest.turn()
-            time.sleep(0.02)
-        served = apart.alive
+        self.until(lambda: (guest.turn(), guest.link.connected or not apart.alive)[1], apart)
+        said = apart.last_words if not apart.alive else "it serves" if guest.link.connected else "it hangs"
         apart.signal(signal.SIGKILL)
         apart.join()
-        return "it serves" if served else apart.last_words
+        return said
 
-    def sicken(self, seconds: float) -> None:
-        """A disk fails for so long: a process may end with an error of its own."""
-        self._sick_until = max(self._sick_until, time.monotonic() + seconds + AFTER_SICKNESS)
+    def sicken(self) -> None:
+        """A disk fails; its faults are over when all is healed and has gone on."""
+        self.is_sick = self._was_sick = True
 
     def heal(self) -> None:
         self.proxy.set("pass")
@@ -321,13 +328,13 @@ class Stage:
         if player.status == SENT_AWAY and twins:
             if any(twin.wanted and twin.status != SENT_AWAY for twin in twins):
                 return
-        elif player.status != -signal.SIGKILL and time.monotonic() > self._sick_until:
+        elif player.status != -signal.SIGKILL and not self.is_sick:
             self._fails(player)
         if isinstance(player, Actor):
             self._notes.note(spooled=checker.spooled(player.outbox))
-        if player.life == STARTS:
+        if player.life == self.starts:
             player.wanted = False
-            self.violations.append(f"{player.name} has ended {STARTS} times")
+            self.violations.append(f"{player.name} has ended {self.starts} times")
         else:
             player.start()
 
@@ -335,39 +342,48 @@ class Stage:
         said = f"{player.name} ended with {player.status}: {player.last_words}"
         self.violations += [said] * (said not in self.violations)
 
-    def until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Go on until it holds; False: it does not after so many seconds."""
-        deadline = time.monotonic() + seconds
+    def until(self, condition: Callable[[], bool], *others: Player) -> bool:
+        """Go on until it holds; False: it does not after PATIENCE_S that the processes had for themselves."""
+        patience = Patience(lambda: [os.getpid(), *(one.pid for one in (*self.players, *others) if one.alive)])
         while not condition():
-            if time.monotonic() > deadline:
+            if patience.tick() > PATIENCE_S:
                 return False
             self.watch()
             time.sleep(0.02)
         return True
 
     # -- the end
-    def resumed(self, moment: float, seconds: float) -> float:
+    def resumed(self, moment: float) -> float:
         """Seconds from `moment` until every actor had a new record acknowledged."""
         live = [one for one in self.actors if not one.stop_file.exists()]
-        if not self.until(lambda: all(one.acknowledged_since(moment) for one in live), seconds):
+        if not self.until(lambda: all(one.acknowledged_since(moment) for one in live)):
             late = [one.name for one in live if not one.acknowledged_since(moment)]
-            self.violations.append(f"{late} had nothing new acknowledged {seconds} s after all was healed")
+            self.violations.append(f"{late} had nothing new acknowledged {PATIENCE_S} s after all was healed")
+        self.is_sick = False
         return time.monotonic() - moment
 
-    def end(self, seconds: float) -> None:
+    def end(self) -> None:
         """Let the actors drain, then stop the others."""
         for one in self.actors:
             one.stop_file.touch()
-        if not self.until(lambda: not any(one.wanted for one in self.actors), seconds):
-            self.violations.append(f"{[one.name for one in self.actors if one.wanted]} did not end in {seconds} s")
+        if not self.until(lambda: not any(one.wanted for one in self.actors)):
+            self.violations.append(f"{[one.name for one in self.actors if one.wanted]} did not end in {PATIENCE_S} s")
         for one in self.actors:
             if not one.end.get("drained"):
                 self.violations.append(f"{one.name} did not drain")
         self._stop.touch()
-        self.until(lambda: not self.trainer.alive, seconds)
+        self.until(lambda: not self.trainer.alive)
         self.server.wanted = self.trainer.wanted = False
         self.server.signal(signal.SIGTERM)
-        if not self.until(lambda: not self.server.alive, seconds) or self.server.status != 0:
+        if not self.until(lambda: not self.server.alive) or self.server.status != 0:
             self.violations.append(f"the server did not end in order: {self.server.last_words}")
-        if not self._sick_until and "DEGRADED" in self.server.log:
+        if not self._was_sick and "DEGRADED" in self.server.log:
             self.violations.append("the store was DEGRADED, and no disk had failed")
+
+    def check(self) -> checker.Report:
+        """Whether what is left is what everybody noted, after the end; and all that was wrong before."""
+        archived = [trainer.SOURCE] if self.setting.archives else []
+        outboxes = [actor.outbox for actor in self.actors]
+        report = checker.check(self.disk / "run/store", sorted(self.truths.iterdir()), outboxes, archived)
+        report.violations[:0] = self.violations
+        return report

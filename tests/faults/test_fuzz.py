@@ -134,7 +134,7 @@ def test_a_large_image_is_a_feature_still():
 
 
 # -- the store's files
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_damaged_store_is_opened_as_it_was_or_refused(tmp_path, seed):
     outcomes = set()
     for number in range(40):

@@ -268,6 +268,7 @@ def test_e13_nobody_reads_a_mix_of_two_versions(server, connect, tmp_path):
     assert reads > len(versions) > 3
 
 
+@pytest.mark.slow
 def test_e14_over_a_slow_link_all_arrives_once_and_the_heartbeat_lives(serve, connect):
     """There: over 5 MB/s every update returned True, and 9 of 49 items were there at the end. And E10: 20 steps of
     three cameras were 96 MB of pickled float32, and a success was sent twice."""
