@@ -5,20 +5,9 @@ control      what pushing records and asking for actions costs a control loop
 wire         how long one observation and its answer take, beside a plain TCP exchange and the peers
 ingest       how fast records come in over the wire, and until they are durable
 replay       how fast pairs of observations are drawn, beside a copy of the same bytes and lerobot's buffer
-update       how long an update of SAC and of RLPD takes, beside a minimal loop in torch
-stall        how long publishing and a checkpoint hold training up, beside one copy of as many bytes
-durable      how fast groups become durable, beside plain writes and syncs; how late acknowledgements come
-swarm        many clients at once: their rates, how late acknowledgements come, and what it costs
-drain        how fast an actor that was cut off delivers what it kept, beside one that goes on
-restart      how soon a learner that was killed takes new records
-servo        how evenly a guard writes set points and an actor sends commands, beside loops that do nothing
-hostile      what one client can do to the others' acknowledgements: floods, Hellos, NaN
+update       how long an update of SAC and of RLPD takes, beside a minimal loop; how long publishing holds it up
 weights      how fast weights reach several receivers
-pi0-infer    how fast PI0 answers, beside what the machine allows and beside other ways to run it
-pi0-train    how fast PI0 is trained, beside what the machine allows
-pi0-swap     how late PI0's answers are while newer weights are read, and how long they wait for the swap
-pi0-ranks    how fast several ranks train PI0 together, replicated and sharded
-rtc          what a delay costs a policy of chunks, and what real-time chunking gains: docs/chunks.md
+pi0          how fast PI0 answers and is trained, beside what the machine allows
 page         the page of a full run, docs/benchmarks.md, from what the others printed with --json
 """
 
@@ -36,10 +25,7 @@ from serl_client.errors import RetakeError
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before packages that bring a `tests` of their own
 from tests.benches import paired
 
-BENCHES = (  # each is a file of its name in benches/
-    "control", "wire", "ingest", "replay", "update", "stall", "durable", "swarm", "drain", "restart", "servo",
-    "hostile", "weights", "pi0-infer", "pi0-train", "pi0-swap", "pi0-ranks", "rtc", "page",
-)  # fmt: skip
+BENCHES = ("control", "wire", "ingest", "replay", "update", "weights", "pi0", "page")  # each a file in tests/benches
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -49,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("what", choices=BENCHES)
     what = parser.parse_args(words[:1]).what
-    bench = importlib.import_module(f"tests.benches.{what.replace('-', '_')}")
+    bench = importlib.import_module(f"tests.benches.{what}")
     parser = argparse.ArgumentParser(f"{parser.prog} {what}", description=bench.__doc__, formatter_class=raw)
     for name, more in bench.OPTIONS.items():
         parser.add_argument(name, **more)

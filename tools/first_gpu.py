@@ -4,7 +4,6 @@
 tests       the tests that need a GPU
 quickstart  the first run of the README, with its learner on the GPU
 infer       how fast PI0 answers: eager, compiled and recorded, with one camera and with three
-swap        how late PI0 answers while newer weights are read
 train       how fast PI0 is trained, with and without checkpointing
 ranks       how fast two GPUs train PI0 together: replicated, with ZeRO-2 and with ZeRO-3
 
@@ -44,7 +43,7 @@ class Part:
 def parts(options: argparse.Namespace) -> dict[str, Part]:
     python, device, words = shlex.quote(sys.executable), f"device={options.device}", f"--policy {options.policy}"
     train = f"{python} examples/train.py run_dir={shlex.quote(options.folder)} {device} log=false"
-    bench = f"{python} tools/bench.py"
+    bench = f"{python} tools/bench.py pi0"
     return {
         "tests": Part((*LEARNER, "pytest"), [f"{python} -m pytest -q -m gpu -p no:cacheprovider tests"]),
         "quickstart": Part(
@@ -52,16 +51,15 @@ def parts(options: argparse.Namespace) -> dict[str, Part]:
             [f"{train} actor=true >/dev/null 2>&1 & {train} learner=true && wait $!"],
         ),
         "infer": Part((*LEARNER, "transformers"), [
-            f"{bench} pi0-infer {words} --cameras {cameras} --rounds {options.rounds} {device}" for cameras in (1, 3)
+            f"{bench} --parts answer {words} --cameras {cameras} --rounds {options.rounds} {device}"
+            for cameras in (1, 3)
         ]),
-        "swap": Part((*LEARNER, "transformers"), [f"{bench} pi0-swap {words} --rounds {options.rounds} {device}"]),
         "train": Part((*LEARNER, "transformers"), [
-            f"{bench} pi0-train {words} --rounds {options.rounds} {device} policy.checkpointing={checkpointing}"
+            f"{bench} --parts train {words} --rounds {options.rounds} {device} policy.checkpointing={checkpointing}"
             for checkpointing in ("true", "false")
         ]),
         "ranks": Part((*LEARNER, "transformers", "accelerate", "deepspeed"), [
-            f"{bench} pi0-ranks --ways {way} {words} --rounds {options.rounds} {device} policy.checkpointing=true"
-            for way in ("replicas", "zero2", "zero3")
+            f"{bench} --parts train --ranks 2 {words} --rounds {options.rounds} {device} policy.checkpointing=true"
         ], gpus=0 if options.device == "cpu" else 2),
     }  # fmt: skip
 
@@ -69,7 +67,7 @@ def parts(options: argparse.Namespace) -> dict[str, Part]:
 def main(words: Sequence[str] | None = None) -> None:
     """`words`: the command line (sys.argv's). Exits with 1 if a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("tests", "quickstart", "infer", "swap", "train", "ranks")
+    names = ("tests", "quickstart", "infer", "train", "ranks")
     parser.add_argument("part", nargs="*", help="(all)", metavar="PART", choices=(*names, []))
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu (cuda)")
     parser.add_argument(

@@ -1,15 +1,12 @@
 """What pushing records and asking for actions costs a control loop, while the learner is well and while it fails.
 
 The runner drives the fake robot and three cameras of 224x224 on the real clock and asks another process for every
-action, while its learner is slow, killed, stopped, cut off and out of disk in turn; beside it the same runner drives
+action, while its learner is killed, stopped, cut off and out of disk in turn; beside it the same runner drives
 the same robot, and its client is one that does nothing. A tick is late when it lasted more than 1.1 of its time; the
 ratio is that of the shares of late ticks, because an actor that hears of no action for some seconds ends its episode
 and waits. Of a call, `own` is its wall time without that in which its thread could run and no processor was free (Linux
 counts it, schedstat): that belongs to the machine, and both loops have it. A late tick stands in our calls if their own
 time is half of what was too much. Out of disk: whatever the server writes to a file fails (RLIMIT_FSIZE).
-
---latency measures another thing instead, how a loop lives with a slow policy (latency.py): for policies of 12, 50 and
-100 ms, and each rule of `chunks`, the share of ticks held, the age of the executed action, the jump between chunks.
 """
 
 import argparse
@@ -19,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,15 +39,13 @@ from tests.shared.actors import Chunks, FakeClient
 from tests.shared.common import free_port
 from tests.shared.robots import never
 
-from . import latency
 from .paired import JSON, Figure, option
 from .served import Child, Served
 
-FAULTS = ("slow", "killed", "stopped", "cut off", "no disk")
+FAULTS = ("killed", "stopped", "cut off", "no disk")
 CALLS = ("push", "ask", "answer")
 START = 5.0  # seconds before the first fault
-CYCLE = 15.0  # seconds from one fault to the next
-SHARE = 2 / 3  # of which it lasts
+SHARE = 2 / 3  # of the time from one fault to the next
 LATE = 1.1  # of a tick's time
 STEPS = 300  # of an episode
 DEADLINE = 0.01  # seconds that a tick waits for an action: less than a tick, else each without one would be late
@@ -59,24 +54,18 @@ BODY = {
 }  # fmt: skip
 HORIZON, ACTION = 50, 2
 Tick = tuple[float, float]  # when it ended (time.monotonic()), and how long it lasted
-Call = tuple[float, int, int, int]  # when it began (time.monotonic()), and its wall, CPU and own nanoseconds
+Call = tuple[float, int, int]  # when it began (time.monotonic()), and its CPU and own nanoseconds
 Span = tuple[str, float, float]  # what was, from, to
-OPTIONS = {
-    "--seconds": option(100.0, "for all of it (100)"), "--hz": option(30.0, "of the loop (30)"),
-    "--latency": option(False, "the rules of `chunks` with a slow policy, and not the faults"), **JSON,
-}  # fmt: skip
+OPTIONS = {"--seconds": option(100.0, "for all of it (100)"), "--hz": option(30.0, "of the loop (30)"), **JSON}
 
 
 def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
-    return latency.measure(folder, options.seconds, options.hz) if options.latency else beside(folder, options)
-
-
-def beside(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     """Ours beside a loop without a client, while the learner fails."""
     hz, inference = options.hz, free_port()
     with (
         Proxy("127.0.0.1", inference) as answers,
-        Learner(folder, f"tcp://127.0.0.1:{inference}", f"tcp://127.0.0.1:{answers.port}") as learner,
+        Child(answer, f"tcp://127.0.0.1:{inference}"),
+        Served(folder / "run", 2000, f"tcp://127.0.0.1:{answers.port}") as learner,
         Proxy("127.0.0.1", int(learner.address.rpartition(":")[2])) as records,
         Child(actor, f"tcp://127.0.0.1:{records.port}", folder, hz) as ours,
         Child(actor, "", folder, hz) as other,
@@ -97,26 +86,23 @@ def beside(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     calls = {name: during(kept, [("all", begin, end)]) for name, kept in calls.items()}
     yield Figure("late ticks that stand in push, ask or answer", in_a_call(during(ticks, spans), calls, 1 / hz), "")
     for name, kept in calls.items():
-        wall, cpu, own = np.array([times for _, *times in kept] or [(0, 0, 0)]).T / 1e3
+        cpu, own = np.array([times for _, *times in kept] or [(0, 0)]).T / 1e3
         yield Figure(f"{name}: CPU p50", float(np.median(cpu)), "us")
-        for column, times in (("CPU", cpu), ("own", own), ("wall", wall)):
-            yield Figure(f"{name}: {column} p99.9", float(np.quantile(times, 0.999)), "us")
+        yield Figure(f"{name}: own p99.9", float(np.quantile(own, 0.999)), "us")
     yield Figure("records that were not delivered at the end", left, "", goal="<= 0")
 
 
-def troubles(learner: "Learner", proxies: Sequence[Proxy], until: float) -> Iterator[Span]:
-    """Each fault and the time after it, as they happen, each fault at least once."""
-    begin = time.monotonic()
-    cycle = min(CYCLE, (until - begin) / len(FAULTS))
-    for number in range(max(len(FAULTS), int((until - begin) / cycle))):
-        fault = FAULTS[number % len(FAULTS)]
-        now = time.monotonic()
-        with learner.failing(fault, proxies):
+def troubles(learner: Served, proxies: Sequence[Proxy], until: float) -> Iterator[Span]:
+    """Each fault and the time after it, as they happen."""
+    cycle = (until - time.monotonic()) / len(FAULTS)
+    for fault in FAULTS:
+        begin = time.monotonic()
+        with failing(learner, fault, proxies):
             time.sleep(SHARE * cycle)
-            yield fault, now, time.monotonic()
-            now = time.monotonic()
-        time.sleep(max(0.0, begin + (number + 1) * cycle - time.monotonic()))
-        yield "well", now, time.monotonic()
+            yield fault, begin, time.monotonic()
+        well = time.monotonic()
+        time.sleep(max(0.0, begin + cycle - well))
+        yield "well", well, time.monotonic()
 
 
 def during(kept: Sequence[Any], spans: Sequence[Span]) -> list[Any]:
@@ -136,54 +122,35 @@ def beside_plain(state: str, ours: list[Tick], plain: list[Tick], period: float)
 
 def in_a_call(ticks: list[Tick], calls: Mapping[str, list[Call]], period: float) -> int:
     """How many late ticks stand in our calls."""
-    spent = sorted((began, own) for kept in calls.values() for began, *_, own in kept)
+    spent = [(began, own) for kept in calls.values() for began, _, own in kept]
     return sum(
         sum(own for began, own in spent if end - lasted <= began < end) > (lasted - period) * 1e9 / 2
         for end, lasted in ticks if lasted > LATE * period
     )  # fmt: skip
 
 
-class Learner(Served):
-    """A real server, and a stand-in for inference that answers at once."""
-
-    def __init__(self, folder: Path, inference: str, told: str) -> None:
-        super().__init__(folder / "run", 2000, answer, inference, told)
-
-    @contextmanager
-    def failing(self, fault: str, proxies: Sequence[Proxy]) -> Iterator[None]:
-        server, endless = self.pid, resource.RLIM_INFINITY
-        if fault == "slow":
-            ended = threading.Event()
-            threading.Thread(target=stutter, args=(server, ended), daemon=True).start()
-            yield
-            ended.set()
-        elif fault == "killed":
-            os.kill(server, signal.SIGKILL)
-            yield
-            self.start()
-        elif fault == "stopped":
-            os.kill(server, signal.SIGSTOP)
-            yield
-            os.kill(server, signal.SIGCONT)
-        elif fault == "no disk":
-            resource.prlimit(server, resource.RLIMIT_FSIZE, (0, endless))
-            yield
-            resource.prlimit(server, resource.RLIMIT_FSIZE, (endless, endless))
-        else:
-            for proxy in proxies:
-                proxy.set("half_open")
-            yield
-            for proxy in proxies:
-                proxy.set("pass")
-
-
-def stutter(server: int, ended: threading.Event) -> None:
-    """Stop the server for nine tenths of each second."""
-    with suppress(ProcessLookupError):
-        while not ended.wait(0.1):
-            os.kill(server, signal.SIGSTOP)
-            ended.wait(0.9)
-            os.kill(server, signal.SIGCONT)
+@contextmanager
+def failing(learner: Served, fault: str, proxies: Sequence[Proxy]) -> Iterator[None]:
+    """Let the learner fail in this way, and be well again at the end."""
+    server, endless = learner.pid, resource.RLIM_INFINITY
+    if fault == "killed":
+        os.kill(server, signal.SIGKILL)
+        yield
+        learner.start()
+    elif fault == "stopped":
+        os.kill(server, signal.SIGSTOP)
+        yield
+        os.kill(server, signal.SIGCONT)
+    elif fault == "no disk":
+        resource.prlimit(server, resource.RLIMIT_FSIZE, (0, endless))
+        yield
+        resource.prlimit(server, resource.RLIMIT_FSIZE, (endless, endless))
+    else:
+        for proxy in proxies:
+            proxy.set("half_open")
+        yield
+        for proxy in proxies:
+            proxy.set("pass")
 
 
 def answer(_: Any, address: str) -> None:
@@ -214,7 +181,7 @@ class Timed(TrainerClient):
         wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
         result = call(*words, **named)
         cpu, wall = time.thread_time_ns() - cpu, time.perf_counter_ns() - wall
-        kept.append((began, wall, cpu, max(0, wall - (self._queued() - queued))))
+        kept.append((began, cpu, max(0, wall - (self._queued() - queued))))
         return result
 
     def _queued(self) -> int:
@@ -225,8 +192,7 @@ class Timed(TrainerClient):
 class Noise:
     """A camera that always has a new image."""
 
-    trouble = ""
-    feature = Feature((224, 224, 3), "uint8")
+    trouble, feature = "", Feature((224, 224, 3), "uint8")
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.default_rng(seed)

@@ -5,13 +5,13 @@ A record here is one row of an episode; the recorder puts some into a segment, a
 message. `over the wire`: the client's messages, from memory, to a process that decodes and checks them as the server
 does. `pushed`: from push through the outbox to the same process. `end to end`: from push to the durable acknowledgement
 of the real server. Raw TCP sends the same rows one at a time, and (`bulk`) 4 MiB at a time, into one buffer. The disk
-writes the same bytes in as many groups as the server did, each with one fdatasync.
+writes the same bytes in groups of 8 MiB, each with one fdatasync. `one segment`: pushed alone, until it is durable,
+beside one write of its bytes with fdatasync.
 """
 
 import argparse
 import itertools
 import os
-import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 from serl_client import Segment
@@ -34,7 +33,8 @@ from .paired import COMMON, Figure, cpu_seconds, option, ratio, rounds
 from .served import RawTcp, Rows, Served, checked, deliver, plain_disk, spec_of
 
 SIZES = {"1 KB": 1000, "50 KB": 50_000, "500 KB": 500_000, "3 MB": 3_000_000}
-BULK = 4 << 20
+BULK, GROUP = 4 << 20, 8 << 20
+Measured = Mapping[str, Sequence[float]]
 
 
 OPTIONS = {
@@ -47,34 +47,28 @@ OPTIONS = {
 
 def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     for name in options.sizes:
-        yield from ingest(name, options.mb, options.rounds, folder)
+        yield from ingest(name, options.mb, options.rounds, folder / name)
 
 
-def ingest(name: str, megabytes: int, count: int, folder: Path) -> list[Figure]:
+def ingest(name: str, megabytes: int, count: int, folder: Path) -> Iterator[Figure]:
     """`count` rounds of about so many megabytes in rows of the size `name`."""
     rows, total = Rows(spec_of(SIZES[name])), megabytes * 10**6 // (4 if SIZES[name] < 10_000 else 1)
     segments = max(1, total // rows.bytes)
-    total, groups, costs = segments * rows.bytes, [max(1, total >> 23)], defaultdict[str, list[float]](list)
+    total, costs = segments * rows.bytes, defaultdict[str, list[float]](list)
     with ExitStack() as stack:
-        there = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-        served = stack.enter_context(Served(there / "run", 2 * segments * rows.length))
+        served = stack.enter_context(Served(folder / "run", 2 * segments * rows.length))
         address, checked_pid = stack.enter_context(checked())
         client, other = (
-            stack.enter_context(TrainerClient(where, actor="bench", spec=rows.spec, outbox=there / str(i)))
+            stack.enter_context(TrainerClient(where, actor="bench", spec=rows.spec, outbox=folder / str(i)))
             for i, where in enumerate((served.address, address))
         )
-        served.collect(client)
+        number = served.collect(client)
         link = stack.enter_context(Connection(address, m.Hello(m.PROTOCOL, "actor", "bench", "memory")))
         link.hello(20.0)
-        messages = encoded(rows.episode(rows.pool, 1))
-        raw, disk = stack.enter_context(RawTcp()), stack.enter_context(plain_disk(there / "disk", total, rows.records))
-        bulk = pieces(rows.records, BULK)
-
-        def end_to_end() -> float:
-            commits = served.commits
-            seconds = deliver(client, rows.episode(segments, client.state.directive["number"]))
-            groups[0] = max(1, served.commits - commits)
-            return seconds
+        messages, bulk = encoded(rows.episode(rows.pool, 1)), pieces(rows.records, BULK)
+        raw = stack.enter_context(RawTcp())
+        disk = stack.enter_context(plain_disk(folder / "disk", total, rows.records))
+        one = stack.enter_context(plain_disk(folder / "one", rows.bytes, rows.records))
 
         def rate(key: str, call: Callable[[], float], *others: int) -> float:
             """GB/s of a call that takes so many seconds; what it costs in CPU time is kept."""
@@ -83,42 +77,41 @@ def ingest(name: str, megabytes: int, count: int, folder: Path) -> list[Figure]:
             costs[key].append((cpu_seconds(os.getpid(), *others) - before) / total * 1e9)
             return total / seconds / 1e9
 
-        calls: dict[str, tuple[Any, ...]] = {
-            "raw": (lambda: raw.send(rows.records, total), raw.pid),
-            "bulk": (lambda: raw.send(bulk, total), raw.pid),
-            "wire": (lambda: send_all(link, messages, total), checked_pid),
-            "pushed": (lambda: deliver(other, rows.episode(segments, 1)), checked_pid),
-            "end to end": (end_to_end, served.pid),
-            "disk": (lambda: disk(groups[0]),),
+        contenders = {
+            "raw": partial(rate, "raw", lambda: raw.send(rows.records, total), raw.pid),
+            "bulk": partial(rate, "bulk", lambda: raw.send(bulk, total), raw.pid),
+            "wire": partial(rate, "wire", lambda: send_all(link, messages, total), checked_pid),
+            "pushed": partial(rate, "pushed", lambda: deliver(other, rows.episode(segments, 1)), checked_pid),
+            "end to end": partial(
+                rate, "end to end", lambda: deliver(client, rows.episode(segments, number)), served.pid
+            ),
+            "disk": partial(rate, "disk", lambda: disk(max(1, total // GROUP))),
+            "one segment": lambda: deliver(client, rows.episode(1, number)),
+            "one sync": lambda: one(1),
         }
-        contenders = {key: partial(rate, key, *words) for key, words in calls.items()}
         rounds(contenders, 2)  # every block of the files is written, each buffer grown
         costs.clear()
-        measured = rounds(contenders, count)
-    for key, part in (("least", "wire"), ("least pushed", "pushed")):
-        measured[key] = [min(pair) for pair in zip(measured[part], measured["disk"], strict=True)]
-    return figures(name, measured, costs, groups[0])
+        yield from figures(name, rounds(contenders, count), costs)
 
 
-def figures(
-    name: str, measured: Mapping[str, Sequence[float]], costs: Mapping[str, Sequence[float]], groups: int
-) -> list[Figure]:  # fmt: skip
+def figures(name: str, measured: dict[str, list[float]], costs: Measured) -> Iterator[Figure]:
+    measured["least"] = [min(pair) for pair in zip(measured["pushed"], measured["disk"], strict=True)]
     middle, cost = ({key: median(values) for key, values in all.items()} for all in (measured, costs))
-
-    def figure(key: str, against: str, words: str, goal: str = "") -> Figure:
-        title = {"wire": f"{name} over the wire", "end to end": f"{name} end to end, {groups} groups"}
+    for key, against, words, goal in (
+        ("wire", "raw", "raw TCP, row by row", ">= 0.75"),
+        ("wire", "bulk", "raw TCP in bulk", ""),
+        ("pushed", "raw", "raw TCP, row by row", ""),
+        ("end to end", "least", "the smaller of pushed and disk", ">= 0.7"),
+    ):
         beside = f"{words} ({middle[against]:.2f})"
-        return Figure(title.get(key, f"{name} {key}"), middle[key], "GB/s", beside, ratio(measured, key, against), goal)
-
-    return [
-        figure("wire", "raw", "raw TCP, row by row", ">= 0.75"),
-        figure("wire", "bulk", "raw TCP in bulk"),
-        figure("pushed", "raw", "raw TCP, row by row"),
-        figure("end to end", "least pushed", "the smaller of pushed and disk", ">= 0.7"),
-        figure("end to end", "least", "the smaller of wire and disk"),
-        *(Figure(f"{name} {key}, CPU of both sides", cost[key], "s/GB", f"raw TCP ({cost['raw']:.2f})",
-                 cost[key] / cost["raw"]) for key in ("wire", "pushed", "end to end")),
-    ]  # fmt: skip
+        title = f"{name} over the wire" if key == "wire" else f"{name} {key}"
+        yield Figure(title, middle[key], "GB/s", beside, ratio(measured, key, against), goal)
+    for key in ("wire", "pushed", "end to end"):
+        beside = f"raw TCP ({cost['raw']:.2f})"
+        yield Figure(f"{name} {key}, CPU of both sides", cost[key], "s/GB", beside, cost[key] / cost["raw"])
+    beside = f"write and fdatasync ({middle['one sync'] * 1e3:.2f})"
+    late = ratio(measured, "one segment", "one sync")
+    yield Figure(f"{name}, one segment until it is durable", middle["one segment"] * 1e3, "ms", beside, late)
 
 
 def encoded(segments: Sequence[Segment]) -> list[m.Push]:

@@ -5,7 +5,6 @@ within the rounds, because the load of a machine changes from one second to the 
     Figure("ingest, 50 KB", median(measured["ours"]), "GB/s", "raw TCP", ratio(measured, "ours", "raw TCP"), ">= 0.75")
 """
 
-import math
 import os
 import platform
 import time
@@ -34,27 +33,13 @@ class Figure:
     goal: str = ""
 
     @property
-    def margin(self) -> float:
-        """How far it is beyond its goal, which it has: from 1 on it holds. 0 or infinity where the goal is 0."""
-        bound, number = self.goal.split()
-        value = self.value if self.ratio is None else self.ratio
-        if bound == ">=":
-            return value / float(number)
-        return float(number) / value if value else math.inf
-
-    @property
     def holds(self) -> bool | None:
         """Whether the goal is reached; None without one."""
-        return self.margin >= 1 if self.goal else None
-
-    def plain(self) -> dict[str, Any]:
-        """As data for --json."""
-        return {**asdict(self), "holds": self.holds}
-
-
-def figure_of(plain: Mapping[str, Any]) -> Figure:
-    """What `plain` gave."""
-    return Figure(**{name: value for name, value in plain.items() if name != "holds"})
+        if not self.goal:
+            return None
+        bound, number = self.goal.split()
+        value = self.value if self.ratio is None else self.ratio
+        return value >= float(number) if bound == ">=" else value <= float(number)
 
 
 def rounds(contenders: Mapping[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
@@ -89,31 +74,29 @@ def processor() -> str:
     return next((line.partition(": ")[2] for line in info if line.startswith("model name")), platform.machine())
 
 
-def machine() -> dict[str, Any]:
-    """Where and when this was measured, and what else went on there (`load`: processes that ran or waited to)."""
-    return {
+def result(bench: str, figures: Iterable[Figure]) -> dict[str, Any]:
+    """What a bench gives back: its figures, measured while this runs, and where and when. load: how many processes ran
+    or waited to, before and after."""
+    where = {
         "processor": processor(), "cores": os.cpu_count(), "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "load": round(os.getloadavg()[0], 2),
     }  # fmt: skip
-
-
-def result(bench: str, figures: Iterable[Figure]) -> dict[str, Any]:
-    """What a bench gives back: its figures, measured while this runs, and where."""
-    before, found = machine(), [figure.plain() for figure in figures]
-    where = {**before, "load_after": round(os.getloadavg()[0], 2)}
-    return {"bench": bench, "machine": where, "figures": found}
+    found = [asdict(figure) for figure in figures]
+    return {"bench": bench, "machine": {**where, "load_after": round(os.getloadavg()[0], 2)}, "figures": found}
 
 
 def lines(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table that a person reads."""
-    yield WHERE.format(**result["machine"])
-    figures = [figure_of(plain) for plain in result["figures"]]
+    """A section of Markdown, which a person can read in a terminal, too."""
+    yield from (f"## {result['bench']}", "", WHERE.format(**result["machine"]), "")
+    figures = [Figure(**plain) for plain in result["figures"]]
     width = max((len(figure.figure) for figure in figures), default=0)
+    yield f"| {'figure':{width}} | value | beside | ratio | goal |"
+    yield "|---|---|---|---|---|"
     for each in figures:
-        beside = "" if each.ratio is None else f"{each.ratio:8.3g} x {each.against}"
-        goal = "" if each.holds is None else f"goal {each.goal}: {'holds' if each.holds else 'MISSED'}"
-        yield f"{each.figure:{width}} {each.value:10.4g} {each.unit:6} {beside:40} {goal}".rstrip()
+        ratio = "" if each.ratio is None else f"{each.ratio:.3g}"
+        goal = "" if each.holds is None else f"{each.goal}: {'holds' if each.holds else '**missed**'}"
+        yield f"| {each.figure:{width}} | {each.value:.4g} {each.unit} | {each.against} | {ratio} | {goal} |"
 
 
 def option(default: Any, words: str, **more: Any) -> dict[str, Any]:

@@ -1,25 +1,22 @@
 """Other ways to ask a policy over a network, each a server process and a client, for tools/bench.py wire --peers.
 
 Every server takes the observation apart into arrays, looks at each, and answers the same chunk at once. The packages
-that they need are the group `bench` and the extra `data`; agentlace is read from a folder of its public source.
+that they need are the group `bench` and the extra `data`.
 """
 
 import asyncio
-import importlib
 import io
 import itertools
 import logging
 import os
 import pickle
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgpack
@@ -32,7 +29,6 @@ from tests.shared.common import free_port
 from .served import Child, joined, observation, receive
 
 CHUNK = np.zeros((50, 14), np.float32)
-ROOM = 64 << 20  # bytes of the largest message of gRPC
 ASKED = observation()
 Call = Callable[[], Any]
 
@@ -90,21 +86,33 @@ def connect_raw(port: int) -> Iterator[Call]:
         yield lambda: (connection.sendall(question.data), receive(connection, answer))
 
 
-# -- ZeroMQ with pickle
+# -- pickle and lz4 over a request and its reply of ZeroMQ, as agentlace does it
+def squeezed(message: Any) -> bytes:
+    import lz4.frame
+
+    return lz4.frame.compress(pickle.dumps(message))
+
+
+def released(data: bytes) -> Any:
+    import lz4.frame
+
+    return pickle.loads(lz4.frame.decompress(data))
+
+
 def serve_pickle(port: int, ready: Callable[[], None]) -> None:
     replier = zmq.Context.instance().socket(zmq.REP)
     replier.bind(f"tcp://127.0.0.1:{port}")
     ready()
     while True:
-        seen(pickle.loads(replier.recv()))
-        replier.send(pickle.dumps({"action": CHUNK}, 5))
+        seen(released(replier.recv()))
+        replier.send(squeezed({"action": CHUNK}))
 
 
 @contextmanager
 def connect_pickle(port: int) -> Iterator[Call]:
     with zmq.Context.instance().socket(zmq.REQ) as asker:
         asker.connect(f"tcp://127.0.0.1:{port}")
-        yield lambda: (asker.send(pickle.dumps(ASKED, 5)), pickle.loads(asker.recv()))
+        yield lambda: (asker.send(squeezed(ASKED)), released(asker.recv()))
 
 
 # -- openpi: msgpack with the bytes of arrays in it, over a websocket (openpi_client's msgpack_numpy and its server)
@@ -156,67 +164,6 @@ def connect_websocket(port: int) -> Iterator[Call]:
         yield lambda: (connection.send(packed(ASKED)), unpacked(connection.recv()))
 
 
-# -- gRPC, unary, protobuf
-def protobuf() -> tuple[Any, Any]:
-    """The classes of the messages Observation (repeated Tensor tensors) and Tensor (name, dtype, shape, data)."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    kind = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="bench.proto", package="bench", syntax="proto3")
-    tensor, question = file.message_type.add(name="Tensor"), file.message_type.add(name="Observation")
-    one, many = kind.LABEL_OPTIONAL, kind.LABEL_REPEATED
-    tensor.field.add(name="name", number=1, label=one, type=kind.TYPE_STRING)
-    tensor.field.add(name="dtype", number=2, label=one, type=kind.TYPE_STRING)
-    tensor.field.add(name="shape", number=3, label=many, type=kind.TYPE_INT64)
-    tensor.field.add(name="data", number=4, label=one, type=kind.TYPE_BYTES)
-    question.field.add(name="tensors", number=1, label=many, type=kind.TYPE_MESSAGE, type_name=".bench.Tensor")
-    classes = message_factory.GetMessages([file], pool=descriptor_pool.DescriptorPool())
-    return classes["bench.Observation"], classes["bench.Tensor"]
-
-
-def to_tensor(tensor: Any, name: str, array: Array) -> Any:
-    return tensor(name=name, dtype=array.dtype.str, shape=array.shape, data=array.tobytes())
-
-
-def from_tensor(tensor: Any) -> Array:
-    return np.frombuffer(tensor.data, tensor.dtype).reshape(tuple(tensor.shape))
-
-
-OPTIONS = [("grpc.max_receive_message_length", ROOM), ("grpc.max_send_message_length", ROOM)]
-
-
-def serve_protobuf(port: int, ready: Callable[[], None]) -> None:
-    import grpc
-
-    question, tensor = protobuf()
-
-    def answer(request: Any, _: Any) -> Any:
-        seen({each.name: from_tensor(each) for each in request.tensors})
-        return to_tensor(tensor, "action", CHUNK)
-
-    handler = grpc.unary_unary_rpc_method_handler(answer, question.FromString, tensor.SerializeToString)
-    server = grpc.server(futures.ThreadPoolExecutor(4), options=OPTIONS)
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bench.Policy", {"Act": handler})])
-    serve_grpc(server, port, ready)
-
-
-def serve_grpc(server: Any, port: int, ready: Callable[[], None]) -> None:
-    server.add_insecure_port(f"127.0.0.1:{port}")
-    server.start()
-    ready()
-    server.wait_for_termination()
-
-
-@contextmanager
-def connect_protobuf(port: int) -> Iterator[Call]:
-    import grpc
-
-    question, tensor = protobuf()
-    with grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel:
-        act = channel.unary_unary("/bench.Policy/Act", question.SerializeToString, tensor.FromString)
-        yield lambda: from_tensor(act(question(tensors=[to_tensor(tensor, *each) for each in ASKED.items()])))
-
-
 # -- lerobot: its own asynchronous inference, two calls for each chunk
 def serve_lerobot(port: int, ready: Callable[[], None]) -> None:
     import grpc
@@ -235,7 +182,10 @@ def serve_lerobot(port: int, ready: Callable[[], None]) -> None:
     logging.disable()  # as fast as it can be
     server = grpc.server(futures.ThreadPoolExecutor(4))
     services.add_AsyncInferenceServicer_to_server(Server(PolicyServerConfig(inference_latency=0.0)), server)
-    serve_grpc(server, port, ready)
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    ready()
+    server.wait_for_termination()
 
 
 @contextmanager
@@ -261,48 +211,9 @@ def connect_lerobot(port: int) -> Iterator[Call]:
         yield call
 
 
-# -- agentlace: its own InferenceServer
-def agentlace(folder: str) -> Any:
-    """Its module inference, without the lines it would log of each message."""
-    sys.path.insert(0, folder)
-    logging.basicConfig(level=logging.WARNING)  # before it asks for DEBUG
-    logging.getLogger().setLevel(logging.WARNING)
-    return importlib.import_module("agentlace.inference")
-
-
-def serve_agentlace(folder: str, port: int, ready: Callable[[], None]) -> None:
-    server = agentlace(folder).InferenceServer(port)
-
-    def act(arrays: dict[str, Array]) -> dict[str, Array]:
-        seen(arrays)
-        return {"action": CHUNK}
-
-    server.register_interface("act", act)
-    ready()
-    server.start()
-
-
-@contextmanager
-def connect_agentlace(folder: str, port: int) -> Iterator[Call]:
-    client = agentlace(folder).InferenceClient("127.0.0.1", port)
-    try:
-        yield lambda: client.call("act", ASKED)["action"]
-    finally:
-        client.client.socket.close(0)
-
-
 RAW = Peer("raw TCP", serve_raw, connect_raw)
-
-
-def peers(agentlace_folder: str) -> list[Peer]:
-    """All of them but raw TCP; agentlace where its folder is named."""
-    found = [
-        Peer("pickle over ZeroMQ", serve_pickle, connect_pickle),
-        Peer("websocket (openpi)", serve_websocket, connect_websocket),
-        Peer("gRPC protobuf", serve_protobuf, connect_protobuf),
-        Peer("lerobot, two calls", serve_lerobot, connect_lerobot),
-    ]
-    if agentlace_folder:
-        served = partial(serve_agentlace, agentlace_folder), partial(connect_agentlace, agentlace_folder)
-        found.append(Peer("agentlace", *served))
-    return found
+PEERS = [
+    Peer("lz4(pickle) over ZeroMQ", serve_pickle, connect_pickle),
+    Peer("websocket (openpi)", serve_websocket, connect_websocket),
+    Peer("lerobot, two calls", serve_lerobot, connect_lerobot),
+]

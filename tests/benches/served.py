@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -68,10 +67,6 @@ class Child:
     def pid(self) -> int:
         return self._process.pid or 0
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.is_alive()
-
     def tell(self, value: Any) -> None:
         self._pipe.send(value)
 
@@ -80,7 +75,7 @@ class Child:
         deadline = time.monotonic() + patience
         with suppress(EOFError):
             while not self._pipe.poll(0.05):
-                if not self.is_alive or time.monotonic() > deadline:
+                if not self._process.is_alive() or time.monotonic() > deadline:
                     break
             else:
                 return self._pipe.recv()
@@ -114,22 +109,18 @@ class Group(ExitStack):
 class Served(ServerProcess):
     """The real server of a run in `folder`, with one source of `capacity` steps; a context manager.
 
-    `beside(pipe, address)` is a process that serves those who look for inference, at `inference` (a free port, by
-    default); actors are told that it is at `told`. The server may be killed and started again.
+    inference: where actors are told that it is. Killed, the server can be started again.
     """
 
     def __init__(
-        self, folder: Path, capacity: int, beside: Callable[..., None] | None = None, inference: str = "",
-        told: str = "", keys: Path | None = None,
+        self, folder: Path, capacity: int, inference: str = "tcp://127.0.0.1:1", keys: Path | None = None
     ) -> None:  # fmt: skip
-        inference = inference or f"tcp://127.0.0.1:{free_port()}"
-        self._inference, self.keys = told or inference, keys
-        self.beside = Child(beside or check, inference).__enter__()
+        self._inference, self.keys = inference, keys
         super().__init__(folder, online=capacity)
 
     def start(self) -> None:
-        words = self.run_dir, self.capacities, self.address, self.local, self._inference, self.keys
-        self._server = Child(run_server, *words).__enter__()
+        options = {"public": self.address, "local": self.local, "inference": self._inference, "keys": self.keys}
+        self._server = Child(serve_run, self.run_dir, self.capacities, options).__enter__()
 
     def __enter__(self) -> Self:
         return self
@@ -138,39 +129,20 @@ class Served(ServerProcess):
     def pid(self) -> int:
         return self._server.pid
 
-    def kill(self) -> None:
-        """As kill -9 does."""
-        self._server.__exit__()
-        self.hang_up()
-
-    def collect(self, client: TrainerClient) -> None:
-        """Give the directive to collect, and wait until the client has it."""
+    def collect(self, client: TrainerClient) -> int:
+        """Give the directive to collect, and wait until the client has it; its number."""
         connected(client)
         self.ask(m.Direct(BODY, None))
         directed(client)
-
-    @property
-    def commits(self) -> int:
-        """How many groups with a part of the newest episode were made durable until now."""
-        revision, page = 0, self.synced(0)
-        while page.episodes:
-            revision = page.revision
-            page = self.synced(revision)
-        return revision
-
-    def synced(self, revision: int) -> m.Synced:
-        page: Any = self.ask(m.Sync(revision, 0))
-        return page
+        return client.state.directive["number"]
 
     def __exit__(self, *exception: object) -> None:
-        self.kill()
-        self.beside.__exit__()
+        self._server.__exit__()
+        self.hang_up()
 
 
-def run_server(
-    _: Any, run_dir: Path, capacities: dict[str, int], public: str, local: str, inference: str, keys: Path | None
-) -> None:  # fmt: skip
-    serve(run_dir, capacities, public=public, local=local, inference=inference, keys=keys)
+def serve_run(_: Any, run_dir: Path, capacities: dict[str, int], options: dict[str, Any]) -> None:
+    serve(run_dir, capacities, **options)
 
 
 @contextmanager
@@ -302,27 +274,27 @@ def plain_disk(path: Path, total: int, records: Sequence[memoryview]) -> Iterato
 
 # -- what is pushed
 class Rows:
-    """Segments of `length` rows (as many as the recorder takes, if 0), over about `pool` bytes that are made once."""
+    """Segments of as many rows as the recorder takes, over about 32 MB that are made once."""
 
-    def __init__(self, spec: Spec, *, length: int = 0, pool: int = 32 << 20) -> None:
-        self.spec, self.length = spec, length or segment_rows(spec)
+    def __init__(self, spec: Spec) -> None:
+        self.spec, self.length = spec, segment_rows(spec)
         generator = np.random.default_rng(0)
         self.bytes = self.length * sum(feature.nbytes for feature in spec.observation.values())
         self._pool = [
             {name: _values(generator, feature, self.length) for name, feature in spec.observation.items()}
-            for _ in range(max(1, min(256, pool // self.bytes)))
+            for _ in range(max(1, min(256, (32 << 20) // self.bytes)))
         ]
         self.pool = len(self._pool)  # segments
         self._episodes = 0
 
-    def episode(self, count: int, number: int, *, prefix: str = "bench") -> list[Segment]:
+    def episode(self, count: int, number: int) -> list[Segment]:
         """`count` segments of one new episode, which stays open."""
         self._episodes += 1
         flags, zeros = np.zeros(self.length, bool), np.zeros(self.length, np.float32)
         action, times = np.zeros((self.length, *self.spec.action.shape), np.float32), zeros.astype(np.float64)
         return [
             Segment(
-                f"{prefix}-{self._episodes}", i * self.length, "bench", Stamp(number, "bench", 1),
+                f"bench-{self._episodes}", i * self.length, "bench", Stamp(number, "bench", 1),
                 self._pool[i % len(self._pool)], action, zeros, flags, flags, times,
             )
             for i in range(count)
@@ -335,9 +307,9 @@ class Rows:
         return [row.reshape(-1).view(np.uint8).data for array in arrays for row in array]
 
 
-def spec_of(size: int, *, fps: float = 300.0) -> Spec:
+def spec_of(size: int) -> Spec:
     """Rows of one array of `size` bytes, and an action of 7."""
-    return Spec({STATE: Feature((size,), "uint8")}, Feature((7,), low=-np.ones(7), high=np.ones(7)), fps=fps)
+    return Spec({STATE: Feature((size,), "uint8")}, Feature((7,), low=-np.ones(7), high=np.ones(7)), fps=300.0)
 
 
 def _values(generator: np.random.Generator, feature: Feature, count: int) -> Array:
@@ -348,27 +320,6 @@ def observation() -> dict[str, Array]:
     """One of SPEC."""
     generator = np.random.default_rng(0)
     return {name: _values(generator, feature, 1)[0] for name, feature in SPEC.observation.items()}
-
-
-class Latencies:
-    """How late acknowledgements come: the `seconds` from each push through this to its Ack in the network thread."""
-
-    def __init__(self, client: TrainerClient) -> None:
-        self.seconds: list[float] = []
-        self._client, self._pushed = client, deque[float]()
-        self._seq = client._send_queue._put
-        self._before, client._send_queue.acknowledge = client._send_queue.acknowledge, self._acknowledged
-
-    def push(self, segment: Segment) -> None:
-        self._pushed.append(time.perf_counter())
-        self._client.push(segment)
-
-    def _acknowledged(self, ack: m.Ack) -> None:
-        self._before(ack)
-        now = time.perf_counter()
-        while self._pushed and self._seq < ack.expected:
-            self.seconds.append(now - self._pushed.popleft())
-            self._seq += 1
 
 
 def deliver(client: TrainerClient, segments: list[Segment]) -> float:

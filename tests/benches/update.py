@@ -1,5 +1,6 @@
 """One update of SAC and of RLPD, as their yamls have them, beside a minimal loop in torch: the same networks, batch,
 fused optimiser and number of draws, and nothing else. An update of RLPD is one of the critics, then one of all.
+Then how long training stands still while weights are published, beside one copy of as many bytes into memory in use.
 
 Both run on one thread, in turn, on states of 8 numbers and actions of 7. The minimal loop neither normalises states nor
 scales actions, refuses no gradient and shows nothing.
@@ -11,30 +12,37 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from serl_client import messages as m
 from torch import Tensor
 from torch.nn import functional
 
 from serl_launcher.config import composed
 from serl_launcher.replay.batches import blank
 from serl_launcher.training.build import build
+from serl_launcher.training.ranks import Ranks
+from serl_launcher.training.writers import Patience, Publisher
 from serl_launcher.types import Batch
+from serl_launcher.utils.distributed import World
 from serl_launcher.utils.optim import kernels
+from tests.shared.common import CONFIG
 
 from .paired import COMMON, Figure, option, ratio, rounds
 from .replay import SMALL, STATE
 
-ROOT = Path(__file__).resolve().parents[2]
-
-OPTIONS = {"--rounds": option(21, "(21)"), "--updates": option(50, "in each round (50)"), **COMMON}
+OPTIONS = {
+    "--rounds": option(21, "(21)"), "--updates": option(50, "in each round (50)"),
+    "--megabytes": option(200, "of weights that are published (200)"), **COMMON,
+}  # fmt: skip
 
 
 def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     torch.set_num_threads(1)
     for name in ("sac", "rlpd"):
-        config = composed(ROOT / "config", [f"algo={name}"])
+        config = composed(CONFIG, [f"algo={name}"])
         algorithm: Any = build(config, SMALL)
         batch = filled(config.batch_size, algorithm)
         minimal = Minimal(algorithm, batch)
@@ -50,6 +58,30 @@ def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
         yield Figure(
             f"{name}, an update with a batch of {config.batch_size}", value, "ms", "a minimal loop", beside, "<= 1.1"
         )
+    yield publishing(folder, options.megabytes, options.rounds)
+
+
+def publishing(folder: Path, megabytes: int, count: int) -> Figure:
+    """What Publisher.begin takes; the rest is done by a thread, which each round waits for."""
+    tensors = {f"layer.{number}.weight": torch.randn(500, 500) for number in range(megabytes)}
+    algorithm: Any = SimpleNamespace(acting=SimpleNamespace(published=lambda: tensors, parameters=tuple))
+    versions = iter(range(1, 10**9))
+    ranks, patience = Ranks(algorithm, World(), {}), Patience(folder)
+    publisher = Publisher(folder / "weights", ranks, lambda _: m.Done(0, next(versions)), patience)
+    source = torch.cat([tensor.flatten() for tensor in tensors.values()])
+    target = torch.zeros_like(source)
+
+    def ours() -> float:
+        tensors["layer.0.weight"].add_(1)  # other weights than before are written
+        taken = seconds([publisher.begin], [0], 1)
+        publisher.finish()
+        return taken
+
+    contenders = {"ours": ours, "copy": lambda: seconds([target.copy_], [source], 1)}
+    rounds(contenders, 2)
+    measured = rounds(contenders, count)
+    value, beside = 1e3 * median(measured["ours"]), ratio(measured, "ours", "copy")
+    return Figure(f"publishing {megabytes} MB: training stands still", value, "ms", "one copy", beside, "<= 1.5")
 
 
 def seconds(updates: list[Any], arguments: list[Any], count: int) -> float:

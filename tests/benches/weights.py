@@ -1,18 +1,15 @@
 """How fast a weights file reaches several receivers at once, beside the same bytes over plain TCP.
 
 Ours is the real server and the pull of real clients: each part is verified (xxh3_128) and written, and what counts is
-when every receiver has the verified file. Its wire alone is the same pull into memory. Beside them stand plain TCP into
-memory, plain TCP whose receivers hash and write as ours must, and with --peers one broadcast of lz4(pickle) over
-ZeroMQ PUB, as agentlace does it. Then a receiver behind a slow link pulls beside two fast ones.
+when every receiver has the verified file. Beside it stand plain TCP into memory, plain TCP whose receivers hash and
+write as ours must, and with --peers one broadcast of lz4(pickle) over ZeroMQ PUB, as agentlace does it.
 """
 
 import argparse
-import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,20 +18,16 @@ import numpy as np
 import zmq
 from serl_client import messages as m
 from serl_client.client import TrainerClient
-from serl_client.connection import Connection
-from serl_client.weights import OPEN_REQUESTS, PART_BYTES
 
 from serl_launcher.store import weights
-from tests.faults.proxy import Proxy
 from tests.shared.common import free_port
 
 from .paired import JSON, Figure, cpu_seconds, option, ratio, rounds
 from .served import Group, RawTcp, Served, spec_of
 
-OURS, WIRE, RAW = "ours", "ours, the wire alone", "raw TCP"
+OURS, RAW = "ours", "raw TCP"
 KEPT, BROADCAST = "raw TCP, hashed and written", "lz4(pickle) over PUB"
 LOOK_S = 0.001  # between two looks whether the file is there
-SLOW = 1_000_000  # bytes/s of the slow link
 
 
 OPTIONS = {
@@ -50,7 +43,6 @@ def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     data = np.random.default_rng(0).integers(0, 256, options.megabytes * 10**6, np.uint8)
     for count in options.receivers:
         yield from pulls(folder / str(count), data, count, options.rounds, peers=options.peers)
-    yield from beside_slow(folder / "slow", data, options.rounds)
 
 
 # -- ours
@@ -61,18 +53,14 @@ class Published(Served):
         super().__init__(folder / "learner", 1000)
         self._data, self._count = data, 0
 
-    def next(self) -> float:
-        """Publish another file; time.monotonic() of just before its number was asked for."""
+    def reach(self, group: Group) -> float:
+        """Publish another file; seconds from when its number is asked for until each of a group has it."""
         self._count += 1
         self._data[:8] = np.array([self._count], np.uint64).view(np.uint8)
         sha256, size = weights.write(self.run_dir / "weights", self._data.tobytes())
         begin = time.monotonic()
         self.ask(m.Publish(sha256, size, self._count))
-        return begin
-
-    def reach(self, group: Group) -> float:
-        """Seconds until each of a group has the next file."""
-        return -self.next() + max(group.heard())
+        return max(group.heard()) - begin
 
 
 def follow(pipe: Any, address: str, folder: Path, number: int) -> None:
@@ -91,32 +79,6 @@ def follow(pipe: Any, address: str, folder: Path, number: int) -> None:
                 pipe.send(time.monotonic())
             client.check()
             time.sleep(LOOK_S)
-
-
-def pull(pipe: Any, address: str, number: int) -> None:
-    """A client that pulls as the real one does, without checksum and file."""
-    name, spec = f"puller-{number}", spec_of(1000).to_dict()
-    with Connection(address, m.Hello(m.PROTOCOL, "actor", name, os.urandom(16).hex(), name, "", spec)) as link:
-        while not link.connected:
-            link.receive()
-            link.wait(0.05)
-        pipe.send(time.monotonic())
-        version = count = taken = asked = 0
-        while True:
-            message = link.receive()
-            if message is None:
-                link.send(m.Heartbeat({}))
-                link.wait(1.0)
-            elif isinstance(message, m.WeightsChunk):
-                taken += 1
-                if taken == count:
-                    pipe.send(time.monotonic())
-            offer = link.notice.weights
-            if taken == count and offer and offer["version"] > version:
-                version, count, taken, asked = offer["version"], -(-offer["size"] // PART_BYTES), 0, 0
-            while asked < min(count, taken + OPEN_REQUESTS):
-                link.send(m.WeightsRequest(offer["sha256"], asked))
-                asked += 1
 
 
 # -- beside it
@@ -156,12 +118,10 @@ def broadcast(data: np.ndarray, count: int) -> Iterator[Callable[[], float]]:
 def pulls(folder: Path, data: np.ndarray, count: int, times: int, *, peers: bool) -> Iterator[Figure]:
     """GB/s that reach `count` receivers together, ours beside each other way."""
     with ExitStack() as exits:
-        ours, alone = (exits.enter_context(Published(folder / name, data)) for name in ("ours", "wire"))
+        ours = exits.enter_context(Published(folder, data))
         words = [(ours.address, folder, number) for number in range(count)]
         group = exits.enter_context(Group(follow, words))
         group.heard()
-        pullers = exits.enter_context(Group(pull, [(alone.address, number) for number in range(count)]))
-        pullers.heard()
         pids, spent = [ours.pid, *group.pids], [0.0]
 
         def reached() -> float:
@@ -174,7 +134,6 @@ def pulls(folder: Path, data: np.ndarray, count: int, times: int, *, peers: bool
         kept = exits.enter_context(RawTcp([folder / f"kept-{number}" for number in range(count)]))
         calls = {
             OURS: reached,
-            WIRE: lambda: alone.reach(pullers),
             RAW: lambda: raw.send([data.data], data.nbytes),
             KEPT: lambda: kept.send([data.data], data.nbytes),
         }
@@ -190,31 +149,8 @@ def pulls(folder: Path, data: np.ndarray, count: int, times: int, *, peers: bool
         ratio_ = ratio(rates, name, against) if against else None
         return Figure(f"weights to {count}, {name}", median(rates[name]), "GB/s", against, ratio_, goal)
 
-    yield from (figure(OURS, RAW, ">= 0.9"), figure(OURS, KEPT), figure(WIRE, RAW, ">= 0.9"))
+    yield from (figure(OURS, RAW, ">= 0.9"), figure(OURS, KEPT))
     if peers:
-        yield from (figure(name, BROADCAST, ">= 15") for name in (WIRE, OURS))
-    yield from (figure(name, "") for name in list(calls)[2:])
+        yield figure(OURS, BROADCAST, ">= 15")
+    yield from (figure(name, "") for name in list(calls)[1:])
     yield Figure(f"weights to {count}, ours: CPU of all sides", spent[0] / (times * count * data.nbytes / 1e9), "s/GB")
-
-
-def beside_slow(folder: Path, data: np.ndarray, times: int) -> Iterator[Figure]:
-    """How long two fast receivers take, with and without one on a slow link beside them."""
-    with ExitStack() as exits:
-        published = exits.enter_context(Published(folder, data))
-        proxy = exits.enter_context(Proxy("127.0.0.1", int(published.address.rpartition(":")[2])))
-        fast = exits.enter_context(Group(follow, [(published.address, folder, number) for number in range(2)]))
-        slow = exits.enter_context(Group(follow, [(f"tcp://127.0.0.1:{proxy.port}", folder, 2)]))
-        fast.heard()
-        slow.heard()
-
-        def reached(mode: str, **options: Any) -> float:
-            proxy.set(mode, **options)
-            time.sleep(0.5)  # it is connected again, or gone
-            return published.reach(fast)
-
-        calls = {"beside": partial(reached, "trickle", rate=SLOW), "alone": partial(reached, "cut")}
-        for call in calls.values():
-            call()
-        seconds = rounds(calls, times)
-    value, beside = median(seconds["beside"]), ratio(seconds, "beside", "alone")
-    yield Figure("two fast receivers beside a slow one", value, "s", "alone", beside, "<= 1.1")
