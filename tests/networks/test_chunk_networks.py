@@ -40,7 +40,7 @@ def inputs(network, count=3):
 
 
 @each
-@pytest.mark.parametrize(("horizon", "times", "history"), [(1, 1, 1), (5, 2, 1), (8, 1, 3), (16, 1, 2)])
+@pytest.mark.parametrize(("horizon", "times", "history"), [(1, 1, 1), (5, 2, 3), (16, 1, 2)])
 def test_any_horizon_times_and_observations_fit_and_every_weight_learns(name, horizon, times, history):
     network = made(name, horizon=horizon, times=times, history=history)
     found = network(*inputs(network))
@@ -86,6 +86,7 @@ def test_derivatives_forward_are_those_that_the_network_says_it_has(name):
     torch.testing.assert_close(along, (ahead - behind) / (2 * step), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(SMALL)))
 def test_full_sizes_are_those_of_the_papers(name):
     network = instantiate(config_of(f"+network={name}").network)
@@ -95,6 +96,7 @@ def test_full_sizes_are_those_of_the_papers(name):
     assert sum(weight.numel() for weight in made.parameters()) / 1e6 == pytest.approx(WEIGHTS[name], abs=0.15)
 
 
+@pytest.mark.nightly
 @each
 def test_a_network_learns_a_chunk_that_its_inputs_give(name):
     network = made(name, history=1)

@@ -3,20 +3,15 @@
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from hydra.utils import instantiate
 from serl_client import ConfigError, Feature
-from serl_client import messages as m
 from torch.nn import functional
 
-from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.networks.augment import Augment, augmentation, coloured, shifted
 from serl_launcher.networks.mlp import StateEncoder
 from serl_launcher.networks.vision import ImageTrunk, ObservationEncoder
-from serl_launcher.store import weights as files
 from tests.shared.models import STATE, act, batch, config_of, now, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,11 +121,10 @@ def test_a_shift_moves_what_is_seen_and_repeats_the_border():
 
 def offsets(before, after):
     """The (down, right) of each row's image at its first time step."""
-    every = [(dy, dx) for dy in range(-4, 5) for dx in range(-4, 5)]
-    return [
-        next(pair for pair in every if torch.equal(shifted(old[None], *torch.tensor(pair)[:, None])[0], new))
-        for old, new in zip(before, after, strict=True)
-    ]
+    every = torch.cartesian_prod(torch.arange(-4, 5), torch.arange(-4, 5))
+    found = [(shifted(before, *pair.expand(len(before), 2).T) == after).flatten(1).all(1) for pair in every]
+    assert torch.stack(found).any(0).all()
+    return every[torch.stack(found).int().argmax(0)].tolist()
 
 
 def test_rows_cameras_and_the_next_observation_are_shifted_each_by_themselves():
@@ -142,7 +136,7 @@ def test_rows_cameras_and_the_next_observation_are_shifted_each_by_themselves():
              for seen in (changed.observation, changed.next_observation) for name in (HIGH, WRIST)]  # fmt: skip
     for i, pairs in enumerate(drawn):
         assert all({pair[axis] for pair in pairs} == set(range(-4, 5)) for axis in (0, 1))
-        assert all(sum(map(tuple.__eq__, pairs, other)) < 8 for other in drawn[:i])
+        assert all(sum(map(list.__eq__, pairs, other)) < 8 for other in drawn[:i])
     assert torch.equal(changed.observation[STATE], original[STATE])
     assert all(torch.equal(rows.observation[name], value) for name, value in original.items())  # nothing in place
 
@@ -206,22 +200,6 @@ def test_augmentation_for_a_policy_that_sees_nothing_is_refused():
         augmentation(partial(Augment, 4, 0.0, 0.0), ["observation.state"])
 
 
-def test_published_weights_let_an_actor_see(tmp_path):
-    learner, host = build(), PolicyHost(build(seed=1), SPEC, "cpu")
-    learner.update(anything())
-    sha256, _ = files.write(tmp_path, safetensors.torch.save(learner.acting.state_dict()))
-    host.load(1, files.path(tmp_path, sha256))
-    seen = {name: value[0].numpy() for name, value in observe(1).items()}  # as a robot has it: [H, W, 3]
-    pair = (seen, {**seen, WRIST: np.zeros_like(seen[WRIST])})
-    questions = [Question(b"ab"[i : i + 1], m.InferenceRequest(0, 0, True, False, "", pair[i])) for i in (0, 1)]
-    for question in questions:
-        host.check(question.ask)
-    answers = [answer.arrays["action"] for answer in host.answer(questions)]
-    both = {name: torch.stack([torch.as_tensor(arrays[name]) for arrays in pair]) for name in seen}
-    np.testing.assert_array_equal(np.stack(answers), act(learner, both, torch.zeros(2, 1, 2)).numpy())
-    assert not np.allclose(*answers)
-
-
 def places(size, generator):
     """Pictures of a bright block, [B, 1, H, W, 3], and where it is, within -1..1 [B, 2]."""
     corner = torch.randint(SIZE - 6, (size, 2), generator=generator)
@@ -231,7 +209,7 @@ def places(size, generator):
     return (60 + 150 * block).to(torch.uint8)[:, None, :, :, None].repeat(1, 1, 1, 1, 3), corner / (SIZE - 7) * 2 - 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_policy_learns_to_reach_for_what_only_the_camera_sees():
     """One-step episodes: the reward is how near the action comes to the block."""
     spec, generator = robot(2, reach=1, shape=(SIZE, SIZE, 3), cameras=(HIGH,)), torch.Generator().manual_seed(1)

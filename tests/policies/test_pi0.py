@@ -278,8 +278,9 @@ def test_computing_the_layers_again_changes_no_loss_and_no_gradient_and_keeps_le
     assert kept[1] < 0.25 * kept[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("float32", marks=pytest.mark.slow), pytest.param("bfloat16", marks=pytest.mark.nightly)]
+)
 def test_a_sample_is_one_graph_without_a_break(precision):
     policy = make(LEFT, precision=precision, steps=2, gemma={"depth": 2}, vision={"depth": 1})
     prepared = policy.prepared(observation_of(policy), TASKS)
@@ -321,6 +322,7 @@ def test_low_rank_updates_of_both_stacks_are_trained():
     assert all(gradient.any() for gradient in gradients(adapted, adapted(batch_of(adapted))[0].mean()).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pi0", "pi0_expert", "pi0_lora"])
 def test_at_full_size_it_has_the_weights_of_pi0_base_that_are_read(name):
     """PaliGemma 3B and the expert of 300M, without the backbone's last queries and last MLP, and without lm_heads."""

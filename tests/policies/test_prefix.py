@@ -86,6 +86,7 @@ def test_a_delay_that_leaves_no_row_to_learn_is_refused(max_delay):
         policy_of(max_delay=max_delay)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_delay", [MOST, 0], ids=["trained", "guided"])
 def test_a_chunk_goes_the_way_that_the_old_one_went(max_delay):
     """Both ways are as likely without an old chunk: to decide anew at each border is to tremble between them."""
