@@ -48,15 +48,17 @@ class Limits:
     tool_speed: Array = field(default_factory=lambda: np.empty(0))
 
     def shown(self, i: int, *positions: Array) -> str:
-        """Return entry `i` of these positions, each [J], with its name, in its unit for a person."""
-        name, unit = [*self.entries.items()][i]
-        factor, suffix = SHOWN[unit]
-        return f"{name} is measured at {' and '.join(f'{each[i] * factor:.4g}{suffix}' for each in positions)}"
+        """Say where entry `i` was measured, at each of these positions [J]."""
+        return f"{[*self.entries][i]} is measured at {' and '.join(self._value(i, each) for each in positions)}"
 
     def outside(self, i: int, measured: Array) -> str:
         """Say that entry `i` of these positions [J] is not in its range."""
-        low, high = (self.shown(i, end).rpartition(" at ")[2] for end in (self.low, self.high))
-        return f"{self.shown(i, measured)}, and its range is {low} to {high}"
+        return f"{self.shown(i, measured)}, and its range is {self._value(i, self.low)} to {self._value(i, self.high)}"
+
+    def _value(self, i: int, positions: Array) -> str:
+        """Return entry `i` of these positions [J], in its unit for a person."""
+        factor, suffix = SHOWN[[*self.entries.values()][i]]
+        return f"{positions[i] * factor:.4g}{suffix}"
 
     def described(self) -> list[str]:
         """Return a line for each entry and for the tool, in degrees or millimetres."""

@@ -112,6 +112,7 @@ def test_an_address_that_is_none_ends_the_actor_with_one_sentence(spec, tmp_path
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.slow
 def test_an_actor_without_learner_terminal_or_interrupts_says_what_it_waits_for_and_ends_with_ctrl_c(tmp_path):
     """As a script starts it with &: its standard input is no terminal, and SIGINT is ignored."""
     port, said = free_port(), tmp_path / "said"

@@ -116,20 +116,21 @@ def test_a_human_who_drives_while_the_policy_is_silent_is_shown_and_not_cut_off(
     assert drivers[1:] == ["WAITING", "WAITING", *["HUMAN"] * 97]
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_human_can_drive_before_the_first_row_of_a_silent_policy():
     class Mute(RandomPolicy):
         def act(self, observation, **rest):
             return None
 
-    env = build(teleop=Hand(rows=range(4, 99)), max_steps=5, clock="real", fps=500)
+    env = build(teleop=Hand(rows=range(4, 99)), max_steps=5, clock="real")
     client, _, status = actor(env, Mute(env.spec, 0))
     assert rows(client.episodes[0].intervened) == [0, 1, 2, 3, 4]
     assert client.episodes[0].gap.tolist() == [True, False, False, False, False]
     assert (env.teleop.reads, client.waited, status.takeovers) == (9, 4, 1)  # each wait looks anew, each row once
 
 
-def test_after_a_pause_the_robot_looks_again_before_the_policy_acts_on_what_it_saw_before(monkeypatch):
-    env = build(max_steps=6, clock="real", fps=500)
+def test_after_a_pause_the_robot_looks_again_before_the_policy_acts_on_what_it_saw_before(clock):
+    env = build(max_steps=6, clock="real")
     asked = []
 
     class Asked(RandomPolicy):

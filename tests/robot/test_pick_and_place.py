@@ -73,10 +73,11 @@ def test_an_object_is_in_the_box_only_if_it_lies_there():
     assert not scene.succeeded
 
 
-def test_the_scripted_operator_puts_the_object_into_the_box():
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 50), marks=pytest.mark.nightly)], ids=str)
+def test_the_scripted_operator_puts_the_object_into_the_box(seeds):
     with env_of() as env:
-        episodes = [play(env, seed, teleop=True) for seed in range(50)]
-    assert sum(bool(steps[-1].success) for steps in episodes) >= 48
+        episodes = [play(env, seed, teleop=True) for seed in seeds]
+    assert sum(bool(steps[-1].success) for steps in episodes) >= 0.95 * len(seeds) - 1
     left = np.stack([step.observation["observation.state"][:6] for steps in episodes for step in steps])
     np.testing.assert_allclose(left, np.tile(HOME[:6], (len(left), 1)), atol=5e-3, err_msg="the other arm rests")
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -272,7 +271,8 @@ def test_readers_know_the_new_tail_before_anything_is_overwritten(tmp_path, monk
     assert max(overwritten) == 200
 
 
-def test_no_row_is_torn_in_a_million_draws_while_old_episodes_are_evicted(tmp_path):
+@pytest.mark.parametrize("draws", [100_000, pytest.param(1_000_000, marks=pytest.mark.nightly)])
+def test_no_row_is_torn_however_many_are_drawn_while_old_episodes_are_evicted(tmp_path, draws):
     made = founded(tmp_path, online=300)
     child = os.fork()
     if child == 0:  # the writer: goes round the ring again and again
@@ -288,8 +288,7 @@ def test_no_row_is_torn_in_a_million_draws_while_old_episodes_are_evicted(tmp_pa
             "length": np.empty(512, np.int64), "step_id": np.empty(512, np.int64),
             **{name: np.empty((512, 1), bool) for name in ("terminated", "truncated", "intervened", "valid")},
         }  # fmt: skip
-        deadline = time.monotonic() + 120
-        while (drawn < 1_000_000 or reader.head < 5000) and time.monotonic() < deadline:
+        while drawn < draws or reader.head < 5000:  # the writer must have gone round many times
             reader.refresh()
             found = reader.draw(512, SAC, generator, None)
             if found is None or not reader.gather(found, SAC, into):
@@ -304,8 +303,6 @@ def test_no_row_is_torn_in_a_million_draws_while_old_episodes_are_evicted(tmp_pa
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert drawn >= 1_000_000
-    assert reader.head >= 5000, "the writer must have gone round many times"
 
 
 def test_an_episode_that_nobody_ends_is_cut_and_pushes_out_no_more_than_its_own_steps(tmp_path, made, caplog):

@@ -126,7 +126,7 @@ def test_what_is_frozen_is_there_once_and_has_no_gradient(words):
 
 
 def test_what_is_spread_is_divided_by_the_ranks():
-    alone, states, gradients, all_of_it = (need_of(WIDE, 4, stage) for stage in range(4))
+    alone, states, gradients, all_of_it = (need_of(FLOW, 4, stage) for stage in range(4))
     weights = alone.weights
     assert alone.optimizer == 2 * weights
     assert states.optimizer == pytest.approx(weights * 3 / 4, rel=1e-6)  # two moments, and DeepSpeed's own weights
@@ -144,7 +144,7 @@ def test_parts_of_a_batch_take_the_memory_of_one():
 
 def test_the_largest_batch_that_the_plan_names_is_what_has_to_fit():
     def need(option, batch_size):
-        words = ["plan=sft", *WIDE, f"plan.phases.clone.updates=[{{update: {option}}}]", f"batch_size={batch_size}"]
+        words = ["plan=sft", *FLOW, f"plan.phases.clone.updates=[{{update: {option}}}]", f"batch_size={batch_size}"]
         return check_memory(composed(CONFIG, [*words, "ranks=1"]), SPEC, "cpu", 1)
 
     assert need("{batch: 64}", 16) == need("{every: 1}", 64) != need("{every: 1}", 16)
@@ -176,7 +176,11 @@ def test_every_documented_option_and_a_robot_with_one_action_are_counted(words, 
     assert not caplog.records
 
 
-@pytest.mark.parametrize("words", [["algo=rlpd"], ["algo=rejection_pixels", "policy=flow_pixels"], TINY], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [["algo=rlpd"], ["algo=rejection_pixels", "policy=flow_pixels"], pytest.param(TINY, marks=pytest.mark.slow)],
+    ids=" ".join,
+)
 def test_both_ways_to_count_agree(words, monkeypatch):
     config = composed(CONFIG, words)
     small = memory.needed(lambda: build(config, SMALL), SMALL, 32, 1, 0)
@@ -215,6 +219,7 @@ def test_an_update_that_is_marked_is_not_run(small, monkeypatch, caplog):
     }
 
 
+@pytest.mark.slow
 def test_nothing_stays_changed_after_counting(monkeypatch):
     monkeypatch.setattr(memory, "SMALL", 0)
     to, limit = torch.nn.Module.to, fake_tensor.CONSTANT_NUMEL_LIMIT
@@ -272,13 +277,14 @@ def test_layer_norms_are_given_float32_so_that_autocast_on_a_gpu_keeps_what_was_
 
 def test_what_ranks_send_each_other_is_counted_and_one_large_weight_too():
     def of(way, *words):
-        config = composed(CONFIG, [*WIDE, *words, f"sharding={way}", "ranks=1"])
+        config = composed(CONFIG, [*FLOW, *words, f"sharding={way}", "ranks=1"])
         return check_memory(config, SPEC, "cpu", 2).exchanged
 
     assert of("replicas") == BUCKET
     assert of("zero2", "sharding.zero_optimization.reduce_bucket_size=1e6") == 2 * 1_000_000 * 4
-    assert of("zero3") == (50_000_000 + 50_000_000 + 100_000_000) * 4 + 2 * 3000 * 3000 * 4
-    assert need_of(WIDE).exchanged == 0
+    large = of("zero3", "policy.network.hidden=[1000,1000]")
+    assert large == (50_000_000 + 50_000_000 + 100_000_000) * 4 + 2 * 1000 * 1000 * 4
+    assert need_of(FLOW).exchanged == 0
 
 
 def test_trainer_and_inference_are_refused_together_where_each_alone_would_fit(on_gpu):

@@ -88,6 +88,7 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
+@pytest.mark.slow
 def test_ranks_take_the_steps_of_one_process_also_where_one_rank_alone_used_a_weight(ranks):
     """Adam's steps are the same for larger gradients, but its averages of them are not."""
     expected, expected_states = alone()
@@ -97,12 +98,14 @@ def test_ranks_take_the_steps_of_one_process_also_where_one_rank_alone_used_a_we
     assert all(torch.equal(ranks[0][0][name], ranks[1][0][name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_a_weight_that_no_rank_uses_stays_as_it_was_without_decay(ranks):
     for weights, states, *_ in ranks:
         assert torch.equal(weights["unused.weight"], optimizer_of().module.unused.weight)
         assert [bool(state) for state in states] == [True] * (2 * LAYERS + 2) + [False] * 2
 
 
+@pytest.mark.slow
 def test_gradients_travel_in_few_messages(ranks):
     numbers = sum(weight.numel() for weight in Net().parameters())
     for *_, sent, _ in ranks:
@@ -112,6 +115,7 @@ def test_gradients_travel_in_few_messages(ranks):
         assert used == 2 * LAYERS + 4  # which weights had a gradient
 
 
+@pytest.mark.slow
 def test_each_rank_gets_its_part_alone_and_what_they_make_of_it_is_joined(ranks):
     for rank, (*_, (given, joined)) in enumerate(ranks):
         assert given["names"] == [str(rank)]
