@@ -233,13 +233,8 @@ def test_older_policies_climb_the_returns_through_the_model(name, noise):
     torch.testing.assert_close(torch.autograd.grad(found, weight)[0], expected)
 
 
-def test_the_second_versions_returns_are_made_of_a_slow_value_that_is_copied_now_and_then():
-    dreamer = made("dreamer_v2", "algo.slow_every=2")
-    begun = weights(dreamer.slow_value)
-    dreamer.update(sequences(dreamer))
-    assert_same(begun, weights(dreamer.slow_value))
-    dreamer.update(sequences(dreamer))
-    assert_same(weights(dreamer.value_head), weights(dreamer.slow_value))
+def test_the_second_versions_returns_are_made_of_a_slow_value():
+    dreamer = made("dreamer_v2")
     with torch.no_grad():
         for weight in (*dreamer.slow_value.parameters(), *dreamer.reward.layers[-1].parameters()):
             weight.zero_()

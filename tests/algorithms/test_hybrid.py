@@ -1,6 +1,5 @@
 """HIL-SERL's hybrid: its target is the equation of its file, and each half learns what is its own."""
 
-import copy
 from dataclasses import replace
 
 import numpy as np
@@ -160,6 +159,7 @@ def toy(algorithm, generator, size=128):
     return replace(rows, terminated=rows.valid)
 
 
+@pytest.mark.slow
 def test_the_gripper_learns_the_states_sign_while_the_arm_learns_its_own():
     algorithm, generator = build("algo.learning_rate=3e-3"), torch.Generator().manual_seed(1)
     state = torch.rand(256, 2, generator=generator) * 2 - 1
@@ -175,47 +175,7 @@ def test_the_gripper_learns_the_states_sign_while_the_arm_learns_its_own():
     raise AssertionError(f"the arm is {error:.2f} away, and the gripper right in {right:.0%}")
 
 
-# -- as every algorithm
-
-
-def test_a_resumed_run_goes_on_bit_by_bit_and_its_targets_are_no_copies():
-    straight = build("algo.epsilon=0.1")
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        straight.update_critic(toy(straight, generator))
-        straight.update(toy(straight, generator))
-    learned, target = straight.grasp_critic.state_dict(), straight.target_grasp_critic.state_dict()
-    assert not torch.equal(learned["network.0.weight"], target["network.0.weight"])
-    resumed = build("algo.epsilon=0.1", seed=1)
-    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
-    rows = toy(straight, generator)
-    for algorithm in (straight, resumed):
-        algorithm.update(rows)
-        algorithm.update_critic(rows)
-    assert_same(straight.state_dict(), resumed.state_dict())
-    assert "grasp_optimizer" in straight.get_extra_state()["optimizers"]
-
-
-def test_published_weights_are_enough_to_act_and_nothing_else_is_kept():
-    learner, actor = build(), build(seed=1)
-    learner.set_statistics({"mean": {STATE: np.array([1.0, -2.0])}, "std": {STATE: np.array([0.5, 2.0])}})
-    learner.update(rows_of(learner))
-    state = {STATE: torch.randn(20, 2)}
-    wanted = act(learner, state, explore=True)
-    assert not torch.equal(act(actor, state, explore=True), wanted)
-    actor.only_acting()
-    assert [name for name, _ in actor.named_children()] == ["policy"]
-    assert not any(weight.requires_grad for weight in actor.parameters())
-    actor.acting.load_published(learner.acting.published())
-    assert torch.equal(act(actor, state, explore=True), wanted)
-
-
-def test_statistics_reach_every_encoder():
-    algorithm = build()
-    algorithm.set_statistics({"mean": {STATE: np.array([1.0, -2.0])}, "std": {STATE: np.array([0.5, 2.0])}})
-    means = {key: value.tolist() for key, value in algorithm.state_dict().items() if key.endswith("state.mean")}
-    assert len(means) == 6  # of the arm, its critics and the grasp critic; two targets, and the copy that acts
-    assert all(mean == [1.0, -2.0] for mean in means.values())
+# -- images, and what cannot be
 
 
 def test_the_grasp_critic_sees_augmented_images_and_trains_convolutions_of_its_own():

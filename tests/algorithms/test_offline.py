@@ -97,13 +97,17 @@ def values_after(algorithm, updates):
         return algorithm.state_value({STATE: torch.eye(STATES).unsqueeze(1)})
 
 
-@pytest.mark.parametrize(("values", "updates"), [(KINDS[0], 250), (KINDS[2], 400)], ids=["scalar", "hl_gauss"])
+@pytest.mark.parametrize(
+    ("values", "updates"),
+    [pytest.param(KINDS[0], 250, id="scalar"), pytest.param(KINDS[2], 400, id="hl_gauss", marks=pytest.mark.slow)],
+)
 def test_half_an_expectile_gives_the_behaviours_values(values, updates):
     """C51 and TwoHot come to them too, but slowly: they begin almost sure of zero."""
     found = values_after(iql(expectile=0.5, values=values), updates)
     assert (found - behaviours_values()).abs().max() < 0.05
 
 
+@pytest.mark.slow
 def test_the_upper_expectile_gives_the_best_values_and_the_policy_takes_the_better_actions():
     algorithm = iql(expectile=0.99, beta=50.0)
     best = DISCOUNT ** torch.arange(STATES - 1.0, -1.0, -1.0)
@@ -221,7 +225,7 @@ def judged(algorithm, **columns):
     return batch(ARM, window=algorithm.windows["update"], ends="terminated", **{**known, **columns})
 
 
-@pytest.mark.parametrize("calibrated", [True, False])
+@pytest.mark.parametrize("calibrated", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_value_of_an_action_that_the_data_lack_sinks_to_their_return_and_no_further(calibrated, monkeypatch):
     """Data and uniform actions go right, the policy goes left. Linear critics have one number for each way."""
     algorithm = cal_ql(hidden=(), calibrated=calibrated, cql_alpha=5.0)
@@ -300,14 +304,6 @@ def test_only_what_is_calibrated_asks_for_returns_and_with_the_algorithms_discou
     for window in cal_ql().windows.values():
         assert (window.offsets[calql.RETURN], window.discount) == ((0,), DISCOUNT)
     assert not any(calql.RETURN in window.offsets for window in cal_ql(calibrated=False).windows.values())
-
-
-def test_rows_without_weight_move_no_critic():
-    algorithm = cal_ql()
-    before = weights(algorithm.critic)
-    metrics = algorithm.update_critic(judged(algorithm, weight=torch.zeros(32)))
-    assert metrics["critic_gradient"] == 0
-    assert_same(weights(algorithm.critic), before)
 
 
 @pytest.mark.parametrize(

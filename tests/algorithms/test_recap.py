@@ -95,6 +95,7 @@ def test_the_condition_is_a_word_for_a_policy_that_reads_words():
     assert not algorithm.conditioned.tasks  # a robot may ask for any
 
 
+@pytest.mark.slow
 def test_under_the_condition_the_policy_does_what_was_good_and_beyond_it_more_so():
     """Half of the rows go left and are good, half go right; without the condition it is either."""
     algorithm = build("algo.dropped=0.1", "algo.optimizer.learning_rate=0.005")

@@ -57,6 +57,7 @@ def test_it_tells_success_of_states_that_it_has_not_seen_and_is_calibrated():
     assert not decision.action.any(), "the middle of the bounds"
 
 
+@pytest.mark.slow
 def test_from_labels_by_lot_it_learns_nothing():
     algorithm = build("algo._target_=tools.studies.reward.Shuffled")
     for seed in range(150):

@@ -36,15 +36,14 @@ def test_targets_keep_termination_and_truncation_apart(length, ends, target, wei
 
 
 def test_the_target_of_soft_actor_critic_is_the_papers():
-    overrides = ("critic.num_critics=4", "algo.discount=0.5", "algo.initial_temperature=0.3")
-    algorithm, _ = build("sac", *overrides)
+    algorithm, _ = build("sac", "algo.discount=0.5", "algo.initial_temperature=0.3")
     rows = batch(SPEC, window=algorithm.windows["update"])
     generator = torch.Generator().set_state(algorithm.generator.get_state())
     noise = torch.randn(len(rows), *algorithm.policy.noise_shape)
     target = algorithm.target(rows, noise)
     with torch.no_grad():
         action, log_prob = algorithm.policy.rsample(rows.next_observation, noise=noise)
-        pair = torch.randperm(4, generator=generator)[:2]
+        pair = torch.randperm(3, generator=generator)[:2]
         value = algorithm.target_critic(rows.next_observation, action)[pair].min(0).values - 0.3 * log_prob
     torch.testing.assert_close(target, rows.reward[:, 0] + 0.5 * value)
 
@@ -86,6 +85,6 @@ def test_entropy_below_its_target_becomes_dear_and_above_it_cheap(target, dearer
 @pytest.mark.parametrize("name", ["sac", "rlpd"])
 def test_soft_actor_critic_refuses_a_policy_without_density_or_encoder_and_names_what_to_say(name):
     without = [f"~policy.{word}" for word in ("encoder", "hidden", "layer_norm", "log_std_low", "log_std_high")]
-    for words in (["policy=gaussian", STRANGE, *without], ["policy=pi0_tiny"]):
+    for words in (["policy=gaussian", STRANGE, *without], ["policy=flow"]):
         with pytest.raises(ConfigError, match=r"need a policy with a density .* policy=gaussian, or algo=sac_pi0 with"):
             instantiate(config_of(f"algo={name}", *words).algo)(SPEC)

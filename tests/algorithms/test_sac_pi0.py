@@ -177,6 +177,7 @@ def test_a_chunk_beyond_the_bounds_finds_its_way_back():
         assert (policy.network.layers[-1].bias.grad.abs() > 0).all() == passes
 
 
+@pytest.mark.slow
 def test_a_clone_that_climbs_finds_the_better_of_what_it_was_shown():
     """Actions are rewarded by where they go: to the right is better than what the clone does, which is anything."""
     algorithm, generator = build(learning_rate=3e-3, distill_weight=0.1), torch.Generator().manual_seed(0)
@@ -260,12 +261,6 @@ def test_frozen_features_are_the_references_and_exist_once():
         assert torch.equal(critic.encoder(now(rows.observation)), expected)
         assert not list(critic.encoder.parameters())
     assert not torch.equal(algorithm.policy.encoder(now(rows.observation)), expected)
-
-
-def test_augmentation_is_refused_where_nobody_sees():
-    with pytest.raises(ConfigError, match="sees none"):
-        build(augment=partial(Augment, 1, 0.0, 0.0))
-    build(encoder=SEES, augment=partial(Augment, 1, 0.0, 0.0))
 
 
 def test_what_the_end_of_an_episode_cut_off_lies_within_the_bounds_of_actions():

@@ -155,7 +155,7 @@ def test_the_best_of_n_acts_and_backs_up():
     torch.testing.assert_close(algorithm.target(drawn), expected.detach())
 
 
-@pytest.mark.parametrize("name", ["qc", "fql", "parl", "guided", "dsrl", "expo"])
+@pytest.mark.parametrize("name", ["qc", "dsrl", "expo"])
 def test_what_needs_more_than_one_observation_or_continues_chunks_is_refused_by_name(name):
     for word, sentence in (("policy.history=2", "policy.history=1"), ("policy.max_delay=1", "policy.max_delay=0")):
         with pytest.raises(ConfigError, match=rf"algo={name} .*{sentence}"):

@@ -190,6 +190,7 @@ def test_the_mean_of_a_candidates_returns_less_what_its_weights_take_is_what_evo
     assert (algorithm.told == NONE).all()
 
 
+@pytest.mark.slow
 def test_evolution_finds_the_controller_that_the_returns_ask_for():
     """Every return is minus the squared distance of the controller that acted to a goal, as an episode would tell."""
     algorithm = build("algo.rollouts=1", "algo.weight_penalty=0", "algo.population=12")

@@ -274,38 +274,6 @@ def test_a_network_as_large_as_in_its_paper_learns_and_acts(name):
     checked(["algo=sft", "policy=chunk", f"network={name}"], SEEN)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OFFERED["sharding"])
-def test_every_sharding_takes_the_algorithm_that_trains_one_network(name):
-    """Two ranks train in each of these ways, and go on from a checkpoint, in test_sharding."""
-    checked([f"sharding={name}", "ranks=2", *words_of("algo", "rejection")], SEEN)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OFFERED["policy"])
-def test_every_option_of_a_policy_can_be_chosen(name):
-    words = words_of("policy", name)
-    needs(words)
-    options = (
-        "head.noise_level=0.1", "network.layer_norm=false", "policy.layer_norm=false", "policy.lora=2",
-        "policy.imitation_target=observation.state", "policy.max_delay=2",
-    )  # fmt: skip
-    state = action = Feature((3,), names=("x", "y", "z"), low=-1, high=1)
-    config = made(*words)
-    for option in options:
-        name = option.partition("=")[0]
-        place = option if name.startswith("policy.") or _reads(config, name) else f"policy.{option}"
-        if OmegaConf.select(config, place.partition("=")[0], default=Ellipsis) is not Ellipsis:
-            words.append(place)
-    checked(words, Spec({**SEEN.observation, "observation.state": state}, action, fps=10.0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algo", ["sac_pi0", "sft", "rejection"])
-def test_a_stochastic_sampler_is_trained_by_every_algorithm_for_chunks(algo):
-    checked([f"algo={algo}", "policy=flow", "policy.head.noise_level=0.05"], SEEN)
-
-
 # -- words of the pages
 
 
