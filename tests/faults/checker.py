@@ -20,6 +20,7 @@ from tests.shared.oracle import Found, opened
 
 from .truth import notes
 
+COMMANDS, WEIGHTS = "number, name FROM commands", "version, sha256 FROM weights"
 RECORD = struct.Struct("<4sIQQQ")  # magic, header length, body length, seq, checksum
 
 
@@ -59,7 +60,8 @@ def check(store: Path, truths: Sequence[Path], outboxes: Iterable[Path], archive
         return report
     with opened(store) as index:
         compare(Found(store, index, report.violations), lives, archived, report)
-        _check_numbers(index, truths, report)
+        for path in truths:
+            check_numbers(index, notes(path), path.name, report)
         newest = index.execute("SELECT sha256 FROM weights ORDER BY version DESC LIMIT 1").fetchone()
         check_weights(store.parent / "weights", newest or (), report)
     for outbox in outboxes:
@@ -263,19 +265,20 @@ def _part_checksums(path: Path) -> bytes:
     return b"".join(xxhash.xxh3_128_digest(data[i << 20 : (i + 1) << 20], seed) for i, seed in enumerate(seeds))
 
 
-def _check_numbers(index: sqlite3.Connection, truths: Sequence[Path], report: Report) -> None:
-    """Numbers that were given for directives and weights are there, name what they named, and never went back."""
+def check_numbers(index: sqlite3.Connection, said: Iterable[Mapping[str, Any]], by: str, report: Report) -> None:
+    """Numbers that were given for directives, commands and weights are there, name what they named, and only grow."""
     directives = {number: json.loads(body) for number, body in index.execute("SELECT number, body FROM directives")}
-    weights = dict(index.execute("SELECT version, sha256 FROM weights").fetchall())
-    archived = {row[0] for row in index.execute("SELECT number FROM archived")}
-    for path in truths:
-        newest = 0
-        for note in notes(path):
-            if "directive" in note and directives.get(note["directive"]) != note["body"]:
-                report.violations.append(f"directive {note['directive']} is not what was answered to")
-            if "archived" in note and not set(note["archived"]) <= archived:
-                report.violations.append("episodes whose archiving was answered are not archived")
-            version, sha256 = note.get("published") or note.get("weights") or (0, "")
-            if version and (weights.get(version) != sha256 or version <= newest):
-                report.violations.append(f"{path.name}: weights {version} are {sha256[:8]}, after version {newest}")
-            newest = max(newest, version)
+    commands, weights = (dict(index.execute(f"SELECT {words}").fetchall()) for words in (COMMANDS, WEIGHTS))
+    archived, newest = {row[0] for row in index.execute("SELECT number FROM archived")}, Counter[str]()
+    for note in said:
+        if not set(note.get("archived", ())) <= archived:
+            report.violations.append("episodes whose archiving was answered are not archived")
+        version, sha256 = note.get("published") or note.get("weights") or (0, "")
+        for kind, number, value, there in (
+            ("directive", note.get("directive", 0), note.get("body"), directives),
+            ("command", note.get("command", 0), note.get("body"), commands), ("weights", version, sha256, weights),
+        ):  # fmt: skip
+            if number and (there.get(number) != value or number <= newest[kind]):
+                was = f"is {there.get(number)}, and was answered for {value} after {newest[kind]}"
+                report.violations.append(f"{by}: {kind} {number} {was}")
+            newest[kind] = max(newest[kind], number)

@@ -126,12 +126,12 @@ class _Played:
             first, other = Actor(self._public, "a", "a0"), Actor(self._public, "b", "b0")
             for actor in (first, other):
                 actor.welcome()
-            self._ask("directives", BODIES[0], m.Direct(BODIES[0], None))
+            self._ask("directive", BODIES[0], m.Direct(BODIES[0], None))
             for actor in (first, other):
                 actor.push_next(3)
                 actor.wait()
             self._ask("archived", [1, 2], m.Archived([1, 2]))
-            self._ask("directives", BODIES[1], m.Direct(BODIES[1], None))
+            self._ask("directive", BODIES[1], m.Direct(BODIES[1], None))
             for actor in (first, other):
                 actor.push_next(5)
             self._rounds(first, other, 9)
@@ -146,7 +146,7 @@ class _Played:
         with self._server(CAPACITIES | ADDED):
             for actor in (second, other):
                 actor.welcome()
-            self._ask("commands", "hold", m.Command("hold"))
+            self._ask("command", "hold", m.Command("hold"))
             self._rounds(second, other, 8)
 
     @contextmanager
@@ -191,14 +191,12 @@ class _Played:
 # -- what must be left
 @dataclass
 class Promises:
-    """All that was promised by the marks so far: {session: records}, and {number: what was asked for} of each kind."""
+    """All that was promised by the marks so far: {session: records}, and the numbers that were given, as the checker
+    takes them."""
 
     run: str = ""
     expected: dict[str, int] = field(default_factory=dict)
-    directives: dict[int, Any] = field(default_factory=dict)
-    weights: dict[int, Any] = field(default_factory=dict)
-    commands: dict[int, Any] = field(default_factory=dict)
-    archived: dict[int, Any] = field(default_factory=dict)
+    numbers: list[dict[str, Any]] = field(default_factory=list)
     damaged: set[tuple[str, int]] = field(default_factory=set)  # (session, seq) of records that could not be sent
     _asked: tuple[str, Any] = ("", None)
 
@@ -207,11 +205,14 @@ class Promises:
         self.run = said.get("run", self.run)
         for session, expected in said.get("expected", ()):
             self.expected[session] = max(expected, self.expected.get(session, 0))
-        if "asked" in said:
-            self._asked = said["asked"]
+        self._asked = said.get("asked", self._asked)
         if "done" in said:
-            what, value = self._asked
-            getattr(self, what)[said["done"]] = value
+            self.given(self._asked[0], said["done"], self._asked[1])
+
+    def given(self, what: str, number: int, value: Any) -> None:
+        """The number was given to a directive, command or weights; or what is archived."""
+        pair = {"weights": {"weights": [number, value]}, "archived": {"archived": value}}
+        self.numbers.append(pair.get(what, {what: number, "body": value}))
 
 
 @cache
@@ -239,7 +240,12 @@ def broken(run_dir: Path, promises: Promises) -> list[str]:
             lives[session] = checker.Life(session, number, session, notes, promises.expected.get(session, 0))
         checker.compare(found, lives, (), report)
         _check_lost(index, lives, report)
-        _check_numbers(run_dir, index, promises, report)
+        checker.check_numbers(index, promises.numbers, "the learner", report)
+        ((run,),) = index.execute("SELECT value FROM meta WHERE key = 'run'")
+        if promises.run not in ("", json.loads(run)):
+            report.violations.append(f"the store is of run {run}, not {promises.run}")
+        newest = [sha256 for (sha256,) in index.execute("SELECT sha256 FROM weights ORDER BY version DESC LIMIT 2")]
+        checker.check_weights(run_dir / "weights", newest, report)
     return report.violations
 
 
@@ -247,30 +253,6 @@ def _check_lost(index: sqlite3.Connection, lives: dict[str, checker.Life], repor
     wanted = {(session, seq) for session, life in lives.items() for seq, one in life.records.items() if "lost" in one}
     if wanted != {tuple(row) for row in index.execute("SELECT session, seq FROM lost")}:
         report.violations.append(f"other records than {sorted(wanted)} are known as lost")
-
-
-def _check_numbers(run_dir: Path, index: sqlite3.Connection, promises: Promises, report: checker.Report) -> None:
-    """Run, directives, weights and commands that were answered; the files of the two newest weights."""
-
-    def table(name: str, columns: str) -> dict[Any, Any]:
-        return {row[0]: row[1] for row in index.execute(f"SELECT {columns} FROM {name}")}
-
-    run, weights = json.loads(table("meta", "key, value")["run"]), table("weights", "version, sha256")
-    if promises.run not in ("", run):
-        report.violations.append(f"the store is of run {run}, not {promises.run}")
-    directives = {number: json.loads(body) for number, body in table("directives", "number, body").items()}
-    there = {"directives": directives, "weights": weights, "commands": table("commands", "number, name")}
-    for what, numbers in there.items():
-        for number, value in getattr(promises, what).items():
-            if numbers.get(number) != value:
-                said = f"{what}: number {number} was given to {value}, and is {numbers.get(number)}"
-                report.violations.append(said)
-    archived = table("archived", "number, number")
-    for numbers in promises.archived.values():
-        if not set(numbers) <= archived.keys():
-            report.violations.append(f"the episodes {numbers} are not known as archived")
-    newest = [weights[version] for version in sorted(weights)[-2:]]
-    checker.check_weights(run_dir / "weights", newest, report)
 
 
 if __name__ == "__main__":

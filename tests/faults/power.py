@@ -187,13 +187,8 @@ def _go_on(run_dir: Path, store: Store, promises: played.Promises) -> played.Pro
     grown.run = grown.run or store.run
     sha256, size = weights.write(run_dir / "weights", b"newer")
     body = {"phase": "next", "mode": "collect", "into": "online"}
-    for given, number, value in (
-        (grown.directives, store.direct(body), body),
-        (grown.weights, store.publish_weights(sha256, size, 0), sha256),
-    ):
-        if number <= max(given, default=0):
-            raise ValueError(f"the number {number} is given again")
-        given[number] = value
+    grown.given("directive", store.direct(body), body)
+    grown.given("weights", store.publish_weights(sha256, size, 0), sha256)
     store.hello("c", "outbox-c", "c0", [])
     for session in [session for session, state in store.sessions.items() if not state.closed]:
         begin = max(store.expected(session), grown.expected.get(session, 0))  # what was acknowledged comes no more

@@ -4,8 +4,7 @@ import gc
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from serl_launcher.store.server import Server
 from tests.shared.oracle import opened
 
 from .stage import Actor, Setting, Stage, context
@@ -28,12 +26,11 @@ STEPS = 160  # that the store holds for each actor: some episodes
 WEIGHTS = 1 << 20  # bytes
 GRACE = 60.0  # seconds on top where nothing has left the store yet: such a soak shows nothing
 WARM_UP = 0.2  # of the samples are left out: what fills up once is no drift
-ONE_EACH = ("rows of ", "index KB", "server.keeper.store.sessions")  # grow with the run's history
-OURS = ("serl_client.", "serl_launcher.")
-DEPTH, LOOKED_INTO = 6, 200  # how far `tables` follows our own objects, and how many of one table
+ONE_EACH = ("rows of ", "index KB")  # grow with the run's history
 BOUNDS = {  # what may come on top of the first quarter: (a share of it, and so much besides)
     "server MB": (0.05, 16.0), "actors MB": (0.05, 16.0), "server files": (0.05, 4.0), "actors files": (0.05, 4.0),
     "server threads": (0.0, 0.5), "actors threads": (0.05, 2.0), "server CPU ms a record": (0.5, 1.0),
+    "server objects": (0.05, 1000.0),
 }  # fmt: skip
 
 
@@ -126,45 +123,14 @@ def _heard(actor: Actor) -> list[float]:
 
 # -- how large everything is
 def _begun(pipe: Any) -> None:
-    """In the server's process: whatever is said through the pipe is answered with the sizes of its tables."""
+    """In the server's process: whatever is said through the pipe is answered with the number of its objects."""
     threading.Thread(target=_tell, args=(pipe,), daemon=True).start()
 
 
 def _tell(pipe: Any) -> None:
-    server = next(thing for thing in gc.get_objects() if isinstance(thing, Server))
     while pipe.recv():
-        pipe.send({"server objects": len(gc.get_objects()), **tables(server, "server")})
-
-
-def tables(root: object, name: str) -> dict[str, int]:
-    """{path: entries} of every list, dict, set and deque that belongs to one of our objects; tables of objects of one
-    kind are added up."""
-    found: dict[str, int] = {}
-    seen, front = set(), [(name, root)]
-    for _ in range(DEPTH):
-        front = [(path, part) for path, part in front if id(part) not in seen and not seen.add(id(part))]
-        front = [entry for path, part in front for entry in _parts(path, part, found)]
-    return found
-
-
-def _parts(path: str, thing: object, found: dict[str, int]) -> Iterator[tuple[str, object]]:
-    """Our own objects that a thing holds; the sizes of its tables go into `found`."""
-    slots = [slot for kind in type(thing).__mro__ for slot in getattr(kind, "__slots__", ())]
-    attributes = dict(getattr(thing, "__dict__", {})) | {slot: getattr(thing, slot, None) for slot in slots}
-    for attribute, value in attributes.items():
-        place = f"{path}.{attribute}"
-        if isinstance(value, dict | list | set | deque):
-            found[place] = found.get(place, 0) + len(value)
-            held = [*value.values()] if isinstance(value, dict) else [*value]
-            yield from ((place, item) for item in held[:LOOKED_INTO] if _is_ours(item))
-        elif _is_ours(value):
-            yield place, value
-
-
-def _is_ours(thing: object) -> bool:
-    """A message is none: its tables are what it says."""
-    module = type(thing).__module__
-    return module.startswith(OURS) and module != "serl_client.messages"
+        gc.collect()
+        pipe.send({"server objects": len(gc.get_objects())})
 
 
 def process_sizes(name: str, pids: Iterable[int]) -> dict[str, float]:
@@ -228,12 +194,11 @@ def broken(drifts: Mapping[str, Drift]) -> list[str]:
 
 
 def verdict(soak: Soak) -> tuple[dict[str, Any], list[str]]:
-    """What the last line says, and the lines that a person reads: first what has a bound, then what grows."""
+    """What the last line says, and the lines that a person reads."""
     drifts = {name: drift(soak.times, values) for name, values in soak.series.items()}
-    shown = {name: found for name, found in drifts.items() if " " in name or found.grows}
-    grown, bad, report = [name for name, found in shown.items() if found.grows], broken(drifts), soak.check()
+    grown, bad, report = [name for name, found in drifts.items() if found.grows], broken(drifts), soak.check()
     lines = [f"{'':42} {'first':>10} {'last':>10} {'per hour':>12} {'+-':>10}"]
-    for name, found in shown.items():
+    for name, found in drifts.items():
         numbers = f"{found.first:10.1f} {found.last:10.1f} {found.per_hour:12.1f} {found.error:10.1f}"
         lines.append(f"{name:42} {numbers}{'  grows' * found.grows}")
     said = {
@@ -241,7 +206,7 @@ def verdict(soak: Soak) -> tuple[dict[str, Any], list[str]]:
         "acknowledged": soak.acknowledged, "evicted": soak._published[0], "errors": report.violations[:10],
         "broken": bad, "grows_with_history": [name for name in grown if name.startswith(ONE_EACH)],
         "grows": [name for name in grown if not name.startswith(ONE_EACH)],
-        "drift": {name: {key: round(v, 2) for key, v in asdict(found).items()} for name, found in shown.items()},
+        "drift": {name: {key: round(v, 2) for key, v in asdict(found).items()} for name, found in drifts.items()},
         "holds": not bad and not report.violations and soak._published[0] > 0,
     }  # fmt: skip
     return said, lines

@@ -6,7 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -221,24 +221,11 @@ def attacked(tmp_path_factory):
         yield server
 
 
-@contextmanager
-def outlived(server):
-    """Within, it is attacked; then it serves, and has neither grown nor kept a thread."""
-    resident, threads = server.size
-    yield
-    grown, left = server.size
-    assert grown - resident < live.HELD
-    assert left == threads
-    assert server.serves()
-
-
-@pytest.mark.parametrize("attack", hostile.ATTACKS, ids=lambda attack: attack.__name__)
-def test_the_server_outlives(attacked, attack):
-    before = hostile.contents(attacked.run_dir / "store")
-    with outlived(attacked):
-        attack(attacked.port, 20_000)
-        attacked.report()
-        assert hostile.contents(attacked.run_dir / "store") == before
+def test_the_server_outlives_every_attack_and_spoiled_messages_after_a_good_hello(tmp_path):
+    result = live.attack(240, 7, tmp_path / "live")
+    assert (result["failures"], result["files"], result["threads_lost"]) == ([], [], 0)
+    assert result["growth"] < live.HELD
+    assert result["outcomes"]["refused"] > 100
 
 
 def test_what_is_refused_is_counted_and_a_connection_that_goes_on_is_ignored(attacked):
@@ -248,12 +235,6 @@ def test_what_is_refused_is_counted_and_a_connection_that_goes_on_is_ignored(att
         assert peer.read(200)
         until(lambda: before + 16 <= attacked.refused() <= before + 40)
     assert attacked.serves()
-
-
-def test_spoiled_messages_after_a_good_hello_leave_the_server_as_it_was(attacked):
-    with outlived(attacked):
-        attacked.messages(240, Random(7))
-    assert attacked.complaints() == []
 
 
 def test_an_actor_whose_report_is_too_long_lives_without_one(attacked):
@@ -278,36 +259,21 @@ def test_the_tool_prints_counts_and_a_last_line_of_json(tmp_path):
     assert status == 0
 
 
-@pytest.fixture
-def planted(tmp_path, monkeypatch):
-    """planted(run, count) -> what the campaign says of so many cases, of which `run` is told the number."""
-
-    def planted(run, count):
-        target = Target(1.0, lambda chance, number: number, lambda case, scratch: run(case) or "taken")
-        monkeypatch.setitem(campaign.KINDS, "planted", target)
-        return campaign.apart("planted", count, 0, 1, tmp_path / "scratch")
-
-    return planted
-
-
-def test_a_case_that_crashes_or_writes_is_found_and_kept(tmp_path, planted):
-    def run(case):
+def test_a_case_that_crashes_or_writes_is_found_and_kept(tmp_path, monkeypatch):
+    def run(case, scratch):
         if case == 5:
             raise RuntimeError("planted")
         if case == 7:
             (tmp_path / "elsewhere").touch()
+        return "taken"
 
-    result = planted(run, 10)
+    monkeypatch.setitem(campaign.KINDS, "planted", Target(1.0, lambda chance, number: number, run))
+    result = campaign.apart("planted", 10, 0, 1, tmp_path / "scratch")
     _, *_ = campaign.keep(tmp_path / "kept", "planted", 1, result["failures"])
     kept = json.loads((tmp_path / "kept" / "planted-1-5.json").read_text())
     assert (result["crashes"], kept["number"], "planted" in kept["why"]) == (1, 5, True)
     assert result["files"] == [str(tmp_path / "elsewhere")]
     assert result["outcomes"] == {"taken": 9, "FAILED": 1}
-
-
-def test_what_the_cases_leave_in_memory_is_growth(planted):
-    left = []
-    assert planted(lambda case: left.append(b"x" * (1 << 20)), 40)["growth"] > campaign.GROWTH
 
 
 BUSY = """

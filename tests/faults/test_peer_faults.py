@@ -1,11 +1,11 @@
 """E2 to E14: what was seen to break the known actor-learner transports, done to ours; what broke there holds here.
 
 Each test is named after an experiment, and says in its first line what came of it with agentlace 0.0.2 or with Hi-ORS
-around it. The others are elsewhere: E1 in test_service.py, E4 in test_fuzz.py, E9 and E11 in test_weights.py.
+around it. The others are elsewhere: E1 in test_service.py, E3 in
+test_store_service.py, E4 in test_fuzz.py, E8 in test_outbox.py, E9 and E11 in test_weights.py.
 """
 
 import hashlib
-import itertools
 import os
 import pickle
 import queue
@@ -17,10 +17,10 @@ from contextlib import ExitStack, suppress
 import numpy as np
 import pytest
 import zmq
-from serl_client import Feature, Segment, Spec
+from serl_client import Feature, Spec
 from serl_client import messages as m
 from serl_client.client import TrainerClient
-from serl_client.errors import Refused, TrainerError
+from serl_client.errors import Refused
 
 from tests.faults.proxy import Proxy
 from tests.shared.clients import connected, directed, own_name, push_episodes
@@ -103,28 +103,6 @@ def test_e2_the_first_of_two_actors_of_one_name_is_told_and_its_records_come_lat
     assert arrived(server, second) == list(range(5))
 
 
-def test_e2_two_actors_of_different_names_that_take_turns_both_arrive_whole(server, connect):
-    one, other = connect("e2-one"), connect("e2-other")
-    for number in range(20):
-        push(one, [number])
-        push(other, [number])
-    assert one.drain(30)
-    assert other.drain(30)
-    assert arrived(server, one) == arrived(server, other) == list(range(20))
-
-
-def test_e3_a_handler_that_raises_is_answered_and_all_arrives(server, connect):
-    """There: the thread that served died in silence, and the learner trained on with a frozen buffer."""
-    client, other = connect("e3"), connect("e3-other")
-    (server.run_dir / "raise").touch()
-    push(client, range(5))
-    push(other, range(5))
-    assert client.drain(30)
-    assert other.drain(30)
-    assert not (server.run_dir / "raise").exists()
-    assert arrived(server, client) == arrived(server, other) == list(range(5))
-
-
 def send_raw(server, *messages):
     """As any ZMTP peer may; returns what was answered to each."""
     with zmq.Context.instance().socket(zmq.DEALER) as peer:
@@ -194,37 +172,6 @@ def test_e7_without_a_learner_pushing_goes_on_and_its_return_gets_everything_onc
     server.start()
     assert client.drain(30)
     assert arrived(server, client) == list(range(40))
-
-
-def test_e8_a_little_outbox_says_that_it_is_full_and_loses_nothing(server, connect):
-    """There: of 1000 transitions between two updates a queue of 100 lost 900, without a signal."""
-    client, taken = connect("e8", capacity=20_000), []
-    server.signal(signal.SIGSTOP)
-
-    def push_on():
-        for number in itertools.count():
-            for record in make_episode(own_name(client, number), number, directive=client.state.directive["number"]):
-                client.push(record)
-                taken.append(record)
-
-    with pytest.raises(TrainerError, match="full"):
-        push_on()
-    server.signal(signal.SIGCONT)
-    assert client.drain(30)
-    assert client.has_room
-    steps = sum(len(record) for record in taken if isinstance(record, Segment))
-    assert sum(len(indices) for name, indices in server.stored().items() if client.session[:8] in name) == steps > 0
-
-
-def test_e9b_a_late_joiner_is_told_of_the_weights_with_its_welcome(server, connect, tmp_path):
-    """There: what was published before it came never reached it."""
-    connect("e9b-early")
-    content = os.urandom(300_000)
-    version = server.publish(content)
-    client = connect("e9b", weights_folder=tmp_path / "weights")
-    assert client._network.server.welcome.state["weights"]["version"] == version
-    until(lambda: client.weights(0))
-    assert client.weights(0)[1].read_bytes() == content
 
 
 def test_e12_a_control_loop_that_hangs_does_not_break_the_link(server, connect):

@@ -32,4 +32,4 @@ def test_actors_come_and_go_at_a_store_that_evicts_and_the_last_line_tells_it():
     assert result["kills"] >= 2
     assert result["lives"] > 6 + result["kills"]
     assert result["evicted"] > 0
-    assert "server.keeper.store.sessions" in {*result["grows_with_history"], *result["grows"]}
+    assert "rows of sessions" in result["grows_with_history"]

@@ -10,7 +10,6 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -101,33 +100,49 @@ def header(layout: list[object] | None = None, **fields: object) -> bytes:
 VALID = message(header(None, **HELLO)) + message(header(None, type="Heartbeat", report={"a": 1}))
 
 
-# -- attacks: each takes a port and how much of it there is to be
-def half_a_greeting(port: int, amount: int) -> None:
-    for length in (0, 1, 10, 11, 12, 32, 63):
-        with Peer(port, greeted=False) as peer:
-            peer.send(GREETING[:length])
+# -- attacks
+def attack(port: int, amount: int) -> int:
+    """All of them, with so many tiny frames where there are many; how many there were."""
+    said = _said(amount)
+    for greeted, data in said:
+        with Peer(port, greeted=greeted) as peer:
+            peer.send(data)
+            peer.is_open(0.1 if greeted else 0.0)
+    for strike in (_a_name_that_is_taken, _slowly, _gone_in_every_phase):
+        strike(port)
+    return len(said) + 3
 
 
-def a_wrong_greeting(port: int, amount: int) -> None:
+def _said(amount: int) -> list[tuple[bool, bytes]]:
+    """(whether a good handshake comes first, what is said) of the connections of those who speak wrongly."""
+    many, chance = max(1, amount // 1000), random.Random(amount)
     curve, old = GREETING.replace(b"NULL".ljust(20, b"\0"), b"CURVE".ljust(20, b"\0")), b"\x01\x00"
-    for data in (b"GET / HTTP/1.1\r\n\r\n" + bytes(64), b"\0" * 64, b"\xff" * 200, curve, old, GREETING[:10] + b"\x7f"):
-        with Peer(port, greeted=False) as peer:
-            peer.send(data + frame(READY, COMMAND))
-
-
-def handshakes_out_of_order(port: int, amount: int) -> None:
-    bad = READY[:-9] + b"\xff\xff\xff\xff\xff"
-    for data in (
+    web, bad = b"GET / HTTP/1.1\r\n\r\n" + bytes(64), READY[:-9] + b"\xff\xff\xff\xff\xff"
+    handshakes = (  # out of order
         VALID, frame(b"\x05READY", COMMAND), frame(READY), frame(bad, COMMAND), frame(b"\x05ERROR\xffx", COMMAND),
         frame(READY, COMMAND) * 2, frame(b"\xc8nothing", COMMAND), frame(b"", COMMAND), frame(READY, COMMAND | 0xF8),
         frame(READY.replace(b"DEALER", b"SUBSCR"), COMMAND), frame(b"\x09SUBSCRIBEx", COMMAND),
-    ):  # fmt: skip
-        with Peer(port, greeted=False) as peer:
-            peer.send(GREETING + data)
-            peer.send(VALID)
+    )  # fmt: skip
+    commands = (b"\x04PING\x00\x0ax", b"\x04PONG", b"\x04PING" + bytes(200), b"\x06CANCELx", b"\x03FOO")
+    row = b"\xdd" + struct.pack(">I", 99_999)
+    return [
+        *((False, GREETING[:length]) for length in (0, 1, 10, 11, 12, 32, 63)),
+        *((False, wrong + frame(READY, COMMAND)) for wrong in (web, bytes(64), b"\xff" * 200, curve, old)),
+        (False, GREETING[:10] + b"\x7f" + frame(READY, COMMAND)),
+        *((False, GREETING + data + VALID) for data in handshakes),
+        (True, message(header(None, **HELLO)) + b"".join(frame(command, COMMAND) for command in commands)
+         + frame(b"\x04PING\x00\x0a", COMMAND | MORE) + frame(b"x", 0xF0)),
+        *((True, frame(b"x" * 10, LONG, length)) for length in (1 << 63, (1 << 64) - 1, 1 << 40, (64 << 20) + 1)),
+        (True, frame(b"", LONG, 64 << 20) + bytes(1000) * many),  # one that never ends
+        (True, frame(b"x", MORE) * 1000 * many), (True, frame(b"x", MORE) * 1000 * many + frame(b"x")),
+        (True, frame(b"x") * 1000 * many),
+        # 1 MiB of empty mappings: 72 MiB, if somebody made them
+        (True, message(b"\xdd\0\0\0\x0a" + (row + b"\x80" * 99_999) * 10) * 3),
+        *((number % 2 == 0, chance.randbytes(4000)) for number in range(20)),
+    ]  # fmt: skip
 
 
-def a_name_that_is_taken(port: int, amount: int) -> None:
+def _a_name_that_is_taken(port: int) -> None:
     """Several connections that all say they are the same one, with a name like those that libzmq gives."""
     for name in (b"twin", b"\0\0\0\0\1", b"x" * 255, b"x" * 300):
         ready = frame(READY[:-4] + struct.pack(">I", len(name)) + name, COMMAND)
@@ -138,84 +153,20 @@ def a_name_that_is_taken(port: int, amount: int) -> None:
             peer.socket.close()
 
 
-def commands_between_messages(port: int, amount: int) -> None:
-    with Peer(port) as peer:
-        peer.send(message(header(None, **HELLO)))
-        for command in (b"\x04PING\x00\x0ax", b"\x04PONG", b"\x04PING" + bytes(200), b"\x06CANCELx", b"\x03FOO"):
-            peer.send(frame(command, COMMAND))
-        peer.send(frame(b"\x04PING\x00\x0a", COMMAND | MORE) + frame(b"x", 0xF0))
-
-
-def a_length_that_lies(port: int, amount: int) -> None:
-    for length in (1 << 63, (1 << 64) - 1, 1 << 40, (64 << 20) + 1):
-        with Peer(port) as peer:
-            peer.send(frame(b"x" * 10, LONG, length))
-
-
-def _poured(port: int, amount: int, data: bytes, before: bytes = b"", after: bytes = b"") -> None:
-    with Peer(port) as peer:
-        peer.send(before)
-        for _ in range(max(1, amount // 1000)):
-            peer.send(data)
-        peer.send(after)
-        peer.is_open(0.1)
-
-
-def a_frame_that_never_ends(port: int, amount: int) -> None:
-    _poured(port, amount, bytes(1000), before=frame(b"", LONG, 64 << 20))
-
-
-def more_and_no_end(port: int, amount: int) -> None:
-    _poured(port, amount, frame(b"x", MORE) * 1000)
-
-
-def a_message_of_tiny_frames(port: int, amount: int) -> None:
-    _poured(port, amount, frame(b"x", MORE) * 1000, after=frame(b"x"))
-
-
-def many_tiny_messages(port: int, amount: int) -> None:
-    _poured(port, amount, frame(b"x") * 1000)
-
-
-def a_header_that_unpacks_large(port: int, amount: int) -> None:
-    """1 MiB of empty mappings: 72 MiB, if somebody made them."""
-    row = b"\xdd" + struct.pack(">I", 99_999)
-    with Peer(port) as peer:
-        peer.send(message(b"\xdd\0\0\0\x0a" + (row + b"\x80" * 99_999) * 10) * 3)
-        peer.is_open(0.2)
-
-
-def slowly(port: int, amount: int) -> None:
+def _slowly(port: int) -> None:
     with Peer(port, greeted=False) as peer:
         for byte in (GREETING + frame(READY, COMMAND) + VALID)[:200]:
             peer.send(bytes([byte]))
             time.sleep(0.002)
 
 
-def gone_in_every_phase(port: int, amount: int) -> None:
+def _gone_in_every_phase(port: int) -> None:
     """Hang up, by turns with and without a reset, after every few bytes of a good beginning."""
     data = GREETING + frame(READY, COMMAND) + VALID
     for i, length in enumerate(range(0, len(data), 7)):
         peer = Peer(port, greeted=False)
         peer.send(data[:length])
         (peer.reset if i % 2 else peer.socket.close)()
-
-
-def noise(port: int, amount: int) -> None:
-    chance = random.Random(amount)
-    for _ in range(10):
-        with Peer(port, greeted=False) as peer:
-            peer.send(chance.randbytes(4000))
-        with Peer(port) as peer:
-            peer.send(chance.randbytes(4000))
-
-
-ATTACKS: tuple[Callable[[int, int], None], ...] = (
-    half_a_greeting, a_wrong_greeting, handshakes_out_of_order, a_name_that_is_taken,
-    commands_between_messages, a_length_that_lies,
-    a_frame_that_never_ends, more_and_no_end, a_message_of_tiny_frames, many_tiny_messages,
-    a_header_that_unpacks_large, slowly, gone_in_every_phase, noise,
-)  # fmt: skip
 
 
 # -- what a process looks like from outside
