@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -54,7 +53,7 @@ def main() -> None:
     for name in options.algorithms:
         words = words_of(name, options.updates)
         first = played(folder / "played") if name == EVOLVED else begun
-        undisturbed, killed = (fresh(first, folder / f"{name}-{kind}") for kind in ("whole", "killed"))
+        undisturbed, killed = (copied(first, folder / f"{name}-{kind}", forgets=True) for kind in ("whole", "killed"))
         train(undisturbed, words)
         times = 0
         while times < options.kills and train(killed, words, dies_after=moments.uniform(0.2, 1.5)):
@@ -83,14 +82,8 @@ def words_of(name: str, updates: int) -> list[str]:
     ]  # fmt: skip
     rounds = "actors: {mode: idle}, updates: ${updates}, data: {demo: 1.0}, on_begin: [{fit_normalizer: demo}], "
     plan = ["plan=sft", "~plan.phases.clone", "~plan.phases.evaluate"]
-    return [
-        *SMALL,
-        "task=fake",
-        *plan,
-        f"algo={name}",
-        *sizes,
-        phase("train", f"{rounds}until: ['updates >= {updates}']"),
-    ]
+    train = phase("train", f"{rounds}until: ['updates >= {updates}']")
+    return [*SMALL, "task=fake", *plan, f"algo={name}", *sizes, train]
 
 
 def played(folder: Path) -> Path:
@@ -104,14 +97,6 @@ def played(folder: Path) -> Path:
 
 def _has(node: Any, names: Sequence[str]) -> bool:
     return not names or (hasattr(node, "keys") and names[0] in node and _has(node[names[0]], names[1:]))
-
-
-def fresh(source: Path, folder: Path) -> Path:
-    """Copy the run of the demonstrations, and forget its algorithm."""
-    made = copied(source, folder)
-    (made / "config.yaml").unlink(missing_ok=True)
-    shutil.rmtree(made / "checkpoints", ignore_errors=True)
-    return made
 
 
 def train(folder: Path, words: Sequence[str], dies_after: float | None = None) -> bool:

@@ -1,8 +1,9 @@
-"""Studies: their cells, what they make of them, and one that really runs."""
+"""Studies: their cells, what they make of them, and some that really run."""
 
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,21 +14,17 @@ from tests.shared.here import start
 from tests.shared.models import CONFIG
 from tests.shared.tools import called
 from tools.compare import trials
-from tools.studies import (
-    control,
-    heads,
-    improve,
-    memory,
-    offline,
-    pick_cube,
-    planning,
-    planning_arm,
-    runs,
-    world_models,
-)
-from tools.studies.runs import T_95, Cells, mean_of, one_draw
+from tools.studies import cells as report
+from tools.studies import curves, runs
+from tools.studies.cells import T_95, Cells, mean_of, one_draw
+from tools.study import STUDIES
 
-EVALUATED = 4  # episodes of an evaluation here
+STARTS = 4  # of an evaluation here
+PAGES = {
+    "learning": ["control", "pick_cube"], "planning": ["planning", "planning_arm"], "verdicts": ["verdicts"],
+    "world-models": ["memory", "world_models"], "policies": ["improve", "offline"], "rewards": ["reward"],
+}  # fmt: skip
+NUMBERS = {"hiors": ["hiors", "dobot_pnp", "dobot_left"], "policies": ["heads"], "robomimic": ["lift"]}
 
 
 def study(*words):
@@ -36,19 +33,21 @@ def study(*words):
     return said
 
 
+def finished(name, out):
+    """The report of a study's finished cells, those of all ways if they are one table."""
+    ways = list(STUDIES[name].ways)[bool(STUDIES[name].goes_on) :] if name not in ("hiors", "reward") else []
+    return study(name, "--finished", "--out", out, *(["--ways", *ways] if len(ways) > 1 else []))
+
+
 @pytest.fixture
-def brief(monkeypatch, one_thread, same_loggers):
-    """Evaluations are short, and runs have no processes: those of the study of heads have."""
+def here(monkeypatch, one_thread, same_loggers):
+    """Runs have no processes; those of the study of heads have."""
 
     def run(folder, *words, task="sim_arm", actor=()):
         start(folder, [f"task={task}", "log=false", *words, *actor])
         (folder / "server").unlink()  # its socket cannot be copied
 
-    monkeypatch.setattr(memory, "run", run)
-    for module in (runs, improve, offline):
-        monkeypatch.setattr(module, "run", run)
-        monkeypatch.setattr(module, "EVALUATED", EVALUATED)
-        monkeypatch.setattr(module, "EVALUATE", runs.EVALUATE.replace("50", str(EVALUATED)))
+    monkeypatch.setattr(runs, "run", run)
 
 
 def test_a_study_goes_on_at_its_first_missing_cell_and_another_setting_is_another_cell(tmp_path):
@@ -59,13 +58,27 @@ def test_a_study_goes_on_at_its_first_missing_cell_and_another_setting_is_anothe
         return {"successes": made[-1]}
 
     keys = [{"seed": seed, "updates": updates} for seed in (0, 1) for updates in (10, 20)]
-    first = [Cells(file).get(key, measure) for key in keys[:3]]
-    cells = Cells(file)
+    first = [Cells(file, {}).get(key, measure) for key in keys[:3]]
+    cells = Cells(file, {"starts": 50})
     assert [cells.get(key, measure) for key in keys[:3]] == first
+    assert cells.get({**keys[0], "starts": 50}, measure) == first[0], "what it does not name is as usual"
     assert cells.get(keys[3], measure)["successes"] == 3
+    assert cells.get({**keys[0], "starts": 10}, measure)["successes"] == 4
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert lines == cells.all
     assert all(line["commit"] for line in lines)
+    assert len({line["digest"] for line in lines}) == 5
+
+
+def test_a_digest_tells_another_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "git", lambda *_: "a.py\0b.yaml\0gone.py\0")
+    found = []
+    for text in ("1", "2", "1"):
+        (tmp_path / "a.py").write_text(text)
+        found.append(report.digest({"seed": 0}))
+    assert found[0] == found[2] != found[1]
+    assert report.digest({"seed": 1}) != found[0]
 
 
 def test_an_interval_is_over_draws_and_says_nothing_of_a_single_one():
@@ -76,50 +89,42 @@ def test_an_interval_is_over_draws_and_says_nothing_of_a_single_one():
     assert sorted(T_95, reverse=True) == list(T_95)
 
 
-LEFT = [
-    "--task", "dobot_pnp", "--side", "left", "--actor", "task.env.space=ee_delta.right", "--draws", 3, "--band", 0, 1,
-    "--demonstrations", 3, "--clone", 1000, "--updates", 4000, "--results", ROOT / "docs/studies/dobot_left.jsonl",
-    "--ways", "cloning alone", "hi-ors", "human rows only", "human successes", "--", "policy.head.steps=4",
-    "batch_size=64",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("words", "ways"), [([], 6), (LEFT, 4)])
-def test_the_tables_of_hiors_are_what_their_cells_say(words, ways, tmp_path):
-    printed = study("hiors", "--out", tmp_path, *words)
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-    page = (ROOT / "docs/hiors.md").read_text()
-    for line in printed.splitlines()[2 : 2 + ways]:
-        counts = re.findall(r"\d+(?: / \d+)+", line)
-        assert len(counts) == 5
-        assert " | ".join(counts) in page
-        shares = re.findall(r"-?\d+ (?:%|points)", line)
-        assert all(share in page for share in shares)
-
-
-@pytest.mark.parametrize(
-    ("page", "studies"),
-    [
-        ("learning", [control, pick_cube]), ("planning", [planning, planning_arm]),
-        ("world-models", [memory, world_models]),
-    ],
-)  # fmt: skip
-def test_a_page_has_every_line_of_its_studies_tables(page, studies):
-    text, lines = (ROOT / f"docs/{page}.md").read_text(), []
-    for study in studies:
-        cells = Cells(ROOT / f"docs/studies/{study.__name__.rpartition('.')[2]}.jsonl").all
-        lines += study.table(cells, *([study.AT] if page == "learning" else [])) if cells else []
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_every_line_of_its_studies_reports(page, tmp_path):
+    text = (ROOT / f"docs/{page}.md").read_text()
+    lines = [line for name in PAGES[page] for line in finished(name, tmp_path).splitlines()]
+    if page == "policies":
+        lines = [line for line in lines if line.startswith("|")]
+    assert len(lines) > 3
     assert [line for line in lines if line not in text] == []
+
+
+@pytest.mark.parametrize("page", NUMBERS)
+def test_a_page_has_every_number_of_its_studies_tables(page, tmp_path):
+    text = (ROOT / f"docs/{page}.md").read_text()
+    for name in NUMBERS[page]:
+        table = [line for line in finished(name, tmp_path).splitlines()[2:] if line.startswith("|")]
+        assert len(table) > 1
+        for line in table:
+            counts, shares = re.findall(r"\d+(?: / \d+)+", line), re.findall(r"-?\d+ (?:%|points)[^|]*(?= \|)", line)
+            assert counts
+            assert shares
+            assert " | ".join(counts) in text
+            assert all(share in text for share in shares)
+    if page == "hiors":
+        assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
     ("words", "steps", "episodes"),
     [
-        (["task=dmc", *control.words("cartpole-balance", 3, (1, 2.5))], ["900", "1400"], 10),
-        (["task=metaworld", *control.words("door-close-v3", 3, (1, 2.5))], ["900", "1400"], 10),
-        (["task=pick_cube", *pick_cube.words(3, (1, 2.5))], ["1000", "1500"], 30),
+        (["task=dmc", *curves.control_words(SimpleNamespace(task="cartpole-balance", seed=3, at=(1, 3), starts=10))],
+         ["900", "1900"], 10),
+        (["task=metaworld", *curves.control_words(SimpleNamespace(task="door-close-v3", seed=3, at=(1, 3), starts=10))],
+         ["900", "1900"], 10),
+        (["task=pick_cube", *curves.cube_words(SimpleNamespace(seed=3, at=(1, 3), starts=30))], ["1000", "2000"], 30),
     ],
-)
+)  # fmt: skip
 def test_a_studys_words_are_a_plan_that_practises_and_evaluates_in_turn(words, steps, episodes):
     phases = plan_of(composed(CONFIG, ["learner=true", *words])).phases
     parts = [name for name in phases if name != "demonstrate"]
@@ -128,54 +133,71 @@ def test_a_studys_words_are_a_plan_that_practises_and_evaluates_in_turn(words, s
     assert [phases[name].episodes for name in parts[1::2]] == [episodes] * 2
 
 
-@pytest.mark.slow
-def test_a_study_of_heads_runs_the_product_and_keeps_what_it_found(tmp_path, monkeypatch):
-    for module in (runs, heads):
-        monkeypatch.setattr(module, "EVALUATED", EVALUATED)
-    words = ["heads", "--tasks", "wall", "--heads", "regression", "--seeds", 0, "--demonstrations", 2, "--updates", 3]
-    words += ["--out", tmp_path / "runs", "--results", tmp_path / "cells.jsonl"]
+@pytest.mark.nightly
+def test_a_study_of_heads_runs_the_product_and_keeps_what_it_found(tmp_path):
+    words = ["heads", "--ways", "wall/regression", "--seeds", 0, "--demonstrations", 2, "--updates", 3]
+    words += ["--starts", STARTS, "--out", tmp_path / "runs", "--results", tmp_path / "cells.jsonl"]
     table = study(*words, "--network", "mlp", "--", "policy.horizon=4").splitlines()[-3:]
     (cell,) = (json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines())
     assert (cell["head"], cell["updates"], cell["words"]) == ("regression", 3, ["policy.horizon=4"])
-    assert table[-1].startswith(f"| regression | {cell['successes']} |")
+    assert table[-1].startswith(f"| wall/regression | {cell['successes']} |")
     assert study(*words, "--", "policy.horizon=4").splitlines() == table, "nothing is measured twice"
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("brief")
+SMALL = ["--seeds", 5, "--demonstrations", 2, "--starts", STARTS]
+
+
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("name", "ways", "numbers", "found"),
     [
-        ("improve", ["recap"], ["--clone", 3, "--updates", 25], ["successes", "env_steps", "draw"]),
-        ("offline", ["recap"], ["--episodes", 2, "--updates", 6], ["given_successes", "rank_correlation", "draw"]),
+        pytest.param(
+            "improve", ["recap"], ["--cloned", 3, "--updates", 25], ["successes", "env_steps", "draw"],
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "offline", ["recap"], ["--episodes", 2, "--updates", 6], ["given_successes", "rank_correlation", "draw"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "dobot_left", ["cloning alone", "human successes"], ["--cloned", 4, "--updates", 8, "--task", "sim_arm"],
+            ["successes"], marks=pytest.mark.nightly,
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_study_of_what_improves_a_clone_runs_the_product(name, ways, numbers, found, tmp_path):
-    words = [name, "--seeds", 5, "--demonstrations", 2, "--ways", *ways, *numbers]
+    words = [name, *SMALL, "--ways", *ways, *numbers]
+    if name == "dobot_left":
+        words += ["--actor", "task.env.space=ee_delta"]
     table = study(*words, "--out", tmp_path / "runs", "--results", tmp_path / "cells.jsonl")
     cells = [json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
-    assert [cell["way"] for cell in cells] == ways
+    assert [cell["way"] for cell in cells if cell["way"] != "clone"] == ways
     assert all(cell[each] is not None for cell in cells for each in found)
     assert all(f"| {way} |" in table for way in ways)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("brief")
+@pytest.mark.nightly
+@pytest.mark.usefixtures("here")
 def test_the_study_of_memory_evaluates_the_same_weights_with_and_without_it(tmp_path):
-    words = ["memory", "--seeds", 5, "--random", 80, "--steps", 110, "--starts", EVALUATED]
+    words = ["memory", "--seeds", 5, "--random", 80, "--steps", 110, "--starts", STARTS]
     words += ["--out", tmp_path / "runs", "--results", tmp_path / "cells.jsonl"]
     table = study(*words, "--", "algo.deter=16", "algo.units=8", "algo.length=4", "algo.imagined=2").splitlines()[-3:]
     (cell,) = (json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines())
-    assert [f"| {cell[name]} |" in line for name, line in zip(memory.TITLES, table, strict=True)] == [True] * 3
-    kept, reset = (tmp_path / f"runs/seed-5/{name}" for name in ("dreamer", "reset"))
+    for (name, title), line in zip(STUDIES["memory"].parts.items(), table, strict=True):
+        assert line.startswith(f"| {title} | {cell[name]} |")
+    (folder,) = (tmp_path / "runs").iterdir()
+    kept, reset = (folder / name for name in ("dreamer", "reset"))
     assert trials(kept).keys() == trials(reset).keys()
     assert {file.name for file in (kept / "weights").iterdir()} == {file.name for file in (reset / "weights").iterdir()}
 
 
 def test_cells_that_began_with_different_data_are_not_compared():
-    cells = [
-        {"seed": seed, "way": way, "draw": draw} for seed, way, draw in ((0, "a", "x"), (0, "b", "x"), (1, "a", "y"))
-    ]
-    one_draw(cells)
+    rows = {
+        way: [{"seed": seed, "draw": draw} for seed, draw in cells]
+        for way, cells in (("a", [(0, "x"), (1, "y")]), ("b", [(0, "x")]))
+    }
+    one_draw(0, rows)
+    one_draw(1, rows)
+    rows["b"].append({"seed": 1, "draw": "x"})
     with pytest.raises(ValueError, match=r"seed 1 began with different data.*'b': 'x'"):
-        one_draw([*cells, {"seed": 1, "way": "b", "draw": "x"}])
+        one_draw(1, rows)

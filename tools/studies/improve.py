@@ -1,49 +1,24 @@
-"""What improves a clone: critics that choose, climb, steer or edit, at equal data and updates. On the simulated arm.
+"""What improves a clone, by practice or from a dataset."""
 
-A draw is a seed with its own --demonstrations, all of them with the block on the left. Half of the starts of practice
-and evaluation have it on the right, so cloning alone stays behind however long it lasts. Each way clones for --clone
-updates and then makes --updates more, while the arm practises one step for every two of them:
-    cloning alone     the control: on the demonstrations, and nobody practises
-    qc, fql, parl, dsrl, expo, guided     plan=value_guided with that algorithm; the critics alone take the first fifth
-    unguided          guided with weight 0
-    recap             plan=recap without a person
-    hi-ors            plan=hiors with the script that takes over; it tells the rows that it drove
-    rejection         the same without takeovers: the human effort of all the others, which is the demonstrations
-Evaluations on 50 distinct starts follow each fifth. Words at the end go to every learner.
-"""
-
-import argparse
-import json
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from serl_client.spec import Array
 
 from serl_launcher.algorithms.judged import present
 from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.utils.report import read
-from tools.studies.runs import (
-    EVALUATE,
-    EVALUATED,
-    Cell,
-    Cells,
-    copied,
-    demonstrations,
-    draw,
-    effort,
-    one_draw,
-    phase,
-    run,
-    said,
-    successes,
-)
+from tools.studies import runs
+from tools.studies.cells import Cell, Rows, Study, each, joined, last
 from tools.studies.trained import trained
 
-CONTROL, FIFTHS = "cloning alone", 5
 SMALL = ["policy.head.steps=4", "batch_size=64"]
+LEFT = ["task.env.side=left"]
+CONTROL, FIFTHS, FPS = "cloning alone", 5, 10
 WAYS = {  # name: words of its learner
     CONTROL: ["plan=value_guided", "algo=qc"],
     "qc": ["plan=value_guided", "algo=qc", "algo.samples=8"],
@@ -58,76 +33,58 @@ WAYS = {  # name: words of its learner
     "hi-ors": ["plan=hiors"],
     "rejection": ["plan=hiors"],
 }  # fmt: skip
-FPS = 10  # steps per second of the simulated arm
-OLD = {  # phases of a plan that the fifths replace
-    "plan=hiors": ("demonstrate", "baseline", "practise", "evaluate"),
-    "plan=recap": ("demonstrate", "baseline", "value", "practise", "evaluate"),
-    "plan=value_guided": ("demonstrate", "baseline", "warm_up", "practise", "evaluate"),
+ALL, SUCCESSES, BARE = "cloning all", "successes alone", "unconditioned"
+OFFLINE = {  # name: (words of its learner, its updates)
+    ALL: (["algo=qc", *SMALL], "[update_clone]"),
+    SUCCESSES: (["algo=qc", "+plan.sources.success={of: [online], keep: [successful]}", *SMALL], "[update_clone]"),
+    "iql": (["algo=iql", *SMALL], "${updates}"),
+    "iql beta 10": (["algo=iql", "algo.beta=10", *SMALL], "${updates}"),
+    "calql": (["algo=calql", "algo.cql_samples=4", "batch_size=64"], "${updates}"),
+    "recap": (["algo=recap", *SMALL], "${updates}"),
+    BARE: (["algo=recap", "algo.task_weight=0", *SMALL], ""),
 }
+OLD = runs.without("demonstrate", "clone", "baseline", "warm_up", "practise", "evaluate")
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--demonstrations", type=int, default=3, help="episodes by the scripted operator (3)")
-    parser.add_argument("--clone", type=int, default=1000, help="updates of the clone (1000)")
-    parser.add_argument("--updates", type=int, default=10000, help="after it, of all kinds together (10000)")
+def improved(cell: Namespace) -> Mapping[str, Any]:
+    """What improves a clone: critics that choose, climb, steer or edit, at equal data and updates? (docs/policies.md)
 
-
-def study(cells: Cells, options: argparse.Namespace) -> Iterator[str]:
-    """Measure what is missing, then yield the lines of the report."""
-    found = []
-    for seed in options.seeds:
-        for way in options.ways:
-            key = {"demonstrations": options.demonstrations, "cloned": options.clone, "updates": options.updates}
-            key |= {"words": options.words, "seed": seed, "way": way}
-            found.append(cells.get(key, partial(improved, seed, way, options)))
-    one_draw(found)
-    yield from table(found, options)
-
-
-def improved(seed: int, way: str, options: argparse.Namespace) -> Mapping[str, Any]:
-    """Return the successes of this way after the clone and after each fifth, and what it took."""
-    folder, began = options.out / f"seed-{seed}", time.monotonic()
-    begun = demonstrations(folder / "demonstrations", seed, options.demonstrations, actor=["task.env.side=left"])
-    source = copied(begun, folder / way.replace(" ", "-"))
-    (source / "config.yaml").unlink(missing_ok=True)  # it would remember the algorithm of the demonstrations
-    words = [*SMALL, *WAYS[way], f"seed={seed}", f"plan.phases.clone.until=['updates >= {options.clone}']"]
-    run(source, *words, *phases(way, options), *options.words)
-    summary = read(source / "summary.json")
-    led = values_led(source) if way == "guided" else {}
+    A draw is a seed with its own --demonstrations on the simulated arm, all of them with the block on the left. Half of
+    the starts of practice and evaluation have it on the right, so cloning alone stays behind however long it lasts.
+    Each way clones for --cloned updates and then makes --updates more, while the arm practises one step for every two:
+        cloning alone     the control: on the demonstrations, and nobody practises
+        qc, fql, parl, dsrl, expo, guided     plan=value_guided with it; the critics alone take the first fifth
+        unguided          guided with weight 0
+        recap             plan=recap without a person
+        hi-ors            plan=hiors with the script that takes over; it tells the rows that it drove
+        rejection         the same without takeovers: the human effort of all the others, which is the demonstrations
+    Evaluations on --starts distinct starts follow each fifth.
+    """
+    begun = runs.demonstrations(cell.folder / "demonstrations", cell.seed, cell.demonstrations, actor=LEFT)
+    words = [*SMALL, *WAYS[cell.way], f"seed={cell.seed}", f"plan.phases.clone.until=['updates >= {cell.cloned}']"]
+    words += [*phases(cell.way, cell.updates, cell.starts), *cell.words]
+    made = runs.finished(cell.folder / cell.way.replace(" ", "-"), *words, of=begun, forgets=True)
+    led = values_led(made) if cell.way == "guided" else {}
+    values = [line.get("value_error") for line in runs.evaluations(made, cell.starts)]
     return led | {
-        "successes": successes(source), **effort(source), "updates_made": summary["updates"],
-        "value_error": errors(source), "draw": draw(begun), "wall_s": round(time.monotonic() - began),
+        "successes": runs.successes(made, cell.starts), **runs.effort(made), "value_error": values,
+        "updates_made": read(made / "summary.json")["updates"], "draw": runs.draw(begun),
     }  # fmt: skip
 
 
-def phases(way: str, options: argparse.Namespace) -> list[str]:
+def phases(way: str, updates: int, starts: int) -> list[str]:
     """Return the words that replace the plan's practice by fifths, an evaluation behind each of them."""
-    found, part = [phase("evaluate_0", EVALUATE)], options.updates // FIFTHS
-    found += [f"~plan.phases.{name}" for name in OLD.get(WAYS[way][0], OLD["plan=value_guided"])]
-    acting = (
-        f"actors: {{mode: collect, into: online, intervene: {str(way == 'hi-ors').lower()}}}, "
-        "publish: {every_updates: 50}, pace: {updates_per_step: 2.0, tolerance: 64}, "
-        "start_when: 'online.episodes >= 5', "
-    )
-    rejects = WAYS[way] == ["plan=hiors"]
+    rejects, until = WAYS[way] == ["plan=hiors"], f"updates >= {updates // FIFTHS}"
     data = "{success: 0.5, demo: 0.5}" if rejects else "{online: 0.5, demo: 0.5}"
     begins = "[update_value, update_advantage]" if way == "recap" else "[update_critic]"
-    for fifth in range(1, FIFTHS + 1):
-        updates = "[update]" if rejects else begins if fifth == 1 else "${updates}"
-        body = f"{acting}updates: {updates}, data: {data}"
-        if way == CONTROL:
-            body = "actors: {mode: idle}, updates: [update_clone], data: {demo: 1.0}"
-        until = f"until: ['updates >= {part}'], on_end: [checkpoint, publish]"
-        found += [phase(f"practise_{fifth}", f"{body}, {until}"), phase(f"evaluate_{fifth}", EVALUATE)]
-    return found
-
-
-def errors(folder: Path) -> list[float | None]:
-    """Return the mean error of the values at each evaluation, None where no values are learned."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line.get("value_error") for line in lines if line["kind"] == "evaluation"]
+    bodies = [runs.training(until, "{demo: 1.0}", "[update_clone]")] * FIFTHS
+    if way != CONTROL:
+        made = ["[update]"] * FIFTHS if rejects else [begins, *["${updates}"] * (FIFTHS - 1)]
+        takes: dict[str, Any] = {"intervene": way == "hi-ors", "pace": "2.0", "start": "online.episodes >= 5"}
+        bodies = [runs.practice(until, data, every, **takes) for every in made]
+    warm = [] if rejects else ["value" if way == "recap" else "warm_up"]
+    old = runs.without("demonstrate", "baseline", *warm, "practise", "evaluate")
+    return [runs.evaluation(starts, 0), *old, *runs.turns(bodies, starts)]
 
 
 @torch.no_grad()
@@ -143,30 +100,94 @@ def values_led(folder: Path) -> dict[str, float]:
     return found
 
 
-def table(cells: Sequence[Cell], options: argparse.Namespace) -> Iterator[str]:
-    """Yield the successes of the clone and at the end, the gain over the control, and what each way took."""
-    control = {cell["seed"]: cell["successes"][-1] for cell in cells if cell["way"] == CONTROL}
-    head = ["clone", "at the end", "mean", "over the control", "rows that the operator drove", "minutes to 90 %"]
-    yield f"| of {EVALUATED}, seeds {joined(options.seeds)} | {' | '.join(head)} |"
-    yield "|---" * (len(head) + 1) + "|"
-    for way in options.ways:
-        mine = [cell for cell in cells if cell["way"] == way]
-        first, last = (joined(cell["successes"][at] for cell in mine) for at in (0, -1))
-        more = [(cell["successes"][-1] - control[cell["seed"]]) / EVALUATED for cell in mine if cell["seed"] in control]
-        gained = said(more, "points") if more and way != CONTROL else ""
-        driven, reached = joined(cell["driven_by_the_operator"] for cell in mine), joined(map(time_to, mine))
-        mean = said([cell["successes"][-1] / EVALUATED for cell in mine])
-        yield f"| {way} | {first} | {last} | {mean} | {gained} | {driven} | {reached} |"
-    for cell in cells:
-        if "value_led" in cell:
-            yield f"guided, seed {cell['seed']}: mean value {cell['value_led']}, not led {cell['value_alone']}"
-
-
-def time_to(cell: Cell, share: float = 0.9) -> str:
-    """Return the minutes of practice until the first fifth after which this share succeeds; `-`: none."""
-    at = next((fifth for fifth, count in enumerate(cell["successes"]) if count >= share * EVALUATED), None)
+def minutes(cell: Cell) -> str:
+    """Return the minutes of practice until the first fifth after which 90 % succeed; `-`: none."""
+    good = (fifth for fifth, count in enumerate(cell["successes"]) if count >= 0.9 * cell.get("starts", 50))
+    at = next(good, None)
     return "-" if at is None else f"{cell['env_steps'] / FPS / 60 * at / FIFTHS:.1f}"
 
 
-def joined(values: Iterable[object]) -> str:
-    return " / ".join(map(str, values))
+def values_told(rows: Rows, _: Namespace) -> Iterator[str]:
+    for cell in rows.get("guided", []):
+        yield f"guided, seed {cell['seed']}: mean value {cell['value_led']}, not led {cell['value_alone']}"
+
+
+def offline(cell: Namespace) -> Mapping[str, Any]:
+    """What is learned from a dataset of successes and failures alone? On the simulated arm, by seed (docs/policies.md).
+
+    A draw is a seed with its own --demonstrations, all with the block on the left, and the first --episodes of RLPD's
+    practice on them (plan=quickstart): it begins by failing. From copies of that data, --updates of all kinds together,
+    while nobody acts:
+        cloning all       the control: all episodes are imitated
+        successes alone   another: those that succeeded are imitated
+        iql, calql        the algorithms of plan=offline_to_online
+        iql beta 10       the same with algo.beta=10, which was the best of 3, 10 and 30 on seed 9
+        recap             it acts under the condition that a row was good
+        unconditioned     the same weights without the condition (algo.task_weight=0)
+    An evaluation on --starts distinct starts follows. Of recap the rank correlation (Spearman) between its value and
+    the returns of that evaluation's rows is told: nothing has trained on them.
+    """
+    made = learned(cell, cell.way)
+    given = [bool(episode.success) for episode in runs.episodes(made, "online")]
+    return ({"rank_correlation": rank_correlation(made)} if cell.way == "recap" else {}) | {
+        "successes": runs.successes(made, cell.starts)[-1], "given": len(given), "given_successes": sum(given),
+        "draw": runs.draw(made, "online"),
+    }  # fmt: skip
+
+
+def learned(cell: Namespace, way: str) -> Path:
+    """Return the run that has learned in this way."""
+    target, (words, updates) = cell.folder / way.replace(" ", "-"), OFFLINE[way]
+    words = [*words, f"seed={cell.seed}"]
+    if way == BARE:
+        words += ["plan=evaluate", f"eval_episodes={cell.starts}"]
+        return runs.finished(target, *words, of=learned(cell, "recap"))
+    data = f"{{{'success' if way == SUCCESSES else 'online'}: 0.9, demo: 0.1}}"
+    body = runs.training(f"updates >= {cell.updates}", data, updates, ", on_begin: [{fit_normalizer: online}]")
+    words += ["plan=value_guided", *OLD, *runs.turns([body], cell.starts), *cell.words]
+    return runs.finished(target, *words, of=dataset(cell), forgets=True)
+
+
+def dataset(cell: Namespace) -> Path:
+    """Return the run that holds the demonstrations and the episodes of practice."""
+    count = cell.demonstrations
+    begun = runs.demonstrations(cell.folder / "demonstrations", cell.seed, count, actor=LEFT)
+    words = ["plan=quickstart", *runs.without("baseline", "evaluate"), "algo=rlpd", f"seed={cell.seed}"]
+    words += ["plan.sources.demo.capacity=20000", f"plan.phases.demonstrate.until=['demo.episodes >= {count}']"]
+    words += [f"plan.phases.practise.until=['online.episodes >= {cell.episodes}']"]
+    return runs.finished(cell.folder / "dataset", *words, of=begun, forgets=True)
+
+
+def rank_correlation(folder: Path) -> float:
+    """Return Spearman's correlation between the value that a run has learned and the returns of its evaluation."""
+    algorithm, batch = trained(folder, "update_value")
+    with torch.no_grad():
+        values, returns = algorithm.values(batch.observation), algorithm.returns(batch)
+    return round(float(np.corrcoef(ranks(values.numpy()), ranks(returns.numpy()))[0, 1]), 3)
+
+
+def ranks(values: Array) -> Array:
+    """Return the ranks of values [n], where equal ones share theirs."""
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (count.cumsum() - (count - 1) / 2)[place]
+
+
+def dataset_told(rows: Rows, _: Namespace) -> Iterator[str]:
+    told = joined(cell["rank_correlation"] for cell in rows.get("recap", []))
+    yield f"rank correlation of recap's value with held-out returns: {told}"
+    given = joined(f"{cell['given_successes']} of {cell['given']}" for cell in rows.get(ALL, []))
+    yield f"episodes of practice that succeeded, in the dataset: {given}"
+
+
+STUDIES = {
+    "improve": Study(
+        improved, {"demonstrations": 3, "cloned": 1000, "updates": 10000, "starts": 50},
+        ways={way: {"way": way} for way in WAYS}, control=CONTROL, notes=values_told,
+        columns=lambda _: {**each(["clone"]), "at the end": last},
+        more={"rows that the operator drove": lambda cell: cell["driven_by_the_operator"], "minutes to 90 %": minutes},
+    ),
+    "offline": Study(
+        offline, {"demonstrations": 3, "episodes": 400, "updates": 6000, "starts": 50},
+        ways={way: {"way": way} for way in OFFLINE}, control=ALL, notes=dataset_told,
+    ),
+}  # fmt: skip
