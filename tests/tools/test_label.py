@@ -6,8 +6,7 @@ from serl_client.client import TrainerClient
 
 from serl_launcher.store.index import Index
 from tests.shared.clients import connected, push_all
-from tests.shared.common import PATIENCE
-from tests.shared.servers import ServerProcess
+from tests.shared.common import PATIENCE, free_port
 from tests.shared.tools import called, typed
 
 
@@ -23,11 +22,10 @@ def verdicts(run):
 
 
 @pytest.fixture
-def run(tmp_path):
-    made = ServerProcess(tmp_path / "run", online=1000)
+def run(serve):
+    made = serve()
     made.report()
-    yield made
-    made.close()
+    return made
 
 
 @pytest.fixture
@@ -48,9 +46,6 @@ def test_a_late_failure_wins_a_later_success_wins_over_that_and_a_discard_over_a
     for word, kept in (("failure", (False, False)), ("success", (True, False)), ("discard", (None, True))):
         assert label(run, "e0", word) == (0, f"e0: {word}")
         assert verdicts(run) == {"e0": (*kept, "operator"), "e1": (None, False, "")}
-    run.kill()
-    run.start()
-    assert verdicts(run)["e0"] == (None, True, "operator")
     outcomes = Index(run.run_dir / "store" / "index.sqlite").outcomes("e0")
     assert [(o.success, o.discard, o.judged_by) for o in outcomes] == [
         (True, False, "judge"), (False, False, "operator"), (True, False, "operator"), (None, True, "operator"),
@@ -90,7 +85,7 @@ def test_without_a_name_it_lists_the_episodes_with_what_is_said_of_them(run, tmp
 def test_without_an_actor_or_without_a_learner_it_says_so(run):
     words = ("--port", run.port, "--run-dir", run.run_dir, "e0", "success")
     assert typed("label", *words) == (1, "error: no actor has come to this run yet: there is no episode\n")
-    run.kill()
+    run.port = free_port()
     status, said = label(run, "e0", "success")
     assert status == 1
     assert f"nobody listens at 127.0.0.1:{run.port}: start the learner" in said

@@ -66,6 +66,35 @@ def test_the_rate_and_the_survivors_are_told_and_the_same_command_goes_on(tree, 
     assert capsys.readouterr().out == said
 
 
+LOOP = '''"""A loop."""
+
+
+def counted(left: int) -> int:
+    while left:
+        left = left - 1
+    return left
+'''
+ENDS = """import resource
+import time
+
+from robot_infra.sums import counted
+
+
+def test_it_ends():
+    soon = int(time.process_time()) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soon, soon))
+    assert counted(1) == 0
+"""
+
+
+def test_a_fault_that_makes_a_test_run_for_ever_is_noticed_and_told_apart(tree):
+    (tree / "robot_infra/sums.py").write_text(LOOP)
+    (tree / "tests/test_sums.py").write_text(ENDS)
+    (fault,) = [fault for fault in mutants.drawn(tree, 100, 3, "") if fault.new.strip() == "+"]
+    told = ("hangs", "tests/test_sums.py::test_it_ends")
+    assert mutants.noticed(tree, fault, [tree / "tests/test_sums.py"]) == told
+
+
 def test_a_copy_is_what_its_processes_import(tmp_path):
     mutants.copy(ROOT, tmp_path / "tree")
     asks = "import robot_infra, serl_client, serl_launcher; print(robot_infra, serl_client, serl_launcher)"

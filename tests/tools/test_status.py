@@ -12,7 +12,6 @@ from serl_client.connection import Connection
 
 from tests.shared.clients import connected
 from tests.shared.common import PATIENCE, free_port, until
-from tests.shared.servers import ServerProcess
 from tests.shared.tools import called, typed
 
 
@@ -22,12 +21,11 @@ def status(port, *words):
 
 
 @pytest.fixture
-def learner(tmp_path):
+def learner(serve):
     """A server whose trainer is there."""
-    made = ServerProcess(tmp_path / "run", online=1000)
+    made = serve(capacities={"online": 1000})
     made.report()
-    yield made
-    made.close()
+    return made
 
 
 def test_a_learner_without_an_actor_says_what_is_missing(learner):
