@@ -173,7 +173,7 @@ def test_under_every_rule_only_the_weights_that_must_act_do(rule):
     controller.begin("e0", {"explore": False, "weights": 5}, "count")
     assert act(controller, 0) is None
     source.version, controller._asked_at = 5, -1e9  # as if time had passed
-    assert [act(controller, 0), controller.version] == [0, 5]
+    assert [act(controller, 0), controller.version, source.explore] == [0, 5, False]
     source.version = 6
     assert [act(controller, step) for step in range(1, 8)] == [step / 100 for step in range(1, 8)]
     assert controller.version == 5

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 from serl_client import messages as m
 from serl_client import wire
-from serl_client.controller import RemotePolicy
 from serl_client.errors import TrainerError
 
 from tests.shared.clients import connected
 from tests.shared.common import PATIENCE, STATE, until
-from tests.shared.fake_learner import FakeLearner
 
 
 def test_messages_that_are_none_are_counted_and_dropped(learner, client, make_segment):
@@ -217,20 +215,3 @@ def test_questions_are_answered_again_after_the_learner_returned(learner, connec
         return client.wait_answer(2, 0.1)
 
     assert until(answered).step == 2
-
-
-def test_a_policy_asks_again_until_the_weights_that_must_act_are_loaded(learner, connect, monkeypatch):
-    monkeypatch.setattr("serl_client.controller.REPEAT", 0.05)
-    policy = RemotePolicy(connect(), deadline=0.2)
-    policy.begin("e0", {"explore": False, "weights": 2}, "reach")
-    observation = {STATE: np.zeros(8, np.float32)}
-
-    def act():
-        return policy.act(observation, step=0, previous_action=None, reset=True)
-
-    assert act() is None
-    until(lambda: act() is not None or len(learner.hear(m.InferenceRequest)) > 2)
-    assert policy.version == 0
-    learner.act = lambda step: FakeLearner.act(step, version=2)
-    until(lambda: act() is not None)
-    assert (policy.version, policy.chunk_start) == (2, True)

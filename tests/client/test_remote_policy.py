@@ -72,16 +72,6 @@ def test_a_lost_question_is_repeated(monkeypatch):
     assert len(source.questions) == 3
 
 
-def test_only_the_weights_that_must_act_do():
-    source = Chunks(version=4)
-    remote = policy(source, weights=5)
-    assert act(remote, 0) is None
-    source.version = 5
-    remote._asked_at = -1e9  # as if time had passed
-    assert act(remote, 0) == 0
-    assert (remote.version, source.explore) == (5, False)
-
-
 # -- in the loop of an actor
 
 

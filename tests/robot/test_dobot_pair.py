@@ -66,7 +66,9 @@ WAYS = {  # what happens to guard or arms, and what the actor is told
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["kill", "link", "collision", *(pytest.param(way, marks=pytest.mark.slow) for way in ("stop", "cut"))]
+)
 def test_when_their_guard_or_one_arm_fails_both_stand_and_a_new_start_moves_neither(arms, way):
     happen, said = WAYS[way]
     robot = guarded(*(served.address for served in arms))
@@ -90,7 +92,9 @@ def test_when_their_guard_or_one_arm_fails_both_stand_and_a_new_start_moves_neit
         robot.close()
 
 
-@pytest.mark.parametrize(("number", "more"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 5)])
+@pytest.mark.parametrize(
+    ("number", "more"), [(signal.SIGKILL, 2), pytest.param(signal.SIGSTOP, 5, marks=pytest.mark.slow)]
+)
 def test_when_their_actor_is_killed_or_stopped_both_stand(arms, number, more):
     """The guard of one that is stopped still goes on to the newest target, for a step of a tenth of a second."""
     words = [sys.executable, "-m", "tests.shared.dobot_actor", *(served.address for served in arms)]

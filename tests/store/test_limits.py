@@ -111,25 +111,24 @@ def test_who_has_had_a_turn_comes_last_in_the_next_group(turns, monkeypatch):
     assert all(turns.store.expected(session_of(client)) > before[client] for client in clients)
 
 
-def test_a_farewell_waits_for_what_was_said_before_it(turns):
+def test_a_farewell_waits_for_what_was_said_before_it(turns, clock):
     turns.welcome(0)
     turns.push(0, *outcomes(3_000))
     turns.say(0, m.Bye())
     while turns.server.intake.has_work:
         turns.server.intake.work()
-        turns.server.access._second = 0.0
+        clock.advance(1.1)
     assert (turns.store.expected(session_of(0)), turns.server.peers) == (3_000, {})
 
 
-def test_records_are_limited_by_their_number_and_wait_for_the_next_second(turns, monkeypatch):
+def test_records_are_limited_by_their_number_and_wait_for_the_next_second(turns, monkeypatch, clock):
     monkeypatch.setattr(access, "RECORDS", 100)
     turns.welcome(0)
-    turns.server.access._second = float("inf")  # time stands still
     turns.push(0, *outcomes(250))
     for expected in (100, 200, 250):
         turns.work()
         assert turns.store.expected(session_of(0)) == expected
-        turns.server.access._counts.clear()
+        clock.advance(1.1)
 
 
 def test_more_than_the_window_holds_is_not_kept_and_asked_for_again(turns, monkeypatch):

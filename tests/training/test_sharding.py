@@ -1,6 +1,6 @@
 """Two real processes train one algorithm: to the same end as one process, whatever is spread over them.
 
-This file is also the program that starts such processes: FOLDER
+This file is also the program that starts such processes: FOLDER PART
 """
 
 import fcntl
@@ -64,6 +64,10 @@ CASES = {  # words, how it is spread, and how far the loss may be from that of o
     "pi0 bf16": ([*TINY, *HALF], ("replicas", "zero3"), 2e-2),
     "rlpd": (["+algo=rlpd", "+policy=gaussian"], ("replicas", "zero2"), 1e-3),
 }
+PARTS = {  # what is trained, {case: ways}
+    "two": {"flow": ["zero2"], "pi0": ["zero3"]},
+    "all": {case: list(ways) for case, (_, ways, _) in CASES.items()},
+}
 
 
 def ranks_of(words, world, way="replicas"):
@@ -104,16 +108,16 @@ def alone(words, begin=0, state=None):
 # -- what a rank does
 
 
-def each_case(folder, life, rank, port):
+def each_case(folder, part, life, rank, port):
     """`first`: keep a checkpoint on the way to the end; `second`: from there to the end. Then it is killed."""
     os.environ |= {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     world = join("cpu")
-    for case, (words, ways, _) in CASES.items():
+    for case, ways in PARTS[part].items():
         for way in ways:
-            ranks = ranks_of(words, world, way)
+            ranks = ranks_of(CASES[case][0], world, way)
             if rank != "0":
                 ranks.follow()
                 continue
@@ -153,14 +157,14 @@ def refused(folder, world):
         (folder / f"refused{world.rank}").write_text(repr(error))
 
 
-def two_lives(folder):
+def two_lives(folder, part):
     """Fork two ranks, and two again when those are dead. What is slow to import is imported once, before."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     for name in ("accelerate", "deepspeed", "serl_launcher.policies.pi0"):
         importlib.import_module(name)
     for life in ("first", "second"):
         fork, port = multiprocessing.get_context("fork"), free_port()
-        ranks = [fork.Process(target=each_case, args=(folder, life, rank, port)) for rank in "01"]
+        ranks = [fork.Process(target=each_case, args=(folder, part, life, rank, port)) for rank in "01"]
         for rank in ranks:
             rank.start()
         connection.wait([rank.sentinel for rank in ranks], PATIENCE)
@@ -174,17 +178,24 @@ def two_lives(folder):
 # -- the tests
 
 
+@pytest.fixture(
+    scope="module", params=[pytest.param("two", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.nightly)]
+)
+def part(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory):
-    """Where two processes trained every case in every way, were killed, and went on from their checkpoints: a folder
-    that takes long to make, and that the processes of a parallel run share."""
+def lives(tmp_path_factory, part):
+    """Where two processes trained this part, were killed, and went on from their checkpoints: a folder that takes long
+    to make, and that the processes of a parallel run share."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "lives"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"lives of {part}"
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "refused0").exists():
-            command = [sys.executable, "-m", "tests.training.test_sharding", folder]
+            command = [sys.executable, "-m", "tests.training.test_sharding", folder, part]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * PATIENCE)
             assert done.returncode == 0, done.stderr[-4000:]
     return folder
@@ -194,28 +205,25 @@ def told(folder, case, way, life):
     return json.loads((folder / case / f"{way}.{life}.json").read_text())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_however_it_is_spread_it_learns_what_one_process_learns(lives, case):
-    words, ways, tolerance = CASES[case]
-    expected = alone(words)
-    for way in ways:
-        metrics, _ = told(lives, case, way, "first")
-        assert metrics[0] == pytest.approx(expected[0], rel=max(1e-3, tolerance)), way
-        last = {name: value for name, value in expected[-1].items() if "loss" in name}
-        assert {name: metrics[-1][name] for name in last} == pytest.approx(last, abs=tolerance), way
+def test_however_it_is_spread_it_learns_what_one_process_learns(lives, part):
+    for case, ways in PARTS[part].items():
+        words, _, tolerance = CASES[case]
+        expected = alone(words)
+        for way in ways:
+            metrics, _ = told(lives, case, way, "first")
+            assert metrics[0] == pytest.approx(expected[0], rel=max(1e-3, tolerance)), way
+            last = {name: value for name, value in expected[-1].items() if "loss" in name}
+            assert {name: metrics[-1][name] for name in last} == pytest.approx(last, abs=tolerance), way
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_after_a_kill_it_goes_on_bit_for_bit(lives, case):
-    for way in CASES[case][1]:
-        (metrics, trained), (again, resumed) = told(lives, case, way, "first"), told(lives, case, way, "second")
-        assert again == metrics[KEPT:]
-        assert resumed == trained
+def test_after_a_kill_it_goes_on_bit_for_bit(lives, part):
+    for case, ways in PARTS[part].items():
+        for way in ways:
+            (metrics, trained), (again, resumed) = told(lives, case, way, "first"), told(lives, case, way, "second")
+            assert again == metrics[KEPT:]
+            assert resumed == trained
 
 
-@pytest.mark.slow
 def test_a_checkpoint_goes_from_any_sharding_to_any_other_and_to_one_process(lives):
     expected = told(lives, "flow", "zero2", "first")[0][KEPT:]
     place = Checkpoints(lives / "flow/zero2", spec=SPEC, config={})
@@ -223,7 +231,6 @@ def test_a_checkpoint_goes_from_any_sharding_to_any_other_and_to_one_process(liv
         assert [each["loss"] for each in metrics] == pytest.approx([each["loss"] for each in expected], abs=1e-4)
 
 
-@pytest.mark.slow
 def test_what_one_rank_refuses_all_refuse_and_rank_0_alone_says_why(lives):
     told = [(lives / f"refused{rank}").read_text() for rank in (0, 1)]
     assert told == ["ConfigError('rank 1: there is no room here')", "ConfigError('')"]
@@ -325,4 +332,4 @@ def test_a_run_of_two_ranks_whose_rank_was_killed_says_so_and_goes_on_to_act_wit
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    two_lives(Path(sys.argv[1]))
+    two_lives(Path(sys.argv[1]), sys.argv[2])

@@ -34,16 +34,16 @@ def add(run_dir, name, column, value, source):
 
 
 @pytest.mark.parametrize("is_sifted", [True, False])
-@pytest.mark.parametrize(("column", "value"), [(STATE, np.full(8, 3e38)), ("reward", 3e38)])
 def test_a_store_that_holds_what_cannot_be_is_trained_on_without_it_and_resumes(
-    tmp_path, spec, serve, live, monkeypatch, column, value, is_sifted
-):  # fmt: skip
+    tmp_path, spec, serve, live, monkeypatch, is_sifted
+):
     """It is found at the start; if it were not, the updates would tell."""
     if not is_sifted:
         monkeypatch.setattr(learner, "sift", lambda *_: None)
     monkeypatch.setattr(learner, "METRICS_S", 0.0)
     run_dir, plan = found(tmp_path / "run", spec), plan_of(**LEARNING)
-    for source in ("online", "demo"):
+    bad = {"online": (STATE, np.full(8, 3e38)), "demo": ("reward", 3e38)}
+    for source, (column, value) in bad.items():
         add(run_dir, f"bad-{source}", column, value, source)
     server = serve(run_dir)
     first = live(server, plan, batch_size=64, dies_after=20).run()
@@ -56,9 +56,8 @@ def test_a_store_that_holds_what_cannot_be_is_trained_on_without_it_and_resumes(
     assert second.learner.ranks.steps()["critic_optimizer"][1] == 0
     assert finite(second.learner.keeper.checkpoints.load()["algorithm"])
     said = called("store", "show", server.run_dir)[1]
-    name = column if column == STATE else "reward"
-    for source in ("online", "demo"):
-        assert f"set aside bad-{source}, 20 steps in {source}: {name}" in said
+    for source, (column, _) in bad.items():
+        assert f"set aside bad-{source}, 20 steps in {source}: {column}" in said
     assert server.report()["set_aside"] == 2
 
 
