@@ -111,6 +111,13 @@ def test_what_runs_on_a_robot_pc_or_serves_data_starts_without_any_extra():
     assert done.returncode == 0, done.stderr
 
 
+def test_what_tests_keep_of_compositions_is_what_hydra_makes(monkeypatch):
+    words = ["learner=true", "task=gym", "task.env_id=A", "algo=sft", "policy=chunk", "+extras.mean=action", "seed=3"]
+    kept = composed(CONFIG, words)
+    monkeypatch.undo()
+    assert composed(CONFIG, words) == kept
+
+
 def test_a_plan_may_choose_its_algorithm_and_a_word_still_wins(tmp_path):
     assert composed(CONFIG, ["task=fake"]).run_dir == "runs/fake"
     words = ["learner=true", f"run_dir={tmp_path}", "plan=hiors"]

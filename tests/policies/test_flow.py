@@ -86,16 +86,6 @@ def test_times_dwell_where_the_noise_is(monkeypatch):
     assert 0.001 <= seen[0].min() < seen[0].max() < 1
 
 
-def test_the_same_noise_gives_the_same_chunk_in_any_company():
-    policy = policy_of()
-    observation, noise = {STATE: torch.randn(6, 3)}, torch.randn(2, 6, *policy.noise_shape)
-    both = policy.sample(observation, noise=noise)
-    assert both.shape == (2, 6, HORIZON, 2)
-    for i in range(6):
-        alone = policy.sample({STATE: observation[STATE][i : i + 1]}, noise=noise[1:, i : i + 1])
-        torch.testing.assert_close(alone[0, 0], both[1, i])
-
-
 @pytest.mark.slow
 def test_two_ways_to_do_it_are_both_learned_and_never_their_mean():
     algorithm = sft()
