@@ -39,9 +39,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(f"{parser.prog} {what}", description=bench.__doc__, formatter_class=raw)
     for name, more in bench.OPTIONS.items():
         parser.add_argument(name, **more)
+    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured (the system's for temporary files)")
     options = parser.parse_args(words[1:])
     try:
-        with tempfile.TemporaryDirectory(prefix="bench-", dir=vars(options).get("folder")) as folder:
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
             found = bench.measure(Path(folder), options)
             result = found if isinstance(found, str) else paired.result(what, found)
     except (RetakeError, OmegaConfBaseException) as error:

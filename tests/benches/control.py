@@ -39,7 +39,7 @@ from tests.shared.actors import Chunks, FakeClient
 from tests.shared.common import free_port
 from tests.shared.robots import never
 
-from .paired import JSON, Figure, option
+from .paired import Figure, option
 from .served import Child, Served
 
 FAULTS = ("killed", "stopped", "cut off", "no disk")
@@ -56,7 +56,7 @@ HORIZON, ACTION = 50, 2
 Tick = tuple[float, float]  # when it ended (time.monotonic()), and how long it lasted
 Call = tuple[float, int, int]  # when it began (time.monotonic()), and its CPU and own nanoseconds
 Span = tuple[str, float, float]  # what was, from, to
-OPTIONS = {"--seconds": option(100.0, "for all of it (100)"), "--hz": option(30.0, "of the loop (30)"), **JSON}
+OPTIONS = {"--seconds": option(100.0, "for all of it (100)"), "--hz": option(30.0, "of the loop (30)")}
 
 
 def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:

@@ -28,20 +28,19 @@ from serl_client.connection import Connection
 from serl_client.outbox import SLICE_BYTES
 
 from serl_launcher.store.intake import MAX_UNACKNOWLEDGED
+from tests.shared.common import free_port
 
-from .paired import COMMON, Figure, cpu_seconds, option, ratio, rounds
-from .served import RawTcp, Rows, Served, checked, deliver, plain_disk, spec_of
+from .paired import Figure, cpu_seconds, option, ratio, rounds
+from .served import Child, RawTcp, Rows, Served, check, deliver, plain_disk, spec_of
 
 SIZES = {"1 KB": 1000, "50 KB": 50_000, "500 KB": 500_000, "3 MB": 3_000_000}
 BULK, GROUP = 4 << 20, 8 << 20
-Measured = Mapping[str, Sequence[float]]
 
 
 OPTIONS = {
     "--rounds": option(7, "(7)"),
     "--mb": option(256, "that each measurement sends (256; of 1 KB a quarter)"),
     "--sizes": option(list(SIZES), "of a row (all)", choices=SIZES),
-    **COMMON,
 }
 
 
@@ -57,7 +56,9 @@ def ingest(name: str, megabytes: int, count: int, folder: Path) -> Iterator[Figu
     total, costs = segments * rows.bytes, defaultdict[str, list[float]](list)
     with ExitStack() as stack:
         served = stack.enter_context(Served(folder / "run", 2 * segments * rows.length))
-        address, checked_pid = stack.enter_context(checked())
+        address = f"tcp://127.0.0.1:{free_port()}"
+        checks = stack.enter_context(Child(check, address))
+        checks.heard()
         client, other = (
             stack.enter_context(TrainerClient(where, actor="bench", spec=rows.spec, outbox=folder / str(i)))
             for i, where in enumerate((served.address, address))
@@ -65,7 +66,8 @@ def ingest(name: str, megabytes: int, count: int, folder: Path) -> Iterator[Figu
         number = served.collect(client)
         link = stack.enter_context(Connection(address, m.Hello(m.PROTOCOL, "actor", "bench", "memory")))
         link.hello(20.0)
-        messages, bulk = encoded(rows.episode(rows.pool, 1)), pieces(rows.records, BULK)
+        messages, data = encoded(rows.episode(rows.pool, 1)), memoryview(b"".join(rows.records))
+        bulk = [data[begin : begin + BULK] for begin in range(0, len(data), BULK)]
         raw = stack.enter_context(RawTcp())
         disk = stack.enter_context(plain_disk(folder / "disk", total, rows.records))
         one = stack.enter_context(plain_disk(folder / "one", rows.bytes, rows.records))
@@ -80,8 +82,8 @@ def ingest(name: str, megabytes: int, count: int, folder: Path) -> Iterator[Figu
         contenders = {
             "raw": partial(rate, "raw", lambda: raw.send(rows.records, total), raw.pid),
             "bulk": partial(rate, "bulk", lambda: raw.send(bulk, total), raw.pid),
-            "wire": partial(rate, "wire", lambda: send_all(link, messages, total), checked_pid),
-            "pushed": partial(rate, "pushed", lambda: deliver(other, rows.episode(segments, 1)), checked_pid),
+            "wire": partial(rate, "wire", lambda: send_all(link, messages, total), checks.pid),
+            "pushed": partial(rate, "pushed", lambda: deliver(other, rows.episode(segments, 1)), checks.pid),
             "end to end": partial(
                 rate, "end to end", lambda: deliver(client, rows.episode(segments, number)), served.pid
             ),
@@ -94,7 +96,7 @@ def ingest(name: str, megabytes: int, count: int, folder: Path) -> Iterator[Figu
         yield from figures(name, rounds(contenders, count), costs)
 
 
-def figures(name: str, measured: dict[str, list[float]], costs: Measured) -> Iterator[Figure]:
+def figures(name: str, measured: dict[str, list[float]], costs: Mapping[str, Sequence[float]]) -> Iterator[Figure]:
     measured["least"] = [min(pair) for pair in zip(measured["pushed"], measured["disk"], strict=True)]
     middle, cost = ({key: median(values) for key, values in all.items()} for all in (measured, costs))
     for key, against, words, goal in (
@@ -143,9 +145,3 @@ def send_all(link: Connection, pushes: Sequence[m.Push], total: int) -> float:
         sizes.append(size)
         left -= size
     raise AssertionError("a cycle has no end")
-
-
-def pieces(records: Sequence[memoryview], size: int) -> list[memoryview]:
-    """The same bytes, cut anew."""
-    data = memoryview(b"".join(records))
-    return [data[begin : begin + size] for begin in range(0, len(data), size)]

@@ -106,10 +106,3 @@ def option(default: Any, words: str, **more: Any) -> dict[str, Any]:
     several = isinstance(default, list)
     kind = {"type": type(default[0] if several else default), "default": default, "help": words}
     return {**kind, **({"nargs": "+"} if several else {}), **more}
-
-
-JSON = {"--json": option(False, "print one object")}
-COMMON = {
-    "--folder": option(None, "on the disk that is measured (the system's for temporary files)", type=Path),
-    **JSON,
-}

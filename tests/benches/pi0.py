@@ -45,7 +45,7 @@ from serl_launcher.types import Batch, Window
 from serl_launcher.utils.distributed import World, join
 from tests.shared.common import CONFIG, STATE, free_port
 
-from .paired import JSON, Figure, option, processor, quantiles, ratio, rounds
+from .paired import Figure, option, processor, quantiles, ratio, rounds
 
 JOINTS = 7  # numbers of the state and of an action; the policy computes with zeros to its own width, whatever they are
 TASK = "lift the block"
@@ -65,7 +65,6 @@ OPTIONS = {
     "--batch": option(32, "samples of an update, of all ranks together (32)"),
     "--ranks": option(1, "processes that train (1)"),
     "--ways": option(list(WAYS), "to train with several ranks (replicas zero2 zero3)", choices=WAYS),
-    **JSON,
     "words": {"nargs": "*", "help": "for the config: policy.horizon=20 threads=2 device=cpu"},
 }  # fmt: skip
 

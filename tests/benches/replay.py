@@ -23,7 +23,7 @@ from serl_launcher.store.layout import Layout
 from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 
-from .paired import COMMON, Figure, option, ratio, rounds
+from .paired import Figure, option, ratio, rounds
 from .served import BODY, SPEC, STATE, Rows
 
 BATCH = 256
@@ -35,7 +35,6 @@ OPTIONS = {
     "--rounds": option(9, "(9)"),
     "--steps": option(1500, "in the source (1500; 0.45 MB each)"),
     "--theirs": option(300, "with images in lerobot's buffer (300; 3.6 MB each); 0: without lerobot"),
-    **COMMON,
 }
 
 
@@ -64,14 +63,14 @@ def replay(
     rate, beside = 2 * BATCH * frame / median(measured["ours"]) / 1e9, ratio(measured, "a copy", "ours")
     yield Figure(f"{BATCH} pairs of {name}", rate, "GB/s", "a copy of the same bytes", beside, goals[0])
     yield Figure(f"bytes written per byte of {name}", stored, "", goal="<= 1.02" if goals[0] else "")
-    if options.theirs:  # apart: it leaves the caches to whoever comes next as nothing else here does
-        measured = interleaved({"ours": ours, "lerobot": timed(lerobot(spec, theirs))}, options.rounds)
-        rate, faster = BATCH / median(measured["ours"]), ratio(measured, "lerobot", "ours")
-        yield Figure(f"{BATCH} pairs of {name}", rate, "/s", "lerobot's ReplayBuffer.sample", faster, goals[1])
-    if goals[2]:
-        measured = interleaved({"ours": ours, "ring": timed(ring(spec, steps))}, options.rounds)
-        rate, faster = BATCH / median(measured["ours"]), ratio(measured, "ring", "ours")
-        yield Figure(f"{BATCH} pairs of {name}", rate, "/s", "a ring of numpy arrays", faster, goals[2])
+    for peer, make, size, goal in (
+        ("lerobot's ReplayBuffer.sample", lerobot, theirs if options.theirs else 0, goals[1]),
+        ("a ring of numpy arrays", ring, steps if goals[2] else 0, goals[2]),
+    ):
+        if size:  # apart: each leaves other caches to whoever comes next
+            measured = interleaved({"ours": ours, peer: timed(make(spec, size))}, options.rounds)
+            rate, faster = BATCH / median(measured["ours"]), ratio(measured, peer, "ours")
+            yield Figure(f"{BATCH} pairs of {name}", rate, "/s", peer, faster, goal)
 
 
 def interleaved(contenders: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:

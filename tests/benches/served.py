@@ -29,7 +29,6 @@ from serl_launcher.store.intake import MAX_UNACKNOWLEDGED
 from serl_launcher.store.peers import bound, send
 from serl_launcher.store.server import serve
 from tests.shared.clients import connected, directed
-from tests.shared.common import free_port
 from tests.shared.servers import ServerProcess
 
 FIRST = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))  # before packages that bring a `tests`
@@ -143,15 +142,6 @@ class Served(ServerProcess):
 
 def serve_run(_: Any, run_dir: Path, capacities: dict[str, int], options: dict[str, Any]) -> None:
     serve(run_dir, capacities, **options)
-
-
-@contextmanager
-def checked() -> Iterator[tuple[str, int]]:
-    """(address, process id) of `check` as a process."""
-    address = f"tcp://127.0.0.1:{free_port()}"
-    with Child(check, address) as child:
-        child.heard()
-        yield address, child.pid
 
 
 def check(pipe: Any, address: str) -> None:

@@ -95,7 +95,7 @@ SMALL = {  # {bench: (its words, {(figure, what it stands beside): its goal})}
          ("records that were not delivered at the end", ""): "<= 0"},
     ),
     "pi0": (
-        "--policy pi0_tiny --rounds 1 --cameras 1 --rows 3 --batch 4 --ranks 2 --ways replicas zero3 device=cpu",
+        "--policy pi0_tiny --rounds 1 --cameras 1 --ways replicas zero3 --rows 3 --batch 4 --ranks 2 device=cpu",
         {("eager, rows 3: p50", "the floor"): "", ("replicas, 2 ranks: work", "a big matrix product on each rank"): "",
          ("zero3, 2 ranks: samples", "replicas"): "",
          ("zero3, 2 ranks: peak memory of rank 0", "what was predicted"): ""},

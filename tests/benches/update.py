@@ -30,12 +30,12 @@ from serl_launcher.utils.distributed import World
 from serl_launcher.utils.optim import kernels
 from tests.shared.common import CONFIG
 
-from .paired import COMMON, Figure, option, ratio, rounds
+from .paired import Figure, option, ratio, rounds
 from .replay import SMALL, STATE
 
 OPTIONS = {
     "--rounds": option(21, "(21)"), "--updates": option(50, "in each round (50)"),
-    "--megabytes": option(200, "of weights that are published (200)"), **COMMON,
+    "--megabytes": option(200, "of weights that are published (200)"),
 }  # fmt: skip
 
 

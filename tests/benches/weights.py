@@ -22,7 +22,7 @@ from serl_client.client import TrainerClient
 from serl_launcher.store import weights
 from tests.shared.common import free_port
 
-from .paired import JSON, Figure, cpu_seconds, option, ratio, rounds
+from .paired import Figure, cpu_seconds, option, ratio, rounds
 from .served import Group, RawTcp, Served, spec_of
 
 OURS, RAW = "ours", "raw TCP"
@@ -35,7 +35,6 @@ OPTIONS = {
     "--megabytes": option(100, "of the file (100)"),
     "--receivers": option([1, 2, 4], "at the same time (1 2 4)"),
     "--peers": option(False, "measure the broadcast, too"),
-    **JSON,
 }
 
 

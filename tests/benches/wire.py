@@ -6,16 +6,17 @@ own time is no part of it. With keys the same goes through CURVE. Then what enco
 """
 
 import argparse
+import itertools
 import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from serl_client import messages as m
@@ -27,29 +28,27 @@ from serl_client.wire import Buffer
 from tests.shared.common import free_port
 from tools.keys import locked, make
 
-from .paired import JSON, Figure, cpu_seconds, option, quantiles, ratio, rounds
+from .paired import Figure, cpu_seconds, option, quantiles, ratio, rounds
 from .peers import ASKED, CHUNK, PEERS, RAW, Call, Peer
 from .served import PATIENCE_S, SPEC, Child, Served
 
 OURS, CURVE = "ours", "ours, CURVE"
 GOALS = {"lerobot, two calls": 1 / 5, "lz4(pickle) over ZeroMQ": 1 / 5, "websocket (openpi)": 1.0}
-ANSWER_S = 10.0
 
 
 OPTIONS = {
     "--rounds": option(9, "of all contenders in turn (9)"),
     "--calls": option(200, "of each contender in each round (200)"),
     "--peers": option(False, "measure what others do, too"),
-    **JSON,
 }
 
 
 def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
-    keys, others = keyed(folder / "keys"), PEERS if options.peers else []
-    with Client(folder / "clear") as ours, Client(folder / "secure", keys) as secure:
-        for each in (ours, secure):
-            each.begin()
-        yield from round_trips(ours, secure, others, options.rounds, options.calls)
+    keys, others = folder / "keys", PEERS if options.peers else []
+    with locked(keys, True):
+        make(keys, "bench", "actor")
+    with ours(folder / "clear") as clear, ours(folder / "secure", keys) as secure:
+        yield from round_trips({OURS: clear, CURVE: secure}, others, options.rounds, options.calls)
     yield from coding()
 
 
@@ -78,54 +77,34 @@ def infer(_: Any, address: str, keys: Path | None = None) -> None:
     server.run(dict, lambda: False)
 
 
-def keyed(folder: Path) -> Path:
-    """A folder of keys, one of them an actor's: bench.key."""
-    with locked(folder, True):
-        make(folder, "bench", "actor")
-    return folder
+@contextmanager
+def ours(folder: Path, keys: Path | None = None) -> Iterator[tuple[Call, int]]:
+    """(one round trip of a TrainerClient, with keys or without, the id of the inference server's process)."""
+    inference, steps, key = f"tcp://127.0.0.1:{free_port()}", itertools.count(1), keys / "bench.key" if keys else None
+    with (
+        Child(infer, inference, keys) as host,
+        Served(folder, 100, inference, keys) as served,
+        TrainerClient(served.address, actor="bench", spec=SPEC, outbox=folder / "outbox", key=key) as client,
+    ):
 
+        def call() -> Any:
+            deadline = time.monotonic() + PATIENCE_S
+            while time.monotonic() < deadline:
+                step = next(steps)
+                client.ask(ASKED, step=step, seed=0, previous_action=None, reset=False, explore=False, task="bench")
+                if (answer := client.wait_answer(step, 1.0)) is not None:
+                    return answer
+            raise ConfigError("our own inference server does not answer; its words are above")
 
-class Client:
-    """A TrainerClient whose learner and inference server run beside it, with keys or without; a context manager."""
-
-    def __init__(self, folder: Path, keys: Path | None = None) -> None:
-        inference, self._exits = f"tcp://127.0.0.1:{free_port()}", ExitStack()
-        self._step, key = 0, keys / "bench.key" if keys else None
-        self.pid = self._exits.enter_context(Child(infer, inference, keys)).pid
-        served = self._exits.enter_context(Served(folder, 100, inference, keys))
-        self.client = TrainerClient(served.address, actor="bench", spec=SPEC, outbox=folder / "outbox", key=key)
-        self._exits.enter_context(self.client)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._exits.close()
-
-    def begin(self) -> None:
-        """Until there is an answer. Raises ConfigError when there is none for long."""
-        deadline = time.monotonic() + PATIENCE_S
-        while self._answer(1.0) is None:
-            if time.monotonic() > deadline:
-                raise ConfigError("our own inference server does not answer; its words are above")
-
-    def __call__(self) -> Any:
-        """One round trip. Raises ConfigError when nothing comes."""
-        if (answer := self._answer(ANSWER_S)) is None:
-            raise ConfigError("our own inference server did not answer")
-        return answer
-
-    def _answer(self, timeout: float) -> Any:
-        self._step += 1
-        self.client.ask(ASKED, step=self._step, seed=0, previous_action=None, reset=False, explore=False, task="bench")
-        return self.client.wait_answer(self._step, timeout)
+        yield call, host.pid
 
 
 # -- round trips
-def round_trips(ours: Client, secure: Client, others: Sequence[Peer], count: int, calls: int) -> Iterator[Figure]:
+def round_trips(
+    found: dict[str, tuple[Call, int]], others: Sequence[Peer], count: int, calls: int
+) -> Iterator[Figure]:  # fmt: skip
     """p50, p99 and CPU of each, and ours beside each other; of who cannot be measured stderr says why."""
     with ExitStack() as exits:
-        found: dict[str, tuple[Call, int]] = {OURS: (ours, ours.pid), CURVE: (secure, secure.pid)}
         for peer in (RAW, *others):
             try:
                 found[peer.name] = exits.enter_context(peer.running())
