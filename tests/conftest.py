@@ -75,7 +75,7 @@ def taken_violations():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The product's clock, in this process: it stands still until the test moves it on."""
+    """The product's clock, which stands still until the test moves it on. Ask for it before threads of it begin."""
     made = Clock()
     for name in ("monotonic", "sleep", "time", "time_ns"):
         monkeypatch.setattr(f"serl_client.clock.{name}", getattr(made, name))

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from serl_client.errors import ConfigError, RobotFault
 
-from robot_infra.robots import dobot
 from robot_infra.robots import dobot_protocol as p
 from robot_infra.robots.dobot import DobotArm
 from robot_infra.robots.gripper import FeetechGripper
@@ -207,9 +206,9 @@ def test_a_set_point_that_is_too_far_is_an_alarm_that_names_its_joint(ready, ver
 
 
 @both
-def test_a_second_client_is_told_that_there_is_one(make, version, monkeypatch):
+@pytest.mark.usefixtures("clock")  # only its naps make time pass
+def test_a_second_client_is_told_that_there_is_one(make, version):
     served, arm = make(version)
-    monkeypatch.setattr(dobot, "CONNECTING", 0.1)
     with pytest.raises(RobotFault, match="whether another program is connected"):
         DobotArm(served.address, version=version)
     arm.read()
@@ -227,8 +226,8 @@ def test_options_that_cannot_be_are_refused_before_anything_is_connected(options
         DobotArm("127.0.0.1", **options)
 
 
-def test_an_address_where_nobody_is_says_so(monkeypatch):
-    monkeypatch.setattr(dobot, "CONNECTING", 0.1)
+@pytest.mark.usefixtures("clock")
+def test_an_address_where_nobody_is_says_so():
     host = address()
     with pytest.raises(RobotFault, match=f"{host} does not answer: .*is it switched on"):
         DobotArm(host)
