@@ -26,6 +26,7 @@ from serl_launcher.training.counters import value_error
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.types import Window
 from serl_launcher.utils.checkpoint import Checkpoints
+from serl_launcher.utils.optim import Optimizer
 from tests.shared.models import CAMERA, CONFIG, REACH, STATE, act, assert_same, batch, config_of, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -272,6 +273,8 @@ def test_every_part_starts_learns_acts_with_what_it_published_and_resumes_bit_by
     assert_same(learner.state_dict(), resumed.state_dict())
     sha256, _ = store.write(tmp_path, safetensors.torch.save(learner.acting.published()))
     host, there = PolicyHost(built(3), spec, "cpu"), PolicyHost(learner, spec, "cpu")
+    left = [*learner.children(), *(each for each in vars(learner).values() if isinstance(each, Optimizer))]
+    assert all(each is learner.acting for each in left), "who acts holds nothing else"
     before = answers(host)
     host.load(1, store.path(tmp_path, sha256))
     assert np.isfinite(answers(host, explores=False)).all()
