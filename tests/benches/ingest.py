@@ -59,11 +59,11 @@ def ingest(name: str, megabytes: int, count: int, folder: Path) -> Iterator[Figu
         address = f"tcp://127.0.0.1:{free_port()}"
         checks = stack.enter_context(Child(check, address))
         checks.heard()
-        client, other = (
+        ours, other = (
             stack.enter_context(TrainerClient(where, actor="bench", spec=rows.spec, outbox=folder / str(i)))
             for i, where in enumerate((served.address, address))
         )
-        number = served.collect(client)
+        number = served.collect(ours)
         link = stack.enter_context(Connection(address, m.Hello(m.PROTOCOL, "actor", "bench", "memory")))
         link.hello(20.0)
         messages, data = encoded(rows.episode(rows.pool, 1)), memoryview(b"".join(rows.records))
@@ -85,10 +85,10 @@ def ingest(name: str, megabytes: int, count: int, folder: Path) -> Iterator[Figu
             "wire": partial(rate, "wire", lambda: send_all(link, messages, total), checks.pid),
             "pushed": partial(rate, "pushed", lambda: deliver(other, rows.episode(segments, 1)), checks.pid),
             "end to end": partial(
-                rate, "end to end", lambda: deliver(client, rows.episode(segments, number)), served.pid
+                rate, "end to end", lambda: deliver(ours, rows.episode(segments, number)), served.pid
             ),
             "disk": partial(rate, "disk", lambda: disk(max(1, total // GROUP))),
-            "one segment": lambda: deliver(client, rows.episode(1, number)),
+            "one segment": lambda: deliver(ours, rows.episode(1, number)),
             "one sync": lambda: one(1),
         }
         rounds(contenders, 2)  # every block of the files is written, each buffer grown

@@ -29,6 +29,7 @@ from serl_launcher.store.intake import MAX_UNACKNOWLEDGED
 from serl_launcher.store.peers import bound, send
 from serl_launcher.store.server import serve
 from tests.shared.clients import connected, directed
+from tests.shared.common import STATE
 from tests.shared.servers import ServerProcess
 
 FIRST = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))  # before packages that bring a `tests`
@@ -37,10 +38,8 @@ PROCESSES = multiprocessing.get_context("forkserver")  # each process has this m
 PROCESSES.set_forkserver_preload([__name__])
 PATIENCE_S = 120.0  # a process that imports torch on a busy machine
 BODY = {"phase": "bench", "mode": "collect", "into": "online"}
-STATE = "observation.state"
-CAMERAS = [f"observation.images.cam_{i}" for i in range(3)]
 SPEC = Spec(  # a robot with three cameras
-    {**{name: Feature((224, 224, 3), "uint8") for name in CAMERAS}, STATE: Feature((14,))},
+    {**{f"observation.images.cam_{i}": Feature((224, 224, 3), "uint8") for i in range(3)}, STATE: Feature((14,))},
     Feature((14,), low=-np.ones(14), high=np.ones(14)), fps=30.0,
 )  # fmt: skip
 AHEAD = 2 * MAX_UNACKNOWLEDGED  # bytes

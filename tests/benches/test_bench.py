@@ -57,11 +57,10 @@ def test_cpu_time_is_that_of_all_threads_of_other_processes():
 
 
 # -- the benches, tiny: each measures what it says, beside what it says, and prints it as data
-RAW = "raw TCP, row by row"
 SMALL = {  # {bench: (its words, {(figure, what it stands beside): its goal})}
     "ingest": (
         "--rounds 1 --mb 4 --sizes '50 KB'",
-        {("50 KB over the wire", RAW): ">= 0.75", ("50 KB pushed, CPU of both sides", "raw TCP"): "",
+        {("50 KB over the wire", "raw TCP, row by row"): ">= 0.75", ("50 KB pushed, CPU of both sides", "raw TCP"): "",
          ("50 KB end to end", "the smaller of pushed and disk"): ">= 0.7",
          ("50 KB, one segment until it is durable", "write and fdatasync"): ""},
     ),

@@ -144,12 +144,9 @@ def pulls(folder: Path, data: np.ndarray, count: int, times: int, *, peers: bool
         seconds = rounds(calls, times)
     rates = {name: [data.nbytes * count / each / 1e9 for each in values] for name, values in seconds.items()}
 
-    def figure(name: str, against: str, goal: str = "") -> Figure:
-        ratio_ = ratio(rates, name, against) if against else None
-        return Figure(f"weights to {count}, {name}", median(rates[name]), "GB/s", against, ratio_, goal)
-
-    yield from (figure(OURS, RAW, ">= 0.9"), figure(OURS, KEPT))
-    if peers:
-        yield figure(OURS, BROADCAST, ">= 15")
-    yield from (figure(name, "") for name in list(calls)[1:])
+    for other, goal in {RAW: ">= 0.9", KEPT: "", BROADCAST: ">= 15"}.items():
+        if other in rates:
+            beside = ratio(rates, OURS, other)
+            yield Figure(f"weights to {count}, {OURS}", median(rates[OURS]), "GB/s", other, beside, goal)
+            yield Figure(f"weights to {count}, {other}", median(rates[other]), "GB/s")
     yield Figure(f"weights to {count}, ours: CPU of all sides", spent[0] / (times * count * data.nbytes / 1e9), "s/GB")
