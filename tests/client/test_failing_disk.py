@@ -42,7 +42,7 @@ with client:
         if client.fault and client.fault not in told:
             told.add(client.fault)
             print("told:", client.fault, file=sys.stderr, flush=True)
-    drained = client.drain(PATIENCE)
+    drained = client.drain(40)
     print(json.dumps([client.session, pushed, sorted(told), drained]))
 """
 
