@@ -35,8 +35,6 @@ from .served import Child, RawTcp, Rows, Served, check, deliver, plain_disk, spe
 
 SIZES = {"1 KB": 1000, "50 KB": 50_000, "500 KB": 500_000, "3 MB": 3_000_000}
 BULK, GROUP = 4 << 20, 8 << 20
-
-
 OPTIONS = {
     "--rounds": option(7, "(7)"),
     "--mb": option(256, "that each measurement sends (256; of 1 KB a quarter)"),

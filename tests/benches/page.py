@@ -14,8 +14,6 @@ TITLE = """# Speed of the data path, beside other systems and the limits of the 
 Each system and its baseline alternate within one run. A ratio is the median of the rounds' ratios.
 `.venv/bin/python tools/bench.py NAME --help` says how to repeat a measurement.
 """
-
-
 OPTIONS = {
     "results": option([Path()], "what one printed with --json"),
     "--out": option(Path("docs/benchmarks.md"), "(docs/benchmarks.md)"),

@@ -29,8 +29,6 @@ from .served import BODY, SPEC, STATE, Rows
 BATCH = 256
 EPISODE = 48  # steps; shorter ones would store more final observations
 SMALL = Spec({STATE: Feature((8,))}, Feature((7,), low=-np.ones(7), high=np.ones(7)), fps=300.0)
-
-
 OPTIONS = {
     "--rounds": option(9, "(9)"),
     "--steps": option(1500, "in the source (1500; 0.45 MB each)"),

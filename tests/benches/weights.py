@@ -28,8 +28,6 @@ from .served import Group, RawTcp, Served, spec_of
 OURS, RAW = "ours", "raw TCP"
 KEPT, BROADCAST = "raw TCP, hashed and written", "lz4(pickle) over PUB"
 LOOK_S = 0.001  # between two looks whether the file is there
-
-
 OPTIONS = {
     "--rounds": option(7, "of all contenders in turn (7)"),
     "--megabytes": option(100, "of the file (100)"),

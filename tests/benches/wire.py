@@ -34,8 +34,6 @@ from .served import PATIENCE_S, SPEC, Child, Served
 
 OURS, CURVE = "ours", "ours, CURVE"
 GOALS = {"lerobot, two calls": 1 / 5, "lz4(pickle) over ZeroMQ": 1 / 5, "websocket (openpi)": 1.0}
-
-
 OPTIONS = {
     "--rounds": option(9, "of all contenders in turn (9)"),
     "--calls": option(200, "of each contender in each round (200)"),
