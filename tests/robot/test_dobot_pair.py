@@ -77,8 +77,8 @@ def test_when_their_guard_or_one_arm_fails_both_stand_and_a_new_start_moves_neit
         while not are_fast(arms):
             robot.command(BOTH + 0.5)
             time.sleep(0.05)
-        since = [served.time for served in arms]
         happen(robot, arms)
+        since = [served.time for served in arms]
         with pytest.raises(RobotFault, match=said):
             move_on(robot)
         check_stand(arms, since)
@@ -101,8 +101,10 @@ def test_when_their_actor_is_killed_or_stopped_both_stand(arms, number, more):
     with subprocess.Popen(words, cwd=ROOT) as actor:
         try:
             until(lambda: are_fast(arms))
-            since = [served.time for served in arms]
             actor.send_signal(number)
+            if number == signal.SIGKILL:
+                actor.wait()  # only then is its connection closed
+            since = [served.time for served in arms]
             check_stand(arms, since, more)
         finally:
             actor.kill()
