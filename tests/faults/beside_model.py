@@ -172,14 +172,9 @@ class Real:
         if not self.server.keeper.degraded:
             mine = [session for session in store.sessions.values() if session.session.startswith(self.session(""))]
             durable = store.index.sessions()
-            sessions = {
-                session.session[length:]: (
-                    session.expected,
-                    durable[session.session].expected,
-                    durable[session.session].closed,
-                )
-                for session in sorted(mine, key=lambda session: session.position)
-            }
+            for one in sorted(mine, key=lambda session: session.position):
+                kept = durable[one.session]
+                sessions[one.session[length:]] = one.expected, kept.expected, kept.closed
         return clients, links, bool(self.server.keeper.degraded), sessions
 
     def rows(self):
@@ -209,11 +204,8 @@ def _spans(outbox, length):
 def _plain(message, length):
     match message:
         case m.Hello():
-            return (
-                "hello",
-                message.session[length:],
-                tuple((session[length:], last) for session, last in message.earlier),
-            )
+            earlier = tuple((session[length:], last) for session, last in message.earlier)
+            return "hello", message.session[length:], earlier
         case m.Push():
             ((seq, _),) = m.decode_records(*message.parts)
             return "push", message.session[length:], seq

@@ -290,7 +290,10 @@ print(count, flush=True)
 """
 
 
-@pytest.mark.parametrize("ping", [b"", hostile.frame(b"\x04PING\x00\x1e", hostile.COMMAND)], ids=["plain", "pings"])
+PING = hostile.frame(b"\x04PING\x00\x1e", hostile.COMMAND)
+
+
+@pytest.mark.parametrize("ping", [PING, pytest.param(b"", marks=pytest.mark.slow)], ids=["pings", "plain"])
 def test_a_client_that_floods_a_busy_server_and_is_cut_off_does_not_end_it(ping):
     port = free_port()
     words = [sys.executable, "-c", BUSY, f"tcp://127.0.0.1:{port}"]
