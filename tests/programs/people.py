@@ -1,16 +1,16 @@
 """A run that a person directs: a learner, and an actor in a terminal that a test types into."""
 
 import os
-import re
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
 from tests.programs.hiors import Run
-from tests.shared.common import ROOT, TRAIN
+from tests.shared import here
+from tests.shared.common import ROOT, TRAIN, until
 
-PATIENCE = 120.0
 SUCCEEDED = "closed AND success"
 TINY = [
     "plan=hiors", "policy.network.hidden=[32,32]", "policy.horizon=4", "policy.head.steps=2", "batch_size=16", "utd=1",
@@ -56,12 +56,19 @@ class Person(Run):
 
         Meanwhile they say ready, as after a fault, and end what an earlier phase has begun.
         """
-        self.until(lambda: self.press(b"r") or self.count(phase, "NOT closed") or self.ended_others(phase), PATIENCE)
-        self.drive(phase)
         successes = self.count(phase, SUCCEEDED)
+
+        def came():
+            return self.count(phase, SUCCEEDED) > successes
+
+        ready = partial(self.press, b"r")
+        self.until(lambda: came() or ready() or self.count(phase, "NOT closed") or self.ended_others(phase))
+        if came():
+            return
+        self.drive(phase)
         self.succeed()
         with suppress(AssertionError):  # a fault may have cut it off
-            self.until(lambda: self.count(phase, SUCCEEDED) > successes, 5)
+            until(came, 5.0)
 
     def ended_others(self, phase):
         if phase == "practise" and self.count("demonstrate", "NOT closed"):
@@ -79,19 +86,35 @@ class Person(Run):
     def succeed(self):
         self.press(b"s")
 
-    def practised(self, words, plan=(), acting=()):
-        """Let a person demonstrate once and take over in two episodes of practice; the actor's maps of memory."""
-        learner = self.start("learner", *words, *TINY, *plan)
-        actor = self.act(*words, *acting)
-        self.until(lambda: (self.run_dir / "store/index.sqlite").exists() or actor.poll() is not None, PATIENCE)
-        assert actor.poll() is None, self.said()
+    def practised(self, words, plan=(), acting=(), *, has_programs=False):
+        """Let a person demonstrate once and take over in two episodes of practice; the actor's maps of memory.
+
+        The learner's parts are threads of this process, unless it `has_programs`.
+        """
+        asked, found = f"inference_port={self.ports[1]}", []
+        if has_programs:
+            learner = self.start("learner", *words, *TINY, *plan)
+            found.append(self.direct(self.act(*words, *acting)))
+            self.end_well(learner)
+        else:
+            job = partial(self._beside, [*words, *acting], found)
+            here.start(self.run_dir, [*words, *TINY, *plan, asked], acts=False, beside=job)
+        return found[0]
+
+    def _beside(self, words, found, config, local, port):
+        self.ports = port, self.ports[1]
+        with here.answering(config, local):
+            found.append(self.direct(self.act(*words)))
+
+    def direct(self, actor):
+        """Be the person of this actor until the plan's end."""
         for phase, count in (("demonstrate", 1), ("practise", 2)):
-            self.until(lambda phase=phase: re.search(rf"directive \d+: {phase} ", self.said()), PATIENCE)
+            self.until(lambda phase=phase: phase in self.facts().phases)
             while self.count(phase, SUCCEEDED) < count:
                 self.episode(phase)
         with open(f"/proc/{actor.pid}/maps") as maps:
             loaded = maps.read()
-        assert [self.status(side, PATIENCE) for side in (actor, learner)] == [0, 0], self.said()[-3000:]
+        self.end_well(actor)
         return loaded
 
     def end(self):

@@ -21,9 +21,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def person(tmp_path):
     site = publish(tmp_path / "site")
-    made = Person(tmp_path, {"PYTHONPATH": str(site), "HF_LEROBOT_HOME": str(tmp_path / "home")})
-    yield made
-    made.end()
+    with Person(tmp_path, {"PYTHONPATH": str(site), "HF_LEROBOT_HOME": str(tmp_path / "home")}) as made:
+        yield made
 
 
 CAMERA = "+task.env.cameras.top={type:x_camera,width:64,height:48,fps:60,crop:[0,8,48,48],size:[16,16]}"

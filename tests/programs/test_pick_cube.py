@@ -35,11 +35,8 @@ class Keys(Person):
 
 
 def test_gym_hils_cube_is_demonstrated_with_and_practised_with_and_says_itself_what_was_a_success(tmp_path):
-    person = Keys(tmp_path, {"MUJOCO_GL": os.environ.get("MUJOCO_GL", "egl")})
-    try:
+    with Keys(tmp_path, {"MUJOCO_GL": os.environ.get("MUJOCO_GL", "egl")}) as person:
         person.practised(WORDS)
-    finally:
-        person.end()
     judged = [info for info in person.catalog() if info.success is not None]
     assert {info.judged_by for info in judged} == {"judge"}
     assert any(info.source == "demo" and info.success for info in judged)

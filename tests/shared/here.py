@@ -1,11 +1,12 @@
-"""A run in this process: server, trainer and actor as threads that do what their programs do."""
+"""A run in this process: server, trainer, inference and actor as threads that do what their programs do."""
 
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ from serl_client import messages as m
 from serl_client.connection import Connection
 
 from serl_launcher import launcher
+from serl_launcher.acting import server as inference
 from serl_launcher.config import composed
+from serl_launcher.datasets import importer
 from serl_launcher.training import build as training
 from serl_launcher.training import trainer
 from serl_launcher.training.plan_reader import plan_of
 
 from . import common
-from .common import CONFIG, PATIENCE
+from .common import CONFIG, PATIENCE, until
 from .servers import ServerThread
 
 SPECIFIED = importlib.util.spec_from_file_location("train", common.TRAIN)
@@ -48,24 +51,41 @@ def thread(target: Callable[[], object], failed: Callable[[], object] = list) ->
     try:
         yield errors
     finally:
-        started.join(PATIENCE)
+        started.join(10 * PATIENCE)
         assert not started.is_alive(), "it goes on"
 
 
 @contextmanager
 def serving(config: DictConfig) -> Iterator[tuple[str, int]]:
     """(the learner's own address, the actors' port) of a server."""
-    plan = plan_of(config)
+    plan, asked = plan_of(config), f"tcp://127.0.0.1:{config.inference_port}"
     launcher.describe_store(config, plan)
-    with closing(ServerThread(Path(config.run_dir), **config.store)) as server:
+    with closing(ServerThread(Path(config.run_dir), inference=asked, **config.store)) as server:
         yield server.local, server.port
     assert not server.ended
 
 
-def stop(port: int) -> None:
-    """Say to a learner that nobody acts any more."""
+@contextmanager
+def answering(config: DictConfig, local: str) -> Iterator[None]:
+    """The inference of a learner at this address, as long as this lasts."""
+    signals: list[Callable[..., object]] = []
+    caught = SimpleNamespace(SIGTERM=15, signal=lambda _, handler: signals.append(handler))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inference, "signal", caught)
+        with thread(partial(inference.infer, config, Path(config.run_dir), local)) as errors:
+            try:
+                yield
+            finally:
+                until(lambda: signals or errors)  # it is there once the run knows its robot
+                for end in signals:
+                    end(15, None)
+    assert not errors, errors
+
+
+def order(port: int, command: str) -> None:
+    """Say it to a learner, as an operator does."""
     with Connection(f"tcp://127.0.0.1:{port}", m.Hello(m.PROTOCOL, "viewer", "operator")) as link:
-        link.call(m.Command("stop"), PATIENCE)
+        link.call(m.Command(command), PATIENCE)
 
 
 @contextmanager
@@ -79,22 +99,35 @@ def building_by_turns() -> Iterator[None]:
             return build(config, spec)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (training, trainer):
+        for module in (training, trainer, inference):
             patch.setattr(module, "build", built)
         yield
 
 
-def start(run_dir: Path, words: list[str], folder: Path = CONFIG, *, acts: bool = True) -> DictConfig:
-    """Run the plan of these words to its end, as the programs of both sides do; returns the learner's config."""
+def start(
+    run_dir: Path,
+    words: list[str],
+    folder: Path = CONFIG,
+    *,
+    acts: bool = True,
+    beside: Callable[[DictConfig, str, int], object] | None = None,
+) -> DictConfig:
+    """Run the plan of these words to its end, as the programs of both sides do; returns the learner's config.
+
+    beside: is called meanwhile, with the learner's config, its own address and the actors' port.
+    """
     config = composed(folder, ["learner=true", f"run_dir={run_dir}", *words])
     config.ranks = launcher.ranks_of(config)
     OmegaConf.save(config, launcher.writable(run_dir) / "config.yaml", resolve=True)
-    with serving(config) as (local, port), building_by_turns():
+    children = ["importer"] * bool(importer.opened(plan_of(config))) + ["trainer"]
+    with serving(config) as (local, port), building_by_turns(), ExitStack() as stack:
         actor = OmegaConf.merge(config, {"learner": False, "actor": True, "inference": "local", "port": port})
-        with thread(partial(TRAIN.act, actor), partial(stop, port)) if acts else nullcontext([]) as errors:
-            status = launcher.child("trainer", str(run_dir), local)
+        jobs = [partial(TRAIN.act, actor)] * acts + ([partial(beside, config, local, port)] if beside else [])
+        failed = [stack.enter_context(thread(job, partial(order, port, "stop"))) for job in jobs]
+        statuses = [launcher.child(name, str(run_dir), local) for name in children]
     failures = run_dir / launcher.ERRORS
-    if errors:
-        raise errors[0]
-    assert status == 0, failures.read_text() if failures.exists() else "see the sentence above"
+    for errors in failed:
+        if errors:
+            raise errors[0]
+    assert not any(statuses), failures.read_text() if failures.exists() else "see the sentence above"
     return config

@@ -2,10 +2,12 @@
 
 import json
 import os
+import resource
 import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +15,11 @@ from pathlib import Path
 from serl_client import messages as m
 from serl_client.connection import Connection
 
-from .common import SCALE, TRAIN, free_port, until
+from .common import PATIENCE, TRAIN, free_port, until
 
-PATIENCE = 60.0 * SCALE
-PROMPT = 8.0  # seconds within which a signal ends a program; the launcher loses patience with a child after ten
+CPU_S = 150.0  # that a run's programs may spend on what a test waits for: many times what it takes
+CAP_S = 500.0  # seconds in which even idle programs bring it about; pytest waits a little longer
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,11 @@ class Facts:
     directives: list  # [(number, what)]
     weights: list  # [(version, sha256, update)]
     checkpointed: int  # updates
+
+    @property
+    def phases(self):
+        """Those that have begun."""
+        return {json.loads(body)["phase"] for _, body in self.directives}
 
 
 class Programs:
@@ -86,35 +94,55 @@ class Programs:
         for name in names:
             os.kill(alive[name], signal.SIGKILL)
 
-    def until(self, condition, seconds=60.0):
-        return until(condition, seconds, every=0.02, why=lambda: f"this never happened:\n{self.said()[-4000:]}")
+    def until(self, condition, cpu_s=CPU_S):
+        """Wait for what the programs bring about; a slow machine does not fail it.
+
+        It has failed when they are all gone, when they have spent so much CPU time meanwhile, or after CAP_S.
+        """
+        spent, looked = self._spent(), time.monotonic()
+
+        def met():
+            nonlocal looked
+            if value := condition():
+                return value
+            if time.monotonic() > looked + 1.0:
+                is_gone, looked = not self.alive(), time.monotonic()
+                assert self._spent() < spent + cpu_s, why()
+                assert not is_gone or condition(), why()
+            return None
+
+        def why():
+            return f"this never happened:\n{self.said()[-4000:]}"
+
+        return until(met, CAP_S, why=why)
+
+    def _spent(self):
+        """CPU seconds of the run's processes, and of whatever this process has started and waited for."""
+        ended, ticks = resource.getrusage(resource.RUSAGE_CHILDREN), 0
+        for number in self.alive().values():
+            with suppress(OSError):
+                fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+                ticks += sum(map(int, fields[11:15]))  # its own, and of its children that have ended
+        return ended.ru_utime + ended.ru_stime + ticks / TICKS
 
     def said(self):
         return self.log.read_text() if self.log.exists() else ""
 
-    def status(self, process, seconds=60.0):
+    def status(self, process, cpu_s=CPU_S):
         """The exit status of a program that ends by itself."""
-        return self.until(lambda: [process.poll()] if process.poll() is not None else None, seconds)[0]
+        return self.until(lambda: [process.poll()] if process.poll() is not None else None, cpu_s)[0]
 
-    def complete(self, learner, actor, seconds=300.0):
-        """Let a learner and an actor with these words come to their end, which is a good one."""
-        actor, learner = self.start("actor", *actor), self.start("learner", *learner)
-        assert [self.status(side, seconds) for side in (learner, actor)] == [0, 0], self.said()[-4000:]
+    def end_well(self, *processes):
+        """These programs, and all of the run with them, end by themselves, and nothing went wrong in any."""
+        assert [self.status(process) for process in processes] == [0] * len(processes), self.said()[-4000:]
         assert not {word for word in ("Traceback", "errors.log") if word in self.said()}
 
+    def complete(self, learner, actor):
+        """Let a learner and an actor with these words come to their end, which is a good one."""
+        self.end_well(self.start("actor", *actor), self.start("learner", *learner))
+
     def facts(self):
-        path = self.run_dir / "store/index.sqlite"
-        if not path.exists():
-            return Facts({}, 0, [], [], 0)
-        manifests = sorted((self.run_dir / "checkpoints").glob("[0-9]*/manifest.json"))  # first: weights go on
-        updates = json.loads(manifests[-1].read_text())["updates"] if manifests else 0
-        with closing(sqlite3.connect(path, timeout=10)) as index:
-            rows = index.execute("SELECT id, steps, phase FROM episodes").fetchall()
-            directives = index.execute("SELECT number, body FROM directives ORDER BY number").fetchall()
-            weights = index.execute("SELECT version, sha256, update_ FROM weights ORDER BY version").fetchall()
-        episodes = {name: steps for name, steps, _ in rows}
-        practised = sum(steps for _, steps, phase in rows if phase == "practise")
-        return Facts(episodes, practised, directives, weights, updates)
+        return facts(self.run_dir)
 
     def practised(self, steps):
         """Wait until so many steps of practice are stored, and some updates since then are in a checkpoint."""
@@ -132,4 +160,19 @@ class Programs:
         for number in self.alive().values():  # they have groups of their own
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
-        self.until(lambda: not self.alive(), PROMPT)
+        self.until(lambda: not self.alive())
+
+
+def facts(run_dir):
+    path = run_dir / "store/index.sqlite"
+    if not path.exists():
+        return Facts({}, 0, [], [], 0)
+    manifests = sorted((run_dir / "checkpoints").glob("[0-9]*/manifest.json"))  # first: weights go on
+    updates = json.loads(manifests[-1].read_text())["updates"] if manifests else 0
+    with closing(sqlite3.connect(path, timeout=10)) as index:
+        rows = index.execute("SELECT id, steps, phase FROM episodes").fetchall()
+        directives = index.execute("SELECT number, body FROM directives ORDER BY number").fetchall()
+        weights = index.execute("SELECT version, sha256, update_ FROM weights ORDER BY version").fetchall()
+    episodes = {name: steps for name, steps, _ in rows}
+    practised = sum(steps for _, steps, phase in rows if phase == "practise")
+    return Facts(episodes, practised, directives, weights, updates)
