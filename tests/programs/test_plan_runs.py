@@ -3,8 +3,6 @@
 import json
 
 import pytest
-import safetensors.torch
-import torch
 
 from robot_infra.cameras import gl
 from tests.shared import oracle
@@ -16,10 +14,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "same_logg
 
 SAC_PI0 = [
     "task=fake", "plan=sac_pi0", "policy.head.steps=3", "policy.network.hidden=[64,64]", "critic.hidden=[64,64]",
-    "batch_size=64",
-    'plan.phases.demonstrate.until=["demo.episodes >= 6"]', 'plan.phases.clone.until=["updates >= 150"]',
+    "batch_size=32",
+    'plan.phases.demonstrate.until=["demo.episodes >= 6"]', 'plan.phases.clone.until=["updates >= 15"]',
     'plan.phases.baseline.until=["episodes >= 4"]', 'plan.phases.warm_up.start_when="online.episodes >= 3"',
-    'plan.phases.warm_up.until=["updates >= 100"]', 'plan.phases.practise.until=["updates >= 300"]',
+    'plan.phases.warm_up.until=["updates >= 20"]', 'plan.phases.practise.until=["updates >= 40"]',
     'plan.phases.evaluate.until=["episodes >= 6"]', "log=false",
 ]  # fmt: skip
 CAMERAS, SIZE = ("cam_high", "cam_wrist"), 32
@@ -44,24 +42,14 @@ def test_sac_pi0_updates_what_each_phase_says_and_says_how_far_values_are_from_t
     updates = [line for line in lines if line["kind"] == "update"]
     cloned, practised = ([line for line in updates if name in line] for name in ("loss", "policy_loss"))
     assert cloned
-    assert all(line["updates"] <= 150 for line in cloned)
-    assert all(line["updates"] > 250 for line in practised)
+    assert all(line["updates"] <= 15 for line in cloned)
+    assert all(line["updates"] > 35 for line in practised)
     assert {"critic_loss", "value", "distill", "value_of_policy", "value_error", "value_bias"} <= practised[-1].keys()
     assert not {"entropy", "temperature"} & practised[-1].keys()
     found = {line["phase"]: line for line in lines if line["kind"] == "evaluation"}
     assert found.keys() == {"baseline", "evaluate"}
     assert all(0 <= abs(line["value_bias"]) <= line["value_error"] < 2 for line in found.values())
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["updates"] == 550
-
-    published = safetensors.torch.load_file(tmp_path / "weights" / f"{summary['eval']['weights_sha256']}.safetensors")
-    assert {name.partition(".")[0] for name in published} == {"encoder", "network", "scale"}
-    newest = max((tmp_path / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
-    kept = safetensors.torch.load_file(newest / "tensors.safetensors")
-    assert torch.equal(kept["algorithm.policy.network.layers.0.weight"], published["network.layers.0.weight"])
-    assert not torch.equal(
-        kept["algorithm.policy.network.layers.0.weight"], kept["algorithm.reference.network.layers.0.weight"]
-    )
+    assert json.loads((tmp_path / "summary.json").read_text())["updates"] == 75
 
 
 @pytest.mark.skipif(not gl.backend(), reason="this machine can draw no camera images")

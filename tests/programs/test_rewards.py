@@ -1,4 +1,4 @@
-"""A run whose judge is a classifier that was trained on another run's episodes, with all programs as users start."""
+"""A run whose judge is a classifier that was trained on another run's episodes, and answers from a third one."""
 
 import json
 import re
@@ -6,9 +6,10 @@ import re
 import pytest
 
 from serl_launcher.datasets.export import export_run
-from tests.shared.here import start
-from tests.shared.programs import Programs
-from tests.shared.tools import typed
+from tests.shared.common import PATIENCE, free_port, until
+from tests.shared.here import answering, order, start
+from tests.shared.programs import facts
+from tests.shared.tools import called, typed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "same_loggers")]
 
@@ -18,43 +19,45 @@ GIVEN = [  # practice makes no updates: how far it comes depends on the machine,
     'plan.phases.practise.start_when="online.steps >= 100000"', 'plan.phases.practise.until=["online.episodes >= 40"]',
     "task.env.max_steps=30", "task.stages=2",
 ]  # fmt: skip
+THRESHOLDS = {"judged": 0.2, "strict": 0.999999}
 FAKE = ["task=fake", "log=false"]
 COLLECT = ["plan=collect", 'plan.phases.demonstrate.until=["demo.episodes >= 10"]']
 
 
-def judged(folder, address, threshold):
+def judged(run_dir, address, threshold):
     """The rewards of ten demonstrations by the classifier's judgement."""
-    folder.mkdir()
-    with Programs(folder) as run:
-        judge = [f"task.judge.address={address}", f"task.judge.threshold={threshold}", "task.judge.stage_reward=0.25"]
-        run.complete([*FAKE, *COLLECT], [*FAKE, *judge])
-    lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    judge = [f"task.judge.address={address}", f"task.judge.threshold={threshold}", "task.judge.stage_reward=0.25"]
+    start(run_dir, [*FAKE, *COLLECT, *judge])
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line["return"] for line in lines if line["kind"] == "episode"][:10]
 
 
 def test_a_classifier_learns_from_one_runs_episodes_and_judges_anothers(tmp_path):
     start(tmp_path / "given", GIVEN)
     given, more = (export_run(tmp_path / "given", 1000, [source])[0] for source in ("online", "demo"))
-    (tmp_path / "reward").mkdir()
-    with Programs(tmp_path / "reward") as reward:
-        data = [f"plan.sources.given.dataset={given}", f"plan.sources.more.dataset={more}"]
-        learner = reward.start("learner", *FAKE, "plan=reward_classifier", "task.stages=2", *data)
-        reward.until(lambda: "serve idle" in reward.said(), 120)
-        address = f"127.0.0.1:{reward.ports[1]}"
-        returns = judged(tmp_path / "judged", address, 0.2)
-        assert {0.0, 0.25, 1.25} >= {*returns}, "a first stage, and success"
-        assert returns.count(1.25) >= 8
-        assert max(judged(tmp_path / "strict", address, 0.999999)) < 1, "nobody else gives success"
-        reward.order("next")
-        assert reward.status(learner) == 0
-    status, said = typed("reward", reward.run_dir, "--threshold", "0.2")
-    assert (status, said.strip()) == (0, str(reward.run_dir / "reward.html"))
-    page = (reward.run_dir / "reward.html").read_text()
+    words = [*FAKE, "plan=reward_classifier", "task.stages=2", f"inference_port={free_port()}"]
+    words += [f"plan.sources.given.dataset={given}", f"plan.sources.more.dataset={more}"]
+
+    def judges(config, local, port):
+        with answering(config, local):
+            until(lambda: "serve" in facts(tmp_path / "reward").phases, 10 * PATIENCE)
+            address = f"127.0.0.1:{config.inference_port}"
+            found.extend(judged(tmp_path / name, address, threshold) for name, threshold in THRESHOLDS.items())
+            order(port, "next")
+
+    found = []
+    start(tmp_path / "reward", words, acts=False, beside=judges)
+    returns, strict = found
+    assert {0.0, 0.25, 1.25} >= {*returns}, "a first stage, and success"
+    assert returns.count(1.25) >= 8
+    assert max(strict) < 1, "nobody else gives success"
+    status, said = typed("reward", tmp_path / "reward", "--threshold", "0.2")
+    assert (status, said.strip()) == (0, str(tmp_path / "reward/reward.html"))
+    page = (tmp_path / "reward/reward.html").read_text()
     assert "failures called success" in page
-    assert (found := re.search(r"recall of stage 1<td>(\d+) of (\d+)", page))
-    assert int(found[1]) > int(found[2]) / 2 > 0
-    status, said = typed("reward", tmp_path)
-    assert (status, said.strip()) == (
+    ((seen, there),) = re.findall(r"recall of stage 1<td>(\d+) of (\d+)", page)
+    assert int(seen) > int(there) / 2 > 0
+    assert called("reward", tmp_path) == (
         1,
-        f"error: no classifier in {tmp_path}: give the run_dir of plan=reward_classifier",
+        f"error: no classifier in {tmp_path}: give the run_dir of plan=reward_classifier\n",
     )
