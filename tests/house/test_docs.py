@@ -1,6 +1,7 @@
 """What the documents name is there."""
 
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from serl_client.errors import RobotFault
+from serl_client.errors import ConfigError, RobotFault
 
 from serl_launcher.config import composed, factory
+from serl_launcher.training.plan_reader import plan_of
 from tests.shared.common import CONFIG, ROOT
+from tests.shared.composing import composes_once  # noqa: F401
 from tests.shared.dobots import address
-from tools import check_robot
+from tools import check_robot, readme
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -38,6 +41,38 @@ def test_every_tool_and_page_that_a_document_names_exists(document):
     files |= {document.parent / name for name in re.findall(r"\]\(((?!http)[^)#]+)\)", text)}
     files |= {document.parent / name for name in re.findall(r'<img src="([^"]+)"', text)}
     assert not [path for path in files if not path.exists()]
+
+
+RUN = re.compile(r"(?:\./start\.sh|\S+/run_(?:learner|actor)\w*\.sh)( .*)?")
+ITS_OWN = {"task=my_robot", "task=my_dobot"}  # docs/robots.md brings the yaml itself
+
+
+def said_to_runs(page):
+    """The words of each run that a page starts."""
+    found = [shlex.split(match[1] or "") for each in readme.read(page) if (match := RUN.fullmatch(each.text))]
+    return [words for words in found if not ITS_OWN & {*words}]
+
+
+def checked(words, folder):
+    """What is wrong with the plan of these words; empty when nothing is."""
+    try:
+        plan_of(composed(CONFIG, ["learner=true", "task=sim_arm", *words, f"run_dir={folder}"]))
+    except ConfigError as error:
+        return f"{shlex.join(words)}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_each_run_of_a_page_has_a_plan_that_holds(document, tmp_path):
+    assert [wrong for words in said_to_runs(document) if (wrong := checked(words, tmp_path))] == []
+
+
+def test_the_test_above_reads_blocks_and_lines_and_sees_a_wrong_word(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("`./start.sh plan=sft` and\n```bash\nx/run_actor.sh ip=a \\\n  'name=b c' # d\n./start.sh\n```\n")
+    assert said_to_runs(page) == [["plan=sft"], ["ip=a", "name=b c"], []]
+    assert "sead" in checked(["sead=1"], tmp_path)
+    assert "sfft" in checked(["plan=sfft"], tmp_path)
 
 
 def test_the_robot_of_the_page_on_robots_moves_within_its_limits_after_somebody_has_said_ready(tmp_path, monkeypatch):
