@@ -62,6 +62,7 @@ def checked(words, folder):
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_each_run_of_a_page_has_a_plan_that_holds(document, tmp_path):
     assert [wrong for words in said_to_runs(document) if (wrong := checked(words, tmp_path))] == []
