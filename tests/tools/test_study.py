@@ -79,6 +79,7 @@ def test_a_digest_tells_another_code(tmp_path, monkeypatch):
         found.append(report.digest({"seed": 0}))
     assert found[0] == found[2] != found[1]
     assert report.digest({"seed": 1}) != found[0]
+    assert report.digest({"seed": 0}, code=()) != found[0], "the folder of runs follows from the settings alone"
 
 
 def test_an_interval_is_over_draws_and_says_nothing_of_a_single_one():
@@ -93,8 +94,7 @@ def test_an_interval_is_over_draws_and_says_nothing_of_a_single_one():
 def test_a_page_has_every_line_of_its_studies_reports(page, tmp_path):
     text = (ROOT / f"docs/{page}.md").read_text()
     lines = [line for name in PAGES[page] for line in finished(name, tmp_path).splitlines()]
-    if page == "policies":
-        lines = [line for line in lines if line.startswith("|")]
+    lines = [line for line in lines if page != "policies" or line.startswith("|")]
     assert len(lines) > 3
     assert [line for line in lines if line not in text] == []
 
@@ -115,16 +115,18 @@ def test_a_page_has_every_number_of_its_studies_tables(page, tmp_path):
         assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+def cell(starts, **said):
+    return SimpleNamespace(seed=3, at=(1, 3), starts=starts, **said)
+
+
 @pytest.mark.parametrize(
     ("words", "steps", "episodes"),
     [
-        (["task=dmc", *curves.control_words(SimpleNamespace(task="cartpole-balance", seed=3, at=(1, 3), starts=10))],
-         ["900", "1900"], 10),
-        (["task=metaworld", *curves.control_words(SimpleNamespace(task="door-close-v3", seed=3, at=(1, 3), starts=10))],
-         ["900", "1900"], 10),
-        (["task=pick_cube", *curves.cube_words(SimpleNamespace(seed=3, at=(1, 3), starts=30))], ["1000", "2000"], 30),
+        (["task=dmc", *curves.control_words(cell(10, task="cartpole-balance"))], ["900", "1900"], 10),
+        (["task=metaworld", *curves.control_words(cell(10, task="door-close-v3"))], ["900", "1900"], 10),
+        (["task=pick_cube", *curves.cube_words(cell(30))], ["1000", "2000"], 30),
     ],
-)  # fmt: skip
+)
 def test_a_studys_words_are_a_plan_that_practises_and_evaluates_in_turn(words, steps, episodes):
     phases = plan_of(composed(CONFIG, ["learner=true", *words])).phases
     parts = [name for name in phases if name != "demonstrate"]
@@ -133,69 +135,62 @@ def test_a_studys_words_are_a_plan_that_practises_and_evaluates_in_turn(words, s
     assert [phases[name].episodes for name in parts[1::2]] == [episodes] * 2
 
 
+def measured(folder, *words, small=()):
+    """What a study prints, and its cells; small: words of its learners."""
+    words += ("--starts", STARTS, "--out", folder / "out", "--results", folder / "cells.jsonl")
+    said = study(*words, "--", *small)
+    return said.splitlines(), [json.loads(line) for line in (folder / "cells.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.nightly
 def test_a_study_of_heads_runs_the_product_and_keeps_what_it_found(tmp_path):
     words = ["heads", "--ways", "wall/regression", "--seeds", 0, "--demonstrations", 2, "--updates", 3]
-    words += ["--starts", STARTS, "--out", tmp_path / "runs", "--results", tmp_path / "cells.jsonl"]
-    table = study(*words, "--network", "mlp", "--", "policy.horizon=4").splitlines()[-3:]
-    (cell,) = (json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines())
+    said, (cell,) = measured(tmp_path, *words, small=["policy.horizon=4"])
     assert (cell["head"], cell["updates"], cell["words"]) == ("regression", 3, ["policy.horizon=4"])
-    assert table[-1].startswith(f"| wall/regression | {cell['successes']} |")
-    assert study(*words, "--", "policy.horizon=4").splitlines() == table, "nothing is measured twice"
+    assert said[-1].startswith(f"| wall/regression | {cell['successes']} |")
+    assert measured(tmp_path, *words, small=["policy.horizon=4"]) == (said[-3:], [cell]), "nothing is measured twice"
 
 
-SMALL = ["--seeds", 5, "--demonstrations", 2, "--starts", STARTS]
+nightly, slow = pytest.mark.nightly, pytest.mark.slow
 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("name", "ways", "numbers", "found"),
     [
+        pytest.param("improve", ["recap"], "--cloned 3 --updates 25", ["env_steps", "draw"], marks=nightly),
+        pytest.param("offline", ["recap"], "--episodes 2 --updates 6", ["rank_correlation", "draw"], marks=slow),
         pytest.param(
-            "improve", ["recap"], ["--cloned", 3, "--updates", 25], ["successes", "env_steps", "draw"],
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "offline", ["recap"], ["--episodes", 2, "--updates", 6], ["given_successes", "rank_correlation", "draw"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "dobot_left", ["cloning alone", "human successes"], ["--cloned", 4, "--updates", 8, "--task", "sim_arm"],
-            ["successes"], marks=pytest.mark.nightly,
+            "dobot_left", ["cloning alone", "human successes"],
+            "--cloned 4 --updates 8 --task sim_arm --actor task.env.space=ee_delta", ["env_steps"], marks=nightly,
         ),
     ],
 )  # fmt: skip
 def test_a_study_of_what_improves_a_clone_runs_the_product(name, ways, numbers, found, tmp_path):
-    words = [name, *SMALL, "--ways", *ways, *numbers]
-    if name == "dobot_left":
-        words += ["--actor", "task.env.space=ee_delta"]
-    table = study(*words, "--out", tmp_path / "runs", "--results", tmp_path / "cells.jsonl")
-    cells = [json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
-    assert [cell["way"] for cell in cells if cell["way"] != "clone"] == ways
-    assert all(cell[each] is not None for cell in cells for each in found)
-    assert all(f"| {way} |" in table for way in ways)
+    words = [name, "--seeds", 5, "--demonstrations", 2, "--ways", *ways, *numbers.split()]
+    said, cells = measured(tmp_path, *words)
+    cells = [cell for cell in cells if cell["way"] != "clone"]
+    assert [cell["way"] for cell in cells] == ways
+    assert all(cell[each] is not None for cell in cells for each in ["successes", *found])
+    assert all(any(line.startswith(f"| {way} |") for line in said) for way in ways)
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("here")
 def test_the_study_of_memory_evaluates_the_same_weights_with_and_without_it(tmp_path):
-    words = ["memory", "--seeds", 5, "--random", 80, "--steps", 110, "--starts", STARTS]
-    words += ["--out", tmp_path / "runs", "--results", tmp_path / "cells.jsonl"]
-    table = study(*words, "--", "algo.deter=16", "algo.units=8", "algo.length=4", "algo.imagined=2").splitlines()[-3:]
-    (cell,) = (json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines())
-    for (name, title), line in zip(STUDIES["memory"].parts.items(), table, strict=True):
+    words = ["memory", "--seeds", 5, "--random", 80, "--steps", 110]
+    small = ["algo.deter=16", "algo.units=8", "algo.length=4", "algo.imagined=2"]
+    said, (cell,) = measured(tmp_path, *words, small=small)
+    for (name, title), line in zip(STUDIES["memory"].parts.items(), said[-3:], strict=True):
         assert line.startswith(f"| {title} | {cell[name]} |")
-    (folder,) = (tmp_path / "runs").iterdir()
+    (folder,) = (tmp_path / "out").iterdir()
     kept, reset = (folder / name for name in ("dreamer", "reset"))
     assert trials(kept).keys() == trials(reset).keys()
     assert {file.name for file in (kept / "weights").iterdir()} == {file.name for file in (reset / "weights").iterdir()}
 
 
 def test_cells_that_began_with_different_data_are_not_compared():
-    rows = {
-        way: [{"seed": seed, "draw": draw} for seed, draw in cells]
-        for way, cells in (("a", [(0, "x"), (1, "y")]), ("b", [(0, "x")]))
-    }
+    rows = {"a": [{"seed": 0, "draw": "x"}, {"seed": 1, "draw": "y"}], "b": [{"seed": 0, "draw": "x"}]}
     one_draw(0, rows)
     one_draw(1, rows)
     rows["b"].append({"seed": 1, "draw": "x"})

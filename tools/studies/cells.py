@@ -81,7 +81,8 @@ class Cells:
         """Return the cell of this key. If it is missing, measure it, and write it with what it was made of first."""
         if cell := self.found(key):
             return cell
-        made, began, used = {**key, "commit": commit(), "digest": digest(key)}, time.monotonic(), cpu_s()
+        began, used = time.monotonic(), cpu_s()
+        made = {**key, "commit": git("rev-parse", "--short", "HEAD").strip(), "digest": digest(key)}
         cell = {**made, **measure(), "wall_s": round(time.monotonic() - began), "cpu_s": round(cpu_s() - used)}
         self.all.append(cell)
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -98,22 +99,16 @@ def cpu_s() -> float:
 
 
 def git(*command: str) -> str:
-    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def commit() -> str:
-    """Return the short name of the commit at hand; it says so where files of it were changed."""
-    changed = git("status", "--porcelain", "-uno", "--", ".", ":!docs/studies")  # there it writes itself
-    return git("rev-parse", "--short", "HEAD") + " and changes" * bool(changed)
+    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def digest(key: Mapping[str, Any], code: Sequence[str] = CODE) -> str:
-    """Return a digest of the code, the yaml files and the key: the configs of a cell's runs follow from these."""
-    names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *code).split("\0")
+    """Return a digest of the key and of the files that lie there: the configs of a cell's runs follow from these."""
     read = hashlib.sha256(json.dumps(key, sort_keys=True).encode())
-    for path in (ROOT / name for name in sorted(names)):
-        if path.is_file():
-            read.update(f"\0{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *code) if code else ""
+    for name in sorted(listed.split("\0")):
+        if (ROOT / name).is_file():
+            read.update(f"\0{name}\0".encode() + (ROOT / name).read_bytes())
     return read.hexdigest()[:12]
 
 
@@ -147,7 +142,7 @@ def measured(study: Study, options: Namespace, first: str) -> dict[str, list[Cel
     cells = Cells(options.results, {**study.settings, "words": list(study.words)})
     rows: dict[str, list[Cell]] = {way: [] for way in ([first] if study.goes_on else []) + options.ways}
     for seed in options.seeds:
-        folder = options.out / f"seed-{seed}-{digest(setting, ())}"
+        folder = options.out / f"{seed}-{digest(setting, code=())[:6]}"
         for way in rows:
             key = {**setting, "seed": seed, **study.ways[way]}
             here = Namespace(**key, folder=folder)

@@ -44,13 +44,12 @@ UPDATES = (3000, 3000, 6000)  # of the verdicts, before each evaluation; two for
 def control(cell: Namespace) -> Mapping[str, Any]:
     """SAC, or a small TD-MPC2, on tasks of two suites, from states (docs/learning.md, docs/planning.md).
 
-    control          algo=sac with two layers of 256 without LayerNorm, and tau 0.01 and initial temperature 0.1 of DrQ
-                     (Kostrikov et al. 2020, arXiv 2004.13649); batches of 256, one update per step
+    control          algo=sac with the networks of its paper and two numbers of DrQ (Kostrikov et al. 2020, arXiv
+                     2004.13649); batches of 256, one update per step
     control_tdmpc2   algo=tdmpc2_tiny: the first 2,500 steps are random, and as many updates follow at once
     After --at thousand steps each, --starts episodes are evaluated without exploration. A step is one action, repeated
-    for two simulator steps. The Control Suite has episodes of 500 steps and returns up to 1,000; Meta-World 100 steps,
-    and success at the last of them counts. The actor runs in the Python of examples/dmc or examples/metaworld, which
-    its first start installs (0.4 GB).
+    for two simulator steps. The actor runs in the Python of examples/dmc or examples/metaworld, which its first start
+    installs (0.4 GB).
     """
     words = [*control_words(cell), *cell.words]
     made = runs.finished(cell.folder / cell.task, *words, example="metaworld" if cell.task in SUCCESS else "dmc")
@@ -126,11 +125,9 @@ def pick_cube(cell: Namespace) -> Mapping[str, Any]:
 def verdicts(cell: Namespace) -> Mapping[str, Any]:
     """Does RLPD learn from a person's verdicts alone what it learns from a judge? On sim_arm (docs/verdicts.md).
 
-    judge      the scene gives reward 1 and ends the episode when the block is up
-    operator   the judge is silent; a scripted operator says success when the block is up, and failure after an episode
-               whose time ran out
-    Both have the same plan, the same number of demonstrations, updates and steps, and evaluations on --starts distinct
-    starts. stored_reward: the sum of all rewards as they were recorded.
+    The judge gives reward 1 and ends the episode when the block is up. With operator it is silent, and a scripted one
+    says success when the block is up, and failure after an episode whose time ran out. All else is the same. After
+    3,000, 6,000 and 12,000 updates, --starts distinct starts are evaluated.
     """
     words = [f"seed={cell.seed}", *QUICKSTART, *parts([f"updates >= {n}" for n in UPDATES], HALF, 200, cell.starts)]
     actor = [f"seed={cell.seed}", f"task.env.verdict_by={cell.verdict_by}"]

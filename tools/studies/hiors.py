@@ -28,19 +28,12 @@ def practised(cell: Namespace) -> Mapping[str, Any]:
     """Which part of Hi-ORS does the work, and does practice do more than cloning for as long? (docs/hiors.md)
 
     A draw is a seed with its own --demonstrations, and a clone of them after --cloned updates. From a copy of that run
-    each way makes --updates more:
-        cloning alone     the control: on the demonstrations, and nobody practises
-        hi-ors            on successful episodes, human corrections among them, and demonstrations
-        no interventions  the same, and nobody takes over
-        human rows only   on the demonstrations and the rows that the human drove
-        unfiltered        on all episodes, failures too, and demonstrations
-        neither           nobody takes over, and all episodes count
-        human successes   only if --ways names it: on the demonstrations and the rows of successful episodes that the
-                          human drove, which is plan=hiors plan.sources.success.start_steps=intervened
-    An evaluation on --starts distinct starts follows each quarter; OUT/curves.png shows the means.
-
+    each way makes --updates more: cloning alone is the control, and nobody practises; hi-ors learns from successful
+    episodes with human corrections; no interventions: nobody takes over; human rows only: what the human drove;
+    unfiltered: failures, too; neither: all episodes, and nobody takes over; human successes: what the human drove of
+    successful episodes. All see demonstrations, too. An evaluation on --starts distinct starts follows each quarter.
     hiors        the simulated arm. Draws whose clone succeeds in 20 to 60 % are gone on with; the others are told
-    dobot_pnp    the same on two six-joint arms that are commanded by joint positions, whatever the clones do
+    dobot_pnp    two six-joint arms that are commanded by joint positions, whatever the clones do
     dobot_left   the right arm of them alone moves, and all demonstrations have the object on the left (--side), where
                  half of the starts have it, so cloning alone stays behind however long it lasts
     """
@@ -49,7 +42,12 @@ def practised(cell: Namespace) -> Mapping[str, Any]:
     begun = runs.demonstrations(cell.folder / "demonstrations", cell.seed, cell.demonstrations, *cell.words, **placed)
     half, fit = f"updates >= {cell.cloned // 2}", ", on_begin: [{fit_normalizer: demo}]"
     bodies = [runs.training(half, "{demo: 1.0}", "[update]", more) for more in (fit, "")]
-    words = [f"seed={cell.seed}", "plan=sft", *runs.without("clone", "evaluate"), *runs.turns(bodies, cell.starts)]
+    words = [
+        f"seed={cell.seed}",
+        "plan=sft",
+        *runs.without("clone", "evaluate"),
+        *runs.turns(bodies, cell.starts, CLONE),
+    ]
     clone = runs.finished(cell.folder / CLONE, *words, *cell.words, of=begun, **side)
     if cell.way == CLONE:
         return {"successes": runs.successes(clone, cell.starts)}

@@ -50,15 +50,11 @@ def improved(cell: Namespace) -> Mapping[str, Any]:
     """What improves a clone: critics that choose, climb, steer or edit, at equal data and updates? (docs/policies.md)
 
     A draw is a seed with its own --demonstrations on the simulated arm, all of them with the block on the left. Half of
-    the starts of practice and evaluation have it on the right, so cloning alone stays behind however long it lasts.
-    Each way clones for --cloned updates and then makes --updates more, while the arm practises one step for every two:
-        cloning alone     the control: on the demonstrations, and nobody practises
-        qc, fql, parl, dsrl, expo, guided     plan=value_guided with it; the critics alone take the first fifth
-        unguided          guided with weight 0
-        recap             plan=recap without a person
-        hi-ors            plan=hiors with the script that takes over; it tells the rows that it drove
-        rejection         the same without takeovers: the human effort of all the others, which is the demonstrations
-    Evaluations on --starts distinct starts follow each fifth.
+    the starts of practice and evaluation have it on the right, so cloning alone, the control, stays behind however long
+    it lasts. Each way clones for --cloned updates and then makes --updates more, while the arm practises one step for
+    every two: qc, fql, parl, dsrl, expo and guided, whose critics take the first fifth; unguided: guided with weight 0;
+    recap; hi-ors, where a script takes over; rejection: the same without takeovers. Evaluations on --starts distinct
+    starts follow each fifth.
     """
     begun = runs.demonstrations(cell.folder / "demonstrations", cell.seed, cell.demonstrations, actor=LEFT)
     words = [*SMALL, *WAYS[cell.way], f"seed={cell.seed}", f"plan.phases.clone.until=['updates >= {cell.cloned}']"]
@@ -116,16 +112,10 @@ def offline(cell: Namespace) -> Mapping[str, Any]:
     """What is learned from a dataset of successes and failures alone? On the simulated arm, by seed (docs/policies.md).
 
     A draw is a seed with its own --demonstrations, all with the block on the left, and the first --episodes of RLPD's
-    practice on them (plan=quickstart): it begins by failing. From copies of that data, --updates of all kinds together,
-    while nobody acts:
-        cloning all       the control: all episodes are imitated
-        successes alone   another: those that succeeded are imitated
-        iql, calql        the algorithms of plan=offline_to_online
-        iql beta 10       the same with algo.beta=10, which was the best of 3, 10 and 30 on seed 9
-        recap             it acts under the condition that a row was good
-        unconditioned     the same weights without the condition (algo.task_weight=0)
-    An evaluation on --starts distinct starts follows. Of recap the rank correlation (Spearman) between its value and
-    the returns of that evaluation's rows is told: nothing has trained on them.
+    practice on them: it begins by failing. From copies of that data, --updates while nobody acts: cloning all, the
+    control; successes alone: those are imitated; iql, with beta 3 or 10, and calql; recap, under the condition that a
+    row was good; unconditioned: the same weights without it. An evaluation on --starts distinct starts follows. Of
+    recap the rank correlation (Spearman) between its value and the returns of that evaluation's rows is told.
     """
     made = learned(cell, cell.way)
     given = [bool(episode.success) for episode in runs.episodes(made, "online")]

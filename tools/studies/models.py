@@ -43,13 +43,10 @@ def succeeded(folder: Path) -> int:
 def memory(cell: Namespace) -> Mapping[str, Any]:
     """Does Dreamer remember what a task shows once? In a corridor, by seed, beside SAC (docs/world-models.md).
 
-    The goal is at one of two ends, and only the first observation of an episode tells at which (task=corridor). Who
-    forgets it finds it in half of the episodes.
-        SAC               sees each observation alone (plan=from_scratch algo=sac): as many steps, one update for each
-        Dreamer           algo=dreamer_tiny after --steps, --random of them random, with one update for each other one
-        its carry reset   the same weights on the same starts, with the carry forgotten at each step
-                          (algo.remembers=false)
-    Each is evaluated on --starts distinct starts. Words at the end go to every learner of Dreamer.
+    The goal is at one of two ends, and only the first observation of an episode tells at which (task=corridor): SAC
+    sees each observation alone, Dreamer (algo=dreamer_tiny) remembers, and then does not: the same weights on the same
+    --starts starts, with the carry reset at each step. Both have --steps steps, --random of them random, and one update
+    for each other one. Words at the end go to every learner of Dreamer.
     """
     begun = [f"random_steps={cell.random}", f"max_env_steps={cell.steps}"]
     dreamer = [*DREAMER, f"seed={cell.seed}", *cell.words]
@@ -67,13 +64,10 @@ def memory(cell: Namespace) -> Mapping[str, Any]:
 def planning(cell: Namespace) -> Mapping[str, Any]:
     """Does planning in the learned model act better than the prior alone? On a point, by seed (docs/planning.md).
 
-    A point must come within 5 cm of a goal (task=fake); each step costs its distance in metres, the goal gives 1. It
-    practises by plan=tdmpc2 with algo=tdmpc2_tiny: --random steps of random actions, as many updates, then one update
-    for each step.
-        prior             the prior's actions, without planning (algo.plan=false), after half of the --steps
-        planning          planned actions of the same weights, on the same starts
-        planning, whole   planned actions after all of the --steps
-    Each on --starts distinct starts. The difference of returns is that of the first two, paired start by start.
+    A point must come within 5 cm of a goal (task=fake); each step costs its distance in metres, the goal gives 1.
+    algo=tdmpc2_tiny practises by plan=tdmpc2, --random of the --steps at random. After half of them the prior acts
+    without planning (algo.plan=false), then planned actions of the same weights on the same --starts starts; after all
+    of them planned actions again. The difference of returns is that of the first two, paired start by start.
     """
     half = cell.steps // 2
     common = [*TDMPC2, *COST, *cell.words, f"seed={cell.seed}"]
@@ -95,16 +89,13 @@ def planning(cell: Namespace) -> Mapping[str, Any]:
 
 
 def evolved(cell: Namespace) -> Mapping[str, Any]:
-    """Does a controller need the memory of World Models where one picture does not tell all? (docs/world-models.md)
+    """Does TD-MPC2 learn on an arm at its own pace, with a person who takes over? By seed (docs/planning.md).
 
-    A puck slides on ice, and each step costs its distance to the middle in metres. Pictures of 32x32 show where it is,
-    but not its speed (task=puck). By plan=world_models with algo=world_models_tiny: --random steps that drift by
-    chance, 2,000 updates of V, 1,000 of M. Then, twice from there, --steps steps of evolution:
-        z and h     a controller of the code z and the memory h
-        z alone     a controller of the code (algo.remembers=false)
-    Each evolved mean acts on the same --starts starts, in its actor's own process. The difference of returns is paired,
-    start by start; the goal is missed if its interval is not above 0. Words at the end that begin with `algo` go to the
-    actors, too.
+    sim_arm on the real clock. A script demonstrates --demonstrations times, algo=tdmpc2_tiny learns from these rows
+    alone for --offline-updates (offline), and practises for --steps steps with one update for each, while the script
+    takes over where the policy is stuck (practised). The control makes as many updates on the demonstrations alone
+    (more updates). Each acts on --starts distinct starts, with planning and without help, on the simulated clock. act:
+    the time from an actor's question to its answer while the robot practised, beside the deadline.
     """
     common = ["plan=world_models", "algo=world_models_tiny", f"seed={cell.seed}", *cell.words]
     common += [f"random_steps={cell.random}", f"max_env_steps={cell.steps}", f"eval_episodes={cell.starts}"]

@@ -108,14 +108,10 @@ def measured(cell: Namespace) -> Mapping[str, Any]:
     """Does a trained classifier see success? On the simulated arm, from two cameras alone, by seed (docs/rewards.md).
 
     It learns from --episodes of RLPD's practice, which begins by failing, from the demonstrations before it, and from
-    --near misses, which a script lifts to a height of its own draw. A scripted person says success a second late, and
-    failure when the time is over. Then --held-out episodes succeed and as many fail, by scripts with noise, each from a
-    start, after a pause and at a speed of its own: the gripper closes beside the block, lifts it not high enough, or
-    drops it too early.
-        judged     the classifier, as task.judge would use it: --threshold, rows in succession
-        plain      the same, but it has learned from no near misses
-        shuffled   the control: as judged, but each episode was called a success by lot
-    A success counts as seen if the verdict falls within a second of the true one, before or after it.
+    --near misses (plain: from none), which a script lifts to a height of its own draw. A scripted person says success a
+    second late. The control has learned from episodes that were called a success by lot (shuffled). Then --held-out
+    episodes succeed and as many fail, by scripts with noise: the gripper closes beside the block, lifts it not high
+    enough, or drops it too early. A success is seen if the verdict by --threshold falls within a second of it.
     """
     place, seed = cell.folder, f"seed={cell.seed}"
     words = [
