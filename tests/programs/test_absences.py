@@ -28,7 +28,7 @@ def test_a_run_without_wandb_lerobot_rerun_av_gl_and_ffmpeg_ends_well_and_names_
     mine = {name: value for name, value in os.environ.items() if name not in ("WANDB_MODE", "MUJOCO_GL")}
     mine |= {"PYTHONPATH": str(tmp_path), "PATH": str(Path(sys.executable).parent)}
     with Programs(tmp_path, mine) as programs:
-        programs.complete(PRACTISE, PRACTISE, 150.0)
+        programs.complete(PRACTISE, PRACTISE)
     said = programs.said().splitlines()
     for what, how in {
         "wandb is not installed": "--extra wandb",

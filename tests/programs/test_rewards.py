@@ -37,6 +37,7 @@ def test_a_classifier_learns_from_one_runs_episodes_and_judges_anothers(tmp_path
     given, more = (export_run(tmp_path / "given", 1000, [source])[0] for source in ("online", "demo"))
     words = [*FAKE, "plan=reward_classifier", "task.stages=2", f"inference_port={free_port()}"]
     words += [f"plan.sources.given.dataset={given}", f"plan.sources.more.dataset={more}"]
+    words += ['plan.phases.learn.until=["updates >= 800"]', 'plan.phases.calibrate.until=["updates >= 200"]']
 
     def judges(config, local, port):
         with answering(config, local):
