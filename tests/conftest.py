@@ -37,6 +37,7 @@ from tests.shared import data  # noqa: E402
 from tests.shared import keys as shared_keys  # noqa: E402
 from tests.shared.clients import connected, directed  # noqa: E402
 from tests.shared.clock import Clock  # noqa: E402
+from tests.shared.composing import composes_once  # noqa: E402, F401
 from tests.shared.servers import ServerThread  # noqa: E402
 
 sitecustomize.record_into(VIOLATIONS)  # a worker has loaded it with the file of the process that started it

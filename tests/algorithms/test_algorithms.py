@@ -5,6 +5,7 @@ base.yaml and the algorithm choose of the others.
 """
 
 import copy
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -108,7 +109,14 @@ def chosen(name):
     return config_of(f"algo={name}")
 
 
-JUDGED = [name for name in ALGORITHMS if hasattr(get_class(chosen(name).algo._target_), "update_critic")]
+def class_of(name):
+    """The class of config/algo/<name>.yaml, read from the file: to compose each would hold up every collection."""
+    text = (CONFIG / f"algo/{name}.yaml").read_text()
+    target = re.search(r"^  _target_: (\S+)", text, re.MULTILINE)
+    return get_class(target[1]) if target else class_of(re.search(r"^defaults: \[(\w+)", text, re.MULTILINE)[1])
+
+
+JUDGED = [name for name in ALGORITHMS if hasattr(class_of(name), "update_critic")]
 
 
 def small(*words):

@@ -36,6 +36,7 @@ def scores(algorithm, batch):
     return algorithm.acting({STATE: batch.next_observation[STATE][:, 0]})
 
 
+@pytest.mark.slow
 def test_it_tells_success_of_states_that_it_has_not_seen_and_is_calibrated():
     algorithm = build()
     for seed in range(150):

@@ -257,6 +257,7 @@ def saved(algorithm):
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_between_any_two_updates_of_any_phase_goes_on_bit_by_bit():
     names = ["update_vae"] * 2 + ["update_codes"] + ["update_rnn"] * 2 + ["update_controller"] * 12
     straight, states = build(), []

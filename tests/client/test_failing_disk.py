@@ -136,6 +136,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_record_or_cannot_be_read_is_told
     assert_whole(server, session, pushed)
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_removed_are_acknowledged_again_by_the_next_life(server, start):
     actor = start(lambda control: control.fail(UNLINK | RENAME, errno.EIO, sticky=True, path=".records"))
     wait_until(lambda: acknowledged(server, actor) > 100)
@@ -159,6 +160,7 @@ def test_no_record_is_sent_before_it_is_written_down_whose_run_it_belongs_to(ser
     assert_whole(server, session, pushed)
 
 
+@pytest.mark.slow
 def test_an_outbox_that_cannot_get_its_name_or_be_read_says_so_in_one_sentence(server, start):
     unnamed = start(lambda control: control.fail(RENAME, errno.ENOSPC, sticky=True, path="/id.new"))
     assert unnamed.process.wait(PATIENCE) == 1
@@ -194,6 +196,7 @@ def damaged(outbox):
     return session, seq
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("found", ["at the start", "when it is sent"])
 def test_a_damaged_record_costs_its_episode_and_no_other_and_both_sides_say_so(server, start, found):
     server.kill()

@@ -45,6 +45,7 @@ def waits(folder: Path, place: int) -> None:
     signal.pause()
 
 
+@pytest.mark.slow
 def test_one_that_fails_ends_the_others_and_all_that_end_well_are_a_success(tmp_path, capfd):
     os.mkfifo(tmp_path / "fifo")
     assert run_several(2, partial(fails_alone, tmp_path)) == 1

@@ -146,6 +146,7 @@ def test_a_record_that_was_cut_off_anywhere_is_refused(make_segment):
             list(wire.decode_records(data[:length]))
 
 
+@pytest.mark.slow
 @given(st.lists(st.binary(max_size=60), max_size=5), plain, st.lists(plain, max_size=3))
 @settings(max_examples=300)
 def test_random_frames_and_well_formed_nonsense_are_no_message(frames, header, layout):

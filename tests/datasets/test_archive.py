@@ -76,6 +76,7 @@ def test_kill_at_every_step_leaves_only_whole_shards_and_a_repeat_doubles_nothin
 # -- the archive
 
 
+@pytest.mark.slow
 def test_an_archived_source_lets_nothing_go_before_it_is_exported(tmp_path, blind):
     run = Run(tmp_path, blind, capacity=100, archived=["online"])
     for i in range(10):

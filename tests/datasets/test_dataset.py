@@ -16,6 +16,7 @@ from tests.shared.common import STATE
 from .lerobots import CAMERA
 
 pytest.importorskip("lerobot", reason="the extra `data` is not installed: uv sync --inexact --extra data")
+pytestmark = pytest.mark.slow  # lerobot's writer, in a process of its own
 
 
 @pytest.fixture(params=["video", "image"])

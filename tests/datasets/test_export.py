@@ -59,6 +59,7 @@ def test_lerobot_opens_every_shard_while_the_run_goes_on_and_its_numbers_are_the
     assert manifest["images"]["lossy"] == (manifest["images"]["stored_as"] == "video")
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_episodes_of_two_actors_and_of_two_phases_are_kept_apart(tmp_path, blind):
     run = Run(tmp_path, blind)
@@ -193,6 +194,7 @@ def test_a_shard_is_remade_when_it_does_not_hold_what_the_store_does(tmp_path, b
     assert run.work() == 0
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_steps_that_a_shard_lacked_are_exported_although_somebody_took_it_away(tmp_path, blind):
     run = Run(tmp_path, blind)
@@ -205,6 +207,7 @@ def test_steps_that_a_shard_lacked_are_exported_although_somebody_took_it_away(t
     assert [entry["steps"] for entry in run.manifest("000001-000001")["episodes"]] == [6]
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_a_folder_that_is_not_ours_is_left_alone_and_blocks_nothing(tmp_path, blind, caplog):
     """As lerobot-dataset-viz leaves one that was asked for a shard which is not there."""
@@ -224,6 +227,7 @@ def test_a_folder_that_is_not_ours_is_left_alone_and_blocks_nothing(tmp_path, bl
     assert [path.name for path in export_run(tmp_path, 10)] == ["000001-000002~"]
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_an_episode_that_leaves_the_store_while_its_images_are_read_is_taken_from_its_shard(
     tmp_path, seen, monkeypatch
@@ -313,6 +317,7 @@ def test_shards_of_another_run_are_not_touched(tmp_path, blind):
         Exporter(tmp_path, "f" * 32, blind, {"online": 400}, ["online"], 2)
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_a_shard_that_differs_from_the_store_is_never_put_in_place(tmp_path, blind, monkeypatch, caplog):
     run = Run(tmp_path, blind)
@@ -334,6 +339,7 @@ def test_a_shard_that_differs_from_the_store_is_never_put_in_place(tmp_path, bli
     assert run.shards() == []
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_a_stopped_run_is_exported_by_hand(tmp_path, blind):
     run = Run(tmp_path, blind)

@@ -22,6 +22,7 @@ from .exporting import CAMERA, Run, needs_lerobot, segment
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_an_episodes_images_are_never_in_memory_at_once(tmp_path, seen, monkeypatch):
     def refuse(*_, **__):
@@ -66,6 +67,7 @@ def test_what_cannot_be_recorded_is_exported(tmp_path, blind, caplog, error, ask
     assert run.shards() == ["000001-000002"]
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_every_kind_of_feature_comes_back_from_a_shard(tmp_path):
     """What LeRobot has no column for gets another name or shape there."""
@@ -143,6 +145,7 @@ def test_the_export_loads_no_torch_before_there_is_something_to_write():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_the_thread_that_encodes_videos_keeps_its_ordinary_priority(tmp_path, seen):
     run = Run(tmp_path, seen)
@@ -151,6 +154,7 @@ def test_the_thread_that_encodes_videos_keeps_its_ordinary_priority(tmp_path, se
     assert os.sched_getscheduler(0) == os.SCHED_OTHER, "SVT-AV1 takes real-time priority where it runs as root"
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_where_torchcodec_finds_no_ffmpeg_images_are_stored_as_they_are(tmp_path, seen, monkeypatch, caplog):
     (tmp_path / "lacks/torchcodec").mkdir(parents=True)

@@ -25,6 +25,7 @@ from tests.shared.programs import Programs
 from .exporting import bring, catalog
 
 pytest.importorskip("lerobot", reason="the extra `data` is not installed: uv sync --inexact --extra data")
+pytestmark = pytest.mark.slow  # lerobot's writer, in a process of its own
 
 
 @pytest.fixture
@@ -154,7 +155,6 @@ import_datasets(plan, Path(run_dir), local=local, waits=False)
 """
 
 
-@pytest.mark.slow
 def test_after_kill_9_of_the_importer_nothing_is_doubled(serving, made):
     dataset, half, server = made["long"], False, serving(20_000)
     command = [sys.executable, "-c", IMPORT, dataset.folder, server.run_dir, server.local]
@@ -185,7 +185,6 @@ def steps(run_dir):
 # -- a whole run
 
 
-@pytest.mark.slow
 def test_a_killed_importer_is_started_again_and_the_policy_is_trained(tmp_path, made):
     """The learner's program on a dataset alone: one phase of imitation, which no actor takes part in."""
     run_dir = tmp_path / "run"
@@ -227,7 +226,6 @@ print(*export_run(Path(sys.argv[1]), 10, ["online"]), sep="\\n")
 """
 
 
-@pytest.mark.slow
 def test_what_a_run_exported_is_the_same_in_another_run(tmp_path, serving, spec, make_segment):
     """Spec, steps, rewards, ends and outcomes; but the final observation of an episode that was truncated is not."""
     store = Store.create(tmp_path / "first/store", spec, {"online": 1000})

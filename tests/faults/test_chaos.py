@@ -133,6 +133,7 @@ def test_the_checker_sees_an_episode_that_left_before_it_was_archived(kept):
     assert any("left the store before it was archived" in said for said in kept.check(archived=["main"]).violations)
 
 
+@pytest.mark.slow
 def test_bits_that_turn_over_are_found_by_verify_and_no_others_are_named(kept):
     rot = Rot(kept.store.parent, "main", random.Random(1))
     assert len(rot.numbers) == 3

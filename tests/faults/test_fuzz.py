@@ -221,6 +221,7 @@ def attacked(tmp_path_factory):
         yield server
 
 
+@pytest.mark.slow
 def test_the_server_outlives_every_attack_and_spoiled_messages_after_a_good_hello(tmp_path):
     result = live.attack(240, 7, tmp_path / "live")
     assert (result["failures"], result["files"], result["threads_lost"]) == ([], [], 0)
@@ -237,6 +238,7 @@ def test_what_is_refused_is_counted_and_a_connection_that_goes_on_is_ignored(att
     assert attacked.serves()
 
 
+@pytest.mark.slow
 def test_an_actor_whose_report_is_too_long_lives_without_one(attacked):
     def report():
         return next(client for client in attacked.report()["clients"] if client["actor"] == "honest")
@@ -250,6 +252,7 @@ def test_an_actor_whose_report_is_too_long_lives_without_one(attacked):
 
 
 # -- the tool
+@pytest.mark.slow
 def test_the_tool_prints_counts_and_a_last_line_of_json(tmp_path):
     status, said = called("fuzz", "--cases", 300, "--only", "messages", "--seed", 3, "--failures", tmp_path)
     first, *_, last = said.splitlines()
@@ -259,6 +262,7 @@ def test_the_tool_prints_counts_and_a_last_line_of_json(tmp_path):
     assert status == 0
 
 
+@pytest.mark.slow
 def test_a_case_that_crashes_or_writes_is_found_and_kept(tmp_path, monkeypatch):
     def run(case, scratch):
         if case == 5:

@@ -173,6 +173,7 @@ def test_e7_without_a_learner_pushing_goes_on_and_its_return_gets_everything_onc
     assert arrived(server, client) == list(range(40))
 
 
+@pytest.mark.slow
 def test_e12_a_control_loop_that_hangs_does_not_break_the_link(server, connect):
     """There: a blocking call inside the handler froze the event loop, and the keepalive ended the connection."""
     client = connect("e12")

@@ -160,6 +160,7 @@ def wild_one(seed):
     return protocol, choose
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bounded", "count"), [(SHORTEST, 150), pytest.param(SHORT, 2000, marks=pytest.mark.nightly)], ids=["short", "all"]
 )

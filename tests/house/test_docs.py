@@ -16,7 +16,6 @@ from serl_client.errors import ConfigError, RobotFault
 from serl_launcher.config import composed, factory
 from serl_launcher.training.plan_reader import plan_of
 from tests.shared.common import CONFIG, ROOT
-from tests.shared.composing import composes_once  # noqa: F401
 from tests.shared.dobots import address
 from tools import check_robot, readme
 

@@ -104,6 +104,7 @@ def inside(name, folders):
     return any(name == folder or name.startswith(folder + ".") for folder in folders)
 
 
+@pytest.mark.slow
 def test_a_module_imports_only_from_the_rooms_below_it():
     for path in FILES:
         name, found = module(path), set(imports(path))
@@ -147,6 +148,7 @@ def _unsafe_call(name, node):
     return text if bad else ""
 
 
+@pytest.mark.slow
 def test_nothing_unsafe_is_imported_or_called():
     assert not [(module(path), reason) for path in FILES for reason in unsafe(path)]
 
@@ -232,6 +234,7 @@ def test_no_broad_except_swallows_in_silence():
                 assert not (broad and silent), f"{module(path)}:{node.lineno}"
 
 
+@pytest.mark.slow
 def test_no_imports_go_in_a_circle():
     paths = {module(path): path for path in EVERYWHERE}
     graph = {}
@@ -243,6 +246,7 @@ def test_no_imports_go_in_a_circle():
     TopologicalSorter(graph).prepare()  # its CycleError names the circle
 
 
+@pytest.mark.slow
 def test_no_file_and_no_function_is_too_long():
     long = {str(path.relative_to(ROOT)) for path in EVERYWHERE if len(path.read_text().splitlines()) > FILE_LINES}
     for path in EVERYWHERE:

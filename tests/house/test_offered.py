@@ -36,7 +36,6 @@ from serl_launcher.training.ranks import Ranks
 from serl_launcher.types import Batch
 from serl_launcher.utils.distributed import World
 from tests.shared.common import CONFIG, ROOT
-from tests.shared.composing import composes_once  # noqa: F401
 from tests.shared.here import start
 
 pytestmark = pytest.mark.usefixtures("one_thread", "same_loggers")

@@ -12,7 +12,6 @@ from serl_client.errors import ConfigError
 from serl_launcher.config import composed
 from serl_launcher.launcher import NEEDED
 from tests.shared.common import CONFIG, ROOT
-from tests.shared.composing import composes_once  # noqa: F401
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CLIENT = tomllib.loads((ROOT / "packages/serl_client/pyproject.toml").read_text())["project"]
@@ -118,6 +117,7 @@ def test_what_tests_keep_of_compositions_is_what_hydra_makes(monkeypatch):
     assert composed(CONFIG, words) == kept
 
 
+@pytest.mark.slow
 def test_a_plan_may_choose_its_algorithm_and_a_word_still_wins(tmp_path):
     assert composed(CONFIG, ["task=fake"]).run_dir == "runs/fake"
     words = ["learner=true", f"run_dir={tmp_path}", "plan=hiors"]
@@ -125,6 +125,7 @@ def test_a_plan_may_choose_its_algorithm_and_a_word_still_wins(tmp_path):
     assert composed(CONFIG, [*words, "algo=sft"]).remembered == ["algo=sft", "policy=flow"]
 
 
+@pytest.mark.slow
 def test_a_run_remembers_the_parts_that_it_reads_and_refuses_words_about_others(tmp_path):
     words = ["learner=true", f"run_dir={tmp_path}"]
     begun = composed(CONFIG, [*words, "policy=chunk", "algo=sft", "head=mip", "head.t_star=0.8"])
@@ -142,6 +143,7 @@ def test_a_run_remembers_the_parts_that_it_reads_and_refuses_words_about_others(
             composed(CONFIG, ["learner=true", *said.split()])
 
 
+@pytest.mark.slow
 def test_an_algorithm_chooses_its_policy_also_in_a_plan_and_the_same_words_go_on(tmp_path):
     assert composed(CONFIG, ["algo=rejection"]).remembered == ["algo=rejection", "policy=flow"]
     assert composed(CONFIG, ["algo=sft", "policy=gaussian"]).remembered == ["algo=sft", "policy=gaussian"]
@@ -172,6 +174,7 @@ def test_a_run_folder_remembers_what_policy_and_algorithm_it_was_begun_with(tmp_
     assert composed(CONFIG, [*words[:1], f"run_dir={tmp_path}/other"]).algo._target_.endswith("SAC")
 
 
+@pytest.mark.slow
 def test_a_plan_for_another_algorithm_than_the_runs_is_refused(tmp_path):
     words = ["learner=true", f"run_dir={tmp_path}"]
     OmegaConf.save(composed(CONFIG, [*words, "algo=sac"]), tmp_path / "config.yaml")

@@ -25,7 +25,6 @@ from serl_launcher.store.store import Store
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.utils.checkpoint import Checkpoints
 from tests.shared.common import CONFIG, free_port
-from tests.shared.composing import composes_once  # noqa: F401
 from tests.shared.here import TRAIN, serving
 
 SOURCES = {"demo": 5000, "online": 20_000, "eval": 20_000}  # of the plan quickstart
@@ -248,6 +247,7 @@ def test_what_only_the_trainer_can_check_it_says_before_any_actor_comes(child, p
 # -- run folders
 
 
+@pytest.mark.slow
 def test_a_run_refuses_a_second_learner_and_an_actor_of_another_task_and_goes_on(train, programs, spec):
     make_store(programs.run_dir, spec).close()
     learner, lock = programs.start("learner", "task=fake"), programs.run_dir / "lock"

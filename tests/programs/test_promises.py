@@ -68,6 +68,7 @@ def test_a_first_run_demonstrates_trains_and_evaluates_what_it_has_trained(finis
     assert summary["updates"] == json.loads((newest / "manifest.json").read_text())["updates"]
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_evaluated_elsewhere_by_several_actors_of_one_learner(finished, tmp_path):
     """On another machine, where nothing is that its actors kept, and on starts that nothing has seen. One of two
     actors asks the inference process, and has two environments; the other has the policy in its own process."""

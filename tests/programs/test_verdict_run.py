@@ -23,6 +23,7 @@ WORDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_rlpd_learns_from_the_verdicts_of_a_person_where_no_judge_gives_a_reward(tmp_path):
     config = start(tmp_path, WORDS)
     found = oracle.whole(tmp_path / "store")

@@ -154,6 +154,7 @@ def _same_as_a_look_at_all(store, sources, views):
         assert sources.size(name) == (sum(map(view.count, alive)), sum(bool(info.closed) for info in alive))
 
 
+@pytest.mark.slow
 def test_a_discard_and_a_verdict_look_at_no_steps_but_their_episodes_and_the_new_ones(tmp_path, spec, make_segment):
     made = Store.create(tmp_path / "store", spec, {"online": 6000})
     made.direct({"into": "online", "phase": "practise"})

@@ -188,6 +188,7 @@ class Model:
         return found
 
 
+@pytest.mark.slow
 def test_whatever_is_said_in_whatever_order_every_row_is_what_the_last_word_makes_of_it_also_after_a_restart(
     store, spec, push, make_segment
 ):  # fmt: skip

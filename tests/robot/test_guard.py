@@ -101,6 +101,7 @@ def test_nothing_moves_before_somebody_has_said_ready(make, log):
     assert log.until(lambda calls: calls[-1].call) == "close"
 
 
+@pytest.mark.slow
 def test_an_arm_has_one_owner_by_whatever_name_and_is_free_when_its_guard_was_killed(make, arm, log, tmp_path):
     (tmp_path / "by-id").symlink_to(log.path)
     process = arm.guard.process
@@ -185,6 +186,7 @@ class Straight(RandomPolicy):
         return np.array([1, 0], np.float32)
 
 
+@pytest.mark.slow
 def test_each_fault_of_the_arm_cuts_an_episode_off_is_told_and_after_ready_the_run_goes_on(make, log):
     """The driver says the first; the second is an arm that is stuck."""
     limits = {name: {**limit, "tracking": 0.05} for name, limit in LIMITS.items()}
@@ -248,6 +250,7 @@ def test_an_arm_whose_guard_fails_stands_still_until_ready_and_its_actor_says_wh
     check_stands(log.read()[before:], target=None if way == "bug" else UP * rows)
 
 
+@pytest.mark.slow
 def test_after_the_word_of_a_person_another_guard_holds_the_arm_where_it_is_and_then_moves(make, log):
     robot = make()
     robot.recover()
@@ -269,6 +272,7 @@ def test_after_the_word_of_a_person_another_guard_holds_the_arm_where_it_is_and_
         log.until(lambda calls: points(calls)[-1] == pytest.approx((0.1, -0.1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_an_arm_whose_actor_is_killed_or_stopped_stands_still(log, how):
     row = random.Random(how).randrange(2, 6)
@@ -329,6 +333,7 @@ def test_what_was_overwritten_while_it_was_read_is_a_fault_and_never_a_mixture()
         seen.read(sequence)
 
 
+@pytest.mark.slow
 def test_a_simulation_behind_a_guard_is_the_same_task():
     with from_yaml("fake") as plain, from_yaml("fake", clock="real", guard=True, noise=0.0, fps=20.0) as env:
         assert env.spec.observation.keys() == plain.spec.observation.keys()

@@ -171,6 +171,7 @@ def test_whatever_is_asked_for_no_set_point_leaves_the_limits(doings, has_tool, 
     keeps_its_limits(Bench(has_tool=has_tool, lag=lag), doings)
 
 
+@pytest.mark.slow
 def test_a_thousand_random_actions_never_leave_the_limits_and_move_the_arm():
     random, bench = np.random.default_rng(0), Bench(has_tool=True)
     seen = []

@@ -73,6 +73,7 @@ def test_an_object_is_in_the_box_only_if_it_lies_there():
     assert not scene.succeeded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 50), marks=pytest.mark.nightly)], ids=str)
 def test_the_scripted_operator_puts_the_object_into_the_box(seeds):
     with env_of() as env:

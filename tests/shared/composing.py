@@ -39,5 +39,5 @@ def composed_once(name, words, return_hydra_config=False):
 
 @pytest.fixture(autouse=True)
 def composes_once(monkeypatch):
-    """Applies to the tests of each file that imports it."""
+    """Applies to every test, and not to the programs that tests start."""
     monkeypatch.setattr(config, "compose", composed_once)

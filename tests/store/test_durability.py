@@ -166,6 +166,7 @@ def run_and_die(folder, produced, killer, pipe):
             os.write(pipe, f"{made.expected('A')}\n".encode())
 
 
+@pytest.mark.slow
 def test_kill_at_every_write_sync_commit_and_publish_loses_and_doubles_nothing(tmp_path, killer_at):
     """Each child dies one call later than the one before, some while old episodes are evicted."""
     founded(tmp_path, online=60).close()

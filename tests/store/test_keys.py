@@ -45,6 +45,7 @@ def test_the_tool_makes_private_files_and_says_what_is_wrong(keys, tmp_path):
         do("list", tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_the_tool_as_it_is_typed(tmp_path):
     folder = "--keys", tmp_path / "made"
     assert typed("keys", "make", "left", "--role", "actor", *folder)[0] == 0

@@ -282,6 +282,7 @@ def test_what_a_client_reports_and_is_called_changes_neither_who_it_is_nor_the_l
     assert not any("\n" in line.message for line in lines)
 
 
+@pytest.mark.slow
 def test_while_the_allow_list_cannot_be_read_all_wait_and_afterwards_go_on(keys, serve, join):
     served = serve(keys=keys)
     left = join(served, "left")

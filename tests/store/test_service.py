@@ -38,6 +38,7 @@ def assert_whole(server, client, count):
 # -- processes
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_and_killed_again_and_again_loses_and_doubles_nothing(process, join, monkeypatch):
     heartbeat = {zmq.HEARTBEAT_IVL: 100, zmq.HEARTBEAT_TIMEOUT: 300, zmq.HEARTBEAT_TTL: 300}
     monkeypatch.setattr(connection, "OPTIONS", {**connection.OPTIONS, **heartbeat})
@@ -73,6 +74,7 @@ with TrainerClient(sys.argv[1], actor="arm", spec=data.tiny_spec(), outbox=Path(
 """
 
 
+@pytest.mark.slow
 def test_an_actor_that_is_killed_leaves_a_prefix_which_its_next_life_delivers(process, join, tmp_path):
     sessions = []
 
@@ -105,6 +107,7 @@ def test_an_actor_that_is_killed_leaves_a_prefix_which_its_next_life_delivers(pr
             assert (known[mine[-1]]["truncated"], known[mine[-1]]["terminated"], known[mine[-1]]["final"]) == (1, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_degraded_nothing_false_is_acknowledged_and_space_brings_it_back(process, join):
     client = join(process)
     push_episodes(client, [0])
@@ -119,6 +122,7 @@ def test_a_full_disk_is_degraded_nothing_false_is_acknowledged_and_space_brings_
     assert_whole(process, client, 10)
 
 
+@pytest.mark.slow
 def test_a_gap_is_answered_once_and_only_with_what_is_durable(process, act):
     actor = act(process)
     with process.full_disk():
@@ -197,6 +201,7 @@ def test_a_life_that_died_before_it_saw_its_last_ack_is_closed_and_takes_nothing
     assert server.episodes().keys() == {"e0"}
 
 
+@pytest.mark.slow
 def test_an_outbox_of_more_lives_than_a_hello_names_is_delivered_in_order(server, act, join, spec, tmp_path):
     """Each of them had said Hello, so that a server which took the rest for lost could have closed it."""
     lives = [f"{i:032x}" for i in range(m.MAX_EARLIER + 6)]

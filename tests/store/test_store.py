@@ -271,6 +271,7 @@ def test_readers_know_the_new_tail_before_anything_is_overwritten(tmp_path, monk
     assert max(overwritten) == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [100_000, pytest.param(1_000_000, marks=pytest.mark.nightly)])
 def test_no_row_is_torn_however_many_are_drawn_while_old_episodes_are_evicted(tmp_path, draws):
     made = founded(tmp_path, online=300)
@@ -347,6 +348,7 @@ def test_an_open_episode_that_is_archived_later_is_cut_rather_than_waited_for_or
 # -- everything together
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(["A", "B", "commit", "reopen", "repeat"]), min_size=5, max_size=60))
 def test_any_interleaving_of_actors_groups_repeats_and_restarts_keeps_each_actors_order(tmp_path_factory, operations):

@@ -83,6 +83,7 @@ def test_a_record_with_a_hostile_number_is_its_senders_fault_and_holds_up_nobody
     assert not degraded
 
 
+@pytest.mark.slow
 def test_a_record_that_sets_off_a_bug_when_its_group_is_written_costs_the_others_one_group(serve, act, monkeypatch):
     checksums = layout.checksums
 

@@ -34,6 +34,7 @@ def test_a_simulation_passes_and_the_last_line_says_so():
     assert names == ["recover", "shapes", "hold", "bounds", "stop", "rate", "close"]
 
 
+@pytest.mark.slow
 def test_a_robot_on_the_real_clock_is_only_looked_at_unless_it_may_move():
     """Its guard would otherwise move it, too."""
     words = ["task=fake", "task.env.clock=real", "task.env.guard=true", "task.env.fps=20", "--seconds", "0.2"]

@@ -27,7 +27,6 @@ from serl_launcher.config import composed
 from serl_launcher.store.store import Store
 from tests.shared.clients import connected
 from tests.shared.common import free_port
-from tests.shared.composing import composes_once  # noqa: F401
 from tests.shared.robots import build
 from tests.shared.servers import ServerThread
 from tests.shared.tools import called, typed
@@ -315,6 +314,7 @@ def test_a_folder_that_a_learner_has_is_left_alone(tmp_path):
     assert not {"described_robot", "disk"} & set(found)
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_is_a_failure(tmp_path):
     mount = f'mount -t tmpfs -o size=64k none {tmp_path} && exec "$@"'
     before = ["unshare", "-rm", "sh", "-c", mount, "sh"]

@@ -35,6 +35,7 @@ def test_a_part_for_several_gpus_says_how_many_there_are(monkeypatch):
     assert "ran\n```\nended well" in "\n".join(tried("ranks", Part((), ["echo ran"], gpus=1), 60))
 
 
+@pytest.mark.slow
 def test_what_is_too_slow_is_ended_with_all_that_it_started(tmp_path):
     file = tmp_path / "child"
     status, text = run(f"sleep 600 & echo $! > {file}; trap '' INT; echo began; wait; sleep 600", 3.0)

@@ -118,6 +118,7 @@ def test_percent_are_said_only_of_a_loss_above_zero(before, after, said):
     assert tool.change(before, after).strip() == said
 
 
+@pytest.mark.slow
 def test_the_same_question_has_the_same_answer(seeing):
     assert inputs(seeing, "--windows", "64") == inputs(seeing, "--windows", "64")
 

@@ -52,6 +52,7 @@ def test_faults_are_drawn_by_their_seed_from_all_places_and_each_changes_what_th
     assert mutants.drawn(tree, 100, 3, "serl_launcher") == []
 
 
+@pytest.mark.slow
 def test_the_rate_and_the_survivors_are_told_and_the_same_command_goes_on(tree, monkeypatch, capsys):
     for words in (["init", "-q"], ["add", "."]):
         subprocess.run(["git", *words], cwd=tree, check=True)
@@ -87,6 +88,7 @@ def test_it_ends():
 """
 
 
+@pytest.mark.slow
 def test_a_fault_that_makes_a_test_run_for_ever_is_noticed_and_told_apart(tree):
     (tree / "robot_infra/sums.py").write_text(LOOP)
     (tree / "tests/test_sums.py").write_text(ENDS)

@@ -59,6 +59,7 @@ def run(tmp_path):
     return make_run
 
 
+@pytest.mark.slow
 def test_the_picture_shows_the_first_evaluation_beside_the_last(run):
     if not gl.backend():
         pytest.skip("this machine can draw no images")
@@ -99,6 +100,7 @@ class Blind:
         return np.zeros((4, 4, 3), np.uint8)
 
 
+@pytest.mark.slow
 def test_what_the_simulator_does_not_repeat_is_refused(run):
     def shift(segment):
         segment.action[5, 0] += 0.5

@@ -51,6 +51,7 @@ def test_commands_are_lines_of_bash_and_code_that_begins_with_a_program(page):
     assert [command.line for command in found] == [4, 6, 8, 12, 14, 17]
 
 
+@pytest.mark.slow
 def test_a_row_that_is_made_wrong_on_purpose_is_reported(page, capsys):
     row = ".venv/bin/python tools/plan.py show quick{} task=fake"
     right, wrong = (page(f"| `{row.format(end)}` |\n", name) for end, name in (("start", "r.md"), ("strat", "w.md")))

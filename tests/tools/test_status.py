@@ -58,6 +58,7 @@ def test_who_is_there_what_it_reports_and_what_lags(learner, spec, tmp_path):
     assert {client["actor"] for client in report["clients"]} == {"left", "trainer", "inference"}
 
 
+@pytest.mark.slow
 def test_who_is_silent_is_missing(learner, spec):
     actor = Connection(learner.address, m.Hello(m.PROTOCOL, "actor", "left", "e" * 32, "o" * 32, "", spec.to_dict()))
     actor.call(m.Status(), 5.0)
@@ -66,6 +67,7 @@ def test_who_is_silent_is_missing(learner, spec):
     until(lambda: all(text in status(learner.port)[1] for text in silent), every=0.3)
 
 
+@pytest.mark.slow
 def test_a_learner_that_is_down_is_told_by_its_run_folder(tmp_path):
     port, run = free_port(), tmp_path / "run"
     code, said = status(port)

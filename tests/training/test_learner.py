@@ -49,6 +49,7 @@ def test_a_trainer_that_was_stopped_acts_and_goes_on_bit_by_bit(tmp_path, spec, 
     assert third.learner.wall_s > first.learner.keeper.checkpoints.load()["wall_s"] - 60
 
 
+@pytest.mark.slow
 def test_a_trainer_that_dies_soon_after_each_change_of_phase_goes_on_from_there(server, live):
     """Its checkpoints are an hour apart, and it dies in the first update of each phase."""
     plan = plan_of(**LEARNING, last=phase(until="updates >= 3"))
@@ -97,6 +98,7 @@ def test_a_run_that_has_learned_nothing_goes_on_with_another_algorithm(server, l
     assert life.learner.state.phase.name == "demonstrate", "its plan begins at the beginning"
 
 
+@pytest.mark.slow
 def test_an_edit_of_the_current_phase_is_refused_unless_it_is_accepted(server, live):
     live(server, plan_of(**LEARNING), dies_after=10).run()
     edited = plan_of(**{**LEARNING, "practise": {**LEARNING["practise"], "until": "updates >= 12"}})
@@ -105,6 +107,7 @@ def test_an_edit_of_the_current_phase_is_refused_unless_it_is_accepted(server, l
     assert len(live(server, edited, accept_plan=True).run().made) == 8
 
 
+@pytest.mark.slow
 def test_another_plan_begins_with_what_was_learned(server, live):
     first = live(server, plan_of(**LEARNING), dies_after=20).run()
     look = plan_of(look=phase(updates=(), until="wall_s >= 0.1"))
@@ -134,6 +137,7 @@ def test_a_phase_without_data_says_so_and_leaves_that_behind(tmp_path, serve, li
     leave(client, life)
 
 
+@pytest.mark.slow
 def test_the_pace_is_kept_over_a_restart(live, connect, server):
     """Steps from before the start pay for nothing, each one after it for one update, also while the trainer is dead."""
     tolerance = 40  # what is owed never exceeds it
@@ -157,6 +161,7 @@ def test_the_pace_is_kept_over_a_restart(live, connect, server):
     assert second.updates == tolerance + 4 * STEPS
 
 
+@pytest.mark.slow
 def test_an_operators_command_is_carried_out_once_over_all_restarts(server, live, connect):
     plan = plan_of(**{name: phase(until="operator") for name in ("one", "two", "three")})
     first = live(server, plan).begin()
@@ -192,6 +197,7 @@ def commands(run_dir):
         opened.close()
 
 
+@pytest.mark.slow
 def test_the_windows_of_the_metrics_are_the_same_after_a_restart(tmp_path, serve, live, connect):
     """Also when a person has judged an old episode late, and of two actors the one that began last ended first."""
     server = serve(tmp_path / "run", practise=4)
@@ -220,6 +226,7 @@ def test_the_windows_of_the_metrics_are_the_same_after_a_restart(tmp_path, serve
     assert curves[0] == curves[1]
 
 
+@pytest.mark.slow
 def test_an_evaluation_counts_the_same_episodes_after_a_restart(server, live, connect):
     plan = plan_of(look=phase(updates=(), mode="evaluate", into="eval", until="episodes >= 3"))
     first = live(server, plan).begin()

@@ -29,6 +29,7 @@ from .life import LEARNING, Life, finite, found, leave, phase, plan_of, poisoned
 # -- the server
 
 
+@pytest.mark.slow
 def test_a_trainer_that_starts_while_the_server_is_dead_waits_for_it(server):
     heard = []
     server.report()  # it is up
@@ -73,6 +74,7 @@ def test_a_trainer_hears_and_is_heard_again_after_each_death_of_the_server(serve
     assert_newest(server, life)
 
 
+@pytest.mark.slow
 def test_a_trainer_takes_no_answer_for_that_to_another_request_when_the_store_fails(server, live, connect, caplog):
     plan = plan_of(
         practise=phase(publish={"every_updates": 1}, until="env_steps >= 150"),
@@ -180,6 +182,7 @@ def test_a_full_disk_makes_training_wait_and_ends_nothing(live, monkeypatch, ser
     assert life.learner.keeper.checkpoints.load()["plan"]["updates"] == 3
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_weights_and_a_checkpoint_are_written(live, monkeypatch, server, connect):
     """Weights that come meanwhile are published together, as the newest, before the phase ends."""
     sync, room, held = os.fsync, threading.Event(), set()
@@ -206,6 +209,7 @@ def test_training_goes_on_while_weights_and_a_checkpoint_are_written(live, monke
     assert life.learner.keeper.checkpoints.load()["plan"]["updates"] == life.updates
 
 
+@pytest.mark.slow
 def test_batches_that_are_not_finite_cost_their_updates_and_nothing_else(server, live, caplog, monkeypatch):
     monkeypatch.setattr(learner, "METRICS_S", math.inf)  # it is looked at where a phase ends: nobody asks why
 
@@ -226,6 +230,7 @@ def test_batches_that_are_not_finite_cost_their_updates_and_nothing_else(server,
     assert "had no finite gradient: skipped" in caplog.text
 
 
+@pytest.mark.slow
 def test_critics_that_cannot_represent_the_returns_are_told_once(server, live, caplog, monkeypatch):
     monkeypatch.setattr(learner, "METRICS_S", 0.0)
     live(server, plan_of(**LEARNING), words=("critic=c51",)).run()  # rewards of 0 to 3, and a range of 0 to 1
@@ -233,6 +238,7 @@ def test_critics_that_cannot_represent_the_returns_are_told_once(server, live, c
     assert "critic.values.low to critic.values.high and are clipped: begin another run with a range" in said
 
 
+@pytest.mark.slow
 def test_a_run_whose_gradients_are_never_finite_ends_with_one_sentence_and_its_good_weights(server, live, monkeypatch):
     monkeypatch.setattr(learner, "METRICS_S", 0.0)
     monkeypatch.setattr("serl_launcher.utils.finite.MOST_IN_A_ROW", 5)
@@ -249,6 +255,7 @@ def test_a_run_whose_gradients_are_never_finite_ends_with_one_sentence_and_its_g
     assert finite(life.algorithm.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "checkpoint_s", "said", "kept"),
     [

@@ -136,12 +136,14 @@ def test_what_is_spread_is_divided_by_the_ranks():
     assert {need.copies for need in (alone, states, gradients, all_of_it)} == {alone.copies}
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_take_the_memory_of_one():
     whole, parts = need_of(WIDE), need_of([*WIDE, "algo.optimizer.accumulation=8"])
     assert parts.activations < whole.activations / 3
     assert parts.weights == whole.weights
 
 
+@pytest.mark.slow
 def test_the_largest_batch_that_the_plan_names_is_what_has_to_fit():
     def need(option, batch_size):
         words = ["plan=sft", *FLOW, f"plan.phases.clone.updates=[{{update: {option}}}]", f"batch_size={batch_size}"]
@@ -241,6 +243,7 @@ def on_gpu(monkeypatch):
     return check
 
 
+@pytest.mark.slow
 def test_what_inference_takes_of_a_gpu_is_its_weights_those_it_swaps_in_its_graphs_and_cuda():
     def of(*words):
         return budget.of_acting(lambda: build(composed(CONFIG, ["algo=sft", *words]), SPEC))
@@ -255,6 +258,7 @@ def test_what_inference_takes_of_a_gpu_is_its_weights_those_it_swaps_in_its_grap
     assert whole.total == whole.weights + whole.swapped + whole.graphs + budget.CONTEXT
 
 
+@pytest.mark.slow
 def test_a_rank_on_a_gpu_takes_what_cuda_takes_and_what_it_publishes_and_nccl_where_there_are_several(on_gpu):
     alone, two = on_gpu(FLOW, 30, 30), on_gpu(FLOW, 30, 30, size=2)
     assert alone.context == budget.CONTEXT
@@ -275,6 +279,7 @@ def test_layer_norms_are_given_float32_so_that_autocast_on_a_gpu_keeps_what_was_
     assert set(types) == {torch.float32}
 
 
+@pytest.mark.slow
 def test_what_ranks_send_each_other_is_counted_and_one_large_weight_too():
     def of(way, *words):
         config = composed(CONFIG, [*FLOW, *words, f"sharding={way}", "ranks=1"])
@@ -287,6 +292,7 @@ def test_what_ranks_send_each_other_is_counted_and_one_large_weight_too():
     assert need_of(FLOW).exchanged == 0
 
 
+@pytest.mark.slow
 def test_trainer_and_inference_are_refused_together_where_each_alone_would_fit(on_gpu):
     need = on_gpu(FLOW, 30, 30)
     acting = budget.of_acting(lambda: build(composed(CONFIG, FLOW), SPEC))

@@ -90,6 +90,7 @@ def test_the_tool_says_what_is_wrong_in_one_sentence(words, sentence):
     assert sentence in said
 
 
+@pytest.mark.slow
 def test_a_task_gives_its_own_rewards_to_verdicts_and_a_word_of_the_command_line_comes_before_it(tmp_path):
     folder = Path(shutil.copytree(CONFIG, tmp_path / "config"))
     mine = "defaults: [fake]\nname: mine\nverdict: {success: 10.0}\n"

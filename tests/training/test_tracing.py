@@ -33,6 +33,7 @@ def add(run_dir, name, column, value, source):
         store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_sifted", [True, False])
 def test_a_store_that_holds_what_cannot_be_is_trained_on_without_it_and_resumes(
     tmp_path, spec, serve, live, monkeypatch, is_sifted

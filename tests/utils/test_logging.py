@@ -77,6 +77,7 @@ def test_a_run_and_its_resumption_are_one_offline_run_without_account_or_network
     assert [name in content(path) for name in names] == [True] * 4 + [False]
 
 
+@pytest.mark.slow
 def test_a_training_that_is_killed_leaves_a_whole_mirror_and_no_process(path, wandb):
     training = subprocess.Popen([sys.executable, "-c", TRAINING, path], stdout=subprocess.PIPE)
     assert training.stdout.readline() == b"written\n"
@@ -102,6 +103,7 @@ def children_of(pid):
         return file.read().split()
 
 
+@pytest.mark.slow
 def test_a_mirror_that_dies_or_cannot_begin_is_one_sentence_and_training_goes_on(path, wandb, capfd, new_children):
     with mirrored(path, "wandb"):
         log = MetricsLog(path)
@@ -120,6 +122,7 @@ def test_a_mirror_that_dies_or_cannot_begin_is_one_sentence_and_training_goes_on
     assert len(metrics.read(path)) == 2
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_all_numbers_over_the_updates_also_after_a_restart(path, monkeypatch):
     accumulated = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
     monkeypatch.setattr(metrics, "FINISH_S", 60.0)
@@ -152,6 +155,7 @@ def test_another_mode_is_refused_and_false_starts_nothing(path, mode, new_childr
     assert not path.parent.exists()
 
 
+@pytest.mark.slow
 def test_online_without_an_account_or_a_network_ends_the_mirror_alone(path, wandb, capfd):
     with mirrored(path, "wandb-online"):
         log = MetricsLog(path)
