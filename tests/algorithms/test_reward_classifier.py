@@ -70,6 +70,7 @@ def test_from_labels_by_lot_it_learns_nothing():
     assert abs(found[shows].mean() - found[~shows].mean()) < 0.2
 
 
+@pytest.mark.slow
 def test_calibration_undoes_the_balance_of_the_labels():
     algorithm = build()
     for seed in range(60):

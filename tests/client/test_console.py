@@ -66,6 +66,7 @@ def test_without_a_terminal_a_line_is_short_and_says_only_what_has_changed(clock
     assert max(map(len, stream.getvalue().splitlines())) <= console.PLAIN_WIDTH
 
 
+@pytest.mark.slow
 def test_every_line_of_a_log_begins_with_who_and_when(capsys):
     code = (
         "import logging, sys; from serl_client import console; {}; logging.getLogger('x').warning('trouble')"

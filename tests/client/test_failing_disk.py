@@ -150,6 +150,7 @@ def test_files_that_cannot_be_removed_are_acknowledged_again_by_the_next_life(se
     assert_whole(server, next_epoch, more)
 
 
+@pytest.mark.slow
 def test_no_record_is_sent_before_it_is_written_down_whose_run_it_belongs_to(server, start):
     actor = start(lambda control: control.fail(RENAME, errno.EIO, sticky=True, path="/run.new"))
     actor.says(EIO)

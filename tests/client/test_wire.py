@@ -34,6 +34,7 @@ def same(one, other):
     return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(max_size=5), plain, max_size=5), st.dictionaries(names, arrays, max_size=5))
 def test_what_is_packed_comes_out_as_it_was_and_joined_in_two_frames_too(header, named):
     packed = wire.pack(header, named)

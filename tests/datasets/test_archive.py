@@ -99,6 +99,7 @@ def test_an_archived_source_lets_nothing_go_before_it_is_exported(tmp_path, blin
     assert run.store.sources["online"].tail > 100
 
 
+@pytest.mark.slow
 def test_an_open_episode_that_a_full_source_waits_for_is_cut_and_nothing_of_it_leaves_unexported(tmp_path, blind):
     run = Run(tmp_path, blind, capacity=100, archived=["online"])
     run.store.hello("other", "outbox2", "B", [])

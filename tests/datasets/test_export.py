@@ -308,6 +308,7 @@ def test_what_may_leave_the_store_is_told_once(tmp_path, blind):
     assert run.exporter.settled == [2]
 
 
+@pytest.mark.slow
 @needs_lerobot
 def test_shards_of_another_run_are_not_touched(tmp_path, blind):
     run = Run(tmp_path, blind)

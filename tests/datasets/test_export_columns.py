@@ -49,6 +49,7 @@ def test_a_sink_gets_every_closed_episode_with_its_final_observation(tmp_path, b
     assert (rows[STATE].shape, rows["action"].shape, rows["terminated"].tolist()) == ((6, 4), (5, 2), [0, 0, 0, 0, 1])
 
 
+@pytest.mark.slow
 @needs_lerobot
 @pytest.mark.parametrize(
     ("error", "asked"), [(OSError(28, "No space left on device"), 2), (ValueError("no such codec"), 1)]

@@ -128,6 +128,7 @@ def test_the_checker_sees(kept, damage, count, sentence):
         assert (getattr(report, name) > 0) == (name in count), (name, report)
 
 
+@pytest.mark.slow
 def test_the_checker_sees_an_episode_that_left_before_it_was_archived(kept):
     assert kept.tail > 0  # the round has evicted some
     assert any("left the store before it was archived" in said for said in kept.check(archived=["main"]).violations)

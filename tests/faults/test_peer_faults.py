@@ -159,6 +159,7 @@ def test_e6_a_slow_learner_gets_everything_once_and_holds_nobody_up(server, conn
     assert arrived(server, client) == list(range(60))
 
 
+@pytest.mark.slow
 def test_e7_without_a_learner_pushing_goes_on_and_its_return_gets_everything_once(server, connect):
     """There: each call blocked for its time-out, and a learner that had kept its buffer got all of it twice."""
     client = connect("e7")

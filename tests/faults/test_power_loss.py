@@ -72,6 +72,7 @@ def test_without_the_sync_of_one_commit_what_it_acknowledged_is_gone_or_what_it_
     assert sum(complaint.startswith("online: step") for complaint in said) >= 2
 
 
+@pytest.mark.slow
 def test_without_both_syncs_of_a_name_a_cut_breaks_a_promise(recorded):
     """Each of the two alone does for a name; without all of the folder's it is lost."""
     trace, root, sites = recorded

@@ -225,6 +225,7 @@ def test_what_is_watched_is_there(file, name):
     assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(parsed(path)))
 
 
+@pytest.mark.slow
 def test_no_broad_except_swallows_in_silence():
     for path in FILES:
         for node in ast.walk(parsed(path)):

@@ -110,6 +110,7 @@ def test_what_runs_on_a_robot_pc_or_serves_data_starts_without_any_extra():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_what_tests_keep_of_compositions_is_what_hydra_makes(monkeypatch):
     words = ["learner=true", "task=gym", "task.env_id=A", "algo=sft", "policy=chunk", "+extras.mean=action", "seed=3"]
     kept = composed(CONFIG, words)

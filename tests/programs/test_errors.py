@@ -35,11 +35,12 @@ pytestmark = pytest.mark.usefixtures("same_loggers")
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """train(*words) -> what train.py ends with in this process, in an empty folder."""
+    """train(*words) -> what train.py ends with in this process, in an empty folder; a learner's port is a free one."""
     monkeypatch.chdir(tmp_path)
 
     def train(*words):
-        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        port = [f"port={free_port()}"] * ("learner=true" in words)
+        monkeypatch.setattr(sys, "argv", ["train.py", *port, *words])
         with pytest.raises(SystemExit) as ended:
             TRAIN.main()
         return ended.value.code

@@ -135,6 +135,7 @@ def test_a_person_at_the_keys_demonstrates_takes_over_and_hands_back(tmp_path):
         assert episode.info.judged_by == "operator"
 
 
+@pytest.mark.slow  # README's own commands do it in ./test.sh
 def test_with_keys_another_machine_practises_a_task_of_gymnasium_and_without_one_it_is_told(tmp_path):
     words = ["task=gym", "task.env_id=Pendulum-v1", "algo=sac", "policy.hidden=[16,16]", "critic.hidden=[16,16]"]
     words += ["utd=0.1", "baseline_episodes=1", "eval_episodes=1", 'plan.phases.practise.until=["env_steps >= 250"]']

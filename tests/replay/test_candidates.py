@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ("policy.network.hidden=[16,16]", "critic.hidden=[16,16]", "policy.horizon=2", "algo.samples=2", "algo.kept=2")
 
 
+@pytest.mark.slow
 def test_candidates_survive_eviction_and_a_resumed_reader_and_are_those_of_their_steps(store, spec, whole):
     algorithm = instantiate(config_of("algo=parl", "n_action_steps=1", *SMALL).algo)(spec)
 

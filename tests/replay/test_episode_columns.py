@@ -102,6 +102,7 @@ class Gaps(Model):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 def test_whatever_is_said_and_evicted_every_step_has_what_the_last_word_makes_of_it(
     store, spec, push, make_segment, late

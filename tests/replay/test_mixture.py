@@ -104,6 +104,7 @@ def test_a_choice_of_steps_is_the_set_that_was_put_in_and_every_one_of_them_is_f
         assert set(choice.nth(np.arange(len(choice))).tolist()) == expected
 
 
+@pytest.mark.slow
 def test_views_follow_every_change_of_interleaved_episodes_as_a_look_at_all_of_them_would(
     push, store, mixture, make_segment
 ):

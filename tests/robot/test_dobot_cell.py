@@ -53,6 +53,7 @@ def gone(process):
     return True
 
 
+@pytest.mark.slow
 def test_a_cell_that_was_late_answers_the_next_question_and_not_the_one_before(monkeypatch):
     scene = Scene("left")
     link = dobot_cell.CellLink("robot_infra.sim.dobot_cell", "left", scene.pose.nbytes)

@@ -220,6 +220,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_an_arm_whose_guard_fails_stands_still_until_ready_and_its_actor_says_why(make, log, way):
     rows = random.Random(way).randrange(2, 6)

@@ -119,6 +119,7 @@ def test_limits_are_measured_while_the_arm_is_moved_by_hand_and_nothing_is_sent(
     assert (status, "names no driver" in said) == (1, True)
 
 
+@pytest.mark.slow
 def test_cameras_and_a_persons_devices_are_watched():
     """A frozen camera and a device that nobody moved are named; what is moved is said."""
     feature = Feature((4, 6, 3), "uint8")

@@ -82,6 +82,7 @@ def learner(tmp_path):
         yield server.port
 
 
+@pytest.mark.slow
 def test_both_sides_of_a_run_that_can_start_are_told_so(learner, tmp_path):
     found, said = all_of("learner", f"run_dir={tmp_path}/run", f"port={free_port()}", f"inference_port={free_port()}")
     assert found.pop("processors") in ("ok", "WARN")

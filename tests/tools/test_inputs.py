@@ -123,6 +123,7 @@ def test_the_same_question_has_the_same_answer(seeing):
     assert inputs(seeing, "--windows", "64") == inputs(seeing, "--windows", "64")
 
 
+@pytest.mark.slow
 def test_a_fold_and_another_source_can_be_asked_about(seeing):
     said = [inputs(seeing, "--source", "demo", "--split", split)[1] for split in ("held_out", "train")]
     counts = [int(re.search(r"of (\d+) successful episodes of demo", text)[1]) for text in said]

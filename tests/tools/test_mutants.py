@@ -97,6 +97,7 @@ def test_a_fault_that_makes_a_test_run_for_ever_is_noticed_and_told_apart(tree):
     assert mutants.noticed(tree, fault, [tree / "tests/test_sums.py"]) == told
 
 
+@pytest.mark.slow
 def test_a_copy_is_what_its_processes_import(tmp_path):
     mutants.copy(ROOT, tmp_path / "tree")
     asks = "import robot_infra, serl_client, serl_launcher; print(robot_infra, serl_client, serl_launcher)"

@@ -63,12 +63,14 @@ def test_a_row_that_is_made_wrong_on_purpose_is_reported(page, capsys):
     assert "2 commands, 1 failed" in said
 
 
+@pytest.mark.slow
 def test_the_first_commands_are_those_that_are_given(page, capsys):
     text = "```bash\n./test.sh\n.venv/bin/python -V\n.venv/bin/python -c 0\n.venv/bin/python -c wrong\n```\n"
     assert readme.main(["--page", str(page(text)), "--first", "2"]) == 0
     assert "2 commands, 0 failed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_a_page_has_not_named_yet_cannot_be_imported(page, capsys):
     tries = '.venv/bin/python -c "import av"'
     pytest.importorskip("av")

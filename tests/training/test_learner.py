@@ -59,6 +59,7 @@ def test_a_trainer_that_dies_soon_after_each_change_of_phase_goes_on_from_there(
     assert [len(life.made) for life in (*begun, last)] == [6, 24, 3]
 
 
+@pytest.mark.slow
 def test_an_update_has_the_batch_that_the_plan_gives_it_also_where_the_checkpoint_knew_no_such_option(server, live):
     plan = plan_of(warm=phase(updates=["update_critic", {"update": {"batch": 4}}], until="updates >= 6"))
     first = live(server, plan, dies_after=3).run()
@@ -77,6 +78,7 @@ def test_an_update_has_the_batch_that_the_plan_gives_it_also_where_the_checkpoin
     assert [len(steps) for _, steps in second.made] == [4, 16, 4]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_algorithm_or_robot_is_refused_with_both_values(spec, server, live):
     plan = plan_of(**LEARNING)
     live(server, plan, config={"algo": {"discount": 0.97}}, dies_after=3).run()
@@ -87,6 +89,7 @@ def test_a_checkpoint_of_another_algorithm_or_robot_is_refused_with_both_values(
         live(server, plan, spec=other, config={"algo": {"discount": 0.97}}).run()
 
 
+@pytest.mark.slow
 def test_a_run_that_has_learned_nothing_goes_on_with_another_algorithm(server, live):
     collected = plan_of(demonstrate=phase(updates=(), until="wall_s >= 0.1"))
     live(server, collected, config={"algo": {"discount": 0.97}}, seed=1).run()
@@ -120,6 +123,7 @@ def test_another_plan_begins_with_what_was_learned(server, live):
 # -- plan, pace and the operator
 
 
+@pytest.mark.slow
 def test_a_phase_without_data_says_so_and_leaves_that_behind(tmp_path, serve, live, connect):
     server = serve(tmp_path / "run", demo=0)
     paced = phase(start_when="online.steps >= 10", pace={"updates_per_step": 1, "tolerance": 0}, until="operator")

@@ -163,6 +163,7 @@ def test_a_checkpoint_that_is_cut_off_at_any_step_leaves_the_last_good_one(tmp_p
     assert len([name for name in names if name.isdecimal()]) == 3
 
 
+@pytest.mark.slow
 def test_a_full_disk_makes_training_wait_and_ends_nothing(live, monkeypatch, server):
     sync, refused, room = os.fsync, [], threading.Event()
 

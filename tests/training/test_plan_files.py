@@ -57,6 +57,7 @@ def test_the_command_line_edits_a_phase():
     assert plan.phases["practise"].pace == Pace(4.0, 64)
 
 
+@pytest.mark.slow
 def test_the_tool_shows_the_timeline_of_a_plan_or_a_file():
     status, said = called("plan", "show", "quickstart", "max_env_steps=123")
     order = [said.index(text) for text in ("1. demonstrate", "2. baseline", "3. practise", "4. evaluate")]

@@ -57,6 +57,7 @@ def ranks(monkeypatch, tmp_path_factory):
     return ranks
 
 
+@pytest.mark.slow
 def test_small_networks_train_on_one_gpu_and_large_ones_on_all(ranks, monkeypatch):
     assert ranks() == 1
     assert ranks("ranks=2") == 2

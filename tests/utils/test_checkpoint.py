@@ -129,6 +129,7 @@ def test_another_algorithm_robot_or_version_is_refused_and_both_values_are_named
         checkpoints.load()
 
 
+@pytest.mark.slow
 def test_options_that_a_class_declares_may_change_on_a_trained_run_and_no_others(tmp_path, spec):
     """The sampler's steps, or parts of a batch; also where the checkpoint was made before they were declared."""
 

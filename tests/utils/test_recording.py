@@ -77,6 +77,7 @@ def test_rerun_accepts_a_recording_and_finds_every_column_and_row_in_it(tmp_path
     assert [text for text in table["/mode:TextLog:text"].to_pylist() if text] == [["POLICY"], ["HUMAN"], ["POLICY"]]
 
 
+@pytest.mark.slow
 def test_a_thousand_recordings_need_no_thousand_threads(tmp_path, spec):
     pytest.importorskip("rerun", reason="rerun-sdk is not installed (extra data)")
     rows = episode(spec, steps=3)

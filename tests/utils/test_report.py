@@ -90,6 +90,7 @@ def test_a_summary_that_was_torn_does_not_end_a_run(tmp_path, torn):
     assert report.read(tmp_path / "summary.json")["updates"] == 0
 
 
+@pytest.mark.slow
 def test_an_assisted_success_is_drawn_as_a_failure():
     alone = [{**episode, "intervened": False} for episode in episodes(8)]
     failed = [{**episode, "success": episode["success"] and not episode["intervened"]} for episode in episodes(8)]
