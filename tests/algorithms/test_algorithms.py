@@ -55,15 +55,14 @@ SMALLER = {name for names in OFFERED.values() for name in names if name.endswith
 LARGE = {name.removesuffix("_tiny") for name in SMALLER}
 
 
-ALIKE = (  # what differs in sizes alone from another, or shares its class with one
-    "tdmpc2_tiny", "td_mpc_squared", "dreamer_tiny", "dreamer_v1", "world_models", "ddim", "flow_zero", "straight_flow",
-    "mip_coin_flip", "tsd", "janner_unet_tiny", "dit_tiny",
+QUICK = (  # choices and options that are tried in ./test.sh, too
+    "sac", "sft", "iql", "recap", "hybrid", "calql", "world_models_tiny", "flow", "regression", "mlp", "mse", "0.2",
+    "0.3", "2",
 )  # fmt: skip
 
 
 def case(*words):
-    """Slow are PI0, and what is like a case beside it."""
-    is_slow = PI0[0] in words or words[-1].partition("=")[2] in ("rejection_pi0", *ALIKE)
+    is_slow = words[-1].partition("=")[2] not in QUICK
     return pytest.param(words, marks=[pytest.mark.slow] * is_slow, id="-".join(words[-2:]))
 
 
