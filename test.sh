@@ -10,7 +10,7 @@ cd "$(dirname "$0")"
 python=.venv/bin/python
 case "${1:-}" in
     "") what="short tests, and README's first ten commands: 5 minutes"; marks="not slow and not nightly and not manual" ;;
-    all) what="all tests but those of a night, the types, and README's first ten commands: 20 minutes"
+    all) what="all tests but those of a night, the types, README's first ten commands: 20 minutes"
          marks="not nightly and not manual" ;;
     nightly) exec $python tools/nightly.py "${@:2}" ;;
     *) exec $python -m pytest -n 2 --dist worksteal "$@" ;; # -n 0 runs them one after the other
