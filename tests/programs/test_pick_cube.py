@@ -13,7 +13,7 @@ from tests.programs.people import Person
 from tests.shared.common import CONFIG, ROOT
 
 pytest.importorskip("gym_hil", reason="the extra `hil` is not installed: uv sync --inexact --extra hil")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 WORDS = ["task=pick_cube", "task.env.fps=20", "task.env.options.random_block_position=false", "deadline_s=0.04"]
 HOLDS = 0.05  # seconds between two repeats of a held key

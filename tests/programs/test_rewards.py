@@ -11,7 +11,7 @@ from tests.shared.here import answering, order, start
 from tests.shared.programs import facts
 from tests.shared.tools import called, typed
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "same_loggers")]
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("one_thread", "same_loggers")]
 
 GIVEN = [  # practice makes no updates: how far it comes depends on the machine, and so would what the classifier sees
     "task=fake", "plan=quickstart", "log=false", "critic.hidden=[16,16]", "policy.hidden=[16,16]", "batch_size=16",

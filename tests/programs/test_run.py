@@ -79,7 +79,7 @@ SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
     [
         pytest.param(["Ctrl-C", {*LEARNER, "actor"}], marks=pytest.mark.program, id="all at once"),
         pytest.param(
-            ["SIGTERM", {"inference"}, {"server"}, {"actor"}, {"trainer"}, {"launcher"}], marks=pytest.mark.slow,
+            ["SIGTERM", {"inference"}, {"server"}, {"actor"}, {"trainer"}, {"launcher"}], marks=pytest.mark.nightly,
             id="each",
         ),
     ],

@@ -18,6 +18,7 @@ from serl_client.connection import Connection
 from .common import PATIENCE, TRAIN, free_port, until
 
 CPU_S = 150.0  # that a run's programs may spend on what a test waits for: many times what it takes
+GONE_S = 20.0  # that a program may take from its last sign to its status
 CAP_S = 500.0  # seconds in which even idle programs bring it about; pytest waits a little longer
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -100,15 +101,16 @@ class Programs:
         It has failed when they are all gone, when they have spent so much CPU time meanwhile, or after CAP_S.
         """
         spent, looked = self._spent(), time.monotonic()
+        there = looked  # when one of them was last seen
 
         def met():
-            nonlocal looked
+            nonlocal looked, there
             if value := condition():
                 return value
-            if time.monotonic() > looked + 1.0:
-                is_gone, looked = not self.alive(), time.monotonic()
+            if (now := time.monotonic()) > looked + 1.0:
+                looked, there = now, now if self.alive() else there
                 assert self._spent() < spent + cpu_s, why()
-                assert not is_gone or condition(), why()
+                assert now < there + GONE_S, why()
             return None
 
         def why():
