@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -183,6 +183,14 @@ WORDS = (
 )  # fmt: skip
 
 
+def said_ready(robot):
+    """Whether the robot takes it."""
+    with suppress(RobotFault):
+        robot.recover()
+        return True
+    return False
+
+
 def test_neither_the_check_nor_an_actors_start_nor_a_fault_moves_an_arm_before_ready(bus, tmp_path):
     (tmp_path / "me.json").write_text(json.dumps(bus.calibration()))
     words = [*WORDS, f"task.port={bus.path}", f"task.calibration_dir={tmp_path}"]
@@ -211,8 +219,8 @@ def test_neither_the_check_nor_an_actors_start_nor_a_fault_moves_an_arm_before_r
         bus.is_plugged = True
         with stands(bus):
             time.sleep(0.2)
-        with stands(bus):
-            robot.recover()
+        with stands(bus):  # an answer that came late on a busy machine may be taken for another: ready is said again
+            until(lambda: said_ready(robot), why="it takes no ready")
         assert all(servo.has_torque for servo in bus.servos.values())
     finally:
         robot.close()
