@@ -11,7 +11,7 @@ chaos     200 rounds of each of three seeds (tools/chaos.py); quickstart: a whol
 fuzz      200,000 cases (tools/fuzz.py)
 power     a power cut after every call of a recorded run (tests/faults/power.py)
 soak      hours in minutes (tools/soak.py)
-page      every command of a page, each run to its end (tools/readme.py)
+pages     every command of README and docs, each run to its end (tools/readme.py)
 mutants   100 small faults of the product (tools/mutants.py); the survivors are in its log
 holes     known holes of the pinned versions (uv audit), where the database can be reached
 
@@ -53,17 +53,15 @@ def parts(seed: int) -> list[Part]:
     python = ".venv/bin/python"
     marked = [file for file in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.nightly" in file.read_text()]
     tests = [str(file.relative_to(ROOT)) for file in marked]
-    shown = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if "```bash" in page.read_text()]
-    pages = [str(page.relative_to(ROOT)) for page in shown]
     chaos = [(one, first) for one in range(3) for first in range(0, 200, 20)]
     return [
         *(Part(f"tests {file}", f"{python} -m pytest -n 2 --dist worksteal -m nightly {file}", 3) for file in tests),
-        *(Part(f"page {page}", f"{python} tools/readme.py --page {page}", 4) for page in pages),
         *(Part(f"chaos {one + 1}: rounds from {first}",
                f"{python} tools/chaos.py --seed {seed + one} --first {first} --rounds 20", 3) for one, first in chaos),
         *(Part(f"fuzz {n + 1}", f"{python} tools/fuzz.py --seed {seed + n} --cases 50000", 1) for n in range(4)),
         *(Part(f"mutants {n + 1}", f"{python} tools/mutants.py --jobs 2 --count 10 --seed {seed + n}", 4)
           for n in range(10)),
+        Part("pages", f"{python} tools/readme.py", 40),  # in one piece: pages go on with runs of those before them
         Part("power", f"{python} -m tests.faults.power --all --seed {seed}", 60),
         Part("quickstart", f"{python} tools/chaos.py --quickstart --seed {seed}", 15),
         Part("soak", f"{python} tools/soak.py --minutes 10", 11),
