@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 
 from serl_client import ConfigError
@@ -51,7 +52,10 @@ class _Asked:
 
     def __init__(self, run_dir):
         self.run_dir, self.port = run_dir, free_port()
-        self.address, self.local = f"tcp://127.0.0.1:{self.port}", f"ipc://{run_dir}/server"
+        local = f"{run_dir}/server"
+        if len(local) > 100:  # bytes: a socket's path has room for 107
+            local = f"{tempfile.gettempdir()}/server-{self.port}"
+        self.address, self.local = f"tcp://127.0.0.1:{self.port}", f"ipc://{local}"
         self._admin = None
         run_dir.mkdir(parents=True, exist_ok=True)
 

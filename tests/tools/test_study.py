@@ -45,7 +45,7 @@ def here(monkeypatch, one_thread, same_loggers):
 
     def run(folder, *words, task="sim_arm", actor=()):
         start(folder, [f"task={task}", "log=false", *words, *actor])
-        (folder / "server").unlink()  # its socket cannot be copied
+        (folder / "server").unlink(missing_ok=True)  # its socket cannot be copied
 
     monkeypatch.setattr(runs, "run", run)
 
