@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Draws random small faults of the product, and says how many of them the fast tests notice.
+"""Draws random small faults of the product, and says how many of them the nearest tests notice.
 
 tools/mutants.py [--count 100] [--seed 0] [--jobs 1] [--only PATTERN] [--out runs/mutants.jsonl]
 
 Each fault changes a comparison, an operator, a number or a condition, or leaves a statement out, at a place drawn from
 all of the product, or from files whose path has PATTERN in it. It lies in a copy of the files that git knows, as they
-are now. The nearest test files run there, without slow tests, until a test fails or 30 CPU seconds are spent. OUT gets
-a line for each fault, so that the same command goes on where it was stopped; lines of another state of the tree do not
+are now. The nearest test files run there, slow tests last, until a test fails or 30 CPU seconds are spent. OUT gets a
+line for each fault, so that the same command goes on where it was stopped; lines of another state of the tree do not
 count. At the end stand the rate, and each survivor with its place: it is equivalent, or lacks a test.
 """
 
@@ -32,10 +32,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("packages/*/src/**/*.py", "robot_infra/**/*.py", "serl_launcher/**/*.py")
-CPU_S, WALL_S, HANGS_S = 30, 240, 15  # of one fault's tests; a single test that takes so much CPU time hangs
+CPU_S, WALL_S, HANGS_S = 30, 240, 15  # of one fault's tests; a single fast test that takes so much CPU time hangs
 FILES = 8  # test files that run for a fault
-MARKS = "not slow and not nightly and not manual and not program"  # of the tests that are fast
-STARTED = "MUTANTS_STARTED"  # the environment's name of the file that gets each test's name and CPU time as it starts
+MARKS = "not nightly and not manual and not program"
+NO_TESTS = 5  # pytest's status
+STARTED = "MUTANTS_STARTED"  # the environment's name of the file that gets a line for each test as it starts
 SWAPS: dict[type, str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
     ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in", ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*",
@@ -203,10 +204,19 @@ class Nearest:
 # -- running them
 
 
-def pytest_runtest_logstart(nodeid: str) -> None:
-    """Write down each test as it starts: pytest loads this file as a plugin in each copy."""
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Run slow tests last: pytest loads this file as a plugin in each copy."""
+    items.sort(key=_slow)
+
+
+def pytest_runtest_protocol(item: Any) -> None:
+    """Write down each test as it starts: the CPU time, whether it is slow, its name."""
     with Path(os.environ[STARTED]).open("a") as file:
-        print(time.process_time(), nodeid, file=file)
+        print(time.process_time(), int(_slow(item)), item.nodeid, file=file)
+
+
+def _slow(item: Any) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 def copy(root: Path, into: Path) -> str:
@@ -253,12 +263,12 @@ def noticed(tree: Path, fault: Fault, tests: Sequence[Path]) -> tuple[str, str]:
         lines = started.read_text().splitlines()
         if code in (3, 4):  # pytest itself fails
             raise SystemExit(said.read_text()[-2000:])
-    at, _, last = lines[-1].partition(" ") if lines else ("inf", "", "the import")
-    if code in (0, 5):
-        return "survives", ""
+    at, slow, last = lines[-1].split(" ", 2) if lines else ("0", "0", "the import")
+    if code is not None and code > 0 and code != NO_TESTS:
+        return "killed", last
     if code is None or (code < 0 and CPU_S - float(at) > HANGS_S):
-        return "hangs", last
-    return ("survives", "") if code < 0 else ("killed", last)
+        return ("survives", "") if int(slow) else ("hangs", last)
+    return "survives", ""
 
 
 def main(words: Sequence[str] | None = None) -> None:
