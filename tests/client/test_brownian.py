@@ -1,24 +1,31 @@
-"""Actions that drift by chance: how far, within which bounds, and alike for one seed and episode."""
+"""Actions by chance alone: within their bounds, alike for one seed and episode, and how far they drift."""
 
 import numpy as np
+import pytest
 from serl_client import Feature, Spec
-from serl_client.controller import BrownianPolicy
+from serl_client.controller import BrownianPolicy, RandomPolicy
+
+SPEC = Spec({"observation.state": Feature((1,))}, Feature((2,), low=[0, -4], high=[1, 4]), fps=25.0)
 
 
-def test_a_brownian_action_drifts_by_one_unit_a_second_within_its_bounds_and_anew_in_each_episode():
-    spec = Spec({"observation.state": Feature((1,))}, Feature((2,), low=[0, -4], high=[1, 4]), fps=25.0)
+def actions(policy, seed, episode, count):
+    controller = policy(SPEC, seed)
+    controller.begin(episode, {}, "")
+    return np.array([controller.act({}, step=i, previous_action=None, reset=False) for i in range(count)])
 
-    def actions(seed, episode, count=2000):
-        controller = BrownianPolicy(spec, seed)
-        controller.begin(episode, {}, "")
-        return np.array([controller.act({}, step=i, previous_action=None, reset=False) for i in range(count)])
 
-    drawn = actions(0, "a")
-    np.testing.assert_array_equal(drawn[:40], actions(0, "a", 40))
-    assert not np.array_equal(drawn[:40], actions(0, "b", 40))
-    assert not np.array_equal(drawn[:40], actions(1, "a", 40))
+@pytest.mark.parametrize("policy", [RandomPolicy, BrownianPolicy])
+def test_chance_is_within_its_bounds_and_the_same_for_the_same_seed_and_episode(policy):
+    drawn = actions(policy, 0, "a", 500)
+    np.testing.assert_array_equal(drawn[:40], actions(policy, 0, "a", 40))
+    assert not np.array_equal(drawn[:40], actions(policy, 0, "b", 40))
+    assert not np.array_equal(drawn[:40], actions(policy, 1, "a", 40))
     assert drawn.dtype == np.float32
     assert (drawn >= [0, -4]).all()
     assert (drawn <= [1, 4]).all()
+
+
+def test_a_brownian_action_drifts_by_one_unit_a_second():
+    drawn = actions(BrownianPolicy, 0, "a", 2000)
     moved = np.diff(drawn, axis=0)[((drawn > [0, -4]) & (drawn < [1, 4])).all(1)[1:]]
     np.testing.assert_allclose(moved.std(0), np.array([0.5, 4]) / 5, rtol=0.15)  # a step is a 25th of a second

@@ -3,6 +3,7 @@ while actions remain."""
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from serl_client import ConfigError
 from serl_client.chunks import RECENT, RULES, AsyncChunks, chunk_policy, deadline_of
@@ -125,12 +126,13 @@ def test_waiting_waits_at_the_border_only():
     source = Patient(6)
     controller = policy(source, "wait", n_action_steps=2)
     act(controller, 0)
-    source.delay, source.waits = NEVER, []
+    source.delay, source.waits = 2, []
     assert [act(controller, step) for step in (1, 2, 3)] == [0.01, 0.02, 0.03]
     assert (len(source.waits), source.waits[0] > 0, source.waits[1] <= 0) == (2, True, True)
+    assert (act(controller, 4), controller.chunk_start) == (2.02, True)
 
 
-@pytest.mark.parametrize("rule", sorted(RULES.keys() - {"wait"}))
+@pytest.mark.parametrize("rule", RULES)
 def test_a_lost_question_is_asked_again_while_the_old_chunk_goes_on(rule, monkeypatch):
     monkeypatch.setattr("serl_client.controller.REPEAT", 0.0)
     source = Chunks(20)
@@ -162,7 +164,11 @@ def test_the_lead_is_the_95th_percentile_of_recent_delays_and_leaves_enough_of_a
 def test_a_takeover_drops_chunk_and_question_under_every_rule(spec, rule):
     source, env, client = Chunks(20), CountingEnv(spec, human=(6, 7)), FakeClient(spec)
     run(env, client, RULES[rule](source, deadline=0.0, n_action_steps=3), episodes=1)
+    (episode,) = client.episodes
     assert source.questions == [(0, True), (3, False), (6, False), (8, True), (11, False)]
+    assert source.task == env.task == episode.task
+    assert np.flatnonzero(episode.intervened).tolist() == [6, 7]
+    assert np.flatnonzero(episode.chunk_start).tolist() == [0, 3, 8, 11]
     assert [row for row, action in enumerate(env.actions) if action is None] == [7]
 
 

@@ -118,15 +118,13 @@ class ReadyPerson:
 @pytest.fixture
 def hours(monkeypatch, clock):
     """Two minutes pass between two faults."""
-    monkeypatch.setattr("serl_client.faults.Faults.add", passing(clock, Faults.add))
+    add = Faults.add
 
-
-def passing(clock, add):
     def later(self, fault):
         clock.now += 120
         add(self, fault)
 
-    return later
+    monkeypatch.setattr(Faults, "add", later)
 
 
 @pytest.mark.usefixtures("hours")

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from serl_client.controller import RemotePolicy, decision_seed
 from serl_client.runner import SILENCE, ActorStatus
@@ -46,15 +45,6 @@ def test_the_rows_that_have_passed_are_skipped_in_a_late_chunk():
     assert source.questions == [(0, True)]
 
 
-def test_the_old_chunk_goes_on_until_the_next_one_is_here():
-    source = Chunks(length=6)
-    remote = policy(source, n_action_steps=2)
-    assert [act(remote, 0), act(remote, 1)] == [0, 0.01]
-    source.delay = 2
-    assert [act(remote, step) for step in (2, 3, 4)] == [0.02, 0.03, 2.02]
-    assert remote.chunk_start is True
-
-
 def test_a_chunk_that_is_too_late_as_a_whole_is_asked_for_again():
     source = Chunks(length=1, delay=1)
     remote = policy(source)
@@ -64,31 +54,12 @@ def test_a_chunk_that_is_too_late_as_a_whole_is_asked_for_again():
     assert source.questions == [(0, True), (1, True)]  # the reset stays until there is an action
 
 
-def test_a_lost_question_is_repeated(monkeypatch):
-    monkeypatch.setattr("serl_client.controller.REPEAT", 0.0)
-    source = Chunks(delay=10**9)
-    remote = policy(source)
-    assert [act(remote, step) for step in range(3)] == [None] * 3
-    assert len(source.questions) == 3
-
-
 # -- in the loop of an actor
 
 
 @pytest.fixture
 def client(spec):
     return FakeClient(spec)
-
-
-def test_a_takeover_drops_the_chunk_and_the_hand_back_asks_anew(spec, client):
-    source, env = Chunks(length=20), CountingEnv(spec, human=(4, 5, 6))
-    run(env, client, RemotePolicy(source, deadline=0.0), episodes=1)
-    (episode,) = client.episodes
-    assert source.questions == [(0, True), (7, True)]
-    assert source.task == env.task == episode.task
-    assert np.flatnonzero(episode.intervened).tolist() == [4, 5, 6]
-    assert np.flatnonzero(episode.chunk_start).tolist() == [0, 7]
-    assert [row for row, action in enumerate(env.actions) if action is None] == [5, 6]
 
 
 def test_a_memory_that_begins_anew_in_mid_episode_is_counted_and_one_that_was_lost_is_told(spec, client, caplog):

@@ -135,13 +135,6 @@ def test_evaluation_starts_are_distinct_the_same_again_and_never_trained_on(spec
     assert len({evaluation_seed(ordinal, k) for ordinal in range(3) for k in range(5)}) == 15
 
 
-def test_evaluation_begins_its_list_anew_with_each_directive(env, spec):
-    client = FakeClient(spec, "evaluate")
-    client.script = {4 * 3: lambda: client.direct("evaluate", number=2)}  # three segments and an outcome each
-    run(env, client, episodes=5)
-    assert env.seeds == [evaluation_seed(3, k) for k in (0, 1, 2, 0, 1)]
-
-
 @pytest.mark.parametrize(("place", "share"), [(0, 2), (1, 2), (2, 1)])
 def test_several_environments_do_each_a_part_of_an_evaluation_so_that_short_episodes_are_not_favoured(
     env, spec, place, share
@@ -152,19 +145,6 @@ def test_several_environments_do_each_a_part_of_an_evaluation_so_that_short_epis
     run(env, client, episodes=2 * share + 3, share=(place, 3))
     assert env.seeds[: 2 * share] == 2 * [evaluation_seed(3, k) for k in range(share)]
     assert max(env.seeds[2 * share :]) < evaluation_seed(0, 0)
-
-
-def test_chance_is_the_same_for_the_same_seed_and_episode(spec):
-    def actions(seed, episode):
-        controller = RandomPolicy(spec, seed)
-        controller.begin(episode, {}, "count")
-        return [controller.act({}, step=step, previous_action=None, reset=False) for step in range(20)]
-
-    assert np.array_equal(actions(0, "a"), actions(0, "a"))
-    assert not np.array_equal(actions(0, "a"), actions(0, "b"))
-    assert not np.array_equal(actions(0, "a"), actions(1, "a"))
-    assert np.abs(actions(0, "a")).max() <= 1
-    assert actions(0, "a")[0].dtype == np.float32
 
 
 @pytest.mark.parametrize("policy", ["random", "brownian"])

@@ -7,7 +7,7 @@ import tracemalloc
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from serl_client import Outcome, Stamp, messages, wire
@@ -17,7 +17,7 @@ from serl_client.messages import Ack, Heartbeat, Hello, InferenceRequest, Push
 from serl_client.spec import DTYPES
 
 names = st.text("abc.é", min_size=1, max_size=8)
-arrays = hnp.arrays(st.sampled_from(DTYPES), hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=5))
+arrays = hnp.arrays(st.sampled_from(DTYPES), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
@@ -145,21 +145,6 @@ def test_a_record_that_was_cut_off_anywhere_is_refused(make_segment):
     for length in range(1, len(data)):
         with pytest.raises(MessageError):
             list(wire.decode_records(data[:length]))
-
-
-@pytest.mark.slow
-@given(st.lists(st.binary(max_size=60), max_size=5), plain, st.lists(plain, max_size=3))
-@settings(max_examples=300)
-def test_random_frames_and_well_formed_nonsense_are_no_message(frames, header, layout):
-    for nonsense in (frames, [msgpack.packb([header, layout]), *frames]):
-        with pytest.raises(MessageError):
-            messages.decode(nonsense)
-
-
-@given(st.binary(min_size=1, max_size=80))
-def test_random_bytes_are_no_record(data):
-    with pytest.raises(MessageError):
-        list(wire.decode_records(data))
 
 
 HOSTILE = {

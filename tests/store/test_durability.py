@@ -123,14 +123,17 @@ def test_a_store_without_its_index_is_refused_and_nothing_of_it_is_overwritten(t
     assert {name: (folder / name).read_bytes() for name in left} == {name: files_[folder / name] for name in left}
 
 
-@pytest.mark.parametrize("missing", ["rows", "steps", "published"])
-def test_a_store_without_one_of_its_files_is_refused_in_one_sentence(tmp_path, missing):
+@pytest.mark.parametrize("name", ["rows", "steps", "published"])
+@pytest.mark.parametrize("change", [None, -1, 1], ids=["missing", "shorter", "longer"])
+def test_a_store_whose_file_is_missing_or_of_another_size_is_refused_in_one_sentence(tmp_path, name, change):
     founded(tmp_path).close()
-    (tmp_path / "store/online" / missing).unlink()
+    path = tmp_path / "store/online" / name
+    size = None if change is None else path.stat().st_size + change
+    path.unlink() if size is None else os.truncate(path, size)
     for opening in WAYS:
-        with pytest.raises(ConfigError, match=rf"online/{missing} should have .* bytes, not None: it was damaged"):
+        with pytest.raises(ConfigError, match=rf"online/{name} should have .* bytes, not {size}: it was damaged"):
             opening(tmp_path / "store")
-    assert not (tmp_path / "store/online" / missing).exists()
+    assert (path.stat().st_size if path.exists() else None) == size
 
 
 def test_a_page_of_the_index_that_is_damaged_is_found_before_anything_relies_on_it(tmp_path):
