@@ -80,11 +80,6 @@ def test_the_cameras_are_off_unless_they_are_asked_for(monkeypatch):
         assert sorted(env.spec.extras) == ["policy_action"]
 
 
-def test_the_task_yaml_turns_them_on_and_names_their_size(arm):
-    with from_yaml("sim_arm", {"cameras": True, "image_size": 64}) as env:
-        assert [env.reset(0)[name].shape for name in IMAGES] == [(64, 64, 3)] * 2
-
-
 @pytest.mark.parametrize("size", [0, 4000])
 def test_an_image_size_that_no_policy_wants_is_refused(arm, size):
     with pytest.raises(ConfigError, match="image_size"):

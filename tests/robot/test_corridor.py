@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from robot_infra.robots.corridor import END, START, make
-
-STATE = "observation.state"
+from tests.shared.common import STATE
+from tests.shared.robots import play
 
 
 @pytest.fixture
@@ -15,11 +15,7 @@ def env():
 
 def episode(env, seed, action):
     """The first observation of an episode, and its steps with this action."""
-    begun = env.reset(seed)[STATE]
-    steps = [env.step(np.array([action], np.float32))]
-    while not (steps[-1].terminated or steps[-1].truncated):
-        steps.append(env.step(np.array([action], np.float32)))
-    return begun, steps
+    return env.reset(seed)[STATE], play(env, seed, np.array([action], np.float32))
 
 
 def test_the_goal_shows_in_the_first_observation_alone_and_the_first_action_moves_nothing(env):

@@ -19,7 +19,6 @@ LIMITS = {
 TOOL = {"x": [-0.5, 0.58], "y": [-0.3, 0.3], "z": [-1.0, 1.0], "speed": 0.4}
 TICK, PERIOD = 0.01, 0.1
 A_BIT = 1e-9
-RANGE = np.array([LIMITS[name]["range"] for name in ENTRIES]).T  # low and high
 
 
 def tool(positions):

@@ -92,6 +92,10 @@ def three(env):
             spaces.Dict(left=spaces.Dict(rgb=IMAGE, top=IMAGE), right=spaces.Dict(rgb=IMAGE)),
             {f"observation.images.{name}": IMAGE.shape for name in ("left_rgb", "top", "right_rgb")},
         ),
+        (
+            spaces.Dict(pixels=spaces.Dict(front=IMAGE), agent=spaces.Dict(arm=VECTOR)),
+            {"observation.images.front": IMAGE.shape, "observation.agent.arm": (6,)},
+        ),
     ],
 )
 def test_a_vector_becomes_the_state_flattened_a_dict_keeps_its_names_and_images_stay_images(space, names):
@@ -304,15 +308,6 @@ def test_what_a_person_says_at_the_tasks_own_device_is_an_event_and_their_action
     info["rerecord_episode"] = False
     env.step(np.array([0, 2], np.float32))
     assert env.operator.poll() == []
-
-
-def test_dicts_in_a_dict_are_flat_with_the_images_under_their_own_names():
-    space = spaces.Dict(pixels=spaces.Dict(front=IMAGE, wrist=IMAGE), agent=spaces.Dict(arm=VECTOR))
-    env = env_of(observation=space)
-    check_rows(env, env.reset(0), env.step(None).observation)
-    assert sorted(env.spec.observation) == [
-        "observation.agent.arm", "observation.images.front", "observation.images.wrist",
-    ]  # fmt: skip
 
 
 def test_a_person_drives_a_task_whose_entries_have_names_and_what_it_holds_is_said_too(monkeypatch):

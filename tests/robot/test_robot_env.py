@@ -62,15 +62,6 @@ def test_a_simulated_clock_waits_for_nothing(clock):
 # -- who drives, and how an episode ends
 
 
-def test_no_action_holds():
-    env = build()
-    state = env.reset(0)["observation.state"]
-    step = env.step(None)
-    np.testing.assert_array_equal(step.executed, [0, 0])
-    np.testing.assert_allclose(step.observation["observation.state"], state)
-    assert not step.intervened
-
-
 def test_a_time_limit_truncates_and_only_then_is_failure_certain():
     env = build(max_steps=3)
     steps = play(env, 0, RIGHT)

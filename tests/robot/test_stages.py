@@ -7,7 +7,7 @@ import pytest
 from serl_client.errors import ConfigError
 
 from robot_infra.stages import stages_of
-from tests.shared.robots import build, from_yaml
+from tests.shared.robots import build, from_yaml, play
 
 
 class Keys:
@@ -44,11 +44,7 @@ def test_a_simulated_judge_tells_the_stage_before_success_which_is_the_last_and_
     pytest.importorskip("mujoco" if task == "sim_arm" else "numpy")
     with from_yaml(task) as env:
         keys = stages_of(env, Keys(), count)
-        env.reset(1, teleop=True)
-        steps = [env.step(None)]
-        while not steps[-1].terminated:
-            steps.append(env.step(None))
-        stages = [int(step.extras["stage"]) for step in steps]
+        stages = [int(step.extras["stage"]) for step in play(env, 1, teleop=True)]
         assert stages[0] == 0
         assert stages[-2:] == [1, count]
         env.reset(1, teleop=True)

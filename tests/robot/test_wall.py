@@ -7,36 +7,28 @@ import pytest
 from serl_client import ConfigError
 
 from robot_infra.robots.wall import WallRobot, make
+from tests.shared.robots import RIGHT, play
 
 made = partial(make, max_steps=40, noise=0.2, clock="simulated", takeover_after=12, handback_after=10)
-
-
-def episode(env, seed, action=(0, 0), **how):
-    """The steps of an episode, and the mean y of the actions in its first half second."""
-    env.reset(seed, **how)
-    steps = [env.step(np.array(action, np.float32))]
-    while not (steps[-1].terminated or steps[-1].truncated):
-        steps.append(env.step(np.array(action, np.float32)))
-    return steps, np.mean([step.executed[1] for step in steps[:5]])
 
 
 @pytest.mark.parametrize("gaps", [1, 2, 4])
 def test_every_demonstration_passes_and_they_take_all_gaps_alike(gaps):
     env = made(gaps=gaps)
-    episodes = [episode(env, seed, teleop=True) for seed in range(60)]
-    assert all(steps[-1].success and steps[-1].reward == 1 for steps, _ in episodes)
-    ways = np.array([way for _, way in episodes])
+    episodes = [play(env, seed, teleop=True) for seed in range(60)]
+    assert all(steps[-1].success and steps[-1].reward == 1 for steps in episodes)
+    ways = np.array([np.mean([step.executed[1] for step in steps[:5]]) for steps in episodes])
     assert (ways > 0.2).mean() == pytest.approx(0.5 if gaps > 1 else 0, abs=0.2)
     assert abs(ways.mean()) < 0.2, "the mean of the demonstrations goes straight on"
 
 
 def test_the_mean_of_two_gaps_is_wall_which_ends_the_episode_as_a_failure():
-    steps, _ = episode(made(gaps=2), 0, action=(1, 0))
+    steps = play(made(gaps=2), 0, RIGHT)
     assert steps[-1].terminated
     assert steps[-1].success is False
     assert sum(step.reward for step in steps) == 0
     assert steps[-1].observation["observation.state"][0] == 0, "nobody passes through the wall"
-    passed, _ = episode(made(gaps=3), 0, action=(1, 0))
+    passed = play(made(gaps=3), 0, RIGHT)
     assert passed[-1].observation["observation.state"][0] > 0, "the middle one of three lies on the way"
 
 
