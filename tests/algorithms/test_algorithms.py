@@ -18,12 +18,10 @@ from serl_client import ConfigError, Feature
 from serl_client import messages as m
 
 from serl_launcher.acting.host import PolicyHost, Question
-from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.config import groups
 from serl_launcher.store import weights as store
 from serl_launcher.store.extras import with_extras
 from serl_launcher.training import build as training
-from serl_launcher.training.counters import value_error
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.types import Window
 from serl_launcher.utils.checkpoint import Checkpoints
@@ -148,7 +146,10 @@ def update(algorithm, spec, seed, device="cpu"):
     for name, window in algorithm.windows.items():
         rows = batch(spec, 2, window=window, seed=seed, ends="terminated", derived=algorithm.derived)
         made = getattr(algorithm, name)(rows.to(device))
-        found[name] = made[0] if isinstance(made, tuple) else made
+        found[name], columns = made if isinstance(made, tuple) else (made, {})
+        for column, values in columns.items():  # as ReplayMixture.derive takes them
+            steps = rows.valid if window.joins else rows.step_id
+            assert values.shape == (*steps.shape, *algorithm.derived[column].shape)
         assert all(value.isfinite() and not value.requires_grad for value in found[name].values()), name
     return found
 
@@ -228,29 +229,6 @@ def test_a_window_names_the_steps_of_one_episode():
     for offsets in ({STATE: (0,)}, {"action": (1, 2)}, {"action": (0, 1), "next_observation": (1,)}):
         with pytest.raises(ValueError, match="window"):
             Window(offsets)
-
-
-class Valued(Algorithm):
-    """Learns values in an update of another name than `update`, and nothing else."""
-
-    def __init__(self):
-        super().__init__()
-        self.windows = {"update_critic": Window({"action": (0,)}), "update_policy": Window({"action": (0, 1)})}
-
-    acting = act = property(None)
-
-    def value(self, rows):
-        return torch.full((len(rows),), 2.0)
-
-    def beginnings(self, episodes, window, discount):
-        """What ReplayMixture has: rows, and the return of each."""
-        assert window == self.windows["update_critic"]
-        return toy_batch(window, size=len(episodes)), torch.tensor([1.0, 5.0])
-
-
-def test_an_algorithm_without_an_update_of_that_name_reports_how_far_its_values_are():
-    algorithm = Valued()
-    assert value_error(algorithm, algorithm, ["a", "b"], "cpu") == {"value_error": 2.0, "value_bias": -1.0}
 
 
 # -- every algorithm

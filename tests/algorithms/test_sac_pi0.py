@@ -1,9 +1,9 @@
 """Actor-critic through a flow: its losses are the equations of its file, and the faults known of others are not in it.
 
 Which of Hi-ORS' faults is covered where: of its sac_pi0, all here (each test names its own). Of its buffer, in
-tests/replay/test_replay.py: a chunk that runs on into the next episode (B1), pairs mixed up after a wrap (B3), rows
-dropped so that next is not the next (B4), the newest step never drawn (B5). That a time limit is no end of the value:
-in tests/algorithms/test_algorithms.py."""
+tests/replay/test_replay.py: a chunk that runs on into the next episode (B1), pairs mixed up after a wrap (B3), the
+newest step never drawn (B5); in test_mixture.py beside it: rows dropped where the robot stays still (B4). That a time
+limit is no end of the value: in tests/algorithms/test_sac.py."""
 
 from dataclasses import replace
 from functools import partial

@@ -3,12 +3,11 @@
 import pytest
 
 from serl_launcher.replay.buffer import ReplayBuffer
-from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.views import View
 from serl_launcher.store.layout import Layout
 from serl_launcher.store.store import Store
 
-from .made import Reader
+from .made import REWARDS, VIEWS, Reader
 
 
 @pytest.fixture
@@ -51,20 +50,8 @@ def reader(store, spec):
 
 @pytest.fixture
 def mixture(store, spec):
-    """mixture(views) -> a function that returns the sources with these views, up to date."""
-
-    def make(views):
-        made, cursor = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0), 0
-
-        def refreshed():
-            nonlocal cursor
-            cursor, rows = store.index.catalog(cursor, 10_000)
-            made.update(rows)
-            return made
-
-        return refreshed
-
-    return make
+    """mixture(views, options of ReplayMixture) -> a function that returns the sources up to date."""
+    return lambda views, **options: Reader(store, spec, views, **options).hear
 
 
 @pytest.fixture
@@ -73,6 +60,12 @@ def sources(mixture):
 
 
 @pytest.fixture
+def read(mixture):
+    """read(views, options) -> sources of their own that are up to date now."""
+    return lambda views=VIEWS, **options: mixture(views, **options)()
+
+
+@pytest.fixture
 def heard(store, spec):
     """heard() -> the sources of a reader that is up to date."""
-    return Reader(store, spec).hear
+    return Reader(store, spec, verdict=REWARDS).hear

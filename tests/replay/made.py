@@ -1,10 +1,12 @@
 """Windows of the tests of replay, where the windows of a batch begin, and a reader that hears what people say."""
 
+import numpy as np
 from serl_client import Outcome
 
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import View
+from serl_launcher.replay.windows import batch_arrays
 from serl_launcher.types import Window
 
 STATE = "observation.state"
@@ -28,9 +30,9 @@ def starts(batch):
 class Reader:
     """A mixture that hears of the store's episodes as the trainer does."""
 
-    def __init__(self, store, spec):
+    def __init__(self, store, spec, views=VIEWS, **options):
         self.store, self.cursor, self.told = store, 0, {}
-        self.sources = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, VIEWS, seed=0, verdict=REWARDS)
+        self.sources = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views, seed=0, **options)
 
     def hear(self):
         self.cursor, rows = self.store.index.catalog(self.cursor, 10_000)
@@ -38,5 +40,24 @@ class Reader:
         return self.sources
 
 
-def said(id, word, by="operator"):
-    return Outcome(id, *WORDS[word], judged_by=by)
+def said(id, word):
+    return Outcome(id, *WORDS[word], judged_by="operator")
+
+
+def whole_steps(buffer):
+    """The numbers of the steps whose episodes are there from their beginnings on, and their records."""
+    numbers = np.arange(buffer.tail, buffer.head)
+    numbers = numbers[buffer._first[numbers % 200] >= buffer.tail]
+    return numbers, np.asarray(buffer._steps)[numbers % 200]
+
+
+def arrays_of(buffer, count, window):
+    """Arrays for so many windows."""
+    return {name: np.empty(*made) for name, made in batch_arrays(buffer.layout, count, window).items()}
+
+
+def gathered(buffer, numbers, window):
+    """The arrays of the windows that begin with these steps."""
+    arrays = arrays_of(buffer, len(numbers), window)
+    assert buffer.gather(buffer.windows(numbers, window), window, arrays)
+    return arrays

@@ -2,13 +2,13 @@
 
 import copy
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from serl_client import Feature, Outcome
 
-from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.views import View
 from serl_launcher.types import Window
 
@@ -17,19 +17,12 @@ from .made import STATE, starts
 DERIVED = {"code": Feature((2,)), "flag": Feature((), "bool")}
 PLAIN = Window({STATE: (0,), "action": (0,)})
 CODES = Window({STATE: (0,), "action": (0, 1), "derived.code": (0, 1)})
-BOTH = {"online": 1.0, "demo": 1.0}
 
 
 @pytest.fixture
-def mixture(store, spec):
+def mixture(read):
     """mixture() -> a reader that is up to date; each has its own memory."""
-
-    def make(views=None):
-        made = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, views or {}, seed=0, derived=DERIVED)
-        made.update(store.index.catalog(0, 10_000)[1])
-        return made
-
-    return make
+    return partial(read, derived=DERIVED)
 
 
 def code(batch):

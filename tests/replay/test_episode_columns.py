@@ -8,10 +8,9 @@ import pytest
 from serl_client import Outcome
 
 from serl_launcher.replay.columns import EPISODE, INDEX, REMAINING, RETURN, SUCCESS
-from serl_launcher.replay.windows import batch_arrays
 from serl_launcher.types import Window
 
-from .made import CHUNK_SAC, STATE, Reader, said, starts
+from .made import CHUNK_SAC, STATE, gathered, said, starts, whole_steps
 from .test_verdicts import Model
 
 DISCOUNT = 0.5
@@ -105,30 +104,27 @@ class Gaps(Model):
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 def test_whatever_is_said_and_evicted_every_step_has_what_the_last_word_makes_of_it(
-    store, spec, push, make_segment, late
+    store, heard, push, make_segment, late
 ):  # fmt: skip
     """late: windows ask for the columns only after many episodes are there."""
     store.hello("operator", "desk", "O", [])
-    model, reader, checked, unknown = Gaps(store, push, make_segment), Reader(store, spec), 0, 0
+    model, checked, unknown = Gaps(store, push, make_segment), 0, 0
     for turn in range(300):
         model.turn()
-        sources = reader.hear()
+        sources = heard()
         if turn % 5 or (late and turn < 250):
             continue
         for each in (ALL, TO_GO):
             sources.sample(4, each, {"online": 1.0})
         buffer = sources.buffers["online"]
-        numbers = np.arange(buffer.tail, buffer.head)
-        numbers = numbers[buffer._first[numbers % 200] >= buffer.tail]
-        records = np.asarray(buffer._steps)[numbers % 200]
+        numbers, records = whole_steps(buffer)
         known = model.known(records)
         ends = {n for n in numbers.tolist() if buffer._usable(np.array([n]), window())[0].size}
         assert {int(n) for n in buffer._usable(numbers, TO_GO)[0][:, 0]} == known.keys() & ends
         judged = {number for number, (_, success, _, _) in known.items() if success is not None}
         assert {int(n) for n in buffer._usable(numbers, ALL)[0][:, 0]} == judged & ends
         usable = np.array(sorted(known), np.int64)
-        arrays = {n: np.empty(*made) for n, made in batch_arrays(buffer.layout, len(usable), ALL).items()}
-        assert buffer.gather(buffer.windows(usable, ALL), ALL, arrays)
+        arrays = gathered(buffer, usable, ALL)
         rows = zip(*(arrays[name][:, 0].tolist() for name in (RETURN, SUCCESS, INDEX, REMAINING)), strict=True)
         for row, expected in zip(rows, (known[n] for n in usable.tolist()), strict=True):
             assert row == (pytest.approx(expected[0], rel=1e-5), bool(expected[1]), *expected[2:])

@@ -1,6 +1,7 @@
 """Windows that go on in other episodes: which entries they have, how often, and what is remembered of them."""
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,7 +9,6 @@ import torch
 from serl_client import Feature
 
 from serl_launcher.replay.joined import Links, joined
-from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.views import View
 from serl_launcher.types import IdleFilter, Window
 
@@ -20,15 +20,9 @@ ALONE = {"whole": 1.0}
 
 
 @pytest.fixture
-def mixture(store, spec):
-    def make():
-        views = {"whole": View(("online", "demo"), min_length=3)}
-        sizes, derived = {"online": 200, "demo": 200}, {"code": Feature((2,), "float16")}
-        made = ReplayMixture(store.folder, spec, sizes, views, seed=0, derived=derived)
-        made.update(store.index.catalog(0, 10_000)[1])
-        return made
-
-    return make
+def mixture(read):
+    views = {"whole": View(("online", "demo"), min_length=3)}
+    return partial(read, views, derived={"code": Feature((2,), "float16")})
 
 
 def test_an_episode_is_followed_by_its_final_observation_and_the_beginning_of_another_of_the_view(

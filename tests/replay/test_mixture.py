@@ -1,6 +1,6 @@
 """What is drawn of which source: views and their sizes, shares, the seed, and the beginnings of episodes."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from serl_launcher.store import layout
 from serl_launcher.store.store import Store
 from serl_launcher.training.counters import value_error
 from serl_launcher.types import IdleFilter, Window
-from tests.shared.models import differences
+from tests.shared.models import assert_same
 
 from .made import CHUNK, CHUNK_SAC, SAC, SEQUENCE, STATE, starts
 
@@ -49,15 +49,6 @@ def test_no_window_starts_in_an_episode_whose_beginning_was_evicted(push, whole,
     assert {key for key, _ in starts(found.sample(1000, SEQUENCE, {"online": 1.0}))} == {
         *range(2 + (buffer.tail - 4) // 10, 19),
     }  # fmt: skip
-
-
-def test_the_size_of_a_source_is_what_it_holds_and_not_what_left_it(push, sources, make_segment):
-    for i in range(30):
-        push("A", make_segment(f"e{i}", i, 0, 10, ends="terminated"), Outcome(f"e{i}", True))
-        found = sources()
-        held = found.buffers["online"].head - found.buffers["online"].tail
-        assert found.size("online") == found.size("success") == found.size("long") == (held, held // 10)
-    assert held < 300
 
 
 def test_a_step_has_one_id_in_every_batch_and_no_other_step_has_it(push, sources, make_segment):
@@ -239,25 +230,17 @@ class SlowGpu:
         self.begun.clear()
 
 
-def test_a_batch_is_drawn_over_the_last_one_only_when_a_gpu_has_copied_that(
-    store, push, spec, make_segment, monkeypatch
-):  # fmt: skip
+def test_a_batch_is_drawn_over_the_last_one_only_when_a_gpu_has_copied_that(push, read, make_segment, monkeypatch):
     push("A", make_segment("e0", 1, 0, 40, ends="terminated"))
-
-    def mixture(device):
-        made = ReplayMixture(store.folder, spec, {"online": 200, "demo": 200}, {}, seed=0, device=device)
-        made.update(store.index.catalog(0, 100)[1])
-        return made
-
     windows = (SAC, CHUNK, SAC, SAC, CHUNK)
-    here = mixture("cpu")
+    here = read()
     expected = [asdict(here.sample(16, window, {"online": 1.0})) for window in windows]
     gpu = SlowGpu(monkeypatch)
-    there = mixture("cuda")
+    there = read(device="cuda")
     copies = [there.sample(16, window, {"online": 1.0}) for window in windows]
     assert gpu.begun, "the trainer goes on while the last batch is copied"
     gpu.synchronize()
-    assert not differences([asdict(batch) for batch in copies], expected)
+    assert_same([asdict(batch) for batch in copies], expected)
 
 
 def test_windows_start_where_the_rows_of_a_view_say_and_go_on_over_the_others(push, mixture, make_segment):
@@ -278,10 +261,7 @@ def test_windows_start_where_the_rows_of_a_view_say_and_go_on_over_the_others(pu
 
 @pytest.mark.parametrize(
     "idle_filter",
-    [
-        IdleFilter(0.1, STATE, entries=(1, 3)),  # the other entries are a sensor's noise
-        IdleFilter(0.1, "action"),
-    ],
+    [IdleFilter(0.1, STATE, entries=(1, 3)), IdleFilter(0.1, "action")],  # the other entries are a sensor's noise
 )
 def test_no_window_starts_where_the_robot_stays_still_and_no_row_is_lost(push, sources, make_segment, idle_filter):
     segment = make_segment("e0", 1, 0, 20, ends="truncated")
@@ -289,13 +269,10 @@ def test_no_window_starts_where_the_robot_stays_still_and_no_row_is_lost(push, s
     segment.observation[STATE][:, [0, 2, 4, 5, 6, 7]] += np.random.default_rng(0).normal(size=(21, 6))
     segment.action[:, 1] = segment.observation[STATE][:20, 1]
     push("A", segment)
-    drawn = {
-        int(s) for s in sources().sample(400, Window(CHUNK.offsets, idle_filter=idle_filter), {"online": 1.0}).step_id
-    }
-    assert drawn == set(range(20)) - set(range(5, 11))
-    noisy = Window(CHUNK.offsets, idle_filter=IdleFilter(0.1, STATE))
-    for every in (noisy, CHUNK):
-        assert {int(step) for step in sources().sample(400, every, {"online": 1.0}).step_id} == set(range(20))
+    every = set(range(20))
+    for still, drawn in ((idle_filter, every - set(range(5, 11))), (IdleFilter(0.1, STATE), every), (None, every)):
+        batch = sources().sample(400, Window(CHUNK.offsets, idle_filter=still), {"online": 1.0})
+        assert set(batch.step_id.tolist()) == drawn
 
 
 @pytest.mark.parametrize(
@@ -331,25 +308,30 @@ def test_the_first_windows_of_episodes_come_with_the_discounted_returns_that_fol
     assert (short.length.tolist(), returns.tolist(), short.task) == ([4], [6.0], ("reach",))
 
 
+@dataclass
 class Expects:
     """An algorithm that expects the same everywhere, or nothing at all."""
 
-    windows, discount = {"update": CHUNK_SAC}, 0.5
-
-    def __init__(self, value):
-        self._value = value
+    expected: float | None
+    windows: dict
+    discount = 0.5
 
     def value(self, batch):
-        return None if self._value is None else torch.full((len(batch),), self._value)
+        assert batch.action.shape[1] == 5, "the window of `update`, or else of the first update"
+        return None if self.expected is None else torch.full((len(batch),), self.expected)
 
 
-def test_the_error_of_a_value_is_how_far_it_is_from_the_returns_in_the_mean(push, sources, make_segment):
+@pytest.mark.parametrize("windows", [{"update_policy": SAC, "update": CHUNK_SAC},
+                                     {"update_critic": CHUNK_SAC, "update_policy": SAC}])  # fmt: skip
+def test_the_error_of_a_value_is_how_far_it_is_from_the_returns_in_the_mean(push, sources, make_segment, windows):
     push("A", make_segment("short", 1, 0, 2, ends="terminated"), make_segment("long", 2, 0, 3, ends="truncated"))
     found = sources()  # their returns are 0.5 and 1
     episodes = list(found.held["online"].values())
-    assert value_error(found, Expects(0.75), episodes, "cpu") == {"value_error": 0.25, "value_bias": 0.0}
-    assert value_error(found, Expects(2.0), episodes, "cpu") == {"value_error": 1.25, "value_bias": 1.25}
-    assert value_error(found, Expects(None), episodes, "cpu") == value_error(found, Expects(2.0), [], "cpu") == {}
+    for expected, error, bias in ((0.75, 0.25, 0.0), (2.0, 1.25, 1.25), (0.0, 0.75, -0.75)):
+        told = value_error(found, Expects(expected, windows), episodes, "cpu")
+        assert told == {"value_error": error, "value_bias": bias}
+    for expected, some in ((None, episodes), (2.0, [])):
+        assert value_error(found, Expects(expected, windows), some, "cpu") == {}
 
 
 def test_episodes_that_left_the_store_have_no_beginning(store, whole, sources):

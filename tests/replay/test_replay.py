@@ -8,11 +8,10 @@ import torch
 from serl_client import ConfigError, Feature, Spec
 
 from serl_launcher.replay.mixture import ReplayMixture
-from serl_launcher.replay.windows import batch_arrays
 from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 
-from .made import CHUNK, CHUNK_SAC, SAC, SEQUENCE, STATE, starts
+from .made import CHUNK, CHUNK_SAC, SAC, SEQUENCE, STATE, arrays_of, gathered, starts
 
 
 def test_every_durable_step_is_drawn_and_the_terminal_one_at_once(push, sources, make_segment):
@@ -94,16 +93,6 @@ def test_after_the_ring_has_wrapped_observation_and_action_still_belong_together
     assert (batch.next_observation[STATE][:, 0, 0] == batch.observation[STATE][:, 0, 0]).all()
 
 
-def test_rows_that_did_not_move_are_kept_so_that_next_is_the_next_in_time(push, sources, make_segment):
-    """hi-ors B4: dropped no-op rows made the next observation jump over time."""
-    still = make_segment("e0", 1, 0, 8, ends="truncated")
-    still.action[2:6] = 0.0
-    push("A", still)
-    batch = sources().sample(300, SAC, {"online": 1.0})
-    assert starts(batch) == {(1, i) for i in range(8)}
-    assert (batch.next_observation[STATE][:, 0, 1] == batch.observation[STATE][:, 0, 1] + 1).all()
-
-
 def test_an_episode_that_a_crash_cut_gives_chunks_but_no_last_value_target(store, push, sources, make_segment):
     push("A", make_segment("e0", 1, 0, 6))
     store.close_session("A")
@@ -119,7 +108,7 @@ def test_what_the_writer_overwrites_while_it_is_copied_is_not_used(whole, reader
     reader = reader()
     reader.refresh()
     drawn = reader.draw(64, SAC, np.random.default_rng(0), None)
-    into = {name: np.empty(shape, dtype) for name, (shape, dtype) in batch_arrays(reader.layout, 64, SAC).items()}
+    into = arrays_of(reader, 64, SAC)
     assert reader.gather(drawn, SAC, into)
     copy = reader._take
 
@@ -175,21 +164,13 @@ def test_windows_of_one_step_are_drawn_and_copied_as_longer_ones_are(push, reade
             part = make_segment(f"e{number}", number, 0, 6, ends=("terminated", "truncated", None)[number % 3])
             push(session, dataclasses.replace(part, gap=part.reward == 3) if number % 5 == 0 else part)
         reader.refresh()
-    both = {name: np.empty(shape, dtype) for name, (shape, dtype) in batch_arrays(reader.layout, 200, SAC).items()}
     chains, _ = reader._usable(np.arange(reader.tail, reader.head), SAC)
     assert set(reader.draw_steps(5000, SAC, np.random.default_rng(0), None)) == set(chains[:, 0])
     numbers = np.resize(chains[:, 0], 200)
-    one, other = both, {name: array.copy() for name, array in both.items()}
+    one = arrays_of(reader, 200, SAC)
     assert reader.gather_steps(numbers, SAC, one)
-    assert reader.gather(reader.windows(numbers, SAC), SAC, other)
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name], name)
-
-
-def test_only_steps_where_a_chunk_began_are_drawn_when_the_window_says_so(push, sources, make_segment):
-    push("A", make_segment("e0", 1, 0, 16, ends="terminated"))
-    window = Window({STATE: (0,), "action": (0, 1, 2, 3)}, starts="chunk_start")
-    assert {i for _, i in starts(sources().sample(300, window, {"online": 1.0}))} == {0, 4, 8, 12}
+    for name, expected in gathered(reader, numbers, SAC).items():
+        np.testing.assert_array_equal(one[name], expected, name)
 
 
 def test_a_column_that_no_row_has_is_named(push, sources, make_segment):

@@ -1,6 +1,7 @@
 """An operator's word is the reward and the end of an episode's last step, whenever it comes; what is stored stays."""
 
 from collections import defaultdict
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -8,11 +9,10 @@ from omegaconf import OmegaConf
 from serl_client import ConfigError, Outcome
 
 from serl_launcher.replay.verdicts import rewards_of
-from serl_launcher.replay.windows import batch_arrays
 from serl_launcher.store.layout import TERMINATED, TRUNCATED
-from tests.shared.models import differences
+from tests.shared.models import assert_same
 
-from .made import CHUNK, CHUNK_SAC, SAC, VIEWS, WORDS, Reader, said, starts
+from .made import CHUNK, CHUNK_SAC, REWARDS, SAC, VIEWS, WORDS, Reader, gathered, said, starts, whole_steps
 
 
 def ends(sources, window=SAC):
@@ -86,7 +86,7 @@ def test_what_a_dead_actor_left_is_drawn_to_its_last_row_once_a_person_has_judge
 def test_a_word_during_the_episode_waits_for_its_end_and_what_left_the_store_is_still_reported_as_judged(
     store, spec, push, whole, make_segment
 ):  # fmt: skip
-    reader = Reader(store, spec)
+    reader = Reader(store, spec, verdict=REWARDS)
     push("A", said("e1", "success"))  # before its first step
     push("A", make_segment("e1", 1, 0, 4))
     assert not any(terminated for _, terminated, *_ in ends(reader.hear()).values())
@@ -177,8 +177,7 @@ class Model:
             last[int(record["episode"])] = int(record["number"])
         found = {}
         for record in records:
-            number, info = int(record["number"]), infos[int(record["episode"])]
-            flags = int(record["flags"])
+            number, info, flags = int(record["number"]), infos[int(record["episode"])], int(record["flags"])
             values = float(record["reward"]), flags & TERMINATED > 0, flags & TRUNCATED > 0
             words = self.words[info.part_of]
             is_last = last[info.number] == number and newest[info.part_of] == info.number and info.closed
@@ -190,48 +189,39 @@ class Model:
 
 @pytest.mark.slow
 def test_whatever_is_said_in_whatever_order_every_row_is_what_the_last_word_makes_of_it_also_after_a_restart(
-    store, spec, push, make_segment
+    store, heard, read, push, make_segment
 ):  # fmt: skip
     store.hello("operator", "desk", "O", [])
-    model, reader, judged, parts = Model(store, push, make_segment), Reader(store, spec), 0, 0
+    model, judged, parts = Model(store, push, make_segment), 0, 0
     for turn in range(500):
         model.turn()
         if turn % 4 == 0:
-            buffer = reader.hear().buffers["online"]
-            numbers = np.arange(buffer.tail, buffer.head)
-            numbers = numbers[buffer._first[numbers % 200] >= buffer.tail]
+            sources = heard()
+            buffer = sources.buffers["online"]
+            numbers, records = whole_steps(buffer)
             if not len(numbers):
                 continue
-            records = np.asarray(buffer._steps)[numbers % 200]
-            expected = model.expected(records)
-            arrays = {n: np.empty(*made) for n, made in batch_arrays(buffer.layout, len(numbers), CHUNK).items()}
-            assert buffer.gather(buffer.windows(numbers, CHUNK), CHUNK, arrays)
+            expected, arrays = model.expected(records), gathered(buffer, numbers, CHUNK)
             columns = (arrays[name][:, 0].tolist() for name in ("reward", "terminated", "truncated"))
             assert dict(zip(numbers.tolist(), zip(*columns, strict=True), strict=True)) == expected
             drawable = {int(n) for n in buffer._usable(numbers, SAC)[0][:, 0]}
             terminal = {number for number, (_, terminated, _) in expected.items() if terminated}
             assert terminal <= drawable, "a terminal step needs nothing after it"
             judged += sum(reward in (5.0, -2.0) for reward, *_ in expected.values())
-            parts += sum(info.continued for info in reader.sources.held["online"].values())
-            rewards = {info.number: info.reward for info in reader.sources.held["online"].values()}
+            parts += sum(info.continued for info in sources.held["online"].values())
+            rewards = {info.number: info.reward for info in sources.held["online"].values()}
             sums = defaultdict(float)
             for record in records:
                 sums[int(record["episode"])] += expected[int(record["number"])][0]
             assert sums == rewards
     assert judged > 500
     assert parts > 50
-    again = Reader(store, spec)
-    again.hear()
-    again.sources.load_state_dict(reader.hear().state_dict())
-    assert {name: again.sources.size(name) for name in VIEWS} == {name: reader.sources.size(name) for name in VIEWS}
+    sources, again = heard(), read(verdict=REWARDS)
+    again.load_state_dict(sources.state_dict())
+    assert {name: again.size(name) for name in VIEWS} == {name: sources.size(name) for name in VIEWS}
     for window in (SAC, CHUNK_SAC):
         for shares in ({"online": 1.0}, {"rewarded": 0.5, "unrewarded": 0.5}):
-            batches = [each.sources.sample(64, window, shares) for each in (reader, again)]
-            assert not differences(*(vars_of(batch) for batch in batches))
-
-
-def vars_of(batch):
-    return {name: getattr(batch, name) for name in ("observation", "action", "reward", "terminated", "step_id", "seed")}
+            assert_same(*(asdict(each.sample(64, window, shares)) for each in (sources, again)))
 
 
 @pytest.mark.parametrize(
