@@ -215,11 +215,7 @@ class AccessControl:
         self.context = zmq.Context()
         self._zap = self.context.socket(zmq.REP)
         self._zap.bind(ZAP)
-        try:
-            self.socket = bound(self.context, address, prepare=self._prepare, option=option)
-        except ConfigError:
-            self.context.destroy(linger=0)
-            raise
+        self.socket = bound(self.context, address, prepare=self._prepare, option=option)
 
     def _prepare(self, socket: zmq.Socket) -> None:
         socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)

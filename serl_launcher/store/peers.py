@@ -164,8 +164,8 @@ def _check_claim(hello: m.Hello, owner: KeyOwner) -> None:
 def bound(
     context: zmq.Context, address: str, *, prepare: Callable[[zmq.Socket], None] = lambda _: None, option: str = "port"
 ) -> zmq.Socket:
-    """A ROUTER that listens on `address`, made ready by `prepare`. Raises ConfigError when it cannot; `option` is the
-    one that chooses another address.
+    """A ROUTER that listens on `address`, made ready by `prepare`. When it cannot, ends the context with all its
+    sockets, and raises ConfigError; `option` is the one that chooses another address.
 
     Clients send the heartbeats (connection.py), and what they say of their lifetime ends a dead connection. A ROUTER
     sends none: libzmq 4.3.5 aborts the process when one falls due, or is to be answered, on a connection that broke
@@ -182,6 +182,7 @@ def bound(
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
+        context.destroy(linger=0)
         raise ConfigError(
             f"cannot listen on {address}: {error.strerror}. Is another learner running? Stop it, or choose {option}=..."
         ) from None

@@ -4,13 +4,15 @@ import hashlib
 
 import numpy as np
 import pytest
+import zmq
+from serl_client import connection
 from serl_client import messages as m
 from serl_client.errors import Refused
 from serl_client.weights import PART_BYTES, part_checksum
 
 from serl_launcher.store import weights
-from tests.shared.clients import connected
-from tests.shared.common import until
+from tests.shared.clients import connected, push_episodes
+from tests.shared.common import PATIENCE, until
 
 
 @pytest.fixture
@@ -42,6 +44,22 @@ def test_what_the_servers_disk_has_damaged_is_given_to_nobody_as_good(server, jo
     until(lambda: "part 2 of weights 1 was damaged on its way" in caplog.text)
     assert client.weights(0) is None
     assert hashlib.sha256((tmp_path / "pulled" / f"{sha256}.part").read_bytes()).hexdigest() != sha256
+
+
+def test_who_takes_nothing_of_what_it_has_asked_for_holds_up_nobody(
+    server, act, join, tmp_path, content, monkeypatch
+):
+    """Its parts are more than all queues on the way hold: 64 of the server, and the kernel's few MB."""
+    with monkeypatch.context() as patch:
+        patch.setitem(connection.OPTIONS, zmq.RCVHWM, 1)
+        slow = act(server, "slow")
+    server.publish(content)
+    for _ in range(100):
+        slow.link.send(m.WeightsRequest(hashlib.sha256(content).hexdigest(), 0))
+    other = join(server, "other", weights_folder=tmp_path / "pulled")
+    push_episodes(other, [0])
+    assert other.drain(PATIENCE)
+    assert until(lambda: other.weights(0))[1].read_bytes() == content
 
 
 def test_of_more_versions_than_two_the_older_files_go(tmp_path):
