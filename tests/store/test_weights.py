@@ -46,9 +46,7 @@ def test_what_the_servers_disk_has_damaged_is_given_to_nobody_as_good(server, jo
     assert hashlib.sha256((tmp_path / "pulled" / f"{sha256}.part").read_bytes()).hexdigest() != sha256
 
 
-def test_who_takes_nothing_of_what_it_has_asked_for_holds_up_nobody(
-    server, act, join, tmp_path, content, monkeypatch
-):
+def test_who_takes_nothing_of_what_it_has_asked_for_holds_up_nobody(server, act, join, tmp_path, content, monkeypatch):
     """Its parts are more than all queues on the way hold: 64 of the server, and the kernel's few MB."""
     with monkeypatch.context() as patch:
         patch.setitem(connection.OPTIONS, zmq.RCVHWM, 1)
