@@ -18,7 +18,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.processes import ended, start
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("packages/*/src/**/*.py", "robot_infra/**/*.py", "serl_launcher/**/*.py")
@@ -247,19 +249,8 @@ def noticed(tree: Path, fault: Fault, tests: Sequence[Path]) -> tuple[str, str]:
         words = ["-m", "pytest", "-qx", "-m", MARKS, "-p", "no:cacheprovider", "-p", "tools.mutants"]
         words += [str(root / test.relative_to(tree)) for test in tests]
         with said.open("w") as log:
-            process = subprocess.Popen(
-                ["bash", "-c", f'ulimit -t {CPU_S}; exec "$@"', "-", sys.executable, *words], cwd=root,
-                env={**environment(root), STARTED: str(started)}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
-            try:
-                code = process.wait(WALL_S)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            limited = ["bash", "-c", f'ulimit -t {CPU_S}; exec "$@"', "-", sys.executable, *words]
+            code = ended(start(limited, log, cwd=root, env={**environment(root), STARTED: str(started)}), WALL_S)
         lines = started.read_text().splitlines()
         if code in (3, 4):  # pytest itself fails
             raise SystemExit(said.read_text()[-2000:])

@@ -20,19 +20,19 @@ Seeds follow from the commit. Results go to runs/nightly.jsonl, what a part says
 
 import argparse
 import json
-import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.processes import ended, start
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "runs/nightly.jsonl"
@@ -82,18 +82,9 @@ def run(part: Part, commit: str) -> dict[str, Any]:
     """Run it to its end; returns what became of it, which RESULTS gets, too."""
     log = RESULTS.with_suffix("") / f"{re.sub(r'[^a-z0-9]+', '-', part.name.lower())}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    began, words = time.monotonic(), ["bash", "-c", part.command]
+    began = time.monotonic()
     with log.open("w") as out:
-        process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                                   start_new_session=True)  # fmt: skip
-        try:
-            status = process.wait(60 * PATIENCE * part.minutes)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        status = ended(start(["bash", "-c", part.command], out, cwd=ROOT), 60 * PATIENCE * part.minutes)
     said = log.read_text(errors="replace")
     result = "passed" if status == 0 else "hangs" if status is None else "FAILED"
     row = {

@@ -31,6 +31,7 @@ from itertools import groupby
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.processes import ended, kill, start
 from tools.readme_words import EARLY, NOT_RUN, SHORT, SUBSTITUTES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,12 +139,11 @@ class Reader:
         self.extras = list(BASE)
         self._words = [f"port={port}", f"inference_port={port + 1}"]
         self._log = folder / "reader.log"
-        self._started: list[subprocess.Popen[bytes]] = []
         self._running: list[tuple[str, subprocess.Popen[bytes]]] = []
 
     def close(self) -> None:
-        """End what still runs: only where this program is stopped."""
-        for process in self._started:
+        """End the sides that still run: only where this program is stopped."""
+        for _, process in self._running:
             kill(process)
 
     def turn(self) -> None:
@@ -201,11 +201,9 @@ class Reader:
         for old, new in SUBSTITUTES.items():
             text = text.replace(old, new)
         text = f".venv/bin/python {text}" if text.startswith("tools/") else text
-        if re.match(r"\./start\.sh|.*run_(learner|actor)\w*\.sh", text) and "&" not in text:
+        if re.match(r"\./start\.sh|.*(run_(learner|actor)\w*\.sh|tools/doctor\.py)", text):
             said = {word.partition("=")[0] for word in shlex.split(text)}
             text += "".join(f" {word}" for word in [*SHORT, *self._words] if word.partition("=")[0] not in said)
-        elif "tools/doctor.py" in text:
-            text += "".join(f" {word}" for word in [*SHORT, *self._words])
         return text
 
     def _start(self, text: str) -> subprocess.Popen[bytes]:
@@ -216,20 +214,12 @@ class Reader:
         with open(self._log, "ab") as log:
             log.write(f"\n$ {text}\n".encode())
             log.flush()
-            process = subprocess.Popen(
-                ["bash", "-c", text], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=environment, start_new_session=True,
-            )  # fmt: skip
-        self._started.append(process)
-        return process
+            return start(["bash", "-c", text], log, cwd=self.folder, env=environment)
 
     def _ended(self, process: subprocess.Popen[bytes], limit: float) -> str:
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            kill(process)
-            return f"did not end within {limit:.0f} s" + self._last()
-        return f"ended with status {status}" + self._last() if status else ""
+        if (status := ended(process, limit)) == 0:
+            return ""
+        return (f"did not end within {limit:.0f} s" if status is None else f"ended with status {status}") + self._last()
 
     def _last(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()
@@ -239,13 +229,6 @@ class Reader:
 def _cut(line: str) -> str:
     """The line, without its middle where it is long: an error says what is wrong first, and what to do last."""
     return line if len(line) <= 200 else f"{line[:97]} ... {line[-98:]}"
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """End it and what it has started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def blocked(folder: Path, extras: Sequence[str]) -> Path:

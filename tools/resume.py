@@ -10,10 +10,7 @@ weights, targets, optimisers, random states and derived columns. Exit status 1 i
 
 import argparse
 import json
-import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +22,7 @@ from safetensors.torch import load_file
 
 from serl_launcher.config import composed, groups
 from serl_launcher.utils.checkpoint import STATE, TENSORS
+from tools.processes import kill, start
 from tools.studies.runs import ROOT, TRAIN, copied, demonstrations, phase, ports, run
 
 KEPT = ("algorithm", "sources")
@@ -104,14 +102,13 @@ def train(folder: Path, words: Sequence[str], dies_after: float | None = None) -
     command = [*TRAIN, "learner=true", f"run_dir={folder}", *ports(), *words]
     before = newest(folder)
     with open(folder.with_suffix(".log"), "a") as log:
-        learner = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        learner = start(command, log)
         if dies_after is not None:
             while learner.poll() is None and newest(folder) <= before:
                 time.sleep(0.02)
             time.sleep(dies_after)
-            if is_killed := learner.poll() is None:
-                os.killpg(learner.pid, signal.SIGKILL)
-            learner.wait()
+            is_killed = learner.poll() is None
+            kill(learner)
             return is_killed
         if status := learner.wait():
             sys.exit(f"{folder}: the learner ended with status {status}; see {log.name}")

@@ -30,10 +30,11 @@ def test_it_adds():
 @pytest.fixture
 def tree(tmp_path):
     """A small product with one test."""
-    for name, text in (("robot_infra/sums.py", PRODUCT), ("tests/test_sums.py", TESTS), ("tools/mutants.py", None)):
-        (tmp_path / name).parent.mkdir()
+    tools = {name: (ROOT / name).read_text() for name in ("tools/mutants.py", "tools/processes.py")}
+    for name, text in {"robot_infra/sums.py": PRODUCT, "tests/test_sums.py": TESTS, **tools}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).with_name("__init__.py").touch()
-        (tmp_path / name).write_text((ROOT / name).read_text() if text is None else text)
+        (tmp_path / name).write_text(text)
     return tmp_path
 
 

@@ -1,0 +1,30 @@
+"""Commands in process groups of their own, of which nothing is left in the end."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+
+def start(words: Sequence[str], log: Any, **more: Any) -> subprocess.Popen[bytes]:
+    """Start a command that hears nothing and writes all that it says to the file `log`."""
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, **more)
+
+
+def ended(process: subprocess.Popen[bytes], limit: float) -> int | None:
+    """Wait, then kill what its group still has. Returns its status; None if it took more than `limit` seconds."""
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End it and what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
