@@ -54,6 +54,12 @@ def found(check, run):
     return worst, "\n".join(f"{finding.text}: {finding.advice}" for finding in findings)
 
 
+def assert_says(check, run, state, *texts):
+    """A check comes to this state, and all of these are in what it says."""
+    result, said = found(check, run)
+    assert (result, [text for text in texts if text not in said]) == (state, []), said
+
+
 def doctor(*words, start=called):
     """(exit status, {check: the worst state}, all that was said) of the program."""
     status, text = start("doctor", *words, "task=fake", "--json", "--seconds", "0.2")
@@ -118,9 +124,9 @@ def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch
     run = planned("learner", tmp_path)
     assert found(machine.packages, run)[0] in ("ok", "WARN")
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    assert found(machine.packages, run) == (
-        "FAIL", "not installed: safetensors: run `uv sync --inexact --extra learner` here",
-    )  # fmt: skip
+    assert_says(
+        machine.packages, run, "FAIL", "not installed: safetensors: run `uv sync --inexact --extra learner` here"
+    )
     assert found(machine.packages, planned("actor", tmp_path))[0] in ("ok", "WARN")  # which needs none
 
 
@@ -143,21 +149,19 @@ def test_which_extras_a_run_needs(words, extras):
 def test_a_port_that_is_taken_is_named_with_who_has_it(learner, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
-        state, said = found(network.ports, planned("learner", tmp_path, f"port={learner}", f"inference_port={taken}"))
-    assert state == "FAIL"
-    assert f"127.0.0.1:{learner}: Address already in use (a learner, run new): stop what listens there" in said
-    assert f"127.0.0.1:{taken}: Address already in use: stop" in said
-    assert "choose inference_port=" in said
+        assert_says(
+            network.ports, planned("learner", tmp_path, f"port={learner}", f"inference_port={taken}"), "FAIL",
+            f"127.0.0.1:{learner}: Address already in use (a learner, run new): stop what listens there",
+            f"127.0.0.1:{taken}: Address already in use: stop", "choose inference_port=",
+        )  # fmt: skip
 
 
 def test_nobody_and_somebody_else_at_the_learners_port(tmp_path):
-    def state_at(port, ip="127.0.0.1"):
-        return found(network.reachable, planned("actor", tmp_path, f"ip={ip}", f"port={port}"))
+    def assert_fails(port, *texts, ip="127.0.0.1"):
+        assert_says(network.reachable, planned("actor", tmp_path, f"ip={ip}", f"port={port}"), "FAIL", *texts)
 
-    state, said = state_at(free_port())
-    assert (state, "nobody listens" in said, "ssh -L" in said) == ("FAIL", True, True)
-    state, said = state_at(5588, "no-such-host.invalid")
-    assert (state, "is no known name" in said) == ("FAIL", True)
+    assert_fails(free_port(), "nobody listens", "ssh -L")
+    assert_fails(5588, "is no known name", ip="no-such-host.invalid")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
 
@@ -169,24 +173,17 @@ def test_nobody_and_somebody_else_at_the_learners_port(tmp_path):
                 while peer.recv(100):
                     pass
 
-        for words, expected in (
-            (b"SSH-2.0-OpenSSH\n", "no learner, it says b'SSH-2.0"),
-            (b"", "says nothing"),
-        ):
+        for words, expected in ((b"SSH-2.0-OpenSSH\n", "no learner, it says b'SSH-2.0"), (b"", "says nothing")):
             thread = threading.Thread(target=answer, args=(words,))
             thread.start()
-            state, said = state_at(port)
+            assert_fails(port, expected)
             thread.join()
-            assert (state, expected in said) == ("FAIL", True), said
 
 
 def test_a_learner_of_another_protocol_is_told_with_both_numbers(learner, tmp_path, monkeypatch):
     monkeypatch.setattr(network, "m", SimpleNamespace(**vars(messages) | {"PROTOCOL": (90, 91)}))
-    state, said = found(network.protocol, planned("actor", tmp_path, f"port={learner}"))
-    assert state == "FAIL"
-    assert "90-91" in said
-    assert "{}-{}".format(*messages.PROTOCOL) in said
-    assert "git pull" in said
+    ours = "{}-{}".format(*messages.PROTOCOL)
+    assert_says(network.protocol, planned("actor", tmp_path, f"port={learner}"), "FAIL", "90-91", ours, "git pull")
 
 
 def test_another_robot_and_another_run_are_refused(learner, tmp_path):
@@ -199,20 +196,17 @@ def test_another_robot_and_another_run_are_refused(learner, tmp_path):
         assert found(network.protocol, run)[0] == "ok"
         with real_env() as run.env:
             run.spec = run.env.spec
-        state, said = found(network.same_robot, run)
-        assert (state, "observation.state.shape: [7], [6]" in said) == ("FAIL", True), said
-        state, said = found(network.name, run)
-        assert (state, "an actor named actor is connected: stop it" in said) == ("FAIL", True), said
+        assert_says(network.same_robot, run, "FAIL", "observation.state.shape: [7], [6]")
+        assert_says(network.name, run, "FAIL", "an actor named actor is connected: stop it")
         assert "actor" not in found(network.clocks, run)[1], "that is no matter of clocks"
         run.config.name = "right"
         assert found(network.name, run) == ("ok", "right; connected are actor: ")
         run.config.name = "actor"
-        assert (found(network.outbox, run)[0]) == "FAIL"  # that process has it
+        assert_says(network.outbox, run, "FAIL")  # that process has it
     with closing(Outbox(tmp_path / "actors/actor/outbox", 1 << 20)) as box:
         box.bind("q" * 32)
         assert box.append("e" * 32, 0, messages.encode_record(0, Outcome("e0", True)))
-    state, said = found(network.outbox, run)
-    assert (state, f"1 records of run {'q' * 12} wait" in said) == ("FAIL", True), said
+    assert_says(network.outbox, run, "FAIL", f"1 records of run {'q' * 12} wait")
 
 
 def test_inference_that_is_not_there_yet_is_no_failure_and_a_port_that_says_nothing_is(tmp_path, monkeypatch):
@@ -220,11 +214,9 @@ def test_inference_that_is_not_there_yet_is_no_failure_and_a_port_that_says_noth
     run.welcome = messages.Welcome("", 0, 1, [], None, address, {})
     assert found(network.inference, run)[0] == "ok", "it waits for the first actor"
     run.welcome = replace(run.welcome, spec={})
-    state, said = found(network.inference, run)
-    assert (state, "needs some seconds" in said) == ("WARN", True), said
+    assert_says(network.inference, run, "WARN", "needs some seconds")
     monkeypatch.setattr(network, "greeted", lambda *_: (_ for _ in ()).throw(TimeoutError("timed out")))
-    state, said = found(network.inference, run)
-    assert (state, "firewall" in said) == ("FAIL", True), said
+    assert_says(network.inference, run, "FAIL", "firewall")
 
 
 def test_keys_that_are_missing_open_to_others_of_another_name_or_revoked(tmp_path):
@@ -237,20 +229,15 @@ def test_keys_that_are_missing_open_to_others_of_another_name_or_revoked(tmp_pat
     with pytest.raises(ConfigError, match="without keys the learner listens on loopback only"):
         found(network.keys, planned("learner", tmp_path, "host=0.0.0.0"))
 
-    def asked(key, name):
-        """The first check that fails with this key, and all that was said."""
+    def tells(key, name, failing="", text=""):
+        """Whether this is the first check that fails with this key, and says so."""
         words = [f"key={folder / key}"] if key else []
-        run, said = planned("actor", tmp_path, f"port={server.port}", f"name={name}", *words), ""
+        run = planned("actor", tmp_path, f"port={server.port}", f"name={name}", *words)
         for check in (network.key, network.reachable, network.protocol):
             for finding in looked(check, run):
-                said += f"{finding.text} {finding.advice}"
                 if finding.state == "FAIL":
-                    return check.__name__, said
-        return "", said
-
-    def tells(key, name, check="", text=""):
-        found, said = asked(key, name)
-        return found == check and text in said
+                    return check.__name__ == failing and text in f"{finding.text} {finding.advice}"
+        return not failing
 
     with closing(ServerThread(tmp_path / "served", keys=folder)) as server:
         assert tells("left.key", "left")
@@ -281,16 +268,12 @@ def test_a_gpu_whose_kernels_cannot_be_compiled_is_told_and_nobody_else(tmp_path
 def test_a_full_disk_and_a_plan_that_is_too_large(tmp_path):
     run = planned("learner", tmp_path, "plan.sources.online.capacity=1000000000000")
     assert found(robot.described_robot, run)[0] == "ok"
-    state, said = found(machine.disk, run)
-    assert state == "FAIL"
-    assert "the replay buffer does not fit" in said
+    assert_says(machine.disk, run, "FAIL", "the replay buffer does not fit")
     run = planned("actor", tmp_path, "outbox_gb=0.000001")
     with real_env() as run.env:
         run.spec = run.env.spec
-        state, said = found(machine.disk, run)
-    assert state == "FAIL"
-    assert "a larger outbox_gb" in said
-    assert found(machine.disk, planned("actor", tmp_path, "outbox_gb=1000000"))[0] == "WARN"
+        assert_says(machine.disk, run, "FAIL", "a larger outbox_gb")
+    assert_says(machine.disk, planned("actor", tmp_path, "outbox_gb=1000000"), "WARN")
 
 
 def test_a_store_that_is_there_tells_its_robot_and_keeps_its_capacities(tmp_path):
@@ -300,8 +283,7 @@ def test_a_store_that_is_there_tells_its_robot_and_keeps_its_capacities(tmp_path
         run = planned("learner", tmp_path, "plan.sources.online.capacity=100", "plan.sources.demo.capacity=60")
         assert found(robot.described_robot, run)[0] == "ok"
         assert run.spec.fps == env.spec.fps
-        state, said = found(machine.disk, run)
-    assert (state, "{'demo': 50} steps, the plan says {'demo': 60}" in said) == ("FAIL", True), said
+        assert_says(machine.disk, run, "FAIL", "{'demo': 50} steps, the plan says {'demo': 60}")
 
 
 def test_a_folder_that_a_learner_has_is_left_alone(tmp_path):
@@ -372,17 +354,13 @@ def real_env(**cameras):
 )
 def test_a_camera_is_judged_by_rate_age_size_and_image(tmp_path, camera, state, words):
     with real_env(high=camera) as env:
-        result, said = found(robot.cameras, planned("actor", tmp_path, env=env, seconds=0.4))
-    assert result == state, said
-    assert words in said
+        assert_says(robot.cameras, planned("actor", tmp_path, env=env, seconds=0.4), state, words)
 
 
 def test_a_loop_that_is_too_slow_fails_and_names_the_slow_part(tmp_path):
     with real_env(high=Camera()) as env:
         env.robot.seconds = 0.08
-        state, said = found(robot.control, planned("actor", tmp_path, env=env, seconds=0.4))
-    assert state == "FAIL"
-    assert "robot 8" in said  # ms
+        assert_says(robot.control, planned("actor", tmp_path, env=env, seconds=0.4), "FAIL", "robot 8")  # ms
     assert env.robot.commands == 0
 
 
