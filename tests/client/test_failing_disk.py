@@ -14,7 +14,7 @@ from serl_client import messages as m
 from serl_client import wire
 
 from tests.faults import played, shim
-from tests.faults.shim import READ, RENAME, UNLINK, WRITE
+from tests.faults.shim import READ, RENAME, WRITE
 from tests.shared.common import PATIENCE
 from tests.shared.common import until as wait_until
 from tests.shared.servers import ServerProcess
@@ -134,20 +134,6 @@ def test_a_disk_that_is_full_in_the_middle_of_a_record_or_cannot_be_read_is_told
     session, pushed, told = actor.finish()
     assert ["cannot be written" in fault for fault in told] == [True] * (call == WRITE)
     assert_whole(server, session, pushed)
-
-
-@pytest.mark.slow
-def test_files_that_cannot_be_removed_are_acknowledged_again_by_the_next_life(server, start):
-    actor = start(lambda control: control.fail(UNLINK | RENAME, errno.EIO, sticky=True, path=".records"))
-    wait_until(lambda: acknowledged(server, actor) > 100)
-    session, pushed, _ = actor.finish()
-    left = sorted(actor.outbox.glob("*.records"))
-    assert len(left) > 1
-    again = start(lambda control: control.clear())
-    next_epoch, more, _ = again.finish()
-    assert not [path for path in left if path.exists()]
-    assert_whole(server, session, pushed)
-    assert_whole(server, next_epoch, more)
 
 
 @pytest.mark.slow

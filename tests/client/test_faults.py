@@ -14,10 +14,6 @@ def client(spec):
     return FakeClient(spec)
 
 
-def lengths(client):
-    return [len(episode) for episode in client.episodes]
-
-
 class Way(CountingEnv):
     """A robot whose way home takes five looks."""
 
@@ -49,7 +45,7 @@ def test_a_pause_on_the_way_home_holds_the_robot_and_the_way_begins_anew_after_i
     env = Way(spec)
     run(env, client, episodes=1, operator=Keys({2: ["pause"], 5: ["pause"]}))
     assert env.log == ["home", "stop", "home", "reset", "stop"]
-    assert lengths(client) == [13]
+    assert client.lengths == [13]
 
 
 def test_a_stop_is_obeyed_on_the_way_home(client, spec):
@@ -65,7 +61,7 @@ def test_with_reset_by_the_operator_each_episode_waits_for_their_word(client, sp
     run(env, client, operator=Keys({5: ["ready"], 40: ["ready"]}), reset="operator", status=status)
     assert seen == [(["stop"], "RESET")]
     assert env.log == [*["stop", "home", "reset"] * 2, "stop"]
-    assert lengths(client) == [13, 13]
+    assert client.lengths == [13, 13]
     for reset, said in (("operator", "needs a person"), ("never", "use auto or operator")):
         with pytest.raises(ConfigError, match=said):
             run(env, client, reset=reset)
@@ -132,7 +128,7 @@ def test_faults_in_ten_episodes_leave_ten_truncated_episodes_and_a_living_actor(
     env, status = Failing(spec, fails_in=range(7, 77, 7)), ActorStatus()
     person = ReadyPerson(status)
     run(env, client, episodes=11, operator=person, status=status)
-    assert lengths(client) == [6] * 10 + [13]
+    assert client.lengths == [6] * 10 + [13]
     assert [episode.truncated for episode in client.episodes] == [True] * 10 + [False]
     for episode in client.episodes:
         assert episode.observation[STATE][:, 0].tolist() == list(range(len(episode) + 1))
@@ -147,7 +143,7 @@ def test_after_a_fault_nothing_moves_until_the_person_is_ready_and_then_it_goes_
     between = env.log[env.log.index("step") + 2 : env.log.index("home", 2)]
     assert set(between) == {"stop", "recover"}
     assert between.count("recover") == 2  # the first ready came while the button was pressed
-    assert lengths(client) == [1, 13]
+    assert client.lengths == [1, 13]
 
 
 @pytest.mark.parametrize("there", [None, False, True])
@@ -161,7 +157,7 @@ def test_a_fault_ends_the_run_if_nobody_is_there_or_it_comes_a_third_time_within
         run(env, client, episodes=9, operator=None if there is None else person, status=status)
     assert fault.value.kind == "collision"
     assert env.log[-1] == "stop"
-    assert lengths(client) == [1] * (3 if there else 1)
+    assert client.lengths == [1] * (3 if there else 1)
 
 
 def test_a_verdict_after_a_fault_is_about_the_episode_that_it_cut_off(client, spec):

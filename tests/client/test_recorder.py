@@ -17,51 +17,41 @@ def client(spec):
     return FakeClient(spec)
 
 
-class FailingSensor(CountingEnv):
-    """Its state is not finite at the row `bad` of each episode but the last one."""
-
-    def __init__(self, spec, bad, episodes, value):
-        super().__init__(spec)
-        self.bad, self.left, self.value = bad, episodes, value
-
-    def reset(self, seed, **options):
-        self.left -= 1
-        return super().reset(seed, **options)
-
-    def observe(self):
-        observation = super().observe()
-        if self.row == self.bad and self.left > 0:
-            observation[STATE][3] = self.value
-        return observation
+def state(value):
+    return {"observation": {STATE: np.array([0, 0, 0, value, 0, 0, 0, 0], np.float32)}}
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_row_that_is_not_finite_cuts_the_episode_off_before_it(spec, client, value):
+@pytest.mark.parametrize(
+    ("column", "bad"),
+    [
+        (STATE, state(np.nan)), (STATE, state(np.inf)), ("reward", {"reward": np.nan}),
+        ("action", {"executed": np.full(2, np.inf, np.float32)}),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_not_finite_cuts_the_episode_off_before_it(spec, client, column, bad):
+    class Env(CountingEnv):
+        def step(self, action):
+            step = super().step(action)
+            return dataclasses.replace(step, **bad) if self.row == 7 and len(self.seeds) == 1 else step
+
     status = ActorStatus()
-    reports = run(FailingSensor(spec, 7, 2, value), client, status=status)
+    reports = run(Env(spec), client, status=status)
     cut, whole = client.episodes
     assert (len(cut), cut.truncated, cut.terminated, len(whole), whole.terminated) == (6, True, False, 13, True)
     assert cut.observation[STATE][:, 0].tolist() == list(range(7)), "the last good observation is the final one"
     assert [report["steps"] for report in reports] == [6, 13]
-    assert status.warning == f"observation.state is not finite; {cut.episode} is cut off before row 6"
+    assert status.warning == f"{column} is not finite; {cut.episode} is cut off before row 6"
 
 
 def test_an_episode_whose_first_observation_is_not_finite_never_begins(spec, client):
-    env, status = FailingSensor(spec, 0, 3, np.nan), ActorStatus()
-    run(env, client, episodes=1, status=status)
-    assert ([len(each) for each in client.episodes], len(env.seeds)) == ([13], 3)
-    assert "is not finite after the reset" in status.warning
-
-
-@pytest.mark.parametrize("bad", [{"reward": np.nan}, {"executed": np.full(2, np.inf, np.float32)}], ids=["r", "a"])
-def test_a_reward_or_an_action_that_is_not_finite_cuts_the_episode_off_before_it(spec, client, bad):
     class Env(CountingEnv):
-        def step(self, action):
-            step = super().step(action)
-            return dataclasses.replace(step, **bad) if self.row == 3 and len(self.seeds) == 1 else step
+        def observe(self):
+            return state(np.nan)["observation"] if len(self.seeds) < 3 else super().observe()
 
-    run(Env(spec), client)
-    assert [(len(each), each.truncated) for each in client.episodes] == [(2, True), (13, False)]
+    env, status = Env(spec), ActorStatus()
+    run(env, client, episodes=1, status=status)
+    assert (client.lengths, len(env.seeds)) == ([13], 3)
+    assert "is not finite after the reset" in status.warning
 
 
 @pytest.mark.parametrize("shape", [None, 3])

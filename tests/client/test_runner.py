@@ -28,10 +28,6 @@ def client(spec):
     return FakeClient(spec)
 
 
-def lengths(client):
-    return [len(episode) for episode in client.episodes]
-
-
 class Asked(RandomPolicy):
     """A policy that keeps what it was asked, and answers none of the `silent` calls."""
 
@@ -58,28 +54,25 @@ def test_the_collector_leaves_aside_what_was_there_before_the_loop_and_only_duri
 # -- what is recorded
 
 
-def test_segments_tile_each_episode_exactly(env, client, spec):
+@pytest.mark.parametrize(("length", "sizes"), [(13, [5, 5, 3]), (10, [5, 5])])
+def test_segments_tile_each_episode_exactly(client, spec, length, sizes):
+    env = CountingEnv(spec, length)
     reports = run(env, client)
-    assert [len(segment) for segment in client.segments] == [5, 5, 3] * 2
-    assert [segment.ends for segment in client.segments] == [False, False, True] * 2
+    assert [len(segment) for segment in client.segments] == sizes * 2
+    assert [segment.ends for segment in client.segments] == [*[False] * (len(sizes) - 1), True] * 2
     for segment in client.segments:
         segment.check(spec)
     actions = iter(env.actions)
     for episode in client.episodes:
-        assert (episode.start, len(episode), episode.terminated, episode.task) == (0, 13, True, "count")
-        assert episode.observation[STATE][:, 0].tolist() == list(range(14))  # the last one is the final observation
-        assert episode.reward.tolist() == list(range(1, 14))
-        assert np.array_equal(episode.action, [next(actions) for _ in range(13)])
+        assert (episode.start, len(episode), episode.terminated, episode.task) == (0, length, True, "count")
+        assert episode.observation[STATE][:, 0].tolist() == list(range(length + 1)), "the last one is the final one"
+        assert episode.reward.tolist() == list(range(1, length + 1))
+        assert np.array_equal(episode.action, [next(actions) for _ in range(length)])
         assert (np.diff(episode.time) >= 0).all()
         assert episode.chunk_start.all()
-    assert [(report["steps"], report["reward"]) for report in reports] == [(13, 91.0)] * 2
+    assert [(report["steps"], report["reward"]) for report in reports] == [(length, length * (length + 1) / 2)] * 2
     assert client.outcomes == [Outcome(episode.episode, True) for episode in client.episodes]
     assert client.episodes[1].episode == "robot-01234567-000001"
-
-
-def test_an_episode_of_exactly_some_segments_ends_with_its_last_one(spec, client):
-    run(CountingEnv(spec, length=10), client, episodes=1)
-    assert [(len(segment), segment.terminated) for segment in client.segments] == [(5, False), (5, True)]
 
 
 def test_a_simulated_robot_is_recorded_at_its_own_pace_over_all_episodes(env, client, spec):
@@ -202,7 +195,7 @@ def test_a_key_between_two_episodes_corrects_the_one_before(env, client, spec, l
     first, second = (episode.episode for episode in client.episodes)
     corrected = Outcome(first, False, judged_by="operator")
     assert client.outcomes == [Outcome(first, True), corrected, Outcome(second, True)]
-    assert lengths(client) == [13, 13]
+    assert client.lengths == [13, 13]
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -225,7 +218,7 @@ def test_pause_holds_the_robot_between_two_steps_and_begins_anew_after_it(env, c
     stopped, policy = [], Asked(spec)
     client.script = {"wait 2": lambda: stopped.append(env.stops)}
     run(env, client, policy, episodes=1, operator=Keys({4: ["pause"], 8: ["pause"]}))
-    assert (stopped, client.waited >= 4, lengths(client)) == ([1], True, [13])
+    assert (stopped, client.waited >= 4, client.lengths) == ([1], True, [13])
     assert policy.asked == [(step, step in (0, 4)) for step in range(13)]
 
 
@@ -261,7 +254,7 @@ def test_a_simulated_robot_gives_the_outbox_a_moment_to_catch_up(env, client):
     has = lambda room: lambda: setattr(client, "has_room", room)  # noqa: E731
     client.script = {1: has(False), "wait 3": has(True)}
     run(env, client, episodes=1)
-    assert (lengths(client), client.waited) == ([13], 3)
+    assert (client.lengths, client.waited) == ([13], 3)
 
 
 def test_a_paced_actor_makes_the_steps_it_may_and_pushes_them_before_it_waits(env, client):
@@ -274,13 +267,13 @@ def test_a_paced_actor_makes_the_steps_it_may_and_pushes_them_before_it_waits(en
     client.script = {f"wait {n}": allow_more for n in range(1, 20)}
     run(env, client)
     assert pushed == [(n, n) for n in range(3, 26, 4)]
-    assert lengths(client) == [13, 13]
+    assert client.lengths == [13, 13]
 
 
 def test_a_real_clock_is_never_paced(spec, client):
     client.state.step_limit = 0
     run(CountingEnv(spec, clock="real"), client)
-    assert lengths(client) == [13, 13]
+    assert client.lengths == [13, 13]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from serl_client import messages as m
 from serl_client import weights as weights_module
 from serl_client.errors import MessageError
 from serl_client.keys import Key
-from serl_client.weights import WeightsFolder
+from serl_client.weights import WeightsFolder, part_checksum
 
 from tests.shared.clients import connected
 from tests.shared.common import until
@@ -157,12 +158,21 @@ def exchange(weights, content, sha256=None, *, most=100, version=1, order=lambda
 
 @pytest.fixture
 def life(folder):
-    """life(verify) -> a WeightsFolder, from the beginning to the end of one process; a context manager."""
+    """life() -> a WeightsFolder, from the beginning to the end of one process; a context manager."""
+    return lambda: contextlib.closing(WeightsFolder(folder, verify=False))
 
-    def life(verify=False):
-        return contextlib.closing(WeightsFolder(folder, verify=verify))
 
-    return life
+@pytest.fixture
+def pull(life):
+    """pull(content, ...): the parts that a process asks for until it has all of the content."""
+
+    def pull(content, **options):
+        with life() as weights:
+            asked = exchange(weights, content, **options)
+            assert weights.newest[1].read_bytes() == content
+        return asked
+
+    return pull
 
 
 def flip(path, at):
@@ -172,59 +182,47 @@ def flip(path, at):
 
 
 @pytest.mark.parametrize("pulled", [8, 100], ids=["a part file", "a whole file"])
-def test_what_the_disk_has_damaged_between_two_lives_is_found_and_pulled_again(folder, life, pulled):
+def test_what_the_disk_has_damaged_between_two_lives_is_found_and_pulled_again(folder, life, pull, pulled):
     content, errors = random_bytes(0), []
     with life() as weights:
         exchange(weights, content, most=pulled)
     (left,) = folder.iterdir()
     flip(left, 2500)
-    with life() as weights:
-        asked = exchange(weights, content, errors=errors)
-        assert weights.newest[1].read_bytes() == content
+    asked = pull(content, errors=errors)
     assert errors == ["weights 1 are not what their sha256 says; they are pulled again"]
     assert asked.count(0) == 1, "what has come is worth nothing, as nobody knows which part it is"
 
 
 @pytest.mark.parametrize("left", [2999, 3000, 3001, 20_499, 20_500, 30_000])
-def test_a_pull_goes_on_after_the_last_whole_part_that_an_earlier_life_left(folder, life, left):
+def test_a_pull_goes_on_after_the_last_whole_part_that_an_earlier_life_left(folder, pull, left):
     content = random_bytes(0)
     folder.mkdir()
     (folder / f"{hashlib.sha256(content).hexdigest()}.part").write_bytes((content + bytes(10_000))[:left])
-    with life() as weights:
-        asked = exchange(weights, content)
-        assert weights.newest[1].read_bytes() == content
-    assert asked == list(range(min(left, 20_500) // 1000, 21))
+    assert pull(content) == list(range(min(left, 20_500) // 1000, 21))
 
 
-def test_a_part_is_no_other_part_and_not_of_another_file_or_size(life):
-    content = random_bytes(0, 3000)
-    sha256 = hashlib.sha256(content).hexdigest()
-    with life() as weights:
-        for wrong in (
-            weights_chunk(content, m.WeightsRequest(sha256, 1)),
-            weights_chunk(content, m.WeightsRequest("a" * 64, 0)),
-            weights_chunk(content[:2000], m.WeightsRequest(sha256, 0)),
-        ):
-            named = dataclasses.replace(wrong, sha256=sha256, part=0)
-            with pytest.raises(OSError, match="part 0 of weights 1 was damaged"):
-                exchange(weights, content, order=lambda chunks, named=named: [named, *chunks[1:]])
-            weights.pause()
-            weights._resume = 0.0
-        exchange(weights, content)
-        assert weights.newest[1].read_bytes() == content
+CONTENT = random_bytes(0, 3000)
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 
-@pytest.mark.parametrize("data", [np.zeros(999, np.uint8), np.zeros(0, np.uint8), np.zeros(1001, np.uint8)])
-@pytest.mark.parametrize("checksum", ["", "true"])
-def test_a_part_of_another_length_is_damaged(life, data, checksum):
-    content, errors = random_bytes(0, 3000), []
-    sha256 = hashlib.sha256(content).hexdigest()
-    checksum = checksum and weights_module.part_checksum(data.data, sha256, 3000, 0)
-    wrong = m.WeightsChunk(sha256, 0, checksum, {"data": data})
-    with life() as weights:
-        exchange(weights, content, most=3, order=lambda chunks: [wrong, *chunks[1:]], errors=errors)
-        exchange(weights, content)
-        assert weights.newest[1].read_bytes() == content
+def of_length(length, checksum):
+    data = np.zeros(length, np.uint8)
+    return m.WeightsChunk(SHA256, 0, checksum and part_checksum(data.data, SHA256, 3000, 0), {"data": data})
+
+
+WRONG = {
+    "another part": lambda: weights_chunk(CONTENT, m.WeightsRequest(SHA256, 1)),
+    "another file's": lambda: weights_chunk(CONTENT, m.WeightsRequest("a" * 64, 0)),
+    "of another size": lambda: weights_chunk(CONTENT[:2000], m.WeightsRequest(SHA256, 0)),
+    **{f"of {length} bytes": partial(of_length, length, "true") for length in (0, 999, 1001)},
+    **{f"of {length} bytes, unsigned": partial(of_length, length, "") for length in (0, 999, 1001)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_part_is_no_other_part_and_not_of_another_file_size_or_length(pull, wrong):
+    came, errors = [dataclasses.replace(wrong(), sha256=SHA256, part=0)], []
+    pull(CONTENT, order=lambda chunks: [came.pop(), *chunks[1:]] if came else chunks, errors=errors)
     assert errors == ["part 0 of weights 1 was damaged on its way; it is pulled again"]
 
 
@@ -233,11 +231,8 @@ def test_a_part_of_another_length_is_damaged(life, data, checksum):
     [lambda chunks: chunks * 2, lambda chunks: chunks[::-1], lambda chunks: chunks[1:] + chunks[:1]],
     ids=["twice", "backwards", "the first last"],
 )
-def test_parts_that_come_twice_or_out_of_order_do_no_harm(life, order):
-    content = random_bytes(0)
-    with life() as weights:
-        exchange(weights, content, order=order, most=1000)
-        assert weights.newest[1].read_bytes() == content
+def test_parts_that_come_twice_or_out_of_order_do_no_harm(pull, order):
+    pull(random_bytes(0), order=order, most=1000)
 
 
 def test_two_versions_in_a_row_and_the_first_again(folder, life):

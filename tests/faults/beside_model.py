@@ -69,7 +69,6 @@ class Real:
         self.lives[who] = self.lives.get(who, -1) + 1
         outbox = Outbox(self.folder / f"outbox-{self.played}-{who}", 1 << 20)
         self.clients[who] = SendQueue(outbox, self.session(f"{'ab'[who]}{self.lives[who]}"), self.spec), outbox
-        self.made = 0
 
     def _crash(self, who, _):
         self._cut(who, _)

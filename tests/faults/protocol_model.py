@@ -94,7 +94,7 @@ class Protocol:
         return with_client(state, who, Client("alive", client.life + 1, spans, (*client.made, 0)))
 
     def crash(self, state: State, who: int) -> State:
-        return self._leave(with_client(state, who, state.clients[who]._replace(state="dead")), who)
+        return self.cut(with_client(state, who, state.clients[who]._replace(state="dead")), who)
 
     def push(self, state: State, who: int) -> State:
         client = state.clients[who]
@@ -114,17 +114,11 @@ class Protocol:
         mine = self.name(who, client.life)
         taken = {link.key for link in state.links} | {peer.key for peer in state.server.peers}
         number = next(n for n in range(99) if (who, n) not in taken)
-        hello = ("hello", mine, self.earlier(client, mine))
+        hello = ("hello", mine, tuple((span.session, span.end - 1) for span in client.spans if span.session != mine))
         links = tuple(sorted((*state.links, Connection((who, number), up=(hello,)))))
         return with_client(state._replace(links=links), who, client._replace(link=number, welcomed=False))
 
-    def earlier(self, client: Client, mine: str) -> tuple[tuple[str, int], ...]:
-        return tuple((span.session, span.end - 1) for span in client.spans if span.session != mine)
-
     def cut(self, state: State, who: int) -> State:
-        return self._leave(state, who)
-
-    def _leave(self, state: State, who: int) -> State:
         """The client's side of its link is gone; what it has sent may still arrive."""
         client = state.clients[who]
         link = state.link((who, client.link))
@@ -132,39 +126,32 @@ class Protocol:
             state = relinked(state, link._replace(attached=False, down=()))
         return with_client(state, who, client._replace(link=-1, welcomed=False))
 
-    def oldest(self, client: Client) -> Span | None:
-        """The span that is sent first; the next one follows when all of it is acknowledged."""
-        return client.spans[0] if client.spans else None
-
     def sendable(self, client: Client) -> bool:
-        span = self.oldest(client)
-        if span is None or not client.welcomed:
+        if not client.spans or not client.welcomed:
             return False
+        span = client.spans[0]
         fits = client.next < span.end and len(client.flying) < self.window
         return fits if client.sending == span.session else span.first < span.end
 
     def send(self, state: State, who: int, stalled: bool = False) -> State:
+        """From the oldest span; the next one follows when all of it is acknowledged."""
         client = state.clients[who]
-        span, link = self.oldest(client), state.link((who, client.link))
-        if span is None:
+        if not client.spans:
             return state
+        span, link = client.spans[0], state.link((who, client.link))
         if client.sending != span.session or stalled:
             client = client._replace(sending=span.session, next=span.first, flying=())
         while client.next < span.end and len(client.flying) < self.window:
             link = link._replace(up=(*link.up, ("push", span.session, client.next)))
             client = client._replace(next=client.next + 1, flying=(*client.flying, client.next + 1))
-        return with_client(relinked(state, link), who, self.sent(client))
-
-    def sent(self, client: Client) -> Client:
-        return client
+        return with_client(relinked(state, link), who, client)
 
     def stall(self, state: State, who: int) -> State:
         return self.send(state, who, stalled=True)
 
     # -- a link
     def up(self, state: State, key: tuple[int, int]) -> State:
-        link = state.link(key)
-        return self.handle(relinked(state, link._replace(up=link.up[1:])), key, link.up[0])
+        return self.handle(self.lose_up(state, key), key, state.link(key).up[0])
 
     def lose_up(self, state: State, key: tuple[int, int]) -> State:
         link = state.link(key)
@@ -179,16 +166,15 @@ class Protocol:
         return relinked(state, link._replace(down=link.down[1:]))
 
     def down(self, state: State, key: tuple[int, int]) -> State:
-        link = state.link(key)
-        state = relinked(state, link._replace(down=link.down[1:]))
-        kind, *rest = link.down[0]
+        kind, *rest = state.link(key).down[0]
+        state = self.lose_down(state, key)
         client = state.clients[key[0]]
         if kind == "failed":
             name, is_final = rest
             if is_final:
                 state = with_client(state, key[0], client._replace(state="told"))
             is_over = is_final or name == "Disconnected" or not client.welcomed
-            return self._leave(state, key[0]) if is_over else state
+            return self.cut(state, key[0]) if is_over else state
         if kind == "ack":
             return with_client(state, key[0], self.ack(client, *rest))
         state = with_client(state, key[0], self.welcome(client, *rest))
@@ -360,7 +346,7 @@ class Protocol:
     def kill_server(self, state: State, _: int) -> State:
         server = self.restored(state.server)._replace(peers=(), degraded=False)
         for who in range(len(state.clients)):
-            state = self._leave(state, who)
+            state = self.cut(state, who)
         return state._replace(server=server, links=())
 
     def forget(self, state: State, _: int) -> State:

@@ -64,15 +64,6 @@ def test_without_one_of_its_syncs_a_cut_breaks_a_promise(recorded, site):
 
 
 @pytest.mark.slow
-def test_without_the_sync_of_one_commit_what_it_acknowledged_is_gone_or_what_it_evicted_is_overwritten(recorded):
-    trace, root, sites = recorded
-    alone = [power.without(trace, root, [number]) for number in sites["run/store/index.sqlite-wal"][::2]]
-    said = [complaint for _, complaint in filter(None, alone)]
-    assert sum("were acknowledged" in complaint for complaint in said) >= 5
-    assert sum(complaint.startswith("online: step") for complaint in said) >= 2
-
-
-@pytest.mark.slow
 def test_without_both_syncs_of_a_name_a_cut_breaks_a_promise(recorded):
     """Each of the two alone does for a name; without all of the folder's it is lost."""
     trace, root, sites = recorded

@@ -112,6 +112,10 @@ class FakeClient:
         ids = dict.fromkeys(segment.episode for segment in self.segments)
         return [join([segment for segment in self.segments if segment.episode == id]) for id in ids]
 
+    @property
+    def lengths(self):
+        return [len(episode) for episode in self.episodes]
+
 
 class WaitingClient(FakeClient):
     """A client whose waiting makes the test's clock pass."""

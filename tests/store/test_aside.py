@@ -1,6 +1,7 @@
 """A value that cannot be: it is acknowledged, stored as it came, and its episode is set aside until an operator has
 looked at it."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,8 @@ from tests.shared.common import STATE
 from tests.shared.data import changed
 from tests.shared.tools import called
 
+from .made import founded
+
 ABSURD = {
     STATE: (np.full(8, -3e38), "observation.state holds -3e+38 at step 2, beyond 1e+06"),
     "reward": (3e38, "reward holds 3e+38 at step 2, beyond 1e+06"),
@@ -22,13 +25,10 @@ ABSURD = {
 
 
 @pytest.fixture
-def store(tmp_path, spec):
-    made = Store.create(tmp_path / "run/store", spec, {"online": 400})
-    made.direct({"into": "online", "phase": "practise"})
-    for session in ("A", "B"):
-        made.hello("arm", f"outbox {session}", session, [])
-    yield made
-    made.close()
+def store(tmp_path):
+    with closing(founded(tmp_path / "run")) as made:
+        made.hello("arm", "outbox B", "B", [])
+        yield made
 
 
 def stage(store, *records, session="A"):

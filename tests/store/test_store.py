@@ -5,8 +5,6 @@ import signal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from serl_client import Outcome
 from serl_client.episode import LostRecord
 from serl_client.errors import Refused
@@ -15,10 +13,9 @@ from serl_launcher.replay.buffer import ReplayBuffer
 from serl_launcher.store import files, layout, store
 from serl_launcher.store.errors import Full, Gap
 from serl_launcher.store.schema import EPISODE
-from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 from tests.shared.common import STATE
-from tests.shared.data import make_episode, make_segment, tiny_spec
+from tests.shared.data import make_segment, tiny_spec
 
 from .made import contents, fill, founded, indices
 
@@ -343,41 +340,3 @@ def test_an_open_episode_that_is_archived_later_is_cut_rather_than_waited_for_or
     parts = [(each.id, each.steps, each.closed) for each in made.index.parts("open")]
     assert parts == [("open", 4, 1), ("open.part2", 4, 1)]
     assert made.sources["online"].tail > 4
-
-
-# -- everything together
-
-
-@pytest.mark.slow
-@settings(max_examples=25)
-@given(st.lists(st.sampled_from(["A", "B", "commit", "reopen", "repeat"]), min_size=5, max_size=60))
-def test_any_interleaving_of_actors_groups_repeats_and_restarts_keeps_each_actors_order(tmp_path_factory, operations):
-    folder = tmp_path_factory.mktemp("any")
-    made = founded(folder)
-    made.hello("arm2", "outbox2", "B", [])
-    made.commit()
-    produced = {  # ids and keys of their own
-        name: [record for i in range(25) for record in make_episode(f"{name}{i}", 100 * (name == "B") + i, steps=12)]
-        for name in "AB"
-    }
-    for operation in [*operations, "commit"]:
-        if operation in produced:
-            seq = made.expected(operation)
-            made.stage(operation, seq, produced[operation][seq])
-        elif operation == "commit":
-            made.commit()
-        elif operation == "reopen":
-            made.close()
-            made = Store(folder / "store")
-        elif made.expected("A"):
-            assert not made.stage("A", made.expected("A") - 1, produced["A"][0])
-    durable = {name: made.expected(name) for name in "AB"}
-    made.close()
-    found = contents(folder)
-    for name in "AB":
-        steps = [
-            (record.observation[STATE][0, 0], i)
-            for record in produced[name][: durable[name]] if not isinstance(record, Outcome)
-            for i in range(record.start, record.start + len(record))
-        ]  # fmt: skip
-        assert [(key, i) for _, i, key in found if (key >= 100) == (name == "B")] == steps
