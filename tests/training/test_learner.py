@@ -6,17 +6,15 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from serl_client import ConfigError, Feature, Outcome, Spec
+from serl_client import ConfigError
 from serl_client.errors import RetakeError
 
 from serl_launcher.replay.mixture import statistics
 from serl_launcher.store.store import Store
-from serl_launcher.training.counters import curve, evaluation
-from tests.shared.common import PATIENCE, STATE, until
-from tests.shared.data import make_segment
+from tests.shared.common import STATE, until
 from tests.shared.models import differences
 
-from .life import LEARNING, STEPS, Life, found, leave, phase, plan_of, push, windows
+from .life import LEARNING, STEPS, Life, found, leave, phase, plan_of, push
 
 
 @pytest.mark.slow
@@ -76,17 +74,6 @@ def test_an_update_has_the_batch_that_the_plan_gives_it_also_where_the_checkpoin
     second.learner.state.load_state_dict(older)
     second.run()
     assert [len(steps) for _, steps in second.made] == [4, 16, 4]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_another_algorithm_or_robot_is_refused_with_both_values(spec, server, live):
-    plan = plan_of(**LEARNING)
-    live(server, plan, config={"algo": {"discount": 0.97}}, dies_after=3).run()
-    with pytest.raises(ConfigError, match=r"another algorithm.*algo\.discount: 0\.99, 0\.97"):
-        live(server, plan, config={"algo": {"discount": 0.99}}).run()
-    other = Spec({STATE: Feature((8,))}, Feature((2,), low=-2, high=2), fps=10.0)
-    with pytest.raises(ConfigError, match=r"another robot.*action\.low: \[-2\.0, -2\.0\], \[-1\.0, -1\.0\]"):
-        live(server, plan, spec=other, config={"algo": {"discount": 0.97}}).run()
 
 
 @pytest.mark.slow
@@ -199,50 +186,6 @@ def commands(run_dir):
         return opened.index.commands(0)
     finally:
         opened.close()
-
-
-@pytest.mark.slow
-def test_the_windows_of_the_metrics_are_the_same_after_a_restart(tmp_path, serve, live, connect):
-    """Also when a person has judged an old episode late, and of two actors the one that began last ended first."""
-    server = serve(tmp_path / "run", practise=4)
-    plan = plan_of(practise=phase(until="operator"))
-    first = live(server, plan).begin()
-    left, right = connect(server, "left"), connect(server, "right")
-    push(left, range(5))
-    stamp = {"directive": left.state.directive["number"]}
-    left.push(make_segment("long", 0, 0, STEPS, **stamp))
-    assert left.drain(PATIENCE)
-    push(right, range(6, 9))
-    left.push(make_segment("long", 0, STEPS, STEPS, ends="terminated", **stamp))
-    left.push(Outcome("long", True))
-    left.push(Outcome("e4", True, judged_by="operator"))
-    left.push(Outcome("e6", False, discard=True, judged_by="operator"))
-    assert left.drain(PATIENCE)
-    expected = 4 + 5 + 3 + 1
-    until(lambda: windows(first.learner)["practise"][1] == expected)
-    until(lambda: first.learner.sources.held["online"][7].discard)
-    first.die()
-    second = live(server, plan, seed=1, dies_after=0).run()
-    assert windows(second.learner) == windows(first.learner)
-    newest = [[e.id for e in life.learner.counters.recent("practise", 5)] for life in (first, second)]
-    assert newest[0] == newest[1]
-    curves = [curve(life.learner.counters, ["practise"]) for life in (first, second)]
-    assert curves[0] == curves[1]
-
-
-@pytest.mark.slow
-def test_an_evaluation_counts_the_same_episodes_after_a_restart(server, live, connect):
-    plan = plan_of(look=phase(updates=(), mode="evaluate", into="eval", until="episodes >= 3"))
-    first = live(server, plan).begin()
-    client = connect(server)
-    push(client, range(5))
-    client.push(Outcome(f"arm-{client.session[:8]}-000000", False, judged_by="operator"))  # the judge said success
-    assert client.drain(PATIENCE)
-    leave(client, first)
-    second = live(server, plan, seed=1).run()
-    results = [evaluation(life.learner.counters, "look", 0, 3) for life in (first, second)]
-    assert results[0] == results[1]
-    assert (results[0]["episodes"], results[0]["successes"]) == (3, 1)
 
 
 def test_an_evaluation_by_other_weights_than_the_trained_ones_ends_the_run(tmp_path, spec):
