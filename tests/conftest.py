@@ -44,6 +44,7 @@ sitecustomize.record_into(VIOLATIONS)  # a worker has loaded it with the file of
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("program") is None)  # the longest first, beside all others
     on_a_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_a_gpu and not import_module("torch").cuda.is_available():
         for item in on_a_gpu:

@@ -77,7 +77,8 @@ SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 @pytest.mark.parametrize(
     "strikes",
     [
-        pytest.param(["Ctrl-C", {*LEARNER, "actor"}], marks=pytest.mark.program, id="all at once"),
+        pytest.param([{*LEARNER, "actor"}], marks=pytest.mark.program, id="all at once"),
+        pytest.param(["Ctrl-C"], marks=pytest.mark.slow, id="Ctrl-C"),
         pytest.param(
             ["SIGTERM", {"inference"}, {"server"}, {"actor"}, {"trainer"}, {"launcher"}], marks=pytest.mark.nightly,
             id="each",
