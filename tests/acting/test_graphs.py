@@ -23,17 +23,6 @@ def given(rows, value):
     return {"state": torch.full((rows, 3), float(value))}, torch.full((1, rows, 3), float(value))
 
 
-# -- recordings
-
-
-def test_a_recording_answers_as_the_function_for_every_input():
-    gpu = FakeGpu()
-    graphs = Graphs(doubled, gpu)
-    for value in (1, 2, 3):
-        assert torch.equal(graphs(*given(2, value)), torch.full((1, 2, 3), 3.0 * value))
-    assert len(gpu.made) == 1
-
-
 def test_an_empty_recording_that_would_repeat_one_answer_for_ever_is_found_and_said(caplog):
     graphs = Graphs(doubled, FakeGpu(empty=True))
     answers = [graphs(*given(1, value)) for value in (1, 2)]

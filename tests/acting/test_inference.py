@@ -15,6 +15,7 @@ from serl_launcher.acting.server import RECENT_S
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.inference import rlpd
 
+from .gpu import actions
 from .toy import Counting, ask, gathering, observed, receive, reconnect
 
 # -- one policy, wherever it acts
@@ -26,10 +27,8 @@ def test_the_inference_process_and_the_actors_own_process_act_alike_bit_by_bit(c
     one, other = join("one"), join("other")
     publish(1, rlpd(spec, seed=2))
     local_host = PolicyHost(rlpd(spec, seed=3), spec, "cpu")
-    remote, local = (
-        RemotePolicy(one, deadline=PATIENCE),
-        RemotePolicy(LocalSource(other, local_host), deadline=PATIENCE),
-    )
+    remote = RemotePolicy(one, deadline=PATIENCE)
+    local = RemotePolicy(LocalSource(other, local_host), deadline=PATIENCE)
     until(lambda: other.weights(0))
     generator, seen = np.random.default_rng(0), []
     for explore in (False, True):
@@ -54,10 +53,9 @@ def test_a_batch_of_many_actors_changes_no_answer(spec):
         observed(generator))) for i in range(64)
     ]  # fmt: skip
     together = host.answer(questions)
-    alone = [host.answer([question])[0] for question in questions]
-    for i, (one, other) in enumerate(zip(together, alone, strict=True)):
-        assert one.step == other.step == i
-        np.testing.assert_allclose(one.arrays["action"], other.arrays["action"], rtol=0, atol=2e-6)
+    assert [answer.step for answer in together] == list(range(64))
+    alone = np.concatenate([actions(host, [question]) for question in questions])
+    np.testing.assert_allclose([answer.arrays["action"] for answer in together], alone, rtol=0, atol=2e-6)
 
 
 def test_questions_that_wait_together_are_answered_together_and_of_each_actor_the_latest(inference, link):
@@ -157,22 +155,19 @@ def test_the_noise_of_a_decision_comes_from_its_seed_alone(spec, seed):
     assert np.array_equal(act(explore=False), act(seed=seed ^ 2, explore=False))
 
 
-def test_the_task_reaches_the_policy_from_here_and_from_there(connect, inference, link, spec):
+def test_the_task_reaches_the_policy_from_here_and_from_there(connect, inference, spec):
     over_there = inference(Counting()).start()
     _, join, publish = connect(over_there)
     one, other = join("one"), join("other")
     local_host = PolicyHost(Counting(), spec, "cpu")
     publish(1, Counting())
     until(lambda: other.weights(0))
-    for source, algorithm in (
-        (one, over_there.server.host.algorithm),
-        (LocalSource(other, local_host), local_host.algorithm),
-    ):
+    for source, host in (one, over_there.server.host), (LocalSource(other, local_host), local_host):
         controller = RemotePolicy(source, deadline=PATIENCE)
         for task in ("fold the towel", "plie la serviette: \N{OK HAND SIGN}"):
             controller.begin("episode", {"explore": True, "weights": 1}, task)
             controller.act({STATE: np.zeros(8, np.float32)}, step=0, previous_action=None, reset=True)
-            assert algorithm.tasks[-1] == (task,)
+            assert host.algorithm.tasks[-1] == (task,)
 
 
 def test_each_question_of_a_batch_has_its_own_task(spec):

@@ -71,12 +71,8 @@ def test_kill_9_in_mid_episode_costs_the_memory_alone_and_a_policy_that_fails_sa
         if step == 3:
             process.stop()  # SIGKILL
             process.begin()
-        state, reset = {STATE: np.full(8, step, np.float32)}, step == 0
-        until(
-            lambda now=state, n=step, new=reset: (
-                controller.act(now, step=n, previous_action=None, reset=new) is not None
-            )
-        )
+        row = {"step": step, "previous_action": None, "reset": step == 0}
+        until(lambda row=row: controller.act({STATE: np.zeros(8, np.float32)}, **row) is not None)
         assert controller.carry_resets == (step >= 3)
     asker = link(process.address)
     (process.folder.parent / "fail").touch()

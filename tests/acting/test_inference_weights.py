@@ -35,9 +35,6 @@ class SlowDisk(PolicyHost):
         return super().read(file)
 
 
-# -- weights
-
-
 def test_weights_are_swapped_between_two_batches_and_every_answer_names_its_version(inference, link):
     """A swap within a batch, or within a decision, would give an action that is not its version's."""
     over_there, last = inference(Counting()).start(), 40

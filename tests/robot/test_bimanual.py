@@ -10,12 +10,11 @@ from serl_client.errors import RobotFault
 from robot_infra.arm import Arm
 from robot_infra.guard.robot import GuardedRobot
 from robot_infra.robots.bimanual import BimanualArm
-from tests.shared.arms import DRIVER, FPS, HOME, LIMITS, Log
+from tests.shared.arms import DRIVER, FPS, HOME, LIMITS, Log, move_on, points
 
 SIDES = ("left", "right")
 BIMANUAL = "robot_infra.robots.bimanual.BimanualArm"
 UP = np.array([0.1, -0.1, 0.1, -0.1], np.float32)
-TICKS = 20  # of one period: 100 / FPS
 BOX = {"x": [-1, 0.25], "y": [-1, 1], "z": [-1, 1], "speed": 9.0}
 
 
@@ -85,17 +84,6 @@ def pair(logs):
         robot.close()
 
 
-def points(calls):
-    return [tuple(said.what) for said in calls if said.call == "write"]
-
-
-def move_on(robot, log):
-    """Give targets, as a control loop does that has noticed nothing."""
-    for row in range(1000):
-        robot.command(UP * (row + 1))
-        log.wait(0.05)
-
-
 def test_both_arms_move_as_one_with_names_of_their_own(pair, logs):
     robot = pair()
     assert robot.action.names == ("left_shoulder", "left_elbow", "right_shoulder", "right_elbow")
@@ -110,7 +98,7 @@ def test_a_fault_of_one_arm_holds_the_other_until_ready(pair, logs, failing, oth
     robot = pair(**{failing: {"walls": [wall]}})
     said = f"{failing} arm: there is a wall" if wall == "collision" else f"{failing}_shoulder does not follow"
     with pytest.raises(RobotFault, match=said) as fault:
-        move_on(robot, logs[other])
+        move_on(robot, logs[other], UP)
     assert fault.value.kind == ("collision" if wall == "collision" else "tracking")
     seen = len(logs[other].read())
     with pytest.raises(RobotFault):

@@ -97,7 +97,7 @@ def test_when_their_guard_or_one_arm_fails_both_stand_and_a_new_start_moves_neit
 )
 def test_when_their_actor_is_killed_or_stopped_both_stand(arms, number, more):
     """The guard of one that is stopped still goes on to the newest target, for a step of a tenth of a second."""
-    words = [sys.executable, "-m", "tests.shared.dobot_actor", *(served.address for served in arms)]
+    words = [sys.executable, "-m", "tests.shared.dobots", *(served.address for served in arms)]
     with subprocess.Popen(words, cwd=ROOT) as actor:
         try:
             until(lambda: are_fast(arms))

@@ -26,7 +26,7 @@ from robot_infra.guard.owner import owned
 from robot_infra.guard.robot import GuardedRobot
 from robot_infra.robots.fake import FakeRobot
 from tests.shared.actors import FakeClient, Keys, run
-from tests.shared.arms import DRIVER, FPS, HOME, LIMITS, Log, guarded
+from tests.shared.arms import DRIVER, FPS, HOME, LIMITS, Log, guarded, move_on, points
 from tests.shared.robots import build, from_yaml, play
 
 UP = np.array([0.1, -0.1], np.float32)
@@ -61,10 +61,6 @@ def arm(make):
     return robot
 
 
-def points(calls):
-    return [tuple(said.what) for said in calls if said.call == "write"]
-
-
 def changes(points):
     return sum(a != b for a, b in pairwise(points))
 
@@ -74,13 +70,6 @@ def moved(arm, log, rows):
     for row in range(rows):
         arm.command(UP * (row + 1))
         log.more(TICKS if row < rows - 1 else 5)
-
-
-def move_on(arm, log):
-    """Give targets, as a control loop does that has noticed nothing."""
-    for row in range(1000):
-        arm.command(UP * (row % 9))
-        log.wait(0.05)
 
 
 # -- who may move the arm
@@ -236,7 +225,7 @@ def test_an_arm_whose_guard_fails_stands_still_until_ready_and_its_actor_says_wh
     elif way != "bug":
         os.kill(process, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[way])
     with pytest.raises(RobotFault, match=WAYS[way]) as fault:
-        move_on(robot, log)
+        move_on(robot, log, UP)
     assert fault.value.kind == "guard"
     if way == "stop":
         os.kill(process, signal.SIGCONT)
@@ -260,7 +249,7 @@ def test_after_the_word_of_a_person_another_guard_holds_the_arm_where_it_is_and_
         process = robot.guard.process
         os.kill(process, signal.SIGKILL if number == 1 else signal.SIGSTOP)
         with pytest.raises(RobotFault):
-            move_on(robot, log)
+            move_on(robot, log, UP)
         robot.recover()
         made = log.until(
             lambda calls, number=number: [i for i, said in enumerate(calls) if said.call == "made"][number:]

@@ -275,12 +275,15 @@ def test_while_its_motors_come_on_nothing_is_sent_and_afterwards_only_if_all_wen
     np.testing.assert_array_equal(bench.motion.advance(), [0.0, -0.5])
 
 
-def test_measurements_off_their_way_are_a_fault_only_if_they_come_one_after_another():
+def test_measurements_out_of_range_are_a_fault_that_names_the_joint_if_they_come_one_after_another():
     bench = Bench()
     for _ in range(TRACKING_TICKS + 1):
         bench.motion.observe(np.array([0, 40.0]))
         bench.go(1)
     assert bench.motion.fault is None
+    for _ in range(TRACKING_TICKS):
+        bench.motion.observe(np.array([0, 40.0]))
+    assert bench.motion.fault[1].startswith("elbow is measured at 2292°, and its range is -114.6° to 28.65°: its s")
 
 
 def test_readings_that_differ_or_are_no_positions_do_not_let_an_arm_go_on():
@@ -295,13 +298,6 @@ def test_readings_that_differ_or_are_no_positions_do_not_let_an_arm_go_on():
         assert bench.motion.advance() is None
 
 
-def test_what_is_measured_out_of_range_is_told_with_the_joints_name():
-    bench = Bench()
-    for _ in range(TRACKING_TICKS):
-        bench.motion.observe(np.array([0, 40.0]))
-    assert bench.motion.fault[1].startswith("elbow is measured at 2292°, and its range is -114.6° to 28.65°: its s")
-
-
 def test_positions_that_are_not_finite_are_a_fault_and_the_last_set_point_stays():
     bench = Bench()
     bench.follow(0.1, -0.5)
@@ -309,13 +305,6 @@ def test_positions_that_are_not_finite_are_a_fault_and_the_last_set_point_stays(
     bench.motion.observe(np.array([np.nan, 0.0]))
     assert bench.motion.fault[0] == "sensor"
     np.testing.assert_array_equal(bench.go(5), np.tile(last, (5, 1)))
-
-
-def test_a_new_guard_moves_nothing_before_somebody_has_said_ready():
-    bench = Bench(is_ready=False)
-    bench.follow(0.1, -0.5)
-    bench.motion.go_home()
-    assert [bench.motion.advance() for _ in range(20)] == [None] * 20, "nothing is sent: its motors may be off"
 
 
 # -- the way home

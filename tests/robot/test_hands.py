@@ -71,27 +71,26 @@ def mouse(wire):
     device.close()
 
 
-def test_a_gamepads_sticks_move_and_its_buttons_speak(wire, pad):
-    wire.send(joystick((AXIS, 1, -32767), (AXIS, 0, 16384)), joystick((BUTTON, 0, 1), (BUTTON, 0, 0), (BUTTON, 5, 1)))
-    hand = pad.read()
-    assert hand.motion == pytest.approx({"x": 1.0, "y": -0.5}, abs=1e-3)
-    assert hand.words == ["success", "toggle"]
-    wire.send(joystick((AXIS, 1, 200), (AXIS, 0, 0)))
-    assert (dict(pad.read().motion), pad.read().words) == ({}, [])
+PUSHED = joystick((AXIS, 1, -32767), (AXIS, 0, 16384), (BUTTON, 0, 1), (BUTTON, 0, 0), (BUTTON, 5, 1))
+OPENED = joystick((BUTTON | INITIAL, 0, 1), (AXIS | INITIAL, 5, 0), (AXIS | INITIAL, 2, 0))
+UP = joystick((AXIS, 4, -32767))
 
 
-def test_an_event_that_came_in_two_pieces_is_one_event(wire, pad):
-    data = joystick((AXIS, 4, -32767))
-    wire.send(data[:3])
-    assert not pad.read().motion
-    wire.send(data[3:])
-    assert pad.read().motion == {"z": 1.0}
-
-
-def test_what_a_gamepad_tells_of_itself_when_it_is_opened_presses_nothing(wire, pad):
-    wire.send(joystick((BUTTON | INITIAL, 0, 1), (AXIS | INITIAL, 5, 0), (AXIS | INITIAL, 2, 0)))
-    hand = pad.read()
-    assert (hand.words, hand.gripper, dict(hand.motion)) == ([], 0, {})
+@pytest.mark.parametrize(
+    "reads",
+    [
+        [(PUSHED, {"x": 1.0, "y": -0.5}, ["success", "toggle"]), (joystick((AXIS, 1, 200), (AXIS, 0, 0)), {}, [])],
+        [(UP[:3], {}, []), (UP[3:], {"z": 1.0}, [])],
+        [(OPENED, {}, [])],
+    ],
+    ids=["sticks move and buttons speak", "two pieces are one event", "what it tells when it is opened is no press"],
+)
+def test_what_a_gamepads_events_say(wire, pad, reads):
+    for data, motion, words in reads:
+        wire.send(data)
+        hand = pad.read()
+        assert hand.motion == pytest.approx(motion, abs=1e-3)
+        assert (hand.words, hand.gripper) == (words, 0)
 
 
 def test_a_trigger_has_hysteresis_and_both_of_them_say_nothing(wire, pad):
@@ -146,10 +145,8 @@ def test_a_device_that_is_not_there_is_one_sentence(device, tmp_path):
 
 
 def test_a_device_that_is_gone_is_a_fault_until_it_is_back(wire, pad):
-    hands = Hands([pad], AXES, "ee_delta")
-    hands.reset(0, demonstrate=False)
+    hands = at_policy(pad)
     assert hands.read(HOLD) is None
-    path, wire.path = pad._device.path, ""
     wire.unplug()
     assert hands.poll() == [], "between two steps it is no fault: nobody drives"
     with pytest.raises(RobotFault, match="is gone"):
@@ -159,7 +156,6 @@ def test_a_device_that_is_gone_is_a_fault_until_it_is_back(wire, pad):
     again.send(joystick((AXIS, 1, -32767)))
     assert hands.read(HOLD).tolist() == [0.5, 0, 0, 0]
     again.close()
-    assert path
 
 
 def test_beside_a_device_that_is_gone_the_others_are_heard(wire, pad):
@@ -172,6 +168,13 @@ def test_beside_a_device_that_is_gone_the_others_are_heard(wire, pad):
 
 
 # -- who drives
+
+
+def at_policy(*devices, action=AXES, space="ee_delta", **options):
+    """The hands of an episode that its policy begins."""
+    hands = Hands(devices, action, space, **options)
+    hands.reset(0, demonstrate=False)
+    return hands
 
 
 def driven(hands, clock, steps, hold=HOLD, period=0.1):
@@ -189,46 +192,39 @@ FORWARD, STILL = [0.5, 0, 0, 0], [0, 0, 0, 0]
 
 
 def test_a_touch_takes_over_and_hands_back_half_a_second_after_it(clock):
-    hands = Hands([Scripted(Hand(), PUSH, PUSH)], AXES, "ee_delta")
-    hands.reset(0, demonstrate=False)
+    hands = at_policy(Scripted(Hand(), PUSH, PUSH))
     assert driven(hands, clock, 9) == [None, FORWARD, FORWARD, *[STILL] * 5, None]
 
 
 def test_what_was_touched_in_a_pause_takes_nothing_over_afterwards(clock):
     """While nobody drives the devices are read for their words alone."""
     wish = Hand({"x": 1.0}, words=["take over"])
-    hands = Hands([Scripted(wish, PUSH, Hand())], AXES, "ee_delta")
-    hands.reset(0, demonstrate=False)
+    hands = at_policy(Scripted(wish, PUSH, Hand()))
     for _ in range(2):
         assert hands.poll() == []
     clock.sleep(1.0)
     assert driven(hands, clock, 1) == [None]
-    pressed = Hands([Scripted(wish, Hand())], AXES, "ee_delta")
-    pressed.reset(0, demonstrate=False)
+    pressed = at_policy(Scripted(wish, Hand()))
     assert pressed.poll() == []
     clock.sleep(0.1)
     assert driven(pressed, clock, 9) == [STILL] * 9, "a key pressed between two steps takes over until the toggle"
 
 
 def test_a_toggle_takes_over_until_the_next_one_also_after_a_touch(clock):
-    hands = Hands([Scripted(TOGGLE, PUSH, *[Hand()] * 9, TOGGLE)], AXES, "ee_delta")
-    hands.reset(0, demonstrate=False)
+    hands = at_policy(Scripted(TOGGLE, PUSH, *[Hand()] * 9, TOGGLE))
     assert driven(hands, clock, 13) == [STILL, FORWARD, *[STILL] * 9, None, None]
-    touched = Hands([Scripted(PUSH, TOGGLE, *[Hand()] * 9, TOGGLE)], AXES, "ee_delta")
-    touched.reset(0, demonstrate=False)
+    touched = at_policy(Scripted(PUSH, TOGGLE, *[Hand()] * 9, TOGGLE))
     assert driven(touched, clock, 12) == [FORWARD, *[STILL] * 10, None], "the first toggle makes it last"
 
 
 def test_where_only_a_toggle_takes_over_a_touch_does_not(clock):
-    hands = Hands([Scripted(PUSH, TOGGLE, PUSH)], AXES, "ee_delta", takeover="toggle")
-    hands.reset(0, demonstrate=False)
+    hands = at_policy(Scripted(PUSH, TOGGLE, PUSH), takeover="toggle")
     assert driven(hands, clock, 9) == [None, STILL, FORWARD, *[STILL] * 6]
 
 
 def test_two_devices_are_one_person(clock):
     one, two = Scripted(PUSH, Hand(words=["success"])), Scripted(Hand({"z": -1.0}, words=["pause"]))
-    hands = Hands([one, two], AXES, "ee_delta")
-    hands.reset(0, demonstrate=False)
+    hands = at_policy(one, two)
     assert driven(hands, clock, 2) == [[0.5, 0, -0.5, 0], STILL]
     assert (hands.poll(), hands.poll()) == (["pause", "success"], [])
     hands.close()
@@ -242,8 +238,7 @@ def test_a_gripper_by_state_stays_as_it_is_until_it_is_told_otherwise(clock, gri
     device = Scripted(
         TOGGLE, PUSH, Hand(gripper=-1), Hand(), Hand(gripper=1), TOGGLE, TOGGLE, moves=frozenset(STATE.names)
     )
-    hands = Hands([device], STATE, "ee_delta")
-    hands.reset(0, demonstrate=False)
+    hands = at_policy(device, action=STATE)
     hold = np.array([0, gripped], np.float32)
     wanted = driven(hands, clock, 7, hold)
     assert wanted == [[0, gripped], [0.5, gripped], [0, 0], [0, 0], [0, 1], None, [0, gripped]]
@@ -261,8 +256,7 @@ class Follower:
 
 def test_a_leader_arm_drives_by_a_toggle_alone_and_within_the_bounds(clock):
     robot = Follower()
-    hands = Hands([Leader(robot), Scripted(Hand(), TOGGLE)], robot.action, robot.space)
-    hands.reset(0, demonstrate=False)
+    hands = at_policy(Leader(robot), Scripted(Hand(), TOGGLE), action=robot.action, space=robot.space)
     hold = np.array([10, 10], np.float32)
     assert driven(hands, clock, 2, hold) == [None, [50, 0]]
     robot.seen = {"leader": np.array([-120, 3], np.float32)}
@@ -283,12 +277,17 @@ def test_a_robot_without_a_leader_and_a_robot_that_no_device_moves_are_refused()
 # -- hand-over
 
 
+def led(*devices, ramp, demonstrate=False):
+    """The intervention of a person with a leader arm and these devices."""
+    robot = Follower()
+    intervention = Intervention(Hands([Leader(robot), *devices], robot.action, robot.space), ramp=ramp)
+    intervention.reset(0, demonstrate=demonstrate, intervene=not demonstrate)
+    return intervention
+
+
 def test_the_way_from_one_driver_to_the_other_has_equal_parts_and_is_flagged(clock):
     """The policy stands at -50, the leader at 50: without a ramp the arm would jump by 100."""
-    robot = Follower()
-    hands = Hands([Leader(robot), Scripted(Hand(), Hand(), TOGGLE, *[Hand()] * 6, TOGGLE)], robot.action, robot.space)
-    intervention = Intervention(hands, ramp=5)
-    intervention.reset(0, demonstrate=False, intervene=True)
+    intervention = led(Scripted(Hand(), Hand(), TOGGLE, *[Hand()] * 6, TOGGLE), ramp=5)
     policy, before, rows = np.array([-50, 0], np.float32), None, []
     for _ in range(16):
         hold = policy if before is None else before
@@ -302,9 +301,7 @@ def test_the_way_from_one_driver_to_the_other_has_equal_parts_and_is_flagged(clo
 
 
 def test_a_demonstration_begins_where_the_robot_is_and_not_where_the_leader_is():
-    robot = Follower()
-    intervention = Intervention(Hands([Leader(robot)], robot.action, robot.space), ramp=4)
-    intervention.reset(0, demonstrate=True, intervene=False)
+    intervention = led(ramp=4, demonstrate=True)
     hold, before, at = np.array([10, 0], np.float32), None, []
     for _ in range(5):
         before, _ = intervention.drive(None, hold, before)
@@ -313,10 +310,7 @@ def test_a_demonstration_begins_where_the_robot_is_and_not_where_the_leader_is()
 
 
 def test_a_policy_that_is_silent_at_a_hand_back_holds_and_is_led_over_once_it_speaks():
-    robot = Follower()
-    hands = Hands([Leader(robot), Scripted(TOGGLE, Hand(), TOGGLE)], robot.action, robot.space)
-    intervention = Intervention(hands, ramp=2)
-    intervention.reset(0, demonstrate=False, intervene=True)
+    intervention = led(Scripted(TOGGLE, Hand(), TOGGLE), ramp=2)
     policy, before, at = np.array([0, 0], np.float32), np.array([50, 0], np.float32), []
     for proposed in (policy, policy, None, None, policy, policy):
         before, _ = intervention.drive(proposed, before, before)

@@ -19,7 +19,7 @@ from robot_infra.teleop.hands import Hands
 from robot_infra.teleop.keyboard import Keyboard, KeyboardDevice
 from robot_infra.teleop.scripted import Rescuer
 from tests.shared.actors import Chunks, FakeClient, Keys, run
-from tests.shared.robots import LEFT, RIGHT, Hand, build, from_yaml, play
+from tests.shared.robots import LEFT, Hand, build, from_yaml, play
 
 
 def actor(env, controller=None, *, episodes=1, mode="collect", intervene=True, **options):
@@ -34,14 +34,6 @@ def rows(flags):
 
 def remote(source):
     return RemotePolicy(source, deadline=0.0)
-
-
-def test_the_policy_drives_until_the_device_is_touched_and_after_it_is_let_go():
-    env = build(teleop=Hand(rows=(1, 2)))
-    env.reset(0, intervene=True)
-    steps = [env.step(RIGHT) for _ in range(4)]
-    assert [step.intervened for step in steps] == [False, True, True, False]
-    np.testing.assert_array_equal([step.executed for step in steps], [RIGHT, LEFT, LEFT, RIGHT])
 
 
 def test_where_the_plan_does_not_say_intervene_the_device_is_not_even_read():
@@ -171,9 +163,6 @@ def test_success_with_and_without_help_is_counted_apart_and_follows_late_verdict
     run(env, client, operator=keys, on_episode=on_episode, status=status)
     assert counts == [("0/0", "1/1"), ("1/1", "1/1"), ("0/1", "1/1"), ("1/2", "1/1"), ("0/1", "1/2")]
     assert status.takeovers == 3
-
-
-# -- a person at the terminal
 
 
 def test_a_person_at_the_terminal_takes_over_judges_and_hands_back(terminal):

@@ -115,11 +115,8 @@ def test_motions_that_nobody_asks_for_are_forgotten_in_the_end(typed):
     assert (len(motions), motions[-1]) == (256, "k")
 
 
-def test_no_key_means_two_things():
+def test_the_legend_names_every_key_and_none_means_two_things():
     assert len({*KEYS, *MOTIONS, *DIGITS, TOGGLE}) == len(KEYS) + len(MOTIONS) + len(DIGITS) + 1
-
-
-def test_the_legend_names_every_key():
     words = MOTION_LEGEND.split()
     assert all(key in words for key in (*MOTIONS, TOGGLE))
     assert [entry.split()[0] for entry in LEGEND.split("   ")] == ["p", "r", "n", "s", "f", "d", "q"] == list(KEYS)

@@ -1,9 +1,6 @@
 """Devices of lerobot as a driver behind the guard: what it makes of them, and what it refuses."""
 
 import json
-import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager, suppress
 
@@ -17,7 +14,7 @@ from robot_infra.robots.lerobot import LerobotArm
 from robot_infra.sim.feetech import ENDS, FeetechBus
 from serl_launcher.config import composed
 from tests.shared.arms import say_ready
-from tests.shared.common import PATIENCE, ROOT, until
+from tests.shared.common import until
 from tests.shared.plugins import publish
 from tests.shared.tools import called
 from tools.checks.common import CONFIG
@@ -36,19 +33,14 @@ def bus():
 
 @pytest.fixture
 def so101(bus, tmp_path):
-    """so101(**options of the follower) -> the driver of an SO-101 on simulated servos."""
+    """so101(the leader's port, **options of the follower) -> the driver of an SO-101 on simulated servos."""
     made = []
     (tmp_path / "me.json").write_text(json.dumps(bus.calibration()))
 
     def make(leader=None, **options):
-        robot = {
-            "type": "so101_follower",
-            "id": "me",
-            "calibration_dir": str(tmp_path),
-            "use_degrees": False,
-            **options,
-        }
-        made.append(LerobotArm(bus.path, robot=robot, leader=leader))
+        me = {"id": "me", "calibration_dir": str(tmp_path), "use_degrees": False}
+        robot = {"type": "so101_follower", **me, **options}
+        made.append(LerobotArm(bus.path, robot=robot, leader=leader and {"type": "so101_leader", "port": leader, **me}))
         return made[-1]
 
     yield make
@@ -115,15 +107,14 @@ def stands(bus):
 
 
 @pytest.mark.parametrize("torque", [0, 1])
-def test_who_only_looks_leaves_torque_and_goals_as_they_are(so101, bus, tmp_path, torque):
+def test_who_only_looks_leaves_torque_and_goals_as_they_are(so101, bus, torque):
     with FeetechBus(obeys_old_goals=True) as other:
         for each in (bus, other):
             for servo in each.servos.values():
                 servo.set(42, round(servo.at))  # else it would not stand
                 servo.write(40, bytes([torque]))
-        leader = {"type": "so101_leader", "id": "me", "calibration_dir": str(tmp_path), "port": other.path}
         with stands(bus), stands(other):
-            arm = so101(disable_torque_on_disconnect=True, leader=leader | {"use_degrees": False})
+            arm = so101(other.path, disable_torque_on_disconnect=True)
             arm.read()
             arm.sense()
             arm.recover()
@@ -132,10 +123,9 @@ def test_who_only_looks_leaves_torque_and_goals_as_they_are(so101, bus, tmp_path
             assert (servo.has_torque, servo.releases, len(servo.goals)) == (bool(torque), 0, 0)
 
 
-def test_torque_comes_on_where_each_servo_stands_and_this_is_told(so101, bus, tmp_path):
+def test_torque_comes_on_where_each_servo_stands_and_this_is_told(so101, bus):
     with FeetechBus(obeys_old_goals=True) as other:
-        leader = {"type": "so101_leader", "id": "me", "calibration_dir": str(tmp_path), "port": other.path}
-        arm = so101(leader=leader | {"use_degrees": False})
+        arm = so101(other.path)
         bus.place({1: 1000, 3: 2500})
         with stands(bus) as at, stands(other):
             for _ in range(2):
@@ -248,8 +238,7 @@ def test_arm_and_leader_whose_ports_vanished_come_back_with_them(so101, bus, tmp
     with FeetechBus(speed=30_000) as one, FeetechBus(speed=30_000) as other:
         for port, at in zip(ports.values(), (one, other), strict=True):
             port.symlink_to(at.path)
-        leader = {"type": "so101_leader", "id": "me", "calibration_dir": str(tmp_path), "port": str(ports["leader"])}
-        arm = so101(port=str(ports["follower"]), leader=leader | {"use_degrees": False})
+        arm = so101(str(ports["leader"]), port=str(ports["follower"]))
         before = arm.read()
     with pytest.raises(RobotFault, match="the bus does not answer"):
         arm.recover()
@@ -328,26 +317,3 @@ def test_a_camera_of_a_plugin_gives_images_with_their_times():
     assert camera.feature.shape == (12, 16, 3)
     assert later.time <= time.monotonic()
     assert later.changed == later.time
-
-
-def test_the_rehearsal_of_the_page_has_two_buses_with_calibrations_and_ends_by_ctrl_c(tmp_path):
-    command = [sys.executable, "-m", "robot_infra.sim.feetech", tmp_path / "buses", "--leader-waves"]
-    program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        assert "Ctrl-C ends them" in program.stdout.readline()
-        places = {name: {"port": str(tmp_path / "buses" / name), "id": name} for name in ("follower", "leader")}
-        same = {"calibration_dir": str(tmp_path / "buses"), "use_degrees": False}
-        arm = LerobotArm(
-            "", robot={"type": "so101_follower", **places["follower"], **same},
-            leader={"type": "so101_leader", **places["leader"], **same},
-        )  # fmt: skip
-        first = arm.sense()["leader"]
-        until(lambda: np.abs(arm.sense()["leader"] - first).max() > 1, why="it moves as in a hand")
-        arm.close()
-        program.send_signal(signal.SIGINT)
-        assert program.wait(PATIENCE) == 0
-    finally:
-        program.kill()
-        program.wait()
-        program.stdout.close()
-    assert sorted(path.name for path in (tmp_path / "buses").iterdir()) == ["follower.json", "leader.json"]

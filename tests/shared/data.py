@@ -18,24 +18,16 @@ def tiny_spec(**changes):
     })  # fmt: skip
 
 
-def make_segment(
-    episode="e0", key=0, start=0, steps=4, *, ends="", directive=1, phase="practise", weights=1
-):  # fmt: skip
+def make_segment(episode="e0", key=0, start=0, steps=4, *, ends="", **stamp):
     """Every observation is [key, index, key, index, ...] and every reward is the index: a mixed row shows at once."""
     rows = np.arange(start, start + steps + bool(ends), dtype=np.float32)
-    return Segment(
-        episode,
-        start,
-        "reach",
-        Stamp(directive, phase, weights),
-        {STATE: np.stack([np.full_like(rows, key), rows] * 4, axis=1)},
-        np.full((steps, ACTION), 0.5, np.float32),
-        rows[:steps].copy(),
-        np.zeros(steps, bool),
-        np.arange(start, start + steps) % 4 == 0,
-        rows[:steps].astype(np.float64),
-        terminated=ends == "terminated",
-        truncated=ends == "truncated",
+    return dataclasses.replace(
+        blank_segment(tiny_spec(), episode, start, steps, ends=ends, **stamp),
+        observation={STATE: np.stack([np.full_like(rows, key), rows] * 4, axis=1)},
+        action=np.full((steps, ACTION), 0.5, np.float32),
+        reward=rows[:steps].copy(),
+        chunk_start=np.arange(start, start + steps) % 4 == 0,
+        time=rows[:steps].astype(np.float64),
     )
 
 

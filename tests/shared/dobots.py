@@ -1,6 +1,11 @@
-"""Simulated Dobot controllers for tests, and guarded arms on them."""
+"""Simulated Dobot controllers for tests, and guarded arms on them.
+
+As a program: an actor that moves two guarded arms until it is killed; LEFT RIGHT, the addresses
+"""
 
 import random
+import sys
+import time
 
 import numpy as np
 
@@ -39,3 +44,17 @@ def guarded(left, right):
         "robot_infra.robots.bimanual.BimanualArm", address=f"{left} and {right}", fps=FPS, limits=limits, home=home,
         servo_hz=33, options=arms,
     )  # fmt: skip
+
+
+def main(left, right):
+    robot = guarded(left, right)
+    robot.recover()
+    while True:
+        for way in (0.3, -0.3):
+            for _ in range(20):
+                robot.command(BOTH + way)
+                time.sleep(1 / FPS)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

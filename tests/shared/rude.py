@@ -42,11 +42,8 @@ class RudeArm(Arm):
     entries = dict.fromkeys(JOINTS, "rad")
 
     def __init__(self, address, *, seed, log, tells=True):
-        self._random, self._log, self._tells = (
-            np.random.default_rng(seed),
-            os.open(log, os.O_CREAT | os.O_WRONLY),
-            tells,
-        )
+        self._random, self._tells = np.random.default_rng(seed), tells
+        self._log = os.open(log, os.O_CREAT | os.O_WRONLY)
         self.at = np.array([HOME[name] for name in JOINTS], float)
         self._goals, self._is_on = np.zeros(2), np.zeros(2, bool)
         self._way, self._left = "right", 50
