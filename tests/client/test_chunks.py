@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from serl_client import ConfigError
 from serl_client.chunks import RECENT, RULES, AsyncChunks, chunk_policy, deadline_of
+from serl_client.controller import decision_seed
 
 from tests.shared.actors import Chunks, CountingEnv, FakeClient, run
 
@@ -61,6 +62,40 @@ def steady(rule, delay, *, length=8, n_action_steps=4, steps=60):
         rows.append((act(controller, step), controller.chunk_start, controller.chunk_delay))
         source.delay = delay
     return source, controller, rows
+
+
+def test_a_policy_of_single_actions_is_asked_for_every_row():
+    source = Chunks(decides=["noise"])
+    remote = policy(source, "wait", n_action_steps=None)
+    assert [act(remote, step) for step in range(4)] == [0, 1, 2, 3]
+    assert source.questions == [(0, True), (1, False), (2, False), (3, False)]
+    assert (remote.version, remote.chunk_start, remote.extras["noise"].tolist()) == (1, True, [4, 4])
+    assert source.seed == decision_seed("e0", 3) < 2**63
+
+
+def test_a_chunk_is_given_out_row_by_row_and_decision_marks_its_first():
+    source = Chunks(length=3)
+    remote = policy(source, "wait", n_action_steps=None)
+    rows = [(act(remote, step), remote.chunk_start) for step in range(6)]
+    assert rows == [(0, True), (0.01, False), (0.02, False), (3, True), (3.01, False), (3.02, False)]
+    assert [step for step, _ in source.questions] == [0, 3]
+
+
+def test_the_rows_that_have_passed_are_skipped_in_a_late_chunk():
+    source = Chunks(length=5, delay=2)
+    remote = policy(source, "wait", n_action_steps=None)
+    assert [act(remote, step) for step in range(5)] == [None, None, 0.02, 0.03, 0.04]
+    assert remote.chunk_start is False
+    assert source.questions == [(0, True)]
+
+
+def test_a_chunk_that_is_too_late_as_a_whole_is_asked_for_again():
+    source = Chunks(length=1, delay=1)
+    remote = policy(source, "wait", n_action_steps=None)
+    assert act(remote, 0) is None
+    source.delay = 0
+    assert act(remote, 1) == 1
+    assert source.questions == [(0, True), (1, True)]  # the reset stays until there is an action
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -68,9 +68,7 @@ def test_without_a_terminal_a_line_is_short_and_says_only_what_has_changed(clock
 
 @pytest.mark.slow
 def test_every_line_of_a_log_begins_with_who_and_when(capsys):
-    code = (
-        "import logging, sys; from serl_client import console; {}; logging.getLogger('x').warning('trouble')"
-    )  # fmt: skip
+    code = "import logging; from serl_client import console; {}; logging.getLogger('x').warning('trouble')"
     for made in ("console.console('arm')", "console.log_as('arm', logging.WARNING)"):
         done = subprocess.run([sys.executable, "-c", code.format(made)], capture_output=True, text=True, check=True)
         assert re.fullmatch(rf"\[arm\] {STAMP} trouble\n", done.stderr)

@@ -275,21 +275,9 @@ def test_a_second_process_is_refused_and_told_who_has_the_folder(opened):
     opened().append(SESSION, 0, record(0))
 
 
-def test_records_stay_bound_to_their_run_and_an_empty_outbox_is_free(opened):
+def test_records_stay_bound_to_their_run_and_are_sent_on_a_full_disk_and_an_empty_outbox_is_free(opened):
     outbox = opened()
     assert outbox.run == ""
-    outbox.bind("run-a")
-    fill(outbox, 2)
-    outbox.close()
-    again = opened()
-    assert again.run == "run-a"
-    again.acknowledge(SESSION, 2)
-    again.close()
-    assert opened().run == ""
-
-
-def test_an_outbox_with_records_is_opened_and_sent_on_a_full_disk(opened):
-    outbox = opened()
     outbox.bind("run")
     fill(outbox, 3)
     outbox.close()
@@ -300,6 +288,8 @@ def test_an_outbox_with_records_is_opened_and_sent_on_a_full_disk(opened):
         assert not again.append("f" * 32, 0, record(0))
         again.acknowledge(SESSION, 3)
         assert list(again.folder.glob(f"*{SESSION}*")) == []
+    again.close()
+    assert opened().run == ""
 
 
 # -- the queue before it

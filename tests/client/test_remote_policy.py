@@ -1,60 +1,12 @@
-"""A policy that answers from elsewhere: which row of a chunk is given out, and when it is asked again."""
+"""A policy that answers from elsewhere, in the loop of an actor."""
 
 from dataclasses import replace
 
 import pytest
-from serl_client.controller import RemotePolicy, decision_seed
+from serl_client.controller import RemotePolicy
 from serl_client.runner import SILENCE, ActorStatus
 
 from tests.shared.actors import STATE, Chunks, CountingEnv, FakeClient, run
-
-
-def policy(source, weights=None, **options):
-    policy = RemotePolicy(source, deadline=0.0, **options)
-    policy.begin("e0", {"explore": weights is None, "weights": weights}, "count")
-    return policy
-
-
-def act(policy, step):
-    action = policy.act({}, step=step, previous_action=None, reset=step == 0)
-    return None if action is None else round(float(action[0]), 2)
-
-
-def test_a_policy_of_single_actions_is_asked_for_every_row():
-    source = Chunks(decides=["noise"])
-    remote = policy(source)
-    assert [act(remote, step) for step in range(4)] == [0, 1, 2, 3]
-    assert source.questions == [(0, True), (1, False), (2, False), (3, False)]
-    assert (remote.version, remote.chunk_start, remote.extras["noise"].tolist()) == (1, True, [4, 4])
-    assert source.seed == decision_seed("e0", 3) < 2**63
-
-
-def test_a_chunk_is_given_out_row_by_row_and_decision_marks_its_first():
-    source = Chunks(length=3)
-    remote = policy(source)
-    rows = [(act(remote, step), remote.chunk_start) for step in range(6)]
-    assert rows == [(0, True), (0.01, False), (0.02, False), (3, True), (3.01, False), (3.02, False)]
-    assert [step for step, _ in source.questions] == [0, 3]
-
-
-def test_the_rows_that_have_passed_are_skipped_in_a_late_chunk():
-    source = Chunks(length=5, delay=2)
-    remote = policy(source)
-    assert [act(remote, step) for step in range(5)] == [None, None, 0.02, 0.03, 0.04]
-    assert remote.chunk_start is False
-    assert source.questions == [(0, True)]
-
-
-def test_a_chunk_that_is_too_late_as_a_whole_is_asked_for_again():
-    source = Chunks(length=1, delay=1)
-    remote = policy(source)
-    assert act(remote, 0) is None
-    source.delay = 0
-    assert act(remote, 1) == 1
-    assert source.questions == [(0, True), (1, True)]  # the reset stays until there is an action
-
-
-# -- in the loop of an actor
 
 
 @pytest.fixture
@@ -86,7 +38,7 @@ def test_a_simulated_robot_waits_for_its_action(spec, client):
 def test_an_evaluation_whose_weights_nobody_has_any_more_ends_with_the_next_directive(spec):
     client = FakeClient(spec, "evaluate", weights=5)
     client.script = {"wait 3": lambda: client.direct("collect", number=2)}
-    run(CountingEnv(spec), client, policy(Chunks(version=4)))
+    run(CountingEnv(spec), client, RemotePolicy(Chunks(version=4), deadline=0.0))
     assert [episode.stamp.directive for episode in client.episodes] == [2, 2]
 
 

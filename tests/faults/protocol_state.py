@@ -2,9 +2,8 @@
 
 from typing import NamedTuple
 
-Message = (
-    tuple  # ("hello", session, earlier), ("push", session, seq), ("welcome", expected), ("ack", ...), ("failed", ...)
-)
+# ("hello", session, earlier), ("push", session, seq), ("welcome", expected), ("ack", ...), ("failed", ...)
+Message = tuple
 
 
 class Span(NamedTuple):

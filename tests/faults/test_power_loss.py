@@ -17,11 +17,8 @@ NEEDED = (
     "run/store (made index.sqlite-shm)", "run/weights/*.checksums.part",
     "run/weights/*.safetensors.part", "run/weights (named *.safetensors)",
 )  # fmt: skip
-FEW = (
-    "run/store/index.sqlite-wal",
-    "run/store/online/rows",
-    "run/weights/*.safetensors.part",
-)  # which are always tried
+# Which are always tried.
+FEW = ("run/store/index.sqlite-wal", "run/store/online/rows", "run/weights/*.safetensors.part")
 # Another one that follows before anything is promised does the same: that of SQLite for its log, in the same folder ...
 COVERED = ("run/store (made online)", "run/store (named index.sqlite)")
 # ... or the file counts only when it has got its last name.

@@ -70,15 +70,10 @@ class Connection:
     def __init__(self, address):
         self.beats = False  # Heartbeats follow the Welcome, and are not for the inference process
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        for option, value in (
-            (zmq.RECONNECT_IVL, -1),
-            (zmq.HEARTBEAT_IVL, 1000),
-            (zmq.HEARTBEAT_TIMEOUT, 3000),
-            (zmq.HEARTBEAT_TTL, 3000),
-            (zmq.SNDTIMEO, 2000),
-            (zmq.LINGER, 1000),
-        ):
-            self.socket.setsockopt(option, value)
+        self.socket.reconnect_ivl = -1
+        self.socket.heartbeat_ivl, self.socket.linger = 1000, 1000
+        self.socket.heartbeat_timeout = self.socket.heartbeat_ttl = 3000
+        self.socket.sndtimeo = 2000
         self.socket.connect(address)
         self.heard = self.spoke = time.monotonic()
 

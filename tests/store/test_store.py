@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from .made import contents, fill, founded, indices
 
 SAC = Window({STATE: (0,), "action": (0,), "next_observation": (1,)})
 DESK = ("desk", "another outbox", "B", [])
+WIDE = replace(make_segment("e1"), action=np.zeros((4, 3), np.float32))
 
 
 @pytest.fixture
@@ -38,19 +40,13 @@ def test_a_repeated_record_is_ignored_and_a_gap_is_named(tmp_path, made):
     assert len(contents(tmp_path)) == 4
 
 
-def wide():
-    segment = make_segment("e1")
-    object.__setattr__(segment, "action", np.zeros((4, 3), np.float32))
-    return segment
-
-
 @pytest.mark.parametrize(
     ("segment", "says"),
     [
         (make_segment("e1", start=3), "came where the start of an episode"),
         (make_segment("e1", directive=9), "collects into no source"),
         (make_segment("e1", steps=300), "does not fit source"),
-        (wide(), r"action should be float32 \[4, 2\], not float32 \[4, 3\]"),
+        (WIDE, r"action should be float32 \[4, 2\], not float32 \[4, 3\]"),
         (make_segment("e0", start=5), r"e0\[5\] came where e0\[4\]"),
         *((make_segment("e0", start=4, directive=d), f"no directive {d}") for d in (9, 2**31, 2**40, 2**53 - 1)),
         (make_segment("e0", start=4, weights=77), "a number that no column holds"),
