@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from serl_client import ConfigError, Feature, Spec
 
 from serl_launcher.algorithms.dreamer import DETER, INDEX, STOCH, rows_of
-from tests.shared.models import CAMERA, STATE, assert_same, batch, config_of, robot, weights
+from tests.shared.models import CAMERA, STATE, assert_same, batch, config_of, differences, now, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,17 +56,19 @@ def test_with_each_observation_comes_what_led_to_it(dreamer):
     assert rows.terminal[0].nonzero().flatten().tolist() == [FINAL]
     assert rows.last[0].nonzero().flatten().tolist() == [FINAL]
     torch.testing.assert_close(rows.action[0, 1:], dreamer.actor.scale.to_unit(drawn.action[0, :-1]))
-    cut = rows_of(
-        replace(drawn, valid=drawn.valid | True, extras={INDEX: drawn.extras[INDEX] + 1}), dreamer.actor.scale
-    )
-    assert not cut.first.any()
-    open_end = torch.tensor(
-        [[4, 5, 6, 7, 0, 1, 2, 3]]
-    )  # no final observation is known: the next episode follows at once
-    cut = rows_of(replace(drawn, valid=drawn.valid | True, terminated=drawn.valid & False, extras={INDEX: open_end}),
-                  dreamer.actor.scale)  # fmt: skip
+    whole = replace(drawn, valid=drawn.valid | True, extras={INDEX: drawn.extras[INDEX] + 1})
+    assert not rows_of(whole, dreamer.actor.scale).first.any()
+    open_end = torch.tensor([[4, 5, 6, 7, 0, 1, 2, 3]])  # without a final observation the next episode follows at once
+    cut = rows_of(replace(whole, terminated=drawn.valid & False, extras={INDEX: open_end}), dreamer.actor.scale)
     assert cut.last[0].nonzero().flatten().tolist() == [3]
     assert not cut.terminal.any()
+
+
+def acted(dreamer, seen, noise, previous=None, carry=None, *, explore=True):
+    """The actions [B, A], and the carry."""
+    previous = torch.zeros(len(noise), 2) if previous is None else previous
+    decision, carry = dreamer.act(seen, previous, carry, task=("",) * len(noise), noise=noise, explore=explore)
+    return decision.action[:, 0], carry
 
 
 def states_of(algorithm, rows):
@@ -84,9 +86,8 @@ def test_what_lies_in_another_episode_never_changes_a_posterior(dreamer):
         assert torch.equal(one[:, FINAL + 1 :], changed[:, FINAL + 1 :])
         assert (one[:, : FINAL + 1] != changed[:, : FINAL + 1]).flatten(2).any(2).float().mean() > 0.5
     later = {STATE: torch.where(before[:, None], rows.observation[STATE], -rows.observation[STATE])}
-    for one, changed in zip(
-        states_of(dreamer, rows), states_of(dreamer, replace(rows, observation=later)), strict=True
-    ):
+    unchanged = states_of(dreamer, replace(rows, observation=later))
+    for one, changed in zip(states_of(dreamer, rows), unchanged, strict=True):
         assert torch.equal(one[:, : FINAL + 1], changed[:, : FINAL + 1])
 
 
@@ -125,7 +126,7 @@ def test_each_update_moves_its_own_part(name, spec, follows):
     for update, own in names.items():
         before = weights(dreamer)
         getattr(dreamer, update)(rows)
-        moved = {name for name, value in weights(dreamer).items() if not torch.equal(value, before[name])}
+        moved = differences(before, weights(dreamer))
         assert {part for part in own if any(name.startswith(part) for name in moved)} == {*own}
         assert all(name.startswith(own) for name in moved)
 
@@ -244,15 +245,14 @@ def test_the_second_versions_returns_are_made_of_a_slow_value():
 def test_a_choice_is_one_of_its_actions_and_the_likeliest_where_nothing_is_explored():
     dreamer = made("dreamer", spec=CHOICES)
     assert dreamer.acting.noise_shape == (33,)
-    seen, task = {STATE: torch.randn(40, 2)}, ("",) * 40
-    noise = torch.randn(40, 33)
-    action = dreamer.act(seen, torch.zeros(40, 2), None, task=task, noise=noise, explore=True)[0].action[:, 0]
+    seen, noise = {STATE: torch.randn(40, 2)}, torch.randn(40, 33)
+    action, _ = acted(dreamer, seen, noise)
     assert action.sum(1).tolist() == [1.0] * 40
     assert set(action.unique().tolist()) == {0.0, 1.0}
     assert 5 < action[:, 0].sum() < 35, "a new policy prefers nothing"
     with torch.no_grad():
         dreamer.actor.policy.layers[-1].bias[1] += 3
-    calm = dreamer.act(seen, torch.zeros(40, 2), None, task=task, noise=noise, explore=False)[0].action[:, 0]
+    calm, _ = acted(dreamer, seen, noise, explore=False)
     assert calm[:, 1].tolist() == [1.0] * 40
     with pytest.raises(ConfigError, match=r"algo\.variant=v1 adds noise .* takes one of 2: say algo\.variant=v2 or v3"):
         made("dreamer_v1", spec=CHOICES)
@@ -261,57 +261,50 @@ def test_a_choice_is_one_of_its_actions_and_the_likeliest_where_nothing_is_explo
 
 
 def test_without_memory_each_action_sees_its_own_observation_alone():
-    dreamer, options = made("dreamer", "algo.remembers=false"), {"task": ("",) * 3, "explore": True}
+    dreamer = made("dreamer", "algo.remembers=false")
     seen, noise = {STATE: torch.randn(3, 2)}, torch.randn(3, *dreamer.acting.noise_shape)
-    first, carry = dreamer.act(seen, torch.randn(3, 2), None, noise=noise, **options)
+    first, carry = acted(dreamer, seen, noise, torch.randn(3, 2))
     assert carry is None
-    again, _ = dreamer.act(seen, first.action[:, 0], carry, noise=noise, **options)
-    assert torch.equal(first.action, again.action)
+    assert torch.equal(first, acted(dreamer, seen, noise, first)[0])
 
 
 def test_the_first_versions_actions_are_noisier_in_practice():
     dreamer = made("dreamer_v1")
     seen, noise = {STATE: torch.zeros(4000, 2)}, torch.randn(4000, *dreamer.acting.noise_shape) * 0.3
     noise[:, :30] = -9.0  # the latent variables are all alike, and finite
-    task, previous = ("",) * 4000, torch.zeros(4000, 2)
     with torch.no_grad():
         dreamer.actor.policy.std.bias.fill_(-100.0)  # 0.1 alone
-    action = dreamer.act(seen, previous, None, task=task, noise=noise, explore=True)[0].action[:, 0]
-    unit = dreamer.actor.scale.to_unit(action)
+    unit = dreamer.actor.scale.to_unit(acted(dreamer, seen, noise)[0])
     torch.testing.assert_close(unit.std(0), torch.full((2,), 0.3 * (0.1**2 + 0.3**2) ** 0.5), rtol=0.1, atol=0)
 
 
 def test_acting_remembers_and_sees_what_the_robot_really_did(dreamer):
-    seen, noise, task = {STATE: torch.randn(3, 2)}, torch.randn(3, *dreamer.acting.noise_shape), ("",) * 3
-    options = {"task": task, "noise": noise, "explore": True}
-    first, carry = dreamer.act(seen, torch.randn(3, 2), None, **options)
-    again, _ = dreamer.act(seen, torch.zeros(3, 2), None, **options)
-    assert torch.equal(first.action, again.action)
-    later, carry = dreamer.act(seen, first.action[:, 0], carry, **options)
-    other, _ = dreamer.act(seen, -first.action[:, 0], carry, **options)
-    assert not torch.equal(first.action, later.action)
-    assert not torch.equal(later.action, other.action)
+    seen, noise = {STATE: torch.randn(3, 2)}, torch.randn(3, *dreamer.acting.noise_shape)
+    first, carry = acted(dreamer, seen, noise, torch.randn(3, 2))
+    assert torch.equal(first, acted(dreamer, seen, noise)[0]), "nothing was done before an episode"
+    later, carry = acted(dreamer, seen, noise, first, carry)
+    assert not torch.equal(first, later)
+    assert not torch.equal(later, acted(dreamer, seen, noise, -first, carry)[0])
     bounds = dreamer.actor.scale
-    assert ((later.action >= bounds.low) & (later.action <= bounds.high)).all()
+    assert ((later >= bounds.low) & (later <= bounds.high)).all()
 
 
 def test_it_sees_cameras_if_they_are_named():
     spec = robot(states=2, actions=2, shape=(16, 16, 3))
-    dreamer = instantiate(config_of("algo=dreamer", *SHORT, "algo.cameras=[all]", "algo.depth=2").algo)(spec)
+    camera = "algo.cameras=[all]"
+    dreamer = made("dreamer", camera, "algo.depth=2", spec=spec)
     rows = batch(spec, 2, window=dreamer.windows["update"], derived=dreamer.derived)
     assert dreamer.update(rows)[0]["reconstruction"].isfinite()
-    seen, noise = {name: value[:, 0] for name, value in rows.observation.items()}, torch.zeros(2, 34)
+    seen, noise = now(rows.observation), torch.zeros(2, 34)
     other = seen | {CAMERA: 255 - seen[CAMERA]}
-    one, changed = (dreamer.act(each, torch.zeros(2, 2), None, task=("",) * 2, noise=noise, explore=True)[1][1]
-                    for each in (seen, other))  # fmt: skip
+    one, changed = (acted(dreamer, each, noise)[1][1] for each in (seen, other))
     assert not torch.equal(one, changed)
-    camera = "algo.cameras=[all]"
     for words, named in (
         (["algo.deter=20"], "deter=20"), (["algo.variant=v2", camera, "algo.deter=20"], "deter=20"),
         ([camera, "algo.depth=3"], "depth=3"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"{named}.* multiples of blocks=8"):
-            instantiate(config_of("algo=dreamer", *SHORT, *words).algo)(spec)
+            made("dreamer", *words, spec=spec)
 
 
 def test_it_sees_a_number_that_is_no_vector():

@@ -137,8 +137,3 @@ def test_the_value_learns_returns_that_the_state_tells():
 def test_what_cannot_be_is_refused(words, sentence):
     with pytest.raises(ConfigError, match=sentence):
         build(*words)
-
-
-def test_a_policy_without_chunks_is_refused():
-    with pytest.raises(ConfigError, match="algo=recap needs chunks"):
-        instantiate(config_of("algo=recap", "policy=gaussian").algo)(SPEC)

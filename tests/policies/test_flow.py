@@ -86,19 +86,6 @@ def test_times_dwell_where_the_noise_is(monkeypatch):
     assert 0.001 <= seen[0].min() < seen[0].max() < 1
 
 
-@pytest.mark.slow
-def test_two_ways_to_do_it_are_both_learned_and_never_their_mean():
-    algorithm = sft()
-    generator = torch.Generator().manual_seed(0)
-    for update in range(400):
-        side = torch.randint(0, 2, (128, 1, 1), generator=generator) * 2 - 1
-        algorithm.update(batch_of(side.float().expand(-1, HORIZON, 2), seed=update))
-    sampled = algorithm.acting.sample({STATE: torch.zeros(1, 3)}, n=400)[:, 0, :, 0]  # [400, H]
-    left, right = (sampled < -0.5).all(1).float().mean(), (sampled > 0.5).all(1).float().mean()
-    assert left + right > 0.9
-    assert min(left, right) > 0.3
-
-
 def test_a_measured_state_is_imitated_by_the_names_of_the_action():
     """What the arm reached counts, not what was commanded: a human's motion has no command."""
     policy = policy_of(imitation_target=STATE)

@@ -61,16 +61,11 @@ def ranks(monkeypatch, tmp_path_factory):
 def test_small_networks_train_on_one_gpu_and_large_ones_on_all(ranks, monkeypatch):
     assert ranks() == 1
     assert ranks("ranks=2") == 2
-    monkeypatch.setattr(build, "WORTH", 1000)
-    assert ranks() == GPUS
-    assert ranks("device=cpu") == 1, "several GPUs are no reason for several processes on a CPU"
-
-
-@pytest.mark.slow
-def test_pi0_is_large(ranks):
     pytest.importorskip("transformers")
-    assert ranks("algo=sft", "policy=pi0") == GPUS
-    assert ranks("algo=sft", "policy=pi0_lora") == GPUS
+    monkeypatch.setattr(build, "WORTH", 500_000)  # ten times of what this one trains
+    large = ("algo=sft", "policy=pi0_tiny", "policy.lora=2")
+    assert ranks(*large) == GPUS, "frozen weights count, too"
+    assert ranks(*large, "device=cpu") == 1, "several GPUs are no reason for several processes on a CPU"
 
 
 @pytest.mark.parametrize(
