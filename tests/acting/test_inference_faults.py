@@ -112,7 +112,6 @@ def test_an_actor_never_waits_longer_than_its_deadline_for_weights_that_do_not_c
 
 GOOD = np.zeros(8, np.float32)
 
-
 WRONG = {
     "another shape": {STATE: np.zeros(9, np.float32)},
     "another type": {STATE: np.zeros(8, np.float64)},

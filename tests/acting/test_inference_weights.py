@@ -7,16 +7,14 @@ import threading
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from serl_client import ConfigError
 from serl_client.controller import RemotePolicy
 
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.acting.local import LocalSource
-from serl_launcher.store import weights
 from tests.shared.common import PATIENCE, STATE, until
-from tests.shared.inference import rlpd
+from tests.shared.inference import published, rlpd
 
 from .toy import Counting, ask, receive
 
@@ -67,18 +65,16 @@ def test_before_the_first_weights_nothing_is_answered_and_then_what_was_asked_la
 
 
 def test_weights_of_another_policy_are_refused_in_one_sentence(tmp_path, spec):
-    other = weights.write(tmp_path, safetensors.torch.save(Counting().acting.published()))[0]
     with pytest.raises(ConfigError, match=r"not of this algorithm and policy .*start the actor with the learner's"):
-        PolicyHost(rlpd(spec), spec, "cpu").load(1, weights.path(tmp_path, other))
+        PolicyHost(rlpd(spec), spec, "cpu").load(1, published(tmp_path, Counting()))
 
 
 def test_weights_that_are_not_finite_are_left_aside_in_one_sentence(tmp_path, spec):
     learner = rlpd(spec)
     host = PolicyHost(copy.deepcopy(learner), spec, "cpu")
     next(learner.acting.parameters()).data[0] = float("inf")
-    bad = weights.write(tmp_path, safetensors.torch.save(learner.acting.published()))[0]
     with pytest.raises(ConfigError, match=r"is not finite in .*weight: keeping the current ones"):
-        host.load(1, weights.path(tmp_path, bad))
+        host.load(1, published(tmp_path, learner))
     assert host.version == 0
 
 
@@ -169,8 +165,7 @@ def test_new_weights_go_where_the_old_ones_are(tmp_path, spec):
     """What was compiled, or captured in a graph, reads them there."""
     host, newer = PolicyHost(rlpd(spec, seed=1), spec, "cpu"), PolicyHost(rlpd(spec, seed=2), spec, "cpu")
     places = [value.data_ptr() for value in host.acting.state_dict().values()]
-    sha256, _ = weights.write(tmp_path, safetensors.torch.save(newer.acting.published()))
-    host.load(2, weights.path(tmp_path, sha256))
+    host.load(2, published(tmp_path, newer.algorithm))
     assert [value.data_ptr() for value in host.acting.state_dict().values()] == places
     question = Question(b"", ask(seed=3, reset=True, explore=True, key=0.5))
     actions = [each.answer([question])[0].arrays["action"] for each in (host, newer)]
@@ -185,8 +180,7 @@ def test_a_host_holds_what_acts_and_nothing_else(spec):
 
 def test_weights_are_held_in_the_policys_precision_and_its_statistics_as_they_are(tmp_path, spec):
     host = PolicyHost(Counting(precision=torch.bfloat16), spec, "cpu")
-    sha256, _ = weights.write(tmp_path, safetensors.torch.save(Counting(scale=1 / 3).acting.published()))
-    host.load(1, weights.path(tmp_path, sha256))
+    host.load(1, published(tmp_path, Counting(scale=1 / 3)))
     assert (host.acting.scale.dtype, host.acting.mean.dtype) == (torch.bfloat16, torch.float32)
     assert float(host.acting.mean) == float(torch.tensor(1 / 3))
     assert float(host.acting.scale) == float(torch.tensor(1 / 3).bfloat16())

@@ -5,18 +5,17 @@ import copy
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.networks.mlp import ActionScale, StateEncoder, mlp
 from serl_launcher.policies.base import Acting, Policy
-from serl_launcher.store import weights
 from serl_launcher.training import budget, memory
 from serl_launcher.types import Decision, Window
 from serl_launcher.utils.optim import Optimizer
 from tests.shared.common import STATE
+from tests.shared.inference import published
 from tests.shared.models import batch
 
 from .toy import ask
@@ -82,8 +81,7 @@ def test_a_planner_without_samples_is_counted_trained_published_loaded_and_asked
     assert not isinstance(host.acting, Policy)
     assert not hasattr(actor, "optimizer")
     before = host.answer([Question(b"arm", ask(seed=5, explore=True, key=0.3))])[0].arrays["action"]
-    file = weights.write(tmp_path, safetensors.torch.save(learner.acting.published()))[0]
-    host.load(3, weights.path(tmp_path, file))
+    host.load(3, published(tmp_path, learner))
     (answer,) = host.answer([Question(b"arm", ask(seed=5, explore=True, key=0.3))])
     noise = torch.randn(reference.planner.noise_shape, generator=torch.Generator().manual_seed(5)).unsqueeze(0)
     expected = reference.planner.best({STATE: torch.full((1, 8), 0.3)}, noise)[0]

@@ -1,7 +1,6 @@
 """The tasks of examples/dmc and examples/metaworld: with a suite made here, and with the real ones where installed."""
 
 import json
-import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -11,6 +10,7 @@ from serl_client.errors import ConfigError
 
 from robot_infra.robots.gym import GymEnv
 from tests.shared.common import ROOT
+from tests.shared.tools import told_by_example
 
 pytest.importorskip("gymnasium", reason="the extra `sim` is not installed")
 
@@ -113,13 +113,7 @@ with GymEnv(sys.argv[1], options=json.loads(sys.argv[2])) as env:
 def test_an_episode_of_a_real_suite_follows_from_its_seed_and_ends_by_its_time_limit(
     example, env_id, options, steps, most, success
 ):
-    python = ROOT / f"examples/{example}/.venv/bin/python"
-    if not python.exists():
-        pytest.skip(f"needs the Python of this task: examples/{example}/run_actor.sh installs it")
-    command = [python, "-c", SCRIPT, env_id, json.dumps({**options, "repeat": 2})]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    first, again, other = json.loads(done.stdout.splitlines()[-1])
+    first, again, other = told_by_example(example, SCRIPT, env_id, json.dumps({**options, "repeat": 2}))
     assert first == again
     assert first["first"] != other["first"]
     assert (first["steps"], first["truncated"], first["success"]) == (steps, True, success)

@@ -4,23 +4,24 @@ import numpy as np
 import pytest
 from serl_client.chunks import RULES
 from serl_client.controller import RandomPolicy
-from serl_client.network import Answer
 from serl_client.status import ActorStatus
 
-from tests.shared.actors import Keys, WaitingClient, run
+from tests.shared.actors import Chunks, Keys, WaitingClient, run
 from tests.shared.robots import TimedRobot, build
 
 ROWS, EXECUTED = 50, 8
 
 
-class LateSource:
+class LateSource(Chunks):
     """Answers with ROWS actions, each question after so many seconds as the next latency says."""
 
     def __init__(self, clock, latencies):
-        self.clock, self.latencies, self.due, self.answer = clock, iter(latencies), 0.0, None
+        super().__init__(ROWS, scale=0.0)
+        self.clock, self.latencies, self.due = clock, iter(latencies), 0.0
 
-    def ask(self, observation, *, step, **question):
-        self.due, self.answer = self.clock.now + next(self.latencies), Answer(step, 1, np.zeros((ROWS, 2)), {})
+    def ask(self, observation, **question):
+        super().ask(observation, **question)
+        self.due = self.clock.now + next(self.latencies)
 
     def wait_answer(self, step, timeout):
         waits = self.due - self.clock.now
@@ -28,11 +29,7 @@ class LateSource:
             self.clock.now += max(timeout, 0.0)
             return None
         self.clock.now += max(waits, 0.0)
-        answer, self.answer = self.answer, None
-        return answer
-
-    def forget(self):
-        self.answer = None
+        return super().wait_answer(step, timeout)
 
 
 @pytest.mark.parametrize("rule", sorted(RULES.keys() - {"wait"}))

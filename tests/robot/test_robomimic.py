@@ -1,13 +1,11 @@
 """robosuite's tasks, in the Python environment of examples/robomimic: skipped where nobody has installed it."""
 
 import json
-import subprocess
 
 import pytest
 
-from tests.shared.common import ROOT
+from tests.shared.tools import told_by_example
 
-PYTHON = ROOT / "examples/robomimic/.venv/bin/python"
 SCRIPT = """
 import json
 import sys
@@ -27,18 +25,13 @@ def observed(scene, cameras, seed, steps):
 
 print(json.dumps([observed(*case) for case in json.loads(sys.argv[1])]))
 """
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs robosuite: examples/robomimic/run_actor.sh installs it"),
-]
 
 
+@pytest.mark.slow
 def test_the_expert_solves_both_tasks_and_a_seed_is_an_episode():
     cases = [("Lift", False, 5, 300), ("Lift", False, 5, 300), ("Lift", False, 6, 300), ("Can", False, 5, 300)]
     cases.append(("Lift", True, 5, 3))
-    done = subprocess.run([PYTHON, "-c", SCRIPT, json.dumps(cases)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    first, again, other, can, seen = json.loads(done.stdout.splitlines()[-1])
+    first, again, other, can, seen = told_by_example("robomimic", SCRIPT, json.dumps(cases))
     assert all(found["success"] for found in (first, again, other, can))
     assert first == again
     assert first["first"] != other["first"]

@@ -24,6 +24,12 @@ def rlpd(spec, seed=0, *words):
     return composed_algorithm(spec, "+algo=rlpd", "+policy=gaussian", *words, seed=seed)
 
 
+def published(folder, algorithm):
+    """The file of the algorithm's weights, as the trainer publishes them."""
+    sha256, _ = weights.write(folder, safetensors.torch.save(algorithm.acting.published()))
+    return weights.path(folder, sha256)
+
+
 class Inference:
     """An InferenceServer in a thread: it has its socket at once and answers from `start` on."""
 

@@ -1,7 +1,5 @@
 """Throw-away plugins of lerobot, as its users publish them: a robot, a leader arm and a camera."""
 
-import textwrap
-
 ROBOT = """
 from dataclasses import dataclass
 from lerobot.robots import Robot, RobotConfig
@@ -32,9 +30,7 @@ class XRobot(Robot):
         assert not calibrate, "it would ask questions"
         self.is_open = True
 
-    def calibrate(self): ...
-
-    def configure(self): ...
+    calibrate = configure = lambda self: None
 
     def get_observation(self):
         import numpy as np
@@ -73,14 +69,11 @@ class XLeader(Teleoperator):
     def connect(self, calibrate=True):
         self.is_open = True
 
-    def calibrate(self): ...
-
-    def configure(self): ...
+    calibrate = configure = lambda self: None
+    send_feedback = lambda self, feedback: None
 
     def get_action(self):
         return dict.fromkeys(self.action_features, 20.0)
-
-    def send_feedback(self, feedback): ...
 
     def disconnect(self):
         self.is_open = False
@@ -131,6 +124,6 @@ def publish(folder):
         package, metadata = folder / f"lerobot_{name}_x", folder / f"lerobot_{name}_x-1.0.dist-info"
         package.mkdir(parents=True)
         metadata.mkdir()
-        (package / "__init__.py").write_text(textwrap.dedent(text))
+        (package / "__init__.py").write_text(text)
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: lerobot_{name}_x\nVersion: 1.0\n")
     return folder

@@ -16,7 +16,6 @@ from .common import TASKS
 
 RIGHT, LEFT = np.array([1, 0], np.float32), np.array([-1, 0], np.float32)
 
-
 never = Function(lambda observation: Verdict(0.0, False, False))
 
 

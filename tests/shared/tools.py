@@ -1,13 +1,16 @@
-"""A user's tool, called in this process; `typed` starts it as a person does."""
+"""A user's tool, called in this process; `typed` starts it as a person does; and a script for an example's Python."""
 
 import io
+import json
 import runpy
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from unittest.mock import patch
 
-from .common import TOOLS
+import pytest
+
+from .common import ROOT, TOOLS
 
 
 def called(name, *words):
@@ -28,3 +31,13 @@ def typed(name, *words, before=()):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
+
+
+def told_by_example(name, script, *words):
+    """What the script says in JSON last, in the Python that examples/NAME/run_actor.sh installs; skipped without it."""
+    python = ROOT / f"examples/{name}/.venv/bin/python"
+    if not python.exists():
+        pytest.skip(f"needs the Python of this task: examples/{name}/run_actor.sh installs it")
+    done = subprocess.run([python, "-c", script, *words], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
