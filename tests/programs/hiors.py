@@ -80,28 +80,14 @@ class Stored:
 class Run(Programs):
     """The folder of a run, its learner and its actor."""
 
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.processes = {}
-
     @cached_property
     def config(self):
         return composed(CONFIG, ["learner=true", f"run_dir={self.run_dir}", *WORDS])
 
-    def begin(self, learner, actor):
-        """Start both sides, with these words."""
-        for side, words in (("learner", learner), ("actor", actor)):
-            self.processes[side] = self.start(side, *words)
-
     def reaches(self, phase):
         self.until(lambda: re.search(rf"directive \d+: {phase} ", self.said()))
 
-    def ends(self):
-        """The exit statuses of programs that end by themselves."""
-        return {side: self.status(process) for side, process in self.processes.items()}
-
     def label(self, episode, verdict):
-        """As the operator does."""
         done = called("label", "--run-dir", self.run_dir, "--port", self.ports[0], episode, verdict)
         assert done == (0, f"{episode}: {verdict}\n")
 

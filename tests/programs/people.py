@@ -1,15 +1,13 @@
 """A run that a person directs: a learner, and an actor in a terminal that a test types into."""
 
 import os
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from functools import partial
 
 from tests.programs.hiors import Run
 from tests.shared import here
-from tests.shared.common import ROOT, TRAIN, until
+from tests.shared.common import until
 
 SUCCEEDED = "closed AND success"
 TINY = [
@@ -29,18 +27,7 @@ class Person(Run):
         self.keys, self._program = os.openpty()
 
     def act(self, *words):
-        port, inference_port = self.ports
-        command = [
-            sys.executable, TRAIN, "actor=true", f"run_dir={self.run_dir}", f"port={port}",
-            f"inference_port={inference_port}", *words,
-        ]  # fmt: skip
-        with open(self.log, "a") as log:
-            actor = subprocess.Popen(
-                command, stdin=self._program, stdout=log, stderr=log, cwd=ROOT, start_new_session=True,
-                env=self.environment,
-            )  # fmt: skip
-        self._started.append(actor)
-        return actor
+        return self.start("actor", *words, stdin=self._program)
 
     def press(self, keys):
         os.write(self.keys, keys)
@@ -86,25 +73,25 @@ class Person(Run):
     def succeed(self):
         self.press(b"s")
 
-    def practised(self, words, plan=(), acting=(), *, has_programs=False):
+    def practised(self, words, *, has_programs=False):
         """Let a person demonstrate once and take over in two episodes of practice; the actor's maps of memory.
 
         The learner's parts are threads of this process, unless it `has_programs`.
         """
-        asked, found = f"inference_port={self.ports[1]}", []
         if has_programs:
-            learner = self.start("learner", *words, *TINY, *plan)
-            found.append(self.direct(self.act(*words, *acting)))
+            learner = self.start("learner", *words, *TINY)
+            loaded = self.direct(self.act(*words))
             self.end_well(learner)
-        else:
-            job = partial(self._beside, [*words, *acting], found)
-            here.start(self.run_dir, [*words, *TINY, *plan, asked], acts=False, beside=job)
-        return found[0]
+            return loaded
+        found = []
 
-    def _beside(self, words, found, config, local, port):
-        self.ports = port, self.ports[1]
-        with here.answering(config, local):
-            found.append(self.direct(self.act(*words)))
+        def beside(config, local, port):
+            self.ports = port, self.ports[1]
+            with here.answering(config, local):
+                found.append(self.direct(self.act(*words)))
+
+        here.start(self.run_dir, [*words, *TINY, f"inference_port={self.ports[1]}"], acts=False, beside=beside)
+        return found[0]
 
     def direct(self, actor):
         """Be the person of this actor until the plan's end."""

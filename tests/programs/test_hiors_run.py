@@ -26,7 +26,7 @@ VIEWS = ("success", "corrected")
 def run(tmp_path_factory):
     """A run after its practice: it waits for the operator, who has judged nothing yet."""
     with Run(tmp_path_factory.mktemp("hiors")) as made:
-        made.begin(WORDS, WORDS)
+        made.learner, made.actor = (made.start(side, *WORDS) for side in ("learner", "actor"))
         made.until(lambda: (made.run_dir / "datasets/lock").exists() and "export" in made.alive())
         made.kill("export")
         made.reaches("judge")
@@ -60,7 +60,7 @@ def test_the_store_says_of_each_row_who_moved_it_as_the_actors_log_does(run):
 def test_views_hold_what_the_store_holds_and_shards_are_there_while_the_run_goes_on(run):
     assert_views(run)
     assert run.drawn("corrected")
-    assert run.processes["learner"].poll() is None
+    assert run.learner.poll() is None
     assert {manifest["version"] for manifest in run.manifests().values()} == {1}
     assert {path.parent.name for path in run.manifests()} >= {"demo", "online"}
 
@@ -127,7 +127,7 @@ def test_at_the_end_everything_is_there_once_although_the_export_was_killed(run)
         run.order("next")
         run.reaches("rest")
     run.order("next")
-    assert run.ends() == {"learner": 0, "actor": 0}
+    assert [run.status(process) for process in (run.learner, run.actor)] == [0, 0]
     assert "export ended with status -9: starting it again" in run.said()
     assert not [line for line in run.said().splitlines() if "Traceback" in line or "errors.log" in line]
     stored = run.episodes()

@@ -1,10 +1,15 @@
-"""Two plans whose content is looked at: sac_pi0, and hiors with images. All runs in threads of this process."""
+"""Plans whose rows, rewards and metrics are looked at. All runs in threads of this process."""
 
-import json
-
+import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from robot_infra.cameras import gl
+from serl_launcher.algorithms.sft import SFT
+from serl_launcher.datasets.episodes import opened
+from serl_launcher.types import Decision
+from serl_launcher.utils.logging import read
+from serl_launcher.utils.report import read as summary_of
 from tests.shared import oracle
 from tests.shared.common import STATE
 from tests.shared.here import start
@@ -35,7 +40,7 @@ PIXELS = [
 
 def test_sac_pi0_updates_what_each_phase_says_and_says_how_far_values_are_from_the_returns(tmp_path):
     start(tmp_path, SAC_PI0)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read(tmp_path / "metrics.jsonl")
     ended = [line["phase"] for line in lines if line["kind"] == "episode"]
     least = {"demonstrate": 6, "baseline": 4, "warm_up": 3, "evaluate": 6}
     assert all(ended.count(phase) >= count for phase, count in least.items())
@@ -49,7 +54,7 @@ def test_sac_pi0_updates_what_each_phase_says_and_says_how_far_values_are_from_t
     found = {line["phase"]: line for line in lines if line["kind"] == "evaluation"}
     assert found.keys() == {"baseline", "evaluate"}
     assert all(0 <= abs(line["value_bias"]) <= line["value_error"] < 2 for line in found.values())
-    assert json.loads((tmp_path / "summary.json").read_text())["updates"] == 75
+    assert summary_of(tmp_path / "summary.json")["updates"] == 75
 
 
 @pytest.mark.skipif(not gl.backend(), reason="this machine can draw no camera images")
@@ -71,3 +76,132 @@ def test_every_row_has_both_images_and_their_ages_and_the_run_can_be_asked_what_
     assert status == 0
     assert "successful episodes of check" in said
     assert "all cameras shuffled" in said
+
+
+# -- columns that an algorithm adds
+COLUMNS = [
+    "task=fake", "plan=hiors", "policy=flow", "policy.network.hidden=[32,32]", "policy.head.steps=2", "batch_size=16",
+    "policy.history=2", 'plan.phases.demonstrate.until=["demo.episodes >= 2"]', "~plan.phases.baseline",
+    'plan.phases.clone.until=["updates >= 10"]', 'plan.phases.practise.start_when="online.episodes >= 1"',
+    'plan.phases.practise.until=["episodes >= 2"]', 'plan.phases.evaluate.until=["episodes >= 1"]', "log=false",
+]  # fmt: skip
+
+
+class Noting(SFT):
+    """Also says the first action of each chunk, and how far the arm has moved between what it sees."""
+
+    def act(self, observation, *rest, **options):
+        decision, carry = super().act(observation, *rest, **options)
+        state = observation["observation.state"]
+        assert state.shape[1] == 2
+        return Decision(decision.action, {"first": decision.action[:, 0], "moved": state[:, 1] - state[:, 0]}), carry
+
+
+def test_what_an_algorithm_decides_besides_actions_lies_in_the_rows_on_which_it_acted(tmp_path):
+    extras = ["+extras.first=action", "+extras.moved={shape: [6]}"]
+    start(tmp_path, [*COLUMNS, f"algo._target_={__name__}.Noting", *extras])
+    spec, readers, episodes = opened(tmp_path)
+    assert spec.extras["first"].shape == spec.action.shape
+    policys = 0
+    for episode in episodes:
+        rows = readers[episode.source].rows(episode)
+        begins, theirs = np.flatnonzero(rows["chunk_start"]), rows["intervened"]
+        assert not rows["first"][theirs].any(), "a person decides nothing"
+        np.testing.assert_allclose(rows["first"][begins], rows["action"][begins], atol=1e-6)
+        for row in begins[begins > 0]:
+            moved = rows["observation.state"][row] - rows["observation.state"][row - 1]
+            np.testing.assert_allclose(rows["moved"][row], moved, atol=1e-6)
+        policys += len(begins)
+    assert policys > 5
+
+
+# -- verdicts of a person alone
+VERDICTS = [
+    "task=fake", "task.env.verdict_by=operator", "task.env.max_steps=30", "task.verdict.success=2.0",
+    "critic.hidden=[16,16]", "policy.hidden=[16,16]", "batch_size=16", "log=false", "~plan.phases.baseline",
+    'plan.phases.demonstrate.until=["demo.episodes >= 3"]', 'plan.phases.practise.start_when="online.steps >= 60"',
+    'plan.phases.practise.until=["env_steps >= 100"]', 'plan.phases.evaluate.until=["episodes >= 2"]',
+]  # fmt: skip
+
+
+def test_rlpd_learns_from_the_verdicts_of_a_person_where_no_judge_gives_a_reward(tmp_path):
+    start(tmp_path, VERDICTS)
+    found = oracle.whole(tmp_path / "store")
+    records = [step.record for steps in found.steps.values() for step in steps]
+    assert not any(float(record["reward"]) for record in records), "what is stored is what the judge said: nothing"
+    assert {row["judged_by"] for row in found.outcomes} == {"operator"}
+    _, readers, infos = opened(tmp_path)
+    shown = {info.id: (readers[info.source].rows(info), info) for info in infos if info.success is not None}
+    assert {bool(info.success) for _, info in shown.values()} == {True, False}, "demonstrations succeed, practice fails"
+    for rows, info in shown.values():
+        assert rows["reward"].tolist() == [0.0] * (info.steps - 1) + [2.0 if info.success else 0.0]
+        assert rows["terminated"].tolist() == [False] * (info.steps - 1) + [True]
+        assert not rows["truncated"].any()
+    late = [row for row in found.episodes.values() if row["truncated"] and row["success"] == 0]
+    assert late, "failure is said between two episodes"
+    lines = read(tmp_path / "metrics.jsonl")
+    returns = {line["return"] for line in lines if line["kind"] == "episode" and line["phase"] == "demonstrate"}
+    assert returns == {2.0}
+
+
+# -- World Models, from the first drifting step to the evaluation
+POPULATION, ROLLOUTS, UPDATES = 4, 2, 20
+WORLD_MODELS = [
+    "task=puck", "task.env.max_steps=12", "plan=world_models", "algo=world_models_tiny", "algo.widths=[4,4,4]",
+    "algo.codes=3", "algo.hidden=4", "algo.episode_steps=12", f"algo.population={POPULATION}",
+    f"algo.rollouts={ROLLOUTS}", "batch_size=8", "random_steps=60", "max_env_steps=1000", "log=false",
+    'plan.phases.see.until=["updates >= 3"]', 'plan.phases.predict.until=["updates >= 3"]',
+    f'plan.phases.evolve.until=["updates >= {UPDATES}"]', 'plan.phases.evaluate.until=["episodes >= 2"]',
+]  # fmt: skip
+
+
+def kept(run_dir):
+    """What the newest checkpoint has of the evolution."""
+    newest = max((run_dir / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+    tensors = load_file(newest / "tensors.safetensors")
+    return {
+        name: tensors[f"algorithm.{name}"] for name in ("evolution.generation", "returns", "told", "evolution.mean")
+    }
+
+
+def expected(episodes, count):
+    """What the first `count` of (candidate's generation, its index, return) tell: (generation, returns)."""
+    generation, told = 1, [[] for _ in range(POPULATION)]
+    for of, index, value in episodes[:count]:
+        if of == generation and len(told[index]) < ROLLOUTS:
+            told[index].append(value)
+        if all(len(each) == ROLLOUTS for each in told):
+            generation, told = generation + 1, [[] for _ in range(POPULATION)]
+    return generation, told
+
+
+def test_each_return_is_told_of_the_candidate_that_acted_and_no_episode_twice(tmp_path):
+    start(tmp_path, WORLD_MODELS)
+    _, readers, episodes = opened(tmp_path)
+    played = []
+    for episode in episodes:
+        rows = readers[episode.source].rows(episode)
+        told, drifts = rows["candidate"], episode.source != "online"
+        np.testing.assert_array_equal(told[:, 2], np.arange(len(told)) * (not drifts))
+        assert (told[:, :2] == told[0, :2]).all()
+        assert drifts == (told[0, 0] == 0)
+        if not drifts:
+            assert len(told) == 12
+            played.append((*told[0, :2].tolist(), float(rows["reward"].sum())))
+    assert len(played) >= UPDATES
+    assert max(of for of, *_ in played) >= 2
+    state = kept(tmp_path)
+    generation, told = expected(played, UPDATES)
+    assert state["evolution.generation"] == generation >= 2
+    np.testing.assert_allclose([value for each in told for value in each],
+                               state["returns"][state["told"] >= 0], rtol=1e-5)  # fmt: skip
+    assert [len(each) for each in told] == (state["told"] >= 0).sum(1).tolist()
+    lines = read(tmp_path / "metrics.jsonl")
+    shown = [line["generation"] for line in lines if "generation" in line]
+    assert shown[-1] == generation
+
+    start(tmp_path, [*WORLD_MODELS, "phase=evolve", "plan.phases.evolve.until=[seen]"], acts=False)
+    generation, told = expected(played, len(played))
+    again = kept(tmp_path)
+    assert again["evolution.generation"] == generation, "the new phase saw all episodes again"
+    assert [len(each) for each in told] == (again["told"] >= 0).sum(1).tolist()

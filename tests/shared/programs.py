@@ -57,7 +57,7 @@ class Programs:
     def __exit__(self, *error):
         self.end()
 
-    def start(self, side, *words):
+    def start(self, side, *words, stdin=subprocess.DEVNULL):
         """`side` is learner or actor; in a process group of its own, like a job of a shell."""
         port, inference_port = self.ports
         command = [
@@ -66,7 +66,7 @@ class Programs:
         ]  # fmt: skip
         with open(self.log, "a") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.log.parent, start_new_session=True,
+                command, stdin=stdin, stdout=log, stderr=log, cwd=self.log.parent, start_new_session=True,
                 env=self.environment,
             )  # fmt: skip
         self._started.append(process)
