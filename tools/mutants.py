@@ -22,10 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +68,16 @@ class Places(ast.NodeVisitor):
     def __init__(self, path: str, text: bytes) -> None:
         self.path, self.text, self.found = path, text, list[Fault]()
         self._symbol: list[str] = []
-        self._lines = [0]
-        for line in text.splitlines(keepends=True):
-            self._lines.append(self._lines[-1] + len(line))
+        self._lines = [0, *accumulate(map(len, text.splitlines(keepends=True)))]
         self.visit(ast.parse(text))
 
     def visit_FunctionDef(self, node: Any) -> None:
-        self._inside(node, node.body)
+        self._symbol.append(node.name)
+        for each in (*getattr(getattr(node, "args", None), "defaults", ()), *node.body):
+            self.visit(each)
+        self._symbol.pop()
 
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self._inside(node, node.body)
+    visit_AsyncFunctionDef = visit_ClassDef = visit_FunctionDef
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
@@ -108,16 +107,13 @@ class Places(ast.NodeVisitor):
         self._add(node, "break")
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        self._swap(node.left, node.ops[0], node.comparators[0])
-        self.generic_visit(node)
+        self._swap(node, node.left, node.ops[0], node.comparators[0])
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        self._swap(node.left, node.op, node.right)
-        self.generic_visit(node)
+        self._swap(node, node.left, node.op, node.right)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        self._swap(node.values[0], node.op, node.values[1])
-        self.generic_visit(node)
+        self._swap(node, node.values[0], node.op, node.values[1])
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         if isinstance(node.op, ast.Not):
@@ -130,33 +126,27 @@ class Places(ast.NodeVisitor):
         elif isinstance(node.value, int | float):
             self._add(node, str(node.value + 1 if isinstance(node.value, int) else node.value * 2))
 
-    def _inside(self, node: Any, body: Sequence[ast.stmt]) -> None:
-        self._symbol.append(node.name)
-        for each in (*getattr(getattr(node, "args", None), "defaults", ()), *body):
-            self.visit(each)
-        self._symbol.pop()
-
-    def _swap(self, left: ast.expr, operator: Any, right: ast.expr) -> None:
-        begin, end = self._at(left.end_lineno, left.end_col_offset), self._at(right.lineno, right.col_offset)
+    def _swap(self, node: ast.expr, left: ast.expr, operator: Any, right: ast.expr) -> None:
+        begin, end = self._span(left)[1], self._span(right)[0]
         between = self.text[begin:end].decode()
         changed, count = re.subn(r"[^\s()#]+(?: (?:not|in))?", SWAPS.get(type(operator), ""), between, count=1)
         if count and type(operator) in SWAPS:
-            self.found.append(self._fault(left.lineno, begin, end, changed))
+            self._keep(node.lineno, begin, end, changed)
+        self.generic_visit(node)
 
     def _add(self, node: Any, new: str) -> None:
-        begin, end = self._at(node.lineno, node.col_offset), self._at(node.end_lineno, node.end_col_offset)
-        self.found.append(self._fault(node.lineno, begin, end, new))
+        self._keep(node.lineno, *self._span(node), new)
 
-    def _fault(self, line: int, begin: int, end: int, new: str) -> Fault:
-        return Fault(self.path, ".".join(self._symbol), line, begin, end, new)
+    def _keep(self, line: int, begin: int, end: int, new: str) -> None:
+        self.found.append(Fault(self.path, ".".join(self._symbol), line, begin, end, new))
 
     def _said(self, node: Any) -> str:
-        return self.text[
-            self._at(node.lineno, node.col_offset) : self._at(node.end_lineno, node.end_col_offset)
-        ].decode()
+        begin, end = self._span(node)
+        return self.text[begin:end].decode()
 
-    def _at(self, line: Any, column: Any) -> int:
-        return self._lines[line - 1] + column
+    def _span(self, node: Any) -> tuple[int, int]:
+        lines = self._lines
+        return lines[node.lineno - 1] + node.col_offset, lines[node.end_lineno - 1] + node.end_col_offset
 
 
 def drawn(tree: Path, count: int, seed: int, only: str) -> list[Fault]:
@@ -275,7 +265,9 @@ def main(words: Sequence[str] | None = None) -> None:
         tree = Path(folder)
         version = copy(ROOT, tree)
         faults, nearest = drawn(tree, options.count, options.seed, options.only), Nearest(tree)
-        rows = {(row["path"], row["begin"], row["new"]): row for row in _kept(options.out, version)}
+        lines = options.out.read_text().splitlines() if options.out.exists() else []
+        kept = (row for row in map(json.loads, lines) if row["tree"] == version)
+        rows = {(row["path"], row["begin"], row["new"]): row for row in kept}
 
         def tried(fault: Fault) -> dict[str, Any]:
             if (row := rows.get((fault.path, fault.begin, fault.new))) is None:
@@ -292,11 +284,6 @@ def main(words: Sequence[str] | None = None) -> None:
     left = [row for row in found if row["result"] == "survives"]
     print(f"\nseed {options.seed}: {len(found) - len(left)} of {len(found)} noticed. Survivors:")
     print(*map(_told, left), sep="\n")
-
-
-def _kept(out: Path, version: str) -> Iterator[dict[str, Any]]:
-    rows = map(json.loads, out.read_text().splitlines()) if out.exists() else ()
-    return (row for row in rows if row["tree"] == version)
 
 
 def _told(row: dict[str, Any]) -> str:

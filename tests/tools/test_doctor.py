@@ -10,7 +10,7 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,14 +36,10 @@ from tools.checks.sides import examined, looked
 from tools.keys import locked, make, revoke
 
 
-@cache
-def base(side):
-    return composed(CONFIG, [f"{side}=true", "task=fake"])
-
-
 def planned(side, run_dir, *words, **options):
     """The run that these words make of the fake robot."""
-    return Run(side, OmegaConf.merge(base(side), OmegaConf.from_dotlist([f"run_dir={run_dir}", *words])), **options)
+    base = composed(CONFIG, [f"{side}=true", "task=fake"])
+    return Run(side, OmegaConf.merge(base, OmegaConf.from_dotlist([f"run_dir={run_dir}", *words])), **options)
 
 
 def found(check, run):
