@@ -15,8 +15,7 @@ from serl_client import wire
 
 from tests.faults import played, shim
 from tests.faults.shim import READ, RENAME, WRITE
-from tests.shared.common import PATIENCE
-from tests.shared.common import until as wait_until
+from tests.shared.common import PATIENCE, until
 from tests.shared.servers import ServerProcess
 
 EIO = "Input/output error"
@@ -58,7 +57,7 @@ class Actor:
     stop: Path
 
     def says(self, text):
-        wait_until(lambda: text in self.said.read_text())
+        until(lambda: text in self.said.read_text())
 
     def finish(self):
         """(session, pushed records, faults that it saw), when all is acknowledged."""
@@ -78,7 +77,7 @@ def server(tmp_path_factory):
     """A server with a store, whose directives are those that the records of `played` name."""
     made = ServerProcess(tmp_path_factory.mktemp("learner") / "run")
     first = played.Actor(made.address, "first", "first", ())
-    wait_until(lambda: first.link.receive() is None and first.link.connected)
+    until(lambda: first.link.receive() is None and first.link.connected)
     first.link.close()
     for body in played.BODIES:
         made.ask(m.Direct(body, None))
@@ -125,12 +124,12 @@ def test_a_disk_that_is_full_in_the_middle_of_a_record_or_cannot_be_read_is_told
     server, start, call, error
 ):
     actor = start()
-    wait_until(lambda: acknowledged(server, actor))
+    until(lambda: acknowledged(server, actor))
     actor.control.fail(call, error, sticky=True, path=".records", short=call == WRITE)
     actor.says("told:" if call == WRITE else EIO)
     before = acknowledged(server, actor)
     actor.control.clear()
-    wait_until(lambda: acknowledged(server, actor) > before)
+    until(lambda: acknowledged(server, actor) > before)
     session, pushed, told = actor.finish()
     assert ["cannot be written" in fault for fault in told] == [True] * (call == WRITE)
     assert_whole(server, session, pushed)
@@ -155,7 +154,7 @@ def test_an_outbox_that_cannot_get_its_name_or_be_read_says_so_in_one_sentence(s
     assert "No space left" in unnamed.said.read_text()
     server.kill()
     actor = start(lambda control: control.clear())
-    wait_until(lambda: len(list(actor.outbox.glob("*.records"))) > 2)
+    until(lambda: len(list(actor.outbox.glob("*.records"))) > 2)
     actor.process.kill()
     files = {path: path.read_bytes() for path in actor.outbox.glob("*.records")}
     unread = start(lambda control: control.fail(READ, errno.EIO, sticky=True, path=".records"))
@@ -188,7 +187,7 @@ def damaged(outbox):
 def test_a_damaged_record_costs_its_episode_and_no_other_and_both_sides_say_so(server, start, found):
     server.kill()
     actor = start()
-    wait_until(lambda: len(list(actor.outbox.glob("*.records"))) > 3)
+    until(lambda: len(list(actor.outbox.glob("*.records"))) > 3)
     if found == "at the start":
         actor.process.kill()
         actor.process.wait()

@@ -175,19 +175,15 @@ def pull(life):
     return pull
 
 
-def flip(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("pulled", [8, 100], ids=["a part file", "a whole file"])
 def test_what_the_disk_has_damaged_between_two_lives_is_found_and_pulled_again(folder, life, pull, pulled):
     content, errors = random_bytes(0), []
     with life() as weights:
         exchange(weights, content, most=pulled)
     (left,) = folder.iterdir()
-    flip(left, 2500)
+    data = bytearray(left.read_bytes())
+    data[2500] ^= 1
+    left.write_bytes(data)
     asked = pull(content, errors=errors)
     assert errors == ["weights 1 are not what their sha256 says; they are pulled again"]
     assert asked.count(0) == 1, "what has come is worth nothing, as nobody knows which part it is"

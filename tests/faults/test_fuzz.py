@@ -18,6 +18,7 @@ from serl_client.errors import ConfigError, MessageError
 
 from serl_launcher.acting.host import PolicyHost
 from serl_launcher.store import store
+from serl_launcher.store.access import BAD_MESSAGES
 from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
 from tests.faults.fuzzing import campaign, damage, hostile, live, mutations
@@ -28,7 +29,7 @@ from tests.shared.tools import called
 
 
 # -- the wire and the messages
-@settings(max_examples=150)
+@settings(max_examples=400)
 @given(st.sampled_from(sorted(TARGETS)), st.integers(0, 10**9))
 def test_a_spoiled_case_of_any_kind_is_taken_or_refused_as_declared(tmp_path, kind, number):
     target = TARGETS[kind]
@@ -191,6 +192,13 @@ def test_the_server_outlives_every_attack_and_spoiled_messages_after_a_good_hell
     assert (result["failures"], result["files"], result["threads_lost"]) == ([], [], 0)
     assert result["growth"] < live.HELD
     assert result["outcomes"]["refused"] > 100
+
+
+def test_a_connection_that_goes_on_to_say_what_is_no_message_is_ignored(serve):
+    server = serve()
+    with hostile.Peer(server.port) as peer:
+        peer.send(hostile.message(b"no header") * 200)
+        until(lambda: server.refusals() == {"bad message": BAD_MESSAGES})
 
 
 @pytest.mark.slow

@@ -38,12 +38,11 @@ def test_another_spec_or_capacity_is_refused_with_both_values(tmp_path):
 
 def test_a_source_may_be_added_to_a_store(tmp_path):
     made = founded(tmp_path)
-    made.stage("A", 0, make_segment(ends="terminated"))
-    made.commit()
+    fill(made, 1)
     made.close()
     grown = Store.create(tmp_path / "store", tiny_spec(), {"demo": 50})
     assert set(grown.sources) == {"online", "demo"}
-    assert grown.sources["online"].head == 4
+    assert grown.sources["online"].head == 10
 
 
 def test_a_store_that_does_not_fit_is_refused_before_anything_is_written(tmp_path):
@@ -108,8 +107,7 @@ def test_nothing_that_a_start_or_a_record_asks_of_the_index_reads_all_past_episo
 @pytest.mark.parametrize("left", [("index.sqlite-wal",), ("online/rows",), ("online/steps", "online/published")])
 def test_a_store_without_its_index_is_refused_and_nothing_of_it_is_overwritten(tmp_path, left):
     made = founded(tmp_path)
-    made.stage("A", 0, make_segment(ends="terminated"))
-    made.commit()
+    fill(made, 1)
     made.close()
     folder = tmp_path / "store"
     (folder / "index.sqlite-wal").touch()
@@ -256,11 +254,10 @@ def test_after_a_failed_write_or_sync_nothing_unacknowledged_is_there(tmp_path, 
 def test_probing_writes_the_log_into_the_database_anew(tmp_path):
     """A commit whose sync failed may be found again in the log: before it counts, it is written and synced again."""
     made = founded(tmp_path)
-    made.stage("A", 0, make_segment("e0", ends="terminated"))
-    made.commit()
+    fill(made, 1)
     log = tmp_path / "store" / "index.sqlite-wal"
     assert log.stat().st_size > 0
     made.probe()
     assert log.stat().st_size == 0
     made.close()
-    assert len(contents(tmp_path)) == 4
+    assert len(contents(tmp_path)) == 10
