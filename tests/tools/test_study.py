@@ -19,7 +19,6 @@ from tools.studies import curves, runs
 from tools.studies.cells import T_95, Cells, mean_of, one_draw
 from tools.study import STUDIES
 
-STARTS = 4  # of an evaluation here
 PAGES = {
     "learning": ["control", "pick_cube"], "planning": ["planning", "planning_arm"], "verdicts": ["verdicts"],
     "world-models": ["memory", "world_models"], "policies": ["improve", "offline"], "rewards": ["reward"],
@@ -137,7 +136,7 @@ def test_a_studys_words_are_a_plan_that_practises_and_evaluates_in_turn(words, s
 
 def measured(folder, *words, small=()):
     """What a study prints, and its cells; small: words of its learners."""
-    words += ("--starts", STARTS, "--out", folder / "out", "--results", folder / "cells.jsonl")
+    words += ("--starts", 4, "--out", folder / "out", "--results", folder / "cells.jsonl")
     said = study(*words, "--", *small)
     return said.splitlines(), [json.loads(line) for line in (folder / "cells.jsonl").read_text().splitlines()]
 

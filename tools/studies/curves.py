@@ -66,7 +66,6 @@ def control(cell: Namespace) -> Mapping[str, Any]:
 
 
 def control_words(cell: Namespace) -> list[str]:
-    """Return what is said to learner and actor."""
     is_sac = vars(cell).get("algorithm", "sac") == "sac"
     first, begin = (0, 1000) if is_sac else (RANDOM, RANDOM - EARLY)
     practice = parts(spans(cell.at, first, EARLY), "{online: 1.0}", begin, cell.starts)

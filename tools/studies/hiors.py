@@ -42,20 +42,15 @@ def practised(cell: Namespace) -> Mapping[str, Any]:
     begun = runs.demonstrations(cell.folder / "demonstrations", cell.seed, cell.demonstrations, *cell.words, **placed)
     half, fit = f"updates >= {cell.cloned // 2}", ", on_begin: [{fit_normalizer: demo}]"
     bodies = [runs.training(half, "{demo: 1.0}", "[update]", more) for more in (fit, "")]
-    words = [
-        f"seed={cell.seed}",
-        "plan=sft",
-        *runs.without("clone", "evaluate"),
-        *runs.turns(bodies, cell.starts, CLONE),
-    ]
-    clone = runs.finished(cell.folder / CLONE, *words, *cell.words, of=begun, **side)
+    words = [f"seed={cell.seed}", "plan=sft", *runs.without("clone", "evaluate"), *cell.words]
+    clone = runs.finished(cell.folder / CLONE, *words, *runs.turns(bodies, cell.starts, CLONE), of=begun, **side)
     if cell.way == CLONE:
         return {"successes": runs.successes(clone, cell.starts)}
     (data, intervene), until = WAYS[cell.way], f"updates >= {cell.updates // QUARTERS}"
     takes: dict[str, Any] = {"pace": "1.0", "intervene": intervene, "start": "online.episodes >= 5"}
-    body = (
-        runs.training(until, data, "[update]") if intervene is None else runs.practice(until, data, "[update]", **takes)
-    )
+    body = runs.practice(until, data, "[update]", **takes)
+    if intervene is None:
+        body = runs.training(until, data, "[update]")
     words = [f"seed={cell.seed}", *PLAN, *runs.turns([body] * QUARTERS, cell.starts), *cell.words]
     words += ["plan.sources.success.start_steps=intervened"] * (cell.way == "human successes")
     made = runs.finished(cell.folder / cell.way.replace(" ", "-"), *words, of=clone, **side)

@@ -89,13 +89,12 @@ def planning(cell: Namespace) -> Mapping[str, Any]:
 
 
 def evolved(cell: Namespace) -> Mapping[str, Any]:
-    """Does TD-MPC2 learn on an arm at its own pace, with a person who takes over? By seed (docs/planning.md).
+    """Does a controller need the memory of World Models where one picture does not tell all? (docs/world-models.md)
 
-    sim_arm on the real clock. A script demonstrates --demonstrations times, algo=tdmpc2_tiny learns from these rows
-    alone for --offline-updates (offline), and practises for --steps steps with one update for each, while the script
-    takes over where the policy is stuck (practised). The control makes as many updates on the demonstrations alone
-    (more updates). Each acts on --starts distinct starts, with planning and without help, on the simulated clock. act:
-    the time from an actor's question to its answer while the robot practised, beside the deadline.
+    Pictures show where a puck slides, but not its speed (task=puck). algo=world_models_tiny learns V and M from
+    --random steps of drift. Twice from there --steps steps of evolution follow: of a controller of the code z and the
+    memory h, and of one of z alone (algo.remembers=false). Each acts on the same --starts starts; the difference of
+    returns is paired. Words at the end that begin with `algo` go to the actors, too.
     """
     common = ["plan=world_models", "algo=world_models_tiny", f"seed={cell.seed}", *cell.words]
     common += [f"random_steps={cell.random}", f"max_env_steps={cell.steps}", f"eval_episodes={cell.starts}"]

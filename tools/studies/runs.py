@@ -116,7 +116,6 @@ def evaluation(starts: int, part: int) -> str:
 
 # -- what a finished run says
 def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the lines of this kind in a run's metrics."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == kind]
 
