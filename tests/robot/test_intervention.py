@@ -110,12 +110,8 @@ def test_a_human_who_drives_while_the_policy_is_silent_is_shown_and_not_cut_off(
 
 @pytest.mark.usefixtures("clock")
 def test_a_human_can_drive_before_the_first_row_of_a_silent_policy():
-    class Mute(RandomPolicy):
-        def act(self, observation, **rest):
-            return None
-
     env = build(teleop=Hand(rows=range(4, 99)), max_steps=5, clock="real")
-    client, _, status = actor(env, Mute(env.spec, 0))
+    client, _, status = actor(env, remote(Chunks(delay=99)))
     assert rows(client.episodes[0].intervened) == [0, 1, 2, 3, 4]
     assert client.episodes[0].gap.tolist() == [True, False, False, False, False]
     assert (env.teleop.reads, client.waited, status.takeovers) == (9, 4, 1)  # each wait looks anew, each row once
