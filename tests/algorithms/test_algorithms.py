@@ -26,7 +26,8 @@ from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.types import Window
 from serl_launcher.utils.checkpoint import Checkpoints
 from serl_launcher.utils.optim import Optimizer
-from tests.shared.models import CAMERA, CONFIG, REACH, STATE, act, assert_same, batch, config_of, robot, weights
+from tests.shared.common import CONFIG, STATE
+from tests.shared.models import CAMERA, REACH, act, assert_same, batch, config_of, differences, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -284,13 +285,11 @@ def test_the_memory_of_every_algorithm_is_counted_for_a_robot_with_one_action(na
 @pytest.mark.parametrize("name", JUDGED)
 def test_only_the_critic_learns_from_update_critic(name):
     algorithm, _ = build(name)
-    acting = {
-        name: weight for name, weight in algorithm.acting.named_parameters() if not name.startswith("critic.")
-    }  # fmt: skip
-    before, critics = {name: weight.clone() for name, weight in acting.items()}, weights(algorithm.critic)
+    acting = {name: each for name, each in algorithm.acting.named_parameters() if not name.startswith("critic.")}
+    before, critics = copy.deepcopy(acting), weights(algorithm.critic)
     algorithm.update_critic(batch(SPEC, window=algorithm.windows["update_critic"], derived=algorithm.derived))
     assert_same(before, acting)
-    assert any(not torch.equal(value, critics[key]) for key, value in weights(algorithm.critic).items())
+    assert differences(critics, weights(algorithm.critic))
     assert all(weight.grad is None for weight in acting.values())
 
 
@@ -350,10 +349,8 @@ def test_a_toy_task_is_learned(name, words):
     state, generator = torch.rand(256, 2, generator=torch.Generator().manual_seed(9)) * 2 - 1, torch.Generator()
 
     def error():
-        found = (act(algorithm, seen(state))[:, 0] + state)[
-            :, : 1 if name == "hybrid" else 2
-        ]  # its gripper is discrete
-        return found.norm(dim=-1).mean()
+        found = act(algorithm, seen(state))[:, 0] + state
+        return found[:, : 1 if name == "hybrid" else 2].norm(dim=-1).mean()  # its gripper is discrete
 
     # the critics of the first see random features here, as nothing was cloned; the second imitates with noise
     near = 0.3 if name in ("sac_pi0_pixels", "iql") else 0.2

@@ -206,11 +206,7 @@ def test_the_grasp_critic_sees_augmented_images_and_trains_convolutions_of_its_o
         ([], robot(actions=1, cameras=()), r"needs an arm beside the gripper.*one entry: say algo=rlpd"),
         (["algo.grasp_penalty=-0.1"], PLAIN, r"at least 0, and epsilon a share .* grasp_penalty=-0\.1, epsilon=0\.0"),
         (["algo.epsilon=1.5"], PLAIN, r"a share between 0 and 1, not grasp_penalty=0\.02, epsilon=1\.5"),
-        (
-            ["policy=flow"],
-            PLAIN,
-            r"algo=hybrid needs a policy of single actions .* say policy=gaussian, not ChunkPolicy",
-        ),
+        (["policy=flow"], PLAIN, r"algo=hybrid needs a policy of single actions .* policy=gaussian, not ChunkPolicy"),
     ],
 )
 def test_what_it_cannot_do_is_refused_in_a_sentence(words, spec, sentence):

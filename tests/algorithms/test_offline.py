@@ -182,20 +182,6 @@ def test_what_acts_is_the_policy_and_critics_may_see_its_features():
     assert torch.equal(act(algorithm, {STATE: torch.eye(STATES)}), expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        *(({"expectile": wrong}, "algo.expectile between 0 and 1") for wrong in (0.0, 1.0, -0.5)),
-        ({"beta": -1.0}, "algo.beta of at least 0"),
-        ({"policy": lambda spec: gaussian(spec)}, "algo=iql needs chunks: say policy=flow"),
-        ({"augment": partial(Augment, 1, 0.0, 0.0)}, "sees none"),
-    ],
-)
-def test_implicit_q_learning_refuses_what_it_cannot_do(options, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        iql(**options)
-
-
 # -- Cal-QL
 
 ARM = robot(states=1, actions=1, reach=1.0)
@@ -307,14 +293,17 @@ def test_only_what_is_calibrated_asks_for_returns_and_with_the_algorithms_discou
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("build", "options", "sentence"),
     [
-        ({"cql_alpha": -0.1}, "algo.cql_alpha of at least 0"),
-        ({"cql_samples": 0}, "one or more algo.cql_samples"),
-        ({"policy": policy_of}, "say policy=gaussian"),
-        ({"augment": partial(Augment, 1, 0.0, 0.0)}, "sees none"),
+        *((iql, {"expectile": wrong}, "algo.expectile between 0 and 1") for wrong in (0.0, 1.0, -0.5)),
+        (iql, {"beta": -1.0}, "algo.beta of at least 0"),
+        (iql, {"policy": gaussian}, "algo=iql needs chunks: say policy=flow"),
+        (cal_ql, {"cql_alpha": -0.1}, "algo.cql_alpha of at least 0"),
+        (cal_ql, {"cql_samples": 0}, "one or more algo.cql_samples"),
+        (cal_ql, {"policy": policy_of}, "say policy=gaussian"),
+        *((build, {"augment": partial(Augment, 1, 0.0, 0.0)}, "sees none") for build in (iql, cal_ql)),
     ],
 )
-def test_cal_ql_refuses_what_it_cannot_do(options, sentence):
+def test_what_cannot_be_is_refused(build, options, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        cal_ql(**options)
+        build(**options)

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SPEC = robot(states=2, cameras=())
 
 
-def build(*words, seed=0):
+def build(*words, seed=0, spec=SPEC):
     torch.manual_seed(seed)
     words += ("algo.hidden=[32]", "algo.optimizer.learning_rate=3e-3", "algo.calibration_optimizer.learning_rate=0.05")
-    return instantiate(config_of("algo=reward_classifier", *words).algo)(SPEC)
+    return instantiate(config_of("algo=reward_classifier", *words).algo)(spec)
 
 
 def rows(algorithm, seed, size=512, share=0.1):
@@ -92,13 +92,7 @@ def test_the_last_rows_of_a_success_show_it_and_those_before_them_are_unknown():
 
 
 def test_stages_before_success_are_learned_from_their_column_each_for_itself():
-    spec = replace(SPEC, extras={STAGE: Feature((), "int32")})
-    torch.manual_seed(0)
-    algorithm = instantiate(
-        config_of(
-            "algo=reward_classifier", "task.stages=3", "algo.hidden=[32]", "algo.optimizer.learning_rate=3e-3"
-        ).algo
-    )(spec)
+    algorithm = build("task.stages=3", spec=replace(SPEC, extras={STAGE: Feature((), "int32")}))
     for seed in range(150):
         made = rows(algorithm, seed)
         reached = made.next_observation[STATE][:, :, 1]  # [B, 1]: the second state shows the stages, the first success
@@ -143,10 +137,7 @@ def test_it_goes_on_bit_by_bit_from_its_state():
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        (
-            "algo.inputs=[observation.images.nowhere]",
-            "this robot has no observation.images.nowhere; it has observation",
-        ),
+        ("algo.inputs=[observation.images.nowhere]", "robot has no observation.images.nowhere; it has observation"),
         ("algo.positive=0", "1 or more positive steps"),
         ("algo.focus=-1", "nothing below 0"),
         ("algo.stages=0", "say 1 or more stages"),
@@ -156,4 +147,4 @@ def test_it_goes_on_bit_by_bit_from_its_state():
 )
 def test_what_cannot_be_is_refused_and_named(word, said):
     with pytest.raises(ConfigError, match=said):
-        instantiate(config_of("algo=reward_classifier", word).algo)(SPEC)
+        build(word)

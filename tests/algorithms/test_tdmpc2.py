@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from serl_client.errors import ConfigError
 
 from serl_launcher.policies.planner import MPPI, shifted
-from tests.shared.models import CAMERA, STATE, assert_same, batch, config_of, robot, weights
+from tests.shared.models import CAMERA, STATE, assert_same, batch, config_of, differences, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -136,13 +136,12 @@ def test_without_a_plan_the_prior_acts():
 def test_the_prior_leaves_no_gradient_in_critics_or_model():
     algorithm = build()
     algorithm.planner.model.critics.last.weight.data.normal_()  # else nothing would come back through them
-    latents, begun = torch.rand(16, 4, 16), weights(algorithm.planner.model)
-    before = weights(algorithm.planner.prior)
+    latents, begun, before = torch.rand(16, 4, 16), weights(algorithm.planner.model), weights(algorithm.planner.prior)
     loss, _ = algorithm.policy_loss(rows_of(algorithm), latents)
     algorithm.policy_optimizer.step(loss)
     assert_same(begun, weights(algorithm.planner.model))
     assert all(weight.grad is None for weight in algorithm.planner.model.parameters())
-    assert any(not torch.equal(weight, before[name]) for name, weight in weights(algorithm.planner.prior).items())
+    assert differences(before, weights(algorithm.planner.prior))
 
 
 def test_a_target_ends_with_its_episode_and_takes_the_lower_of_two_critics():

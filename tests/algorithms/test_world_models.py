@@ -11,7 +11,7 @@ from serl_client.errors import ConfigError
 
 from serl_launcher.algorithms.world_models import CANDIDATE, NONE, REMAINING, RETURN
 from serl_launcher.store.extras import with_extras
-from tests.shared.models import CAMERA, assert_same, batch, config_of, robot, weights
+from tests.shared.models import CAMERA, assert_same, batch, config_of, differences, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -215,9 +215,9 @@ def test_evolution_finds_the_controller_that_the_returns_ask_for():
 def rows_of(algorithm, name, seed=0, size=6):
     drawn = batch(SPEC, size, window=algorithm.windows[name], seed=seed, derived=algorithm.derived)
     generator = torch.Generator().manual_seed(seed)
-    codes = {key: torch.randn(value.shape, generator=generator).half() for key, value in drawn.extras.items()}
-    return replace(drawn, extras={key: value if key.startswith("derived") else drawn.extras[key]
-                                  for key, value in codes.items()})  # fmt: skip
+    derived = {key: value for key, value in drawn.extras.items() if key.startswith("derived")}
+    codes = {key: torch.randn(value.shape, generator=generator).half() for key, value in derived.items()}
+    return replace(drawn, extras=drawn.extras | codes)
 
 
 def test_each_update_moves_its_own_part_and_the_encoding_moves_none():
@@ -226,7 +226,7 @@ def test_each_update_moves_its_own_part_and_the_encoding_moves_none():
     for update, own in parts.items():
         before = weights(algorithm)
         getattr(algorithm, update)(rows_of(algorithm, update))
-        moved = {name for name, value in weights(algorithm).items() if not torch.equal(value, before[name])}
+        moved = differences(before, weights(algorithm))
         assert all(name.startswith(own) for name in moved)
         assert bool(moved) == bool(own)
 

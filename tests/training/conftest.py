@@ -1,7 +1,6 @@
 """The server of a run that has begun, lives of its trainer, and clients of it."""
 
 import pytest
-from serl_client.client import TrainerClient
 
 from tests.shared.common import PATIENCE, until
 from tests.shared.servers import ServerProcess
@@ -47,16 +46,12 @@ def live(spec):
 
 
 @pytest.fixture
-def connect(spec):
+def connect(join):
     """connect(server) -> a TrainerClient that has heard a directive."""
-    opened = []
 
-    def make(server, name="arm"):
-        client = TrainerClient(server.address, actor=name, spec=spec, outbox=server.run_dir / f"outbox-{name}")
-        opened.append(client.__enter__())
+    def connect(server, name="arm"):
+        client = join(server, name, told=False)
         until(lambda: client.state.directive["number"] > 2)  # those two are from before the trainer began
         return client
 
-    yield make
-    for client in opened:
-        client.close()
+    return connect

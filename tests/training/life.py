@@ -44,9 +44,8 @@ def phase(*, updates=("update",), data=None, mode="collect", into="online", **mo
 
 def plan_of(**phases):
     sources = {"online": {"capacity": 2000}, "demo": {"capacity": 500}, "good": {"of": "online", "keep": "successful"}}
-    return load_plan(
-        {"sources": sources, "phases": phases}, methods={"update", "update_critic"}, has_operator=True
-    )  # fmt: skip
+    plan = {"sources": sources, "phases": phases}
+    return load_plan(plan, methods={"update", "update_critic"}, has_operator=True)
 
 
 def found(run_dir, spec, *, practise=12, demo=4):

@@ -36,7 +36,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 GB = 1e9
 WIDE = ["algo=sft", "policy=flow", "policy.network.hidden=[3000,3000]", "batch_size=2048"]
-FULL = ["algo=sft", "policy=pi0", "batch_size=8"]
 SPEC = robot(7, 7, shape=(224, 224, 3), cameras=[f"observation.images.{name}" for name in ("high", "left", "right")])
 SMALL = robot(3, 3, shape=(32, 32, 3), cameras=["observation.images.high"])
 ONE_ACTION, ONE_NUMBER = (robot(states, 1, cameras=()) for states in (3, 1))
@@ -308,9 +307,8 @@ def test_trainer_and_inference_are_refused_together_where_each_alone_would_fit(o
 def test_inference_is_refused_where_not_even_one_answer_has_room():
     acting = budget.Acting(weights=6_000_000_000, swapped=6_000_000_000, graphs=3_000_000_000)
     budget.check_acting(acting, int(14 * GB), "cuda:0")
-    with pytest.raises(
-        ConfigError, match=r"inference takes 15.6 GB \(weights 6.0 GB, .*, and 12.0 GB are free on cuda:0"
-    ):
+    said = r"inference takes 15.6 GB \(weights 6.0 GB, .*, and 12.0 GB are free on cuda:0"
+    with pytest.raises(ConfigError, match=said):
         budget.check_acting(acting, int(12 * GB), "cuda:0")
 
 
@@ -334,7 +332,7 @@ def test_what_is_staged_is_as_large_as_what_is_written(tmp_path):
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra `vla`")
 def test_a_full_size_pi0_is_refused_with_what_to_change_before_it_is_built():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    need = need_of(FULL)
+    need = need_of(["algo=sft", "policy=pi0", "batch_size=8"])
     assert 3.0 * 4 * GB < need.weights < 3.4 * 4 * GB
     with pytest.raises(ConfigError, match=r"GB are free on cpu. What helps: .*policy=pi0_expert.*sharding=zero3"):
         memory.check(need, int(24 * GB), "cpu")

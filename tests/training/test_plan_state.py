@@ -150,10 +150,8 @@ def test_a_phase_may_end_when_each_step_was_seen_and_its_updates_wait_for_new_on
     state.did_update(state.next_update(Progress()))
     assert (state.advance(Progress()), state.has_seen_all) == ([], False)
     state.did_see("update", {}, all_there_is=True)
-    assert (state.next_update(Progress()), state.waits_for(Progress())) == (
-        None,
-        "new steps: its updates have seen all",
-    )
+    assert state.next_update(Progress()) is None
+    assert state.waits_for(Progress()) == "new steps: its updates have seen all"
     assert state.advance(Progress())
     assert state.phase.name == "practise"
     assert not state.at.exhausted

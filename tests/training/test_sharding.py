@@ -48,18 +48,12 @@ TINY = [
     "policy.vision.image=16", "policy.vision.depth=1",
 ]  # fmt: skip
 HALF = ["policy.precision=bfloat16", "policy.checkpointing=true"]
+FLOW = [
+    "+algo=sft", "+policy=flow", "policy.network.hidden=[64,64]", "algo.optimizer.accumulation=2",
+    "++algo.optimizer.rates={network.layers.0: 0.3}",
+]  # fmt: skip
 CASES = {  # words, how it is spread, and how far the loss may be from that of one process
-    "flow": (
-        [
-            "+algo=sft",
-            "+policy=flow",
-            "policy.network.hidden=[64,64]",
-            "algo.optimizer.accumulation=2",
-            "++algo.optimizer.rates={network.layers.0: 0.3}",
-        ],
-        WAYS,
-        1e-4,
-    ),
+    "flow": (FLOW, WAYS, 1e-4),
     "pi0": (TINY, ("replicas", "zero2", "zero3"), 1e-3),
     "pi0 bf16": ([*TINY, *HALF], ("replicas", "zero3"), 2e-2),
     "rlpd": (["+algo=rlpd", "+policy=gaussian"], ("replicas", "zero2"), 1e-3),
@@ -138,7 +132,7 @@ def each_case(folder, part, life, rank, port):
 
 def moved(folder, world):
     """Go on from ZeRO-2's checkpoint with ZeRO-3."""
-    ranks = ranks_of(CASES["flow"][0], world, "zero3")
+    ranks = ranks_of(FLOW, world, "zero3")
     if world.rank != 0:
         ranks.follow()
         return
@@ -227,7 +221,7 @@ def test_after_a_kill_it_goes_on_bit_for_bit(lives, part):
 def test_a_checkpoint_goes_from_any_sharding_to_any_other_and_to_one_process(lives):
     expected = told(lives, "flow", "zero2", "first")[0][KEPT:]
     place = Checkpoints(lives / "flow/zero2", spec=SPEC, config={})
-    for metrics in (json.loads((lives / "moved.json").read_text()), alone(CASES["flow"][0], KEPT, place.load())):
+    for metrics in (json.loads((lives / "moved.json").read_text()), alone(FLOW, KEPT, place.load())):
         assert [each["loss"] for each in metrics] == pytest.approx([each["loss"] for each in expected], abs=1e-4)
 
 
@@ -237,7 +231,7 @@ def test_what_one_rank_refuses_all_refuse_and_rank_0_alone_says_why(lives):
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused():
-    words = [*CASES["flow"][0], "algo.optimizer.accumulation=3"]
+    words = [*FLOW, "algo.optimizer.accumulation=3"]
     with pytest.raises(ConfigError, match=r"batch_size=16 cannot be cut into 6 equal parts .* say batch_size=18"):
         ranks_of(words, World(size=2)).check({16})
     ranks_of(words, World(size=2)).check({18})
@@ -264,7 +258,7 @@ class Told(World):
 def test_what_zero_3_shards_goes_to_no_device_before_it_is_sharded(way, monkeypatch):
     monkeypatch.setattr(Told, "sent", sent := [])
     monkeypatch.setattr(Optimizer, "spread", lambda *_: None)
-    ranks = ranks_of(CASES["flow"][0], Told(size=2), way)
+    ranks = ranks_of(FLOW, Told(size=2), way)
     ranks.begin(None)
     moved, policy = {tensor.data_ptr() for tensor in sent}, ranks.algorithm.policy
     assert {weight.data_ptr() in moved for weight in policy.parameters()} == {way != "zero3"}
