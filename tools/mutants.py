@@ -38,7 +38,7 @@ PRODUCT = ("packages/*/src/**/*.py", "robot_infra/**/*.py", "serl_launcher/**/*.
 CPU_S, WALL_S, HANGS_S = 30, 240, 15  # of one fault's tests; a single fast test that takes so much CPU time hangs
 FILES = 8  # test files that run for a fault
 MARKS = "not nightly and not manual and not program"
-NO_TESTS = 5  # pytest's status
+NO_TESTS, CONFTEST = 5, "while loading conftest"  # what pytest says: its status; that it could not even begin
 STARTED = "MUTANTS_STARTED"  # the environment's name of the file that gets a line for each test as it starts
 SWAPS: dict[type, str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
@@ -242,7 +242,7 @@ def noticed(tree: Path, fault: Fault, tests: Sequence[Path]) -> tuple[str, str]:
             limited = ["bash", "-c", f'ulimit -t {CPU_S}; exec "$@"', "-", sys.executable, *words]
             code = ended(start(limited, log, cwd=root, env={**environment(root), STARTED: str(started)}), WALL_S)
         lines = started.read_text().splitlines()
-        if code in (3, 4):  # pytest itself fails
+        if code in (3, 4) and CONFTEST not in said.read_text():  # pytest itself fails
             raise SystemExit(said.read_text()[-2000:])
     at, slow, last = lines[-1].split(" ", 2) if lines else ("0", "0", "the import")
     if code is not None and code > 0 and code != NO_TESTS:
