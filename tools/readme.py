@@ -123,11 +123,6 @@ def pages(root: Path) -> list[Path]:
     return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 
-def stale(commands: Sequence[Command]) -> list[str]:
-    """The exceptions that fit no command."""
-    return [pattern for pattern in NOT_RUN if not any(re.fullmatch(pattern, each.text) for each in commands)]
-
-
 # -- giving them
 
 
@@ -222,13 +217,10 @@ class Reader:
         return (f"did not end within {limit:.0f} s" if status is None else f"ended with status {status}") + self._last()
 
     def _last(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()
-        return "".join(f"\n        {_cut(line)}" for line in lines[-8:])
-
-
-def _cut(line: str) -> str:
-    """The line, without its middle where it is long: an error says what is wrong first, and what to do last."""
-    return line if len(line) <= 200 else f"{line[:97]} ... {line[-98:]}"
+        """The last lines, without the middle of long ones: an error says what is wrong first, and what to do last."""
+        lines = self._log.read_text(errors="replace").splitlines()[-8:]
+        cut = (line if len(line) <= 200 else f"{line[:97]} ... {line[-98:]}" for line in lines)
+        return "".join(f"\n        {line}" for line in cut)
 
 
 def blocked(folder: Path, extras: Sequence[str]) -> Path:
@@ -310,7 +302,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, action="append", help="this page alone; may be said several times")
     options = parser.parse_args(words)
     commands = [command for page in options.page or pages(ROOT) for command in read(page)]
-    wrong = [] if options.page else stale(commands)
+    fits = {pattern: any(re.fullmatch(pattern, each.text) for each in commands) for pattern in NOT_RUN}
+    wrong = [pattern for pattern in NOT_RUN if not fits[pattern] and not options.page]
     if options.first:
         commands = [command for command in commands if not command.reason][: options.first]
     if options.list:

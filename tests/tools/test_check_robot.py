@@ -154,19 +154,8 @@ def test_cameras_and_a_persons_devices_are_watched():
 def test_a_person_who_answers_is_led_through_the_tests_of_a_real_robot():
     """On a task that stands for the robot; docs/manual.md has the command."""
     robot = "task=fake task.env.clock=real task.env.guard=true task.env.fps=10"
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "manual",
-        "-s",
-        "tests/manual",
-        "-k",
-        "looking or small or killed",
-    ]
-    done = subprocess.run(words, cwd=ROOT, env={**os.environ, "RETAKE_ROBOT": robot}, input="y\n" * 9, text=True,
-                          capture_output=True, check=False)  # fmt: skip
+    words = ["-m", "pytest", "-q", "-m", "manual", "-s", "tests/manual", "-k", "looking or small or killed"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env={**os.environ, "RETAKE_ROBOT": robot},
+                          input="y\n" * 9, text=True, capture_output=True, check=False)  # fmt: skip
     assert "3 passed" in done.stdout, done.stdout
     assert done.stdout.count(">>>") == 5

@@ -15,7 +15,7 @@ from serl_client.spec import Array
 from robot_infra.teleop.hands import Hands
 
 from .common import Finding
-from .robot import watched
+from .robot import stepped, watched
 
 log = logging.getLogger(__name__)
 
@@ -151,16 +151,8 @@ def stopped(env: Any) -> Finding:
 
 def rated(env: Any, *, seconds: float) -> Finding:
     """A real robot keeps its rate while it holds."""
-    fps, count, ended, begin = env.spec.fps, 0, True, time.monotonic()
-    lasted = 0.0
-    while count < 2 or time.monotonic() < begin + seconds:
-        if ended:
-            env.reset(count)
-        before = time.monotonic()
-        step = env.step(None)
-        lasted, count = lasted + time.monotonic() - before, count + 1
-        ended = step.terminated or step.truncated
-    rate = count / lasted
+    fps, periods = env.spec.fps, stepped(env, seconds)
+    rate, count = len(periods) / sum(periods), len(periods)
     text = f"{rate:.1f} steps a second over {count} steps, {fps:g} are wanted"
     return Finding("FAIL" if env.clock == "real" and rate < ENOUGH * fps else "ok", text)
 

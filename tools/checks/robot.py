@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -103,7 +104,9 @@ def control(run: Run) -> Iterator[Finding]:
         periods, how = _paced(watch.tick, fps, run.seconds), "observed only: --move also commands it"
         parts = f" ({watch})"
     else:
-        periods, how = _stepped(run), "held where it is"
+        run.env.recover()  # --move is the word of a person
+        periods, how = stepped(run.env, run.seconds), "held where it is"
+        run.env.stop()
     rate, late = len(periods) / sum(periods), sum(period > LATE / fps for period in periods)
     if run.env.clock == "simulated":
         yield Finding("ok", f"{rate:.0f} steps a second, {rate / fps:.1f} times real time ({how})")
@@ -146,17 +149,14 @@ def _paced(tick: Callable[[], None], fps: float, seconds: float) -> list[float]:
     return periods
 
 
-def _stepped(run: Run) -> list[float]:
-    """How long each step of an episode in which the robot holds lasted."""
-    env, periods, ended = run.env, [], True
-    env.recover()  # --move is the word of a person
-    begin = time.monotonic()
-    while len(periods) < 2 or time.monotonic() < begin + run.seconds:
+def stepped(env: Any, seconds: float) -> list[float]:
+    """How long each step of episodes in which the robot holds lasted."""
+    periods, ended, begin = list[float](), True, time.monotonic()
+    while len(periods) < 2 or time.monotonic() < begin + seconds:
         if ended:
             env.reset(len(periods))
         before = time.monotonic()
         step = env.step(None)
         periods.append(time.monotonic() - before)
         ended = step.terminated or step.truncated
-    env.stop()
     return periods
