@@ -101,7 +101,6 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def said(found: Mapping[str, Any]) -> str:
-    """Say a comparison in lines."""
     (one, two), (first, second) = found["runs"], found["starts"]
     lines = [f"{one} and then {two}", f"  {first} and {second} starts, {found['shared']} of them shared"]
     if "p" in found:

@@ -64,8 +64,8 @@ def parts(options: argparse.Namespace) -> dict[str, Part]:
     }  # fmt: skip
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """`words`: the command line (sys.argv's). Exits with 1 if a part failed."""
+def main() -> None:
+    """Exits with 1 if a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ("tests", "quickstart", "infer", "train", "ranks")
     parser.add_argument("part", nargs="*", help="(all)", metavar="PART", choices=(*names, []))
@@ -78,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("gpu.md"), help="the page; what it holds already stays (gpu.md)"
     )
-    options = parser.parse_args(words)
+    options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="first-gpu-") as folder, open(options.out, "a") as page:
         options.folder = folder
@@ -131,7 +131,6 @@ def run(command: str, limit: float) -> tuple[int | None, str]:
 
 
 def gpus() -> int:
-    """Return how many GPUs torch sees."""
     import torch
 
     return torch.cuda.device_count()

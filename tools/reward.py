@@ -89,7 +89,6 @@ def claimed(episode: Judged, verdicts: Verdicts) -> bool:
 
 
 def page(episodes: Sequence[Judged], verdicts: Verdicts) -> str:
-    """Return the report as HTML."""
     scores, shows = (np.concatenate([getattr(each, name) for each in episodes]) for name in ("scores", "shows"))
     says, stages = scores >= verdicts.threshold, scores.shape[1]
     lines: list[tuple[str, int, int]] = []

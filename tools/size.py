@@ -16,14 +16,12 @@ PRODUCT, PROOF = ("packages", "robot_infra", "serl_launcher"), ("tests", "tools"
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    names = subprocess.run(["git", "ls-files", "*.py", "*.sh", "*.yaml"], cwd=ROOT, capture_output=True, text=True)
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
+    paths = [ROOT / name for name in names if name and (ROOT / name).exists()]  # others are not yet committed
     folders: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
-    for name in names.stdout.split():
-        path = ROOT / name
-        if not path.exists():  # not yet committed
-            continue
-        folder = "/".join(path.relative_to(ROOT).parts[:2][: -1 if path.parent == ROOT else 2]) or "."
-        folders[folder if (ROOT / folder).is_dir() else str(Path(folder).parent)].append(measure(path))
+    for path in paths:
+        if path.suffix in (".py", ".sh", ".yaml"):
+            folders["/".join(path.relative_to(ROOT).parts[:-1][:2]) or "."].append(measure(path))
     total, part = 0, {"product": 0, "proof": 0}
     for folder, files in sorted(folders.items()):
         lines = sum(count for count, _, _ in files)
@@ -31,13 +29,11 @@ def main() -> None:
         function = max(longest_function for _, longest_function, _ in files)
         print(f"{lines:6} {folder:28} {len(files):3} files, longest {longest[0]} ({longest[2]}), function {function}")
         total += lines
-        part["proof" if folder.startswith(PROOF) else "product"] += (
-            lines if folder.startswith((*PRODUCT, *PROOF)) else 0
-        )
+        if folder.startswith((*PRODUCT, *PROOF)):
+            part["proof" if folder.startswith(PROOF) else "product"] += lines
     print(f"{total:6} in all")
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
-    size = sum((ROOT / name).lstat().st_size for name in tracked if name and (ROOT / name).exists())
-    print(f"{size / 1e6:6.2f} MB in {len(tracked) - 1} tracked files")
+    size = sum(path.lstat().st_size for path in paths)
+    print(f"{size / 1e6:6.2f} MB in {len(names) - 1} tracked files")
     print(f"{part['proof'] / part['product']:6.2f} lines of tests and tools for each line of the product")
 
 

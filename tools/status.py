@@ -46,7 +46,6 @@ def main() -> None:
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """What a person reads."""
     directive, weights = report["directive"], report["weights"]
     said = [
         f"run        {report['run'][:12] or 'new: no actor has come yet'}, up {report['uptime_s']:.0f} s",

@@ -61,25 +61,22 @@ def linked_folder(name, precious):
     anothers(name)
 
 
-def open_folder(name, precious):
-    name.mkdir()
-    name.chmod(0o777)
-    (name / "lock").symlink_to(precious)
-    anothers(name, name / "lock", dead_socket(name / "server"))
+def folder_with_lock(mode, plant):
+    def trap(name, precious):
+        name.mkdir()
+        name.chmod(mode)
+        plant(lock := name / "lock", precious)
+        anothers(name, dead_socket(name / "server"), *[lock] * lock.is_symlink())
+
+    return trap
 
 
-def hard_link(name, precious):
-    name.mkdir()
-    name.chmod(0o755)
-    os.link(precious, name / "lock")
-    anothers(name, dead_socket(name / "server"))
-
-
-def private_folder(name, precious):
-    """As our own folders are, but for its owner."""
-    name.mkdir(mode=0o700)
-    (name / "lock").symlink_to(precious)
-    anothers(name, dead_socket(name / "server"))
+TRAPS = [
+    pytest.param(linked_folder, id="linked folder"),
+    pytest.param(folder_with_lock(0o777, Path.symlink_to), id="open folder"),
+    pytest.param(folder_with_lock(0o755, Path.hardlink_to), id="hard link"),
+    pytest.param(folder_with_lock(0o700, Path.symlink_to), id="as our own, but for its owner", marks=as_root),
+]
 
 
 def seen(folder):
@@ -89,11 +86,7 @@ def seen(folder):
     return {path: (at.st_mode, at.st_uid, at.st_nlink, regular.get(path)) for path, at in found.items()}
 
 
-@pytest.mark.parametrize(
-    "trap",
-    [linked_folder, open_folder, hard_link, pytest.param(private_folder, marks=as_root)],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("trap", TRAPS)
 @pytest.mark.parametrize("name", ["retake_trapped0", "retake-trapped0"], ids=["ours", "of versions before"])
 def test_another_users_trap_leaves_the_learners_files_as_they_were_and_the_learner_starts(place, trap, name):
     precious = place / "home" / "thesis"

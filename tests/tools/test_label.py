@@ -11,7 +11,6 @@ from tests.shared.tools import called, typed
 
 
 def label(run, *words, folder=None):
-    """(exit status, what was said)."""
     status, said = called("label", "--port", run.port, "--run-dir", folder or run.run_dir, *words)
     return status, said.strip()
 

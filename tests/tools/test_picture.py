@@ -1,6 +1,7 @@
 """The moving picture shows what a run's store holds: the simulator repeats it, or the picture is refused."""
 
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,21 +84,9 @@ def ticks(animation):
             yield animation.copy()
 
 
-def test_the_captions_count_what_the_store_holds(run):
-    (before, first), (after, last) = picture.evaluations(run(False, True))
-    assert (before, after) == ("before training: 0 of 2 picked up", "after training: 2 of 2 picked up")
-    assert [len(rows["action"]) for rows in first] == [12, 12]
-    assert all(rows["terminated"][-1] for rows in last)
-
-
-class Blind:
+def blind():
     """A scene that draws nothing."""
-
-    def __init__(self):
-        self.arm = picture.SimArm()
-
-    def draw(self):
-        return np.zeros((4, 4, 3), np.uint8)
+    return SimpleNamespace(arm=picture.SimArm(), draw=lambda: np.zeros((4, 4, 3), np.uint8))
 
 
 @pytest.mark.slow
@@ -107,15 +96,18 @@ def test_what_the_simulator_does_not_repeat_is_refused(run):
 
     (_, first), _ = picture.evaluations(run(False, True, spoil=shift))
     with pytest.raises(ConfigError, match="does not repeat this run"):
-        list(picture.played(Blind(), first[0]))
+        list(picture.played(blind(), first[0]))
     with pytest.raises(ConfigError, match="no start of an evaluation"):
         picture.start(picture.SimArm(), first[0][STATE][0] + 1)
 
 
-def test_the_end_of_an_episode_stands_still_and_tells_how_it_ended(run):
-    (_, first), (_, last) = picture.evaluations(run(False, True))
+def test_captions_count_what_the_store_holds_and_an_episodes_end_stands_still_and_tells_how_it_ended(run):
+    (before, first), (after, last) = picture.evaluations(run(False, True))
+    assert (before, after) == ("before training: 0 of 2 picked up", "after training: 2 of 2 picked up")
+    assert [len(rows["action"]) for rows in first] == [12, 12]
+    assert all(rows["terminated"][-1] for rows in last)
     for rows, succeeded in ((first[0], False), (last[1], True)):
-        shown = [success for _, success in picture.played(Blind(), rows)]
+        shown = [success for _, success in picture.played(blind(), rows)]
         assert shown == [None] * len(rows["action"]) + [succeeded] * picture.PAUSE
 
 

@@ -16,7 +16,6 @@ from tests.shared.tools import called, typed
 
 
 def status(port, *words):
-    """(exit status, what was said)."""
     return called("status", "--port", port, *words)
 
 

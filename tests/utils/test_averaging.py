@@ -116,7 +116,7 @@ def test_gradients_travel_in_few_messages(ranks):
 
 
 @pytest.mark.slow
-def test_each_rank_gets_its_part_alone_and_what_they_make_of_it_is_joined(ranks):
+def test_each_rank_gets_its_part_alone(ranks):
     for rank, (*_, (given, joined)) in enumerate(ranks):
         assert given["names"] == [str(rank)]
         assert torch.equal(given["rows"], rows_of(9, 0, rank))

@@ -169,12 +169,9 @@ def due_at(schedule, cost, until):
     return times
 
 
-def test_checkpoints_come_soon_after_a_start_and_then_ever_more_seldom():
+def test_checkpoints_come_soon_after_a_start_then_ever_more_seldom_and_take_a_share_of_the_time_however_large():
     assert due_at(Schedule(30.0, 0.0), 0.0, 130) == [1.0, 3.0, 7.0, 15.0, 31.0, 61.0, 91.0, 121.0]
     assert due_at(Schedule(0.0, 0.0), 0.0, 1) == [tenth / 10 for tenth in range(10)]
-
-
-def test_checkpoints_take_a_share_of_the_time_however_large_they_are():
     times = due_at(Schedule(30.0, 0.0), 20.0, 2000)
     assert times[0] == 1.0
     assert len(times) * 20.0 <= 2000 * SHARE + 20.0

@@ -136,16 +136,6 @@ def test_tensorboard_shows_all_numbers_over_the_updates_also_after_a_restart(pat
     assert [(event.step, event.value) for event in shown.Scalars("update/loss")] == [(3, 1.5), (8, 4.0)]
 
 
-def test_without_wandb_metrics_are_written_and_one_sentence_says_so(path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    caplog.set_level("INFO")
-    with mirrored(path, "auto"):
-        MetricsLog(path).write("update", {"updates": 1})
-    (said,) = caplog.messages
-    assert said.startswith("wandb is not installed")
-    assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
-
-
 @pytest.mark.parametrize("mode", ["dryrun", None, True])
 def test_another_mode_is_refused_and_false_starts_nothing(path, mode, new_children):
     with pytest.raises(ConfigError, match="say log=auto, wandb, wandb-online, tensorboard or false"):
