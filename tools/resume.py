@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from serl_launcher.config import composed, groups
@@ -76,7 +77,7 @@ def words_of(name: str, updates: int) -> list[str]:
     read = {word.partition("=")[0] for word in config.remembered}  # groups
     sizes = [
         f"{option}={value}" for option, value in SIZES.items()
-        if option.split(".")[0] in read and _has(config, option.split("."))
+        if option.split(".")[0] in read and OmegaConf.select(config, option) is not None
     ]  # fmt: skip
     rounds = "actors: {mode: idle}, updates: ${updates}, data: {demo: 1.0}, on_begin: [{fit_normalizer: demo}], "
     plan = ["plan=sft", "~plan.phases.clone", "~plan.phases.evaluate"]
@@ -91,10 +92,6 @@ def played(folder: Path) -> Path:
         until = "plan.phases.evolve.until=['updates >= 60']"
         run(folder, "plan=world_models", f"algo={EVOLVED}", until, "random_steps=2000", *learned, task="puck")
     return folder
-
-
-def _has(node: Any, names: Sequence[str]) -> bool:
-    return not names or (hasattr(node, "keys") and names[0] in node and _has(node[names[0]], names[1:]))
 
 
 def train(folder: Path, words: Sequence[str], dies_after: float | None = None) -> bool:
