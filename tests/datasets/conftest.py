@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from serl_client import Feature, Spec
@@ -10,22 +11,21 @@ from serl_client import Feature, Spec
 from serl_launcher.datasets import shards
 from serl_launcher.datasets.reader import Dataset
 from tests.shared.common import STATE
-from tests.shared.servers import ServerThread
 
 from .exporting import CAMERA, PROPOSED
 from .lerobots import KINDS, MAKE
 
 
 @pytest.fixture
-def seen():
-    """A Spec with a camera and an extra column."""
-    observation = {STATE: Feature((4,)), CAMERA: Feature((64, 64, 3), "uint8")}
-    return Spec(observation, Feature((2,), low=-1, high=1), fps=10.0, extras=PROPOSED)
+def blind():
+    """A Spec with an extra column."""
+    return Spec({STATE: Feature((4,))}, Feature((2,), low=-1, high=1), fps=10.0, extras=PROPOSED)
 
 
 @pytest.fixture
-def blind():
-    return Spec({STATE: Feature((4,))}, Feature((2,), low=-1, high=1), fps=10.0, extras=PROPOSED)
+def seen(blind):
+    """The same with a camera."""
+    return replace(blind, observation={**blind.observation, CAMERA: Feature((64, 64, 3), "uint8")})
 
 
 @pytest.fixture
@@ -40,18 +40,15 @@ def quiet(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def serving(tmp_path):
+def serving(serve):
     """serving(capacity) -> the server of a run folder, in a thread."""
-    servers = []
 
-    def serve(capacity=1000):
-        servers.append(ServerThread(tmp_path / "run", {"demo": capacity}))
-        servers[-1].capacity = capacity
-        return servers[-1]
+    def serving(capacity=1000):
+        server = serve(capacities={"demo": capacity})
+        server.capacity = capacity
+        return server
 
-    yield serve
-    for server in servers:
-        server.close()
+    return serving
 
 
 @pytest.fixture(scope="session")

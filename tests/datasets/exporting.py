@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from serl_client import Feature, Segment, Stamp
+from serl_client import Feature, Outcome, Segment, Stamp
 from serl_client import messages as m
 
 from serl_launcher.datasets import shards
@@ -20,6 +20,11 @@ from tests.shared.common import STATE
 CAMERA = "observation.images.cam_high"
 PROPOSED = {"policy_action": Feature((2,))}
 needs_lerobot = pytest.mark.skipif(bool(shards.missing()), reason="needs the extra `data`")
+
+
+def writes_shards(test):
+    """LeRobot takes seconds."""
+    return pytest.mark.slow(needs_lerobot(test))
 
 
 def segment(spec, episode, start=0, steps=6, ends="terminated", phase="practise", directive=1, weights=3):
@@ -75,6 +80,11 @@ class Run:
             done += 1
         return done
 
+    def judge(self, name, success, **more):
+        """What an operator says of an episode, and then all that is due."""
+        self.add(Outcome(name, success, judged_by="operator", **more))
+        return self.work()
+
     def shards(self, source="online"):
         return sorted(p.name for p in (self.folder / "datasets" / source).iterdir())
 
@@ -89,6 +99,14 @@ class Run:
         manifest = self.manifest(name)
         manifest["episodes"][0] |= entry
         (self.folder / "datasets/online" / name / MANIFEST).write_text(json.dumps(manifest))
+
+
+def exported(folder, spec):
+    """A Run with one shard of two episodes, 000001-000002."""
+    run = Run(folder, spec)
+    run.episodes("e0", "e1")
+    run.work()
+    return run
 
 
 class Silent:

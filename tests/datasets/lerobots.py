@@ -2,7 +2,6 @@
 
 CAMERA = "observation.images.front"
 
-
 MAKE = """
 import json, os, sys
 from pathlib import Path
@@ -54,7 +53,6 @@ for name, options in json.loads(sys.argv[2]).items():
         except (RuntimeError, ImportError) as error:
             print(name, error)
 """
-
 
 KINDS = {
     "low": {"lengths": [12, 1, 30, 7]},

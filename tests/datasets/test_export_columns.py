@@ -17,13 +17,12 @@ from serl_launcher.datasets.reader import Dataset
 from serl_launcher.training.plan import Plan, Source
 from tests.shared.common import STATE
 
-from .exporting import CAMERA, Run, needs_lerobot, segment
+from .exporting import CAMERA, Run, exported, needs_lerobot, segment, writes_shards
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-@pytest.mark.slow
-@needs_lerobot
+@writes_shards
 def test_an_episodes_images_are_never_in_memory_at_once(tmp_path, seen, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("all images of an episode were asked for")
@@ -49,8 +48,7 @@ def test_a_sink_gets_every_closed_episode_with_its_final_observation(tmp_path, b
     assert (rows[STATE].shape, rows["action"].shape, rows["terminated"].tolist()) == ((6, 4), (5, 2), [0, 0, 0, 0, 1])
 
 
-@pytest.mark.slow
-@needs_lerobot
+@writes_shards
 @pytest.mark.parametrize(
     ("error", "asked"), [(OSError(28, "No space left on device"), 2), (ValueError("no such codec"), 1)]
 )
@@ -68,8 +66,7 @@ def test_what_cannot_be_recorded_is_exported(tmp_path, blind, caplog, error, ask
     assert run.shards() == ["000001-000002"]
 
 
-@pytest.mark.slow
-@needs_lerobot
+@writes_shards
 def test_every_kind_of_feature_comes_back_from_a_shard(tmp_path):
     """What LeRobot has no column for gets another name or shape there."""
     spec = Spec(
@@ -100,19 +97,9 @@ def test_every_kind_of_feature_comes_back_from_a_shard(tmp_path):
             assert np.array_equal(after.extras[name], before.extras[name])
 
 
-# -- what is missing
-
-
 def config(sources="archived", episodes=10, record="none"):
     words = {"export": {"sources": sources, "episodes": episodes}, "record": record, "live": None}
     return OmegaConf.create(words)
-
-
-def test_what_is_recorded_is_what_the_config_says():
-    assert not export.recorded(config())
-    assert export.recorded(config(record="eval"))
-    with pytest.raises(ConfigError, match="record=some: say eval, all, none"):
-        export.recorded(config(record="some"))
 
 
 def test_without_lerobot_an_archive_is_refused_and_everything_else_goes_on(monkeypatch, caplog):
@@ -127,7 +114,11 @@ def test_without_lerobot_an_archive_is_refused_and_everything_else_goes_on(monke
     assert caplog.text.count("export: ") == 1
 
 
-def test_what_is_exported_is_what_the_config_says(monkeypatch):
+def test_what_is_recorded_and_what_is_exported_is_what_the_config_says(monkeypatch):
+    assert not export.recorded(config())
+    assert export.recorded(config(record="eval"))
+    with pytest.raises(ConfigError, match="record=some: say eval, all, none"):
+        export.recorded(config(record="some"))
     monkeypatch.setattr(shards, "missing", list)
     plan = Plan({"online": Source(100, "lerobot"), "demo": Source(100)}, {}, {})
     assert export.wanted(config(), plan) == ["online"]
@@ -146,26 +137,14 @@ def test_the_export_loads_no_torch_before_there_is_something_to_write():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-@needs_lerobot
-def test_the_thread_that_encodes_videos_keeps_its_ordinary_priority(tmp_path, seen):
-    run = Run(tmp_path, seen)
-    run.episodes("e0", "e1")
-    run.work()
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "SVT-AV1 takes real-time priority where it runs as root"
-
-
-@pytest.mark.slow
-@needs_lerobot
+@writes_shards
 def test_where_torchcodec_finds_no_ffmpeg_images_are_stored_as_they_are(tmp_path, seen, monkeypatch, caplog):
     (tmp_path / "lacks/torchcodec").mkdir(parents=True)
     (tmp_path / "lacks/torchcodec/__init__.py").write_text("raise RuntimeError('Could not load libtorchcodec')\n")
     monkeypatch.syspath_prepend(tmp_path / "lacks")
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchcodec"]:
         monkeypatch.delitem(sys.modules, name)
-    run = Run(tmp_path, seen)
-    run.episodes("e0", "e1")
-    run.work()
+    run = exported(tmp_path, seen)
     assert caplog.text.count("apt-get install ffmpeg") == 1
     assert "no video can be written and read here" in caplog.text
     dataset, _ = run.opened("000001-000002")
@@ -176,12 +155,10 @@ def test_where_torchcodec_finds_no_ffmpeg_images_are_stored_as_they_are(tmp_path
     }  # fmt: skip
 
 
-@needs_lerobot
-@pytest.mark.slow
-def test_lerobots_viewer_saves_a_shard(tmp_path, seen):
-    run = Run(tmp_path, seen)
-    run.episodes("e0", "e1")
-    run.work()
+@writes_shards
+def test_lerobots_viewer_saves_a_shard_and_the_thread_that_encoded_its_video_keeps_its_priority(tmp_path, seen):
+    exported(tmp_path, seen)
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "SVT-AV1 takes real-time priority where it runs as root"
     shard = tmp_path / "datasets/online/000001-000002"
     viewer = Path(sys.executable).with_name("lerobot-dataset-viz")
     done = subprocess.run(

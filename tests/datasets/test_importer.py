@@ -1,26 +1,22 @@
 """Bringing a LeRobot dataset into a store: once, in whole episodes, also when the importer is killed."""
 
-import contextlib
-import sqlite3
 import subprocess
 import sys
 import threading
-from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
-from serl_client.client import TrainerClient
 from serl_client.episode import Outcome
 from serl_client.errors import ConfigError
 from serl_client.spec import Feature, Spec
 
+from serl_launcher.datasets.export import export_run
 from serl_launcher.datasets.reader import Dataset, Episode
 from serl_launcher.store.store import DATASET, Store
 from tests.shared import oracle
 from tests.shared.clients import connected
 from tests.shared.common import PATIENCE, STATE, TRAIN, until
-from tests.shared.programs import Programs
+from tests.shared.programs import Programs, facts
 
 from .exporting import bring, catalog
 
@@ -29,12 +25,13 @@ pytestmark = pytest.mark.slow  # lerobot's writer, in a process of its own
 
 
 @pytest.fixture
-def client(tmp_path):
+def client(join):
     """client(server, spec) -> a connected TrainerClient."""
-    with contextlib.ExitStack() as opened:
-        yield lambda server, spec: connected(opened.enter_context(
-            TrainerClient(server.address, actor="arm", spec=spec, outbox=tmp_path / "outbox", capacity=1 << 20)
-        ))  # fmt: skip
+    return lambda server, spec: connected(join(server, spec=spec, told=False))
+
+
+def steps(run_dir):
+    return sum(facts(run_dir).episodes.values())
 
 
 def assert_there_once(run_dir, dataset):
@@ -140,9 +137,6 @@ def test_its_outcomes_come_with_it_and_a_relabelled_episode_is_not_brought_again
     assert [(episode.id, episode.discard) for episode in after] == [(there[0].id, 1), (there[1].id, 0)]
 
 
-# -- killed
-
-
 IMPORT = """
 import sys
 from pathlib import Path
@@ -174,17 +168,6 @@ def test_after_kill_9_of_the_importer_nothing_is_doubled(serving, made):
     assert catalog(server.run_dir) == there
 
 
-def steps(run_dir):
-    path = run_dir / "store/index.sqlite"
-    if not path.exists():
-        return 0
-    with closing(sqlite3.connect(path, timeout=10)) as index:
-        return index.execute("SELECT sum(steps) FROM episodes").fetchone()[0] or 0
-
-
-# -- a whole run
-
-
 def test_a_killed_importer_is_started_again_and_the_policy_is_trained(tmp_path, made):
     """The learner's program on a dataset alone: one phase of imitation, which no actor takes part in."""
     run_dir = tmp_path / "run"
@@ -214,18 +197,7 @@ def test_a_dataset_that_is_not_there_ends_the_program_with_a_sentence(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# -- our own shards
-
-
-EXPORT = """
-import sys, warnings
-from pathlib import Path
-warnings.simplefilter("ignore")
-from serl_launcher.datasets.export import export_run
-print(*export_run(Path(sys.argv[1]), 10, ["online"]), sep="\\n")
-"""
-
-
+@pytest.mark.usefixtures("quiet")
 def test_what_a_run_exported_is_the_same_in_another_run(tmp_path, serving, spec, make_segment):
     """Spec, steps, rewards, ends and outcomes; but the final observation of an episode that was truncated is not."""
     store = Store.create(tmp_path / "first/store", spec, {"online": 1000})
@@ -240,9 +212,7 @@ def test_what_a_run_exported_is_the_same_in_another_run(tmp_path, serving, spec,
         store.stage("session", seq, record)
     store.commit()
     store.close()
-    done = subprocess.run([sys.executable, "-c", EXPORT, tmp_path / "first"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    shard = Dataset(Path(done.stdout.splitlines()[-1]))
+    shard = Dataset(*export_run(tmp_path / "first", 10, ["online"]))
     assert shard.spec() == spec
     server = serving()
     bring(server, shard.folder)
