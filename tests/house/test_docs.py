@@ -46,33 +46,18 @@ RUN = re.compile(r"(?:\./start\.sh|\S+/run_(?:learner|actor)\w*\.sh)( .*)?")
 ITS_OWN = {"task=my_robot", "task=my_dobot"}  # docs/robots.md brings the yaml itself
 
 
-def said_to_runs(page):
-    """The words of each run that a page starts."""
-    found = [shlex.split(match[1] or "") for each in readme.read(page) if (match := RUN.fullmatch(each.text))]
-    return [words for words in found if not ITS_OWN & {*words}]
-
-
-def checked(words, folder):
-    """What is wrong with the plan of these words; empty when nothing is."""
-    try:
-        plan_of(composed(CONFIG, ["learner=true", "task=sim_arm", *words, f"run_dir={folder}"]))
-    except ConfigError as error:
-        return f"{shlex.join(words)}: {error}"
-    return ""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_each_run_of_a_page_has_a_plan_that_holds(document, tmp_path):
-    assert [wrong for words in said_to_runs(document) if (wrong := checked(words, tmp_path))] == []
-
-
-def test_the_test_above_reads_blocks_and_lines_and_sees_a_wrong_word(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("`./start.sh plan=sft` and\n```bash\nx/run_actor.sh ip=a \\\n  'name=b c' # d\n./start.sh\n```\n")
-    assert said_to_runs(page) == [["plan=sft"], ["ip=a", "name=b c"], []]
-    assert "sead" in checked(["sead=1"], tmp_path)
-    assert "sfft" in checked(["plan=sfft"], tmp_path)
+    wrong = []
+    for run in filter(None, (RUN.fullmatch(command.text) for command in readme.read(document))):
+        words = shlex.split(run[1] or "")
+        try:
+            if not ITS_OWN & {*words}:
+                plan_of(composed(CONFIG, ["learner=true", "task=sim_arm", *words, f"run_dir={tmp_path}"]))
+        except ConfigError as error:
+            wrong.append(f"{run[0]}: {error}")
+    assert wrong == []
 
 
 def test_the_robot_of_the_page_on_robots_moves_within_its_limits_after_somebody_has_said_ready(tmp_path, monkeypatch):
@@ -114,10 +99,7 @@ def test_the_dobot_arm_of_that_page_is_checked_as_a_reader_would_against_a_simul
     assert failed <= {"rate"}, capfd.readouterr().out  # which a busy machine may miss
 
 
-def test_a_page_that_readers_need_is_one_click_from_the_first():
-    linked = set(re.findall(r"\(docs/([\w-]+\.md)\)", (ROOT / "README.md").read_text()))
-    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")}
-
-
-def test_the_first_page_is_short():
-    assert len((ROOT / "README.md").read_text().split()) <= 1200
+def test_the_first_page_is_short_and_every_other_one_is_one_click_from_it():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 1200
+    assert set(re.findall(r"\(docs/([\w-]+\.md)\)", text)) == {path.name for path in (ROOT / "docs").glob("*.md")}

@@ -169,15 +169,6 @@ def test_each_unsafe_way_is_seen(code):
     assert list(unsafe(CLIENT / "messages.py", ast.parse(code)))
 
 
-@pytest.mark.parametrize(
-    "code",
-    ["torch.load(path, weights_only=True)", "np.load(path)", "yaml.load(text, Loader=yaml.SafeLoader)",
-     "yaml.safe_load(text)", "subprocess.run([a, b])", "getattr(error, 'strerror', None)", "re.compile(text)"],
-)  # fmt: skip
-def test_what_is_safe_is_let_through(code):
-    assert not list(unsafe(CLIENT / "messages.py", ast.parse(code)))
-
-
 PLANTED = """
 import os, pickle, sqlite3, subprocess, sys, zipfile
 from serl_client import messages, wire

@@ -1,5 +1,5 @@
-"""Everything that config/ offers, and each word that a page names, goes the way of a run: composed, checked, built,
-every update of the algorithm, actions, published weights, an evaluation, and a resumed trainer.
+"""Everything that config/ offers, each word that a page names and each script of an experiment goes the way of a run:
+composed, checked, built, every update of the algorithm, actions, published weights, an evaluation, a resumed trainer.
 
 The choices are found by glob, so that a new yaml is tried too. What goes with one (`policy=flow`) the first line of its
 yaml says. A server, an actor and a trainer run in this process as their programs run them.
@@ -10,9 +10,11 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -65,21 +67,15 @@ SEEN = Spec(
 
 
 @cache
-def made(*words: str, folder: Path = CONFIG) -> DictConfig:
+def made(*words: str) -> DictConfig:
     """The config of these words, composed once; nobody changes it."""
-    return composed(folder, words)
+    return composed(CONFIG, words)
 
 
-def head(group: str, name: str, folder: Path = CONFIG) -> str:
-    """What the comment at the beginning of a yaml says."""
-    lines = (folder / group / f"{name}.yaml").read_text().splitlines()
-    return " ".join(line.lstrip("# ") for line in lines[: next(i for i, line in enumerate(lines) if line[:1] != "#")])
-
-
-def words_of(group: str, name: str, folder: Path = CONFIG) -> list[str]:
+def words_of(group: str, name: str) -> list[str]:
     """The words with which a person chooses this yaml, and what its head says goes with it: of each group the first."""
-    words = [f"{group}={name}"]
-    for word in CHOICE.findall(head(group, name, folder)):
+    words, lines = [f"{group}={name}"], (CONFIG / group / f"{name}.yaml").read_text().splitlines()
+    for word in CHOICE.findall("\n".join(takewhile(lambda line: line.startswith("#"), lines))):
         if word.partition("=")[0] not in {known.partition("=")[0] for known in words}:
             words.append(word)
     return words + {"task=gym": ["task.env_id=Pendulum-v1"], "task=atari": ["algo.cameras=[all]"]}.get(words[0], [])
@@ -114,9 +110,9 @@ for run in sorted(RUNS, key=RUNS.__getitem__):  # and one all of whose yamls are
         del RUNS[run]
 
 
-def small(words: list[str], folder: Path = CONFIG) -> list[str]:
+def small(words: list[str]) -> list[str]:
     """The words, and those that make networks and episodes small, and end each phase of the plan early."""
-    said, config = [*SMALL, *words], made(*words, folder=folder)
+    said, config = [*SMALL, *words], made(*words)
     if "gemma" in config.policy:
         tiny = made("policy=pi0_tiny").policy
         said += [f"policy.{name}={_word(tiny[name])}" for name in PI0]
@@ -160,20 +156,20 @@ def _short(config: DictConfig) -> Iterator[str]:
 # -- the way of a run
 
 
-def goes_its_way(run_dir: Path, words: list[str], folder: Path = CONFIG) -> None:
+def goes_its_way(run_dir: Path, words: list[str]) -> None:
     """A run of these words from its demonstrations to its evaluation, and another start that goes on from there."""
-    is_missing = demo_is_missing(made(*words, folder=folder).plan)
-    words = small(words, folder)
+    is_missing = demo_is_missing(made(*words).plan)
+    words = small(words)
     if is_missing:
         others = [word for word in words if not word.startswith("plan")]
-        start(run_dir, small([*others, "plan=collect"], folder), folder)
-    config = start(run_dir, words, folder)
+        start(run_dir, small([*others, "plan=collect"]))
+    config = start(run_dir, words)
     plan, updates = plan_of(config), done(run_dir)["updates"]
     learning = [phase for phase in plan.phases.values() if phase.updates]
     assert updates >= sum(2 * len(phase.updates) for phase in learning)
     assert list((run_dir / "weights").glob("*.safetensors"))
     more = [f"phase={learning[-1].name}"] if learning else []
-    start(run_dir, [*words, *more], folder, acts=False)
+    start(run_dir, [*words, *more], acts=False)
     assert done(run_dir)["updates"] >= updates + 2 * len(learning[-1].updates if learning else ())
 
 
@@ -241,14 +237,12 @@ def counted(batch: Batch) -> Batch:
     return replace(batch, valid=torch.ones_like(batch.valid), weight=torch.ones_like(batch.weight), length=whole)
 
 
-def checked(words: list[str], spec: Spec, folder: Path = CONFIG) -> None:
-    """Compose, check the memory, build, make every update and an action: as a trainer and an actor begin."""
-    check(composed(folder, ["learner=true", *small(words, folder)]), spec)
-
-
-def check(config: DictConfig, spec: Spec) -> None:
-    """Do what `checked` does with a composed config."""
-    spec, config.ranks = with_extras(spec, config.extras), launcher.ranks_of(config)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in OFFERED["network"] if f"{name}_tiny" in OFFERED["network"]])
+def test_a_network_as_large_as_in_its_paper_learns_and_acts(name):
+    """As a trainer and an actor begin; small, it goes all of the way in test_algorithms."""
+    config = composed(CONFIG, ["learner=true", *small(["algo=sft", "policy=chunk", f"network={name}"])])
+    spec, config.ranks = with_extras(SEEN, config.extras), launcher.ranks_of(config)
     training.check_memory(config, spec, "cpu", 1)
     algorithm = training.build(config, spec)
     plan_of(config, set(algorithm.windows))
@@ -264,13 +258,6 @@ def check(config: DictConfig, spec: Spec) -> None:
         answer = host.answer([Question(b"", m.InferenceRequest(0, 0, True, explores, "", observation))])[0]
         assert np.isfinite(answer.arrays["action"]).all()
         assert answer.arrays["action"].shape[-1:] == spec.action.shape
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in OFFERED["network"] if f"{name}_tiny" in OFFERED["network"]])
-def test_a_network_as_large_as_in_its_paper_learns_and_acts(name):
-    """Small, it goes all of the way in test_algorithms."""
-    checked(["algo=sft", "policy=chunk", f"network={name}"], SEEN)
 
 
 # -- words of the pages
@@ -327,23 +314,36 @@ def test_every_word_that_a_page_names_is_taken(word):
     pytest.fail(complaints[0])
 
 
-# -- the tests above see what is wrong
+# -- scripts of experiments
 
 
-@pytest.mark.slow
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("experiments/*/run_*.sh"))
+
+
+@pytest.fixture(scope="module")
+def script_words(tmp_path_factory):
+    """script_words(script) -> those with which it starts examples/train.py."""
+    root = tmp_path_factory.mktemp("copy")
+    shutil.copytree(EXAMPLES, root / "examples", ignore=shutil.ignore_patterns(".venv"))
+    python = root / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+
+    def script_words(script):
+        answer = subprocess.run(["bash", script], cwd=root / "examples", capture_output=True, text=True, check=True)
+        program, *words = answer.stdout.splitlines()
+        assert program == "examples/train.py"
+        return words
+
+    return script_words
+
+
 @pytest.mark.parametrize(
-    ("group", "name", "line", "complaint"),
-    [
-        ("algo", "sac", "  discont: 0.9\n", "discont"),
-        ("policy", "flow", "horizons: 3\n", "horizons"),
-        ("plan", "collect", "    updates: [updat]\n    data: {demo: 1.0}\n", "updat"),
-        ("policy", "flow", "horizon: none\n", "none|str|int"),
-    ],
+    "script", [pytest.param(each, marks=[pytest.mark.slow] * bool(i % 6)) for i, each in enumerate(SCRIPTS)]
 )
-def test_a_yaml_made_wrong_on_purpose_is_found(tmp_path, group, name, line, complaint):
-    folder = Path(shutil.copytree(CONFIG, tmp_path / "config"))
-    file = folder / group / f"{name}.yaml"
-    old = re.compile(rf"^{line.partition(':')[0]}:.*\n", re.MULTILINE)
-    file.write_text(old.sub("", file.read_text()) + line)
-    with pytest.raises((ConfigError, TypeError, AttributeError), match=complaint):
-        checked([f"{group}={name}", *words_of(group, name)[1:]], SEEN, folder)
+def test_a_scripts_words_make_a_run(script, script_words):
+    side, *words = script_words(script)
+    assert side == ("learner=true" if "run_learner" in script else "actor=true")
+    assert plan_of(composed(CONFIG, words)).phases

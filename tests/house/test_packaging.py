@@ -53,21 +53,13 @@ def modules(requirements):
     return {MODULES.get(name, name) for name in names(requirements)}
 
 
-def imported_alone(*allowed):
-    command = [sys.executable, "-c", IMPORT_ALONE, "serl_client", *allowed]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
 def test_the_client_imports_its_four_dependencies_and_nothing_else():
     allowed = modules(CLIENT["dependencies"])
     assert allowed == {"numpy", "msgpack", "zmq", "xxhash"}
-    done = imported_alone(*allowed)
+    command = [sys.executable, "-c", IMPORT_ALONE, "serl_client", *allowed]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == allowed, "a dependency that nothing imports"
-
-
-def test_the_test_above_would_see_a_fifth_dependency():
-    assert re.search(r"serl_client\.\w+ imports zmq", imported_alone("numpy", "msgpack", "xxhash").stderr)
 
 
 def test_a_base_install_lists_nothing_heavy():
@@ -76,7 +68,6 @@ def test_a_base_install_lists_nothing_heavy():
 
 @pytest.mark.parametrize("package", ["", "packages/serl_client"])
 def test_each_package_names_its_licence_and_brings_the_text(package):
-    """Nobody may use a package without a licence."""
     metadata = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]
     assert metadata["license"] == "Apache-2.0"
     (name,) = metadata["license-files"]
@@ -119,14 +110,6 @@ def test_what_tests_keep_of_compositions_is_what_hydra_makes(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_plan_may_choose_its_algorithm_and_a_word_still_wins(tmp_path):
-    assert composed(CONFIG, ["task=fake"]).run_dir == "runs/fake"
-    words = ["learner=true", f"run_dir={tmp_path}", "plan=hiors"]
-    assert composed(CONFIG, words).remembered == ["algo=rejection", "policy=flow"]
-    assert composed(CONFIG, [*words, "algo=sft"]).remembered == ["algo=sft", "policy=flow"]
-
-
-@pytest.mark.slow
 def test_a_run_remembers_the_parts_that_it_reads_and_refuses_words_about_others(tmp_path):
     words = ["learner=true", f"run_dir={tmp_path}"]
     begun = composed(CONFIG, [*words, "policy=chunk", "algo=sft", "head=mip", "head.t_star=0.8"])
@@ -145,7 +128,11 @@ def test_a_run_remembers_the_parts_that_it_reads_and_refuses_words_about_others(
 
 
 @pytest.mark.slow
-def test_an_algorithm_chooses_its_policy_also_in_a_plan_and_the_same_words_go_on(tmp_path):
+def test_a_plan_chooses_its_algorithm_and_that_its_policy_and_a_word_still_wins_and_the_same_words_go_on(tmp_path):
+    assert composed(CONFIG, ["task=fake"]).run_dir == "runs/fake"
+    new = ["learner=true", f"run_dir={tmp_path}/new", "plan=hiors"]
+    assert composed(CONFIG, new).remembered == ["algo=rejection", "policy=flow"]
+    assert composed(CONFIG, [*new, "algo=sft"]).remembered == ["algo=sft", "policy=flow"]
     assert composed(CONFIG, ["algo=rejection"]).remembered == ["algo=rejection", "policy=flow"]
     assert composed(CONFIG, ["algo=sft", "policy=gaussian"]).remembered == ["algo=sft", "policy=gaussian"]
     words = ["learner=true", f"run_dir={tmp_path}", "plan=hiors", "algo=rejection_pixels"]
@@ -173,13 +160,3 @@ def test_a_run_folder_remembers_what_policy_and_algorithm_it_was_begun_with(tmp_
     assert composed(CONFIG, [*words, "plan=hiors"]).policy.horizon == 12
     assert composed(CONFIG, [*words, "policy=gaussian", "algo=sac"]).algo.discount == 0.99  # what is said holds
     assert composed(CONFIG, [*words[:1], f"run_dir={tmp_path}/other"]).algo._target_.endswith("SAC")
-
-
-@pytest.mark.slow
-def test_a_plan_for_another_algorithm_than_the_runs_is_refused(tmp_path):
-    words = ["learner=true", f"run_dir={tmp_path}"]
-    OmegaConf.save(composed(CONFIG, [*words, "algo=sac"]), tmp_path / "config.yaml")
-    with pytest.raises(ConfigError, match=r"made for (algo=rejection|policy=flow), and the run in .* was begun with"):
-        composed(CONFIG, [*words, "plan=hiors"])
-    assert composed(CONFIG, [*words, "plan=hiors", "algo=rejection", "policy=flow"]).policy.horizon
-    assert composed(CONFIG, [*words, "plan=evaluate"]).remembered == ["algo=sac", "policy=gaussian", "critic=mse"]
