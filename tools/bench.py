@@ -16,7 +16,6 @@ import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf.errors import OmegaConfBaseException
@@ -28,20 +27,18 @@ from tests.benches import paired
 BENCHES = ("control", "wire", "ingest", "replay", "update", "weights", "pi0", "page")  # each a file in tests/benches
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """`words`: the command line (sys.argv's)."""
-    words = sys.argv[1:] if words is None else words
+def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("what", choices=BENCHES)
-    what = parser.parse_args(words[:1]).what
+    what = parser.parse_args(sys.argv[1:2]).what
     bench = importlib.import_module(f"tests.benches.{what}")
     parser = argparse.ArgumentParser(f"{parser.prog} {what}", description=bench.__doc__, formatter_class=raw)
     for name, more in bench.OPTIONS.items():
         parser.add_argument(name, **more)
     parser.add_argument("--json", action="store_true", help="print one object")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured (the system's for temporary files)")
-    options = parser.parse_args(words[1:])
+    options = parser.parse_args(sys.argv[2:])
     try:
         with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
             found = bench.measure(Path(folder), options)

@@ -110,7 +110,6 @@ def during(kept: Sequence[Any], spans: Sequence[Span]) -> list[Any]:
 
 
 def beside_plain(state: str, ours: list[Tick], plain: list[Tick], period: float) -> Iterator[Figure]:
-    """Both loops beside each other."""
     late, plain_late = (sum(lasted > LATE * period for _, lasted in ticks) for ticks in (ours, plain))
     share = 100 * late / max(1, len(ours))
     against = f"without a client ({plain_late} of {len(plain)})"

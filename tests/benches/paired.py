@@ -42,15 +42,24 @@ class Figure:
         return value >= float(number) if bound == ">=" else value <= float(number)
 
 
-def rounds(contenders: Mapping[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
-    """What each contender returned in each of `count` rounds; every round begins with another one."""
+def rounds(contenders: Mapping[str, Callable[[], float]], count: int, warm: int = 0) -> dict[str, list[float]]:
+    """What each contender returned in each of `count` rounds, after `warm` that do not count; every round begins with
+    another one."""
     names = list(contenders)
     measured: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(count):
+    for turn in range(-warm, count):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             measured[name].append(contenders[name]())
-    return measured
+    return {name: values[warm:] for name, values in measured.items()}
+
+
+def seconds(call: Callable[[], object], count: int = 1) -> float:
+    """How long a call takes: the mean of `count`."""
+    begin = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - begin) / count
 
 
 def ratio(measured: Mapping[str, Sequence[float]], name: str, against: str) -> float:

@@ -211,8 +211,7 @@ def answers(config: DictConfig, options: argparse.Namespace) -> Iterator[Figure]
         host.warm_up(1 << (rows - 1).bit_length())
         questions = [Question(b"", question(spec, i)) for i in range(rows)]
         calls |= {f"{way}, rows {rows}": partial(answering, chunks, questions) for way, chunks in ways.items()}
-    rounds(calls, WARM)
-    measured = rounds(calls, options.rounds)
+    measured = rounds(calls, options.rounds, WARM)
     yield from of_machine(device, policy.precision, measured)
     for name in list(calls)[2:]:
         p50, p99 = quantiles(measured[name])
@@ -312,8 +311,7 @@ def updates(config: DictConfig, spec: Spec, world: World, options: argparse.Name
 
     precision = algorithm.acting.precision
     calls = {UPDATE: update, PRODUCT: ceilings(device, precision)[PRODUCT]}
-    rounds(calls, WARM)
-    measured = rounds(calls, options.rounds)
+    measured = rounds(calls, options.rounds, WARM)
     ranks.end()
     measured["samples"] = [options.batch / taken for taken in measured[UPDATE]]
     with memory._shapes():

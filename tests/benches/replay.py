@@ -9,9 +9,9 @@ so does another peer: a ring of five numpy arrays.
 import argparse
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,11 @@ from serl_launcher.store.layout import Layout
 from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 
-from .paired import Figure, option, ratio, rounds
+from .paired import Figure, option, ratio, rounds, seconds
 from .served import BODY, SPEC, STATE, Rows
 
 BATCH = 256
+WARM = 3  # rounds until the pages are there
 EPISODE = 48  # steps; shorter ones would store more final observations
 SMALL = Spec({STATE: Feature((8,))}, Feature((7,), low=-np.ones(7), high=np.ones(7)), fps=300.0)
 OPTIONS = {
@@ -55,9 +56,9 @@ def replay(
     window = Window({**dict.fromkeys(spec.observation, (0,)), "action": (0,), "next_observation": (1,)})
     frame = sum(feature.nbytes for feature in spec.observation.values())
     here, there = np.ones((2 * BATCH * frame,), np.uint8), np.empty((2 * BATCH * frame,), np.uint8)
-    ours = timed(lambda: sources.sample(BATCH, window, {"online": 1.0}))
-    copy = timed(lambda: np.copyto(there, here))
-    measured = interleaved({"ours": ours, "a copy": copy}, options.rounds)
+    ours = partial(seconds, lambda: sources.sample(BATCH, window, {"online": 1.0}))
+    copy = partial(seconds, lambda: np.copyto(there, here))
+    measured = rounds({"ours": ours, "a copy": copy}, options.rounds, WARM)
     rate, beside = 2 * BATCH * frame / median(measured["ours"]) / 1e9, ratio(measured, "a copy", "ours")
     yield Figure(f"{BATCH} pairs of {name}", rate, "GB/s", "a copy of the same bytes", beside, goals[0])
     yield Figure(f"bytes written per byte of {name}", stored, "", goal="<= 1.02" if goals[0] else "")
@@ -66,14 +67,9 @@ def replay(
         ("a ring of numpy arrays", ring, steps if goals[2] else 0, goals[2]),
     ):
         if size:  # apart: each leaves other caches to whoever comes next
-            measured = interleaved({"ours": ours, peer: timed(make(spec, size))}, options.rounds)
+            measured = rounds({"ours": ours, peer: partial(seconds, make(spec, size))}, options.rounds, WARM)
             rate, faster = BATCH / median(measured["ours"]), ratio(measured, peer, "ours")
             yield Figure(f"{BATCH} pairs of {name}", rate, "/s", peer, faster, goal)
-
-
-def interleaved(contenders: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
-    rounds(contenders, 3)  # the pages are there
-    return rounds(contenders, count)
 
 
 def fill(folder: Path, spec: Spec, steps: int) -> tuple[float, list[Any]]:
@@ -93,15 +89,6 @@ def fill(folder: Path, spec: Spec, steps: int) -> tuple[float, list[Any]]:
     episodes = store.index.catalog(0, -1)[1]
     store.close()
     return (frames + records + (folder / "index.sqlite").stat().st_size) / frames, episodes
-
-
-def timed(call: Callable[[], Any]) -> Callable[[], float]:
-    def seconds() -> float:
-        begin = perf_counter()
-        call()
-        return perf_counter() - begin
-
-    return seconds
 
 
 def ring(spec: Spec, capacity: int) -> Callable[[], Any]:

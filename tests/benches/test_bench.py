@@ -7,11 +7,15 @@ import sys
 
 import pytest
 
+from serl_launcher.config import composed
+from serl_launcher.training import memory
+from serl_launcher.training.build import build
 from tests.benches import paired
 from tests.benches.paired import Figure, cpu_seconds, ratio, rounds
-from tests.shared.common import TOOLS
+from tests.benches.pi0 import Work, robot
+from tests.shared.common import CONFIG, TOOLS
 from tests.shared.tools import called
-from tools.bench import BENCHES, main
+from tools.bench import BENCHES
 
 
 def test_the_entry_names_every_measurement_and_each_says_what_it_takes():
@@ -128,15 +132,49 @@ def test_a_bench_measures_what_it_says_beside_what_it_says(bench):
     assert all(each.holds for each in figures if each.figure in KEPT)
 
 
-def test_results_become_a_page(tmp_path, capsys):
+def test_results_become_a_page(tmp_path):
     figures = [Figure("bytes that are copied", 0, "B", goal="<= 0"), Figure("rate", 2.0, "Hz", goal=">= 1")]
     result = tmp_path / "result.json"
     result.write_text(json.dumps(paired.result("ingest", figures)))
-    main(["page", str(result), "--out", str(tmp_path / "page.md")])
-    assert capsys.readouterr().out == f"wrote {tmp_path}/page.md\n"
+    assert called("bench", "page", result, "--out", tmp_path / "page.md") == (0, f"wrote {tmp_path}/page.md\n")
     page = (tmp_path / "page.md").read_text()
     assert "## ingest" in page
     assert "| bytes that are copied | 0 B |  |  | <= 0: holds |" in page
     result.write_text("[]")
-    with pytest.raises(SystemExit, match="is not what a bench with figures has printed"):
-        main(["page", str(result)])
+    status, said = called("bench", "page", result)
+    assert (status, "is not what a bench with figures has printed" in said) == (1, True)
+
+
+# -- of PI0: the work is the one published, and the floor follows from it
+@pytest.mark.nightly
+def test_pi0_takes_the_published_flops_without_what_nobody_reads_of_the_last_layer():
+    config = composed(CONFIG, ["algo=rejection", "policy=pi0"])
+    spec = robot(config, 3)
+    with memory._shapes():
+        work = Work.of(build(config, spec).policy, spec)
+    prefix = 816
+    unread = 2 * prefix * (2 * 2048 * 2048 + 3 * 2048 * 16384) + 4 * prefix**2 * 2048
+    assert work.once + 10 * work.step == pytest.approx(4.379e12 - unread, rel=2e-3)
+    assert 10 * work.step == pytest.approx(0.386e12, rel=2e-3)
+    assert work.kept == 2 * 18 * prefix * 256 * 2
+
+
+def test_the_floor_reads_the_weights_once_for_many_rows():
+    work = Work(once=1000, step=10, once_bytes=500, step_bytes=50, kept=7, steps=3)
+    slow_memory, slow_products = (1e30, 1.0), (1.0, 1e30)
+    assert work.floor(*slow_products, rows=3) == pytest.approx(3 * (1000 + 3 * 10))
+    assert work.floor(*slow_memory) == pytest.approx(500 + 3 * (50 + 7))
+    assert work.floor(*slow_memory, rows=3) == pytest.approx(500 + 3 * (50 + 3 * 7))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--policy", "flow"], "--policy flow is no PI0: say pi0, pi0_tiny, pi0_expert or pi0_lora"),
+        (["--policy", "pi0_tiny", "policy.widht=4"], "policy has no key 'widht'; did you mean 'width'?"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_in_one_sentence(words, message):
+    status, said = called("bench", "pi0", *words)
+    assert (status, said.count("\n"), said.startswith("error: ")) == (1, 1, True)
+    assert message in said

@@ -9,9 +9,9 @@ scales actions, refuses no gradient and shows nothing.
 import argparse
 import copy
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,7 @@ from serl_launcher.utils.distributed import World
 from serl_launcher.utils.optim import kernels
 from tests.shared.common import CONFIG
 
-from .paired import Figure, option, ratio, rounds
+from .paired import Figure, option, ratio, rounds, seconds
 from .replay import SMALL, STATE
 
 OPTIONS = {
@@ -49,11 +49,10 @@ def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
         each = [getattr(algorithm, update) for update in config.updates]
         theirs = [getattr(minimal, update) for update in config.updates]
         contenders = {
-            "ours": lambda each=each, batch=batch: seconds(each, [batch], options.updates),
-            "minimal": lambda theirs=theirs: seconds(theirs, [], options.updates),
+            "ours": partial(seconds, partial(in_turn, each, batch), options.updates),
+            "minimal": partial(seconds, partial(in_turn, theirs), options.updates),
         }
-        rounds(contenders, 2)
-        measured = rounds(contenders, options.rounds)
+        measured = rounds(contenders, options.rounds, 2)
         value, beside = 1e3 * median(measured["ours"]), ratio(measured, "ours", "minimal")
         yield Figure(
             f"{name}, an update with a batch of {config.batch_size}", value, "ms", "a minimal loop", beside, "<= 1.1"
@@ -73,24 +72,18 @@ def publishing(folder: Path, megabytes: int, count: int) -> Figure:
 
     def ours() -> float:
         tensors["layer.0.weight"].add_(1)  # other weights than before are written
-        taken = seconds([publisher.begin], [0], 1)
+        taken = seconds(lambda: publisher.begin(0))
         publisher.finish()
         return taken
 
-    contenders = {"ours": ours, "copy": lambda: seconds([target.copy_], [source], 1)}
-    rounds(contenders, 2)
-    measured = rounds(contenders, count)
+    measured = rounds({"ours": ours, "copy": partial(seconds, lambda: target.copy_(source))}, count, 2)
     value, beside = 1e3 * median(measured["ours"]), ratio(measured, "ours", "copy")
     return Figure(f"publishing {megabytes} MB: training stands still", value, "ms", "one copy", beside, "<= 1.5")
 
 
-def seconds(updates: list[Any], arguments: list[Any], count: int) -> float:
-    """Return the time of one turn of the updates."""
-    begin = perf_counter()
-    for _ in range(count):
-        for update in updates:
-            update(*arguments)
-    return (perf_counter() - begin) / count
+def in_turn(updates: list[Any], *arguments: Any) -> None:
+    for update in updates:
+        update(*arguments)
 
 
 def filled(count: int, algorithm: Any) -> Batch:

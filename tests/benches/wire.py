@@ -28,7 +28,7 @@ from serl_client.wire import Buffer
 from tests.shared.common import free_port
 from tools.keys import locked, make
 
-from .paired import Figure, cpu_seconds, option, quantiles, ratio, rounds
+from .paired import Figure, cpu_seconds, option, quantiles, ratio, rounds, seconds
 from .peers import ASKED, CHUNK, PEERS, RAW, Call, Peer
 from .served import PATIENCE_S, SPEC, Child, Served
 
@@ -116,13 +116,10 @@ def round_trips(
 
         def measure(name: str) -> float:
             call, process_id = found[name]
-            spent, seconds = -cpu_seconds(os.getpid(), process_id), []
-            for _ in range(calls):
-                begin = time.perf_counter()
-                call()
-                seconds.append(time.perf_counter() - begin)
+            spent = -cpu_seconds(os.getpid(), process_id)
+            lasted = [seconds(call) for _ in range(calls)]
             cpu[name] += (spent + cpu_seconds(os.getpid(), process_id)) / (calls * count)
-            times[name].append(quantiles(seconds))
+            times[name].append(quantiles(lasted))
             return times[name][-1][0]
 
         p50 = rounds({name: partial(measure, name) for name in found}, count)
@@ -145,13 +142,8 @@ def round_trips(
 def coding() -> Iterator[Figure]:
     """What encoding and decoding the observation takes, and what of it encoding copies."""
     ask = m.InferenceRequest(1, 0, False, False, "bench", ASKED)
-    times = []
-    for _ in range(2000):
-        begin = time.perf_counter()
-        m.decode(m.encode(ask))
-        times.append(time.perf_counter() - begin)
-    frames = m.encode(ask)
-    yield Figure("encode + decode of the observation", median(times) * 1e6, "us", goal="<= 10")
+    took, frames = median(seconds(lambda: m.decode(m.encode(ask))) for _ in range(2000)), m.encode(ask)
+    yield Figure("encode + decode of the observation", took * 1e6, "us", goal="<= 10")
     yield Figure("bytes of it that encoding copies", copied(ask, frames[1:]), "B", goal="<= 0")
     yield Figure(
         "bytes of it that are joined to one frame for the socket", len(wire.joined(frames)[1]), "B", goal="<= 0"
