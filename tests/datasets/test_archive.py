@@ -20,9 +20,7 @@ from tests.shared.clients import connected, push_all
 from tests.shared.common import PATIENCE, until
 from tests.shared.servers import ServerThread
 
-from .exporting import Run, needs_lerobot, opened, segment
-
-# -- crashes
+from .exporting import Run, opened, segment, writes_shards
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -36,8 +34,7 @@ def die_at(killer):
         setattr(owner, name, killer.wrap(getattr(owner, name)))
 
 
-@pytest.mark.slow
-@needs_lerobot
+@writes_shards
 @pytest.mark.parametrize("exchange", [True, False])
 def test_kill_at_every_step_leaves_only_whole_shards_and_a_repeat_doubles_nothing(
     tmp_path, blind, monkeypatch, exchange, killer_at
@@ -73,14 +70,10 @@ def test_kill_at_every_step_leaves_only_whole_shards_and_a_repeat_doubles_nothin
     assert outcomes == [[1, -1], [1, -1]]
 
 
-# -- the archive
-
-
 @pytest.mark.slow
 def test_an_archived_source_lets_nothing_go_before_it_is_exported(tmp_path, blind):
     run = Run(tmp_path, blind, capacity=100, archived=["online"])
-    for i in range(10):
-        run.episodes(f"e{i}", steps=10)
+    run.episodes(*(f"e{i}" for i in range(10)), steps=10)
     with pytest.raises(Full, match=r"source online is full, and its episode e0 waits for its export"):
         run.episodes("e10", steps=10)
     assert (run.seq, run.store.sources["online"].tail) == (10, 0)
@@ -88,8 +81,7 @@ def test_an_archived_source_lets_nothing_go_before_it_is_exported(tmp_path, blin
     run.store.archive([1, 2])
     run.store.close()
     run.store = Store(tmp_path / "store", ["online"])  # it is durable
-    for i in range(10, 12):
-        run.episodes(f"e{i}", steps=10)
+    run.episodes("e10", "e11", steps=10)
     with pytest.raises(Full, match="e2 waits"):
         run.episodes("e12", steps=10)
     run.store.archive(range(1, 100))
@@ -138,8 +130,7 @@ def test_an_episode_that_never_ends_waits_for_the_export_of_its_parts(tmp_path, 
         run.add(segment(blind, "endless", start=180, steps=10, ends=""))
 
 
-@pytest.mark.slow
-@needs_lerobot
+@writes_shards
 def test_what_comes_of_an_archived_episode_after_an_operator_closed_it_leaves_in_a_shard_of_its_own(tmp_path, blind):
     """A dead link, a label, the export of 4 steps, the link is back: 36 more must not leave unexported."""
     run = Run(tmp_path, blind, capacity=100, archived=["online"], count=1)
@@ -151,8 +142,7 @@ def test_what_comes_of_an_archived_episode_after_an_operator_closed_it_leaves_in
     run.store.archive(run.exporter.settled)
     for start in (4, 16, 28):
         run.add(segment(blind, "e0", start=start, steps=12, ends="terminated" if start == 28 else ""))
-    for i in range(1, 7):
-        run.episodes(f"e{i}", steps=10)
+    run.episodes(*(f"e{i}" for i in range(1, 7)), steps=10)
     with pytest.raises(Full, match=r"its episode e0\.part2 waits for its export"):
         run.episodes("e7", steps=10)
     run.work(rest=True)
@@ -193,6 +183,18 @@ def test_whatever_waits_for_the_export_is_due_there(tmp_path, blind):
     assert run.exporter._due("online", [1, 2], False) == [1, 2]
 
 
+def test_what_may_leave_the_store_is_told_once(tmp_path, blind):
+    run = Run(tmp_path, blind)
+    run.episodes("e0", "e1")
+    run.add(Outcome("e0", None, discard=True))
+    run.hear()
+    assert run.exporter.settled == [1]
+    run.exporter.told()
+    run.add(Outcome("e1", None, discard=True))
+    run.hear()
+    assert run.exporter.settled == [2]
+
+
 EXPORT = """
 import sys
 from pathlib import Path
@@ -217,8 +219,7 @@ def exporting(server):
         process.wait()
 
 
-@pytest.mark.slow
-@needs_lerobot
+@writes_shards
 def test_actors_keep_what_a_full_archived_source_does_not_take_until_the_export_catches_up(tmp_path, blind):
     """The export is a process that comes late and is killed; nothing is lost, doubled or out of order."""
     server, names = ServerThread(tmp_path / "run", {"online": 120}, archived=["online"]), [f"e{i}" for i in range(30)]

@@ -18,7 +18,7 @@ from serl_launcher.store.store import Store
 from tests.shared.common import STATE, TOOLS
 from tests.shared.tools import called
 
-from .exporting import Run, needs_lerobot, opened, segment
+from .exporting import Run, opened, segment, writes_shards
 from .lerobots import CAMERA
 
 AGE = "age.front"
@@ -182,8 +182,7 @@ def test_the_program_says_what_is_wrong_by_its_exit_status(tmp_path):
 # -- datasets of LeRobot's writer
 
 
-@pytest.mark.slow
-@needs_lerobot
+@writes_shards
 def test_faults_of_a_dataset_are_found(made):
     assert not inspect(made["first"].folder, 10).wrong
     found = inspect(made["faulty"].folder, 10).found
@@ -201,8 +200,7 @@ def merge(*words):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@needs_lerobot
-@pytest.mark.slow
+@writes_shards
 @pytest.mark.usefixtures("quiet")
 def test_a_merged_dataset_has_every_frame_and_lerobot_opens_it(made, tmp_path):
     out, shards = tmp_path / "merged", [made["first"], made["second"]]
@@ -221,8 +219,7 @@ def test_a_merged_dataset_has_every_frame_and_lerobot_opens_it(made, tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
-@needs_lerobot
-@pytest.mark.slow
+@writes_shards
 def test_what_cannot_be_merged_is_said_and_nothing_is_left(made, tmp_path):
     first = made["first"].folder
     other = shutil.copytree(first, tmp_path / "other")

@@ -16,13 +16,11 @@ from serl_launcher.datasets.exporter import Exporter
 from serl_launcher.store.layout import published
 from tests.shared.common import STATE, TOOLS
 
-from .exporting import CAMERA, Run, Silent, needs_lerobot, segment
+from .exporting import CAMERA, Run, Silent, exported, needs_lerobot, segment
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.slow, needs_lerobot]
 
 
-@pytest.mark.slow
-@needs_lerobot
 def test_lerobot_opens_every_shard_while_the_run_goes_on_and_its_numbers_are_the_stores(tmp_path, seen):
     run = Run(tmp_path, seen)
     names = ["e0", "e1", "e2", "e3"]
@@ -59,8 +57,6 @@ def test_lerobot_opens_every_shard_while_the_run_goes_on_and_its_numbers_are_the
     assert manifest["images"]["lossy"] == (manifest["images"]["stored_as"] == "video")
 
 
-@pytest.mark.slow
-@needs_lerobot
 def test_episodes_of_two_actors_and_of_two_phases_are_kept_apart(tmp_path, blind):
     run = Run(tmp_path, blind)
     run.store.hello("other", "outbox2", "B", [])
@@ -83,17 +79,12 @@ def test_episodes_of_two_actors_and_of_two_phases_are_kept_apart(tmp_path, blind
     assert [phases[online["phase"][0]], phases[demo["phase"][0]]] == ["practise", "demonstrate"]
 
 
-@pytest.mark.slow
-@needs_lerobot
 def test_what_a_shard_holds_stays_there_until_an_operator_discards_it(tmp_path, blind):
     """The learner, which sets an episode aside, may be wrong, and the store may have lost it meanwhile."""
-    run = Run(tmp_path, blind)
-    run.episodes("e0", "e1")
-    run.work()
+    run = exported(tmp_path, blind)
     run.store.set_aside("e0", "an update with it has no finite gradient")
     run.work()
-    run.add(Outcome("e1", True, judged_by="operator"))
-    run.work()
+    run.judge("e1", True)
     dataset, table = run.opened("000001-000002")
     assert (dataset.num_episodes, set(table["outcome"][6:].tolist())) == (2, {1})
     run.store.hello("operator", "outbox2", "B", [])  # from elsewhere, as one who has looked at it
@@ -103,8 +94,6 @@ def test_what_a_shard_holds_stays_there_until_an_operator_discards_it(tmp_path, 
     assert run.opened("000001-000002")[0].num_episodes == 1
 
 
-@pytest.mark.slow
-@needs_lerobot
 def test_an_outcome_after_the_export_makes_the_next_version_at_once(tmp_path, blind, caplog):
     run = Run(tmp_path, blind)
     run.episodes("e0", "e1", ends="truncated")
@@ -112,8 +101,7 @@ def test_an_outcome_after_the_export_makes_the_next_version_at_once(tmp_path, bl
     run.work()
     before, table = run.opened("000001-000002")
     assert (table["next.terminated"].sum(), np.flatnonzero(table["next.truncated"]).tolist()) == (0, [5, 11])
-    run.add(Outcome("e1", False, judged_by="operator"))
-    run.work()
+    run.judge("e1", False)
     _, table = run.opened("000001-000002")
     assert table["outcome"].reshape(2, 6)[:, 0].tolist() == [1, 0]
     rewards = np.stack([segment(blind, name, ends="truncated").reward for name in ("e0", "e1")])
@@ -124,30 +112,24 @@ def test_an_outcome_after_the_export_makes_the_next_version_at_once(tmp_path, bl
     assert len(before.hf_dataset.with_format("arrow")[:]) == 12, "who has the old one open keeps it"
     assert run.manifest("000001-000002")["version"] == 2
     assert run.manifest("000001-000002")["episodes"][1]["judged_by"] == "operator"
-    run.add(Outcome("e0", True, discard=True, judged_by="operator"))
-    run.work()
+    run.judge("e0", True, discard=True)
     dataset, table = run.opened("000001-000002")
     assert (dataset.num_episodes, set(table["outcome"].tolist())) == (1, {0})
     os.rename(dataset.root, tmp_path / "away")
-    run.add(Outcome("e1", True, judged_by="operator"))
-    run.work()
+    run.judge("e1", True)
     assert "what was judged anew stays as it was" in caplog.text
     os.rename(tmp_path / "away", dataset.root)
-    run.add(Outcome("e1", False, judged_by="operator"))
-    run.work()
+    run.judge("e1", False)
     assert [e["id"] for e in run.manifest("000001-000002")["left_out"]] == ["e0"]
     run.exporter = run.started()
     assert run.work() == 0, "another life finds nothing to do"
-    run.add(Outcome("e1", None, discard=True, judged_by="operator"))
-    run.work()
+    run.judge("e1", None, discard=True)
     assert run.shards() == [], "LeRobot knows no dataset without episodes"
     run.add(Outcome("e0", True, judged_by="operator"), Outcome("e1", True, judged_by="operator"))
     run.work()
     assert run.opened("000001-000002")[0].num_episodes == 2
 
 
-@pytest.mark.slow
-@needs_lerobot
 def test_a_relabel_reaches_an_episode_that_the_store_holds_no_more(tmp_path, seen):
     run = Run(tmp_path, seen, capacity=100, archived=["online"], count=2)
     run.episodes("e0", "e1", steps=10)
@@ -167,21 +149,16 @@ def test_a_relabel_reaches_an_episode_that_the_store_holds_no_more(tmp_path, see
     assert np.array_equal(table["next.reward"].reshape(-1), [*stored[:-1], np.float32(1.0)])
     assert np.abs((dataset[5][CAMERA].numpy() * 255) - 150).max() <= 20
     assert run.manifest("000001-000002")["images"]["encodings"] in (0, 2)
-    run.add(Outcome("e0", None, judged_by="operator"))
-    run.work()
+    run.judge("e0", None)
     assert np.array_equal(run.opened("000001-000002")[1]["next.reward"].reshape(-1), stored), "the word is taken back"
 
 
-@pytest.mark.slow
-@needs_lerobot
 @pytest.mark.parametrize(
     ("field", "value"), [("steps", 4), ("terminated", False), ("truncated", True), ("final", False)]
 )
 def test_a_shard_is_remade_when_it_does_not_hold_what_the_store_does(tmp_path, blind, field, value):
     """As after a run whose episodes could go on once they were in a shard."""
-    run = Run(tmp_path, blind)
-    run.episodes("e0", "e1")
-    run.work()
+    run = exported(tmp_path, blind)
     run.forge("000001-000002", **{field: value})
     run.exporter = run.started()
     run.hear()
@@ -194,12 +171,8 @@ def test_a_shard_is_remade_when_it_does_not_hold_what_the_store_does(tmp_path, b
     assert run.work() == 0
 
 
-@pytest.mark.slow
-@needs_lerobot
 def test_steps_that_a_shard_lacked_are_exported_although_somebody_took_it_away(tmp_path, blind):
-    run = Run(tmp_path, blind)
-    run.episodes("e0", "e1")
-    run.work()
+    run = exported(tmp_path, blind)
     run.forge("000001-000002", steps=4)
     run.exporter = run.started()
     os.rename(tmp_path / "datasets/online/000001-000002", tmp_path / "away")
@@ -207,8 +180,6 @@ def test_steps_that_a_shard_lacked_are_exported_although_somebody_took_it_away(t
     assert [entry["steps"] for entry in run.manifest("000001-000001")["episodes"]] == [6]
 
 
-@pytest.mark.slow
-@needs_lerobot
 def test_a_folder_that_is_not_ours_is_left_alone_and_blocks_nothing(tmp_path, blind, caplog):
     """As lerobot-dataset-viz leaves one that was asked for a shard which is not there."""
     run = Run(tmp_path, blind)
@@ -227,8 +198,6 @@ def test_a_folder_that_is_not_ours_is_left_alone_and_blocks_nothing(tmp_path, bl
     assert [path.name for path in export_run(tmp_path, 10)] == ["000001-000002~"]
 
 
-@pytest.mark.slow
-@needs_lerobot
 def test_an_episode_that_leaves_the_store_while_its_images_are_read_is_taken_from_its_shard(
     tmp_path, seen, monkeypatch
 ):
@@ -257,8 +226,6 @@ def test_an_episode_that_leaves_the_store_while_its_images_are_read_is_taken_fro
     assert np.array_equal(table["action"][:10].astype(np.float32), segment(seen, "e0", steps=10).action)
 
 
-@pytest.mark.slow
-@needs_lerobot
 def test_the_export_keeps_of_a_long_history_what_the_store_holds_and_corrects_the_rest(tmp_path, blind):
     run = Run(tmp_path, blind, capacity=100)
     for i in range(24):
@@ -270,15 +237,12 @@ def test_the_export_keeps_of_a_long_history_what_the_store_holds_and_corrects_th
     alive = {number for number in range(1, 25) if 10 * (number - 1) >= run.store.sources["online"].tail}
     assert set(run.exporter.episodes) == alive
     assert set(run.exporter.settled) <= alive
-    run.add(Outcome("e0", True, judged_by="operator"))
-    assert run.work() == 1
+    assert run.judge("e0", True) == 1
     entries = run.manifest("000001-000002")["episodes"]
     assert [(e["id"], e["steps"], e["success"]) for e in entries] == [("e0", 10, True), ("e1", 10, None)]
     assert set(run.exporter.episodes) == alive, "what was corrected is forgotten again"
 
 
-@pytest.mark.slow
-@needs_lerobot
 def test_the_end_of_a_run_says_how_far_the_export_is_and_how_to_go_on(tmp_path, blind, caplog, monkeypatch):
     monkeypatch.setattr(exporter, "TELL_S", 0.0)
     caplog.set_level("INFO", "serl_launcher.datasets")
@@ -296,30 +260,12 @@ def test_the_end_of_a_run_says_how_far_the_export_is_and_how_to_go_on(tmp_path, 
     ]  # fmt: skip
 
 
-def test_what_may_leave_the_store_is_told_once(tmp_path, blind):
-    run = Run(tmp_path, blind)
-    run.episodes("e0", "e1")
-    run.add(Outcome("e0", None, discard=True))
-    run.hear()
-    assert run.exporter.settled == [1]
-    run.exporter.told()
-    run.add(Outcome("e1", None, discard=True))
-    run.hear()
-    assert run.exporter.settled == [2]
-
-
-@pytest.mark.slow
-@needs_lerobot
 def test_shards_of_another_run_are_not_touched(tmp_path, blind):
-    run = Run(tmp_path, blind)
-    run.episodes("e0", "e1")
-    run.work()
+    exported(tmp_path, blind)
     with pytest.raises(ConfigError, match="not of this one: move"):
         Exporter(tmp_path, "f" * 32, blind, {"online": 400}, ["online"], 2)
 
 
-@pytest.mark.slow
-@needs_lerobot
 def test_a_shard_that_differs_from_the_store_is_never_put_in_place(tmp_path, blind, monkeypatch, caplog):
     run = Run(tmp_path, blind)
     write = shards.write
@@ -340,8 +286,6 @@ def test_a_shard_that_differs_from_the_store_is_never_put_in_place(tmp_path, bli
     assert run.shards() == []
 
 
-@pytest.mark.slow
-@needs_lerobot
 def test_a_stopped_run_is_exported_by_hand(tmp_path, blind):
     run = Run(tmp_path, blind)
     run.episodes("e0", "e1", "e2")
