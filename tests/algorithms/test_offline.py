@@ -282,8 +282,7 @@ def test_without_the_conservative_loss_it_is_soft_actor_critic():
         assert metrics[0].keys() - metrics[1].keys() == {"conservative_loss"}
     for name in ("critic", "target_critic", "policy"):
         one, other = (weights(getattr(each, name)) for each in (ours, theirs))
-        for key, value in one.items():
-            torch.testing.assert_close(value, other[key], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 def test_only_what_is_calibrated_asks_for_returns_and_with_the_algorithms_discount():

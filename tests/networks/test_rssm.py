@@ -66,11 +66,7 @@ def test_variables_are_drawn_as_often_as_they_are_likely_and_have_the_gradient_o
 
 
 def test_free_nats_count_for_each_row_after_the_sum_over_its_variables():
-    far, near, even = (
-        torch.tensor([[0.97, 0.03]]).log(),
-        torch.tensor([[0.6, 0.4]]).log(),
-        torch.full((1, 2), 0.5).log(),
-    )
+    far, near, even = torch.tensor([[0.97, 0.03], [0.6, 0.4], [0.5, 0.5]]).log()
     posterior = torch.stack([far.expand(4, 2), near.expand(4, 2)]).requires_grad_()
     prior = even.expand(2, 4, 2).clone().requires_grad_()
     exact = 0.97 * math.log(0.97 / 0.5) + 0.03 * math.log(0.03 / 0.5)
@@ -99,9 +95,8 @@ def test_a_number_is_what_its_two_bins_say(scalar, value):
     logits = torch.full((255,), -1e9)
     logits[below], logits[below + 1] = (1 - share).log().clamp(min=-1e9), share.log().clamp(min=-1e9)
     torch.testing.assert_close(scalar.mean(logits).item(), value, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        scalar.loss(logits, torch.tensor(value)), -((1 - share).xlogy(1 - share) + share.xlogy(share))
-    )
+    entropy = -((1 - share).xlogy(1 - share) + share.xlogy(share))
+    torch.testing.assert_close(scalar.loss(logits, torch.tensor(value)), entropy)
 
 
 def test_bins_share_a_number_by_nearness_and_the_outermost_keep_what_is_beyond(scalar):
@@ -128,9 +123,8 @@ def test_actions_are_of_a_bounded_normal():
     torch.testing.assert_close(policy.log_density(described, action), reference.log_prob(action).sum(-1))
     torch.testing.assert_close(policy.entropy(described), reference.entropy().sum(-1))
     wider = torch.distributions.Normal(mean, (std**2 + 0.09).sqrt())
-    torch.testing.assert_close(
-        policy.log_density(policy.widened(described, 0.3), action), wider.log_prob(action).sum(-1)
-    )
+    found = policy.log_density(policy.widened(described, 0.3), action)
+    torch.testing.assert_close(found, wider.log_prob(action).sum(-1))
 
 
 def test_a_choice_is_drawn_as_often_as_it_is_likely_and_none_is_impossible():

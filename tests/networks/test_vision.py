@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from serl_launcher.networks.augment import Augment, augmentation, coloured, shifted
 from serl_launcher.networks.mlp import StateEncoder
-from serl_launcher.networks.vision import ImageTrunk, ObservationEncoder
+from serl_launcher.networks.vision import ObservationEncoder
 from tests.shared.models import STATE, act, batch, config_of, now, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,12 +97,6 @@ def test_a_robot_that_only_sees_needs_no_states():
 def test_what_cannot_be_encoded_is_refused_with_what_to_say(cameras, options, text):
     with pytest.raises(ConfigError, match=text):
         ObservationEncoder(robot(cameras=cameras), **options)
-
-
-@pytest.mark.parametrize(("shape", "size"), [((64, 64, 3), 4 * 4 * 16), ((50, 33, 1), 4 * 3 * 16)])
-def test_a_trunk_takes_images_of_any_shape_and_says_how_much_it_makes_of_them(shape, size):
-    trunk = ImageTrunk(shape, [8, 8, 16, 16])
-    assert trunk(torch.zeros(2, *shape, dtype=torch.uint8)).shape == (2, trunk.size) == (2, size)
 
 
 # -- augmentation

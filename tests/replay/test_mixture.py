@@ -160,9 +160,8 @@ def test_a_discard_and_a_verdict_look_at_no_steps_but_their_episodes_and_the_new
     for i in range(500):
         made.stage("A", made.expected("A"), make_segment(f"e{i}", 1, 0, 10, ends="terminated"))
         if i >= 450:
-            made.stage(
-                "A", made.expected("A"), Outcome(f"e{i - 300}", bool(i % 2), discard=i % 3 == 0, judged_by="operator")
-            )
+            word = Outcome(f"e{i - 300}", bool(i % 2), discard=i % 3 == 0, judged_by="operator")
+            made.stage("A", made.expected("A"), word)
         made.commit()
         if i >= 449:
             looked.clear()
@@ -278,10 +277,7 @@ def test_no_window_starts_where_the_robot_stays_still_and_no_row_is_lost(push, s
 @pytest.mark.parametrize(
     ("idle_filter", "named"),
     [
-        (
-            IdleFilter(0.1, "observation.joints"),
-            r"idle_filter.column='observation.joints': .*'action', 'observation.state'",
-        ),
+        (IdleFilter(0.1, "observation.joints"), rf"idle_filter.column='observation.joints': .*'action', '{STATE}'"),
         (IdleFilter(0.1, STATE, (0, 8)), r"idle_filter.entries=\[0, 8\]: observation.state has the entries 0 to 7"),
         (IdleFilter(0.1, "action", ()), r"idle_filter.entries=\[\]: action has the entries 0 to 1"),
     ],

@@ -144,14 +144,12 @@ def test_steps_that_are_overwritten_while_the_reader_takes_them_in_are_not_drawn
     assert drawn.steps.min() >= reader.tail > 50
 
 
-def test_what_is_overwritten_while_observations_are_read_is_left_out(push, whole, reader, make_segment):
+def test_what_is_overwritten_while_observations_are_read_is_left_out(whole, reader):
     whole((1, 2), 50)
     reader = reader()
     reader.refresh()
     assert reader.observed(STATE, None).shape == (100, 8)
-    push(
-        "A", *(make_segment(f"later{i}", 9, 0, n, ends="terminated") for i, n in enumerate((50, 50, 25)))
-    )  # over all of e0
+    whole(range(3, 8), 25, key=9)  # over all of the first
     assert reader.observed(STATE, None)[:, 0].tolist() == [2.0] * 50
     assert reader.observed(STATE, np.array([0, 50]))[:, 0].tolist() == [2.0]
 

@@ -132,11 +132,8 @@ def test_a_phase_without_data_says_so_and_leaves_that_behind(tmp_path, serve, li
 def test_the_pace_is_kept_over_a_restart(live, connect, server):
     """Steps from before the start pay for nothing, each one after it for one update, also while the trainer is dead."""
     tolerance = 40  # what is owed never exceeds it
-    plan = plan_of(
-        practise=phase(
-            start_when="online.steps >= 40", pace={"updates_per_step": 1, "tolerance": tolerance}, until="operator"
-        )
-    )
+    pace = {"updates_per_step": 1, "tolerance": tolerance}
+    plan = plan_of(practise=phase(start_when="online.steps >= 40", pace=pace, until="operator"))
     first = live(server, plan, dies_after=tolerance + STEPS).begin()
     until(lambda: first.updates == tolerance)
     client = connect(server)
@@ -181,11 +178,8 @@ def test_an_operators_command_is_carried_out_once_over_all_restarts(server, live
 
 
 def commands(run_dir):
-    opened = Store(run_dir / "store")
-    try:
+    with closing(Store(run_dir / "store")) as opened:
         return opened.index.commands(0)
-    finally:
-        opened.close()
 
 
 def test_an_evaluation_by_other_weights_than_the_trained_ones_ends_the_run(tmp_path, spec):

@@ -290,9 +290,8 @@ class Run(Programs):
 
 @pytest.fixture
 def run(tmp_path):
-    made = Run(tmp_path)
-    yield made
-    made.end()
+    with Run(tmp_path) as made:
+        yield made
 
 
 WORDS = [

@@ -11,9 +11,9 @@ from serl_client.errors import RetakeError
 from serl_launcher.store.store import Store
 from serl_launcher.training import learner, tracing
 from serl_launcher.training.tracing import Tracer
-from serl_launcher.types import Batch
 from tests.shared.common import STATE
-from tests.shared.data import changed, make_episode
+from tests.shared.data import changed, make_episode, tiny_spec
+from tests.shared.models import batch
 from tests.shared.tools import called
 
 from .life import LEARNING, finite, found, plan_of
@@ -77,13 +77,8 @@ class Ranks:
 
 def batch_of(state, reward):
     """A batch of single steps; each step is of the episode with its number."""
-    rows = len(state)
-    flags = torch.ones(rows, 1, dtype=torch.bool)
-    return Batch(
-        {STATE: state[:, None]}, torch.zeros(rows, 1, 2), reward[:, None], flags, ~flags, ~flags, ~flags,
-        torch.ones(rows, dtype=torch.int64), torch.ones(rows), torch.arange(rows), torch.arange(rows),
-        task=("",) * rows,
-    )  # fmt: skip
+    seen = {STATE: state[:, None]}
+    return batch(tiny_spec(), len(state), observation=seen, reward=reward[:, None], next_observation=None)
 
 
 def traced(is_bad, state, reward):
