@@ -4,17 +4,21 @@ Most cases call examples/train.py in this process; in four a learner is started 
 """
 
 import errno
+import json
 import os
+import re
 import shutil
 import socket
 import sqlite3
 import sys
+from pathlib import Path
 
 import pytest
 import safetensors.numpy
 from omegaconf import OmegaConf
-from serl_client.errors import ConfigError
-from serl_client.outbox import Outbox
+from serl_client import messages as m
+from serl_client.connection import Connection
+from serl_client.errors import ConfigError, Refused
 
 from robot_infra.cameras import gl
 from robot_infra.robots import fake
@@ -22,10 +26,9 @@ from serl_launcher import launcher
 from serl_launcher.config import composed
 from serl_launcher.store import weights
 from serl_launcher.store.store import Store
-from serl_launcher.training.plan_reader import plan_of
-from serl_launcher.utils.checkpoint import Checkpoints
-from tests.shared.common import CONFIG, free_port
-from tests.shared.here import TRAIN, serving
+from tests.shared.common import CONFIG, PATIENCE, free_port
+from tests.shared.here import TRAIN, serving, start
+from tests.shared.programs import Programs
 
 SOURCES = {"demo": 5000, "online": 20_000, "eval": 20_000}  # of the plan quickstart
 
@@ -64,17 +67,15 @@ def main(train, tmp_path):
 
 @pytest.fixture
 def child(tmp_path, capfd):
-    """child(name, *words, local=...) -> what one process of the learner says, which refuses to run; here."""
+    """child(*words) -> what the trainer of these words says, which refuses to run; here."""
 
-    def child(name, *words, local=""):
+    def child(*words):
         config = composed(CONFIG, ["learner=true", f"run_dir={tmp_path}/run", *words])
         config.ranks = launcher.ranks_of(config)
-        if name == "server":
-            launcher.describe_store(config, plan_of(config))
         OmegaConf.save(config, launcher.writable(tmp_path / "run") / "config.yaml", resolve=True)
         capfd.readouterr()
-        assert launcher.child(name, str(tmp_path / "run"), local) == launcher.REFUSED
-        (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith(f"{name}: ")]
+        assert launcher.child("trainer", str(tmp_path / "run"), "") == launcher.REFUSED
+        (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("trainer: ")]
         return said
 
     return child
@@ -115,9 +116,6 @@ def make_store(run_dir, spec):
         ("learner=true max_env_steps=many", ["max_env_steps=many: should be a number, like 20000"]),
         ("learner=true max_env_steps=5", ["plan.sources.online.capacity: should be a whole number >= 100, not 5"]),
         ("learner=true task.verdict.success=lots", ["task.verdict.success=lots: should be a number, like 1.0"]),
-        ("learner=true task.verdict.failure=-inf", ["task.verdict.failure=-inf: a reward is a finite number"]),
-        ("learner=true +task.verdict.sucess=1", ["no verdict is called 'sucess'; did you mean 'success'?"]),
-        ("actor=true task=fake task.env.verdict_by=me", ["task.env.verdict_by=me is unknown; use judge or operator"]),
         ("learner=true host=0.0.0.0", ["0.0.0.0: without keys the learner listens on loopback only", "keys.py make"]),
         ("learner=true port=99999", ["cannot listen on 127.0.0.1:99999", "choose port=..."]),
         ("learner=true port=7777 inference_port=7777", ["both 7777: choose another inference_port=..."]),
@@ -132,7 +130,6 @@ def make_store(run_dir, spec):
         ("actor=true task=fake envs=0", ["envs=0: say a whole number from 1 to 64"]),
         ("actor=true task=fake envs=2 task.env.clock=real", ["envs=2: only simulated robots can be several"]),
         ("actor=true task=fake chunks=asink", ["chunks: no rule is called 'asink'; did you mean 'async'?"]),
-        ("actor=true task=fake task.env.clock=real deadline_s=1", ["deadline_s=1 is longer than one step", "=auto"]),
         ("actor=true task=fake inference=lokal", ["no place is called 'lokal'; did you mean 'local'?"]),
         ("actor=true task=fake task.env.clock=wall", ["clock 'wall' is unknown; use one of real, simulated"]),
         ("actor=true task=fake +task.env.speed=2", ["task.env: got an unexpected keyword argument 'speed'"]),
@@ -219,6 +216,36 @@ def test_a_missing_extra_is_named_before_there_is_a_run_folder(main, monkeypatch
     assert not list(tmp_path.glob("run/*.yaml"))
 
 
+LACKS = ("wandb", "lerobot", "av", "torchcodec", "rerun", "OpenGL")
+PRACTISE = [
+    "task=sim_arm", "task.cameras=auto", "utd=1", "critic.hidden=[32,32]", "policy.hidden=[32,32]", "record=eval",
+    "export.sources=all", 'plan.phases.demonstrate.until=["demo.episodes >= 2"]', "~plan.phases.baseline",
+    "plan.phases.practise.start_when='online.steps >= 20'",
+    'plan.phases.practise.until=["env_steps >= 60 and updates >= 1"]', 'plan.phases.evaluate.until=["episodes >= 2"]',
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_without_wandb_lerobot_rerun_av_gl_and_ffmpeg_ends_well_and_names_each_once(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({LACKS})\n")
+    mine = {name: value for name, value in os.environ.items() if name not in ("WANDB_MODE", "MUJOCO_GL")}
+    mine |= {"PYTHONPATH": str(tmp_path), "PATH": str(Path(sys.executable).parent)}
+    with Programs(tmp_path, mine) as programs:
+        programs.complete(PRACTISE, PRACTISE)
+    said = programs.said().splitlines()
+    for what, how in {
+        "wandb is not installed": "--extra wandb",
+        "no datasets are written, because lerobot, av, torchcodec is not installed": "--extra data",
+        "rerun is not installed": "--extra data",
+        "can draw no camera images": "apt-get install libegl1 libosmesa6",
+    }.items():
+        (sentence,) = [line for line in said if what in line]
+        assert how in sentence
+    assert sum("install" in line for line in said) == 4
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["eval"]["episodes"], summary["env_steps"] >= 60, summary["updates"] > 0) == (2, True, True)
+
+
 @pytest.mark.parametrize("name", ["port", "inference_port", "live"])
 def test_a_port_in_use_is_named(main, name):
     ports = {"port": free_port(), "inference_port": free_port()}
@@ -229,17 +256,10 @@ def test_a_port_in_use_is_named(main, name):
     assert f"Stop it, or choose {name}=..." in said
 
 
-def test_an_outbox_in_use_is_named(main, tmp_path):
-    outbox = Outbox(tmp_path / "run" / "actors" / "left" / "outbox", 1 << 20)
-    said = main("actor=true", "task=fake", "name=left", "run_dir=run")
-    outbox.close()
-    assert f"in use by process {os.getpid()}: stop it, or give this actor" in said
-
-
 @pytest.mark.slow
 def test_what_only_the_trainer_can_check_it_says_before_any_actor_comes(child, programs):
     updates = "plan.phases.practise.updates=[updat]"
-    assert "updates[0]: no update of the algorithm is called 'updat'; did you" in child("trainer", updates)
+    assert "updates[0]: no update of the algorithm is called 'updat'; did you" in child(updates)
     assert programs.status(programs.start("learner", "device=cudda")) == 1
     (said,) = [line for line in programs.said().splitlines() if not line.startswith("[")]
     assert said.startswith("trainer: device=cudda cannot be used: say device=auto, cpu or cuda:0")
@@ -275,25 +295,6 @@ def test_sources_that_do_not_fit_the_disk_are_told_to_learner_and_actor_alike(tr
     assert not {word for word in ("Traceback", "errors.log") if word in programs.said()}
 
 
-def test_a_capacity_is_for_the_life_of_a_run(child, spec, tmp_path):
-    make_store(tmp_path / "run", spec).close()
-    said = child("server", "max_env_steps=500", f"port={free_port()}", local=f"ipc://{tmp_path}/server")
-    assert "'online': 20000" in said
-    assert "'online': 500" in said
-    assert "take the old one, or another run_dir" in said
-
-
-def test_a_checkpoint_of_another_algorithm_is_refused_by_what_differs(child, spec, tmp_path):
-    make_store(tmp_path / "run", spec).close()
-    other = {"algo": {"critic": {"num_critics": 7}}}
-    Checkpoints(tmp_path / "run" / "checkpoints", spec=spec, config=other).stage(1, {})()
-    with serving(composed(CONFIG, ["learner=true", f"run_dir={tmp_path}/run"])) as (local, _):
-        said = child("trainer", local=local)
-    assert "000001 was made with another algorithm" in said
-    assert "algo.critic.num_critics: 2, 7" in said
-    assert "begin anew with another run_dir" in said
-
-
 @pytest.mark.slow
 def test_weights_of_another_algorithm_without_a_checkpoint_are_no_obstacle(programs):
     """A run that was killed before its first checkpoint begins anew, with whatever algorithm it is given."""
@@ -318,7 +319,7 @@ def test_a_disk_that_is_full_is_one_sentence_of_the_process_that_met_it(child, t
 
     monkeypatch.setattr("serl_launcher.training.trainer.main", save)
     sentence = f"No space left on device: make room for {tmp_path}/run, then give the same command again"
-    assert sentence in child("trainer")
+    assert sentence in child()
 
 
 @pytest.mark.parametrize(
@@ -334,3 +335,41 @@ def test_a_server_that_fails_before_it_has_begun_is_started_again_only_if_it_was
     monkeypatch.setattr("serl_launcher.store.server.main", serve)
     assert launcher.child("server", str(tmp_path), f"ipc://{tmp_path}/server") == status
     assert f"server: it failed: {type(error).__name__}: {error}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_start_that_fails_is_one_sentence_on_both_sides_and_its_traceback_is_in_a_file(tmp_path, monkeypatch, capfd):
+    def fail(*_):
+        raise RuntimeError("no such storage\nin two lines")
+
+    monkeypatch.setattr("serl_launcher.training.trainer.check_memory", fail)
+    why = r"trainer: it failed: RuntimeError: no such storage \(where: .*errors\.log\)"
+    with pytest.raises(Refused, match=f"^the learner has ended: {why}$"):
+        start(tmp_path / "run", ["task=fake"])
+    said = capfd.readouterr().err
+    assert len(re.findall(why, said)) == 1
+    assert "Traceback" not in said
+    assert "in two lines" in (tmp_path / "run" / launcher.ERRORS).read_text()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_actors_end_with_a_run_that_never_began_and_wait_for_one_that_did(tmp_path, spec, begun):
+    config = composed(CONFIG, ["learner=true", "task=fake", f"run_dir={tmp_path}"])
+    hello = m.Hello(m.PROTOCOL, "actor", "arm", "e" * 32, "o" * 32, "", spec.to_dict(), [], True)
+    with serving(config) as (local, port), Connection(f"tcp://127.0.0.1:{port}", hello) as actor:
+        actor.hello(PATIENCE)
+        with Connection(local, m.Hello(m.PROTOCOL, "learner", "trainer")) as trainer:
+            if begun:
+                trainer.call(m.Direct({"mode": "idle", "phase": "clone", "into": None}, None), PATIENCE)
+            trainer.call(m.Over("trainer: no memory"), PATIENCE)
+        heard = []
+        while not any(isinstance(message, m.Failed) for message in heard):
+            actor.wait(PATIENCE)
+            heard.append(actor.receive())
+        assert heard[-1] == m.Failed("Refused", "the learner has ended: trainer: no memory", final=not begun)
+        with Connection(f"tcp://127.0.0.1:{port}", hello) as late:
+            if begun:
+                late.hello(PATIENCE)
+            else:
+                with pytest.raises(Refused, match="the learner has ended: trainer: no memory"):
+                    late.hello(PATIENCE)
