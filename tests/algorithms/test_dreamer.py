@@ -16,8 +16,6 @@ SPEC = robot(states=2, actions=2, cameras=())
 SHORT = ("algo.length=7", "algo.imagined=3", "algo.deter=16", "algo.hidden=8", "algo.units=8")
 INDICES = [4, 5, 6, 0, 0, 1, 2, 3]  # an episode that ends after step 6, its final row, and the beginning of another
 FINAL = 3
-
-
 CHOICES = Spec(SPEC.observation, Feature((2,), low=0, high=1, one_hot=True), fps=10.0)
 
 

@@ -25,9 +25,7 @@ def rows(algorithm, update, size=8, *, remaining=20, success=True, **columns):
     window = algorithm.windows[update]
     drawn = batch(SPEC, size, window=window, **columns)
     known = {"episode.remaining": torch.as_tensor(remaining), "episode.success": torch.as_tensor(success)}
-    extras = {
-        name: value.expand(size)[:, None] for name, value in known.items() if name in window.offsets
-    }  # fmt: skip
+    extras = {name: value.expand(size)[:, None] for name, value in known.items() if name in window.offsets}
     return replace(drawn, extras=extras)
 
 

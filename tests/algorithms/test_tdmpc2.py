@@ -109,12 +109,8 @@ def test_only_exploration_adds_noise_to_the_elite_that_the_question_draws():
     assert not torch.equal(decide(algorithm, state)[0].action, decide(algorithm, state, explore=False)[0].action)
     weights, choice = torch.tensor([[0.7, 0.2, 0.1]]), torch.tensor([-3.0, 0.0, 0.6, 1.0, 3.0])
     mppi, prior = MPPI(1, 3, 3, 3, 1, 1.0, 0.1, 1.0), torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1)
-    drawn = [
-        mppi.search(
-            lambda _: weights.log(), torch.zeros(1, 1, 1), prior, torch.zeros(1, 1, 0, 1, 1), each.view(1)
-        ).elite.item()
-        for each in choice
-    ]
+    asked = (lambda _: weights.log()), torch.zeros(1, 1, 1), prior, torch.zeros(1, 1, 0, 1, 1)
+    drawn = [mppi.search(*asked, each.view(1)).elite.item() for each in choice]
     assert drawn == [1, 1, 2, 2, 3]  # the normal numbers' shares are 0.001, 0.5, 0.73, 0.84 and 0.999
 
 

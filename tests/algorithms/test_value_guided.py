@@ -142,10 +142,8 @@ def test_the_best_of_n_acts_and_backs_up():
     best = candidates[value.argmax(0), torch.arange(8)]
     found = algorithm.following_action(drawn, following)
     torch.testing.assert_close(found, best)
-    expected = (
-        drawn.reward @ torch.tensor([1, 0.97])
-        + 0.97**2 * algorithm.target_critic.value(following, best[:, :2]).min(0).values
-    )
+    later = algorithm.target_critic.value(following, best[:, :2]).min(0).values
+    expected = drawn.reward @ torch.tensor([1, 0.97]) + 0.97**2 * later
     torch.testing.assert_close(algorithm.target(drawn), expected.detach())
 
 

@@ -42,12 +42,10 @@ def decide(algorithm, rows=3, carry=None, *, explore=True, seed=3, previous=None
 
 def episodes(algorithm, candidates, values, *, generation=None, length=5, ends="truncated", first_id=0):
     """The rows of whole episodes of these candidates."""
-    window, steps = algorithm.windows["update_controller"], torch.arange(algorithm.episode_steps)
+    window, steps = algorithm.windows["update_controller"], range(algorithm.episode_steps)
     rows = batch(SPEC, len(candidates), window=window, length=length, ends=ends)
     generation = int(algorithm.actor.generation) if generation is None else generation
-    told = torch.stack(
-        [torch.tensor([[generation] * len(steps), [index] * len(steps), steps.tolist()]).T for index in candidates]
-    )
+    told = torch.tensor([[(generation, index, step) for step in steps] for index in candidates])
     extras = {
         CANDIDATE: (told * rows.valid[..., None]).int(), RETURN: torch.tensor(values).float()[:, None],
         REMAINING: torch.full((len(candidates), 1), length - 1),

@@ -46,9 +46,8 @@ def test_no_window_starts_in_an_episode_whose_beginning_was_evicted(push, whole,
     found = sources()
     buffer = found.buffers["online"]
     assert 4 <= buffer.tail < 54, "its beginning is gone, and most of it is there"
-    assert {key for key, _ in starts(found.sample(1000, SEQUENCE, {"online": 1.0}))} == {
-        *range(2 + (buffer.tail - 4) // 10, 19),
-    }  # fmt: skip
+    whole_ones = range(2 + (buffer.tail - 4) // 10, 19)
+    assert {key for key, _ in starts(found.sample(1000, SEQUENCE, {"online": 1.0}))} == {*whole_ones}
 
 
 def test_a_step_has_one_id_in_every_batch_and_no_other_step_has_it(push, sources, make_segment):
