@@ -82,7 +82,6 @@ def cloned(run, config, store, updates):
 
 
 def inputs(run, *words):
-    """(exit status, all that is said) of the tool."""
     return called("inputs", "--run-dir", run, *words)
 
 
