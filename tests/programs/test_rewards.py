@@ -1,11 +1,11 @@
 """A run whose judge is a classifier that was trained on another run's episodes, and answers from a third one."""
 
-import json
 import re
 
 import pytest
 
 from serl_launcher.datasets.export import export_run
+from serl_launcher.utils.logging import read
 from tests.shared.common import PATIENCE, free_port, until
 from tests.shared.here import answering, order, start
 from tests.shared.programs import facts
@@ -28,8 +28,7 @@ def judged(run_dir, address, threshold):
     """The rewards of ten demonstrations by the classifier's judgement."""
     judge = [f"task.judge.address={address}", f"task.judge.threshold={threshold}", "task.judge.stage_reward=0.25"]
     start(run_dir, [*FAKE, *COLLECT, *judge])
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line["return"] for line in lines if line["kind"] == "episode"][:10]
+    return [line["return"] for line in read(run_dir / "metrics.jsonl") if line["kind"] == "episode"][:10]
 
 
 def test_a_classifier_learns_from_one_runs_episodes_and_judges_anothers(tmp_path):
@@ -58,7 +57,5 @@ def test_a_classifier_learns_from_one_runs_episodes_and_judges_anothers(tmp_path
     assert "failures called success" in page
     ((seen, there),) = re.findall(r"recall of stage 1<td>(\d+) of (\d+)", page)
     assert int(seen) > int(there) / 2 > 0
-    assert called("reward", tmp_path) == (
-        1,
-        f"error: no classifier in {tmp_path}: give the run_dir of plan=reward_classifier\n",
-    )
+    sentence = f"error: no classifier in {tmp_path}: give the run_dir of plan=reward_classifier\n"
+    assert called("reward", tmp_path) == (1, sentence)
