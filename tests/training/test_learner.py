@@ -77,6 +77,14 @@ def test_an_update_has_the_batch_that_the_plan_gives_it_also_where_the_checkpoin
 
 
 @pytest.mark.slow
+def test_a_run_that_has_learned_something_is_refused_another_algorithm(server, live):
+    plan = plan_of(**LEARNING)
+    live(server, plan, config={"algo": {"discount": 0.97}}, dies_after=3).run()
+    with pytest.raises(ConfigError, match=r"another algorithm.*algo\.discount: 0\.99, 0\.97"):
+        live(server, plan, config={"algo": {"discount": 0.99}}).run()
+
+
+@pytest.mark.slow
 def test_a_run_that_has_learned_nothing_goes_on_with_another_algorithm(server, live):
     collected = plan_of(demonstrate=phase(updates=(), until="wall_s >= 0.1"))
     live(server, collected, config={"algo": {"discount": 0.97}}, seed=1).run()
