@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -41,6 +42,13 @@ from tests.shared.composing import composes_once  # noqa: E402, F401
 from tests.shared.servers import ServerThread  # noqa: E402
 
 sitecustomize.record_into(VIOLATIONS)  # a worker has loaded it with the file of the process that started it
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Import no file that is slow as a whole where no slow test is wanted: what it imports takes seconds, too."""
+    if "not slow" not in config.option.markexpr or not collection_path.name.startswith("test_"):
+        return None
+    return bool(re.search(r"^pytestmark = .*\bmark\.slow\b", collection_path.read_text(), re.MULTILINE)) or None
 
 
 def pytest_collection_modifyitems(items):

@@ -61,7 +61,7 @@ QUICK = (  # choices and options that are tried in ./test.sh, too
 
 
 def case(*words):
-    is_slow = words[-1].partition("=")[2] not in QUICK
+    is_slow = words[-1].partition("=")[2] not in QUICK or any("pi0" in word for word in words)
     return pytest.param(words, marks=[pytest.mark.slow] * is_slow, id="-".join(words[-2:]))
 
 

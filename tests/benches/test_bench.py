@@ -12,7 +12,6 @@ from serl_launcher.training import memory
 from serl_launcher.training.build import build
 from tests.benches import paired
 from tests.benches.paired import Figure, cpu_seconds, ratio, rounds
-from tests.benches.pi0 import Work, robot
 from tests.shared.common import CONFIG, TOOLS
 from tests.shared.tools import called
 from tools.bench import BENCHES
@@ -145,9 +144,13 @@ def test_results_become_a_page(tmp_path):
     assert (status, "is not what a bench with figures has printed" in said) == (1, True)
 
 
-# -- of PI0: the work is the one published, and the floor follows from it
+# -- of PI0: the work is the one published, and the floor follows from it; its import takes seconds
+
+
 @pytest.mark.nightly
 def test_pi0_takes_the_published_flops_without_what_nobody_reads_of_the_last_layer():
+    from tests.benches.pi0 import Work, robot
+
     config = composed(CONFIG, ["algo=rejection", "policy=pi0"])
     spec = robot(config, 3)
     with memory._shapes():
@@ -159,7 +162,10 @@ def test_pi0_takes_the_published_flops_without_what_nobody_reads_of_the_last_lay
     assert work.kept == 2 * 18 * prefix * 256 * 2
 
 
+@pytest.mark.slow
 def test_the_floor_reads_the_weights_once_for_many_rows():
+    from tests.benches.pi0 import Work
+
     work = Work(once=1000, step=10, once_bytes=500, step_bytes=50, kept=7, steps=3)
     slow_memory, slow_products = (1e30, 1.0), (1.0, 1e30)
     assert work.floor(*slow_products, rows=3) == pytest.approx(3 * (1000 + 3 * 10))

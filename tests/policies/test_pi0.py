@@ -18,7 +18,7 @@ from tests.shared import pi0
 from tests.shared.models import REACH, STATE, now, robot
 from tests.shared.pi0 import LEFT, ROWS, TASKS, TOP, WIDTH, action_of, batch_of, gradients, make, observation_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]  # its import alone takes seconds
 
 
 def point_of(policy):

@@ -14,7 +14,7 @@ from serl_launcher.policies.pi0_checkpoint import load_pretrained
 from tests.shared.models import STATE, assert_same, weights
 from tests.shared.pi0 import LEFT, TEXT, VISION, WIDTH, action_of, make, randomise
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]  # its import alone takes seconds
 
 
 # -- what is saved and sent

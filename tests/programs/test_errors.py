@@ -26,7 +26,7 @@ from serl_launcher import launcher
 from serl_launcher.config import composed
 from serl_launcher.store import weights
 from serl_launcher.store.store import Store
-from tests.shared.common import CONFIG, PATIENCE, free_port
+from tests.shared.common import CONFIG, PATIENCE, own_ports
 from tests.shared.here import TRAIN, serving, start
 from tests.shared.programs import Programs
 
@@ -38,12 +38,12 @@ pytestmark = pytest.mark.usefixtures("same_loggers")
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """train(*words) -> what train.py ends with in this process, in an empty folder; a learner's port is a free one."""
+    """train(*words) -> what train.py ends with in this process, in an empty folder; a learner's ports are free ones."""
     monkeypatch.chdir(tmp_path)
 
     def train(*words):
-        port = [f"port={free_port()}"] * ("learner=true" in words)
-        monkeypatch.setattr(sys, "argv", ["train.py", *port, *words])
+        ports = own_ports() if "learner=true" in words else []
+        monkeypatch.setattr(sys, "argv", ["train.py", *ports, *words])
         with pytest.raises(SystemExit) as ended:
             TRAIN.main()
         return ended.value.code
@@ -248,10 +248,9 @@ def test_a_run_without_wandb_lerobot_rerun_av_gl_and_ffmpeg_ends_well_and_names_
 
 @pytest.mark.parametrize("name", ["port", "inference_port", "live"])
 def test_a_port_in_use_is_named(main, name):
-    ports = {"port": free_port(), "inference_port": free_port()}
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        said = main("learner=true", *(f"{key}={value}" for key, value in {**ports, name: port}.items()))
+        said = main("learner=true", f"{name}={port}")
     assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in said
     assert f"Stop it, or choose {name}=..." in said
 

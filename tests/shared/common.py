@@ -30,6 +30,11 @@ def until(condition, seconds=60.0, *, every=0.02, why="this never happened"):
     return value
 
 
+def own_ports() -> list[str]:
+    """Return the words that give a learner ports on which nobody else listens, such as a user's own learner."""
+    return [f"{name}={free_port()}" for name in ("port", "inference_port")]
+
+
 def free_port() -> int:
     """Return a port of loopback that is free, was not returned before, and belongs to this xdist worker alone."""
     ports = PORTS

@@ -26,7 +26,7 @@ from robot_infra.robots.fake import FakeRobot
 from serl_launcher.config import composed
 from serl_launcher.store.store import Store
 from tests.shared.clients import connected
-from tests.shared.common import free_port
+from tests.shared.common import free_port, own_ports
 from tests.shared.robots import build
 from tests.shared.servers import ServerThread
 from tests.shared.tools import called, typed
@@ -86,7 +86,7 @@ def learner(tmp_path):
 
 @pytest.mark.slow
 def test_both_sides_of_a_run_that_can_start_are_told_so(learner, tmp_path):
-    found, said = all_of("learner", f"run_dir={tmp_path}/run", f"port={free_port()}", f"inference_port={free_port()}")
+    found, said = all_of("learner", f"run_dir={tmp_path}/run", *own_ports())
     assert found.pop("processors") in ("ok", "WARN")
     assert set(found.values()) == {"ok"}, said
     code, found, said = doctor("actor", f"run_dir={tmp_path}/run", f"port={learner}")

@@ -14,7 +14,7 @@ from serl_launcher.config import composed
 from serl_launcher.training import build, trainer
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.utils.distributed import World
-from tests.shared.common import CONFIG, free_port
+from tests.shared.common import CONFIG, own_ports
 from tests.shared.models import batch, config_of, robot
 
 GPUS = 4
@@ -50,7 +50,7 @@ def ranks(monkeypatch, tmp_path_factory):
 
     def ranks(*words):
         started.clear()
-        place = [f"run_dir={tmp_path_factory.mktemp('run')}", f"port={free_port()}", f"inference_port={free_port()}"]
+        place = [f"run_dir={tmp_path_factory.mktemp('run')}", *own_ports()]
         assert launcher.launch(composed(CONFIG, ["learner=true", *place, *words])) == 0
         return started[0]
 
