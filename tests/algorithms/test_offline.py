@@ -97,6 +97,7 @@ def values_after(algorithm, updates):
         return algorithm.state_value({STATE: torch.eye(STATES).unsqueeze(1)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "updates"),
     [pytest.param(KINDS[0], 250, id="scalar"), pytest.param(KINDS[2], 400, id="hl_gauss", marks=pytest.mark.slow)],
@@ -211,6 +212,7 @@ def judged(algorithm, **columns):
     return batch(ARM, window=algorithm.windows["update"], ends="terminated", **{**known, **columns})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calibrated", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_value_of_an_action_that_the_data_lack_sinks_to_their_return_and_no_further(calibrated, monkeypatch):
     """Data and uniform actions go right, the policy goes left. Linear critics have one number for each way."""

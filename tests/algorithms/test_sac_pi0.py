@@ -27,7 +27,7 @@ from serl_launcher.policies.heads.flow import Flow
 from serl_launcher.utils.optim import Optimizer
 from tests.shared.models import CAMERA, REACH, STATE, act, assert_same, batch, config_of, now, robot, weights
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]  # its import alone takes seconds
 
 SPEC = robot()
 HORIZON, JUDGED, STEPS = 6, 4, 3
@@ -177,7 +177,6 @@ def test_a_chunk_beyond_the_bounds_finds_its_way_back():
         assert (policy.network.layers[-1].bias.grad.abs() > 0).all() == passes
 
 
-@pytest.mark.slow
 def test_a_clone_that_climbs_finds_the_better_of_what_it_was_shown():
     """Actions are rewarded by where they go: to the right is better than what the clone does, which is anything."""
     algorithm, generator = build(learning_rate=3e-3, distill_weight=0.1), torch.Generator().manual_seed(0)

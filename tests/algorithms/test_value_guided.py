@@ -150,6 +150,7 @@ def test_the_best_of_n_acts_and_backs_up():
 CHUNKS = [f"algo={name}" for name in ("qc", "dsrl", "expo")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -119,6 +119,7 @@ def assert_whole(server, session, pushed, damaged=()):
     assert played.broken(server.run_dir, played.Promises(expected={session: pushed}, damaged=lost)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "error"), [(WRITE, errno.ENOSPC), (READ, errno.EIO)], ids=["full", "read"])
 def test_a_disk_that_is_full_in_the_middle_of_a_record_or_cannot_be_read_is_told_and_nothing_is_lost(
     server, start, call, error

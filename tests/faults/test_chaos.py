@@ -107,6 +107,7 @@ def kept(played, tmp_path):
 LAST = "(SELECT number FROM episodes ORDER BY number DESC LIMIT 1)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "count", "sentence"),
     [

@@ -340,6 +340,7 @@ def script_words(tmp_path_factory):
     return script_words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script", [pytest.param(each, marks=[pytest.mark.slow] * bool(i % 6)) for i, each in enumerate(SCRIPTS)]
 )

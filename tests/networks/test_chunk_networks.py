@@ -73,6 +73,7 @@ def test_a_row_is_the_same_in_any_batch_and_all_that_it_is_given_matters(name):
 
 
 @each
+@pytest.mark.slow
 def test_derivatives_forward_are_those_that_the_network_says_it_has(name):
     network = made(name, times=2).double()
     chunk, time, condition = (part.double() for part in inputs(network))

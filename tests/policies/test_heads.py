@@ -127,6 +127,7 @@ def test_every_head_learns_to_continue_a_chunk_and_says_whether_it_can_without(n
     assert small(name).continues == ("guided" if name in GUIDED else None)
 
 
+@pytest.mark.slow
 def test_what_a_head_cannot_do_is_said():
     observation = {STATE: STATES[:, 0]}
     with pytest.raises(ConfigError, match="only head=flow has a gradient through its sampler, not MIP"):

@@ -92,6 +92,7 @@ def test_both_arms_move_as_one_with_names_of_their_own(pair, logs):
         logs[side].until(lambda calls, end=end: points(calls)[-1] == pytest.approx(end))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("failing", "other"), [SIDES, SIDES[::-1]])
 @pytest.mark.parametrize("wall", ["collision", "stuck"])
 def test_a_fault_of_one_arm_holds_the_other_until_ready(pair, logs, failing, other, wall):

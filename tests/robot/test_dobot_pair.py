@@ -66,6 +66,7 @@ WAYS = {  # what happens to guard or arms, and what the actor is told
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["kill", "link", "collision", *(pytest.param(way, marks=pytest.mark.slow) for way in ("stop", "cut"))]
 )

@@ -83,6 +83,7 @@ def test_the_scripted_operator_puts_the_object_into_the_box(seeds):
     np.testing.assert_allclose(left, np.tile(HOME[:6], (len(left), 1)), atol=5e-3, err_msg="the other arm rests")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", ["joint_position", "joint_delta", "ee_delta", "ee_delta.right"])
 def test_what_the_operator_does_is_stored_in_the_space_and_leads_through_the_same_episode_again(space):
     with env_of(f"task.env.space={space}", "task.env.noise=0.1") as env:
@@ -110,6 +111,7 @@ def test_what_cannot_be_is_one_sentence(words, said):
         env_of(*words)
 
 
+@pytest.mark.slow
 def test_its_three_cameras_see_the_arms_move():
     if not gl.backend():
         pytest.skip("needs OpenGL: apt-get install libegl1 libosmesa6")

@@ -215,6 +215,7 @@ def test_inference_that_is_not_there_yet_is_no_failure_and_a_port_that_says_noth
     assert_says(network.inference, run, "FAIL", "firewall")
 
 
+@pytest.mark.slow
 def test_keys_that_are_missing_open_to_others_of_another_name_or_revoked(tmp_path):
     folder = tmp_path / "keys"
     with locked(folder, is_new=True):

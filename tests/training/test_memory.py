@@ -32,7 +32,7 @@ from serl_launcher.utils.distributed import World
 from serl_launcher.utils.optim import Optimizer
 from tests.shared.models import CONFIG, STATE, robot
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]  # whole networks are counted
 
 GB = 1e9
 WIDE = ["algo=sft", "policy=flow", "policy.network.hidden=[3000,3000]", "batch_size=2048"]
@@ -105,7 +105,6 @@ def take():
     sys.stdout.write(json.dumps([sorted(imported), peak() - before]))
 
 
-@pytest.mark.slow
 def test_what_is_predicted_is_what_training_takes_and_a_small_policy_is_counted_without_a_compiler():
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}  # what is freed goes back at once: a peak is exact
     done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, cwd=CONFIG.parent, env=env)
@@ -115,7 +114,6 @@ def test_what_is_predicted_is_what_training_takes_and_a_small_policy_is_counted_
     assert need_of(WIDE).total == pytest.approx(taken, rel=0.15)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", [["policy.freeze=[vision,language]"], ["policy.lora=4"]], ids=["expert", "lora"])
 def test_what_is_frozen_is_there_once_and_has_no_gradient(words):
     tiny = ["algo=sft", "policy=pi0_tiny", "batch_size=4"]
@@ -135,14 +133,12 @@ def test_what_is_spread_is_divided_by_the_ranks():
     assert {need.copies for need in (alone, states, gradients, all_of_it)} == {alone.copies}
 
 
-@pytest.mark.slow
 def test_parts_of_a_batch_take_the_memory_of_one():
     whole, parts = need_of(WIDE), need_of([*WIDE, "algo.optimizer.accumulation=8"])
     assert parts.activations < whole.activations / 3
     assert parts.weights == whole.weights
 
 
-@pytest.mark.slow
 def test_the_largest_batch_that_the_plan_names_is_what_has_to_fit():
     def need(option, batch_size):
         words = ["plan=sft", *FLOW, f"plan.phases.clone.updates=[{{update: {option}}}]", f"batch_size={batch_size}"]
@@ -159,14 +155,13 @@ KINDS = (
 )
 WAYS = {"small": memory.SMALL, "large": 0}
 COUNTED = [  # words, robots, way
-    *(pytest.param(words, [NAMED if "imitation_target" in words[-1] else SMALL], way, id=f"{way} {' '.join(words)}",
-                   marks=[pytest.mark.slow] * (way == "large")) for words in OPTIONS for way in WAYS),
+    *(pytest.param(words, [NAMED if "imitation_target" in words[-1] else SMALL], way, id=f"{way} {' '.join(words)}")
+      for words in OPTIONS for way in WAYS),
     *(pytest.param(words, [ONE_ACTION, ONE_NUMBER], way, id=f"{way} one action {' '.join(words)}")
       for words in KINDS for way in WAYS),
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("words", "specs", "way"), COUNTED)
 def test_every_documented_option_and_a_robot_with_one_action_are_counted(words, specs, way, monkeypatch, caplog):
     monkeypatch.setattr(memory, "SMALL", WAYS[way])
@@ -179,7 +174,7 @@ def test_every_documented_option_and_a_robot_with_one_action_are_counted(words, 
 
 @pytest.mark.parametrize(
     "words",
-    [["algo=rlpd"], ["algo=rejection_pixels", "policy=flow_pixels"], pytest.param(TINY, marks=pytest.mark.slow)],
+    [["algo=rlpd"], ["algo=rejection_pixels", "policy=flow_pixels"], TINY],
     ids=" ".join,
 )
 def test_both_ways_to_count_agree(words, monkeypatch):
@@ -220,7 +215,6 @@ def test_an_update_that_is_marked_is_not_run(small, monkeypatch, caplog):
     }
 
 
-@pytest.mark.slow
 def test_nothing_stays_changed_after_counting(monkeypatch):
     monkeypatch.setattr(memory, "SMALL", 0)
     to, limit = torch.nn.Module.to, fake_tensor.CONSTANT_NUMEL_LIMIT
@@ -242,7 +236,6 @@ def on_gpu(monkeypatch):
     return check
 
 
-@pytest.mark.slow
 def test_what_inference_takes_of_a_gpu_is_its_weights_those_it_swaps_in_its_graphs_and_cuda():
     def of(*words):
         return budget.of_acting(lambda: build(composed(CONFIG, ["algo=sft", *words]), SPEC))
@@ -257,7 +250,6 @@ def test_what_inference_takes_of_a_gpu_is_its_weights_those_it_swaps_in_its_grap
     assert whole.total == whole.weights + whole.swapped + whole.graphs + budget.CONTEXT
 
 
-@pytest.mark.slow
 def test_a_rank_on_a_gpu_takes_what_cuda_takes_and_what_it_publishes_and_nccl_where_there_are_several(on_gpu):
     alone, two = on_gpu(FLOW, 30, 30), on_gpu(FLOW, 30, 30, size=2)
     assert alone.context == budget.CONTEXT
@@ -278,7 +270,6 @@ def test_layer_norms_are_given_float32_so_that_autocast_on_a_gpu_keeps_what_was_
     assert set(types) == {torch.float32}
 
 
-@pytest.mark.slow
 def test_what_ranks_send_each_other_is_counted_and_one_large_weight_too():
     def of(way, *words):
         config = composed(CONFIG, [*FLOW, *words, f"sharding={way}", "ranks=1"])
@@ -291,7 +282,6 @@ def test_what_ranks_send_each_other_is_counted_and_one_large_weight_too():
     assert need_of(FLOW).exchanged == 0
 
 
-@pytest.mark.slow
 def test_trainer_and_inference_are_refused_together_where_each_alone_would_fit(on_gpu):
     need = on_gpu(FLOW, 30, 30)
     acting = budget.of_acting(lambda: build(composed(CONFIG, FLOW), SPEC))
@@ -328,7 +318,6 @@ def test_what_is_staged_is_as_large_as_what_is_written(tmp_path):
         budget.check_staging(2_000_000_000, 2_000_000_000)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra `vla`")
 def test_a_full_size_pi0_is_refused_with_what_to_change_before_it_is_built():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -53,6 +53,7 @@ def rerun(tmp_path, *arguments):
     return done.returncode, (tmp_path / "said").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("final", [True, False])
 def test_rerun_accepts_a_recording_and_finds_every_column_and_row_in_it(tmp_path, spec, final):
     rr = pytest.importorskip("rerun", reason="rerun-sdk is not installed (extra data)")
