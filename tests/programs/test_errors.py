@@ -346,7 +346,7 @@ def test_a_start_that_fails_is_one_sentence_on_both_sides_and_its_traceback_is_i
     with pytest.raises(Refused, match=f"^the learner has ended: {why}$"):
         start(tmp_path / "run", ["task=fake"])
     said = capfd.readouterr().err
-    assert len(re.findall(why, said)) == 1
+    assert len(re.findall(f"^{why}$", said, re.MULTILINE)) == 1, "the server says so, too, to who comes later"
     assert "Traceback" not in said
     assert "in two lines" in (tmp_path / "run" / launcher.ERRORS).read_text()
 

@@ -114,9 +114,12 @@ def test_a_full_push_down_stays_above_the_table(env):
     assert metres(step.observation)["tool.z"] > 0.02
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.3])
-def test_the_scripted_operator_picks_up_the_block(noise):
-    env = make(max_steps=60, noise=noise, clock="simulated")
+@pytest.mark.parametrize(
+    ("space", "noise"),
+    [("ee_delta", 0.0), ("ee_delta", 0.3), pytest.param("joint_position", 0.0, marks=pytest.mark.slow)],
+)
+def test_the_scripted_operator_picks_up_the_block(space, noise):
+    env = make(max_steps=60, noise=noise, clock="simulated", space=space)
     last = [play(env, seed, teleop=True)[-1] for seed in range(50)]
     assert sum(bool(step.success) for step in last) >= 48
     for step in last:
