@@ -8,12 +8,12 @@ from contextlib import suppress
 from typing import Any
 
 
-def start(words: Sequence[str], log: Any, **more: Any) -> subprocess.Popen[bytes]:
+def start(words: Sequence[str], log: Any, **more: Any) -> subprocess.Popen[Any]:
     """Start a command that hears nothing and writes all that it says to the file `log`."""
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, **more)
 
 
-def ended(process: subprocess.Popen[bytes], limit: float) -> int | None:
+def ended(process: subprocess.Popen[Any], limit: float) -> int | None:
     """Wait, then kill what its group still has. Returns its status; None if it took more than `limit` seconds."""
     try:
         return process.wait(limit)
@@ -23,7 +23,7 @@ def ended(process: subprocess.Popen[bytes], limit: float) -> int | None:
         kill(process)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[Any]) -> None:
     """End it and what it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.processes import ended, kill, start
@@ -134,7 +135,7 @@ class Reader:
         self.extras = list(BASE)
         self._words = [f"port={port}", f"inference_port={port + 1}"]
         self._log = folder / "reader.log"
-        self._running: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self._running: list[tuple[str, subprocess.Popen[Any]]] = []
 
     def close(self) -> None:
         """End the sides that still run: only where this program is stopped."""
@@ -201,7 +202,7 @@ class Reader:
             text += "".join(f" {word}" for word in [*SHORT, *self._words] if word.partition("=")[0] not in said)
         return text
 
-    def _start(self, text: str) -> subprocess.Popen[bytes]:
+    def _start(self, text: str) -> subprocess.Popen[Any]:
         environment = {**os.environ, "WANDB_MODE": "disabled"}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # with it each process compiles torch anew, for half a minute
         if not self.clean:
@@ -211,7 +212,7 @@ class Reader:
             log.flush()
             return start(["bash", "-c", text], log, cwd=self.folder, env=environment)
 
-    def _ended(self, process: subprocess.Popen[bytes], limit: float) -> str:
+    def _ended(self, process: subprocess.Popen[Any], limit: float) -> str:
         if (status := ended(process, limit)) == 0:
             return ""
         return (f"did not end within {limit:.0f} s" if status is None else f"ended with status {status}") + self._last()

@@ -189,7 +189,7 @@ def test_a_message_has_limits_in_frames_header_and_bytes(monkeypatch):
 
 HELLO, ACK = Hello(messages.PROTOCOL, "viewer", "x"), Ack("e", 7)
 QUESTION = InferenceRequest(0, 1, False, True, "x" * MAX_NAME, {})
-NO_PROTOCOLS = (None, [], [4], [4, 4, 4], ["4", "4"], [True, True], {"4": 4}, 4)
+NO_PROTOCOLS = (None, [], [4], [4, 4, 4], ["4", "4"], [True, 4], [4, True], {"4": 4}, 4)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def die_at(killer):
 
 
 @writes_shards
-@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("exchange", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_kill_at_every_step_leaves_only_whole_shards_and_a_repeat_doubles_nothing(
     tmp_path, blind, monkeypatch, exchange, killer_at
 ):

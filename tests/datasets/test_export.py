@@ -55,6 +55,7 @@ def test_lerobot_opens_every_shard_while_the_run_goes_on_and_its_numbers_are_the
     assert (manifest["run"], manifest["version"]) == (run.store.run, 1)
     assert Spec.from_dict(manifest["spec"]) == seen
     assert manifest["images"]["lossy"] == (manifest["images"]["stored_as"] == "video")
+    assert not list(tmp_path.rglob("images")), "what was encoded is kept once"
 
 
 def test_episodes_of_two_actors_and_of_two_phases_are_kept_apart(tmp_path, blind):

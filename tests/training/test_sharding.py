@@ -301,7 +301,7 @@ WORDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_of_two_ranks_whose_rank_was_killed_says_so_and_goes_on_to_act_with_what_was_trained(run):
     """The actor pulls the weights and checks their hash; the trainer checks the hash of what acted when evaluated."""
     words = [*WORDS, "ranks=2", "sharding=zero2", "inference=local"]
