@@ -36,7 +36,7 @@ from tools.processes import ended, start
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("packages/*/src/**/*.py", "robot_infra/**/*.py", "serl_launcher/**/*.py")
 CPU_S, WALL_S, HANGS_S = 30, 240, 15  # of one fault's tests; a single fast test that takes so much CPU time hangs
-FILES = 8  # test files that run for a fault
+FILES = 16  # test files that run for a fault
 MARKS = "not nightly and not manual and not program"
 NO_TESTS, CONFTEST = 5, "while loading conftest"  # what pytest says: its status; that it could not even begin
 STARTED = "MUTANTS_STARTED"  # the environment's name of the file that gets a line for each test as it starts

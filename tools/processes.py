@@ -1,6 +1,7 @@
-"""Commands in process groups of their own, of which nothing is left in the end."""
+"""Commands in process groups of their own, of which nothing is left in the end, whoever ends it."""
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -9,7 +10,9 @@ from typing import Any
 
 
 def start(words: Sequence[str], log: Any, **more: Any) -> subprocess.Popen[Any]:
-    """Start a command that hears nothing and writes all that it says to the file `log`."""
+    """Start a command that hears nothing, writes what it says to the file `log`, and dies with whoever started it."""
+    if setpriv := shutil.which("setpriv"):
+        words = [setpriv, "--pdeathsig", "KILL", *words]
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, **more)
 
 
