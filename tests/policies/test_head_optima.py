@@ -4,10 +4,12 @@ Networks are functions here, which know what is best; nothing is trained.
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from serl_client import ConfigError
 
 from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.policies.heads.autoregressive import Autoregressive
@@ -277,3 +279,11 @@ def test_an_autoregressive_head_tells_a_joint_from_the_product_of_its_marginals(
     sample = head.sample(joint, normal(seeds(1000), head.noise_shape)).squeeze(-1)
     assert {tuple(row) for row in sample.tolist()} == {(-0.25, 0.75), (0.75, -0.25)}
     assert (sample[:, 0] > 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_diffusion_takes_one_step_to_all_that_it_was_trained_with():
+    made = partial(Diffusion, horizon=1, width=1, train_steps=100, fresh_noise=False, clip=True)
+    assert [made(steps=steps).passes for steps in (1, 100)] == [1, 100]
+    for steps in (0, 101):
+        with pytest.raises(ConfigError, match="say 1 to head"):
+            made(steps=steps)

@@ -1,10 +1,13 @@
 """What one client can cost the others: a server whose turns the test takes by hand, and limits of what is kept."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import zmq
 from serl_client import ConfigError, Feature, Outcome, Segment, Spec, Stamp, wire
 from serl_client import messages as m
+from serl_client.episode import MAX_NAME, MAX_NUMBER
 
 from serl_launcher.store import access, intake, peers, sessions
 from serl_launcher.store import server as module
@@ -204,6 +207,26 @@ def test_all_hellos_of_a_turn_cost_one_commit_and_one_that_says_nothing_new_none
     assert all(turns.got(client, m.Welcome) for client in range(50))
     turns.hello(7)
     assert (sum(commits), len(turns.got(7, m.Welcome))) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        *(({name: "x" * (MAX_NAME + 1)}, "names of at most") for name in ("actor", "session", "outbox")),
+        *(({"earlier": [pair]}, "pairs") for pair in (["b"], ["b", "1"], ["b", True], ["b", 1, 1], "b1", 7)),
+        ({"earlier": [["x" * (MAX_NAME + 1), 1]]}, "each of them once"),
+        ({"earlier": [["a", 1]]}, "besides its own"),
+        ({"earlier": [["b", 1], ["b", 2]]}, "each of them once"),
+        ({"earlier": [[f"b{i}", 1] for i in range(m.MAX_EARLIER + 1)]}, "names at most"),
+        *(({"earlier": [["b", last]]}, "a number from 0 on") for last in (-1, MAX_NUMBER)),
+        ({"actor": "arm\n"}, "printable"),
+    ],
+)  # fmt: skip
+def test_a_hello_that_nobody_may_say_is_one_sentence(change, sentence):
+    hello = m.Hello(m.PROTOCOL, "actor", "arm", "a", "box")
+    peers.check_hello(hello, None, run="")
+    with pytest.raises(m.MessageError, match=sentence):
+        peers.check_hello(replace(hello, **change), None, run="")
 
 
 def test_a_storm_of_hellos_is_told_to_come_again(turns):

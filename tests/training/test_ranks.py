@@ -8,11 +8,12 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from serl_client import ConfigError
 
 from serl_launcher import launcher
 from serl_launcher.config import composed
 from serl_launcher.training import build, trainer
-from serl_launcher.training.ranks import Ranks
+from serl_launcher.training.ranks import Ranks, launch_ranks
 from serl_launcher.utils.distributed import World
 from tests.shared.common import CONFIG, own_ports
 from tests.shared.models import batch, config_of, robot
@@ -66,6 +67,22 @@ def test_small_networks_train_on_one_gpu_and_large_ones_on_all(ranks, monkeypatc
     large = ("algo=sft", "policy=pi0_tiny", "policy.lora=2")
     assert ranks(*large) == GPUS, "frozen weights count, too"
     assert ranks(*large, "device=cpu") == 1, "several GPUs are no reason for several processes on a CPU"
+
+
+@pytest.mark.slow  # accelerate's import takes seconds
+@pytest.mark.parametrize("device", ["cuda", "auto", "cpu"])
+def test_more_ranks_than_gpus_are_refused_unless_the_cpu_is_asked_for(monkeypatch, device):
+    started = []
+    for name in ("LOGLEVEL", "OMP_NUM_THREADS"):  # which it sets
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "auto")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda options: started.append(options))
+    config = OmegaConf.create({"device": device, "ranks": 2, "nodes": 1, "node_rank": 0, "threads": 1})
+    assert isinstance(config, DictConfig)
+    with nullcontext() if device == "cpu" else pytest.raises(ConfigError, match="ranks=2, and this machine has 1 GPUs"):
+        assert launch_ranks(config, ["a.module"]) == 0
+    assert [options.num_processes for options in started] == [2] * (device == "cpu")
 
 
 @pytest.mark.parametrize(
