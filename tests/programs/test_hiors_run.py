@@ -13,7 +13,7 @@ import pytest
 
 from serl_launcher.datasets import shards
 from serl_launcher.replay.verdicts import VerdictRewards
-from tests.programs.hiors import EVALUATED, HORIZON, WORDS, Run
+from tests.programs.hiors import EVALUATED, HORIZON, SHARD, WORDS, Run
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.skipif(bool(shards.missing()), reason="needs the extra `data`"),
@@ -128,6 +128,7 @@ def test_at_the_end_everything_is_there_once_although_the_export_was_killed(run)
         run.reaches("rest")
     run.order("next")
     assert [run.status(process) for process in (run.learner, run.actor)] == [0, 0]
+    run.finish_export("--episodes", SHARD)
     assert "export ended with status -9: starting it again" in run.said()
     assert not [line for line in run.said().splitlines() if "Traceback" in line or "errors.log" in line]
     stored = run.episodes()

@@ -37,6 +37,7 @@ def finished(tmp_path_factory):
         made.until(lambda: "learner: AWAY" in made.said())
         assert actor.poll() is None
         made.end_well(made.start("learner", *WORDS, *["export.sources=all"] * (not shards.missing())), actor)
+        made.finish_export()
         yield made
 
 

@@ -16,6 +16,7 @@ from serl_client import messages as m
 from serl_client.connection import Connection
 
 from .common import PATIENCE, TRAIN, free_port, until
+from .tools import typed
 
 CPU_S = 150.0  # that a run's programs may spend on what a test waits for: many times what it takes
 GONE_S = 20.0  # that a program may take from its last sign to its status
@@ -138,6 +139,12 @@ class Programs:
         """These programs, and all of the run with them, end by themselves, and nothing went wrong in any."""
         assert [self.status(process) for process in processes] == [0] * len(processes), self.said()[-4000:]
         assert not {word for word in ("Traceback", "errors.log") if word in self.said()}
+
+    def finish_export(self, *words):
+        """Do as the run has said if it ended on a busy machine before all was in datasets."""
+        if f"tools/data.py export {self.run_dir}" in self.said():
+            status, said = typed("data", "export", self.run_dir, *words)
+            assert status == 0, said
 
     def complete(self, learner, actor):
         """Let a learner and an actor with these words come to their end, which is a good one."""

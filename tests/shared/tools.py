@@ -28,7 +28,7 @@ def called(name, *words):
 def typed(name, *words, before=()):
     """The same, in a process of its own; the words `before` start that."""
     command = [*before, sys.executable, TOOLS / f"{name}.py", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
 
