@@ -35,7 +35,7 @@ from tools.processes import ended, start
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("packages/*/src/**/*.py", "robot_infra/**/*.py", "serl_launcher/**/*.py")
-CPU_S, WALL_S, HANGS_S = 30, 240, 15  # of one fault's tests; a single fast test that takes so much CPU time hangs
+CPU_S, WALL_S, HANGS_S = 30, 900, 15  # of one fault's tests; a single fast test that takes so much CPU time hangs
 FILES = 16  # test files that run for a fault
 MARKS = "not nightly and not manual and not program"
 NO_TESTS, CONFTEST = 5, "while loading conftest"  # what pytest says: its status; that it could not even begin

@@ -9,6 +9,7 @@ from hydra.utils import instantiate
 from serl_client import ConfigError
 
 from serl_launcher.algorithms.guided import Led
+from serl_launcher.algorithms.judged import present
 from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.policies.improved import Improved
@@ -184,6 +185,25 @@ def test_every_update_learns_from_what_augmentation_makes_of_its_batch(name):
         drawn = rows(algorithm, update, derived=algorithm.derived)
         assert_same(getattr(algorithm, update)(drawn), getattr(told, update)(augment(drawn)))
         assert_same(dict(algorithm.named_parameters()), dict(told.named_parameters()))
+
+
+# -- FQL
+
+
+def test_the_one_step_policy_stays_near_the_flow_from_the_same_noise_and_climbs_the_critics():
+    """(2) of qc.py and its gradient, from the definition."""
+    fql = build("fql")
+    drawn = rows(fql, "update_one_step")
+    seen, unit = present(drawn.observation), fql.policy.scale.to_unit
+    chunk, flow = (each.rsample(seen, seed=drawn.seed, task=drawn.task)[0] for each in (fql.one_step, fql.policy))
+    value = fql.critic.value(seen, chunk[:, : fql.critic_horizon]).mean(0)
+    apart = (unit(chunk) - unit(flow.detach())).square().mean((1, 2))
+    expected = (drawn.weight * (fql.distill_weight * apart - value / value.detach().abs().mean())).mean()
+    found, _ = fql.one_step_loss(drawn)
+    torch.testing.assert_close(found, expected)
+    moved = [weight for weight in fql.one_step.parameters() if weight.requires_grad]
+    slopes = (torch.autograd.grad(loss, moved) for loss in (found, expected))
+    torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-4)
 
 
 # -- guidance
