@@ -123,7 +123,8 @@ def table(chosen: Sequence[Part], commit: str) -> Iterator[str]:
         if row := known.get(part.name):
             at = row["commit"][:9] + (CHANGED if row["commit"].endswith(CHANGED) else "")
             yield f"{row['result']:9} {row['when'][:16]} {at:10} {row['seconds']:6} s  {part.name}: {row['said'][:70]}"
-    passed = [row for row in known.values() if (row["commit"], row["result"]) == (commit, "passed")]
+    rows = [known[part.name] for part in chosen if part.name in known]
+    passed = [row for row in rows if (row["commit"], row["result"]) == (commit, "passed")]
     never = [part.name for part in chosen if part.name not in known]
     yield f"{len(passed)} of {len(chosen)} have passed on {commit[:9]}; never run here: {', '.join(never) or 'none'}"
 

@@ -34,6 +34,7 @@ def test_it_goes_on_with_what_has_not_passed_on_this_commit_and_the_table_says_w
     assert "passed in 0 s: fine" in said
     assert "FAILED in 0 s: wrong" in said
     assert said.endswith("1 of 3 have passed on aaaaaaaaa; never run here: long\n")
+    assert "0 of 1 have passed" in night("--table", "--only", "bad", commit="a" * 40)[1]
     again = night("--minutes", "10", commit="a" * 40)[1]
     assert "good: about" not in again
     assert "bad: about" in again
