@@ -10,6 +10,7 @@ from tests.shared import here
 from tests.shared.common import until
 
 SUCCEEDED = "closed AND success"
+FAULT = "The robot holds."  # an actor says, whose robot does not answer
 TINY = [
     "plan=hiors", "policy.network.hidden=[32,32]", "policy.horizon=4", "policy.head.steps=2", "batch_size=16", "utd=1",
     'plan.phases.demonstrate.until=["successes >= 1"]', 'plan.phases.clone.until=["updates >= 20"]',
@@ -52,23 +53,24 @@ class Person(Run):
         self.until(lambda: came() or ready() or self.count(phase, "NOT closed") or self.ended_others(phase))
         if came():
             return
-        self.drive(phase)
-        self.succeed()
-        with suppress(AssertionError):  # a fault may have cut it off
-            until(came, 5.0)
+        if self.drive(phase):
+            self.succeed()
+            with suppress(AssertionError):  # a fault may have cut it off
+                until(came, 5.0)
 
     def ended_others(self, phase):
         if phase == "practise" and self.count("demonstrate", "NOT closed"):
             self.succeed()
 
     def drive(self, phase):
-        """Let the episode go on for a while; in practice take over in its midst."""
+        """Let the episode go on for a while, in practice with a takeover. Returns whether no fault cut it off."""
         said = self.said()
         for words in ("takes over", "hands back") if phase == "practise" else ():
             self.press(b"t")
-            self.until(lambda words=words: self.said().count(words) > said.count(words))
+            self.until(lambda words=words: any(self.said().count(each) > said.count(each) for each in (words, FAULT)))
             time.sleep(1.0)
         time.sleep(0.5 if phase == "practise" else 2.5)
+        return self.said().count(FAULT) == said.count(FAULT)
 
     def succeed(self):
         self.press(b"s")

@@ -6,7 +6,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
@@ -28,25 +27,19 @@ def bus(clock):
         yield made
 
 
-PATIENCE = 20  # times as long as lerobot's drivers wait for an answer, and only while they run: a busy machine stalls
-
-
 @pytest.fixture(scope="module")
-def so101():
+def so101(patient_drivers):
     """lerobot's own classes of an SO-101."""
     pytest.importorskip("lerobot", reason=MISSING)
-    ports = pytest.importorskip("scservo_sdk", reason=MISSING).PortHandler
     from lerobot.motors import MotorCalibration
     from lerobot.robots.so_follower import SO101Follower, SO101FollowerConfig
     from lerobot.teleoperators.so_leader import SO101Leader, SO101LeaderConfig
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ports, "getCurrentTime", lambda port: time.thread_time() * 1e3 / PATIENCE)
-        yield SimpleNamespace(
-            follower=lambda **options: SO101Follower(SO101FollowerConfig(**options)),
-            leader=lambda **options: SO101Leader(SO101LeaderConfig(**options)),
-            calibration=lambda found: {name: MotorCalibration(**each) for name, each in found.items()},
-        )
+    return SimpleNamespace(
+        follower=lambda **options: SO101Follower(SO101FollowerConfig(**options)),
+        leader=lambda **options: SO101Leader(SO101LeaderConfig(**options)),
+        calibration=lambda found: {name: MotorCalibration(**each) for name, each in found.items()},
+    )
 
 
 @pytest.fixture

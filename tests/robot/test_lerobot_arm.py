@@ -21,7 +21,7 @@ from tools.checks.common import CONFIG
 
 pytest.importorskip("lerobot", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
 pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
-pytestmark = pytest.mark.slow  # its import of torch alone takes seconds
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("patient_drivers")]  # its import of torch takes seconds
 
 
 @pytest.fixture

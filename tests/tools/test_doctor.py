@@ -87,7 +87,8 @@ def learner(tmp_path):
 @pytest.mark.slow
 def test_both_sides_of_a_run_that_can_start_are_told_so(learner, tmp_path):
     found, said = all_of("learner", f"run_dir={tmp_path}/run", *own_ports())
-    assert found.pop("processors") in ("ok", "WARN")
+    for busy in ("processors", "disk"):  # others may be at work here
+        assert found.pop(busy) in ("ok", "WARN"), said
     assert set(found.values()) == {"ok"}, said
     code, found, said = doctor("actor", f"run_dir={tmp_path}/run", f"port={learner}")
     assert code == 0, said
