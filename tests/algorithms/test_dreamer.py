@@ -130,11 +130,13 @@ def test_each_update_moves_its_own_part(name, spec, follows):
 
 
 @pytest.mark.parametrize(("name", "factor"), [("dreamer", 1.0), ("dreamer_v2", 0.5), ("dreamer_v1", 0.5)])
-def test_older_versions_halve_the_squared_error_of_what_is_reconstructed(name, factor, monkeypatch):
+def test_older_versions_halve_the_squared_error_of_what_is_reconstructed_and_rows_have_their_weight(
+    name, factor, monkeypatch
+):
     dreamer = made(name)
     monkeypatch.setattr(dreamer.decoder, "forward", lambda deter, stoch, seen: 3 * torch.ones(len(deter)))
-    told, _ = dreamer.update_world_model(sequences(dreamer))
-    assert told["reconstruction"] == 3 * factor
+    told, _ = dreamer.update_world_model(replace(sequences(dreamer), weight=torch.full((6,), 2.0)))
+    assert told["reconstruction"] == 2 * 3 * factor
 
 
 def test_the_slow_value_begins_as_the_value_and_follows_by_its_share():

@@ -36,6 +36,19 @@ def test_another_spec_or_capacity_is_refused_with_both_values(tmp_path):
         Store.create(tmp_path / "store", tiny_spec(), {"online": 500})
 
 
+def test_a_write_of_which_the_disk_takes_a_part_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    written = []
+    for name, most in (("whole", 10**9), ("partly", 7)):
+        made = founded(tmp_path / name)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", lambda fd, parts, at, most=most: os.pwrite(fd, b"".join(parts)[:most], at))
+            fill(made, 3)
+        made.close()
+        written.append([(tmp_path / name / "store/online" / file).read_bytes() for file in ("rows", "steps")])
+    assert written[0] == written[1]
+    assert any(written[0][0])
+
+
 def test_a_source_may_be_added_to_a_store(tmp_path):
     made = founded(tmp_path)
     fill(made, 1)

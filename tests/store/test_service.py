@@ -16,6 +16,7 @@ from serl_client import Feature, connection, wire
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
+from serl_client.episode import BEYOND
 from serl_client.errors import Disconnected, Refused, VersionMismatch
 from serl_client.outbox import Outbox
 
@@ -146,6 +147,13 @@ def test_a_gap_is_answered_once_and_only_with_what_is_durable(process, act):
 
 # -- records that are wrong
 
+FARTHEST = 1 + 2 * BEYOND  # from the middle of an action's bounds, which are -1 and 1
+
+
+@pytest.mark.parametrize("side", [-1, 1])
+def test_an_action_may_be_as_far_outside_of_its_bounds_as_the_error_says(side):
+    changed(make_segment("e0"), "action", side * FARTHEST).check(tiny_spec())
+
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
@@ -154,7 +162,7 @@ def test_a_gap_is_answered_once_and_only_with_what_is_durable(process, act):
             (changed(make_segment("e0"), column, value), f"{column} must be finite")
             for column in (STATE, "time", "reward", "action") for value in (np.nan, np.inf, -np.inf)
         ),
-        (changed(make_segment("e0"), "action", 1e30), "outside of them"),
+        *((changed(make_segment("e0"), "action", side * 1.001 * FARTHEST), "outside of them") for side in (-1, 1)),
         (make_segment(weights=-1), "numbers from 0 on"),
         (make_segment(weights=2**63), "numbers from 0 on"),
     ],
