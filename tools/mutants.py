@@ -186,10 +186,10 @@ class Nearest:
                 4 * (file.stem.removeprefix("test_") == module)
                 + 3 * imports
                 + sum(bool(name) and re.search(rf"\b{name}\b", text) is not None for name in names)
-                + (file.parent.name in path.parts)
+                + (file.parent.name in fault.path)
                 - len(text) / 1e6
             )
-        near = sorted((file for file, points in score.items() if points >= 1), key=lambda file: -score[file])
+        near = sorted((file for file, points in score.items() if points > 0.5), key=lambda file: -score[file])
         return near[:FILES]
 
 
