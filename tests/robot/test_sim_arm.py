@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from serl_client import ConfigError
 
-from robot_infra.robots.sim_arm import CENTRE, NAMES, SCALE, WORKSPACE, SimArm, make
+from robot_infra.robots.sim_arm import CENTRE, NAMES, SCALE, WORKSPACE, PickArm, SimArm, make
 from tests.shared.robots import check_rows, play
 
 pytest.importorskip("mujoco")
@@ -29,6 +29,14 @@ def arms():
     """The arm at ten starts."""
     arm = SimArm()
     return (arm.home(seed) or arm for seed in range(10))
+
+
+def test_a_guarded_arm_has_the_starts_of_an_unguarded_one(arms):
+    driver, found = PickArm("arm", hz=10, block_in_state=True, side="both", backend="", image_size=8), []
+    for seed in range(10):
+        driver.scene(seed)
+        found.append(driver.sense()["scene"][3:6])
+    np.testing.assert_array_equal(found, [arm.block.copy() for arm in arms])
 
 
 def test_the_spec_and_the_rows_agree(env):

@@ -88,6 +88,14 @@ def test_the_steps_of_an_episode_are_finished_with_its_end(counted):
     assert found == [(4, 0), (8, 8)]
 
 
+def test_an_episode_that_a_crash_cut_is_no_trial_whatever_is_said_of_it(counted):
+    counted.take(make_segment("e0", phase="evaluate"))
+    counted.store.close_session("A")
+    counted.take(Outcome("e0", True, judged_by="operator"), session="B")
+    assert counted.counters.sources.held[EVAL][1].success
+    assert evaluation(counted.counters, "evaluate", 0, None)["episodes"] == 0
+
+
 @pytest.mark.parametrize("name", ["e", "\N{GRINNING FACE}" * (MAX_NAME - 6)])
 def test_the_catalog_comes_in_pages_that_fit_into_a_header_and_has_every_episode_once(tmp_path, name):
     index, heard, revision, more = Index(tmp_path / "index.sqlite"), [], 0, True

@@ -77,6 +77,15 @@ def test_an_update_has_the_batch_that_the_plan_gives_it_also_where_the_checkpoin
 
 
 @pytest.mark.slow
+def test_an_update_that_sees_each_step_once_goes_on_where_it_was_over_a_restart(server, live):
+    plan = plan_of(warm=phase(updates=[{"update_critic": {"order": "once"}}], until="updates >= 3"))
+    lives = [live(server, plan, dies_after=dies_after).run() for dies_after in (1, None)]
+    steps = [step for life in lives for _, seen in life.made for step in seen]
+    assert len(steps) == 3 * 16
+    assert steps == sorted({*steps})
+
+
+@pytest.mark.slow
 def test_a_run_that_has_learned_something_is_refused_another_algorithm(server, live):
     plan = plan_of(**LEARNING)
     live(server, plan, config={"algo": {"discount": 0.97}}, dies_after=3).run()
