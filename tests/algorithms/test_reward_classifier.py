@@ -85,7 +85,7 @@ def test_the_last_rows_of_a_success_show_it_and_those_before_them_are_unknown():
     algorithm = build()
     algorithm.positive, algorithm.unsure = 2, 3
     made = batch(SPEC, 16, window=algorithm.windows["update"])
-    assert STAGE not in made.extras, "no robot tells of stages where there is one"
+    assert STAGE not in algorithm.windows["update"].offsets, "no robot tells of stages where there is one"
     left, won = torch.arange(8).repeat(2)[:, None], torch.arange(16)[:, None] < 8
     made = replace(made, extras={SUCCESS: won, REMAINING: left})
     assert algorithm.labels(made)[:, 0].tolist() == [1, 1] + [0] * 14

@@ -11,7 +11,8 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 STATE, CAMERA = "observation.state", "observation.images.front"
 
-def make(root, lengths, camera=None, flags=False, names=None, fps=10, still=1000, open=()):  # still: the last row shown
+def make(root, lengths, camera=None, flags=False, names=None, fps=10, still=1000, open=(), early=()):
+    # still: the last row that is shown. open, early: episodes that have no end, or one in their midst, too
     features = {
         STATE: {"dtype": "float32", "shape": (4,), "names": names},
         "action": {"dtype": "float32", "shape": (2,), "names": None},
@@ -33,7 +34,8 @@ def make(root, lengths, camera=None, flags=False, names=None, fps=10, still=1000
             if flags:
                 last = step == length - 1 and episode not in open
                 frame["next.reward"] = np.array([float(last)], np.float32)
-                frame["next.done"], frame["next.success"] = np.array([last]), np.array([last and episode % 2 == 0])
+                done = last or (step == 3 and episode in early)
+                frame["next.done"], frame["next.success"] = np.array([done]), np.array([last and episode % 2 == 0])
             data.add_frame(frame)
         data.save_episode()
     data.finalize()
@@ -64,5 +66,5 @@ KINDS = {
     "first": {"lengths": [12, 9], "camera": "video", "flags": True},
     "second": {"lengths": [20, 5, 8], "camera": "video", "flags": True},
     "slow": {"lengths": [4], "camera": "video", "flags": True, "fps": 5},
-    "faulty": {"lengths": [30, 7, 1], "camera": "video", "flags": True, "still": 8, "open": [1]},
+    "faulty": {"lengths": [30, 7, 1], "camera": "video", "flags": True, "still": 8, "open": [1], "early": [0]},
 }

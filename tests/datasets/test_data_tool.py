@@ -189,6 +189,7 @@ def test_faults_of_a_dataset_are_found(made):
     wrong = {what: places for (is_wrong, what), places in found.items() if is_wrong}
     assert wrong == {
         f"{CAMERA}: frozen images": ["episode 0"],
+        "goes on after its end": ["episode 0"],
         "has no end: neither terminated nor truncated": ["episode 1"],
         "has one step": ["episode 2"],
     }
