@@ -35,7 +35,11 @@ class Asked(RandomPolicy):
 
     def __init__(self, spec):
         super().__init__(spec, 0)
-        self.asked = []
+        self.asked, self.begun = [], []
+
+    def begin(self, episode, directive, task):
+        self.begun.append(episode)
+        super().begin(episode, directive, task)
 
     def act(self, observation, *, step, previous_action, reset):
         self.asked.append((step, reset))
@@ -196,6 +200,7 @@ def test_a_key_between_two_episodes_corrects_the_one_before(env, client, spec, l
     corrected = Outcome(first, False, judged_by="operator")
     assert client.outcomes == [Outcome(first, True), corrected, Outcome(second, True)]
     assert client.lengths == [13, 13]
+    assert policy.begun == [first, second], "a question that waits for its answer is not asked anew"
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

@@ -1,5 +1,6 @@
 """What is drawn of which source: views and their sizes, shares, the seed, and the beginnings of episodes."""
 
+import dataclasses
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -69,6 +70,14 @@ def test_statistics_are_of_each_column_of_what_a_view_holds(push, sources, make_
         "mean": [3, 1] * 4, "std": pytest.approx([2, (2 / 3) ** 0.5] * 4), "low": [1, 0] * 4, "high": [5, 2] * 4,
     }  # fmt: skip
     assert found["low"]["action"].tolist() == found["high"]["action"].tolist() == [0.5, 0.5]
+
+
+def test_each_window_has_the_task_of_its_episode(push, sources, make_segment):
+    for key, task in enumerate(("reach", "push")):
+        push("A", dataclasses.replace(make_segment(f"e{key}", key, 0, 3, ends="terminated"), task=task))
+    batch = sources().sample(40, SAC, {"online": 1.0})
+    assert batch.task == tuple("push" if key else "reach" for key in batch.observation[STATE][:, 0, 0].tolist())
+    assert {*batch.task} == {"reach", "push"}
 
 
 def test_views_hold_what_their_filter_says_and_follow_a_corrected_outcome(push, sources, make_segment):

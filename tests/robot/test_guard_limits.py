@@ -1,5 +1,7 @@
 """What a task's yaml says of an arm's limits and home, and how a person is shown it."""
 
+import re
+
 import numpy as np
 import pytest
 import yaml
@@ -44,6 +46,14 @@ def test_no_limit_can_be_left_open(key, value):
 def test_every_entry_has_limits_and_nothing_else_has(written):
     with pytest.raises(ConfigError, match="elbow"):
         read_limits(ENTRIES, written, has_tool=False)
+
+
+def test_a_home_that_is_missing_is_proposed():
+    limits = read_limits(ENTRIES, LIMITS, has_tool=False)
+    with pytest.raises(ConfigError) as error:
+        read_home(limits, None)
+    proposed = yaml.safe_load(re.search(r"`home: (\{.*\})`", str(error.value))[1])
+    np.testing.assert_allclose(read_home(limits, proposed), (limits.low + limits.high) / 2, atol=1e-3)
 
 
 @pytest.mark.parametrize("home", [None, {}, {"shoulder": 0.0}, {"shoulder": 0.0, "elbow": 0.6}], ids=str)

@@ -6,7 +6,7 @@ from serl_client import ConfigError
 
 from robot_infra.cameras import gl
 from robot_infra.kinematics import twist
-from robot_infra.robots.dobot_sim import DobotSim
+from robot_infra.robots.dobot_sim import BOXES, DobotSim
 from robot_infra.sim.dobot_pnp import AREA, CHAINS, HOME, INSIDE, Scene
 from serl_launcher.config import composed, factory
 from tests.shared.common import CONFIG
@@ -52,6 +52,10 @@ def test_a_side_mirrors_the_starts_of_the_other_half():
     assert (starts["left"][:, 1] >= middle).all()
     np.testing.assert_allclose(starts["left"] + starts["right"], [2, 0] * starts["both"] + [0, 2 * middle])
     np.testing.assert_array_equal(np.sort([starts["both"], starts["left"]], 0)[1], starts["left"])
+
+
+def test_the_reach_of_one_arm_mirrors_that_of_the_other():
+    np.testing.assert_array_equal(BOXES["right"], np.sort(BOXES["left"] * [1, -1, 1], axis=0))
 
 
 def test_the_arms_stay_where_they_are_told_and_follow_no_faster_than_they_may():
