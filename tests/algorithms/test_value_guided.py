@@ -162,6 +162,7 @@ CHUNKS = [f"algo={name}" for name in ("qc", "dsrl", "expo")]
         *((f"{algo} policy=gaussian", f"{algo} needs chunks") for algo in (*CHUNKS, "algo=recap")),
         *((f"algo=dsrl policy=chunk head={head}", r"steers by the noise .*head=ddim") for head in ("ddpm", "gaussian")),
         ("algo=guided policy=chunk head=mip", r"leads the steps of a sampler, which MIP does not have"),
+        ("algo=fql policy=chunk head=ddim", r"distils a flow .*policy=flow"),
         ("algo=guided policy.head.path=trigonometric", r"policy.head.path=linear"),
         ("algo=guided algo.task_weight=2.0", r"policy.tasks=\[\.\.\.\] and algo.task_drop=0.1"),
         ("algo=guided algo.task_drop=1.0", r"a share below 1"),
