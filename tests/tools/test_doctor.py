@@ -85,10 +85,11 @@ def learner(tmp_path):
 
 
 @pytest.mark.slow
-def test_both_sides_of_a_run_that_can_start_are_told_so(learner, tmp_path):
+def test_both_sides_of_a_run_that_can_start_are_told_so(learner, tmp_path, monkeypatch):
+    durable = machine.durable
+    monkeypatch.setattr(machine, "durable", lambda folder: durable(folder) and (1e-3, 1e-2, 1e8))  # of an idle disk
     found, said = all_of("learner", f"run_dir={tmp_path}/run", *own_ports())
-    for busy in ("processors", "disk"):  # others may be at work here
-        assert found.pop(busy) in ("ok", "WARN"), said
+    assert found.pop("processors") in ("ok", "WARN")
     assert set(found.values()) == {"ok"}, said
     code, found, said = doctor("actor", f"run_dir={tmp_path}/run", f"port={learner}")
     assert code == 0, said
