@@ -1,6 +1,7 @@
 """How long something may take on a machine that others load: a clock that goes slowly while processes wait for a
 processor."""
 
+import glob
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -31,7 +32,7 @@ def _delays(pids: Iterable[int]) -> dict[str, float]:
     """Seconds that each thread of these processes has waited for a processor, as Linux counts them."""
     found = {}
     for pid in pids:
-        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        for path in glob.glob(f"/proc/{pid}/task/*/schedstat"):  # Path.glob breaks where one has ended
             with suppress(OSError):  # it has just ended
-                found[str(path)] = int(path.read_text().split()[1]) / 1e9
+                found[path] = int(Path(path).read_text().split()[1]) / 1e9
     return found
