@@ -25,13 +25,13 @@ from serl_client.reach import Lookout
 from serl_client.runner import run_actor
 from serl_client.several import run_several
 from serl_client.status import RECENT, ActorStatus
+from serl_client.words import known
 
 from robot_infra.learned import judge_by
 from robot_infra.stages import stages_of
 from robot_infra.teleop.keyboard import LEGEND, Keyboard
 from serl_launcher.config import composed, factory, groups
 from serl_launcher.launcher import launch, writable
-from serl_launcher.utils.words import known
 
 MOST_ENVS = 64
 CONFIG = Path(__file__).resolve().parent.parent / "config"

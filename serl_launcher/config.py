@@ -19,9 +19,8 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError
+from serl_client.words import known, nearest
 from yaml import YAMLError
-
-from serl_launcher.utils.words import known, nearest
 
 REMEMBERED = ("algo", "policy", "head", "network", "critic")  # groups whose words a run keeps, if it reads them
 ALSO = {"log": False, "task.cameras": "auto"}  # what they take besides their default's kind

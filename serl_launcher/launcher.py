@@ -28,15 +28,15 @@ from serl_client.lockfile import open_lock
 
 from serl_launcher.datasets import importer
 from serl_launcher.datasets.export import FINISH_S, recorded, wanted
-from serl_launcher.learner_link import report_end
-from serl_launcher.sockets import SERVER, socket_folder
-from serl_launcher.store.access import AllowList, check_address
+from serl_launcher.service.access import AllowList, check_address
+from serl_launcher.service.link import report_end
+from serl_launcher.service.sockets import SERVER, socket_folder
 from serl_launcher.store.extras import ANY, with_extras
 from serl_launcher.store.files import make_folder
 from serl_launcher.supervisor import LEARNING, REFUSED, Supervisor, begun_file, killed_with_parent
+from serl_launcher.training import metrics
 from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import plan_of
-from serl_launcher.utils import logging as metrics
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ def _lock(run_dir: Path) -> Any:
 
 
 CHILDREN = {  # process: the module below serl_launcher that has its `main`; only that process imports it
-    "server": "store.server", "importer": "datasets.importer", "trainer": "training.trainer",
+    "server": "service.server", "importer": "datasets.importer", "trainer": "training.trainer",
     "inference": "acting.server", "export": "datasets.export",
 }  # fmt: skip
 

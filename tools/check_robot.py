@@ -24,8 +24,9 @@ from omegaconf import DictConfig, OmegaConf
 from serl_client.errors import ConfigError, RetakeError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from robot_infra.drivers.owner import open_arm
 from robot_infra.guard.limits import template
-from robot_infra.guard.process import opened, read
+from robot_infra.guard.process import read
 from serl_launcher.config import composed, factory
 from tools.checks.common import CONFIG
 from tools.checks.conformance import tried
@@ -65,7 +66,7 @@ def limits(config: DictConfig, seconds: float) -> dict[str, Any]:
     if "driver" not in env or "address" not in env:
         raise ConfigError(f"task={config.task.name} names no driver and address: --limits needs both (docs/robots.md)")
     print(f"move each joint to both of its ends, then leave the arm where episodes start: {seconds:g} s, or Enter")
-    with opened(env["driver"], str(env["address"]), env.get("options") or {}) as arm:
+    with open_arm(env["driver"], str(env["address"]), env.get("options") or {}) as arm:
         measured, tools, end = [], [], time.monotonic() + seconds
         while not measured or (time.monotonic() < end and not _entered()):
             measured.append(read(arm))

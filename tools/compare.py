@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from serl_client.errors import ConfigError
 
-from serl_launcher.utils.report import Z_95, read
+from serl_launcher.training.report import Z_95, read
 
 FILES = ("evaluation.json", "summary.json")
 

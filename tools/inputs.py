@@ -29,6 +29,7 @@ import torch
 from omegaconf import OmegaConf
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.spec import Spec
+from serl_client.words import known
 from torch import Tensor
 
 from serl_launcher.acting.host import PolicyHost
@@ -42,7 +43,6 @@ from serl_launcher.store.index import Index
 from serl_launcher.training.build import build
 from serl_launcher.training.plan import EVAL
 from serl_launcher.types import Batch, Window
-from serl_launcher.utils.words import known
 
 DRAWN = "drawn"  # the view that the batch comes from
 SEED = 0

@@ -23,7 +23,7 @@ import zmq
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.keys import NAME, ROLES, Key, write_private
 
-from serl_launcher.store.access import AllowList
+from serl_launcher.service.access import AllowList
 
 RESERVED = "server"
 

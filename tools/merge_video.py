@@ -11,7 +11,7 @@ import numpy as np
 from serl_client.errors import ConfigError
 from serl_client.spec import Array
 
-from serl_launcher.utils.recording import write_mp4
+from serl_launcher.datasets.recording import write_mp4
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from serl_client.starts import evaluation_seed
 
 from robot_infra.cameras import gl
 from robot_infra.cameras.mujoco import Renderer
-from robot_infra.robots.sim_arm import FPS, SimArm
+from robot_infra.tasks.sim_arm import FPS, SimArm
 from serl_launcher.datasets.episodes import opened
 from serl_launcher.training.plan import EVAL
 

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from serl_launcher.config import composed, groups
-from serl_launcher.utils.checkpoint import STATE, TENSORS
+from serl_launcher.training.checkpoint import STATE, TENSORS
 from tools.processes import kill, start
 from tools.studies.runs import ROOT, TRAIN, copied, demonstrations, phase, ports, run
 

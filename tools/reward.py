@@ -28,7 +28,7 @@ from robot_infra.learned import Verdicts
 from serl_launcher.algorithms.reward_classifier import STAGE
 from serl_launcher.datasets.episodes import opened
 from serl_launcher.replay.views import EpisodeInfo, View
-from serl_launcher.utils.report import wilson
+from serl_launcher.training.report import wilson
 from tools.studies.trained import newest
 
 BINS = 10  # of the calibration curve

@@ -12,7 +12,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Array
 
 from robot_infra.cameras.threaded import ThreadedCamera
-from robot_infra.lerobot_options import configuration
+from robot_infra.drivers.lerobot_options import configuration
 
 TIMEOUT = 2000.0  # milliseconds that a camera may take for an image before it counts as failed
 OURS = ("crop", "size")

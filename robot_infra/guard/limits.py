@@ -9,7 +9,7 @@ import numpy as np
 from serl_client.errors import ConfigError, RobotFault
 from serl_client.spec import Array
 
-from robot_infra.arm import UNITS
+from robot_infra.drivers.arm import UNITS
 
 KEYS = ("range", "speed", "jump", "tracking")  # of an entry
 TOOL, AXES = "tool", ("x", "y", "z")

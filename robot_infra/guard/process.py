@@ -1,24 +1,22 @@
 """The process that owns an arm: it alone makes the driver, limits and writes each set point, and holds on its own."""
 
 import logging
-import pkgutil
 import select
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, cast
 
 import numpy as np
 from serl_client import clock
-from serl_client.errors import ConfigError, RetakeError, RobotFault
+from serl_client.errors import RetakeError, RobotFault
 from serl_client.spec import Array
 
-from robot_infra.arm import Arm
+from robot_infra.drivers.arm import Arm
+from robot_infra.drivers.owner import open_arm
 from robot_infra.guard.channel import Ended, Reply, Request, Shared, Start, Started, receive, send
 from robot_infra.guard.limits import Limiter, are_positions, read_home, read_limits
 from robot_infra.guard.motion import Motion
-from robot_infra.guard.owner import owned
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +34,7 @@ def main(descriptor: int) -> int:
     if not isinstance(start, Start):
         return 1
     try:
-        with opened(start.driver, start.address, start.options) as arm:
+        with open_arm(start.driver, start.address, start.options) as arm:
             text = _guarded(link, arm, start)
         ended = Ended(text)
     except RetakeError as error:
@@ -47,31 +45,6 @@ def main(descriptor: int) -> int:
     with suppress(OSError):
         send(link, ended)
     return 0
-
-
-@contextmanager
-def opened(driver: str, address: str, options: Mapping[str, Any]) -> Iterator[Arm]:
-    """Own the arm at this address, make its driver, and close it at the end.
-
-    driver: the full name of a class, package.module.Class. Raises ConfigError if there is no such class, if it takes
-    other options, or if the arm has an owner; RobotFault if the arm does not answer.
-    """
-    try:
-        kind = pkgutil.resolve_name(driver)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"there is no driver {driver!r}: {error}; give the full name of a class") from None
-    if not (isinstance(kind, type) and issubclass(kind, Arm)):
-        raise ConfigError(f"the driver {driver} is no class derived from robot_infra.arm.Arm")
-    make = cast(Callable[..., Arm], kind)
-    with owned(address):
-        try:
-            arm = make(address=address, **options)
-        except TypeError as error:
-            raise ConfigError(f"the driver {driver} does not take these options: {error}") from error
-        try:
-            yield arm
-        finally:
-            arm.close()
 
 
 def _guarded(link: socket.socket, arm: Arm, start: Start) -> str:

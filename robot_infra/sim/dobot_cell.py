@@ -1,6 +1,6 @@
 """Runs what stands on the table of dobot_pnp in real time: two simulated controllers and their scene.
 
-It is a process of its own, for the driver in robots/dobot_cell.py, and ends when its standard input does: with whoever
+It is a process of its own, for the driver in tasks/dobot_cell.py, and ends when its standard input does: with whoever
 has started it, however that ends. It answers each line with the scene's pose: `look`, `grip LEFT RIGHT` (set points of
 the grippers, percent) and `reset SEED`. Its argument is the side of the scene's object.
 """

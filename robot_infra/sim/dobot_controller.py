@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
-from robot_infra.robots import dobot_protocol as p
+from robot_infra.drivers import dobot_protocol as p
 from robot_infra.sim.dobot_machine import Machine
 
 STALL = 0.02  # seconds: for longer its own clock stands still, when this process gets no time

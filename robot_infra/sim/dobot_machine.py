@@ -1,6 +1,6 @@
 """Simulates what a Dobot controller makes of commands: power, alarms, and joints that follow servo set points.
 
-It has no socket and no clock: dobot_controller.py puts it on the network. Source: as robots/dobot_protocol.py. What
+It has no socket and no clock: dobot_controller.py puts it on the network. Source: as drivers/dobot_protocol.py. What
 docs/robots.md marks as assumed stands in no document.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from serl_client.spec import Array
 
-from robot_infra.robots import dobot_protocol as p
+from robot_infra.drivers import dobot_protocol as p
 
 VELOCITY = 150.0  # degrees per second, the most of each joint (assumed)
 OVERSPEED = 300.0  # degrees per second that a set point asks for, from where an alarm ends the motion (assumed)

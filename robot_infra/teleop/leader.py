@@ -6,12 +6,12 @@ from typing import Any
 from serl_client.env import Observation
 from serl_client.errors import ConfigError
 
-from robot_infra.arm import LEADER
+from robot_infra.drivers.arm import LEADER
 from robot_infra.interfaces import Hand
 
 
 class Leader:
-    """Gives the positions of the leader arm that the driver of `robot` observes beside its own (robot_infra/arm.py).
+    """Gives the positions of the leader arm that the driver of `robot` observes beside its own (drivers/arm.py).
 
     It cannot be told from a resting one whether somebody moves it, so that only a toggle takes over. Raises ConfigError
     for a robot whose driver observes no leader.

@@ -3,6 +3,6 @@
 Read host.py first: PolicyHost holds the weights and answers. local.py is a thread with one inside an actor. server.py
 is the inference process, which answers many actors in batches; graphs.py records CUDA graphs. bridge.py lets openpi's
 clients ask the same batches.
-It may import algorithms, types, utils, learner_link, store (access, peers, weights) and training (build, memory), but
+It may import algorithms, types, service (access, peers, link), store.weights and training (build, finite, memory), but
 nothing of replay or datasets.
 """

@@ -30,8 +30,8 @@ from websockets.http11 import Request, Response
 
 from serl_launcher.acting import openpi
 from serl_launcher.acting.host import PolicyHost, Question
-from serl_launcher.store.access import REMEDIES, AllowList, RefusalCount, check_address
-from serl_launcher.store.peers import GRANTS
+from serl_launcher.service.access import REMEDIES, AllowList, RefusalCount, check_address
+from serl_launcher.service.peers import GRANTS
 
 log = logging.getLogger(__name__)
 

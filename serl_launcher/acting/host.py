@@ -23,10 +23,10 @@ from serl_launcher.acting.carries import Carries
 from serl_launcher.acting.device import Recorder, opened
 from serl_launcher.acting.graphs import Graphs
 from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.networks import compiler
 from serl_launcher.policies.base import Acting
+from serl_launcher.training.finite import not_finite
 from serl_launcher.types import Carry, Prefix
-from serl_launcher.utils import compiler
-from serl_launcher.utils.finite import not_finite
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from serl_launcher.acting.bridge import bridge_of
 from serl_launcher.acting.host import Loader, PolicyHost, Question
-from serl_launcher.learner_link import connect, wait_for_spec
-from serl_launcher.store.access import AccessControl
-from serl_launcher.store.peers import KeyOwner, check_hello, check_role, send
+from serl_launcher.service.access import AccessControl
+from serl_launcher.service.link import connect, wait_for_spec
+from serl_launcher.service.peers import KeyOwner, check_hello, check_role, send
 from serl_launcher.store.weights import path
 from serl_launcher.training import budget, memory
 from serl_launcher.training.build import build, device_of, seed, untrained

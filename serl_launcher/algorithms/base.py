@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from serl_launcher.networks.critics import Critic, Target
 from serl_launcher.networks.mlp import ActionScale, StateEncoder, Statistics
+from serl_launcher.optim.distributed import gathered
+from serl_launcher.optim.optimizer import Optimizer, kernels
 from serl_launcher.policies.base import Acting, Policy
 from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Prefix, Window
-from serl_launcher.utils.distributed import gathered
-from serl_launcher.utils.optim import Optimizer, kernels
 
 Copied = TypeVar("Copied", bound=nn.Module)
 Update = TypeVar("Update", bound=Callable[..., Any])

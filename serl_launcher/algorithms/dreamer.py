@@ -37,9 +37,9 @@ from serl_launcher.networks.returns import lambda_return
 from serl_launcher.networks.rssm import RSSM, BlockGRU, State, features, linear
 from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.networks.world_heads import DEPTHS, Choice, Decoder, Encoder, Inputs, Normal
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Acting
 from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Prefix, Window
-from serl_launcher.utils.optim import Optimizer
 
 INDEX, DETER, STOCH = "episode.index", "derived.deter", "derived.stoch"
 POSTERIOR, IMAGINED, ACTIONS = 0, 1, 2  # streams of the rows' random numbers

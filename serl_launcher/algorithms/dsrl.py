@@ -24,12 +24,12 @@ from serl_launcher.algorithms.judged import Judged, PolicyFeatures, present
 from serl_launcher.algorithms.sac import LogTemperature, hold_entropy
 from serl_launcher.networks.critics import Critic
 from serl_launcher.networks.seeded_noise import normal
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.policies.gaussian import GaussianPolicy
 from serl_launcher.policies.wrapped import Wrapped
 from serl_launcher.types import Batch, Metrics, Observation
-from serl_launcher.utils.optim import Optimizer
 
 TRIED, CHOSEN = 5, 6  # streams of a row's random numbers: the w of Q_w's loss, and that of (2)
 

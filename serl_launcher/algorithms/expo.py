@@ -18,10 +18,10 @@ from serl_launcher.algorithms.judged import Judged, PolicyFeatures, present
 from serl_launcher.algorithms.sac import LogTemperature, hold_entropy
 from serl_launcher.networks.critics import Critic
 from serl_launcher.networks.seeded_noise import normal
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.chunk import Bounded, HeadPolicy
 from serl_launcher.policies.editor import Edited, Editor
 from serl_launcher.types import Batch, Metrics
-from serl_launcher.utils.optim import Optimizer
 
 EDIT = 4  # stream of a row's random numbers for its edit
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Feature, Spec
+from serl_client.words import known
 from torch import Tensor, nn
 
 from serl_launcher.algorithms.base import critic_weight, follow, frozen_copy, value_target
@@ -27,11 +28,10 @@ from serl_launcher.networks.augment import Augment
 from serl_launcher.networks.critics import Critic
 from serl_launcher.networks.mlp import ActionScale, mlp
 from serl_launcher.networks.vision import ObservationEncoder
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.types import Batch, Metrics, Observation, Prefix
-from serl_launcher.utils.optim import Optimizer
-from serl_launcher.utils.words import known
 
 CHOICES = 3  # gripper actions, by index: -1, 0 and 1 of the scaled action
 STAY = 1  # index of the one that moves nothing

@@ -24,8 +24,8 @@ from serl_launcher.algorithms.base import critic_weight, descend, value_target
 from serl_launcher.algorithms.judged import Judged, PolicyFeatures, present
 from serl_launcher.networks.critics import Critic, Target
 from serl_launcher.networks.vision import ObservationEncoder
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.types import Batch, Metrics, Observation, Window
-from serl_launcher.utils.optim import Optimizer
 
 LARGEST = 100.0  # weight of an imitated window, as in the paper's code
 

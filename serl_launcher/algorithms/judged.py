@@ -20,11 +20,11 @@ from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.critics import Critic, Target
 from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.networks.vision import ObservationEncoder
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.policies.wrapped import Wrapped
 from serl_launcher.types import Batch, Metrics, Observation, Window
-from serl_launcher.utils.optim import Optimizer
 
 NEXT = 1  # stream of a row's random numbers for the action that follows; stream 0 is of the present one
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from serl_launcher.algorithms.base import descend
 from serl_launcher.algorithms.judged import NEXT, Judged, present
 from serl_launcher.networks.critics import Critic
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.policies.heads.flow import Flow
 from serl_launcher.policies.improved import Improved
 from serl_launcher.types import Batch, Metrics, Observation
-from serl_launcher.utils.optim import Optimizer
 
 
 class QC(Judged):

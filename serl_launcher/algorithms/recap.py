@@ -29,12 +29,12 @@ from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.critics import Critic
 from serl_launcher.networks.seeded_noise import uniform
 from serl_launcher.networks.vision import ObservationEncoder
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import NO_TASK, HeadPolicy
 from serl_launcher.policies.guidance import Guidance, chosen
 from serl_launcher.policies.wrapped import Wrapped
 from serl_launcher.types import Batch, Metrics, Observation, Window
-from serl_launcher.utils.optim import Optimizer
 
 POSITIVE = "Advantage: positive"
 ADVANTAGE, DERIVED = "advantage", "derived.advantage"

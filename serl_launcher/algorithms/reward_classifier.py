@@ -31,9 +31,9 @@ from serl_launcher.algorithms.judged import present
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.mlp import ActionScale, mlp
 from serl_launcher.networks.vision import ObservationEncoder
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Acting
 from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Prefix, Window
-from serl_launcher.utils.optim import Optimizer
 
 SUCCESS, REMAINING = "episode.success", "episode.remaining"
 SURE = 1e-6  # least 1 - p in (1): at 0 an exponent below 1 has no finite gradient

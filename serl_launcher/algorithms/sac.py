@@ -21,10 +21,10 @@ from serl_launcher.algorithms.base import Algorithm, critic_loss, follow, frozen
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.critics import Critic, Target
 from serl_launcher.networks.seeded_noise import normal
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.types import Batch, Metrics, Window
-from serl_launcher.utils.optim import Optimizer
 
 
 class LogTemperature(nn.Module):

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from serl_launcher.algorithms.base import descend, follow, frozen_copy
 from serl_launcher.algorithms.judged import NEXT, Judged, present
 from serl_launcher.algorithms.sac import LogTemperature, hold_entropy
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.policies.heads.flow import Flow
 from serl_launcher.types import Batch, Metrics, Observation
-from serl_launcher.utils.optim import Optimizer
 
 
 class SACPI0(Judged):

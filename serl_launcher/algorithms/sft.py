@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from serl_launcher.algorithms.base import Algorithm, descend, follow, frozen_copy
 from serl_launcher.networks.augment import Augment, augmentation
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Policy
 from serl_launcher.types import Batch, IdleFilter, Metrics, Window
-from serl_launcher.utils.optim import Optimizer
 
 
 class SFT(Algorithm):

@@ -18,9 +18,9 @@ from serl_launcher.algorithms.base import Algorithm, follow, frozen_copy
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.latent import LatentModel
 from serl_launcher.networks.seeded_noise import normal
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.planner import MPPI, Planner, shifted
 from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Prefix, Window
-from serl_launcher.utils.optim import Optimizer
 
 BEHAVIOUR: tuple[str, ...] = (
     "behaviour_mean",

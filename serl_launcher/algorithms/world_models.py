@@ -29,9 +29,9 @@ from serl_launcher.networks.mdn_rnn import LSTM, MDNRNN
 from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.networks.vae import VAE, Encoder, Pictures, drawn
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Acting
 from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Prefix, Window
-from serl_launcher.utils.optim import Optimizer
 
 log = logging.getLogger(__name__)
 

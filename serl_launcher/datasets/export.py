@@ -22,16 +22,15 @@ from serl_client.errors import ConfigError, Disconnected, ServerFailed, Timeout
 from serl_client.lockfile import open_lock
 from serl_client.spec import Spec
 
-from serl_launcher.datasets import shards
+from serl_launcher.datasets import recording, shards
 from serl_launcher.datasets.episodes import Mismatch
 from serl_launcher.datasets.exporter import Exporter
 from serl_launcher.datasets.names import INSTALL, MANIFEST
-from serl_launcher.learner_link import connect, wait_for_spec
 from serl_launcher.replay.verdicts import rewards_of_run
+from serl_launcher.service.link import connect, wait_for_spec
 from serl_launcher.store.index import Index
 from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import plan_of
-from serl_launcher.utils import recording
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from serl_client.spec import Spec
 from serl_launcher.datasets import robomimic
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.datasets.robomimic import RobomimicFile
-from serl_launcher.learner_link import ask, connect, wait_for_spec
 from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.service.link import ask, connect, wait_for_spec
 from serl_launcher.store.store import DATASET
 from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import plan_of

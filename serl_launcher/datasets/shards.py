@@ -24,10 +24,10 @@ from serl_client.spec import Array, Feature, Spec
 
 from serl_launcher.datasets.episodes import Mismatch, Rows, end
 from serl_launcher.datasets.names import COLUMNS, DONE, MANIFEST, OUTCOME, PHASE, STORED, SUCCESS, cameras, column
+from serl_launcher.datasets.priority import ordinary_priority
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.files import sync_folder
-from serl_launcher.utils.priority import ordinary_priority
 
 log = logging.getLogger(__name__)
 

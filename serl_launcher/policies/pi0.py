@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GemmaConfig, SiglipVisionConfig, SiglipVisionModel
 from transformers.models.gemma.modeling_gemma import GemmaModel, apply_rotary_pos_emb
 
+from serl_launcher.networks import compiler
 from serl_launcher.networks.attention import attention, bias, joined
 from serl_launcher.networks.mlp import StateEncoder
 from serl_launcher.networks.prompt import Prompt
@@ -35,7 +36,6 @@ from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.policies.heads.base import Head
 from serl_launcher.policies.pi0_checkpoint import load_pretrained
 from serl_launcher.types import Observation
-from serl_launcher.utils import compiler
 
 log = logging.getLogger(__name__)
 

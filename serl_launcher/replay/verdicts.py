@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from serl_client.errors import ConfigError
+from serl_client.words import known
 
 from serl_launcher.replay.views import EpisodeInfo
-from serl_launcher.utils.words import known
 
 LARGEST = float(np.finfo(np.float32).max)  # rewards are float32
 WHERE = "task.verdict"

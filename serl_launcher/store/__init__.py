@@ -1,5 +1,5 @@
-"""The durable store and the server in front of it: one process, the store's only writer, without torch.
+"""Store: what was collected, as files that survive whatever may happen. No sockets, no torch.
 
-Read server.py first (the loop), then store.py (what a commit is) and layout.py (the files, which readers map). No
-module here imports replay, datasets, training or acting.
+Read store.py first (what a commit is), then layout.py (the files, which readers map).
+Of the other rooms it imports nothing.
 """

@@ -3,6 +3,6 @@
 Read plan.py first (a run as data), then `Learner.run` in learner.py. trainer.py is the process, plan_state.py says
 which update is next, ranks.py spreads it over GPUs, counters.py counts what actors did, writers.py publishes weights
 and keeps checkpoints.
-It may import store, replay, algorithms, types, utils, config and learner_link, but nothing of acting or datasets.
+It may import store, service, replay, algorithms, optim, types and config, but nothing of acting or datasets.
 plan.py and plan_reader.py need no torch, because processes without it read the plan.
 """

@@ -10,9 +10,9 @@ from typing import Any
 from serl_client.errors import ConfigError
 
 from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.optim.averaging import BUCKET
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.training.memory import SHARE, Need, hollow, parts, said
-from serl_launcher.utils.averaging import BUCKET
-from serl_launcher.utils.optim import Optimizer
 
 CONTEXT = 600 << 20  # bytes of a process before its first tensor: CUDA's context, kernels, cuBLAS' workspaces
 NCCL = 1 << 30  # bytes of a rank where there are several: NCCL's channels and buffers

@@ -16,11 +16,13 @@ from serl_client.connection import Connection
 from serl_client.console import Console
 from serl_client.errors import RetakeError
 
-from serl_launcher.learner_link import ask
 from serl_launcher.replay.mixture import ReplayMixture, statistics
 from serl_launcher.replay.once import Seen
 from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.service.link import ask
+from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.counters import RunCounters, evaluation, succeeded, value_error
+from serl_launcher.training.metrics import MetricsLog
 from serl_launcher.training.plan import RANDOM, Phase, Plan, Update
 from serl_launcher.training.plan_state import PlanState
 from serl_launcher.training.presence import Presence
@@ -28,8 +30,6 @@ from serl_launcher.training.ranks import Ranks
 from serl_launcher.training.tracing import Tracer, await_rows, sift
 from serl_launcher.training.writers import Keeper, Patience, Publisher
 from serl_launcher.types import Batch
-from serl_launcher.utils.checkpoint import Checkpoints
-from serl_launcher.utils.logging import MetricsLog
 
 log = logging.getLogger(__name__)
 

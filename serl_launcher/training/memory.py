@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.replay.batches import blank
-from serl_launcher.utils.optim import Optimizer
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from serl_client.words import known
+
 from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import View
-from serl_launcher.utils.words import known
 
 UNITS = ("env_steps", "episodes", "successes", "interventions", "updates", "wall_s")
 OPERATOR = "operator"  # the condition that a person meets with the command `next`

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from serl_client.errors import ConfigError
+from serl_client.words import known
 
 from serl_launcher.replay.verdicts import rewards_of
 from serl_launcher.replay.views import KEEP, SPLITS, START_STEPS, View
@@ -31,7 +32,6 @@ from serl_launcher.training.plan import (
     Update,
     parse,
 )  # fmt: skip
-from serl_launcher.utils.words import known
 
 MODES = ("idle", "collect", "teleop", "evaluate", "stop")
 METRICS = ("success", "unassisted_success")

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from serl_client.errors import ConfigError
+from serl_client.words import known
 
 from serl_launcher.training.plan import ONCE, OPERATOR, SEEN, UNITS, Actors, Pace, Phase, Plan, Term, Update, parse
-from serl_launcher.utils.words import known
 
 log = logging.getLogger(__name__)
 

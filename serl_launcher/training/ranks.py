@@ -17,11 +17,11 @@ from torch import Tensor
 
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.networks.mlp import Statistics
+from serl_launcher.optim.distributed import World, gathered
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.supervisor import REFUSED
+from serl_launcher.training.staging import Staging
 from serl_launcher.types import Batch, Metrics
-from serl_launcher.utils.distributed import World, gathered
-from serl_launcher.utils.optim import Optimizer
-from serl_launcher.utils.staging import Staging
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Ranks:
 
     def _made(self, name: str, batch: Batch) -> tuple[Metrics, Metrics]:
         """Make an update of this rank's rows. A mean that is not finite after it stays what it was, as the weights do
-        (utils/optim.py)."""
+        (optim/optimizer.py)."""
         means = [(mean, mean.clone()) for mean in map(self.algorithm.get_buffer, self.algorithm.means)]
         made = _separate(getattr(self.algorithm, name)(batch))
         for mean, before in means:

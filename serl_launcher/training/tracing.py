@@ -18,9 +18,9 @@ from torch import Tensor
 
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store.aside import LIMIT, REMEDY
+from serl_launcher.training.finite import Refusals
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.types import Batch
-from serl_launcher.utils.finite import Refusals
 
 log = logging.getLogger(__name__)
 

@@ -14,17 +14,17 @@ from serl_client.console import Console, console
 from serl_client.spec import Spec
 
 from serl_launcher.config import changeable, factory
-from serl_launcher.learner_link import capacities, connect, wait_for_spec
+from serl_launcher.optim.distributed import World, join
 from serl_launcher.replay.mixture import ReplayMixture
+from serl_launcher.service.link import capacities, connect, wait_for_spec
+from serl_launcher.training import report
 from serl_launcher.training.build import build, check_memory, device_of, ranks_of, seed
+from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.counters import ASSISTED, TRAINED, curve
 from serl_launcher.training.learner import Learner
+from serl_launcher.training.metrics import MetricsLog, mirrored
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.training.ranks import Ranks, launch_ranks
-from serl_launcher.utils import report
-from serl_launcher.utils.checkpoint import Checkpoints
-from serl_launcher.utils.distributed import World, join
-from serl_launcher.utils.logging import MetricsLog, mirrored
 
 log = logging.getLogger(__name__)
 

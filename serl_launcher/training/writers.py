@@ -14,9 +14,9 @@ from serl_client import messages as m
 from serl_client.errors import full_disk
 
 from serl_launcher.store import weights
+from serl_launcher.training.checkpoint import Checkpoints, Schedule
+from serl_launcher.training.finite import check_finite
 from serl_launcher.training.ranks import Ranks
-from serl_launcher.utils.checkpoint import Checkpoints, Schedule
-from serl_launcher.utils.finite import check_finite
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ import torch
 from serl_launcher.acting import device as devices
 from serl_launcher.acting.device import Cpu, Cuda
 from serl_launcher.acting.host import PolicyHost, Question
-from serl_launcher.utils import compiler, distributed
+from serl_launcher.networks import compiler
+from serl_launcher.optim import distributed
 from tests.shared.inference import composed_algorithm
 
 from .gpu import FLOW, FakeGpu, actions, many

@@ -11,7 +11,7 @@ from serl_client.errors import Disconnected, Refused, TrainerError
 from serl_client.keys import Key
 
 from serl_launcher.acting.server import InferenceServer
-from serl_launcher.store.server import Server
+from serl_launcher.service.server import Server
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import make_segment
 from tests.shared.inference import rlpd

@@ -13,9 +13,9 @@ from websockets.sync.client import connect as websocket
 from serl_launcher.acting import carries as module
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.acting.local import LocalSource
+from tests.service.foreign_client import Client
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.inference import composed_algorithm, rlpd
-from tests.store.foreign_client import Client
 
 from .toy import Counting, ask, gathering, receive
 

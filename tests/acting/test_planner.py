@@ -10,10 +10,10 @@ import torch
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.networks.mlp import ActionScale, StateEncoder, mlp
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Acting, Policy
 from serl_launcher.training import budget, memory
 from serl_launcher.types import Decision, Window
-from serl_launcher.utils.optim import Optimizer
 from tests.shared.common import STATE
 from tests.shared.inference import published
 from tests.shared.models import batch

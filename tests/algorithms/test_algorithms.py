@@ -19,13 +19,13 @@ from serl_client import messages as m
 
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.config import groups
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.store import weights as store
 from serl_launcher.store.extras import with_extras
 from serl_launcher.training import build as training
+from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.types import Window
-from serl_launcher.utils.checkpoint import Checkpoints
-from serl_launcher.utils.optim import Optimizer
 from tests.shared.common import CONFIG, STATE
 from tests.shared.models import CAMERA, REACH, act, assert_same, batch, config_of, differences, robot, weights
 

@@ -16,11 +16,11 @@ from serl_launcher.networks.augment import Augment
 from serl_launcher.networks.chunks import MLP
 from serl_launcher.networks.critics import C51, Critic, HLGauss, Scalar, TwoHot
 from serl_launcher.networks.vision import ObservationEncoder
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.chunk import ChunkPolicy
 from serl_launcher.policies.gaussian import GaussianPolicy
 from serl_launcher.policies.heads.flow import Flow
 from serl_launcher.policies.heads.regression import Regression
-from serl_launcher.utils.optim import Optimizer
 from tests.shared.common import STATE
 from tests.shared.models import act, assert_same, batch, now, robot, weights
 

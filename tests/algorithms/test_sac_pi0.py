@@ -21,10 +21,10 @@ from serl_launcher.networks.augment import Augment
 from serl_launcher.networks.chunks import MLP
 from serl_launcher.networks.critics import Critic, Scalar
 from serl_launcher.networks.vision import ObservationEncoder
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.chunk import ChunkPolicy
 from serl_launcher.policies.gaussian import GaussianPolicy
 from serl_launcher.policies.heads.flow import Flow
-from serl_launcher.utils.optim import Optimizer
 from tests.shared.models import CAMERA, REACH, STATE, act, assert_same, batch, config_of, now, robot, weights
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]  # its import alone takes seconds

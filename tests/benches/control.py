@@ -32,8 +32,8 @@ from serl_client.spec import Array, Feature
 
 from robot_infra.env import RobotEnv
 from robot_infra.interfaces import Frame
-from robot_infra.robots.fake import FakeRobot
 from robot_infra.safety import SafeRobot
+from robot_infra.tasks.fake import FakeRobot
 from tests.faults.proxy import Proxy
 from tests.shared.actors import Chunks, FakeClient
 from tests.shared.common import free_port

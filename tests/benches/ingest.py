@@ -27,7 +27,7 @@ from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 from serl_client.outbox import SLICE_BYTES
 
-from serl_launcher.store.intake import MAX_UNACKNOWLEDGED
+from serl_launcher.service.intake import MAX_UNACKNOWLEDGED
 from tests.shared.common import free_port
 
 from .paired import Figure, cpu_seconds, option, ratio, rounds

@@ -36,13 +36,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.config import composed
+from serl_launcher.optim.distributed import World, join
 from serl_launcher.policies.pi0 import PI0
 from serl_launcher.replay.batches import blank
 from serl_launcher.training import budget, memory
 from serl_launcher.training.build import build, device_of, seed, untrained
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.types import Batch, Window
-from serl_launcher.utils.distributed import World, join
 from tests.shared.common import CONFIG, STATE, free_port
 
 from .paired import Figure, option, processor, quantiles, ratio, rounds

@@ -25,9 +25,9 @@ from serl_client.recorder import segment_rows
 from serl_client.spec import Array
 from serl_client.weights import PART_BYTES
 
-from serl_launcher.store.intake import MAX_UNACKNOWLEDGED
-from serl_launcher.store.peers import bound, send
-from serl_launcher.store.server import serve
+from serl_launcher.service.intake import MAX_UNACKNOWLEDGED
+from serl_launcher.service.peers import bound, send
+from serl_launcher.service.server import serve
 from tests.shared.clients import connected, directed
 from tests.shared.common import STATE
 from tests.shared.servers import ServerProcess

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from serl_launcher.config import composed
+from serl_launcher.optim.distributed import World
+from serl_launcher.optim.optimizer import kernels
 from serl_launcher.replay.batches import blank
 from serl_launcher.training.build import build
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.training.writers import Patience, Publisher
 from serl_launcher.types import Batch
-from serl_launcher.utils.distributed import World
-from serl_launcher.utils.optim import kernels
 from tests.shared.common import CONFIG
 
 from .paired import Figure, option, ratio, rounds, seconds

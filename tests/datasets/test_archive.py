@@ -13,8 +13,8 @@ from serl_client import messages as m
 from serl_client.client import TrainerClient
 
 from serl_launcher.datasets import shards
+from serl_launcher.service.peers import ROLES
 from serl_launcher.store.errors import Full
-from serl_launcher.store.peers import ROLES
 from serl_launcher.store.store import Store
 from tests.shared.clients import connected, push_all
 from tests.shared.common import PATIENCE, until

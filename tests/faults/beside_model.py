@@ -8,7 +8,7 @@ from serl_client import send_queue as stream_module
 from serl_client.outbox import Outbox
 from serl_client.send_queue import SendQueue
 
-from serl_launcher.store.server import Server
+from serl_launcher.service.server import Server
 from serl_launcher.store.store import Store
 
 from .protocol_state import State

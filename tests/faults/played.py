@@ -151,7 +151,7 @@ class _Played:
 
     @contextmanager
     def _server(self, capacities: dict[str, int]) -> Iterator[None]:
-        from serl_launcher.store.server import Server
+        from serl_launcher.service.server import Server
 
         server = Server(
             self._run_dir, capacities, public=self._public, local=self._local, inference="", archived=ARCHIVED

@@ -16,7 +16,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Self
 
-from serl_launcher.store.server import serve
+from serl_launcher.service.server import serve
 from tests.shared.common import free_port
 from tools import keys
 

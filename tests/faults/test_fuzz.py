@@ -17,8 +17,8 @@ from serl_client import Outcome, Spec, messages, wire
 from serl_client.errors import ConfigError, MessageError
 
 from serl_launcher.acting.host import PolicyHost
+from serl_launcher.service.access import BAD_MESSAGES
 from serl_launcher.store import store
-from serl_launcher.store.access import BAD_MESSAGES
 from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
 from tests.faults.fuzzing import campaign, damage, hostile, live, mutations
@@ -246,7 +246,7 @@ def test_a_case_that_crashes_or_writes_is_found_and_kept(tmp_path, monkeypatch):
 
 BUSY = """
 import sys, zmq
-from serl_launcher.store.peers import bound
+from serl_launcher.service.peers import bound
 socket = bound(zmq.Context(), sys.argv[1])
 print("bound", flush=True)
 sys.stdin.readline()

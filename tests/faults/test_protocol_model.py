@@ -13,9 +13,9 @@ from serl_client import outbox as outbox_module
 from serl_client import send_queue as stream_module
 from serl_client.errors import Refused
 
-from serl_launcher.store import intake, welcome
-from serl_launcher.store import peers as peers_module
-from serl_launcher.store import server as server_module
+from serl_launcher.service import intake, welcome
+from serl_launcher.service import peers as peers_module
+from serl_launcher.service import server as server_module
 from tests.faults.beside_model import Real, shown
 from tests.faults.exploring import Violation, drain, explore, fair, history
 from tests.faults.protocol_model import Protocol

@@ -67,7 +67,7 @@ def test_the_robot_of_the_page_on_robots_moves_within_its_limits_after_somebody_
     assert len(code.splitlines()) <= 30
     (tmp_path / "my_robot.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    config = {"task": yaml.safe_load(task.replace("robot_infra.robots.my_robot", "my_robot"))}
+    config = {"task": yaml.safe_load(task.replace("robot_infra.drivers.my_robot", "my_robot"))}
     config["task"]["env"]["address"] = str(tmp_path / "arm")
     with factory(OmegaConf.create(config), "task.env")() as env:
         with pytest.raises(RobotFault, match="a person"):

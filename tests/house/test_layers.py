@@ -24,24 +24,28 @@ def rooms(*names):
     return tuple(f"serl_launcher.{name}" for name in names)
 
 
-MODELS_NEVER = (*rooms("store", "replay", "datasets", "training", "acting", "launcher", "learner_link"), "wandb")
-NO_TORCH = ("torch", *rooms("replay", "datasets", "training", "acting"), *MODELS)
+MODELS_NEVER = (*rooms("store", "service", "replay", "datasets", "training", "acting", "launcher"), "wandb")
+NO_TORCH = ("torch", *rooms("replay", "datasets", "training", "acting", "optim", "types"), *MODELS)
 FORBIDDEN = {  # folder: what it never imports
     "serl_client": ("robot_infra", "serl_launcher", "torch", "examples", "tools", "tests"),
     "robot_infra": ("serl_launcher", "torch", "examples", "tools", "tests"),
+    "robot_infra.guard": ("robot_infra.tasks", "robot_infra.sim"),
+    "robot_infra.drivers": ("robot_infra.guard", "robot_infra.tasks", "robot_infra.sim"),
+    "robot_infra.sim": ("robot_infra.tasks", "robot_infra.guard"),
     "serl_launcher": ("robot_infra", "examples", "tools", "tests"),
     "serl_launcher.types": MODELS,
     NETWORKS: (*MODELS_NEVER, POLICIES, ALGORITHMS),
     POLICIES: (*MODELS_NEVER, ALGORITHMS),
     ALGORITHMS: MODELS_NEVER,
-    "serl_launcher.store": (*NO_TORCH, "serl_launcher.types"),
-    "serl_launcher.replay": (*rooms("datasets", "training", "acting"), *MODELS),
+    "serl_launcher.store": (*NO_TORCH, "serl_launcher.service"),
+    "serl_launcher.service": NO_TORCH,
+    "serl_launcher.replay": (*rooms("service", "optim", "datasets", "training", "acting"), *MODELS),
     "serl_launcher.datasets": ("torch", *rooms("training", "acting", "types"), *MODELS),
     "serl_launcher.training": rooms("datasets", "acting"),
     "serl_launcher.acting": rooms("replay", "datasets"),
-    "serl_launcher.config": ("torch", *rooms("store", "replay", "datasets", "training", "acting", "types", *MODELS)),
-    "serl_launcher.utils": rooms("replay", "datasets", "training", "acting", *MODELS),
-    "serl_launcher.learner_link": (*NO_TORCH, "serl_launcher.store"),
+    "serl_launcher.config": (*NO_TORCH, *rooms("store", "service")),
+    "serl_launcher.optim": (*rooms("store", "service", "replay", "datasets", "training", "acting"), *MODELS),
+    "serl_launcher.service.link": ("serl_launcher.store",),
     "serl_launcher.supervisor": (*NO_TORCH, "serl_launcher.store"),
 }
 PLAN = rooms("training.plan", "training.plan_reader")  # all that datasets take of it
@@ -52,10 +56,11 @@ IMPORTS = {
     "import_module", "importlib.import_module", "importlib.util.spec_from_file_location", "pydoc.locate",
     "pkgutil.resolve_name",
 }  # fmt: skip
-DRIVER = "robot_infra.guard.process", "pkgutil.resolve_name(driver)"  # from a yaml, as Hydra's _target_ is
+DRIVER = "robot_infra.drivers.owner", "pkgutil.resolve_name(driver)"  # from a yaml, as Hydra's _target_ is
 WIRED = (  # what handles messages of others: it looks up no attribute whose name is no constant
-    "serl_client", "serl_launcher.store", "serl_launcher.acting.host", "serl_launcher.acting.local",
-    "serl_launcher.acting.server", "serl_launcher.acting.bridge", "serl_launcher.acting.openpi",
+    "serl_client", "serl_launcher.store", "serl_launcher.service", "serl_launcher.acting.host",
+    "serl_launcher.acting.local", "serl_launcher.acting.server", "serl_launcher.acting.bridge",
+    "serl_launcher.acting.openpi",
 )  # fmt: skip
 NAMED = {  # but for these, whose names are those of our own fields
     ("serl_client.messages", "getattr(message, name)"), ("serl_client.messages", "getattr(record, name)"),

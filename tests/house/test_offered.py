@@ -30,13 +30,13 @@ from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.config import _check as check_word
 from serl_launcher.config import _read as read_word
 from serl_launcher.config import composed, groups
+from serl_launcher.optim.distributed import World
 from serl_launcher.replay.batches import blank
 from serl_launcher.store.extras import with_extras
 from serl_launcher.training import build as training
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.types import Batch
-from serl_launcher.utils.distributed import World
 from tests.shared.common import CONFIG, ROOT
 from tests.shared.here import start
 

@@ -17,9 +17,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CLIENT = tomllib.loads((ROOT / "packages/serl_client/pyproject.toml").read_text())["project"]
 MODULES = {"pyzmq": "zmq", "hydra-core": "hydra", "serl-client": "serl_client"}  # where the name to import is another
 BASE = (
-    "serl_client.runner", "robot_infra.env", "robot_infra.robots.fake", "robot_infra.teleop.keyboard",
-    "serl_launcher.config", "serl_launcher.launcher", "serl_launcher.supervisor", "serl_launcher.learner_link",
-    "serl_launcher.store.server", "serl_launcher.store.store", "serl_launcher.training.plan_reader",
+    "serl_client.runner", "robot_infra.env", "robot_infra.tasks.fake", "robot_infra.teleop.keyboard",
+    "serl_launcher.config", "serl_launcher.launcher", "serl_launcher.supervisor", "serl_launcher.service.link",
+    "serl_launcher.service.server", "serl_launcher.store.store", "serl_launcher.training.plan_reader",
     "serl_launcher.datasets.export", "serl_launcher.datasets.importer",
 )  # fmt: skip
 HEAVY = ("torch", "torchvision", "lerobot", "mujoco", "gymnasium", "transformers", "matplotlib", "wandb")
@@ -94,7 +94,7 @@ def test_what_runs_on_a_robot_pc_or_serves_data_starts_without_any_extra():
     """What examples/train.py imports, and the simplest task, as a base install has them."""
     extras = {*HEAVY, "cv2", *(name for listed in PROJECT["optional-dependencies"].values() for name in names(listed))}
     code = f"import sys\nfor name in {sorted(extras)}: sys.modules[name] = None\nimport {', '.join(BASE)}\n" + (
-        "env = robot_infra.robots.fake.make(max_steps=5, noise=0.1, clock='simulated')\n"
+        "env = robot_infra.tasks.fake.make(max_steps=5, noise=0.1, clock='simulated')\n"
         "env.reset(0, teleop=True), env.step(None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

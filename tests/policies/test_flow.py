@@ -14,11 +14,11 @@ from serl_launcher.config import composed
 from serl_launcher.networks.chunks import MLP
 from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.networks.vision import ObservationEncoder
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.chunk import ChunkPolicy, HeadPolicy
 from serl_launcher.policies.heads.flow import TIME, Flow
 from serl_launcher.training.build import build
 from serl_launcher.types import IdleFilter
-from serl_launcher.utils.optim import Optimizer
 from tests.shared.models import CONFIG, STATE, act, assert_same, batch, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,7 +21,7 @@ from serl_client.connection import Connection
 from serl_client.errors import ConfigError, Refused
 
 from robot_infra.cameras import gl
-from robot_infra.robots import fake
+from robot_infra.tasks import fake
 from serl_launcher import launcher
 from serl_launcher.config import composed
 from serl_launcher.store import weights
@@ -331,7 +331,7 @@ def test_a_server_that_fails_before_it_has_begun_is_started_again_only_if_it_was
         raise error
 
     (tmp_path / "config.yaml").touch()
-    monkeypatch.setattr("serl_launcher.store.server.main", serve)
+    monkeypatch.setattr("serl_launcher.service.server.main", serve)
     assert launcher.child("server", str(tmp_path), f"ipc://{tmp_path}/server") == status
     assert f"server: it failed: {type(error).__name__}: {error}" in capsys.readouterr().err
 

@@ -7,9 +7,9 @@ from safetensors.torch import load_file
 from robot_infra.cameras import gl
 from serl_launcher.algorithms.sft import SFT
 from serl_launcher.datasets.episodes import opened
+from serl_launcher.training.metrics import read
+from serl_launcher.training.report import read as summary_of
 from serl_launcher.types import Decision
-from serl_launcher.utils.logging import read
-from serl_launcher.utils.report import read as summary_of
 from tests.shared import oracle
 from tests.shared.common import STATE
 from tests.shared.here import start

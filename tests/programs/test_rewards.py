@@ -5,7 +5,7 @@ import re
 import pytest
 
 from serl_launcher.datasets.export import export_run
-from serl_launcher.utils.logging import read
+from serl_launcher.training.metrics import read
 from tests.shared.common import PATIENCE, free_port, until
 from tests.shared.here import answering, order, start
 from tests.shared.programs import facts

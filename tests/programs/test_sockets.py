@@ -20,13 +20,14 @@ from serl_client.errors import ConfigError
 from serl_client.lockfile import open_lock
 from serl_client.outbox import Outbox
 
-from serl_launcher import launcher, sockets
+from serl_launcher import launcher
 from serl_launcher.datasets import export
+from serl_launcher.service import sockets
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what belongs to another user")
 LEARNER = (
-    "import signal, socket\nfrom serl_launcher.sockets import socket_folder\nwith socket_folder() as folder:\n"
+    "import signal, socket\nfrom serl_launcher.service.sockets import socket_folder\nwith socket_folder() as folder:\n"
     " socket.socket(socket.AF_UNIX).bind(str(folder / 'server'))\n print(folder, flush=True)\n signal.pause()"
 )
 

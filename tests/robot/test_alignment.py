@@ -10,8 +10,8 @@ from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.cameras import threaded
 from robot_infra.cameras.threaded import ThreadedCamera
-from robot_infra.robots.fake import FakeRobot
 from robot_infra.safety import SafeRobot
+from robot_infra.tasks.fake import FakeRobot
 from tests.shared.actors import FakeClient, run
 from tests.shared.common import until
 from tests.shared.robots import RIGHT, build

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from serl_client.errors import ConfigError
 
-from robot_infra.robots.gym import GymEnv
+from robot_infra.tasks.gym import GymEnv
 from tests.shared.common import ROOT
 from tests.shared.tools import told_by_example
 
@@ -87,7 +87,7 @@ SCRIPT = """
 import json
 import sys
 import numpy as np
-from robot_infra.robots.gym import GymEnv
+from robot_infra.tasks.gym import GymEnv
 
 def episode(env, seed):
     first = [array.tolist() for array in env.reset(seed).values()]

@@ -7,13 +7,13 @@ import pytest
 from serl_client import ConfigError, Feature
 from serl_client.errors import RobotFault
 
-from robot_infra.arm import Arm
+from robot_infra.drivers.arm import Arm
+from robot_infra.drivers.bimanual import BimanualArm
 from robot_infra.guard.robot import GuardedRobot
-from robot_infra.robots.bimanual import BimanualArm
 from tests.shared.arms import DRIVER, FPS, HOME, LIMITS, Log, move_on, points
 
 SIDES = ("left", "right")
-BIMANUAL = "robot_infra.robots.bimanual.BimanualArm"
+BIMANUAL = "robot_infra.drivers.bimanual.BimanualArm"
 UP = np.array([0.1, -0.1, 0.1, -0.1], np.float32)
 BOX = {"x": [-1, 0.25], "y": [-1, 1], "z": [-1, 1], "speed": 9.0}
 

@@ -10,7 +10,7 @@ from serl_client.errors import ConfigError
 from serl_client.recorder import SEGMENT_BYTES, segment_rows
 
 from robot_infra.cameras import gl
-from robot_infra.robots.sim_arm import make
+from robot_infra.tasks.sim_arm import make
 from tests.shared.actors import FakeClient, run
 from tests.shared.robots import FakeCamera, build, check_rows, from_yaml
 
@@ -154,7 +154,7 @@ def test_each_backend_draws_the_scene_and_leaves_without_a_word(backend, monkeyp
         pytest.skip(f"no {backend}: apt-get install libegl1 libosmesa6")
     code = (
         "import mujoco, numpy as np\n"
-        "from robot_infra.robots.sim_arm import SimArm\n"
+        "from robot_infra.tasks.sim_arm import SimArm\n"
         f"cameras = SimArm().cameras({backend!r}, size=64)\n"
         "assert all(camera.latest().image.std() > 20 for camera in cameras.values())\n"
         "[camera.close() for camera in cameras.values()]\n"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from robot_infra.robots.corridor import END, START, make
+from robot_infra.tasks.corridor import END, START, make
 from tests.shared.common import STATE
 from tests.shared.robots import play
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from serl_client.errors import ConfigError, RobotFault
 
-from robot_infra.robots import dobot_protocol as p
-from robot_infra.robots.dobot import DobotArm
-from robot_infra.robots.gripper import FeetechGripper
+from robot_infra.drivers import dobot_protocol as p
+from robot_infra.drivers.dobot import DobotArm
+from robot_infra.drivers.gripper import FeetechGripper
 from robot_infra.sim.dobot_controller import Faults
 from robot_infra.sim.dobot_machine import Machine
 from robot_infra.sim.feetech import FeetechBus

@@ -9,8 +9,8 @@ import pytest
 from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.cameras import gl
-from robot_infra.robots import dobot_cell
 from robot_infra.sim.dobot_pnp import AREA, Scene
+from robot_infra.tasks import dobot_cell
 from serl_launcher.config import composed, factory
 from tests.robot.test_pick_and_place import env_of
 from tests.shared.common import CONFIG, PATIENCE, until

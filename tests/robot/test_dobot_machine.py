@@ -2,7 +2,7 @@
 
 import pytest
 
-from robot_infra.robots import dobot_protocol as p
+from robot_infra.drivers import dobot_protocol as p
 from robot_infra.sim.dobot_machine import ENABLING, Machine
 
 both = pytest.mark.parametrize("version", p.VERSIONS)

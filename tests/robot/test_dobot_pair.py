@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from serl_client.errors import RobotFault
 
-from robot_infra.robots import dobot_protocol as p
+from robot_infra.drivers import dobot_protocol as p
 from robot_infra.sim.dobot_machine import Machine
 from tests.shared.common import ROOT, until
 from tests.shared.dobots import BOTH, controller, guarded

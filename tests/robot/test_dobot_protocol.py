@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serl_client.errors import RobotFault
 
-from robot_infra.robots import dobot_protocol as p
+from robot_infra.drivers import dobot_protocol as p
 from tests.faults.fuzzing import feedback
 
 NAMES = ("ClearError", "EnableRobot", "GetErrorID", "ServoJ")

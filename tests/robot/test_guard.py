@@ -21,10 +21,10 @@ from serl_client.spec import Feature
 from serl_client.status import ActorStatus
 
 from robot_infra.cameras import gl
+from robot_infra.drivers.owner import owned
 from robot_infra.guard.channel import Shared
-from robot_infra.guard.owner import owned
 from robot_infra.guard.robot import GuardedRobot
-from robot_infra.robots.fake import FakeRobot
+from robot_infra.tasks.fake import FakeRobot
 from tests.shared.actors import FakeClient, Keys, run
 from tests.shared.arms import DRIVER, FPS, HOME, LIMITS, Log, guarded, move_on, points
 from tests.shared.robots import build, from_yaml, play

@@ -9,8 +9,8 @@ from serl_client import Feature
 from serl_client.errors import ConfigError, RetakeError, RobotFault
 
 from robot_infra.interfaces import Hand
-from robot_infra.robots import gym as gym_module
-from robot_infra.robots.gym import GymEnv
+from robot_infra.tasks import gym as gym_module
+from robot_infra.tasks.gym import GymEnv
 from robot_infra.teleop.hands import Hands
 from tests.shared.robots import Scripted, check_rows, from_yaml
 

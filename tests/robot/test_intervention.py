@@ -12,9 +12,9 @@ from serl_client.controller import RandomPolicy, RemotePolicy
 from serl_client.errors import ConfigError
 from serl_client.runner import ActorStatus
 
-from robot_infra.robots import fake
-from robot_infra.robots.fake import FakeRobot
 from robot_infra.safety import SafeRobot
+from robot_infra.tasks import fake
+from robot_infra.tasks.fake import FakeRobot
 from robot_infra.teleop.hands import Hands
 from robot_infra.teleop.keyboard import Keyboard, KeyboardDevice
 from robot_infra.teleop.scripted import Rescuer
@@ -234,7 +234,7 @@ def test_an_operator_that_takes_over_or_hands_back_after_no_step_is_refused(opti
 
 def test_help_on_the_arm_brings_a_policy_that_does_nothing_to_success():
     pytest.importorskip("mujoco")
-    from robot_infra.robots import sim_arm
+    from robot_infra.tasks import sim_arm
 
     env = sim_arm.make(max_steps=60, noise=0.2, clock="simulated")
     episodes = [frozen(env, seed, intervene=True) for seed in (*range(10), 9)]

@@ -12,8 +12,8 @@ import pytest
 from serl_client import Feature
 from serl_client.errors import ConfigError
 
-from robot_infra.robots import fake
-from robot_infra.robots.fake import FakeRobot
+from robot_infra.tasks import fake
+from robot_infra.tasks.fake import FakeRobot
 from robot_infra.teleop import hands as hands_module
 from robot_infra.teleop import keyboard as keyboard_module
 from robot_infra.teleop.hands import Hands, chosen

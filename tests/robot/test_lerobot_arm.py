@@ -9,8 +9,8 @@ import pytest
 from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.cameras import lerobot as cameras
+from robot_infra.drivers.lerobot import LerobotArm
 from robot_infra.guard.robot import GuardedRobot
-from robot_infra.robots.lerobot import LerobotArm
 from robot_infra.sim.feetech import ENDS, FeetechBus
 from serl_launcher.config import composed
 from tests.shared.arms import say_ready

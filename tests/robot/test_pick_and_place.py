@@ -6,8 +6,8 @@ from serl_client import ConfigError
 
 from robot_infra.cameras import gl
 from robot_infra.kinematics import twist
-from robot_infra.robots.dobot_sim import BOXES, DobotSim
 from robot_infra.sim.dobot_pnp import AREA, CHAINS, HOME, INSIDE, Scene
+from robot_infra.tasks.dobot_sim import BOXES, DobotSim
 from serl_launcher.config import composed, factory
 from tests.shared.common import CONFIG
 from tests.shared.robots import check_rows, play

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from robot_infra.robots.puck import CAMERA, IMAGES, SIZE, make
+from robot_infra.tasks.puck import CAMERA, IMAGES, SIZE, make
 
 
 def played(policy, seeds=range(5)):

@@ -6,8 +6,8 @@ from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.interfaces import Verdict
 from robot_infra.judges import Function, lifted
-from robot_infra.robots.fake import FakeRobot, make
 from robot_infra.safety import SafeRobot
+from robot_infra.tasks.fake import FakeRobot, make
 from robot_infra.teleop.scripted import Scripted
 from tests.shared.robots import LEFT, RIGHT, FakeCamera, Hand, TimedRobot, build, play
 

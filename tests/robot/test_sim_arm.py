@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from serl_client import ConfigError
 
-from robot_infra.robots.sim_arm import CENTRE, NAMES, SCALE, WORKSPACE, PickArm, SimArm, make
+from robot_infra.tasks.sim_arm import CENTRE, NAMES, SCALE, WORKSPACE, PickArm, SimArm, make
 from tests.shared.robots import check_rows, play
 
 pytest.importorskip("mujoco")

@@ -9,8 +9,8 @@ from serl_client.spec import Feature
 
 from robot_infra.interfaces import Reading, Verdict
 from robot_infra.kinematics import NOVA2, Chain, at, twist
-from robot_infra.robots.fake import FakeRobot
 from robot_infra.spaces import EeDelta, Gripper, JointDelta, Limb, SpacedRobot, TogglePenalty, understood
+from robot_infra.tasks.fake import FakeRobot
 from tests.shared.robots import Hand, build, from_yaml, play
 
 JOINTS = tuple(f"joint{number}" for number in range(1, 7))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from serl_client.errors import RobotFault
 
-from robot_infra.arm import Arm
+from robot_infra.drivers.arm import Arm
 from robot_infra.guard.robot import GuardedRobot
 
 from .common import PATIENCE

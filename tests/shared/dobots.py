@@ -12,7 +12,7 @@ import numpy as np
 from robot_infra.guard.robot import GuardedRobot
 from robot_infra.sim.dobot_controller import DobotController
 
-DRIVER = "robot_infra.robots.dobot.DobotArm"
+DRIVER = "robot_infra.drivers.dobot.DobotArm"
 FPS = 10.0
 START = np.deg2rad([0, 20, -60, 0, 90, 0])  # where a simulated arm is at first
 BOTH = np.tile(START, 2).astype(np.float32)
@@ -41,7 +41,7 @@ def guarded(left, right):
     limits = {f"{side}_{name}": limit for side in arms for name, limit in LIMITS.items()}
     home = {f"{side}_{name}": at for side in arms for name, at in HOME.items()}
     return GuardedRobot(
-        "robot_infra.robots.bimanual.BimanualArm", address=f"{left} and {right}", fps=FPS, limits=limits, home=home,
+        "robot_infra.drivers.bimanual.BimanualArm", address=f"{left} and {right}", fps=FPS, limits=limits, home=home,
         servo_hz=33, options=arms,
     )  # fmt: skip
 

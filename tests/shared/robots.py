@@ -9,7 +9,7 @@ from robot_infra.env import RobotEnv
 from robot_infra.interfaces import Frame, Verdict
 from robot_infra.interfaces import Hand as Said
 from robot_infra.judges import Function
-from robot_infra.robots.fake import FakeRobot
+from robot_infra.tasks.fake import FakeRobot
 
 from .clock import Clock
 from .common import TASKS

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from serl_client.errors import RobotFault
 
-from robot_infra.arm import Arm
+from robot_infra.drivers.arm import Arm
 from tests.shared.arms import HOME, JOINTS, LIMITS
 
 LOW, HIGH = np.array([LIMITS[name]["range"] for name in JOINTS]).T

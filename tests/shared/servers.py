@@ -14,9 +14,9 @@ from serl_client.connection import Connection
 from serl_client.errors import TrainerError
 from serl_client.keys import Key
 
+from serl_launcher.service.server import Server
 from serl_launcher.store import weights
 from serl_launcher.store.schema import EPISODE
-from serl_launcher.store.server import Server
 
 from . import oracle
 from .common import PATIENCE, free_port, until
@@ -25,8 +25,8 @@ from .common import PATIENCE, free_port, until
 SERVE = """
 import json, os, sys, errno
 from pathlib import Path
-from serl_launcher.store.server import serve
-import serl_launcher.store.server as server
+from serl_launcher.service.server import serve
+import serl_launcher.service.server as server
 run_dir, capacities, public, local = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], sys.argv[4]
 sync = os.fdatasync
 def failing(fd):

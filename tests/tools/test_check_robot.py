@@ -11,10 +11,10 @@ import pytest
 from serl_client import Feature
 from serl_client.errors import RobotFault
 
-from robot_infra.arm import Arm
+from robot_infra.drivers.arm import Arm
 from robot_infra.interfaces import Frame, Hand, Reading
-from robot_infra.robots.fake import FakeRobot
 from robot_infra.safety import SafeRobot
+from robot_infra.tasks.fake import FakeRobot
 from robot_infra.teleop.hands import Hands
 from tests.shared.common import ROOT
 from tests.shared.robots import Scripted, build

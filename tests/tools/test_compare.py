@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from serl_launcher.utils import report
+from serl_launcher.training import report
 from tests.shared.tools import called, typed
 
 

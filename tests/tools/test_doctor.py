@@ -22,7 +22,7 @@ from serl_client.errors import ConfigError
 from serl_client.outbox import Outbox
 
 from robot_infra.interfaces import Frame
-from robot_infra.robots.fake import FakeRobot
+from robot_infra.tasks.fake import FakeRobot
 from serl_launcher.config import composed
 from serl_launcher.store.store import Store
 from tests.shared.clients import connected

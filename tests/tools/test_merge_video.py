@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from serl_launcher.utils import recording
+from serl_launcher.datasets import recording
 from tests.shared.tools import called, typed
 from tools import merge_video
 

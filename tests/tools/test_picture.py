@@ -10,7 +10,7 @@ from serl_client.errors import ConfigError
 from serl_client.starts import evaluation_seed
 
 from robot_infra.cameras import gl
-from robot_infra.robots.sim_arm import FPS, make
+from robot_infra.tasks.sim_arm import FPS, make
 from serl_launcher.store.store import Store
 from tests.shared.common import ROOT, STATE
 from tests.shared.tools import called

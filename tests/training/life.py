@@ -11,14 +11,14 @@ from serl_client.connection import Connection
 from serl_client.console import Console
 
 from serl_launcher.acting.host import PolicyHost, Question
+from serl_launcher.optim.distributed import World
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store.store import Store
+from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.learner import Learner
+from serl_launcher.training.metrics import MetricsLog
 from serl_launcher.training.plan_reader import load_plan
 from serl_launcher.training.ranks import Ranks
-from serl_launcher.utils.checkpoint import Checkpoints
-from serl_launcher.utils.distributed import World
-from serl_launcher.utils.logging import MetricsLog
 from tests.shared.clients import push_episodes
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import make_episode

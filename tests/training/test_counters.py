@@ -6,9 +6,9 @@ from serl_client import messages as m
 from serl_client.episode import MAX_NAME
 
 from serl_launcher.replay.mixture import ReplayMixture
+from serl_launcher.service.server import page_of
 from serl_launcher.store.index import Index
 from serl_launcher.store.schema import Episode
-from serl_launcher.store.server import page_of
 from serl_launcher.store.store import Store
 from serl_launcher.training.counters import RunCounters, curve, evaluation
 from serl_launcher.training.plan import EVAL

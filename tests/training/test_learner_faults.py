@@ -15,8 +15,8 @@ from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.errors import RetakeError
 
-from serl_launcher.learner_link import capacities
 from serl_launcher.replay.mixture import statistics
+from serl_launcher.service.link import capacities
 from serl_launcher.training import learner, writers
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import make_episode
@@ -213,7 +213,7 @@ def test_critics_that_cannot_represent_the_returns_are_told_once(server, live, c
 @pytest.mark.slow
 def test_a_run_whose_gradients_are_never_finite_ends_with_one_sentence_and_its_good_weights(server, live, monkeypatch):
     monkeypatch.setattr(learner, "METRICS_S", 0.0)
-    monkeypatch.setattr("serl_launcher.utils.finite.MOST_IN_A_ROW", 5)
+    monkeypatch.setattr("serl_launcher.training.finite.MOST_IN_A_ROW", 5)
 
     def spoil(batch, updates):
         if updates >= 12:

@@ -21,15 +21,15 @@ from torch._subclasses import fake_tensor
 
 from serl_launcher.algorithms.base import uncounted
 from serl_launcher.config import composed
+from serl_launcher.optim.averaging import BUCKET
+from serl_launcher.optim.distributed import World
+from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.replay.batches import blank
 from serl_launcher.training import budget, memory
 from serl_launcher.training.build import build, check_memory, untrained
+from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.types import Window
-from serl_launcher.utils.averaging import BUCKET
-from serl_launcher.utils.checkpoint import Checkpoints
-from serl_launcher.utils.distributed import World
-from serl_launcher.utils.optim import Optimizer
 from tests.shared.models import CONFIG, STATE, robot
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]  # whole networks are counted

@@ -12,9 +12,9 @@ from serl_client import ConfigError
 
 from serl_launcher import launcher
 from serl_launcher.config import composed
+from serl_launcher.optim.distributed import World
 from serl_launcher.training import build, trainer
 from serl_launcher.training.ranks import Ranks, launch_ranks
-from serl_launcher.utils.distributed import World
 from tests.shared.common import CONFIG, own_ports
 from tests.shared.models import batch, config_of, robot
 

@@ -24,10 +24,10 @@ from omegaconf import OmegaConf
 from serl_client import ConfigError
 
 from serl_launcher.config import groups
+from serl_launcher.optim.distributed import World, join
+from serl_launcher.optim.optimizer import Optimizer
+from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.ranks import Ranks
-from serl_launcher.utils.checkpoint import Checkpoints
-from serl_launcher.utils.distributed import World, join
-from serl_launcher.utils.optim import Optimizer
 from tests.shared.common import CONFIG, ROOT, SCALE, free_port
 from tests.shared.models import batch, config_of, robot
 from tests.shared.programs import Programs

@@ -112,7 +112,7 @@ def test_the_rows_that_stand_out_are_blamed_if_the_update_goes_without_them(monk
     other = batch_of(state, torch.full((64,), 5e6))
     assert traced(overflows, within, other.reward[:, 0]).keys() == {5}, "a large column that is not the reason"
     assert "observation.state is 4e+05 in size at or near step 7" in traced(overflows, within, torch.zeros(64))[5]
-    monkeypatch.setattr("serl_launcher.utils.finite.MOST_IN_A_ROW", 1000)
+    monkeypatch.setattr("serl_launcher.training.finite.MOST_IN_A_ROW", 1000)
     assert not traced(lambda batch: True, state, reward), "the update fails without that reward, too"
 
 
@@ -139,7 +139,7 @@ def test_updates_are_watched_for_a_while_and_no_longer(monkeypatch):
     for updates in range(6, 20):
         tracer.updated("update", batch, updates)
     assert len(looks) == 1 + 3
-    monkeypatch.setattr("serl_launcher.utils.finite.MOST_IN_A_ROW", 4)
+    monkeypatch.setattr("serl_launcher.training.finite.MOST_IN_A_ROW", 4)
     ranks._is_bad = lambda batch: True
     for updates in range(20, 23):
         ranks.update("update", batch)

@@ -11,7 +11,7 @@ import traceback
 from types import FrameType
 
 WATCHED = {
-    ("serl_launcher/store/server.py", "_answer"), ("serl_launcher/acting/server.py", "_hear"),
+    ("serl_launcher/service/server.py", "_answer"), ("serl_launcher/acting/server.py", "_hear"),
     ("serl_client/connection.py", "_next"), ("serl_client/network.py", "_handle"),
     ("serl_client/wire.py", "unpack"), ("serl_client/wire.py", "decode_records"),
     ("serl_client/outbox.py", "_next_record"), ("serl_launcher/acting/openpi.py", "read"),

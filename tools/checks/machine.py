@@ -22,17 +22,17 @@ from serl_client.errors import ConfigError
 from serl_launcher.datasets import importer
 from serl_launcher.datasets.export import recorded, wanted
 from serl_launcher.launcher import ranks_of, writable
+from serl_launcher.networks import compiler
 from serl_launcher.store import layout
 from serl_launcher.store.index import Index
 from serl_launcher.store.layout import Layout
+from serl_launcher.training import metrics
 from serl_launcher.training.plan_reader import plan_of
-from serl_launcher.utils import compiler
-from serl_launcher.utils import logging as metrics
 
 from .common import ROOT, Finding, Run, said
 
 MODULES = {"hydra-core": "hydra", "rerun-sdk": "rerun"}  # where a package's module has a name of its own
-SIMULATED = ("robot_infra.robots.sim_arm.", "robot_infra.robots.gym.")
+SIMULATED = ("robot_infra.tasks.sim_arm.", "robot_infra.tasks.gym.")
 SYNCS = 50
 BLOCK = 4 << 20
 BLOCKS = 16

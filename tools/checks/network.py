@@ -18,7 +18,7 @@ from serl_client.reach import Look, greeted, judged, look, unwelcome
 from serl_client.spec import Spec
 
 from serl_launcher.launcher import writable
-from serl_launcher.store.access import AllowList, check_address
+from serl_launcher.service.access import AllowList, check_address
 
 from .common import Finding, Run
 

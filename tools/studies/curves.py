@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from robot_infra.cameras import gl
-from serl_launcher.utils.report import read
+from serl_launcher.training.report import read
 from tools.studies import runs
 from tools.studies.cells import Rows, Study, each
 

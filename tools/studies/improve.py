@@ -11,7 +11,7 @@ from serl_client.spec import Array
 
 from serl_launcher.algorithms.judged import present
 from serl_launcher.networks.seeded_noise import normal
-from serl_launcher.utils.report import read
+from serl_launcher.training.report import read
 from tools.studies import runs
 from tools.studies.cells import Cell, Rows, Study, each, joined, last
 from tools.studies.trained import trained

@@ -15,7 +15,7 @@ from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.errors import RetakeError
 
-from serl_launcher.utils.report import read
+from serl_launcher.training.report import read
 from tools.compare import compared, trials
 from tools.studies import runs
 from tools.studies.cells import Rows, Study

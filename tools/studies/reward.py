@@ -15,8 +15,8 @@ from robot_infra.cameras import gl
 from robot_infra.env import RobotEnv
 from robot_infra.judges import Unjudged, lifted
 from robot_infra.learned import Verdicts
-from robot_infra.robots.sim_arm import SimArm, make, pick
 from robot_infra.safety import SafeRobot
+from robot_infra.tasks.sim_arm import SimArm, make, pick
 from robot_infra.teleop.scripted import Scripted
 from robot_infra.teleop.verdicts import ScriptedVerdicts
 from serl_launcher.algorithms.reward_classifier import SUCCESS, RewardClassifier

@@ -12,9 +12,9 @@ from serl_launcher.config import changeable
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store.index import Index
 from serl_launcher.training.build import build
+from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.types import Batch
-from serl_launcher.utils.checkpoint import Checkpoints
 
 
 def newest(folder: Path) -> tuple[Any, Spec, Any]:

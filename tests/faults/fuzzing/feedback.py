@@ -4,7 +4,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from robot_infra.robots.dobot_protocol import HEAD, SIZE, SIZE_BYTES, TEST_BYTES, VERSIONS, Feedback
+from robot_infra.drivers.dobot_protocol import HEAD, SIZE, SIZE_BYTES, TEST_BYTES, VERSIONS, Feedback
 
 PACKETS = 10  # of a case
 NOISE = Random(0).randbytes(SIZE)

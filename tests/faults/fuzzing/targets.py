@@ -19,8 +19,8 @@ from serl_client.errors import ConfigError, MessageError, Refused, VersionMismat
 from serl_client.spec import Spec
 from serl_client.weights import WeightsFolder, part_checksum
 
-from serl_launcher.store.access import OPEN
-from serl_launcher.store.peers import check_hello
+from serl_launcher.service.access import OPEN
+from serl_launcher.service.peers import check_hello
 
 from . import feedback
 from .mutations import BOMBS, CORPUS, RECORDS, SPEC, spoiled_bytes, spoiled_frames, spoiled_tree, with_checksum

@@ -1,0 +1,276 @@
+"""Drives any robot that lerobot 0.4 or a plugin of it knows, with a leader arm beside it, behind our guard.
+
+Source: lerobot.robots and lerobot.teleoperators, whose configurations name the options of each type. They import torch:
+only the guard's process imports this driver's devices.
+"""
+
+import importlib
+import logging
+import math
+import termios
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from serl_client.env import Observation
+from serl_client.errors import ConfigError, RobotFault
+from serl_client.spec import Array, Feature
+
+from robot_infra.drivers.arm import LEADER, Arm
+from robot_infra.drivers.lerobot_options import configuration
+from robot_infra.drivers.torque import is_tamable, standing, switch_on, tame
+
+log = logging.getLogger(__name__)
+
+TRIES = 3  # of a call over the bus: single packets get lost
+FAILURES = (OSError, RuntimeError, IndexError, termios.error)  # of lerobot's buses; IndexError: of a torn answer
+SIDES = {"": "", "left_arm": "left_", "right_arm": "right_"}  # attribute of a two-armed robot: prefix of its entries
+
+
+class LerobotArm(Arm):
+    """Makes one robot of lerobot an Arm; its entries are the robot's action features, such as `elbow_flex.pos`.
+
+    address: its port, unless `robot` says another one. robot: `type`, and lerobot's options of that type, without
+    cameras: those belong under `cameras` of the task's env, where they are read on their own. leader: the same of a
+    teleoperator whose actions have the same names; None: there is none.
+
+    The motors' ranges come from their norm mode (-100 to 100, 0 to 100) or, in degrees, from their calibration. Torque
+    and settings stay as they are until `enable`, which configures the devices. Torque stays on when the robot
+    disconnects, unless the options say otherwise. Raises ConfigError for a type or an option that
+    lerobot does not know, for a device that is not calibrated, and for names that do not fit; RobotFault if a device
+    does not answer.
+    """
+
+    def __init__(self, address: str, *, robot: Mapping[str, Any], leader: Mapping[str, Any] | None = None) -> None:
+        if robot.get("cameras"):
+            raise ConfigError("options.robot.cameras: name them under `cameras` of the task's env instead")
+        rooms = _Rooms()
+        self._robot = rooms.made("robot", robot, address)
+        self._leader: Any = None
+        numbers = {name for name, kind in self._robot.action_features.items() if kind in (float, int)}
+        if numbers != set(self._robot.action_features):
+            raise ConfigError(f"only robots whose actions are numbers can be driven, not {self._robot.action_features}")
+        self._names = tuple(self._robot.action_features)
+        if missing := [name for name in self._names if name not in self._robot.observation_features]:
+            raise ConfigError(f"{robot['type']} does not measure {', '.join(missing)}, which its actions have")
+        try:
+            _connect("robot", self._robot, robot, address)
+            if leader is not None:
+                self._leader = rooms.made("teleop", leader, "")
+                if set(self._leader.action_features) != set(self._names):
+                    raise ConfigError(
+                        f"options.leader: {leader['type']} gives {', '.join(self._leader.action_features)}, and "
+                        f"{robot['type']} takes {', '.join(self._names)}"
+                    )
+                _connect("teleop", self._leader, leader, "")
+        except BaseException:
+            self.close()
+            raise
+        self._describe()
+        self._seen: Mapping[str, Any] = {}
+
+    def _describe(self) -> None:
+        """Find out what the entries are measured in, and what else is observed."""
+        known = dict(_motors(self._robot))
+        self.entries = {name: known[name][0] if name in known else "" for name in self._names}
+        self.ranges = {name: known[name][1] for name in self._names if name in known}
+        features = self._robot.observation_features
+        self._numbers = [name for name, kind in features.items() if kind in (float, int)]
+        self._images = {name: kind for name, kind in features.items() if isinstance(kind, tuple)}
+        observed = {f"observation.images.{name}": Feature(shape, "uint8") for name, shape in self._images.items()}
+        if len(self._numbers) > len(self._names):
+            observed["observation.state"] = Feature((len(self._numbers),), names=tuple(self._numbers))
+        if self._leader is not None:
+            observed[LEADER] = Feature((len(self._names),), names=self._names)
+        self.observation = observed
+
+    def read(self) -> Array:
+        self._seen = tried(self._robot.get_observation)
+        return np.array([self._seen[name] for name in self._names], float)
+
+    def write(self, positions: Array) -> Array:
+        wanted = dict(zip(self._names, positions.tolist(), strict=True))
+        sent = tried(lambda: self._robot.send_action(wanted))
+        return np.array([sent.get(name, wanted[name]) for name in self._names], float)
+
+    def recover(self) -> None:
+        """Connect again what was unplugged."""
+        try:
+            self.read()
+        except RobotFault:
+            _connect_again(self._robot)
+        if self._leader is not None:
+            try:
+                tried(self._leader.get_action)
+            except RobotFault:
+                _connect_again(self._leader)
+
+    def enable(self) -> Array:
+        """Configure what was connected anew, which switches torque off and on, and switch on what else is off."""
+        for part in _parts(self._leader) if self._leader is not None else ():
+            _configure(part)
+        held = dict.fromkeys(self._names, math.nan)
+        for prefix, part in _sides(self._robot).items():
+            if not is_tamable(part.bus):  # lerobot may have switched it on when it connected
+                tried(part.bus.enable_torque)
+                continue
+            _configure(part)
+            goals = tried(lambda part=part: switch_on(part.bus))
+            held |= {entry: at for name, at in goals.items() if (entry := f"{prefix}{name}.pos") in held}
+        return np.array([*held.values()])
+
+    def sense(self) -> Observation:
+        found: Observation = {
+            f"observation.images.{name}": np.array(self._seen[name], np.uint8) for name in self._images
+        }
+        if "observation.state" in self.observation:
+            found["observation.state"] = np.array([self._seen[name] for name in self._numbers], np.float32)
+        if self._leader is not None:
+            led = tried(self._leader.get_action)
+            found[LEADER] = np.array([led[name] for name in self._names], np.float32)
+        return found
+
+    def close(self) -> None:
+        for device in (self._robot, self._leader):
+            if device is not None and device.is_connected:
+                try:
+                    device.disconnect()
+                except FAILURES as error:
+                    log.warning("%s: %s", device, error)
+
+
+class _Rooms:
+    """Makes devices of lerobot from their options."""
+
+    def __init__(self) -> None:
+        try:
+            self._of = {
+                "robot": (importlib.import_module("lerobot.robots"), "robots"),
+                "teleop": (importlib.import_module("lerobot.teleoperators"), "teleoperators"),
+            }
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"lerobot's robots need {error.name}: uv sync --inexact --extra robots") from None
+
+    def made(self, kind: str, options: Mapping[str, Any], address: str) -> Any:
+        """Make a robot or a teleop; nothing is connected."""
+        module, room = self._of[kind]
+        registry = module.RobotConfig if kind == "robot" else module.TeleoperatorConfig
+        make = module.make_robot_from_config if kind == "robot" else module.make_teleoperator_from_config
+        where = "options.robot" if kind == "robot" else "options.leader"
+        config = configuration(
+            registry, room, where, options,
+            defaults={"disable_torque_on_disconnect": False, **({"port": address} if address else {})},
+        )  # fmt: skip
+        try:
+            device = make(config)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"{where}: {error}") from None
+        for part in _parts(device):
+            tame(part.bus)
+        return device
+
+
+def _connect(kind: str, device: Any, options: Mapping[str, Any], address: str) -> None:
+    """Connect, without lerobot's questions. Raises ConfigError if the device is not calibrated."""
+    tried(lambda: _connect_once(device))
+    if not device.is_calibrated:
+        config = {field.name: getattr(device.config, field.name, None) for field in fields(device.config)}
+        words = {"type": options["type"], "port": config.get("port") or address or None, "id": config.get("id")}
+        said = " ".join(f"--{kind}.{name}={value}" for name, value in words.items() if value is not None)
+        raise ConfigError(f"{options['type']} is not calibrated, or not for this id: run `lerobot-calibrate {said}`")
+
+
+def _connect_once(device: Any) -> None:
+    """Connect, or leave the device as it was: lerobot refuses to connect to one that is half connected.
+
+    Torque and settings stay as they are: somebody may only want to look.
+    """
+    for part in _parts(device):
+        _only_look(part)
+    try:
+        device.connect(calibrate=False)
+    except FAILURES:
+        with suppress(*FAILURES):
+            device.disconnect()
+        raise
+
+
+def _only_look(part: Any) -> None:
+    """Leave torque and settings of this device as they are until `_configure`."""
+    part.configure = part.bus.disable_torque = _nothing
+
+
+def _nothing(*args: object, **options: object) -> None:
+    pass
+
+
+def _configure(part: Any) -> None:
+    """Configure a device that was only looked at, and switch its torque on or off as lerobot does."""
+    if part.configure is not _nothing:
+        return
+    tried(lambda: standing(part.bus))  # or an arm that is out of its range would fall
+    del part.configure, part.bus.disable_torque
+    try:
+        tried(part.configure)
+    except RobotFault:
+        _only_look(part)
+        raise
+
+
+def _connect_again(device: Any) -> None:
+    """Connect to a device that was unplugged, or whose port has vanished."""
+    for part in _parts(device):
+        _only_look(part)  # else it might switch the torque off
+    with suppress(*FAILURES):
+        device.disconnect()
+    for part in _parts(device):
+        free(part.bus)
+    tried(lambda: _connect_once(device))
+
+
+def free(bus: Any) -> None:
+    """Let a bus be opened again. Where its port has vanished, lerobot's driver leaves it in use, and often open."""
+    if hasattr(bus, "port_handler"):
+        bus.port_handler.is_using = False
+        with suppress(*FAILURES):
+            bus.port_handler.closePort()
+
+
+def _sides(device: Any) -> dict[str, Any]:
+    """Return {prefix of its entries: the device, or its arm} of what has motors that lerobot drives itself."""
+    parts: dict[str, Any] = {prefix: getattr(device, part, None) if part else device for part, prefix in SIDES.items()}
+    return {prefix: part for prefix, part in parts.items() if hasattr(getattr(part, "bus", None), "motors")}
+
+
+def _parts(device: Any) -> list[Any]:
+    """Return those whose torque is switched on only where they stand."""
+    return [part for part in _sides(device).values() if is_tamable(part.bus)]
+
+
+def _motors(robot: Any) -> Any:
+    """Yield (entry, (unit, [low, high])) of each motor whose ends its norm mode tells."""
+    for prefix, part in _sides(robot).items():
+        bus = part.bus
+        for name, motor in bus.motors.items():
+            entry, mode = f"{prefix}{name}.pos", motor.norm_mode.value
+            if mode == "range_m100_100":
+                yield entry, ("%", [-100.0, 100.0])
+            elif mode == "range_0_100":
+                yield entry, ("%", [0.0, 100.0])
+            elif mode == "degrees" and name in bus.calibration:
+                ends, steps = bus.calibration[name], bus.model_resolution_table[motor.model] - 1
+                half = (ends.range_max - ends.range_min) / 2 * 360 / steps
+                yield entry, ("deg", [-half, half])
+
+
+def tried(call: Callable[[], Any]) -> Any:
+    """Return what a call over the bus gives. Raises RobotFault after TRIES failures in a row."""
+    failed: BaseException | None = None
+    for _ in range(TRIES):
+        try:
+            return call()
+        except FAILURES as error:
+            failed = error
+    raise RobotFault(f"the bus does not answer: {type(failed).__name__}: {' '.join(str(failed).split())}", "bus")

@@ -1,0 +1,355 @@
+"""A simulated robot for every machine: a light MuJoCo arm with a gripper, a table and a block to pick up."""
+
+import math
+import secrets
+from collections.abc import Mapping
+from functools import partial
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from serl_client import clock
+from serl_client.env import Observation
+from serl_client.errors import ConfigError
+from serl_client.spec import Array, Feature
+
+from robot_infra.cameras import gl
+from robot_infra.drivers.arm import Arm
+from robot_infra.env import RobotEnv
+from robot_infra.guard.robot import GuardedRobot
+from robot_infra.interfaces import Camera, Reading, Robot
+from robot_infra.judges import Nearer, lifted, near
+from robot_infra.kinematics import Chain
+from robot_infra.safety import SafeRobot, check_clock
+from robot_infra.spaces import EE_DELTA, JOINT, JOINT_DELTA, EeDelta, Gripper, JointDelta, Limb, SpacedRobot
+from robot_infra.teleop.hands import chosen
+from robot_infra.teleop.scripted import Rescuer
+from robot_infra.teleop.verdicts import chosen_verdicts
+
+FPS = 10.0  # steps per second, if nothing else is said
+PHYSICS = 0.004  # seconds of one physics step, as in arm.xml
+SERVO_HZ = 50.0  # set points per second of its guard
+SPEED = 0.3  # metres per second, of the commanded tool or finger under an action of 1
+SHOULDER, UPPER_ARM, FOREARM, HAND = 0.19, 0.32, 0.30, 0.175  # metres: height of the joint, lengths up to the tool
+WORKSPACE = np.array([[0.25, -0.2, 0.025], [0.55, 0.2, 0.35]])  # metres, for the tool; fingers end 2 cm lower
+HOME = np.array([0.4, 0.0, 0.2])
+OPEN = 0.045  # metres between a finger and the middle
+
+JOINTS = ("yaw", "shoulder", "elbow", "wrist", "roll")
+TURN, TURNING = 3.1, 1.5  # the ends of a joint, radians, and its speed, radians per second, in the spaces of joints
+CHAIN = Chain(np.array([  # of arm.xml
+    [SHOULDER, 0, -math.pi / 2, 0], [0, UPPER_ARM, 0, -math.pi / 2], [0, FOREARM, 0, 0],
+    [0, 0, math.pi / 2, math.pi / 2], [HAND, 0, 0, 0],
+]))  # fmt: skip
+
+SIDES = {"both": lambda y: y, "left": abs, "right": lambda y: -abs(y)}  # y of the block: positive is left of the robot
+
+AXES = ("x", "y", "z")
+NAMES = (
+    *(f"{point}.{axis}" for point in ("tool", "block", "way") for axis in AXES), "finger",
+    *(f"target.{axis}" for axis in AXES), "opening", "finger_speed",
+)  # fmt: skip
+CENTRE = np.array([0.4, 0, 0.15] * 2 + [0, 0, 0, 0.025, 0.4, 0, 0.15, 0.025, 0])
+SCALE = np.array([5.0] * 6 + [10.0] * 3 + [40.0] + [5.0] * 3 + [40.0, 5.0])  # brings the state near [-1, 1]
+
+
+def inverse_kinematics(point: Array) -> tuple[float, float, float, float, float]:
+    """Return the joint angles (radians) that bring the tool to `point` [3] (metres), fingers straight down.
+
+    The hand points down, so shoulder and forearm reach for its root in a plane: the law of cosines gives the elbow.
+    """
+    x, y, z = point
+    yaw, distance, height = math.atan2(y, x), math.hypot(x, y), z + HAND - SHOULDER
+    cosine = (distance**2 + height**2 - UPPER_ARM**2 - FOREARM**2) / (2 * UPPER_ARM * FOREARM)
+    elbow = math.acos(min(max(cosine, -1.0), 1.0))
+    shoulder = math.atan2(distance, height)
+    shoulder -= math.atan2(FOREARM * math.sin(elbow), UPPER_ARM + FOREARM * math.cos(elbow))
+    return yaw, shoulder, elbow, math.pi - shoulder - elbow, yaw
+
+
+class SimArm:
+    """Moves its commanded tool point and fingers by actions [dx, dy, dz, gripper] in [-1, 1].
+
+    fps: steps per second. An action of 1 moves the commanded tool or finger by `stroke` metres in one of them.
+    block_in_state: the state [15] has tool, block, the way between them, finger, commanded tool, commanded opening and
+        the finger's speed, all scaled. Otherwise the state [9] has only what an arm measures of itself.
+    side: where the block lies: both, left or right of the robot.
+
+    `tool` and `block` [3] are the true points now, in metres. Only its cameras need graphics. Raises ConfigError
+    without the package mujoco, and for another side.
+    """
+
+    space, is_home, is_simulated = "ee_delta", True, True
+    action = Feature((4,), names=(*AXES, "gripper"), low=np.array(-1), high=np.array(1))
+
+    def __init__(self, *, fps: float = FPS, block_in_state: bool = True, side: str = "both") -> None:
+        if not 1 <= fps <= 100:
+            raise ConfigError(f"task.env.fps={fps:g}: the simulated arm makes 1 to 100 steps per second")
+        if side not in SIDES:
+            raise ConfigError(f"task.env.side={side}: say one of {', '.join(SIDES)}")
+        self._side = SIDES[side]
+        self._fps, self._substeps = fps, round(1 / (fps * PHYSICS))
+        self.stroke = SPEED / fps
+        try:
+            import mujoco
+        except ModuleNotFoundError:
+            raise ConfigError("mujoco is missing: run `uv sync --inexact --extra sim`") from None
+        self._mujoco: Any = mujoco
+        self._model = self._mujoco.MjModel.from_xml_string(files("robot_infra.sim").joinpath("arm.xml").read_text())
+        self._data = self._mujoco.MjData(self._model)
+        self.tool, self.block = self._data.site("tool").xpos, self._data.body("block").xpos  # views
+        self._shown = [i for i, name in enumerate(NAMES) if block_in_state or not name.startswith(("block.", "way."))]
+        state = Feature((len(self._shown),), names=tuple(NAMES[i] for i in self._shown))
+        self.observation: Mapping[str, Feature] = {"observation.state": state}
+        self.home(0)
+
+    def cameras(self, backend: str, *, size: int) -> Mapping[str, Camera]:
+        """Return cam_high and cam_wrist, drawn with this OpenGL backend (cameras/gl.py) as squares of `size` pixels."""
+        from robot_infra.cameras.mujoco import cameras
+
+        return cameras(self._model, self._data, backend, size=size)
+
+    @property
+    def holds(self) -> bool:
+        return holds(*self.fingers)
+
+    @property
+    def fingers(self) -> tuple[float, float]:
+        """Return the metres between a finger and the middle, as they are and as commanded."""
+        return float(self._data.qpos[5]), self._opening
+
+    @property
+    def commanded(self) -> Array:
+        """Return the commanded tool and opening [4], metres."""
+        return np.append(self._target, self._opening)
+
+    @property
+    def pose(self) -> Array:
+        """Return [14] float64 for drawing the scene: joint angles, fingers, then the block's place and orientation."""
+        return self._data.qpos.copy()
+
+    def home(self, seed: int) -> None:
+        random, data = np.random.default_rng(seed), self._data
+        self._mujoco.mj_resetData(self._model, data)
+        self._target, self._opening = HOME + random.uniform(-0.03, 0.03, 3), OPEN
+        self.steps = 0  # since the arm was home
+        self._steer()
+        data.qpos[:5], data.qpos[5:7] = data.ctrl[:5], OPEN  # arm, fingers, then the block: arm.xml's order
+        x, y = random.uniform((0.32, -0.12), (0.48, 0.12))
+        data.qpos[7:10] = x, self._side(y), 0.02
+        self._mujoco.mj_forward(self._model, data)
+
+    def observe(self) -> Reading:
+        finger, speed = self._data.qpos[5], self._data.qvel[5]
+        state = np.concatenate(
+            [self.tool, self.block, self.block - self.tool, [finger], self._target, [self._opening, speed]]
+        )
+        state = ((state - CENTRE) * SCALE)[self._shown].astype(np.float32)
+        return Reading({"observation.state": state}, clock.monotonic())
+
+    def command(self, action: Array) -> Array:
+        self._target = np.clip(self._target + self.stroke * action[:3], *WORKSPACE)
+        self._opening = min(max(self._opening - self.stroke * float(action[3]), 0.0), OPEN)
+        self._steer()
+        self._mujoco.mj_step(self._model, self._data, self._substeps)
+        self.steps += 1
+        return action
+
+    def hold_action(self) -> Array:
+        return np.zeros(4, np.float32)
+
+    def stop(self) -> None:
+        pass  # time stands still between two commands
+
+    def recover(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _steer(self) -> None:
+        self._data.ctrl[:5], self._data.ctrl[5] = inverse_kinematics(self._target), self._opening
+
+
+class JointSimArm(SimArm):
+    """Is the simulated arm commanded by its joints: an action is their angles (radians) and the opening (metres)."""
+
+    space = JOINT
+    action = Feature(
+        (6,), names=(*JOINTS, "gripper"), low=np.array([*[-TURN] * 5, 0]), high=np.array([*[TURN] * 5, OPEN])
+    )
+
+    def command(self, action: Array) -> Array:
+        before, reach = self._data.ctrl.copy(), np.array([*[TURNING / self._fps] * 5, OPEN])
+        target = np.clip(action, before - reach, before + reach)
+        self._data.ctrl[:] = target
+        self._target, self._opening = CHAIN.pose(target[:5])[:3, 3], float(target[5])
+        self._mujoco.mj_step(self._model, self._data, self._substeps)
+        self.steps += 1
+        return target.astype(np.float32)
+
+    def hold_action(self) -> Array:
+        return self._data.ctrl.astype(np.float32)
+
+
+def spaced(arm: Robot, space: str, fps: float) -> SpacedRobot:
+    """Return the simulated arm of joints in another action space."""
+    grippers = {"gripper": Gripper(OPEN, 0.0)}
+    limb = Limb(JOINTS, CHAIN, WORKSPACE, ("gripper", grippers["gripper"]))
+    spaces = {
+        JOINT_DELTA: JointDelta(arm.action, [*[TURNING / fps] * 5, OPEN], grippers),
+        EE_DELTA: EeDelta(arm.action, {"": limb}, stroke=SPEED / fps, most=TURNING / fps),
+    }
+    return SpacedRobot(arm, spaces, space, grippers)
+
+
+class PickArm(Arm):
+    """Is the simulated arm as a driver, whose positions are those of the tool and the fingers' opening.
+
+    hz: set points per second. backend, image_size: of its cameras; an empty backend: it has none.
+    `scene` tells the judge and the scripted operator where tool and block truly are.
+    """
+
+    entries = dict.fromkeys((*AXES, "gripper"), "m")
+    is_simulated = True
+
+    def __init__(
+        self, address: str, *, hz: float, block_in_state: bool, side: str, backend: str, image_size: int
+    ) -> None:
+        self._arm = SimArm(fps=hz, block_in_state=block_in_state, side=side)
+        cameras = self._arm.cameras(backend, size=image_size) if backend else {}
+        self._cameras = {f"observation.images.{name}": camera for name, camera in cameras.items()}
+        images = {name: camera.feature for name, camera in self._cameras.items()}
+        self.observation = {**self._arm.observation, "scene": Feature((8,), "float64"), **images}
+
+    def read(self) -> Array:
+        return np.append(self._arm.tool, self._arm.fingers[0])
+
+    def write(self, positions: Array) -> None:
+        way = positions - self._arm.commanded
+        self._arm.command(way * [1, 1, 1, -1] / self._arm.stroke)
+
+    def sense(self) -> Observation:
+        images = {name: camera.latest().image for name, camera in self._cameras.items()}
+        scene = np.concatenate([self._arm.tool, self._arm.block, self._arm.fingers])
+        return {**self._arm.observe().values, "scene": scene, **images}
+
+    def scene(self, seed: int) -> None:
+        self._arm.home(seed)
+
+    def close(self) -> None:
+        for camera in self._cameras.values():
+            camera.close()
+
+
+class SeenScene:
+    """Shows a judge and a script what a guarded PickArm observed last: see SimArm."""
+
+    def __init__(self, robot: GuardedRobot, stroke: float) -> None:
+        self._robot, self.stroke = robot, stroke
+
+    @property
+    def steps(self) -> int:
+        return self._robot.steps
+
+    @property
+    def tool(self) -> Array:
+        return self._robot.seen["scene"][:3]
+
+    @property
+    def block(self) -> Array:
+        return self._robot.seen["scene"][3:6]
+
+    @property
+    def holds(self) -> bool:
+        return holds(*self._robot.seen["scene"][6:])
+
+
+def guarded(*, fps: float, block_in_state: bool, side: str, backend: str, image_size: int) -> GuardedRobot:
+    """Return the simulated arm behind a guard."""
+    stroke, ranges = SPEED / fps, [*WORKSPACE.T.tolist(), [0.0, OPEN]]
+    limit = {"speed": 1.5 * SPEED, "jump": 1.5 * stroke, "tracking": 0.15}
+    limits: dict[str, dict[str, Any]] = {
+        name: {**limit, "range": bounds} for name, bounds in zip(PickArm.entries, ranges, strict=True)
+    }
+    limits["gripper"]["jump"] = OPEN  # holding must not open it
+    return GuardedRobot(
+        f"{__name__}.PickArm", address=f"sim_arm-{secrets.token_hex(8)}", fps=fps, limits=limits,
+        home=dict(zip(PickArm.entries, [*HOME.tolist(), OPEN], strict=True)), space="ee_delta",
+        stroke=[stroke, stroke, stroke, -stroke], servo_hz=SERVO_HZ,
+        options={
+            "hz": SERVO_HZ, "block_in_state": block_in_state, "side": side, "backend": backend,
+            "image_size": image_size,
+        },
+    )  # fmt: skip
+
+
+def holds(finger: float, opening: float) -> bool:
+    """Return whether the closing fingers have met something, or each other."""
+    return opening < 0.003 and finger < 0.026
+
+
+def pick(arm: SimArm | SeenScene) -> Array:
+    """Return the action [x, y, z, gripper] of a pick: above the block, down, close, up.
+
+    It follows from the scene alone, so that a lost block is picked again.
+    """
+    x, y, z = arm.block - arm.tool
+    beside = math.hypot(x, y) > 0.02
+    if beside or abs(z) > 0.025:
+        return np.array([x, y, z + 0.08 * beside, -arm.stroke]) / arm.stroke
+    return np.array([0.0, 0.0, 1.0 if arm.holds else 0.0, 1.0])
+
+
+def left_to_pick(arm: SimArm | SeenScene, height: float = 0.12) -> float:
+    """Return the metres from the tool to the block plus those from the block to `height`."""
+    return float(np.linalg.norm(arm.block - arm.tool)) + max(0.0, height - float(arm.block[2]))
+
+
+def make(
+    *, max_steps: int, noise: float, clock: str, fps: float = FPS, operator: str = "scripted",
+    verdict_by: str = "judge", takeover_after: int = 12, handback_after: int = 10, cameras: bool | str = False,
+    image_size: int = 128, block_in_state: bool = True, guard: bool = False, side: str = "both", space: str = EE_DELTA,
+    cost: float = 0.0, devices: Mapping[str, Any] | None = None,
+) -> RobotEnv:  # fmt: skip
+    """Make the picking task as an Env.
+
+    noise: standard deviation of the scripted operator's actions. verdict_by: `judge` or `operator`
+    (teleop/verdicts.py). cameras: true, false or auto (cameras/gl.py). guard: the arm belongs to a guard, as a real one
+    would; only on the real clock, and in ee_delta. side: see SimArm. space: what an action means (spaces.py).
+    cost: what each metre that is left takes of a step's reward (left_to_pick).
+    Raises ConfigError where neither state nor camera would show the block.
+    """
+    backend = gl.chosen(cameras)
+    if not (backend or block_in_state):
+        raise ConfigError("nothing would show the block: say task.cameras=true or task.block_in_state=true")
+    arm: SimArm | SeenScene
+    if guard and space != EE_DELTA:
+        raise ConfigError(f"task.env.space={space}: behind a guard the simulated arm takes {EE_DELTA} alone")
+    if guard:
+        check_clock(clock)
+        owner = guarded(fps=fps, block_in_state=block_in_state, side=side, backend=backend, image_size=image_size)
+        arm, drawn = SeenScene(owner, SPEED / fps), owner.cameras
+    else:
+        arm = (SimArm if space == EE_DELTA else JointSimArm)(fps=fps, block_in_state=block_in_state, side=side)
+        owner = SafeRobot(arm) if space == EE_DELTA else spaced(SafeRobot(arm), space, fps)
+        drawn = arm.cameras(backend, size=image_size) if backend else {}
+    scripted = Rescuer(
+        partial(pick, arm), partial(left_to_pick, arm), noise=noise, margin=arm.stroke / 4,
+        takeover_after=takeover_after, handback_after=handback_after,
+    )  # fmt: skip
+    hand = owner.speaks(EE_DELTA) if isinstance(owner, SpacedRobot) else owner
+    teleop, hands = chosen(operator, scripted, hand, clock=clock, devices=devices)
+    judge, person = chosen_verdicts(
+        verdict_by,
+        lambda: lifted(arm.tool, arm.block),
+        lambda: arm.steps,
+        max_steps,
+        hands,
+        before=[lambda: arm.holds and near(arm.tool, arm.block, 0.04)],
+    )
+    nearer = Nearer(judge, cost, lambda _: left_to_pick(arm)) if cost else judge
+    return RobotEnv(
+        owner, judge=nearer, task="pick up the block", fps=fps, max_steps=max_steps, clock=clock, cameras=drawn,
+        teleop=teleop, operator=person,
+    )  # fmt: skip

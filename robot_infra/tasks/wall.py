@@ -1,0 +1,80 @@
+"""A point behind a wall with several gaps: a task in which good demonstrations differ, so that their mean is wrong."""
+
+import numpy as np
+from serl_client.env import Observation
+from serl_client.errors import ConfigError
+from serl_client.spec import Array
+
+from robot_infra.env import RobotEnv
+from robot_infra.interfaces import Verdict
+from robot_infra.judges import Function, near
+from robot_infra.safety import SafeRobot
+from robot_infra.tasks.fake import FPS, FakeRobot
+from robot_infra.teleop.scripted import Rescuer
+
+START, GOAL = np.array([-0.5, 0.0]), np.array([0.5, 0.0])
+SPREAD = 0.02  # metres: starts differ by up to this much
+HALF_WIDTH = 0.12  # of a gap, metres
+
+
+class WallRobot(FakeRobot):
+    """Is the fake robot with a wall at x = 0. Between start and goal lie `gaps` gaps, evenly along y in [-1, 1].
+
+    Nothing observed tells the gaps apart. `gap`, the y of the one that a demonstration takes, is drawn at each start.
+    """
+
+    def __init__(self, *, gaps: int, fps: float) -> None:
+        if gaps < 1:
+            raise ConfigError(f"task.env.gaps={gaps}: a wall needs at least 1 gap")
+        self.gaps = (2 * np.arange(gaps) + 1) / gaps - 1  # y of their centres
+        super().__init__(fps=fps)
+
+    def home(self, seed: int) -> None:
+        super().home(seed)
+        random = np.random.default_rng((seed, 2))
+        self.position = START + random.uniform(-SPREAD, SPREAD, 2)
+        self.commanded, self.goal = self.position, GOAL
+        self.gap, self.has_crashed = random.choice(self.gaps), False
+
+    def command(self, action: Array) -> Array:
+        before = self.position
+        super().command(action)
+        if before[0] < 0 <= self.position[0]:
+            share = before[0] / (before[0] - self.position[0])
+            y = before[1] + share * (self.position[1] - before[1])
+            if np.abs(self.gaps - y).min() > HALF_WIDTH:
+                self.has_crashed, self.position = True, np.array([0.0, y])
+        return action
+
+    def way(self) -> Array:
+        """Return the vector [x, y] in metres to the gap's centre, and behind the wall to the goal."""
+        target = np.array([0.02, self.gap]) if self.position[0] < 0 else self.goal
+        return target - self.position
+
+    def judged(self, observation: Observation) -> Verdict:
+        """Give 1 at the goal. Touching the wall ends the episode as a failure."""
+        success = near(self.position, self.goal, 0.05)
+        return Verdict(float(success), success or self.has_crashed, success)
+
+
+def make(
+    *, gaps: int, max_steps: int, noise: float, clock: str, takeover_after: int, handback_after: int, fps: float = FPS
+) -> RobotEnv:
+    """Make the task as an Env, with a scripted operator.
+
+    noise: standard deviation of the scripted operator's actions.
+    """
+    robot = WallRobot(gaps=gaps, fps=fps)
+
+    def intent() -> Array:
+        action = robot.way() / robot.stroke
+        return action / max(1.0, float(np.abs(action).max()))  # straight, at full speed
+
+    operator = Rescuer(
+        intent, lambda: float(np.linalg.norm(robot.way())), noise=noise, margin=robot.stroke / 4,
+        takeover_after=takeover_after, handback_after=handback_after,
+    )  # fmt: skip
+    return RobotEnv(
+        SafeRobot(robot), judge=Function(robot.judged), task="pass the wall", fps=fps, max_steps=max_steps, clock=clock,
+        teleop=operator,
+    )  # fmt: skip

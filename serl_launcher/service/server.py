@@ -1,0 +1,356 @@
+"""The server process: it owns the sockets and the store, and is the store's only writer. No torch.
+
+One thread, one loop: take what has come, stage it, commit the group, acknowledge. Training runs elsewhere and never
+delays this loop. Records: intake.py; the first word of a client: welcome.py; what clients are told unasked: updates.py.
+"""
+
+import logging
+import os
+import signal
+import sqlite3
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import zmq
+from omegaconf import DictConfig, OmegaConf
+from serl_client import clock, wire
+from serl_client import messages as m
+from serl_client.connection import received
+from serl_client.console import log_as
+from serl_client.episode import MAX_NAME
+from serl_client.errors import MessageError, Refused, RetakeError, ServerFailed, VersionMismatch
+
+from serl_launcher.service.access import AccessControl
+from serl_launcher.service.intake import Intake
+from serl_launcher.service.keeper import StoreKeeper
+from serl_launcher.service.peers import (
+    ROLES,
+    Address,
+    Batch,
+    Forbidden,
+    KeyOwner,
+    Peer,
+    bound,
+    check_role,
+    cost,
+    send,
+)  # fmt: skip
+from serl_launcher.service.updates import StateUpdates
+from serl_launcher.service.welcome import Welcomes
+from serl_launcher.store.errors import GroupFailed
+from serl_launcher.store.index import Index
+from serl_launcher.store.store import Store
+from serl_launcher.store.weights import WeightFiles
+
+log = logging.getLogger(__name__)
+
+STATUS_COST = 900_000  # of all clients' reports together (peers.cost): a status has to fit into one header
+CATALOG_ROWS = (1000, 200)  # of a page: with five names of MAX_NAME characters of 4 bytes each, 200 fit into a header
+
+
+class Server:
+    """Serves one run folder.
+
+    capacities: {physical source: steps}. public, local: the addresses for actors and for the learner's own processes;
+    nobody else reaches the local one. inference: the address that actors ask for actions.
+    archived: sources whose episodes leave the store only after the export has named them.
+    keys: the folder of those who are let in (access.py); without one `public` has to be a loopback address.
+    on_silence {source: seconds}: after how much silence of its actor an open episode is truncated; for other sources
+    the actor's clock says it.
+    extras, history: see Welcomes.
+    """
+
+    def __init__(
+        self, run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str,
+        archived: Collection[str] = (), keys: Path | None = None, on_silence: Mapping[str, float] | None = None,
+        extras: Mapping[str, Any] | None = None, history: int = 1,
+    ) -> None:  # fmt: skip
+        self.weights = WeightFiles(run_dir / "weights")
+        self.keeper = StoreKeeper(run_dir, capacities, archived)
+        self.access = AccessControl(public, keys)
+        self.public, self.local = self.access.socket, bound(self.access.context, local)
+        self.peers: dict[Address, Peer] = {}
+        self.updates = StateUpdates(self.keeper, self.peers, on_silence or {})
+        self.intake = Intake(
+            self.keeper, self.access, self.peers, guard=self._guard, step_limit=self.updates.step_limit
+        )  # fmt: skip
+        self.welcomes = Welcomes(
+            self.keeper, self.peers, self.intake, self.updates, inference=inference, extras=extras or {},
+            history=history, refusal=self._refusal,
+        )  # fmt: skip
+        self._stopping, self._started = False, clock.monotonic()
+        self._handlers: dict[type, Callable[[Peer, Any], m.Message | None]] = {
+            m.Heartbeat: self._heartbeat, m.WeightsRequest: self._weights, m.Status: self._status,
+            m.Direct: self._direct, m.StepLimit: self._allow, m.Publish: self._publish, m.Sync: self._sync,
+            m.Archived: self._archived, m.SetAside: self._set_aside, m.Command: self._command, m.Bye: self._bye,
+            m.Over: self._over,
+        }  # fmt: skip
+
+    @property
+    def store(self) -> Store | None:
+        """The run's store; None before the first actor's Spec has come."""
+        return self.keeper.store
+
+    # -- the loop
+    def run(self) -> None:
+        """Serve until `stop`. Raises ConfigError when no store can be made for the first actor's Spec."""
+        poller = zmq.Poller()
+        for socket in (self.local, *self.access.polled):
+            poller.register(socket, zmq.POLLIN)
+        while not self._stopping and not self.keeper.has_failed:
+            ready = dict(poller.poll(timeout=0 if self.intake.has_work else 100))
+            self.access.turn()
+            for socket in (self.local, self.public):
+                if socket in ready:
+                    self._drain(socket)
+            self.keeper.take_made()
+            self.welcomes.send()
+            self.intake.work(self.public, self.local)
+            self.intake.commit()
+            self.updates.send()
+        if self.keeper.fatal is not None:
+            raise self.keeper.fatal
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def close(self) -> None:
+        self.access.context.destroy(linger=2000)  # why the run ends must reach its actors
+        self.keeper.close(is_over=self.updates.is_over)
+
+    def _drain(self, socket: zmq.Socket, most: int = 256) -> None:
+        """Handle what has come on a socket: at most `most` messages, and no longer than a group may take to gather."""
+        end = clock.monotonic() + self.intake.patience
+        for _ in range(most):
+            if clock.monotonic() > end or not (came := received(socket)):
+                return
+            identity, *frames = came
+            answer = self._answer(socket, identity, [frame.buffer for frame in frames])
+            if answer is not None:
+                send(socket, identity.bytes, answer)
+
+    def _answer(self, socket: zmq.Socket, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> m.Message | None:
+        """Handle one message, and return the answer, which names the number of its request."""
+        address, owner = (socket, identity.bytes), None
+        try:
+            if socket is self.public and (owner := self.access.admit(identity)) is None:
+                return None
+            message = m.decode(frames)
+        except VersionMismatch as error:
+            self.access.refuse("other version", str(error))
+            return m.Failed("VersionMismatch", str(error), final=True)
+        except (MessageError, KeyError, TypeError, ValueError) as error:
+            self.access.blame(identity, owner, error)
+            return m.Failed("Refused", str(error))
+        except RetakeError as error:
+            return self._refusal(address, None, error)
+        except Exception:
+            log.exception("a message could not be read")
+            return m.Failed("ServerFailed", "the learner failed on this message; its log says why")
+        answer = self._answered(address, identity, message, owner)
+        if isinstance(message, m.NUMBERED) and isinstance(answer, m.Done | m.Failed):
+            return replace(answer, request=message.request)
+        return answer
+
+    def _answered(
+        self, address: Address, identity: zmq.Frame, message: m.Message, owner: KeyOwner | None
+    ) -> m.Message | None:  # fmt: skip
+        def answer() -> m.Message | None:
+            if owner is not None and not self.access.allows(identity, owner, message):
+                return m.Failed("ServerFailed", f"too many {type(message).__name__}s within a second: say it again")
+            if isinstance(message, m.Hello):
+                return self.welcomes.hello(address, message, owner)
+            return self._dispatch(address, identity, message, owner)
+
+        return self._guarded(address, identity, message, owner, answer)
+
+    def _guarded(
+        self, address: Address, identity: zmq.Frame, message: m.Message, owner: KeyOwner | None,
+        work: Callable[[], m.Message | None],
+    ) -> m.Message | None:  # fmt: skip
+        """Do what a message asks for; what goes wrong with it is counted, and is the answer."""
+        try:
+            return work()
+        except (OSError, sqlite3.Error, GroupFailed) as error:
+            self.intake.degrade(error)
+            return m.Failed("ServerFailed", f"the learner's store fails: {error}")
+        except (MessageError, KeyError, TypeError, ValueError) as error:
+            at_keyboard = isinstance(message, m.Command)  # a person who may not steer is told so, however often
+            self.access.blame(identity, None if at_keyboard else owner, error)
+            return m.Failed("Refused", str(error), final=isinstance(message, m.Hello))
+        except Refused as error:
+            if not isinstance(message, m.Push):
+                return self._refusal(address, message, error)
+            self.access.blame(identity, owner, error)  # an honest client stops at the first one
+            return m.Failed("Refused", str(error), final=True)
+        except RetakeError as error:
+            return self._refusal(address, message, error)
+        except Exception:
+            log.exception("a handler failed")
+            return m.Failed("ServerFailed", "the learner failed on this message; its log says why")
+
+    def _guard(self, peer: Peer, batch: Batch, work: Callable[[], m.Message | None]) -> m.Message | None:
+        return self._guarded(peer.address, batch.identity, batch.push, peer.owner, work)
+
+    def _refusal(self, address: Address, message: m.Message | None, error: RetakeError) -> m.Failed:
+        """What a address is told whose message is fine, and yet not taken; without one it is not let in any more."""
+        if message is None:
+            self.peers.pop(address, None)
+        elif not (self.keeper.degraded or self.keeper.fatal or isinstance(error, ServerFailed)):  # not its fault
+            self.access.refuse("not taken", str(error))
+        final = isinstance(message, (m.Hello, m.Push, type(None))) and not isinstance(error, ServerFailed)
+        return m.Failed(type(error).__name__, str(error), final)
+
+    def _dispatch(
+        self, address: Address, identity: zmq.Frame, message: m.Message, owner: KeyOwner | None
+    ) -> m.Message | None:  # fmt: skip
+        peer = self.peers.get(address)
+        if peer is None or peer.owner != owner:
+            return m.Failed("Disconnected", "say Hello first")
+        peer.seen = clock.monotonic()
+        if type(message) not in ROLES[peer.hello.role]:
+            raise Forbidden(f"{type(message).__name__} is not for the role {peer.hello.role}")
+        if owner is not None:
+            check_role(message, owner)
+        is_over = isinstance(message, m.Bye)  # of a life that never spoke: it stops nobody
+        if peer.hello.role == "actor" and self.store and peer.hello.session not in self.store.sessions:
+            del self.peers[address]  # thousands have said Hello since, and it has brought nothing
+            return m.Failed("Disconnected", "say Hello again")
+        if not (peer.speaks or is_over) and (refusal := self.welcomes.take_over(peer)) is not None:
+            return refusal
+        if isinstance(message, m.Push):
+            return self.intake.push(peer, message, identity)
+        return self._handlers[type(message)](peer, message)
+
+    # -- handlers
+    def _heartbeat(self, peer: Peer, heartbeat: m.Heartbeat) -> None:
+        peer.report, peer.cost = heartbeat.report, cost(heartbeat.report)
+
+    def _bye(self, peer: Peer, _: m.Bye) -> None:
+        peer.leaves = True
+        if not peer.inbox:
+            del self.peers[peer.address]
+
+    def _weights(self, peer: Peer, request: m.WeightsRequest) -> m.Message:
+        index = self.keeper.ready.index
+        if request.sha256 not in self.weights.opened and not index.has_weights(request.sha256):
+            raise Refused(f"no weights {request.sha256[:12]} were published in this run")
+        try:
+            data, checksum = self.weights.read(request.sha256, request.part)
+        except OSError as error:
+            raise ServerFailed(f"the weights cannot be read: {error}") from None
+        return m.WeightsChunk(request.sha256, request.part, checksum, {"data": data})
+
+    def _direct(self, peer: Peer, direct: m.Direct) -> m.Message:
+        number = self.keeper.ready.direct(dict(direct.body))
+        if number == self.keeper.ready.directive:
+            self.updates.is_directed, self.updates.allowance = True, (number, direct.steps)
+        return m.Done(number)
+
+    def _allow(self, peer: Peer, allow: m.StepLimit) -> None:
+        self.updates.allowance = (allow.directive, allow.steps)
+
+    def _publish(self, peer: Peer, publish: m.Publish) -> m.Message:
+        version = self.keeper.ready.publish_weights(publish.sha256, publish.size, publish.update)
+        self.weights.clean(self.keeper.ready.index.weights(2))
+        return m.Done(version)
+
+    def _archived(self, peer: Peer, archived: m.Archived) -> m.Message:
+        if not all(type(number) is int for number in archived.episodes):
+            raise MessageError("episodes are archived by their numbers")
+        self.keeper.ready.archive(archived.episodes)
+        return m.Done(len(archived.episodes))
+
+    def _set_aside(self, peer: Peer, message: m.SetAside) -> m.Message:
+        self.keeper.ready.set_aside(message.episode, message.reason)
+        return m.Done()
+
+    def _sync(self, peer: Peer, sync: m.Sync) -> m.Message:
+        if self.store is None:
+            return m.Synced(0, [], [], [], False)
+        store = self.keeper.ready
+        revision, rows, more = page_of(store.index, sync.revision)
+        living = sorted(s.hello.actor for s in self.peers.values() if s.hello.role == "actor")
+        heads = {source.name: source.head for source in store.sources.values()}
+        return m.Synced(revision, rows, store.index.commands(sync.command), living, more, heads)
+
+    def _over(self, peer: Peer, over: m.Over) -> m.Message:
+        """Tell the actors why the run ends. Where it has not begun they end, too, and so does who comes now; else they
+        wait for the next start of the learner, which goes on."""
+        reason = f"the learner has ended: {over.reason}"
+        self.welcomes.over_because = "" if self.updates.is_directed else reason
+        for other in self.peers.values():
+            if other.hello.role == "actor":
+                other.send(m.Failed("Refused", reason, final=not self.updates.is_directed))
+        return m.Done(0)
+
+    def _command(self, peer: Peer, command: m.Command) -> m.Message:
+        if len(command.name) > MAX_NAME or len(command.argument) > MAX_NAME:
+            raise Refused(f"a command has at most {MAX_NAME} characters")
+        log.info("%s says %s %s", peer.hello.actor, command.name, command.argument)
+        return m.Done(self.keeper.ready.command(command.name, command.argument, peer.hello.actor))
+
+    def _status(self, peer: Peer, _: m.Status) -> m.Message:
+        now, room, clients = clock.monotonic(), STATUS_COST, []
+        others = [other for other in self.peers.values() if other is not peer]
+        for s in sorted(others, key=lambda other: other.cost):  # the largest reports are left out
+            entry = {"role": s.hello.role, "actor": s.hello.actor, "seen_s": round(now - s.seen, 1)}
+            room -= cost(entry) + s.cost
+            clients.append({**(s.report if room > 0 else {"left_out": s.cost}), **entry})
+        directive, weights = self.updates.shared()
+        return m.Status({
+            "run": self.store.run if self.store else "", "uptime_s": round(now - self._started, 1),
+            "degraded": self.keeper.degraded, "full": sorted({s.waits_for for s in self.peers.values()} - {""}),
+            **self.access.report, "time": clock.time(), "directive": directive, "weights": weights,
+            "sources": self.store.manifest() if self.store else {}, "clients": clients,
+            "set_aside": self.store.episodes.aside if self.store else 0,
+            "missing": {actor: round(now - seen, 1) for actor, seen in self.updates.missing.items()},
+        })  # fmt: skip
+
+
+def page_of(index: Index, since: int) -> tuple[int, list[list[Any]], bool]:
+    """(revision, rows, more): the oldest changes after `since`, as many as surely fit into one header."""
+    most, fewer = CATALOG_ROWS
+    revision, rows = index.catalog(since, most)
+    if sum(4 * len(value) for row in rows for value in row if type(value) is str) > wire.MAX_HEADER // 2:
+        most, (revision, rows) = fewer, index.catalog(since, fewer)
+    return revision, rows, len(rows) == most
+
+
+def serve(
+    run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str,
+    archived: Collection[str] = (), keys: Path | None = None, on_silence: Mapping[str, float] | None = None,
+    extras: Mapping[str, Any] | None = None, history: int = 1, begun: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Run a server until SIGTERM; `begun` is called once it listens."""
+    server = Server(
+        run_dir, capacities, public=public, local=local, inference=inference, archived=archived, keys=keys,
+        on_silence=on_silence, extras=extras, history=history,
+    )  # fmt: skip
+    begun()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    log.info("serving %s on %s, process %d", run_dir, public, os.getpid())
+    try:
+        server.run()
+    finally:
+        server.close()
+
+
+def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None]) -> None:
+    """Run the server process of a run until SIGTERM; `begun` is called once it listens.
+
+    `config.store` holds what the server needs of the plan: the launcher writes it before it starts us.
+    """
+    log_as("server", logging.WARNING)
+    logging.getLogger("serl_launcher.store.files").setLevel(logging.INFO)  # it logs how large the store will be
+    host = "*" if config.host == "0.0.0.0" else config.host
+    store: Any = OmegaConf.to_container(config.store)
+    serve(
+        run_dir, store["capacities"], public=f"tcp://{config.host}:{config.port}", local=local,
+        inference=f"tcp://{host}:{config.inference_port}", archived=store["archived"], on_silence=store["on_silence"],
+        keys=Path(config["keys"]) if config["keys"] else None, extras=store["extras"], history=store["history"],
+        begun=begun,
+    )  # fmt: skip

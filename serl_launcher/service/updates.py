@@ -1,0 +1,113 @@
+"""What the server tells its clients unasked: the state of the run, and how many steps each actor may make.
+
+The same look at the clients finds those that have fallen silent, and ends the episodes that they left open.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from serl_client import clock
+from serl_client import messages as m
+
+from serl_launcher.service.keeper import StoreKeeper
+from serl_launcher.service.peers import Address, Peer
+
+log = logging.getLogger(__name__)
+
+UPDATE_S = 1.0
+SILENCE_S = 60.0  # after which the open episode of an actor with a simulated clock is truncated
+MISSING_S = 15.0  # longer than one large record takes over a slow link
+MISSING = 64  # actors that are named as missing: the last ones
+
+
+class StateUpdates:
+    """Sends a StateUpdate to all `peers`: when it changes, and every second. `on_silence`: as for Server."""
+
+    def __init__(self, keeper: StoreKeeper, peers: dict[Address, Peer], on_silence: Mapping[str, float]) -> None:
+        self._keeper, self._peers, self._on_silence = keeper, peers, on_silence
+        self.allowance: tuple[int, int | None] = (0, 0)  # (directive, steps)
+        self.is_directed = False  # this learner has given a directive
+        self.missing: dict[str, float] = {}  # actor -> when it was last seen
+        self._heard: dict[str, float] = {}  # session of an open episode -> when its actor last spoke
+        self._next = 0.0
+
+    def send(self) -> None:
+        """Tell each client what it does not know, or everything if a second is over."""
+        now = clock.monotonic()
+        due = now >= self._next
+        if due:
+            self._next = now + UPDATE_S
+            self.forget(now)
+            self.cut_silent(now)
+        for peer in self._peers.values():
+            update = self.of(peer)
+            if due or update != peer.updated:
+                peer.updated = update
+                peer.send(update)
+
+    def of(self, peer: Peer) -> m.StateUpdate:
+        """Return what is valid for this client now."""
+        return m.StateUpdate(*self.shared(), self.step_limit(peer), self._keeper.degraded or peer.waits_for)
+
+    def shared(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the directive and the newest weights, as in StateUpdate; empty where there are none."""
+        store = self._keeper.store
+        if store is None:
+            return {}, {}
+        newest, number = store.newest_weights, store.directive
+        weights = {key: newest[key] for key in ("version", "sha256", "size")} if newest else {}
+        directive = {"number": number, **store.directives[number]} if number else {}
+        if directive.get("mode") == "stop" and not self.is_directed:
+            directive = {}  # the end of an earlier run: what this one will do is not said yet
+        return directive, weights
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this learner has told its actors to stop."""
+        return self.is_directed and self.shared()[0].get("mode") == "stop"
+
+    def step_limit(self, peer: Peer) -> int | None:
+        """How many steps this peer's session may have made in all; None: no limit."""
+        store = self._keeper.store
+        if store is None or not peer.hello.paced:
+            return None
+        number = store.directive
+        if not number or not store.directives[number].get("paced"):
+            return None
+        directive, steps = self.allowance
+        if directive == number and steps is None:
+            return None
+        made = store.sessions[peer.hello.session].steps
+        if directive != number or steps is None:
+            return made  # the learner has not said yet how far we may go
+        left = max(0, steps - store.phase_steps.get(store.directives[number]["phase"], 0))
+        paced = sum(other.hello.paced for other in self._peers.values())
+        return made + -(-left // max(1, paced))
+
+    def forget(self, now: float) -> None:
+        """Forget the clients that have been silent for MISSING_S."""
+        for address, peer in list(self._peers.items()):
+            if peer.hello.role != "learner" and now - peer.seen > MISSING_S:
+                log.warning("%s %s is silent", peer.hello.role, peer.hello.actor)
+                self.missing[peer.hello.actor] = peer.seen
+                del self._peers[address]
+        while len(self.missing) > MISSING:
+            del self.missing[next(iter(self.missing))]
+
+    def cut_silent(self, now: float) -> None:
+        """Truncate the episodes that silent actors left open, where nobody is to come back for them."""
+        store = self._keeper.store
+        if store is None or self._keeper.degraded:
+            return
+        for peer in self._peers.values():
+            self._heard |= dict.fromkeys(peer.living, peer.seen)
+        episodes = list(store.episodes.open.values())
+        self._heard = {episode.session: self._heard.get(episode.session, now) for episode in episodes}
+        for episode in episodes:
+            by_clock = SILENCE_S if store.sessions[episode.session].simulated else math.inf
+            silent = now - self._heard[episode.session]
+            if silent >= self._on_silence.get(episode.source, by_clock):
+                log.warning("%s is truncated, as %s was silent for %.0f s", episode.id, episode.actor, silent)
+                store.episodes.cut(episode.session)

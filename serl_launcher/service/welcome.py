@@ -1,0 +1,160 @@
+"""How the server takes in a client: its Hello, the Welcome, and which of two clients of one name goes on.
+
+A Hello alone ends nobody, as it may be the late echo of a connection that is dead. The first message after it does.
+"""
+
+import sqlite3
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from serl_client import clock
+from serl_client import messages as m
+from serl_client.errors import Refused, RetakeError, ServerFailed
+from serl_client.spec import Spec
+
+from serl_launcher.service.access import CONNECTIONS, KeyOwner
+from serl_launcher.service.intake import MAX_UNACKNOWLEDGED, Intake
+from serl_launcher.service.keeper import StoreKeeper
+from serl_launcher.service.peers import Address, Peer, check_hello
+from serl_launcher.service.updates import StateUpdates
+from serl_launcher.store.errors import GroupFailed
+from serl_launcher.store.extras import with_extras
+
+SECOND = "another client named {} has connected; give each actor its own name"
+
+Refusal = Callable[[Address, m.Message | None, RetakeError], m.Failed]
+
+
+class Welcomes:
+    """Answers each Hello, and keeps `peers`.
+
+    inference: the address that answers InferenceRequests. extras: what the algorithm adds to each robot's rows.
+    history: observations of a question. refusal: what a client is told that is not taken in.
+    """
+
+    def __init__(
+        self, keeper: StoreKeeper, peers: dict[Address, Peer], intake: Intake, updates: StateUpdates, *,
+        inference: str, extras: Mapping[str, Any], history: int, refusal: Refusal,
+    ) -> None:  # fmt: skip
+        self._keeper, self._peers, self._intake, self._updates = keeper, peers, intake, updates
+        self._inference, self._extras, self._history, self._refusal = inference, extras, history, refusal
+        self.over_because = ""  # why nobody is taken in any more
+        self._waiting: list[Peer] = []  # for their sessions to be durable
+
+    def hello(self, address: Address, hello: m.Hello, owner: KeyOwner | None) -> m.Message | None:
+        """Take in a client. None: its Welcome follows when its sessions are durable (`send`)."""
+        store = self._keeper.store
+        check_hello(hello, owner, run=store.run if store else "")
+        if len(self._peers) >= CONNECTIONS and address not in self._peers:
+            raise ServerFailed(f"the learner has {CONNECTIONS} clients already: wait until one has left")
+        if hello.role == "actor":
+            if self.over_because:
+                raise Refused(self.over_because)
+            self._enter(hello, owner)
+            if not self._keeper.ready.staged:
+                self._check_outranked(hello)
+            self._drop_echoes(address, hello)
+        peer = self._peers[address] = Peer(*address, hello, owner, clock.monotonic())
+        self._updates.missing.pop(hello.actor, None)
+        if hello.role == "actor" and self._keeper.ready.staged:
+            self._waiting.append(peer)
+            return None
+        return self._welcome(peer)
+
+    def _drop_echoes(self, address: Address, hello: m.Hello) -> None:
+        """Forget connections of this session that have said nothing but Hello: it has come again, so they broke."""
+        for other, peer in list(self._peers.items()):
+            mine = peer.hello.role == "actor" and peer.hello.session == hello.session
+            if mine and not peer.speaks and other != address:
+                del self._peers[other]
+
+    def send(self) -> None:
+        """Make the sessions of all who said Hello in this turn durable at once, and answer them."""
+        waiting, self._waiting = self._waiting, []
+        for peer in waiting:
+            if self._peers.get(peer.address) is not peer:
+                continue
+            try:
+                self._keeper.ready.commit()  # the first time; then there is nothing to do
+                self._check_outranked(peer.hello)
+                answer = self._welcome(peer)
+            except (OSError, sqlite3.Error, GroupFailed) as error:
+                self._intake.degrade(error)
+                answer = m.Failed("ServerFailed", f"the learner's store fails: {error}")
+            except RetakeError as error:
+                answer = self._refusal(peer.address, peer.hello, error)
+            if isinstance(answer, m.Failed):
+                self._peers.pop(peer.address, None)
+            peer.send(answer)
+
+    def _welcome(self, peer: Peer) -> m.Welcome:
+        """The answer to the Hello of this peer; what it acknowledges is durable."""
+        hello, store, expected, ordinal = peer.hello, self._keeper.store, [], 0
+        if hello.role == "actor" and store is not None:
+            sessions = [*(session for session, _ in hello.earlier), hello.session]
+            expected = [[session, store.expected(session)] for session in sessions]
+            for session, last in hello.earlier:
+                peer.incoming[session].last = last
+            self._intake.close_drained(store, peer)
+            ordinal = self._position(hello.session)
+        peer.updated = self._updates.of(peer)
+        run, spec = (store.run, store.spec.to_dict()) if store else ("", None)
+        inference = self._inference if peer.owner is not None else ""  # on the learner's own address nobody asks
+        state = asdict(peer.updated)
+        return m.Welcome(run, ordinal, MAX_UNACKNOWLEDGED, expected, spec, inference, state, self._history)
+
+    def _enter(self, hello: m.Hello, owner: KeyOwner | None) -> None:
+        """Check the actor's Spec against the run's, or make the store of the first one, and note its sessions."""
+        if hello.spec is None or not hello.session or not hello.outbox:
+            raise Refused("an actor's Hello names its session, its outbox and its Spec")
+        spec = with_extras(Spec.from_dict(hello.spec), self._extras)
+        if self._keeper.store is None:
+            self._keeper.make(spec)
+        store = self._keeper.ready
+        if difference := store.spec.difference(spec):
+            raise Refused(
+                f"this run is of another robot or task (the run, yours): {difference}. Start the learner with another "
+                "run_dir=..., or the actor with the run's task"
+            )
+        earlier, key = [session for session, _ in hello.earlier], owner.name if owner else ""
+        store.lives.hello(hello.actor, hello.outbox, hello.session, earlier, key, simulated=hello.paced)
+
+    def _namesakes(self, hello: m.Hello) -> list[Peer]:
+        """The clients of this role and name that have said something after their Hello."""
+        peers = (peer for peer in self._peers.values() if peer.speaks)
+        return [other for other in peers if (other.hello.role, other.hello.actor) == (hello.role, hello.actor)]
+
+    def _check_outranked(self, hello: m.Hello) -> None:
+        """Of two living clients with one name, the one whose first Hello came first is refused."""
+        mine = self._position(hello.session)
+        if any(self._position(other.hello.session) > mine for other in self._namesakes(hello)):
+            raise Refused(SECOND.format(hello.actor))
+
+    def take_over(self, peer: Peer) -> m.Message | None:
+        """Handle the first message after a Hello, which is thus no echo: clients of this name before it are over.
+
+        Returns the refusal where this one is outranked, else None.
+        """
+        hello = peer.hello
+        if hello.role == "actor":
+            if self._keeper.degraded:
+                return None
+            try:
+                self._check_outranked(hello)
+            except Refused as error:
+                del self._peers[peer.address]
+                return self._refusal(peer.address, hello, error)
+            if len(hello.earlier) < m.MAX_EARLIER:  # or else its outbox may hold more than it could name
+                self._keeper.ready.close_before(hello.session, peer.named)
+        for other in self._namesakes(hello):
+            if hello.role == "actor" and other.hello.session != hello.session:
+                other.send(m.Failed("Refused", SECOND.format(hello.actor), final=True))
+            del self._peers[other.address]
+        peer.speaks = True
+        return None
+
+    def _position(self, session: str) -> int:
+        """When this session first said Hello, as an order; -1 for one that is not known."""
+        state = self._keeper.ready.sessions.get(session)
+        return state.position if state else -1

@@ -1,0 +1,217 @@
+"""Writes and reads checkpoints: folders that appear whole, never change, and fit only runs of the same kind."""
+
+import hashlib
+import io
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from serl_client.errors import ConfigError
+from serl_client.spec import Spec, difference
+from torch import Tensor
+
+from serl_launcher.store.files import sync_folder
+from serl_launcher.training.staging import Staging
+
+log = logging.getLogger(__name__)
+
+SOON_S = 1.0  # seconds from a start to its first checkpoint; each interval is twice the one before
+SHARE = 0.1  # largest share of the time that goes into checkpoints
+
+FORMAT = 4  # of the state; 4: tensors lie in a file of their own
+STATE, TENSORS, MANIFEST = "state.pt", "tensors.safetensors", "manifest.json"
+PLACE = "tensor of " + TENSORS  # {PLACE: name} stands in STATE for a tensor
+ASIDE = ".aside"  # folder that is being written; after a crash the next save removes it
+
+
+class Schedule:
+    """Says when the next checkpoint is due: soon after a start, then less and less often.
+
+    It is soon because a process that was killed may be killed again. Checkpoints take at most SHARE of the time.
+    longest: largest interval, seconds; 0: a checkpoint is always due. now: seconds, of any clock that goes forward.
+    cost: seconds that the last checkpoint took, before this start.
+    """
+
+    def __init__(self, longest: float, now: float, cost: float = 0.0) -> None:
+        self.longest, self.cost = longest, cost
+        self._interval = SOON_S
+        self._next = now + self._wait()
+
+    def due(self, now: float) -> bool:
+        return now >= self._next
+
+    def saved(self, now: float, cost: float) -> None:
+        """Note that a checkpoint was finished at `now` and took `cost` seconds."""
+        self.cost, self._interval = cost, 2 * self._interval
+        self._next = now + self._wait()
+
+    def _wait(self) -> float:
+        return max(min(self._interval, self.longest), self.cost / SHARE) if self.longest else 0.0
+
+
+class Checkpoints:
+    """Keeps the checkpoints of one run, numbered as they were made: folder/000001, folder/000002, ...
+
+    config: plain data that must be equal when a run resumes, but for its entries of these dotted names (`changeable`).
+        `spec` must be equal, too.
+    keep: how many of the newest whole checkpoints are kept, beside the newest pinned one of each phase.
+    """
+
+    def __init__(
+        self, folder: Path, *, spec: Spec, config: Mapping[str, Any], changeable: Collection[str] = (), keep: int = 3
+    ) -> None:  # fmt: skip
+        self.folder, self.spec, self.keep, self._changeable = folder, spec, keep, changeable
+        self.config = json.loads(json.dumps(config))  # as it reads back from the manifest
+        self.staging = Staging()
+        self._broken: set[Path] = set()  # found by load
+
+    def stage(self, updates: int, state: Mapping[str, Any], *, pinned: str = "") -> Callable[[], Path]:
+        """Copy `state`, made of tensors and plain data, into memory that stays allocated.
+
+        pinned: the phase that ends here; "": none. Returns a function that writes the copy, in any thread. When that
+        returns, the checkpoint survives a power cut. It raises OSError. It may be called again until the next `stage`.
+        """
+        tensors: dict[str, Tensor] = {}
+        plain = io.BytesIO()
+        torch.save(_take_out(state, "", tensors, {}), plain)
+        self.staging.copy(tensors)
+        return partial(self._write, updates, plain.getbuffer(), pinned)
+
+    def _write(self, updates: int, plain: memoryview, pinned: str) -> Path:
+        numbers = [int(path.name) for path in self._paths()]
+        path, aside = self.folder / f"{max(numbers, default=0) + 1:06d}", self.folder / ASIDE
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        contents = {STATE: plain, TENSORS: self.staging.data()}
+        for name, data in contents.items():
+            with open(aside / name, "wb") as file:
+                file.write(data)
+                _sync(file)
+        manifest = {
+            "format": FORMAT, "updates": updates, "pinned": pinned, "spec": self.spec.to_dict(), "config": self.config,
+            "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()},
+        }  # fmt: skip
+        with open(aside / MANIFEST, "w") as file:
+            json.dump(manifest, file, indent=1)
+            _sync(file)
+        sync_folder(aside)
+        aside.rename(path)
+        for folder in (self.folder, self.folder.parent):  # the parent, because the folder may be new
+            sync_folder(folder)
+        self._forget()
+        return path
+
+    def load(self) -> dict[str, Any] | None:
+        """Return the state of the newest whole checkpoint, on the CPU, mapped from its file. None if there is none.
+
+        A state of another config is without its `algorithm`, if that one had made no update.
+        Raises ConfigError if that one was made with another Spec, config or version of this program. Also if there
+        are checkpoints and none is whole, because a run that began again would replace what it had learned.
+        """
+        for path in reversed(self._paths()):
+            try:
+                manifest = _whole(path)
+            except (OSError, ValueError, KeyError) as error:
+                log.warning("checkpoint %s is broken and skipped: %s", path, error)
+                self._broken.add(path)
+                continue
+            fits = self._fits(path, manifest)
+            plain = torch.load(path / STATE, map_location="cpu", weights_only=True)
+            state = _put_back(plain, safetensors.torch.load_file(path / TENSORS))
+            return state if fits else {**state, "algorithm": None}
+        if self._broken:
+            raise ConfigError(
+                f"no checkpoint in {self.folder} is whole (see above): bring one back from a backup, or delete the "
+                "folder to learn anew from the data that the run has"
+            )
+        return None
+
+    def _paths(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("[0-9]*") if path.name.isdecimal())
+
+    def _forget(self) -> None:
+        ends = {path: _pinned(path) for path in self._paths()}
+        newest = {phase: path for path, phase in ends.items() if phase}
+        paths = [path for path, phase in ends.items() if newest.get(phase) != path]
+        for path in [*self._broken.intersection(paths), *[p for p in paths if p not in self._broken][: -self.keep]]:
+            shutil.rmtree(path)
+
+    def _fits(self, path: Path, manifest: Mapping[str, Any]) -> bool:
+        """Return whether the checkpoint is of this config; False only for one that had learned nothing."""
+        if manifest.get("format") != FORMAT:
+            raise ConfigError(f"{path} was made by another version of this program: begin anew with another run_dir")
+        spec = self.spec.difference(Spec.from_dict(manifest["spec"]))
+        config = difference(*(_without(each, self._changeable) for each in (self.config, manifest["config"])))
+        for kind, differs in (("robot (its Spec)", spec), ("algorithm", config)):
+            if differs and (spec or manifest["updates"]):
+                raise ConfigError(
+                    f"{path} was made with another {kind}. This run's value, then the checkpoint's: {differs}. "
+                    "Ask for what the checkpoint has, or begin anew with another run_dir"
+                )
+        return not config
+
+
+def _without(tree: Any, names: Collection[str], where: str = "") -> Any:
+    """Return a tree of plain data without the entries of these dotted names."""
+    if not isinstance(tree, Mapping):
+        return tree
+    kept = {key: (f"{where}{key}", value) for key, value in tree.items() if f"{where}{key}" not in names}
+    return {key: _without(value, names, f"{name}.") for key, (name, value) in kept.items()}
+
+
+def _whole(path: Path) -> dict[str, Any]:
+    """Return the manifest. Raises OSError, ValueError or KeyError if a file is not as it says."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    for name, sha256 in manifest["sha256"].items():
+        if _sha256(path / name) != sha256:
+            raise ValueError(f"{name} is not what was written")
+    return manifest
+
+
+def _pinned(path: Path) -> str:
+    """Return the phase that ended with this checkpoint; "" if none did."""
+    try:
+        return json.loads((path / MANIFEST).read_text())["pinned"]
+    except (OSError, ValueError, KeyError):
+        return ""  # broken: treated like any other
+
+
+def _take_out(value: Any, name: str, tensors: dict[str, Tensor], known: dict[Any, str]) -> Any:
+    """Return `value` with each tensor moved into `tensors`. What two names share is kept once (`known`)."""
+    if isinstance(value, Tensor):
+        place = value.untyped_storage()._cdata, value.storage_offset(), value.dtype, value.shape, value.stride()
+        if place not in known:
+            known[place], tensors[name] = name, value
+        return {PLACE: known[place]}
+    if isinstance(value, Mapping):
+        return {key: _take_out(item, f"{name}.{key}".lstrip("."), tensors, known) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_take_out(item, f"{name}.{i}", tensors, known) for i, item in enumerate(value))
+    return value
+
+
+def _put_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {PLACE}:
+            return tensors[value[PLACE]]
+        return {key: _put_back(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_put_back(item, tensors) for item in value)
+    return value
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,159 @@
+"""Metrics are also in wandb or TensorBoard, and nothing that happens to it reaches the training."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from serl_client.errors import ConfigError
+
+from serl_launcher.training import metrics
+from serl_launcher.training.metrics import MetricsLog, mirrored
+from tests.shared.common import until
+
+TRAINING = """
+import sys, time
+from pathlib import Path
+from serl_launcher.training.metrics import MetricsLog, mirrored
+path = Path(sys.argv[1])
+with mirrored(path, "auto"):
+    log = MetricsLog(path)
+    for number in range(5):
+        log.write("update", {"updates": number, "loss": 0.5, "phase": "practise"})
+    print("written", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def wandb_may_run(monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody answers there
+    return tmp_path / "run" / "metrics.jsonl"
+
+
+@pytest.fixture
+def wandb():
+    if not metrics._is_installed("wandb"):
+        pytest.skip("wandb is not installed (extra wandb)")
+
+
+def sent(path, package="wandb"):
+    state = path.parent / package / "sent.json"
+    return json.loads(state.read_text()) if state.exists() else {"id": None, "bytes": 0, "records": 0}
+
+
+def content(path):
+    """The bytes of every offline run of this folder."""
+    return b"".join(file.read_bytes() for file in sorted(path.parent.glob("wandb/offline-run-*/*.wandb")))
+
+
+@pytest.mark.slow
+def test_a_run_and_its_resumption_are_one_offline_run_without_account_or_network(path, wandb, monkeypatch):
+    monkeypatch.setattr(metrics, "FINISH_S", 60.0)
+    log = MetricsLog(path)
+    with mirrored(path, "auto"):
+        log.write("update", {"updates": 0, "first": 0.25, "phase": "practise"})
+        until(lambda: sent(path)["records"] == 1)
+        log.write("episode", {"updates": 1, "return": 1.0, "success": None})
+    first = sent(path)
+    assert (first["records"], first["bytes"]) == (2, path.stat().st_size)
+    log.write("update", {"updates": 5, "between": 1.0})  # nobody looks
+    with mirrored(path, "auto"):
+        until(lambda: sent(path)["records"] == 3)
+        log.write("update", {"updates": 9, "last": 1.0})
+    assert sent(path) == {"id": first["id"], "records": 4, "bytes": path.stat().st_size}
+    runs = [run.name for run in path.parent.glob("wandb/offline-run-*")]
+    assert {name.rsplit("-", 1)[1] for name in runs} == {first["id"]}
+    names = (b"update/first", b"episode/return", b"update/between", b"update/last", b"episode/success")
+    assert [name in content(path) for name in names] == [True] * 4 + [False]
+
+
+@pytest.mark.slow
+def test_a_training_that_is_killed_leaves_a_whole_mirror_and_no_process(path, wandb):
+    training = subprocess.Popen([sys.executable, "-c", TRAINING, path], stdout=subprocess.PIPE)
+    assert training.stdout.readline() == b"written\n"
+    until(lambda: sent(path)["records"] == 5)
+    children = children_of(training.pid)
+    training.kill()
+    training.wait()
+    training.stdout.close()
+    assert children
+    until(lambda: not any(os.path.exists(f"/proc/{child}") for child in children))
+    assert b"update/loss" in content(path)
+
+
+@pytest.fixture
+def new_children():
+    """A function: the children of this process that it had not when the test began."""
+    before = set(children_of(os.getpid()))
+    return lambda: [child for child in children_of(os.getpid()) if child not in before]
+
+
+def children_of(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read().split()
+
+
+@pytest.mark.slow
+def test_a_mirror_that_dies_or_cannot_begin_is_one_sentence_and_training_goes_on(path, wandb, capfd, new_children):
+    with mirrored(path, "wandb"):
+        log = MetricsLog(path)
+        until(lambda: (path.parent / "wandb/sent.json").exists())
+        (child,) = new_children()
+        os.kill(int(child), signal.SIGKILL)
+        log.write("update", {"updates": 1})
+    (path.parent / "wandb/sent.json").write_text("torn")
+    with mirrored(path, "wandb"):
+        until(lambda: (path.parent / "wandb/mirror.log").exists())
+        log.write("update", {"updates": 2})
+        time.sleep(0.2)
+    said = capfd.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("wandb has stopped, training goes on: ")
+    assert len(metrics.read(path)) == 2
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_all_numbers_over_the_updates_also_after_a_restart(path, monkeypatch):
+    accumulated = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
+    monkeypatch.setattr(metrics, "FINISH_S", 60.0)
+    for records, updates in ((1, 3), (2, 8)):
+        with mirrored(path, "tensorboard"):
+            MetricsLog(path).write("update", {"updates": updates, "loss": updates / 2, "phase": "p", "bad": None})
+            until(lambda expected=records: sent(path, "tensorboard")["records"] == expected)
+    shown = accumulated.EventAccumulator(str(path.parent / "tensorboard")).Reload()
+    assert {"update/loss", "update/updates"} <= set(shown.Tags()["scalars"])
+    assert not {"update/phase", "update/bad"} & set(shown.Tags()["scalars"])
+    assert [(event.step, event.value) for event in shown.Scalars("update/loss")] == [(3, 1.5), (8, 4.0)]
+
+
+@pytest.mark.parametrize("mode", ["dryrun", None, True])
+def test_another_mode_is_refused_and_false_starts_nothing(path, mode, new_children):
+    with pytest.raises(ConfigError, match="say log=auto, wandb, wandb-online, tensorboard or false"):
+        mirrored(path, mode).__enter__()
+    with mirrored(path, False):
+        assert not new_children()
+    assert not path.parent.exists()
+
+
+@pytest.mark.slow
+def test_online_without_an_account_or_a_network_ends_the_mirror_alone(path, wandb, capfd):
+    with mirrored(path, "wandb-online"):
+        log = MetricsLog(path)
+        log.write("update", {"updates": 1})
+        until(lambda: "training goes on" in capfd.readouterr().err)
+
+
+def test_a_metrics_file_that_was_begun_anew_is_sent_from_its_start(path):
+    MetricsLog(path).write("update", {"updates": 1})
+    assert [record["updates"] for record, _ in metrics._news(path, 10_000)] == [1]
+    assert list(metrics._news(path, path.stat().st_size)) == []
