@@ -23,6 +23,14 @@ from serl_client.words import known, nearest
 from yaml import YAMLError
 
 REMEMBERED = ("algo", "policy", "head", "network", "critic")  # groups whose words a run keeps, if it reads them
+MOVED = {  # {former name of a module: its name}; former ones stand in yamls, words and checkpoints that people keep
+    "serl_launcher.utils.optim": "serl_launcher.optim.optimizer",
+    **{f"robot_infra.robots.{name}": f"robot_infra.drivers.{name}" for name in ("bimanual", "dobot", "lerobot")},
+    **{
+        f"robot_infra.robots.{name}": f"robot_infra.tasks.{name}"
+        for name in ("arm", "corridor", "dobot_cell", "dobot_sim", "fake", "gym", "puck", "sim_arm", "wall", "wrappers")
+    },
+}
 ALSO = {"log": False, "task.cameras": "auto"}  # what they take besides their default's kind
 NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the environment")  # lines that help nobody
 
@@ -64,11 +72,30 @@ def _defaults(folder: Path) -> list[str]:
     return [f"{group}={name}" for entry in entries if isinstance(entry, Mapping) for group, name in entry.items()]
 
 
+def saved(run_dir: Path) -> DictConfig:
+    """Return the config with which a learner was last started on this run folder; an empty one if none ever was."""
+    kept = run_dir / "config.yaml"
+    return _renamed(OmegaConf.load(kept)) if kept.is_file() else OmegaConf.create()
+
+
+def renamed(tree: Any) -> Any:
+    """Return a tree of plain data in which each string that names a thing of a module of MOVED has its new name."""
+    if isinstance(tree, Mapping):
+        return {key: renamed(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [renamed(value) for value in tree]
+    module, dot, name = tree.rpartition(".") if isinstance(tree, str) else ("", "", "")
+    return f"{MOVED[module]}{dot}{name}" if module in MOVED else tree
+
+
+def _renamed(config: Any) -> DictConfig:
+    """Return it with today's names; a key that it does not have stays an error."""
+    return OmegaConf.create(renamed(OmegaConf.to_container(config)), flags={"struct": OmegaConf.is_struct(config)})
+
+
 def _remembered(config: DictConfig) -> list[str]:
     """Return the words that the run folder of this config keeps."""
-    kept = Path(str(config.run_dir)) / "config.yaml"
-    saved = OmegaConf.load(kept) if config.learner and kept.is_file() else OmegaConf.create()
-    return list(OmegaConf.select(saved, "remembered", default=[]))
+    return list(OmegaConf.select(saved(Path(str(config.run_dir))), "remembered", default=[])) if config.learner else []
 
 
 def _trains(config: DictConfig) -> bool:
@@ -109,6 +136,7 @@ def _composed(folder: Path, words: Sequence[str], plain: dict[tuple[str, ...], D
         config.remembered = [*taken.values(), *kept]
         for name in _missing(OmegaConf.to_container(config)):
             raise ConfigError(f"{name} has no value: say {name}=...")
+        config = _renamed(config)
         OmegaConf.resolve(config)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_sentence(error)) from None

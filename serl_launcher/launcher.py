@@ -26,6 +26,7 @@ from serl_client.errors import ConfigError, RetakeError, full_disk
 from serl_client.frames import MAX_HISTORY
 from serl_client.lockfile import open_lock
 
+from serl_launcher.config import saved
 from serl_launcher.datasets import importer
 from serl_launcher.datasets.export import FINISH_S, recorded, wanted
 from serl_launcher.service.access import AllowList, check_address
@@ -201,8 +202,7 @@ def child(name: str, run_dir: str, local: str) -> int:
     """
     if "RANK" in os.environ:
         killed_with_parent()  # because `accelerate launch` does not kill its ranks
-    config = OmegaConf.load(Path(run_dir) / "config.yaml")
-    assert isinstance(config, DictConfig)
+    config = saved(Path(run_dir))
     try:
         module = importlib.import_module(f"serl_launcher.{CHILDREN[name]}")
         module.main(config, Path(run_dir), local, lambda: begun_file(name, local).touch())

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.spec import Spec
 from serl_client.words import known
 from torch import Tensor
 
 from serl_launcher.acting.host import PolicyHost
+from serl_launcher.config import saved
 from serl_launcher.networks.vision import IMAGES
 from serl_launcher.policies.base import Policy
 from serl_launcher.replay.mixture import ReplayMixture
@@ -102,7 +102,7 @@ def published(run_dir: Path, spec: Spec, versions: list[dict[str, Any]]) -> tupl
     file = weights.path(run_dir / "weights", versions[0]["sha256"]) if versions else None
     if file is None or not file.exists():
         raise ConfigError(f"{run_dir} has no published weights yet: start its learner")
-    host = PolicyHost(build(OmegaConf.load(run_dir / "config.yaml"), spec), spec, "cpu")  # type: ignore[arg-type]
+    host = PolicyHost(build(saved(run_dir), spec), spec, "cpu")
     host.load(versions[0]["version"], file)
     return host.algorithm.acting, versions[0]  # type: ignore[return-value]
 

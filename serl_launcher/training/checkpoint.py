@@ -17,6 +17,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec, difference
 from torch import Tensor
 
+from serl_launcher.config import renamed
 from serl_launcher.store.files import sync_folder
 from serl_launcher.training.staging import Staging
 
@@ -148,7 +149,7 @@ class Checkpoints:
         if manifest.get("format") != FORMAT:
             raise ConfigError(f"{path} was made by another version of this program: begin anew with another run_dir")
         spec = self.spec.difference(Spec.from_dict(manifest["spec"]))
-        config = difference(*(_without(each, self._changeable) for each in (self.config, manifest["config"])))
+        config = difference(*(_without(each, self._changeable) for each in (self.config, renamed(manifest["config"]))))
         for kind, differs in (("robot (its Spec)", spec), ("algorithm", config)):
             if differs and (spec or manifest["updates"]):
                 raise ConfigError(

@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.errors import RetakeError
 
+from serl_launcher.config import saved
 from serl_launcher.training.report import read
 from tools.compare import compared, trials
 from tools.studies import runs
@@ -164,7 +164,7 @@ def watched(folder: Path) -> Iterator[Path]:
     def watch() -> None:
         while not ended.wait(EVERY):
             with suppress(OSError, RetakeError):  # it does not answer yet
-                address = f"tcp://127.0.0.1:{OmegaConf.load(folder / 'config.yaml').port}"
+                address = f"tcp://127.0.0.1:{saved(folder).port}"
                 with Connection(address, m.Hello(m.PROTOCOL, "viewer", "study")) as link:
                     answer: Any = link.call(m.Status(), timeout=3.0)
                 report = answer.report

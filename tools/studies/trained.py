@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from serl_client.spec import Spec
 
-from serl_launcher.config import changeable
+from serl_launcher.config import changeable, saved
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store.index import Index
 from serl_launcher.training.build import build
@@ -19,7 +19,7 @@ from serl_launcher.types import Batch
 
 def newest(folder: Path) -> tuple[Any, Spec, Any]:
     """Return the algorithm of the newest checkpoint, its Spec, and the run's config."""
-    config: Any = OmegaConf.load(folder / "config.yaml")
+    config: Any = saved(folder)
     manifest = max((folder / "checkpoints").glob("[0-9]*/manifest.json"))
     spec = Spec.from_dict(json.loads(manifest.read_text())["spec"])
     algorithm: Any = build(config, spec)
