@@ -1,4 +1,4 @@
-"""The one entry: `learner=true` starts the learner, `actor=true` an actor; the rest is config.
+"""Starts a run: `learner=true` starts the learner, `actor=true` an actor; the rest is config.
 
 examples/train.py learner=true|actor=true [task=... algo=... policy=... plan=...] [name=value ...]
     --help says what there is to choose, --cfg prints the config that the words make.

@@ -1,4 +1,4 @@
-"""Aligns a row's images with its state: how old each one is, and whether its camera still sees anything."""
+"""Aligns camera images with the robot's state: how old an image may be, and when a camera counts as frozen."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""RobotEnv makes a robot, its cameras, its judge and its teleoperation one Env that moves at a fixed rate."""
+"""Makes a robot, its cameras, its judge and its teleoperation one environment (RobotEnv) with a fixed control rate."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -1,4 +1,5 @@
-"""Protocols of the parts of a RobotEnv: robot, camera, teleoperation device, judge and operator."""
+"""Defines the interfaces of hardware: what a new robot, camera, teleoperation device, judge (reward) or operator
+implements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Decides who drives a step: the policy, or an operator who demonstrates or takes over in mid-episode."""
+"""Decides who drives a step, the policy or a person (human intervention), and blends the action when one takes over."""
 
 import numpy as np
 from serl_client.errors import ConfigError

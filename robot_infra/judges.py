@@ -1,4 +1,5 @@
-"""Judges give the reward of a step, and say when the task is done. Without one, an operator says it."""
+"""Computes reward and success of each step from its observation (reward functions). Without a judge, an operator says
+it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""The judge that a trained classifier is: it asks another learner, and never waits for it."""
+"""Gives rewards by a learned classifier (`task.judge`): threshold of success, rows in succession, stale answers. It
+asks another learner, and never waits for it."""
 
 import logging
 from collections.abc import Mapping

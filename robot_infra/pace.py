@@ -1,4 +1,4 @@
-"""Paces a control loop: a step lasts one period on the real clock, and no time on the simulated one."""
+"""Sets how long a control step lasts: one period (1/fps) on the real clock, and no time on the simulated one."""
 
 from serl_client import clock
 from serl_client.errors import ConfigError

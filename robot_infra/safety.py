@@ -1,4 +1,4 @@
-"""Checks every command before a simulated robot gets it, and that a real arm has a guard."""
+"""Clips each command to a simulated robot's bounds, refuses NaN, and checks that a real arm has a guard."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

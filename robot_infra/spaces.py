@@ -1,4 +1,5 @@
-"""Action spaces: what the numbers of an action mean, and how those of one space become those of another.
+"""Defines action spaces (joint positions, joint or end-effector deltas, grippers) and their conversion; also the
+reward's penalty for gripper use. An action space says what the numbers of an action mean.
 
 Every space can turn an action into target positions of the robot and back, so that any two of them meet there.
 """

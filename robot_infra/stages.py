@@ -1,4 +1,4 @@
-"""Stages of a task: the column `stage` of each row, which a person tells at the keys 0 to 9, or a judge."""
+"""Adds the stages of a task: the column `stage` of each row, which a person tells at the keys 0 to 9, or a judge."""
 
 from collections.abc import Mapping
 from dataclasses import replace

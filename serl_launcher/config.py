@@ -1,4 +1,4 @@
-"""Composes the yamls and the words of a command line into one config. No torch.
+"""Composes config/ and the command line's options (Hydra) into one config, and refuses unknown or wrong ones. No torch.
 
 Hydra composes. We check each word before, because Hydra refuses some in many lines, and accepts some that make no
 sense. Each error is one sentence.

@@ -1,4 +1,4 @@
-"""The parent of the learner's processes: `launch` checks what can be checked without torch, and starts them.
+"""Starts the learner's processes (server, trainer, inference, export), after the checks that need no torch.
 
 `python -m serl_launcher.launcher NAME RUN_DIR LOCAL` runs one of them (`child`); supervisor.py starts them again. A
 process that fails says why in one sentence. If the run ends with it, the actors hear that sentence, too. A trainer of

@@ -1,4 +1,4 @@
-"""Starts the processes of one run, and starts again those that end too early. The processes die with their parent."""
+"""Restarts processes of a run that crash, and says when to give up. The processes die with their parent."""
 
 import ctypes
 import logging

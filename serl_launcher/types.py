@@ -1,4 +1,4 @@
-"""Declares what an algorithm asks of the replay (Window), what it gets (Batch), and what it answers (Decision)."""
+"""Defines what an algorithm asks of the replay (Window), what it gets (Batch), and what a policy answers (Decision)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measurements that print what they compare with; each has more to say: tools/bench.py control --help
+"""Measures how fast something is, beside what it is compared with (benchmarks). More: tools/bench.py control --help
 
 control      what pushing records and asking for actions costs a control loop
 wire         how long one observation and its answer take, beside a plain TCP exchange and the peers

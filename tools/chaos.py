@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Breaks a learner and its actors in every way there is, and lets a checker that knows nothing of them say what was
-lost: chaos.py --rounds 60 --seed 1. A round is drawn from the seed and its number: --first 12 --rounds 1 plays it anew.
-With --quickstart it is the whole quickstart that is played, in the processes and with the settings that a user has, of
-which one at random, or all, are killed -9 after each recovery; its summary is compared with a count of our own.
+"""Breaks and kills a learner and its actors in every way (chaos test), and lets an independent checker say what was
+lost. In chaos.py --rounds 60 --seed 1, a round is drawn from the seed and its number: --first 12 --rounds 1 plays it
+anew. With --quickstart it is the whole quickstart that is played, in the processes and with the settings that a user
+has, of which one at random, or all, are killed -9 after each recovery; its summary is compared with a count of our own.
 
 The last line is JSON; the exit status is 1 when anything was lost, doubled, reordered or else wrong.
 """

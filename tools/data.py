@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Looks datasets over, merges them, and makes those of a run.
+"""Checks and merges LeRobot datasets, and exports those of a run.
 
 check PATH           a LeRobot dataset, a shard of ours, or a run's folder: black, saturated and frozen images, ends,
                      outcomes, actions, times; `wrong` is what a policy would learn and what never happened, and then

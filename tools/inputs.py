@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Which inputs does a policy look at? Its loss, and what the loss becomes when an input shows another moment.
+"""Says which inputs (cameras, states) a policy looks at: its loss, and what the loss becomes when an input shows
+another moment.
 
 tools/inputs.py --run-dir RUN [--source NAME] [--split held_out] [--windows N]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The keys of a learner that listens on an address which others reach; run it where the learner runs.
+"""Makes, lists and revokes the keys of a learner that others reach over a network; run it where the learner runs.
 
 tools/keys.py make NAME --role actor|operator|viewer   a key for one robot PC or one person, in KEYS/NAME.key
 tools/keys.py list                                     who has one, and who is refused

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Says after the fact how an episode ended: the latest word of an operator counts, and all are kept.
+"""Says after the fact how an episode ended (success, failure, discard): the latest word of an operator counts.
 
 tools/label.py --run-dir RUN                                    which episodes there are: the newest 20
 tools/label.py --run-dir RUN EPISODE success|failure|discard [--ip ADDRESS] [--port PORT] [--key FILE]

@@ -1,4 +1,4 @@
-"""Time-lapse of many episodes in one mp4: one after the other, or several at once in a grid."""
+"""Makes a time-lapse of many episodes in one mp4: one after the other, or several at once in a grid."""
 
 import argparse
 import sys

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draws random small faults of the product, and says how many of them the nearest tests notice.
+"""Draws random small faults of the product (mutation testing), and says how many of them the nearest tests notice.
 
 tools/mutants.py [--count 100] [--seed 0] [--jobs 1] [--only PATTERN] [--out runs/mutants.jsonl]
 

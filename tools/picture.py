@@ -1,4 +1,5 @@
-"""Makes the moving picture of a run of the simulated arm: its evaluations before and after training, side by side.
+"""Makes the moving picture (GIF) of a run of the simulated arm: its evaluations before and after training, side by
+side.
 
 tools/picture.py RUN [--out FILE] [--size PIXELS] [--seconds S]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Print the timeline of a plan, or check it against its algorithm; no robot and no learner is needed."""
+"""Prints the timeline of a plan, or checks it against its algorithm; no robot and no learner is needed."""
 
 import argparse
 import pkgutil

@@ -1,4 +1,4 @@
-"""Commands in process groups of their own, of which nothing is left in the end, whoever ends it."""
+"""Starts commands in process groups of their own, of which nothing is left in the end, whoever ends it."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What tools/readme.py changes in the commands of the pages to make them short, and which of them nobody gives."""
+"""Says what tools/readme.py changes in the commands of the pages to make them short, and which of them nobody gives."""
 
 SHORT = ["max_env_steps=120", "baseline_episodes=2", "eval_episodes=2"]  # a word that is said wins over these
 EARLY = {  # conditions of a plan, and what the copy has for them

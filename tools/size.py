@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Lines of code per folder, without blank lines and comments, and the longest file and function of each.
+"""Counts lines of code per folder, without blank lines and comments, and the longest file and function of each.
 
 Then the bytes of all files that git tracks, and how many lines tests and tools have for each line of the product.
 """

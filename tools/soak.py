@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Hours in minutes: many actors come and go, cleanly and by kill -9, at a real server whose store is so small that it
-evicts all the time, with an archive and new weights now and then. What does not stay as it is is said.
+"""Lets many actors come and go, by kill -9 too, at a real server with a tiny store (soak test, hours in minutes). The
+store evicts all the time, with an archive and new weights now and then. What does not stay as it is is said.
 
 tools/soak.py [--minutes M] [--actors N]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Who is connected to a learner, what lags and what is missing; also when the learner is down.
+"""Shows who is connected to a learner, what lags and what is missing; also when the learner is down.
 
 tools/status.py [--ip ADDRESS] [--port PORT] [--key FILE] [--run-dir RUN] [--json]
 """

@@ -1,4 +1,4 @@
-"""Finds out whether this machine can render images, and with which OpenGL backend."""
+"""Finds an OpenGL backend (EGL or OSMesa) with which this machine can render images of simulations."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""The cameras of a MuJoCo scene: each image is drawn on request, of the scene at that moment."""
+"""Renders the camera images of a MuJoCo simulation, each on request, of the scene at that moment."""
 
 import importlib
 from typing import Any

@@ -1,4 +1,5 @@
-"""Reads a camera in a thread of its own, so that one that blocks delays no step; keeps the newest image."""
+"""Reads a camera in a thread of its own, crops and resizes its images, and keeps the newest one. A camera that blocks
+so delays no step."""
 
 import logging
 import threading

@@ -1,4 +1,5 @@
-"""The driver of a real arm: what its owner writes, and what only the guard calls (robot_infra/guard/)."""
+"""Defines the driver interface of a real robot arm: derive a class from it to add a robot. Only the guard calls it
+(robot_infra/guard/)."""
 
 from collections.abc import Mapping, Sequence
 

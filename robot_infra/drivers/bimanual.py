@@ -1,4 +1,5 @@
-"""Makes two arms one: positions of both under the prefixes left_ and right_, and a fault of one holds both."""
+"""Joins two arms into one bimanual robot: positions under the prefixes left_ and right_, and a fault of one holds
+both."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack

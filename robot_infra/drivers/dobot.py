@@ -1,4 +1,4 @@
-"""Drives a Dobot arm of six joints over TCP, by servo set points alone: controllers of the protocols V3 and V4."""
+"""Drives a Dobot arm of six joints over TCP, by servo set points alone, with controllers of the protocols V3 and V4."""
 
 import errno
 import select

@@ -1,4 +1,4 @@
-"""A gripper that is one Feetech servo on a serial bus of its own, beside an arm that does not know it."""
+"""Drives a gripper that is one Feetech servo on a serial bus of its own, beside an arm that does not know it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Makes the driver of an arm by its name, and gives the arm one owner: a second is refused, whoever started it."""
+"""Loads the driver of an arm by its name in the yaml, and locks the arm to one owner: a second program is refused."""
 
 import hashlib
 import os

@@ -1,4 +1,5 @@
-"""Switches the motors on lerobot's serial buses on where they stand: a servo may obey the goal that it remembers.
+"""Switches on the motor torque of lerobot's serial buses without a jump, because a servo may obey an old goal that it
+remembers.
 
 lerobot switches torque on in many places (its `configure` does when it connects), and writes no goal before. `tame` is
 the one place through which all of them go. Source: lerobot.motors.motors_bus.SerialMotorsBus.

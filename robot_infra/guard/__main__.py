@@ -1,4 +1,4 @@
-"""The guard of one arm, as its actor starts it: python -m robot_infra.guard DESCRIPTOR"""
+"""Starts the guard process of one arm, as its actor does: `python -m robot_infra.guard DESCRIPTOR`."""
 
 import sys
 

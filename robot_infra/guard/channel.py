@@ -1,4 +1,5 @@
-"""What an actor and its guard tell each other: messages over one AF_UNIX SEQPACKET socket, arrays in shared memory."""
+"""Defines the messages between an actor and the guard of its arm, over a local socket (AF_UNIX SEQPACKET), with arrays
+in shared memory."""
 
 import math
 import mmap

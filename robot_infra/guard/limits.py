@@ -1,4 +1,5 @@
-"""The limits of an arm: which targets and which set points it may get. No clock and no process."""
+"""Limits how far and how fast each joint of a real arm may move: range, speed, largest step (jump), tracking error,
+workspace. No clock and no process."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The actor's end of the socket to its guard: starts that process, asks it, and says how it ended."""
+"""Starts the guard process from the actor, talks to it with timeouts, and says how it ended."""
 
 import os
 import signal

@@ -1,4 +1,5 @@
-"""Decides each set point of an arm from targets, measurements and silence. It has no clock and no process."""
+"""Decides each set point of a real arm: interpolation between targets, holding when the actor is silent, and the way
+home. It has no clock and no process."""
 
 import math
 from collections import deque

@@ -1,4 +1,5 @@
-"""The process that owns an arm: it alone makes the driver, limits and writes each set point, and holds on its own."""
+"""Runs the guard, the only process that commands a real arm: it limits and writes each set point, and holds on its
+own."""
 
 import logging
 import select

@@ -1,4 +1,4 @@
-"""Runs what stands on the table of dobot_pnp in real time: two simulated controllers and their scene.
+"""Simulates the table of task dobot_pnp in real time: two Dobot controllers on the network, and their scene.
 
 It is a process of its own, for the driver in tasks/dobot_cell.py, and ends when its standard input does: with whoever
 has started it, however that ends. It answers each line with the scene's pose: `look`, `grip LEFT RIGHT` (set points of

@@ -1,4 +1,4 @@
-"""Simulates the controller of a Dobot arm on the network, V3 or V4: an arm without an arm.
+"""Simulates the controller of a Dobot arm on the network (TCP, V3 or V4): an arm without an arm.
 
 Its ports are Dobot's own, so each arm needs an address of its own: all of 127.x.y.z are this machine.
 """

@@ -1,4 +1,5 @@
-"""The scene of dobot_pnp: two arms with grippers, an object and a box. It takes joint targets, whoever sends them."""
+"""Simulates the scene of task dobot_pnp in MuJoCo: two arms with grippers, an object and a box. It takes joint targets,
+whoever sends them."""
 
 from collections.abc import Mapping
 from importlib.resources import files

@@ -1,4 +1,5 @@
-"""The environment of a real arm whose driver, limits, cameras, devices and task a yaml names: docs/robots.md."""
+"""Builds the environment of a real arm from its yaml: driver, limits, cameras, teleoperation devices, and the task in
+words (docs/robots.md)."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

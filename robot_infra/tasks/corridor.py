@@ -1,4 +1,5 @@
-"""A point in a corridor must remember at which end its goal is: only the first observation of an episode tells."""
+"""Simulates a task that needs memory: only the first observation of an episode tells at which end of a corridor the
+goal is."""
 
 from collections.abc import Mapping
 from functools import partial

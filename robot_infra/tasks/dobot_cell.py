@@ -1,4 +1,4 @@
-"""The two arms of dobot_pnp in real time: guarded, driven over TCP, with controllers that are simulated.
+"""Builds task dobot_pnp with robot=sim: two guarded arms, driven over TCP in real time, with simulated controllers.
 
 The guard's process starts sim/dobot_cell.py, and drives what is there as it would drive real arms.
 """

@@ -1,4 +1,5 @@
-"""The pick-and-place task with two simulated arms, commanded by joints on the simulated clock, and its operator."""
+"""Builds task dobot_pnp (pick and place) with two simulated arms, commanded by joints on the simulated clock, and its
+scripted operator."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""A robot made of numpy: a point in the plane that must reach another one, with settable latency and faults."""
+"""Simulates a point in the plane that must reach a goal: a robot of numpy alone, with settable latency and faults."""
 
 import secrets
 from collections.abc import Mapping

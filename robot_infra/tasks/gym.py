@@ -1,4 +1,5 @@
-"""GymEnv makes any gymnasium task with a Box or Discrete action an Env; a person may drive one with a Box."""
+"""Runs any gymnasium task with a Box or Discrete action as an environment (GymEnv); a person may drive one with a
+Box."""
 
 import logging
 import math

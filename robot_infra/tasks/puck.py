@@ -1,4 +1,5 @@
-"""A puck that slides on ice: pictures show where it is, but not how fast it moves. So one picture is not enough."""
+"""Simulates a puck that slides on ice, seen in pictures: one picture shows no speed, so a policy needs several past
+images."""
 
 from collections.abc import Mapping
 

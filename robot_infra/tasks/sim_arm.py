@@ -1,4 +1,5 @@
-"""A simulated robot for every machine: a light MuJoCo arm with a gripper, a table and a block to pick up."""
+"""Simulates a light robot arm in MuJoCo that picks up a block: its scene, reward, control rate and scripted
+operator."""
 
 import math
 import secrets

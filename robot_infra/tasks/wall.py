@@ -1,4 +1,4 @@
-"""A point behind a wall with several gaps: a task in which good demonstrations differ, so that their mean is wrong."""
+"""Simulates a point behind a wall with several gaps: demonstrations are multimodal, so that their mean is wrong."""
 
 import numpy as np
 from serl_client.env import Observation

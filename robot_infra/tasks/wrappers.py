@@ -1,4 +1,5 @@
-"""Makes the spaces of some gymnasium suites fit GymEnv (its option `wrap`), with gymnasium's wrappers and theirs."""
+"""Wraps gymnasium suites (MiniGrid, Atari) whose spaces do not fit GymEnv (its option `wrap`), with gymnasium's
+wrappers and theirs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Makes a gamepad a Device, from the events of Linux's joystick interface (/dev/input/js*).
+"""Reads a gamepad for teleoperation (Linux's /dev/input/js*): sticks, dead zone, and buttons for verdicts.
 
 Source: the kernel's Documentation/input/joydev/joystick-api.rst; axes and buttons are those of its driver xpad.
 """

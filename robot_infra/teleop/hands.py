@@ -1,4 +1,5 @@
-"""Makes the devices in a person's hands one Teleop and one Operator: they take over, drive, hand back and judge."""
+"""Merges a person's devices into one teleoperation: takeover by touch or toggle, driving speed, gripper, handing back,
+and verdicts."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence

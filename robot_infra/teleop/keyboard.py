@@ -1,4 +1,5 @@
-"""Makes a terminal's keys an Operator and a Device, without X or an extra package, over SSH too."""
+"""Reads the keyboard of a terminal, over SSH too: which key means pause, ready, success or failure, and which keys
+drive. It needs no X and no extra package."""
 
 import os
 import re

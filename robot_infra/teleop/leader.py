@@ -1,4 +1,4 @@
-"""Makes a leader arm a Device: its positions are where the robot shall be."""
+"""Reads a leader arm for teleoperation: its positions are the robot's targets."""
 
 from collections.abc import Mapping
 from typing import Any

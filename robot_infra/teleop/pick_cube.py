@@ -1,4 +1,4 @@
-"""The scripted operator of gym-hil's cube: it sees the true scene, demonstrates, and helps a policy that is stuck."""
+"""Scripts the operator of gym-hil's cube: it sees the true scene, demonstrates, and helps a policy that is stuck."""
 
 from functools import partial
 from typing import Any

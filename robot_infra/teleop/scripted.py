@@ -1,4 +1,4 @@
-"""Scripted operators: they see the true scene, demonstrate a task, and help a policy that is stuck."""
+"""Provides scripted operators: they see the true scene, demonstrate a task, and help a policy that is stuck."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Makes a SpaceMouse of 3Dconnexion a Device, from its HID reports (/dev/hidraw*).
+"""Reads a SpaceMouse of 3Dconnexion for teleoperation (/dev/hidraw*): scale, dead zone, axes and buttons.
 
 A report begins with its number: 1 has three numbers of the translation, and in newer devices three more of the
 rotation; 2 has the rotation where 1 has not; 3 has a bit for each button. Numbers are int16, little-endian, -350 to

@@ -1,4 +1,5 @@
-"""Chooses who says how an episode ended: a judge of the scene, or the operator. Has a scripted operator who does."""
+"""Chooses who gives reward and success at the end of an episode (`verdict_by`): a judge of the scene, or the operator.
+Has a scripted operator who does."""
 
 from collections.abc import Callable, Sequence
 

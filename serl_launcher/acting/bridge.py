@@ -1,4 +1,4 @@
-"""The bridge: robots that speak to an openpi policy server ask this learner, in the same batches as our own actors.
+"""Serves robots that speak openpi's policy-server protocol (websockets), in the same batches as our own actors.
 
 Its sockets live on a thread of their own. openpi.py reads and writes the bytes; docs/openpi.md is for its users.
 """

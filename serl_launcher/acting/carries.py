@@ -1,4 +1,4 @@
-"""What policies remember between two questions of one connection: their carries."""
+"""Remembers the recurrent state of a policy (its carry) from one request of a connection to the next."""
 
 from collections import Counter
 from collections.abc import Sequence

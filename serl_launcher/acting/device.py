@@ -1,4 +1,5 @@
-"""What acting asks of a device beside arithmetic: recorded kernels, and copies beside them. On a CPU: all at once.
+"""Runs policies on their device: CUDA streams, recorded kernels, and copies of new weights beside them; on a CPU all at
+once.
 
 Streams and graphs belong to the thread's current device, whatever their tensors' device. So each is made and used
 inside `here`. Never run on a GPU.

@@ -1,4 +1,4 @@
-"""CUDA graphs: the kernels of a function, recorded once for each shape of its inputs and launched together.
+"""Records CUDA graphs for fast inference: a function's kernels, once for each input shape, and launched together.
 
 A chunk of PI0 takes thousands of kernels, most of which are done sooner than a CPU launches them. A recording that is
 wrong says nothing: it may be empty, and repeat one answer for ever. So each recording is tried before it is used.

@@ -1,4 +1,5 @@
-"""Acting with published weights, in the inference process or inside an actor: both are one PolicyHost. No socket.
+"""Answers observations with actions of the newest published weights (PolicyHost), in the inference process or inside an
+actor. No socket.
 
 The noise of a decision comes from the seed in the request. So the same weights, observation, task and seed give the
 same action in either place. A Loader reads new weights in its own thread while older ones act.

@@ -1,4 +1,5 @@
-"""Acting inside the actor's own process: a thread answers its questions, with the weights that come over the wire."""
+"""Runs the policy inside the actor's own process (inference=local): a thread answers, with weights that come over the
+wire."""
 
 import threading
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""openpi's messages: msgpack, where an array is a map of its bytes, dtype and shape. No socket.
+"""Reads and writes openpi's messages: msgpack, where an array is a map of its bytes, dtype and shape. No socket.
 
 Source: packages/openpi-client of github.com/Physical-Intelligence/openpi at 15a9616. All sizes are checked before
 memory is taken, and no input can run code.

@@ -1,4 +1,4 @@
-"""The inference process: it answers many actors in batches, and tells the server how it does."""
+"""Runs the inference process (policy server): it answers many actors in batches, and tells the server how it does."""
 
 import logging
 import math

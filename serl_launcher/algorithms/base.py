@@ -1,4 +1,5 @@
-"""The interface of every algorithm: training for the learner, acting for inference."""
+"""Defines the interface of algorithms, and what they share: target networks (EMA, tau), frozen copies, gradient
+accumulation, critic loss."""
 
 import copy
 from abc import ABC, abstractmethod

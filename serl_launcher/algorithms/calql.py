@@ -1,4 +1,5 @@
-"""Cal-QL: critics from a dataset that practice can go on from, without forgetting what the dataset taught first.
+"""Cal-QL, calibrated conservative Q-learning (CQL): critics value actions outside the dataset low, for
+offline-to-online fine-tuning.
 
 Cal-QL: Nakamoto et al. 2023, "Calibrated Offline RL Pre-Training for Efficient Online Fine-Tuning" (arXiv 2303.05479).
 It is CQL (Kumar et al. 2020, "Conservative Q-Learning", arXiv 2006.04779, the variant CQL(H)) with a lower bound. The

@@ -1,4 +1,4 @@
-"""DreamerV3: learn a model of the world from sequences, and a policy from what the model imagines.
+"""DreamerV3: learn a world model from sequences, and actor and critic from what the model imagines.
 
 Hafner et al. 2025, "Mastering diverse control tasks through world models" (Nature 640), with the constants of the
 code that its authors published in 2025. Per row t of a sequence, summed and averaged over all rows:

@@ -1,4 +1,4 @@
-"""What sets the three versions of Dreamer apart, beside their sizes and learning rates, which their yamls have.
+"""Sets apart the three versions of Dreamer, V1 to V3, beside their sizes and learning rates, which their yamls have.
 
 V1: Hafner et al. 2020, "Dream to control" (arXiv 1912.01603). V2: Hafner et al. 2021, "Mastering Atari with discrete
 world models" (arXiv 2010.02193). V3: dreamer.py. These rules are theirs; convolutions, distributions of actions and the

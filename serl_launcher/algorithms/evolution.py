@@ -1,4 +1,4 @@
-"""CMA-ES: search for the vector of least cost, when all that is known of a vector is what it has cost.
+"""CMA-ES, an evolution strategy: search for the vector of least cost, when all that is known of a vector is its cost.
 
 Hansen 2016, "The CMA Evolution Strategy: A Tutorial" (arXiv 1604.00772), with its default constants and its negative
 weights; equation numbers here are of that paper. `diagonal`: variances alone, learned faster by (n + 2) / 3 (Ros and

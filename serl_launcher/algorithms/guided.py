@@ -1,4 +1,4 @@
-"""Critic-guided sampling: a diffusion or a flow imitates, critics judge its chunks, and their slope leads its samples.
+"""Critic-guided sampling: a diffusion or flow policy imitates, and the gradient of its critics leads its samples.
 
 The policy is never trained by the critics; the formula and its two weights are those of policies/guidance.py. With
 weight 0 and task_weight 1 the samples are the policy's own, bit by bit. Targets, (1) of judged.py, come from led

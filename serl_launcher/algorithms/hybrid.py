@@ -1,4 +1,4 @@
-"""HIL-SERL's hybrid: soft actor-critic moves the arm, and a double DQN chooses what the gripper does.
+"""HIL-SERL's hybrid: SAC moves the arm, a double DQN chooses the gripper's action, with a penalty for gripper use.
 
 HIL-SERL: Luo et al. 2024, "Precise and Dexterous Robotic Manipulation via Human-in-the-Loop Reinforcement Learning"
 (arXiv 2410.21845). A gripper either moves or stays, which no Gaussian says well. So one entry of the action is taken

@@ -1,4 +1,4 @@
-"""Q-chunking (Li et al. 2025, arXiv 2507.07969) and flow Q-learning (FQL: Park et al. 2025, arXiv 2502.02538).
+"""Q-chunking (QC: Li et al. 2025, arXiv 2507.07969) and flow Q-learning (FQL: Park et al. 2025, arXiv 2502.02538).
 
 A flow imitates all data, and critics judge its chunks: (1) of judged.py, with what acts as a'.
 Q-chunking (qc.yaml) acts with the best of n samples, by the critics: the data's support is the only constraint.

@@ -1,4 +1,4 @@
-"""Advantage-conditioned imitation, as in RECAP (Physical Intelligence 2025, arXiv 2511.14759); constants are RLinf's.
+"""RECAP (Physical Intelligence 2025, arXiv 2511.14759): imitation conditioned on the advantage; constants are RLinf's.
 
 Every row is imitated, failures too, but the policy is told which rows were good, and acts as if all were. With the
 reward -1 for each step and `failure` at the end of a failed episode, divided by |lowest| and clipped to [-1, 0],

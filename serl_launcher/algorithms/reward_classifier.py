@@ -1,5 +1,5 @@
-"""A classifier that tells from one observation which stages of the task are done; the last of n stages is success. It
-learns from episodes that were judged.
+"""Learns a reward classifier: from one observation, success and the stages of the task, calibrated, from judged
+episodes. The last of n stages is success.
 
 An observation shows success if its episode succeeded and ends within `positive` steps; up to `unsure` steps before
 these, nobody knows. All others show none: what came before, and failed episodes to their last row. It shows stage k < n

@@ -1,4 +1,4 @@
-"""Actor-critic through a flow policy, over chunks of actions: what Hi-ORS calls sac_pi0 (arXiv 2510.26406).
+"""SAC through a flow policy over action chunks, such as PI0: what Hi-ORS calls sac_pi0 (arXiv 2510.26406).
 
 An ensemble of critics learns Q(s, a_1..a_h) off policy, for the h actions of a chunk that run before the next chunk is
 requested. The policy ascends Q by the gradient through all K steps of its own sampler. This is the deterministic policy

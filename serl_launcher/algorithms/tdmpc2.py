@@ -1,4 +1,4 @@
-"""TD-MPC2: a model of what matters for reward, learned with its critics, in which a planner searches.
+"""TD-MPC2, TD-MPC and TD-M(PC)^2: learn a latent world model with its critics, in which a planner searches.
 
 TD-MPC2: Hansen et al. 2024, "TD-MPC2: Scalable, Robust World Models for Continuous Control" (arXiv 2310.16828);
 equation numbers here are of that paper. TD-M(PC)^2: Lin et al. 2025, "TD-M(PC)^2: Improving Temporal Difference MPC

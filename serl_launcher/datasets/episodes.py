@@ -1,4 +1,4 @@
-"""Reads whole episodes from the files of the store, while the server writes there. No torch.
+"""Reads whole episodes from the store's files for exports, while the server writes there. No torch.
 
 The store may evict an episode while it is read. The reader looks at the store's tail after each copy, and raises Gone
 instead of returning steps that were overwritten.

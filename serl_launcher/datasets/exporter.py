@@ -1,4 +1,5 @@
-"""Brings closed episodes into shards, and shows them to sinks such as the recordings. No torch, no server.
+"""Decides which closed episodes go into which LeRobot dataset ("shard"), and shows them to recordings. No torch, no
+server.
 
 `Exporter` knows which episodes there are, which shards hold them, and what to write next. export.py calls it; shards.py
 writes one shard.

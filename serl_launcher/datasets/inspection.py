@@ -1,4 +1,5 @@
-"""Looks for faults in recorded episodes, of a dataset or of a run: images, ends, outcomes, actions, times.
+"""Checks the quality of recorded episodes, of a dataset or a run: frozen images, cut ends, saturated actions, late
+steps.
 
 A finding is `wrong` if a policy would learn from it what never happened. A `note` is worth knowing, and may be normal.
 """

@@ -1,4 +1,4 @@
-"""Reads a LeRobot v3.0 dataset, anybody's, as the episodes of a run, from its tables and videos.
+"""Reads any LeRobot v3.0 dataset as the episodes of a run, from its tables and videos.
 
 It needs only the folder: no hub, no torch. A dataset of others may lack columns:
 - LeRobot has no observation after the last action. If the columns call an episode terminated, its last observation is

@@ -1,4 +1,4 @@
-"""Records episodes for people to look at: rerun recordings, a live viewer, and mp4s.
+"""Records episodes for people to look at: rerun recordings, a live viewer, and mp4 videos.
 
 `Recordings` is a sink of the export process; it calls the rest of this file.
 """

@@ -1,4 +1,5 @@
-"""Writes closed episodes as LeRobot v3.0 datasets ("shards"), and reads them back. LeRobot's own tools open them.
+"""Writes closed episodes as LeRobot v3.0 datasets ("shards": tables, video codec), and reads them back. LeRobot's own
+tools open them.
 
 A shard holds a few episodes of one source. It is written aside, read back, compared with the store, synced and renamed,
 so it is whole or not there. It is never changed: a later outcome makes a new version, which replaces it at once. Its

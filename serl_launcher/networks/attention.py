@@ -1,4 +1,4 @@
-"""Attention whose query heads share keys and values, a few heads for all (Shazeer 2019, arXiv 1911.02150).
+"""Computes attention whose query heads share keys and values (multi-query: Shazeer 2019, arXiv 1911.02150), for PI0.
 
 The heads that share are rows of one long query: so nothing is copied for each of them. Kernels read a mask as numbers
 that are added, and are fast where the number of keys is a multiple of ALIGNED: `bias` makes both once for all layers.

@@ -1,4 +1,4 @@
-"""Image augmentation of batches: random shifts (DrQ) and colour jitter.
+"""Augments the images of a batch: random shifts (DrQ), brightness and contrast.
 
 Kostrikov et al. 2020, "Image Augmentation Is All You Need" (arXiv 2004.13649): without random shifts of a few pixels, a
 critic of images overfits.

@@ -1,4 +1,5 @@
-"""Networks over chunks of actions: what a head of policies/heads asks at a time, given the encoded observation."""
+"""Defines the interface of networks over action chunks (MLP, UNet, transformer, LSTM), which a head asks; has the
+MLP."""
 
 import math
 from abc import ABC, abstractmethod

@@ -1,4 +1,5 @@
-"""Says what this machine lacks to compile kernels for a GPU, and keeps what is compiled where only its user writes.
+"""Prepares torch.compile on a GPU: says which compiler this machine lacks, and keeps the cache where only its user
+writes.
 
 Triton builds its launchers in C, at run time.
 """

@@ -1,4 +1,5 @@
-"""Ensembles of critics Q(observation, actions), the ways in which they represent a value, and what a target takes.
+"""Builds ensembles of critics (Q networks), their value distributions (C51, two-hot, HL-Gauss), and the minimum for
+targets.
 
 How an ensemble of E critics represents values (`values`, one yaml of config/critic each):
     Scalar: one number, learned by its squared error.

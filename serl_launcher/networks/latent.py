@@ -1,4 +1,4 @@
-"""A world model without a decoder, for planning: encoder, latent dynamics, rewards, terminations and critics.
+"""Builds TD-MPC2's world model without a decoder: encoder, latent dynamics, rewards, terminations and critics.
 
 TD-MPC2: Hansen et al. 2024, "TD-MPC2: Scalable, Robust World Models for Continuous Control" (arXiv 2310.16828):
 layers with LayerNorm and Mish, latents of simplices (SimNorm), numbers as two-hot logits. TD-MPC (Hansen et al. 2022,

@@ -1,4 +1,5 @@
-"""An LSTM along the steps of a chunk, as in much-ado-about-noising (Pan et al. 2025, arXiv 2512.01809)."""
+"""Builds an LSTM along the steps of an action chunk, as in much-ado-about-noising (Pan et al. 2025, arXiv
+2512.01809)."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""M of World Models: a recurrent network that predicts the next code as a mixture of normal distributions.
+"""Builds M of World Models: an LSTM that predicts the next code as a mixture of normal distributions (MDN-RNN).
 
 Ha and Schmidhuber 2018 (arXiv 1803.10122); the mixtures: Bishop 1994, "Mixture Density Networks"; as in Graves 2013
 (arXiv 1308.0850), but with mixtures of their own for each number of a code.

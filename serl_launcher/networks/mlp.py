@@ -1,4 +1,4 @@
-"""The MLP, the normalisation of states and the scaling of actions."""
+"""Normalises states and scales actions by statistics of the data (mean, std, range), and builds the MLP."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Tokens of tasks in words: by a pre-trained model's tokenizer, or byte by byte without one."""
+"""Tokenises a task's words (the prompt) for PI0: by PaliGemma's tokenizer, or byte by byte without one."""
 
 import logging
 from collections.abc import Sequence

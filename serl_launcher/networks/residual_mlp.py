@@ -1,4 +1,4 @@
-"""A deep MLP over chunks with residual blocks, as in much-ado-about-noising (Pan et al. 2025, arXiv 2512.01809)."""
+"""Builds a deep residual MLP over action chunks, as in much-ado-about-noising (Pan et al. 2025, arXiv 2512.01809)."""
 
 import torch
 from torch import Tensor, nn

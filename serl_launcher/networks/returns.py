@@ -1,4 +1,4 @@
-"""Returns of windows [B, T], for any pattern of ends: discounted, of n steps, and lambda returns.
+"""Computes returns of windows [B, T], for any pattern of ends: discounted, n-step, and lambda returns.
 
 Each takes, for every step, `value_next` [B, T]: the value of the observation that follows it. A step that `terminated`
 takes nothing of what follows. A step that `truncated`, and a window's last one, take `value_next`: the steps behind

@@ -1,4 +1,4 @@
-"""The recurrent state-space model of DreamerV3: a deterministic state that a block GRU carries, and a categorical one.
+"""Builds Dreamer's recurrent state-space model (RSSM): a deterministic state that a GRU carries, and a categorical one.
 
 Hafner et al. 2025, "Mastering diverse control tasks through world models" (Nature 640), with the constants of the
 code that its authors published in 2025. A state is (deter [B, D], stoch [B, V, C]), V one-hot variables of C classes.

@@ -1,4 +1,4 @@
-"""Random numbers for the rows of a batch, as pure functions of each row's seed.
+"""Draws random numbers for the rows of a batch, as pure functions of each row's seed.
 
 A row gets the same noise on every rank, in every micro-batch and on every device.
 """

@@ -1,4 +1,4 @@
-"""Transformers whose tokens are the steps of a chunk: that of Diffusion Policy, and DiT.
+"""Builds transformers over action chunks, whose tokens are the chunk's steps: that of Diffusion Policy, and DiT.
 
 chi_transformer: Diffusion Policy (Chi et al. 2023, arXiv 2303.04137): time and observations are tokens, too, to which
     each step looks; a step looks at no later step. There a step does not see observations that are later than it. Here

@@ -1,4 +1,4 @@
-"""Convolutions along the steps of a chunk, at several resolutions: the UNets of two diffusion papers.
+"""Builds 1D UNets (convolutions along the steps of an action chunk): those of Diffusion Policy and Diffuser.
 
 chi_unet: Diffusion Policy (Chi et al. 2023, arXiv 2303.04137); observations and time scale and shift each layer (FiLM).
 janner_unet: Diffuser (Janner et al. 2022, arXiv 2205.09991); they are added, and layers are narrower and deeper.

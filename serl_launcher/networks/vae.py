@@ -1,4 +1,4 @@
-"""V of World Models: a variational autoencoder of pictures.
+"""Builds V of World Models: a variational autoencoder (VAE) of pictures.
 
 Kingma and Welling 2014 (arXiv 1312.6114), in the layers of Ha and Schmidhuber 2018, "World Models" (arXiv 1803.10122).
 """

@@ -1,4 +1,4 @@
-"""The encoder of states and camera images, with a small convolutional network per camera."""
+"""Encodes observations: states, and camera images by a small convolutional network (CNN) per camera."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What Dreamer puts around its RSSM: encoder, decoder, and heads of scalars, of continuing and of actions.
+"""Builds Dreamer's encoder, decoder, and heads of rewards, of continuing and of actions (continuous or a choice of N).
 
 Sources as in rssm.py. DreamerV3 sees and predicts vectors as symlog(x) = sign(x) ln(1 + |x|), and images as x / 255.
 """

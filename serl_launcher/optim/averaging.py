@@ -1,4 +1,4 @@
-"""Averages gradients over all ranks in buckets, as PyTorch's DDP does (Li et al. 2020, arXiv 2006.15704)."""
+"""Averages gradients over all ranks (GPUs) in buckets, as PyTorch's DDP does (Li et al. 2020, arXiv 2006.15704)."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial

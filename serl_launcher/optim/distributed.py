@@ -1,4 +1,5 @@
-"""Connects the processes ("ranks") that train one algorithm together; rank 0 tells the others what to do.
+"""Connects the processes ("ranks") of distributed training: several GPUs or machines; rank 0 tells the others what to
+do.
 
 `accelerate launch` starts them and sets in the environment who is who. A process that is alone is rank 0 of one, and
 imports nothing for it.

@@ -1,4 +1,4 @@
-"""The optimiser of one module, and how that module is replicated or sharded over the ranks.
+"""Optimises one module (AdamW or LaProp, gradient clipping, accumulation), replicated or sharded (ZeRO) over the ranks.
 
 A replicated module averages its gradients during the backward pass (averaging.py). A sharded module uses
 DeepSpeed (Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054): stage 1 splits the optimiser state over the ranks, stage

@@ -1,4 +1,4 @@
-"""What acts for an actor, and the interface of every policy: an imitation loss and samples."""
+"""Defines the interface of policies: a loss that imitates, samples, and what is published for acting."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set

@@ -1,4 +1,4 @@
-"""The squashed Gaussian policy of soft actor-critic (Haarnoja et al. 2018b, arXiv 1812.05905, appendix C)."""
+"""Builds the squashed (tanh) Gaussian policy of SAC (Haarnoja et al. 2018b, arXiv 1812.05905, appendix C)."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,5 @@
-"""Samples of a diffusion or a flow that a critic leads, or their task does: two weights with nothing in common.
+"""Guides samples of a diffusion or flow policy: by the gradient of critics, or by classifier-free guidance of the task.
+The two weights have nothing in common.
 
 `weight` w, of a critic: the critic sees the guess a' of the denoised action, never the noisy one, and its slope is
     (1) g = w d/da' mean_e Q_e(s, a') / (mean |Q| + 1e-6),

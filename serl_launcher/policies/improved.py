@@ -1,4 +1,4 @@
-"""Policies whose chunks are chosen, and climbed, by a critic: best of n, and the local steps of PA-RL.
+"""Improves a policy's chunks by a critic before they act: best of n samples, and PA-RL's gradient steps.
 
 PA-RL: Mark et al. 2024, "Policy Agnostic RL" (arXiv 2412.06685). Of n candidates a_1..a_n ~ pi(. | s) the k with the
 largest Q = mean_e Q_e are kept. Each of them takes T steps, with actions scaled to [-1, 1] and clipped to the bounds:

@@ -1,4 +1,4 @@
-"""Load PI0 checkpoints of lerobot and openpi: a table from their tensor names to ours.
+"""Loads PI0 checkpoints of lerobot and openpi: a table from their tensor names to ours.
 
 lerobot and openpi's PyTorch conversion share one layout. lerobot puts `model.` before every name, and its port of
 January 2025 names the backbone's parts differently. In both, the word embeddings are tied to the language head and may

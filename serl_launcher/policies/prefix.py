@@ -1,4 +1,4 @@
-"""Chunks that continue the one under way: real-time chunking of a flow policy, trained or guided.
+"""Continues the action chunk that is running: real-time chunking of a flow policy, trained or guided.
 
 The question of an actor says which actions are left of the old chunk, y, and that the first d of them are committed.
 trained (Black et al. 2025, arXiv 2512.05964): the network learns chunks whose first d rows are clean, at time 0, while

@@ -1,4 +1,4 @@
-"""Policies around another one: what acts is the inner policy and the networks that improve, steer or condition it."""
+"""Wraps a policy for acting together with the networks that improve, steer or condition it."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The memory of batches, which is used again for each, and a Batch of such memory."""
+"""Allocates the memory of batches once, uses it again for each, and makes a Batch of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""Draws windows of steps from one source, by mapping the files that the server writes.
+"""Draws windows of steps from one replay buffer (source), by mapping the files that the server writes.
 
 The reader never asks the server. The server publishes (tail, head): steps tail <= number < head may be drawn. After
 copying, the reader looks at tail again. The caller redraws what fell below it, so no overwritten row is ever used.

@@ -1,4 +1,5 @@
-"""Holds which steps of a source windows may start at: one bool per slot, so a change costs only what it changes."""
+"""Holds which steps of a source may be drawn as the start of a window. It has one bool per slot, so a change costs only
+what it changes."""
 
 import numpy as np
 from numpy.typing import NDArray

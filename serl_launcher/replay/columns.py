@@ -1,4 +1,5 @@
-"""What is known of the episode of each step: columns of a batch that no stored row has. Kept, not walked per draw."""
+"""Gives each step's episode return, success and end (`episode.return`, `episode.success`) as columns of a batch. No
+stored row has them. Kept, not walked per draw."""
 
 from collections.abc import Collection
 

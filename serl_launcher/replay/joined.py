@@ -1,4 +1,4 @@
-"""Windows that go on in other episodes, so that every entry of them is of use: Window.joins."""
+"""Joins windows that reach past an episode's end with another episode, so that each entry is of use (Window.joins)."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,5 @@
-"""Draws batches from all replay buffers of a run: each source and view gives its share of a Batch."""
+"""Samples batches from several replay buffers by their shares, such as half demonstrations and half online; computes
+normalisation statistics."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which steps come next for an update with `order: once`, which sees each usable step once."""
+"""Chooses the next steps for an update with `order: once`, which sees each usable step once (an epoch)."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Says what an operator's verdict means for the last step of an episode. No torch."""
+"""Turns an operator's verdict (success or failure) into the reward of an episode's last step. No torch."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,5 @@
-"""Describes episodes as the server reports them, and selects those of a view. No torch."""
+"""Filters episodes of the replay (views): successful, failed, intervened, or a train and held-out split. It describes
+them as the server reports them. No torch."""
 
 import hashlib
 import heapq

@@ -1,4 +1,4 @@
-"""What a window means for the rows of a source: how far it looks, and the arrays of a batch of such windows."""
+"""Says how far the window of a drawn step looks back and ahead (n steps, history), and shapes its arrays."""
 
 import math
 from collections.abc import Mapping

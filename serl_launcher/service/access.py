@@ -1,4 +1,4 @@
-"""Who may speak on a socket that others reach: keys, roles and limits, and the count of all that was refused.
+"""Decides who may connect and how much: keys, roles, rate limits, bans, and the count of all that was refused.
 
 With a folder of keys the socket speaks CURVE: libzmq asks us about each key that knocks (ZAP, RFC 27), and hands that
 key on with every message of its connection, where it is looked up again. A key that was revoked is so refused at its

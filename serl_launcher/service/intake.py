@@ -1,4 +1,4 @@
-"""What the server does with records: it queues them by client, stages them by turns, commits the group, acknowledges.
+"""Takes records in: queues them by client, takes turns, commits them in groups, and acknowledges.
 
 While a group is being synced the next one gathers in the sockets, so groups grow with the load.
 """

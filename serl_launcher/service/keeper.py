@@ -1,4 +1,4 @@
-"""Holds the run's store for the server: not made yet, being made, open, or DEGRADED while its disk fails."""
+"""Creates and opens the run's store, and opens it again after its disk failed (DEGRADED)."""
 
 import logging
 import sqlite3

@@ -1,4 +1,4 @@
-"""How the learner's other processes speak with the server: wait for it, wait for the robot's Spec, ask. No torch.
+"""Lets the learner's other processes call the server: wait for it, wait for the robot's Spec, ask. No torch.
 
 The server may be starting again at any time, so each function here but `report_end` waits until it is there.
 """

@@ -1,4 +1,4 @@
-"""One connection of the server, from its Hello on, what its role may say, and the server's sockets."""
+"""Describes a connected client of the server, what its role may send, and the server's sockets."""
 
 import logging
 from collections import deque

@@ -1,4 +1,5 @@
-"""The server process: it owns the sockets and the store, and is the store's only writer. No torch.
+"""Runs the server process, which owns the sockets and the store: it receives records and answers clients. It is the
+store's only writer. No torch.
 
 One thread, one loop: take what has come, stage it, commit the group, acknowledge. Training runs elsewhere and never
 delays this loop. Records: intake.py; the first word of a client: welcome.py; what clients are told unasked: updates.py.

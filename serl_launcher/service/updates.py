@@ -1,4 +1,4 @@
-"""What the server tells its clients unasked: the state of the run, and how many steps each actor may make.
+"""Tells clients the state of the run each second, limits their steps, and finds actors that fall silent.
 
 The same look at the clients finds those that have fallen silent, and ends the episodes that they left open.
 """

@@ -1,4 +1,4 @@
-"""How the server takes in a client: its Hello, the Welcome, and which of two clients of one name goes on.
+"""Takes in a client (Hello, Welcome), and decides which of two clients of one name goes on.
 
 A Hello alone ends nobody, as it may be the late echo of a connection that is dead. The first message after it does.
 """

@@ -1,4 +1,4 @@
-"""Which episodes may not leave the store yet: those of archived sources, until the export has named them."""
+"""Keeps episodes of a source with `archive: lerobot` in the store until they are exported."""
 
 from collections.abc import Collection, Iterable, Mapping
 

@@ -1,4 +1,4 @@
-"""Sets an episode aside because of a value that cannot be: it is kept, listed and never drawn.
+"""Sets an episode aside that holds an absurd value (a limit for outliers): it is kept, listed and never drawn.
 
 One value that is finite and absurd (3e38) makes the gradient of every batch that holds it infinite. The record is
 stored as it came. Its episode is discarded by an Outcome of the learner itself, so that readers have nothing new to

@@ -1,4 +1,4 @@
-"""Makes a new store, and tells whether one is there."""
+"""Makes the files of a new store, and tells whether one is there."""
 
 import uuid
 from collections.abc import Mapping

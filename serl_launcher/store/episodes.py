@@ -1,4 +1,4 @@
-"""The episodes of a store: which are open, what the group being staged changes of them, and what parts they have.
+"""Tracks the episodes of a store: which are open, how they end (also from elsewhere), their parts and outcomes.
 
 An episode that was closed from elsewhere (by an operator, by silence, for an export) is never opened again: what its
 actor still brings of it is a part, an episode of its own named `<id>.part<number>`. An outcome of `<id>` holds for all

@@ -1,4 +1,4 @@
-"""Why the store does not take a record, or a group of them."""
+"""Says why the store does not take a record, or a group of them."""
 
 
 class Gap(Exception):

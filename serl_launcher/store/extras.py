@@ -1,4 +1,5 @@
-"""Columns that an algorithm adds to the rows of every robot: it gives them with its actions (`Decision.extras`)."""
+"""Adds columns of an algorithm (`extras`) to the rows of every robot: it gives them with its actions
+(`Decision.extras`)."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The open files of one source, written by the server alone: into rings, with every byte or an error."""
+"""Writes and syncs the open files of one source, for the server alone: into rings, with every byte or an error."""
 
 import ctypes
 import logging

@@ -1,4 +1,4 @@
-"""The store's SQLite index: the only commit point. No entry per step; opened by the server alone.
+"""Reads and writes the store's SQLite index: the only commit point. No entry per step; opened by the server alone.
 
 What a step's files hold beyond `sources.head` does not exist. A commit of this index is what makes a group of records
 real: head, watermarks (`sessions.expected`), episodes and outcomes change together or not at all.

@@ -1,4 +1,4 @@
-"""How a source lies on disk: the one description that the writer (store.py) and its readers (replay.py) share.
+"""Defines how steps lie on disk (file layout of a replay buffer), for the writer (store.py) and the readers (replay/).
 
 A physical source is a folder with three files of fixed size:
     rows       each observation once; per feature one block [rows, *shape], so that a gather is one contiguous copy

@@ -1,4 +1,4 @@
-"""One physical source as its writer sees it: its two rings of slots, and the group that is staged for them."""
+"""Holds the ring buffer of one source for its writer: capacity, eviction, and the group that is staged."""
 
 from pathlib import Path
 

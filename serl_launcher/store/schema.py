@@ -1,4 +1,4 @@
-"""The tables of the store's index, and what a row of them is in memory."""
+"""Defines the SQLite tables of the store's index, and what a row of them is in memory."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The lives of actors (sessions) that a store knows: in which order they came, whose they are, and which are over.
+"""Tracks the sessions (lives) of actors: in which order they came, whose they are, and which are over.
 
 A session belongs to the key that named it first. One without a record is known only while it is one of the latest, so
 that whoever says Hello again and again fills neither memory nor disk.

@@ -1,4 +1,4 @@
-"""What the inference process takes of a GPU, and whether trainer and inference fit on one GPU together.
+"""Estimates the GPU memory of inference, and whether trainer and inference fit on one GPU together.
 
 The constants are believed, not measured: nothing of this was ever run on a GPU.
 """

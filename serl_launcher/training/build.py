@@ -1,4 +1,5 @@
-"""What trainer and inference process make of the run's config: seed, device, algorithm, and a check of the memory."""
+"""Builds what trainer and inference need of the config: random seed, device, algorithm, number of ranks, and a check of
+memory."""
 
 import copy
 import logging

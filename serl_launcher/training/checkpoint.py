@@ -1,4 +1,5 @@
-"""Writes and reads checkpoints: folders that appear whole, never change, and fit only runs of the same kind."""
+"""Writes and reads checkpoints: how often, how many are kept, and which config may resume them. They are folders that
+appear whole and never change."""
 
 import hashlib
 import io

@@ -1,4 +1,5 @@
-"""Counts by phase what the learner has accepted, for the plan's conditions and for people."""
+"""Counts environment steps, episodes, success rate and interventions of each phase, for the plan's conditions and for
+people."""
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

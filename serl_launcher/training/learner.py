@@ -1,4 +1,4 @@
-"""The trainer's loop: ask the plan for the next update, draw its batch, call the method of that name, publish weights.
+"""Runs the training loop: ask the plan for the next update, draw its batch, run it, publish weights, checkpoint.
 
 Rank 0 is a client of the server: it sends the directive and the step limit, and hears which episodes have changed. It
 reads the rows themselves from the mapped files.

@@ -1,4 +1,4 @@
-"""Estimates the memory that a rank will need, before any of it is taken.
+"""Estimates the memory that training will need (parameters, optimiser, batch), before any of it is taken.
 
 It makes each of the algorithm's updates, and counts the tensors that are alive. A small algorithm does so with one row
 and with two; the need of a batch follows from them. A large one is built of tensors that have a shape and no memory

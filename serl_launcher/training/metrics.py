@@ -1,4 +1,5 @@
-"""Writes metrics as JSON lines: one file per process, one line per record, continued by a resumed run.
+"""Logs metrics as JSON lines, and mirrors them to wandb or TensorBoard (`log`): one file per process, continued by a
+resumed run.
 
 Their mirror in wandb or TensorBoard is a process of its own that reads the file, so it can neither stop nor slow the
 training.

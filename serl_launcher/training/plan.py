@@ -1,4 +1,5 @@
-"""A training run as data: its sources, views and phases. plan_reader.py reads them from a yaml and checks them."""
+"""Describes a run's plan: sources (replay capacity), views, and phases with their updates, batch shares, pace (UTD) and
+ends. A yaml says it: plan_reader.py."""
 
 import math
 import re

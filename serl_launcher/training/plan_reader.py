@@ -1,4 +1,4 @@
-"""Reads a plan from one yaml, and checks all of it before anything moves."""
+"""Reads a plan from its yaml, and checks all of it before anything moves."""
 
 import math
 import re

@@ -1,4 +1,5 @@
-"""The state of a run in its plan: the current phase, what was done in it, and which update may come next."""
+"""Tracks the current phase, what ends it, which update comes next, when weights are published, and the rate limiter
+(UTD)."""
 
 import json
 import logging

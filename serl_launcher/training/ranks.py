@@ -1,4 +1,4 @@
-"""The ranks of a trainer: how they are started, and the algorithm on all of them. Rank 0 has the Learner and tells the
+"""Runs the algorithm on all ranks of the trainer (several GPUs), and starts them. Rank 0 has the Learner and tells the
 others what to do."""
 
 import logging

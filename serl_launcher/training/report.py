@@ -1,4 +1,4 @@
-"""Reports a run to people: summary.json, a picture of the learning curve, and a table on the screen."""
+"""Reports a run: summary.json, the learning curve, a table, and confidence intervals of success rates (Wilson)."""
 
 import io
 import json

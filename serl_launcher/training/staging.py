@@ -1,5 +1,5 @@
-"""A safetensors file in memory. Tensors are copied into it at one moment, and a thread writes it while they go on
-changing. Its memory stays allocated, because a copy into new memory takes several times as long."""
+"""Copies tensors at one moment into a safetensors file in memory, so that a thread writes it while training goes on.
+Its memory stays allocated, because a copy into new memory takes several times as long."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Traces an update whose gradient was not finite to the rows of its batch, and sets their episodes aside.
+"""Finds the episodes whose rows gave a gradient that was not finite (NaN), and sets them aside.
 
 The store sets aside what exceeds a limit when it comes (store/aside.py), and the trainer at its start what an older
 version has stored (`sift`). The rest is for what an operator has taken back, and for what is within the limit and yet

@@ -1,4 +1,4 @@
-"""The trainer process: the parent of several ranks, or rank 0 with the Learner, or a rank that follows rank 0."""
+"""Runs the trainer process: the parent of several ranks, or rank 0 with the Learner, or a rank that follows rank 0."""
 
 import functools
 import logging

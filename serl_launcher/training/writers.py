@@ -1,5 +1,5 @@
-"""Publishes weights and keeps checkpoints while training goes on: the trainer's thread copies them into memory that
-stays allocated, and another thread hashes and writes the copy."""
+"""Publishes weights and saves checkpoints in the background; the longest time between two checkpoints. The trainer's
+thread copies them into memory that stays allocated, and another thread hashes and writes the copy."""
 
 import hashlib
 import logging

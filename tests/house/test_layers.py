@@ -4,17 +4,15 @@ import ast
 import os
 import subprocess
 import sys
-from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 import sitecustomize  # tests/watch
 
-from tests.shared.common import ROOT
+from tests.shared.common import CONFIG, ROOT
+from tools.map import CLIENT, FILES, PAGE, SETTINGS, TOOLS, arrows, imports, module, page, parsed, sentence
 
-CLIENT = ROOT / "packages/serl_client/src/serl_client"
-FILES = sorted([*CLIENT.rglob("*.py"), *(ROOT / "robot_infra").rglob("*.py"), *(ROOT / "serl_launcher").rglob("*.py")])
 NETWORKS, POLICIES, ALGORITHMS = MODELS = tuple(
     f"serl_launcher.{name}" for name in ("networks", "policies", "algorithms")
 )
@@ -80,29 +78,7 @@ EVERYWHERE = sorted(
     for path in (ROOT / folder).rglob("*.py")
     if ".venv" not in path.parts  # of examples/robomimic
 )
-FILE_LINES, FUNCTION_LINES = 400, 60
-
-
-def module(path):
-    base = CLIENT.parent if path.is_relative_to(CLIENT) else ROOT
-    return ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
-
-
-@cache
-def parsed(path):
-    return ast.parse(path.read_text())
-
-
-def imports(path, tree=None):
-    """The full names of what a module imports: also inside a function, or for its types alone."""
-    package = module(path).split(".")[: None if path.stem == "__init__" else -1]
-    for node in ast.walk(tree or parsed(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) + 1 - node.level] if node.level else []
-            base = [*above, *filter(None, [node.module])]
-            yield from (".".join([*base, alias.name]) for alias in node.names)
+FILE_LINES, FUNCTION_LINES, SENTENCE_WORDS = 400, 60, 25
 
 
 def inside(name, folders):
@@ -241,6 +217,15 @@ def test_no_imports_go_in_a_circle():
     assert len(graph["serl_client.runner"]) > 5
     assert {"tests.faults.actor", "tests.faults.truth"} <= graph["tests.faults.insider"]  # relative ones
     TopologicalSorter(graph).prepare()  # its CycleError names the circle
+
+
+def test_the_map_says_of_each_file_what_it_does_and_no_rooms_import_in_a_circle():
+    assert PAGE.read_text() == page(), "run tools/map.py"
+    said = {path: sentence(path) for path in (*FILES, *TOOLS) if path.name != "__init__.py"}
+    wrong = [path for path, text in said.items() if not text.endswith((".", "?")) or len(text.split()) > SENTENCE_WORDS]
+    assert not wrong, "begin its docstring with a short sentence"
+    assert {path.name for path in CONFIG.iterdir()} == SETTINGS.keys()
+    TopologicalSorter(arrows()).prepare()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Autoregressive chunks: each number is one of 128 bins, drawn after those before it.
+"""Autoregressive head: each number of an action chunk is one of 128 bins, drawn after those before it.
 
 The numbers of a chunk have an order: step by step, and within a step as in the action. With the bins y_1..y_N,
     (1) p(y | observation) = prod_i p(y_i | y_1..y_{i-1}, observation),

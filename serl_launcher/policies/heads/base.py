@@ -1,4 +1,4 @@
-"""The interface of policy heads: what a network learns about chunks of actions, and how chunks are sampled from it.
+"""Defines the interface of policy heads: what a network learns about action chunks, and how chunks are sampled from it.
 
 Loss and sampler are one object, so that they cannot be mismatched. A head sees chunks [B, H, D], scaled to about
 [-1, 1], and a function of chunk and time; policies/chunk.py knows observations, units and old chunks. Time t runs from

@@ -1,4 +1,4 @@
-"""Diffusion over chunks of actions: DDPM (Ho et al. 2020, arXiv 2006.11239) and DDIM (Song et al. 2021, 2010.02502).
+"""Diffusion head over action chunks: DDPM (Ho et al. 2020, arXiv 2006.11239) and DDIM (Song et al. 2021, 2010.02502).
 
 Noise is added in T steps. With the chunk a, noise e ~ N(0, I) and the share of signal s_k after step k,
     (1) x_k = sqrt(s_k) a + sqrt(1 - s_k) e,

@@ -1,4 +1,4 @@
-"""Flow matching over chunks of actions (Lipman et al. 2023, arXiv 2210.02747), in pi0's convention (arXiv 2410.24164).
+"""Flow-matching head over action chunks (Lipman et al. 2023, arXiv 2210.02747), in pi0's convention (arXiv 2410.24164).
 
 Time t runs from 1 (noise) to 0 (action). With the chunk a, scaled to about [-1, 1], and noise e ~ N(0, I):
     (1) x_t = t e + (1 - t) a,

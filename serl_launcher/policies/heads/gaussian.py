@@ -1,4 +1,4 @@
-"""A Gaussian over chunks of actions, whose mean is bounded and whose density is not squashed.
+"""Gaussian head over action chunks, whose mean is bounded and whose density is not squashed.
 
 With the network's outputs m and l, asked once for zeros at time 1:
     mean = tanh(m),  log std = low + (high - low) sigmoid(l),  action = mean + std * noise.

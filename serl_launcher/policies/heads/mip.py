@@ -1,4 +1,4 @@
-"""Minimal iterative policies: two passes without fitting a distribution (Pan et al. 2025, arXiv 2512.01809).
+"""Minimal iterative policies (MIP, TSD): two passes without fitting a distribution (Pan et al. 2025, arXiv 2512.01809).
 
 The authors' time runs from 0 (noise) to 1 (action), and their t* = 0.9 is our t = 1 - t* = 0.1. With the chunk a, noise
 e ~ N(0, I) and the network f(x, t, observation), as in the authors' code (much-ado-about-noising, 9f28318):

@@ -1,4 +1,5 @@
-"""The actor's side of the data path, for the control thread. No call waits, except those named wait and drain."""
+"""Gives the control thread its client of the learner: push records, ask for actions, receive directives, weights and
+the Spec. No call waits, except those named wait and drain."""
 
 import os
 import select
@@ -7,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serl_client import clock
+import serl_client.clock as clock
 from serl_client.controller import asked
 from serl_client.episode import Record
 from serl_client.errors import ConfigError

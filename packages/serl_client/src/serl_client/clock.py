@@ -1,4 +1,5 @@
-"""The time that everything here reads and sleeps by, so that a test can put another clock in its place."""
+"""Gives the time that control loops and timeouts read and sleep by, so that a test can put a simulated clock in its
+place."""
 
 from time import monotonic, sleep, time, time_ns
 

@@ -1,4 +1,5 @@
-"""One connection to one address. After a break it connects again, with a new DEALER socket and a Hello first."""
+"""Keeps a ZeroMQ connection to one address of the learner, with timeouts. After a break it connects again, with a new
+DEALER socket and a Hello first."""
 
 import dataclasses
 import errno
@@ -10,8 +11,9 @@ from typing import TypeVar
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from serl_client import clock, wire
-from serl_client import messages as m
+import serl_client.clock as clock
+import serl_client.messages as m
+import serl_client.wire as wire
 from serl_client.errors import KINDS, Disconnected, MessageError, Refused, Timeout, TrainerError, VersionMismatch
 from serl_client.keys import Key
 

@@ -1,4 +1,5 @@
-"""The live console of either side: one block of lines that is redrawn in place, with the log above it.
+"""Draws the live console of actor or learner in the terminal: a block of lines that is redrawn in place, with the log
+above it.
 
 Without a terminal (a log file, a pipe) it prints one line of changes every ten seconds. Lines of the log begin with
 their title and time: `[arm] 2026-11-22 08:40:01 text`. On a terminal the date is left out.
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TextIO
 
-from serl_client import clock
+import serl_client.clock as clock
 
 PLAIN_S = 10.0  # seconds between two lines without a terminal
 PLAIN_WIDTH = 200  # characters of such a line; values that do not fit are left out

@@ -1,4 +1,5 @@
-"""Controllers give the robot its actions: a policy that answers from elsewhere, or chance alone."""
+"""Gets the robot's actions: from a policy at the learner, `n_action_steps` of each action chunk, or by random
+exploration (uniform or Brownian)."""
 
 import logging
 from collections.abc import Mapping
@@ -7,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from serl_client import clock
+import serl_client.clock as clock
 from serl_client.network import Answer
 from serl_client.spec import Array, Spec
 

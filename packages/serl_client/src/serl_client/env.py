@@ -1,4 +1,5 @@
-"""The Env protocol: what the actor's loop drives, and what one step of it returns."""
+"""Defines the environment interface (Env) that the actor drives, and what one step returns: observation, reward,
+terminated, truncated, success."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

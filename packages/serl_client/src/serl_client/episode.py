@@ -1,4 +1,5 @@
-"""The records of an actor: segments of consecutive steps of one episode, and outcomes that may come later."""
+"""Defines the records that an actor sends: segments of consecutive transitions of one episode, and outcomes (success,
+failure) that may come later. Each is checked for shapes, and for NaN or infinity."""
 
 import itertools
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,5 @@
-"""What the control loop knows of the episode under way."""
+"""Holds what the control loop knows of the current episode, such as its newest observation, its return, and steps by a
+person."""
 
 from dataclasses import dataclass
 

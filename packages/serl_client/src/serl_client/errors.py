@@ -1,4 +1,4 @@
-"""The errors between an actor and a learner; every text says what to do about it.
+"""Defines the errors between an actor and a learner; every text says what to do about it.
 
 RetakeError                 an error that one clear sentence explains
 |-- ConfigError             what was asked for cannot be built: a wrong value, a missing extra, a full disk

@@ -1,8 +1,8 @@
-"""Counts the faults of a robot, because one that fails again and again needs more than a person's word."""
+"""Counts the robot's faults, and ends the actor after three within a minute, because such a robot needs repair."""
 
 from collections import deque
 
-from serl_client import clock
+import serl_client.clock as clock
 from serl_client.errors import RobotFault
 
 READY = "ready"  # kind of what is no fault: a new arm moves only after a person's word

@@ -1,4 +1,5 @@
-"""The last observations of an episode, for a policy that sees more than the newest one."""
+"""Keeps the last observations of an episode as a stack of frames, for a policy with `history`: several past images or
+states as input."""
 
 from collections import deque
 

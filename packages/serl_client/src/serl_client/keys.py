@@ -1,4 +1,5 @@
-"""Key files of mode 0600: they name a client, and the public key of its learner."""
+"""Reads and writes the key files that encrypt and authenticate connections (CURVE): a client's name, and its learner's
+public key. They have mode 0600."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The closed set of messages between actors, server, inference and trainer, and the records that a Push carries.
+"""Defines the messages of the wire protocol between all processes, and the records that a Push carries.
 
 Every field is plain msgpack data except `arrays`, which travel as raw frames. An unknown kind, a missing or an extra
 field is a MessageError. Handlers are found in tables keyed by these types. Of a Hello the protocol is checked first: a
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from serl_client import wire
+import serl_client.wire as wire
 from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, Outcome, QueuedRecord, Segment, Stamp
 from serl_client.errors import MessageError, VersionMismatch
 from serl_client.spec import Array

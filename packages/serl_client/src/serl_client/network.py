@@ -1,4 +1,5 @@
-"""The network thread of an actor: one loop over the learner, the inference process, the outbox and the weights."""
+"""Runs the actor's network thread: sends records and heartbeats, receives actions and weights, and reconnects and
+resends after a break."""
 
 import dataclasses
 import logging
@@ -14,8 +15,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import zmq
 
-from serl_client import clock
-from serl_client import messages as m
+import serl_client.clock as clock
+import serl_client.messages as m
 from serl_client.connection import Connection, failure, is_local
 from serl_client.errors import ConfigError, MessageError, Refused, TrainerError
 from serl_client.keys import Key

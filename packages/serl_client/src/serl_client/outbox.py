@@ -1,11 +1,10 @@
-"""The outbox: unacknowledged encoded records in append-only files, which survive kill -9.
+"""Keeps unacknowledged records in a write-ahead log on the actor's disk (the outbox), which survives kill -9.
 
 A file holds records of one session. When its last one is acknowledged it is unlinked, which works on a full disk too.
 While much is written it is reused instead, because the pages of a new file cost more than the rest of the work on a
 record. Its old content are records of the same session with lower numbers, which a scan ignores. Nothing is synced.
 A large record that was just appended is sent from memory (`recent.py`), once. A small one, and what is sent again or
-lay in the folder, is read from its file, by pread, so that a bad sector is an OSError. A mapping would get SIGBUS,
-which ends the robot's process.
+lay in the folder, is read by pread, so that a bad sector is an OSError. A mapping would get SIGBUS, which ends us.
 
 If the disk damages a record, a `LostRecord` with its number is sent in its place. The later records of its episode are
 lost too, because they cannot be stored without it. The files stay until all of these are acknowledged, so that the next
@@ -26,7 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from serl_client import clock, messages, wire
+import serl_client.clock as clock
+import serl_client.messages as messages
+import serl_client.wire as wire
 from serl_client.episode import LostRecord
 from serl_client.errors import ConfigError, MessageError
 from serl_client.lockfile import open_lock

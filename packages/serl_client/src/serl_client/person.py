@@ -1,4 +1,5 @@
-"""The person who watches an actor: what they say at the keys, and the verdicts on its episodes."""
+"""Handles what a person says at an actor's keys: pause, ready, next episode, and verdicts (success, failure, discard)
+on an episode."""
 
 from typing import Protocol
 

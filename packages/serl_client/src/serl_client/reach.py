@@ -1,4 +1,4 @@
-"""Finds out why a learner does not answer, by a look at its address, and says what to do."""
+"""Finds out why a learner does not answer (address, firewall, key, another version), and says what to do."""
 
 import logging
 import socket
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from serl_client import clock
+import serl_client.clock as clock
 from serl_client.errors import Disconnected, Timeout, TrainerError
 
 log = logging.getLogger(__name__)

@@ -1,9 +1,10 @@
-"""The large records that were appended to the outbox last: they are sent from memory."""
+"""Keeps large records that were just appended to the outbox in memory, so that they are sent without reading the
+disk."""
 
 import itertools
 from collections.abc import Sequence
 
-from serl_client import wire
+import serl_client.wire as wire
 
 LEAST_BYTES = wire.COPY_BELOW  # of a record: joining the parts of a smaller one costs as much as reading its file
 KEPT_BYTES = 16 << 20  # of records in memory: as much as the server lets be on its way

@@ -1,4 +1,4 @@
-"""The recorder: it cuts the steps of one episode into segments and pushes them as they happen."""
+"""Cuts an episode's steps into segments of at most half a second, and pushes them to the learner as they happen."""
 
 from collections.abc import Mapping
 

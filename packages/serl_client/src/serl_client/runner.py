@@ -1,11 +1,12 @@
-"""The actor's loop: one environment, one controller, one client; it follows the directive."""
+"""Runs the actor's control loop: reset and way home, ask for an action, step, record, end of episode, pauses and robot
+faults. It has one environment, one controller and one client, and follows the directive."""
 
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from serl_client import clock
+import serl_client.clock as clock
 from serl_client.client import TrainerClient
 from serl_client.controller import Controller, by_chance
 from serl_client.env import Env

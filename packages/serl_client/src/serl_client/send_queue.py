@@ -1,4 +1,5 @@
-"""The send queue: records go through a bounded queue and the outbox to the wire, until they are acknowledged.
+"""Queues an actor's records, bounded, through the outbox to the wire until they are acknowledged; a slow learner holds
+the actor back (backpressure).
 
 The control thread calls `put`, `has_room`, `pending` and `fault`; the network thread calls the rest. They share no
 lock, because each counter is written by one of the two threads.
@@ -11,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from serl_client import clock, messages, wire
+import serl_client.clock as clock
+import serl_client.messages as messages
+import serl_client.wire as wire
 from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, NotFinite, Outcome, QueuedRecord, Record
 from serl_client.errors import Refused, TrainerError
 from serl_client.messages import MAX_EARLIER, Ack, Push

@@ -1,4 +1,4 @@
-"""Runs an actor for each of several simulated environments, each in a process of its own, as one command."""
+"""Runs several simulated environments in parallel (`envs`), each in a process of its own, as one command."""
 
 import multiprocessing
 import os

@@ -1,4 +1,5 @@
-"""Guards around a control loop: signals unwind it, so that the robot is stopped; garbage collections stay short."""
+"""Lets Ctrl-C, SIGTERM or a lost terminal stop the robot before the actor ends, and keeps garbage collections short in
+a control loop."""
 
 import gc
 import signal

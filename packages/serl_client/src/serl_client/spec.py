@@ -1,4 +1,5 @@
-"""The Spec of a robot: both sides build everything from this description of what it sees and does."""
+"""Describes a robot's observation and action spaces (Spec: names, shapes, dtypes, bounds), from which both sides build
+everything."""
 
 import math
 from collections.abc import Mapping

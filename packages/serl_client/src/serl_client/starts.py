@@ -1,4 +1,4 @@
-"""The seeds of episode starts: those of training and of evaluation never meet."""
+"""Chooses the random seed of each episode's start, so that training and evaluation never share one."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The status of an actor, for its console and for its heartbeat to the learner."""
+"""Holds what the console and the heartbeat say of an actor: step rate, success rate, takeovers and warnings."""
 
 import logging
 from dataclasses import dataclass

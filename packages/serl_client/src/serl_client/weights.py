@@ -1,4 +1,5 @@
-"""Pulls weights files into a folder, one at a time and in parts; a file with its final name was verified."""
+"""Downloads published weights to the actor (inference=local), in parts with checksums; a file with its final name was
+verified."""
 
 import hashlib
 import logging
@@ -12,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from serl_client import clock
+import serl_client.clock as clock
 from serl_client.errors import MessageError
 from serl_client.messages import WeightsChunk, WeightsRequest
 from serl_client.spec import Array

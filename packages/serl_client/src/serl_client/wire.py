@@ -1,4 +1,5 @@
-"""Turns named arrays into bytes and back: one msgpack header, then the raw bytes of each array.
+"""Serialises named arrays to bytes and back: one msgpack header, then the raw bytes of each array, with limits on
+sizes.
 
 Every limit is checked before memory is allocated, and no input can run code. There are two forms. A *message* is
 multipart: one frame for the header and one for each array, so that no payload is copied; or one frame for all arrays,

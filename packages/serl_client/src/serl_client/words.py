@@ -1,4 +1,4 @@
-"""Finds the word that a person meant, for errors about options, plans and commands."""
+"""Suggests the word that a person meant, for errors about options, plans and commands with a typo."""
 
 import difflib
 from collections.abc import Collection
