@@ -26,16 +26,16 @@ from the first sentence of each file. [architecture.md](architecture.md) tells h
 | settings | what they say | one of |
 |---|---|---|"""
 SETTINGS = {  # a file of config/, or a folder there
-    "base.yaml": "every run: ports, keys, GPUs, wandb (`log`), checkpoints, random steps, evaluations, chunks, judge",
+    "base.yaml": "ports, keys, GPUs, seed, wandb (`log`), checkpoints, random steps, evaluations, chunks, judge",
     "algo": "learning rate, discount, tau, target entropy, batch size, UTD ratio, loss weights, image augmentation",
     "critic": "critics: size of the ensemble, layers, distribution of values, minimum for targets",
     "head": "how action chunks are sampled: denoising steps, noise",
     "network": "the network over action chunks: widths, depth",
     "plan": "phases, shares of a batch (demonstrations, online), replay capacity, how often weights are published",
-    "policy": "action horizon (chunk length), history, cameras and encoder, scale of actions, parts of PI0, LoRA",
+    "policy": "action horizon (chunk length), history of frames, cameras, encoder, scale of actions, PI0, LoRA",
     "robot": "the arms of task=dobot_pnp",
     "sharding": "how weights are spread over GPUs (ZeRO)",
-    "task": "a robot: control rate (fps), episode length, joint limits, cameras, words (prompt), action space, devices",
+    "task": "control rate (fps), episode length, joint limits, home, camera crop, prompt, action space, devices",
 }
 
 
