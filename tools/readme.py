@@ -7,7 +7,8 @@ readme.py --first 10  those that a newcomer types first (./test.sh)
 readme.py --list      what would be given, and what is not, with the reason
 
 A command is a line of a bash block, or `code` elsewhere that begins with a program. Runs are made short by the words in
-SHORT, and by the copy's plans, whose phases begin and end EARLY. A learner is given an actor, and an actor a learner,
+SHORT, by the copy's plans, whose phases begin and end EARLY, and by what a page says itself behind a command, or in the
+line before a block: <!-- short: random_steps=60 --rounds 1 -->. A learner is given an actor, and an actor a learner,
 unless the same block has both. tests/house/test_docs.py checks the words of each run without making it.
 """
 
@@ -44,6 +45,7 @@ PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:\./|\.venv/bin/|examples/\S+\.sh |\. examples/|tools/\S+\.py |\.\./|gpu-box\$|laptop\$"
     r"|(?:ssh|scp|uv|apt-get|rerun|tmux|setsid|kill|cd|git|pip) )"
 )
+MADE_SHORT = r"<!-- short: (.*?) -->"
 SIDE = re.compile(r"(?:^|/)run_(learner|actor)\w*\.sh\b")
 
 BLOCKS = """import sys
@@ -69,6 +71,7 @@ class Command:
     text: str
     block: int  # commands of one block share a number
     file: str = ""
+    short: str = ""  # words that make it short
 
     @property
     def reason(self) -> str:
@@ -84,23 +87,26 @@ class Command:
 def read(page: Path) -> list[Command]:
     """What a page tells its reader to type, in order."""
     found: list[Command] = []
-    kind, begun, block, heading, lines = "", 0, 0, "", page.read_text().splitlines()
+    kind, begun, block, heading, short, lines = "", 0, 0, "", "", page.read_text().splitlines()
     for number, line in enumerate(lines, 1):
         if line.startswith("```") and not kind:
             kind, begun, block = line[3:].strip() or "plain", number, block + 1
+            before = re.fullmatch(MADE_SHORT, lines[number - 2])
+            short = before[1] if before else ""
         elif line.startswith("```"):
             inside = lines[begun : number - 1]
             named = re.search(r"`([\w/]+\.(?:py|yaml))`\s*$", heading)
             if kind in ("python", "yaml") and named:
                 found.append(Command(page.name, begun, "\n".join(inside) + "\n", block, named[1]))
             if kind == "bash" or (kind == "plain" and any(PROGRAM.match(each) for each in inside)):
-                found += [Command(page.name, begun + at, text, block) for at, text in _joined(inside)]
+                found += [Command(page.name, begun + at, text, block, short=short) for at, text in _joined(inside)]
             kind = ""
         elif not kind:
             heading = line if line.startswith("#") else heading
-            for code in [line.strip()] if line.startswith("    ") else re.findall(r"`([^`]+)`", line):
+            named = re.findall(rf"`([^`]+)`(?: {MADE_SHORT})?", line)
+            for code, short in [(line.strip(), "")] if line.startswith("    ") else named:
                 if PROGRAM.match(code):
-                    found.append(Command(page.name, number, code, block := block + 1))
+                    found.append(Command(page.name, number, code, block := block + 1, short=short))
     return found
 
 
@@ -154,7 +160,7 @@ class Reader:
             return ""
         if installs := re.match(r"\. examples/install\.sh(.*)", command.text):
             self.extras += re.findall(r"--extra (\w+)", installs[1])
-        text = self.shortened(command.text)
+        text = self.shortened(command.text, "" if installs else command.short)
         if command.side:
             self._running.append((text, self._start(text)))
             return self._listening(text) if command.side == "learner" else ""
@@ -192,10 +198,12 @@ class Reader:
         short = SHORT if other == "learner" else []
         return shlex.join([f"examples/experiments/sim_arm/run_{other}.sh", *kept, *short])
 
-    def shortened(self, text: str) -> str:
+    def shortened(self, text: str, short: str = "") -> str:
         """The command with other places, and with words that make a run short and keep it off others' ports."""
         for old, new in SUBSTITUTES.items():
             text = text.replace(old, new)
+        for word in shlex.split(short):
+            text = re.sub(rf" {re.escape(word.partition('=')[0])}=\S+", "", text) + f" {shlex.quote(word)}"
         text = f".venv/bin/python {text}" if text.startswith("tools/") else text
         if re.match(r"\./start\.sh|.*(run_(learner|actor)\w*\.sh|tools/doctor\.py)", text):
             said = {word.partition("=")[0] for word in shlex.split(text)}

@@ -1,6 +1,7 @@
 """The tool that gives the commands of README and docs: what it finds there, and that it tells of one that is wrong."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ def test_commands_are_lines_of_bash_and_code_that_begins_with_a_program(page):
     ]  # fmt: skip
     assert found[-1].file == "config/task/mine.yaml"
     assert [command.line for command in found] == [4, 6, 8, 12, 14, 17]
+
+
+def test_a_page_says_itself_how_a_command_is_made_short(page):
+    block = "<!-- short: --rounds 1 -->\n```bash\ntools/x.py --rounds 20\n```\n```bash\ntools/x.py --rounds 20\n```\n"
+    line = "Say `./start.sh a=1 b=2` <!-- short: a=3 \"c=['x > 4']\" -->, or `./start.sh a=1`."
+    reader = readme.Reader(Path(), 7000, clean=True)
+    given = [reader.shortened(command.text, command.short) for command in readme.read(page(block + line))]
+    assert given[:2] == [f".venv/bin/python tools/x.py --rounds 20{short}" for short in (" --rounds 1", "")]
+    said = [*readme.SHORT, "port=7000", "inference_port=7001"]
+    assert shlex.split(given[2]) == ["./start.sh", "b=2", "a=3", "c=['x > 4']", *said]
+    assert shlex.split(given[3]) == ["./start.sh", "a=1", *said]
 
 
 @pytest.mark.slow
