@@ -1,5 +1,4 @@
-"""Defines the interfaces of hardware: what a new robot, camera, teleoperation device, judge (reward) or operator
-implements."""
+"""Defines hardware interfaces: what a robot, camera, teleoperation device, judge or operator implements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

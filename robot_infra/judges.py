@@ -1,5 +1,4 @@
-"""Computes reward and success of each step from its observation (reward functions). Without a judge, an operator says
-it."""
+"""Computes reward and success of each step (reward functions). Without a judge, an operator says it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""Computes forward and inverse kinematics of arms with revolute joints: tool poses, Jacobians, and the joints for a
-pose.
+"""Computes forward and inverse kinematics of arms with revolute joints: poses, Jacobians, joints.
 
 Sources: Denavit and Hartenberg, 1955 (standard convention: rotate about z, move along z, along x, rotate about x);
 Sugihara, "Solvability-unconcerned inverse kinematics by the Levenberg-Marquardt method", 2011 (the damping).

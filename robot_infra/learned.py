@@ -1,5 +1,4 @@
-"""Gives rewards by a learned classifier (`task.judge`): threshold of success, rows in succession, stale answers. It
-asks another learner, and never waits for it."""
+"""Gives rewards by a learned classifier (`task.judge`): threshold, rows in succession, stale answers."""
 
 import logging
 from collections.abc import Mapping

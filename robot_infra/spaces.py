@@ -1,5 +1,4 @@
-"""Defines action spaces (joint positions, joint or end-effector deltas, grippers) and their conversion; also the
-reward's penalty for gripper use. An action space says what the numbers of an action mean.
+"""Defines action spaces (joints, end-effector deltas, grippers), and the reward's penalty for gripper use.
 
 Every space can turn an action into target positions of the robot and back, so that any two of them meet there.
 """

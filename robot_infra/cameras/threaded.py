@@ -1,5 +1,4 @@
-"""Reads a camera in a thread of its own, crops and resizes its images, and keeps the newest one. A camera that blocks
-so delays no step."""
+"""Reads a camera in a thread, so that none delays a step; crops and resizes images; keeps the newest."""
 
 import logging
 import threading

@@ -1,5 +1,4 @@
-"""Defines the driver interface of a real robot arm: derive a class from it to add a robot. Only the guard calls it
-(robot_infra/guard/)."""
+"""Defines the driver of a real arm: derive a class from it to add a robot. Only the guard calls it."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,5 +1,4 @@
-"""Joins two arms into one bimanual robot: positions under the prefixes left_ and right_, and a fault of one holds
-both."""
+"""Joins two arms into one bimanual robot: prefixes left_ and right_; a fault of one holds both."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack

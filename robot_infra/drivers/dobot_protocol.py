@@ -1,5 +1,4 @@
-"""Writes and parses the TCP protocol of Dobot's six-axis controllers, V3 and V4: commands, replies, feedback and
-alarms. It has no socket and no clock.
+"""Writes and parses the TCP protocol of Dobot's six-axis controllers, V3 and V4. It has no socket and no clock.
 
 Source: Dobot's TCP/IP protocol documents for six axes (V3 of 2024-01-05, V4.5.1 of 2024-08-15) and the alarm tables of
 its Python SDKs. On the wire are degrees and millimetres; here are radians.

@@ -1,5 +1,4 @@
-"""Drives any robot that lerobot 0.4 or a plugin of it knows, such as an SO-101, with a leader arm beside it, behind our
-guard.
+"""Drives any robot of lerobot 0.4 or its plugins (SO-101, ...), with a leader arm, behind our guard.
 
 Source: lerobot.robots and lerobot.teleoperators, whose configurations name the options of each type. They import torch:
 only the guard's process imports this driver's devices.

@@ -1,5 +1,4 @@
-"""Switches on the motor torque of lerobot's serial buses without a jump, because a servo may obey an old goal that it
-remembers.
+"""Switches on motor torque of lerobot's buses without a jump: a servo may obey an old goal.
 
 lerobot switches torque on in many places (its `configure` does when it connects), and writes no goal before. `tame` is
 the one place through which all of them go. Source: lerobot.motors.motors_bus.SerialMotorsBus.

@@ -1,5 +1,4 @@
-"""Defines the messages between an actor and the guard of its arm, over a local socket (AF_UNIX SEQPACKET), with arrays
-in shared memory."""
+"""Defines the messages between an actor and the guard of its arm: a local socket and shared memory."""
 
 import math
 import mmap

@@ -1,5 +1,4 @@
-"""Limits how far and how fast each joint of a real arm may move: range, speed, largest step (jump), tracking error,
-workspace. No clock and no process."""
+"""Limits how far and fast each joint of a real arm may move, and its tool: range, speed, jump, tracking."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

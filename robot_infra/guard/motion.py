@@ -1,5 +1,4 @@
-"""Decides each set point of a real arm: interpolation between targets, holding when the actor is silent, and the way
-home. It has no clock and no process."""
+"""Decides each set point of a real arm: interpolation, holding when the actor is silent, the way home."""
 
 import math
 from collections import deque

@@ -1,5 +1,4 @@
-"""Runs the guard, the only process that commands a real arm: it limits and writes each set point, and holds on its
-own."""
+"""Runs the guard, the only process that commands a real arm: it limits each set point, and holds."""
 
 import logging
 import select

@@ -1,5 +1,4 @@
-"""Gives the actor its side of a guard: a Robot, with observations and commands, whose arm belongs to another
-process."""
+"""Gives the actor its side of a guard: a Robot whose arm belongs to another process."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,4 @@
-"""Simulates the scene of task dobot_pnp in MuJoCo: two arms with grippers, an object and a box. It takes joint targets,
-whoever sends them."""
+"""Simulates the scene of task dobot_pnp in MuJoCo: two arms with grippers, an object and a box."""
 
 from collections.abc import Mapping
 from importlib.resources import files

@@ -1,5 +1,4 @@
-"""Builds the environment of a real arm from its yaml: driver, limits, cameras, teleoperation devices, and the task in
-words (docs/robots.md)."""
+"""Builds a real arm's environment from its yaml: driver, limits, cameras, devices, words (docs/robots.md)."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

@@ -1,5 +1,4 @@
-"""Simulates a task that needs memory: only the first observation of an episode tells at which end of a corridor the
-goal is."""
+"""Simulates a task that needs memory: only an episode's first observation tells where the goal is."""
 
 from collections.abc import Mapping
 from functools import partial

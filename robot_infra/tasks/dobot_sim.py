@@ -1,5 +1,4 @@
-"""Builds task dobot_pnp (pick and place) with two simulated arms, commanded by joints on the simulated clock, and its
-scripted operator."""
+"""Builds task dobot_pnp (pick and place) with two simulated arms, and its scripted operator."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

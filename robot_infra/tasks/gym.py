@@ -1,5 +1,4 @@
-"""Runs any gymnasium task with a Box or Discrete action as an environment (GymEnv); a person may drive one with a
-Box."""
+"""Runs any gymnasium task with a Box or Discrete action (GymEnv); a person may drive one with a Box."""
 
 import logging
 import math

@@ -1,5 +1,4 @@
-"""Simulates a puck that slides on ice, seen in pictures: one picture shows no speed, so a policy needs several past
-images."""
+"""Simulates a puck that slides on ice: one picture shows no speed, so a policy needs several past images."""
 
 from collections.abc import Mapping
 

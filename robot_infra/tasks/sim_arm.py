@@ -1,5 +1,4 @@
-"""Simulates a light robot arm in MuJoCo that picks up a block: its scene, reward, control rate and scripted
-operator."""
+"""Simulates a light arm in MuJoCo that picks up a block: scene, reward, control rate, scripted operator."""
 
 import math
 import secrets

@@ -1,5 +1,4 @@
-"""Wraps gymnasium suites (MiniGrid, Atari) whose spaces do not fit GymEnv (its option `wrap`), with gymnasium's
-wrappers and theirs."""
+"""Wraps gymnasium suites (MiniGrid, Atari) whose spaces do not fit GymEnv: its option `wrap`."""
 
 from typing import Any
 

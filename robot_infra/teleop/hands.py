@@ -1,5 +1,4 @@
-"""Merges a person's devices into one teleoperation: takeover by touch or toggle, driving speed, gripper, handing back,
-and verdicts."""
+"""Merges a person's devices into one: takeover by touch or toggle, driving speed, gripper, verdicts."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,4 @@
-"""Reads the keyboard of a terminal, over SSH too: which key means pause, ready, success or failure, and which keys
-drive. It needs no X and no extra package."""
+"""Reads a terminal's keyboard, over SSH too: keys for pause, ready, success, failure, and to drive."""
 
 import os
 import re

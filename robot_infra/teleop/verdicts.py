@@ -1,5 +1,4 @@
-"""Chooses who gives reward and success at the end of an episode (`verdict_by`): a judge of the scene, or the operator.
-Has a scripted operator who does."""
+"""Chooses who gives reward and success (`verdict_by`): a judge of the scene, or the operator."""
 
 from collections.abc import Callable, Sequence
 

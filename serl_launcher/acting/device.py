@@ -1,5 +1,4 @@
-"""Runs policies on their device: CUDA streams, recorded kernels, and copies of new weights beside them; on a CPU all at
-once.
+"""Runs policies on their device: CUDA streams, recorded kernels, copies of new weights; on a CPU all at once.
 
 Streams and graphs belong to the thread's current device, whatever their tensors' device. So each is made and used
 inside `here`. Never run on a GPU.

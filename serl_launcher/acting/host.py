@@ -1,5 +1,4 @@
-"""Answers observations with actions of the newest published weights (PolicyHost), in the inference process or inside an
-actor. No socket.
+"""Answers observations with actions of the newest weights (PolicyHost), in inference or an actor. No socket.
 
 The noise of a decision comes from the seed in the request. So the same weights, observation, task and seed give the
 same action in either place. A Loader reads new weights in its own thread while older ones act.

@@ -1,5 +1,4 @@
-"""Runs the policy inside the actor's own process (inference=local): a thread answers, with weights that come over the
-wire."""
+"""Runs the policy in a thread of the actor's own process (inference=local), with weights from the wire."""
 
 import threading
 from collections.abc import Mapping

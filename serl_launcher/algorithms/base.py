@@ -1,5 +1,4 @@
-"""Defines the interface of algorithms, and what they share: target networks (EMA, tau), frozen copies, gradient
-accumulation, critic loss."""
+"""Defines the interface of algorithms, and what they share: target networks (EMA, tau), critic loss."""
 
 import copy
 from abc import ABC, abstractmethod

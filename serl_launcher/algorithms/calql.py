@@ -1,5 +1,4 @@
-"""Cal-QL, calibrated conservative Q-learning (CQL): critics value actions outside the dataset low, for
-offline-to-online fine-tuning.
+"""Cal-QL (calibrated CQL): critics value actions that a dataset lacks low; for offline-to-online RL.
 
 Cal-QL: Nakamoto et al. 2023, "Calibrated Offline RL Pre-Training for Efficient Online Fine-Tuning" (arXiv 2303.05479).
 It is CQL (Kumar et al. 2020, "Conservative Q-Learning", arXiv 2006.04779, the variant CQL(H)) with a lower bound. The

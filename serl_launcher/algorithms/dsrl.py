@@ -1,5 +1,4 @@
-"""DSRL (Wagenmaker et al. 2025, arXiv 2506.15799): steer a frozen flow or diffusion policy by its noise, with soft
-actor-critic.
+"""DSRL (Wagenmaker et al. 2025, arXiv 2506.15799): steer a frozen flow or diffusion by its noise, with SAC.
 
 A cloned flow or DDIM turns noise w and observation s into a chunk. It is a black box from then on, which only needs to
 be sampled, so it may be a PI0. A Gaussian policy chooses w within [-reach, reach] in place of N(0, I). This is the

@@ -1,5 +1,4 @@
-"""EXPO (Dong et al. 2025, arXiv 2507.07986): a small policy edits the chunks of an imitating one, and critics choose.
-On robots: EXPO-FT (arXiv 2605.25477).
+"""EXPO (arXiv 2507.07986; on robots: EXPO-FT, 2605.25477): edit what an imitating policy proposes.
 
 The base policy is trained by imitation alone (`update_clone`; leave it out of the plan, and it is frozen). Beside it an
 edit policy e changes a chunk a of the data, or of the base, by at most `reach`, and is trained as in SAC:

@@ -1,5 +1,4 @@
-"""Implicit Q-learning (IQL) over chunks: offline RL by expectile values, without the value of an action outside the
-dataset.
+"""Implicit Q-learning (IQL) over chunks: offline RL without the value of an action that the data lack.
 
 Kostrikov et al. 2021, "Offline Reinforcement Learning with Implicit Q-Learning" (arXiv 2110.06169). A state value V(s)
 learns an upper expectile of the values of the data's actions, in place of a maximum over all actions:

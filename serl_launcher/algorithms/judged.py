@@ -1,5 +1,4 @@
-"""Trains critics Q(s, a_1..a_h) of action chunks, with n-step targets: what QC, PA-RL, EXPO, DSRL, IQL and others
-share. A policy proposes the chunks, and h actions of each run.
+"""Trains critics Q(s, a_1..a_h) of action chunks, by n-step targets: shared by QC, PA-RL, EXPO, DSRL, IQL.
 
 The critics learn off policy, with the target
     (1) y = sum_{i < h} gamma^i r_i + gamma^h (1 - terminated) Q'(s_h, a'),

@@ -1,5 +1,4 @@
-"""Learns a reward classifier: from one observation, success and the stages of the task, calibrated, from judged
-episodes. The last of n stages is success.
+"""Learns a reward classifier from judged episodes: success, the last of n ordered stages, from one observation.
 
 An observation shows success if its episode succeeded and ends within `positive` steps; up to `unsure` steps before
 these, nobody knows. All others show none: what came before, and failed episodes to their last row. It shows stage k < n

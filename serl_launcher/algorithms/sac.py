@@ -1,5 +1,4 @@
-"""Soft actor-critic (SAC: entropy temperature, target entropy) and RLPD. RLPD is the same code with rlpd.yaml and half
-of each batch from demonstrations.
+"""Soft actor-critic (SAC: temperature, target entropy) and RLPD, which is SAC with demonstrations.
 
 SAC: Haarnoja et al. 2018b, "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905); equation numbers here
 are of that paper. RLPD: Ball et al. 2023, "Efficient Online Reinforcement Learning with Offline Data" (arXiv

@@ -1,5 +1,4 @@
-"""Behaviour cloning (supervised fine-tuning, SFT) of the batch's actions, also Hi-ORS rejection sampling; EMA of the
-acting weights.
+"""Behaviour cloning (SFT), also Hi-ORS rejection sampling, with a moving average (EMA) of weights.
 
 Hi-ORS (arXiv 2510.26406) imitates the successful episodes of the newest policies, human corrections included, with the
 policy's own loss: L = E[1_m(episode) loss(row)]. The plan selects these episodes by a view with `keep: [successful]`.

@@ -1,5 +1,4 @@
-"""Runs the export process, which writes LeRobot datasets and recordings during a run, and `export_run` for a stopped
-run.
+"""Runs the export process: it writes datasets and recordings during a run, and of a stopped run.
 
 The process is a client of the server, like the trainer. It tells the server which episodes may leave the store.
 exporter.py decides what is written; shards.py says how, and what a killed export leaves. No torch.

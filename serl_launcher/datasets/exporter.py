@@ -1,5 +1,4 @@
-"""Decides which closed episodes go into which LeRobot dataset ("shard"), and shows them to recordings. No torch, no
-server.
+"""Decides which closed episodes go into which LeRobot dataset ("shard"), and into recordings.
 
 `Exporter` knows which episodes there are, which shards hold them, and what to write next. export.py calls it; shards.py
 writes one shard.

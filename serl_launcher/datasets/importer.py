@@ -1,5 +1,4 @@
-"""Imports demonstrations or offline datasets (LeRobot, robomimic) into the sources of a plan, before training starts.
-No torch.
+"""Imports demonstrations or offline datasets (LeRobot, robomimic) into a plan's sources, before training.
 
 The importer is an actor like any other, named `dataset-<source>`, so each episode is stored durably and once. At the
 next start it skips episodes that are whole in the store. One that a crash has cut is discarded and imported again.

@@ -1,5 +1,4 @@
-"""Checks the quality of recorded episodes, of a dataset or a run: frozen images, cut ends, saturated actions, late
-steps.
+"""Checks the quality of recorded episodes: frozen images, cut ends, saturated actions, late steps.
 
 A finding is `wrong` if a policy would learn from it what never happened. A `note` is worth knowing, and may be normal.
 """

@@ -1,5 +1,4 @@
-"""Names the columns of exported LeRobot datasets: what the writer (shards.py) and the reader (reader.py) share. No
-torch.
+"""Names the columns of LeRobot datasets that we write (shards.py) and read (reader.py).
 
 What one row of a shard holds:
     observation.*, action, the Spec's extras    as in the store; images are uint8 there, and their video is lossy

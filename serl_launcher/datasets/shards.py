@@ -1,5 +1,4 @@
-"""Writes closed episodes as LeRobot v3.0 datasets ("shards": tables, video codec), and reads them back. LeRobot's own
-tools open them.
+"""Writes closed episodes as LeRobot v3.0 datasets ("shards": tables, video codec), and reads them back.
 
 A shard holds a few episodes of one source. It is written aside, read back, compared with the store, synced and renamed,
 so it is whole or not there. It is never changed: a later outcome makes a new version, which replaces it at once. Its

@@ -1,5 +1,4 @@
-"""Defines the interface of networks over action chunks (MLP, UNet, transformer, LSTM), which a head asks; has the
-MLP."""
+"""Defines the interface of networks over action chunks (MLP, UNet, transformer, LSTM); has the MLP."""
 
 import math
 from abc import ABC, abstractmethod

@@ -1,5 +1,4 @@
-"""Prepares torch.compile on a GPU: says which compiler this machine lacks, and keeps the cache where only its user
-writes.
+"""Prepares torch.compile on a GPU: names a compiler that is missing, and keeps the cache private.
 
 Triton builds its launchers in C, at run time.
 """

@@ -1,5 +1,4 @@
-"""Builds ensembles of critics (Q networks), their value distributions (C51, two-hot, HL-Gauss), and the minimum for
-targets.
+"""Builds ensembles of critics (Q networks): value distributions (C51, two-hot, HL-Gauss), minimum for targets.
 
 How an ensemble of E critics represents values (`values`, one yaml of config/critic each):
     Scalar: one number, learned by its squared error.

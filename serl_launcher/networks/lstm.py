@@ -1,5 +1,4 @@
-"""Builds an LSTM along the steps of an action chunk, as in much-ado-about-noising (Pan et al. 2025, arXiv
-2512.01809)."""
+"""Builds an LSTM along the steps of an action chunk (much-ado-about-noising, arXiv 2512.01809)."""
 
 import torch
 from torch import Tensor, nn

@@ -1,5 +1,4 @@
-"""Connects the processes ("ranks") of distributed training: several GPUs or machines; rank 0 tells the others what to
-do.
+"""Connects the processes ("ranks") of training on several GPUs or machines; rank 0 leads.
 
 `accelerate launch` starts them and sets in the environment who is who. A process that is alone is rank 0 of one, and
 imports nothing for it.

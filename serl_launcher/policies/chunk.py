@@ -1,5 +1,4 @@
-"""Builds policies over action chunks (diffusion, flow and others): observation encoder, history of observations,
-network, and a head. A head (policies/heads) says what the network learns and how it is sampled.
+"""Builds policies over action chunks (diffusion, flow, ...): encoder, history, network and head.
 
 A policy with `max_delay` > 0 also learns to continue a chunk: in each row of a batch the first d = 0..max_delay steps
 are the old chunk's. The network sees them as they are, whatever the head asks at the others, and they have no loss.

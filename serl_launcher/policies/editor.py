@@ -1,5 +1,4 @@
-"""Builds the edit policy of EXPO (Dong et al. 2025, arXiv 2507.07986): small changes of chunks that another one
-proposes."""
+"""Builds the edit policy of EXPO (arXiv 2507.07986): small changes of chunks that another one proposes."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,4 @@
-"""Guides samples of a diffusion or flow policy: by the gradient of critics, or by classifier-free guidance of the task.
-The two weights have nothing in common.
+"""Guides samples of a diffusion or flow: by gradients of critics, or by the task (classifier-free).
 
 `weight` w, of a critic: the critic sees the guess a' of the denoised action, never the noisy one, and its slope is
     (1) g = w d/da' mean_e Q_e(s, a') / (mean |Q| + 1e-6),

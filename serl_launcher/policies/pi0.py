@@ -1,5 +1,4 @@
-"""PI0, a vision-language-action model (VLA) with a flow-matching action expert (Black et al. 2024, arXiv 2410.24164);
-LoRA, frozen parts.
+"""PI0, a vision-language-action model (VLA) with a flow-matching action expert (arXiv 2410.24164); LoRA.
 
 Two transformers share their attention, layer by layer. The backbone (PaliGemma: a SigLIP tower and Gemma 2B) reads the
 prefix, which does not change while a chunk is sampled. The action expert (a narrower Gemma) reads the suffix:

@@ -1,5 +1,4 @@
-"""Plans actions in a learned world model (MPPI, model predictive control): it searches for those whose outcome is
-valued most.
+"""Plans actions in a learned world model (MPPI, model predictive control): it searches for the best.
 
 MPPI, model predictive path integral control (Williams et al. 2015, arXiv 1509.01149), as TD-MPC2 has it (Hansen et al.
 2024, arXiv 2310.16828): sequences of H actions are sampled about the last plan, and the prior, a small policy, gives

@@ -1,5 +1,4 @@
-"""Holds which steps of a source may be drawn as the start of a window. It has one bool per slot, so a change costs only
-what it changes."""
+"""Holds which steps of a source a window may start at: a bool per slot, so that a change costs little."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,5 +1,4 @@
-"""Gives each step's episode return, success and end (`episode.return`, `episode.success`) as columns of a batch. No
-stored row has them. Kept, not walked per draw."""
+"""Gives each step's episode return, success and end as columns of a batch, such as `episode.return`."""
 
 from collections.abc import Collection
 

@@ -1,5 +1,4 @@
-"""Caches columns that an algorithm computes of stored steps, such as encodings or advantages: `derived.<name>` in a
-window.
+"""Caches columns that an algorithm computes of stored steps (encodings, advantages): `derived.<name>`.
 
 They are a part of the trainer's state, so that a run that resumes sees them as they were at its checkpoint.
 """

@@ -1,5 +1,4 @@
-"""Samples batches from several replay buffers by their shares, such as half demonstrations and half online; computes
-normalisation statistics."""
+"""Samples batches from several replay buffers by their shares; computes normalisation statistics."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""Filters episodes of the replay (views): successful, failed, intervened, or a train and held-out split. It describes
-them as the server reports them. No torch."""
+"""Filters episodes of the replay (views): successful, failed, intervened, train or held out. No torch."""
 
 import hashlib
 import heapq

@@ -1,5 +1,4 @@
-"""Runs the server process, which owns the sockets and the store: it receives records and answers clients. It is the
-store's only writer. No torch.
+"""Runs the server process: it receives records, answers clients, and alone writes the store. No torch.
 
 One thread, one loop: take what has come, stage it, commit the group, acknowledge. Training runs elsewhere and never
 delays this loop. Records: intake.py; the first word of a client: welcome.py; what clients are told unasked: updates.py.

@@ -1,5 +1,4 @@
-"""Makes the private folder of a learner's sockets, where nobody else can put anything: it is the user's own, with mode
-0700.
+"""Makes the private folder (mode 0700) of a learner's sockets, where nobody else can put anything.
 
 It lies below XDG_RUNTIME_DIR, or below the system's temporary folder, where others may make any name before us. So it
 gets a new name, and is opened before it is believed: as a folder and no link, with our user as its owner. Its lock is

@@ -1,5 +1,4 @@
-"""Adds columns of an algorithm (`extras`) to the rows of every robot: it gives them with its actions
-(`Decision.extras`)."""
+"""Adds columns of an algorithm (`extras`) to each row: it gives them with its actions (`Decision`)."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""Stores all transitions durably: what it acknowledged is never lost, doubled, reordered or mixed with another episode.
-Its only writer is the server.
+"""Stores all transitions durably: what it acknowledged is never lost, doubled, reordered or mixed up.
 
 A group of records is written in this order, and only this order makes the promise hold:
     1. evict, if there is no room: commit the new tail, then publish it        (nothing is overwritten before that)

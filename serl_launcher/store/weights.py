@@ -1,5 +1,4 @@
-"""Writes and serves published weights as immutable files named by their sha256: written aside, synced, renamed, then
-only read. No torch.
+"""Writes and serves published weights, as immutable files named by their sha256. No torch.
 
 Beside each lies <sha256>.checksums, the checksums of its parts. Both are of the same bytes in the trainer's memory, so
 that a receiver finds what this disk has damaged since, and the server computes nothing.

@@ -1,5 +1,4 @@
-"""Builds what trainer and inference need of the config: random seed, device, algorithm, number of ranks, and a check of
-memory."""
+"""Builds from the config for trainer and inference: seed, device, algorithm, number of ranks."""
 
 import copy
 import logging

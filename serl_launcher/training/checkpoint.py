@@ -1,5 +1,4 @@
-"""Writes and reads checkpoints: how often, how many are kept, and which config may resume them. They are folders that
-appear whole and never change."""
+"""Writes and reads checkpoints, which appear whole: how often, how many are kept, who may resume them."""
 
 import hashlib
 import io

@@ -1,5 +1,4 @@
-"""Counts environment steps, episodes, success rate and interventions of each phase, for the plan's conditions and for
-people."""
+"""Counts env steps, episodes, success rate and interventions of each phase, for the plan and for people."""
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

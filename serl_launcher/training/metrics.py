@@ -1,5 +1,4 @@
-"""Logs metrics as JSON lines, and mirrors them to wandb or TensorBoard (`log`): one file per process, continued by a
-resumed run.
+"""Logs metrics as JSON lines, one file per process, and mirrors them to wandb or TensorBoard (`log`).
 
 Their mirror in wandb or TensorBoard is a process of its own that reads the file, so it can neither stop nor slow the
 training.

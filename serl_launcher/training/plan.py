@@ -1,5 +1,4 @@
-"""Describes a run's plan: sources (replay capacity), views, and phases with their updates, batch shares, pace (UTD) and
-ends. A yaml says it: plan_reader.py."""
+"""Describes a plan: sources (replay capacity), views, and phases with updates, batch shares, pace (UTD), ends."""
 
 import math
 import re

@@ -1,5 +1,4 @@
-"""Tracks the current phase, what ends it, which update comes next, when weights are published, and the rate limiter
-(UTD)."""
+"""Tracks the phase, what ends it, the next update, when weights are published, the rate limiter (UTD)."""
 
 import json
 import logging

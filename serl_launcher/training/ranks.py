@@ -1,5 +1,4 @@
-"""Runs the algorithm on all ranks of the trainer (several GPUs), and starts them. Rank 0 has the Learner and tells the
-others what to do."""
+"""Starts the ranks of a trainer (several GPUs), and runs the algorithm on all; rank 0 has the Learner."""
 
 import logging
 import math

@@ -1,5 +1,4 @@
-"""Copies tensors at one moment into a safetensors file in memory, so that a thread writes it while training goes on.
-Its memory stays allocated, because a copy into new memory takes several times as long."""
+"""Copies tensors into a safetensors file in memory that stays allocated; a thread writes it to disk."""
 
 import json
 import math

@@ -1,5 +1,4 @@
-"""Publishes weights and saves checkpoints in the background; the longest time between two checkpoints. The trainer's
-thread copies them into memory that stays allocated, and another thread hashes and writes the copy."""
+"""Publishes weights and saves checkpoints in a thread, from copies; the longest time between checkpoints."""
 
 import hashlib
 import logging

@@ -1,5 +1,4 @@
-"""Mean-flow head: the network predicts a flow's mean velocity over a stretch of time (Geng et al. 2025, arXiv
-2505.13447).
+"""Mean-flow head: predicts a flow's mean velocity over a stretch of time (arXiv 2505.13447).
 
 With x_t and dx/dt = v of flow.py, the mean velocity from t down to r is u(x_t, t, r) = 1 / (t - r) int_r^t v dt', so
     (1) x_r = x_t - (t - r) u(x_t, t, r),

@@ -1,5 +1,4 @@
-"""Regression heads, which predict the chunk in one pass: regression, and straight flow (Pan et al. 2025, arXiv
-2512.01809).
+"""Regression heads: predict the chunk in one pass; straight flow (Pan et al. 2025, arXiv 2512.01809).
 
 With the chunk a and the network f(x, t, observation), asked at time t = 1:
     (1) regression     |f(0, 1) - a|^2,

@@ -1,5 +1,4 @@
-"""Decides when the actor asks for its next action chunk: it waits, asks ahead, or lets the new chunk continue the old
-one (real-time chunking). An action that comes after its deadline (`deadline_s`) is late, and the robot holds still.
+"""Decides when to ask for the next action chunk: wait, ask ahead, or let it continue the old one (real-time chunking).
 
 The words of `chunks` in config/base.yaml are the classes of RULES. A simulated robot always waits: its time stands
 still meanwhile, so that the delay is zero, where all three give the same actions.

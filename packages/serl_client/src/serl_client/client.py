@@ -1,5 +1,4 @@
-"""Gives the control thread its client of the learner: push records, ask for actions, receive directives, weights and
-the Spec. No call waits, except those named wait and drain."""
+"""Lets the control thread push records, and get actions, directives and the Spec. Only wait and drain wait."""
 
 import os
 import select

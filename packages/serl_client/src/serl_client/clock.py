@@ -1,5 +1,4 @@
-"""Gives the time that control loops and timeouts read and sleep by, so that a test can put a simulated clock in its
-place."""
+"""Gives the time that loops and timeouts read and sleep by; a test puts a simulated clock in its place."""
 
 from time import monotonic, sleep, time, time_ns
 

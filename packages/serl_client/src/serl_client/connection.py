@@ -1,5 +1,4 @@
-"""Keeps a ZeroMQ connection to one address of the learner, with timeouts. After a break it connects again, with a new
-DEALER socket and a Hello first."""
+"""Keeps a ZeroMQ connection to one address; after a break it connects again, with a Hello first."""
 
 import dataclasses
 import errno

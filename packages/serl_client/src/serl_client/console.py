@@ -1,5 +1,4 @@
-"""Draws the live console of actor or learner in the terminal: a block of lines that is redrawn in place, with the log
-above it.
+"""Draws the live console of actor or learner in the terminal: lines redrawn in place, with the log above.
 
 Without a terminal (a log file, a pipe) it prints one line of changes every ten seconds. Lines of the log begin with
 their title and time: `[arm] 2026-11-22 08:40:01 text`. On a terminal the date is left out.

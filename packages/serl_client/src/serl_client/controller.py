@@ -1,5 +1,4 @@
-"""Gets the robot's actions: from a policy at the learner, `n_action_steps` of each action chunk, or by random
-exploration (uniform or Brownian)."""
+"""Gets the robot's actions: `n_action_steps` of each chunk of a policy, or random exploration (Brownian)."""
 
 import logging
 from collections.abc import Mapping

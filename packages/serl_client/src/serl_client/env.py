@@ -1,5 +1,4 @@
-"""Defines the environment interface (Env) that the actor drives, and what one step returns: observation, reward,
-terminated, truncated, success."""
+"""Defines the environment interface (Env), and what a step returns: observation, reward, end, success."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,5 +1,4 @@
-"""Defines the records that an actor sends: segments of consecutive transitions of one episode, and outcomes (success,
-failure) that may come later. Each is checked for shapes, and for NaN or infinity."""
+"""Defines what an actor records: segments of transitions of one episode, checked for NaN, and late outcomes."""
 
 import itertools
 from collections.abc import Mapping, Sequence

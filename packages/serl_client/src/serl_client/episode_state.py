@@ -1,5 +1,4 @@
-"""Holds what the control loop knows of the current episode, such as its newest observation, its return, and steps by a
-person."""
+"""Holds what the control loop knows of the current episode: newest observation, return, steps by a person."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,4 @@
-"""Keeps the last observations of an episode as a stack of frames, for a policy with `history`: several past images or
-states as input."""
+"""Keeps the last observations of an episode for a policy with `history`: several past images or states."""
 
 from collections import deque
 

@@ -1,5 +1,4 @@
-"""Reads and writes the key files that encrypt and authenticate connections (CURVE): a client's name, and its learner's
-public key. They have mode 0600."""
+"""Reads and writes key files (mode 0600) that encrypt and authenticate connections (CURVE), and name a client."""
 
 import json
 import os

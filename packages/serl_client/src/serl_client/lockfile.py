@@ -1,5 +1,4 @@
-"""Opens the lock file by which a folder (a run, an outbox) has only one owner. It opens never another file in its
-place: others may write into a shared folder.
+"""Opens the lock file of a folder with one owner, and never another file: others may write in a shared folder.
 
 A program that owns a folder locks this file and writes its process into it. Behind a link, or a second name of the same
 file, may lie any file of ours.

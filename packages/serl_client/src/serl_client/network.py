@@ -1,5 +1,4 @@
-"""Runs the actor's network thread: sends records and heartbeats, receives actions and weights, and reconnects and
-resends after a break."""
+"""Runs the actor's network thread: sends records, receives actions and weights, reconnects and resends."""
 
 import dataclasses
 import logging

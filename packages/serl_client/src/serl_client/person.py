@@ -1,5 +1,4 @@
-"""Handles what a person says at an actor's keys: pause, ready, next episode, and verdicts (success, failure, discard)
-on an episode."""
+"""Handles what a person says at an actor's keys: pause, ready, next, and verdicts (success, failure, discard)."""
 
 from typing import Protocol
 

@@ -1,5 +1,4 @@
-"""Keeps large records that were just appended to the outbox in memory, so that they are sent without reading the
-disk."""
+"""Keeps large records that were just appended to the outbox in memory, to send them without reading the disk."""
 
 import itertools
 from collections.abc import Sequence

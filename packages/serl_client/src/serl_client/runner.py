@@ -1,5 +1,4 @@
-"""Runs the actor's control loop: reset and way home, ask for an action, step, record, end of episode, pauses and robot
-faults. It has one environment, one controller and one client, and follows the directive."""
+"""Runs the actor's control loop: way home, reset, action, step, record, end of episode, pauses, robot faults."""
 
 import logging
 from collections.abc import Callable, Mapping

@@ -1,5 +1,4 @@
-"""Queues an actor's records, bounded, through the outbox to the wire until they are acknowledged; a slow learner holds
-the actor back (backpressure).
+"""Queues an actor's records until they are acknowledged; a slow learner holds the actor back (backpressure).
 
 The control thread calls `put`, `has_room`, `pending` and `fault`; the network thread calls the rest. They share no
 lock, because each counter is written by one of the two threads.

@@ -1,5 +1,4 @@
-"""Lets Ctrl-C, SIGTERM or a lost terminal stop the robot before the actor ends, and keeps garbage collections short in
-a control loop."""
+"""Lets Ctrl-C, SIGTERM or a lost terminal stop the robot; garbage collections in a control loop stay short."""
 
 import gc
 import signal

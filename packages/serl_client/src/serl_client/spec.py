@@ -1,5 +1,4 @@
-"""Describes a robot's observation and action spaces (Spec: names, shapes, dtypes, bounds, discrete choices), from which
-both sides build everything."""
+"""Describes a robot's observation and action spaces (Spec): names, shapes, dtypes, bounds, discrete choices."""
 
 import math
 from collections.abc import Mapping

@@ -1,5 +1,4 @@
-"""Downloads published weights to the actor (inference=local), in parts with checksums; a file with its final name was
-verified."""
+"""Downloads published weights to the actor (inference=local), in parts, each with its checksum."""
 
 import hashlib
 import logging

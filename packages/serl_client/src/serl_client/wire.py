@@ -1,5 +1,4 @@
-"""Serialises named arrays to bytes and back: one msgpack header, then the raw bytes of each array, with limits on
-sizes.
+"""Serialises named arrays to bytes and back, with limits on sizes: a msgpack header, then each array's bytes.
 
 Every limit is checked before memory is allocated, and no input can run code. There are two forms. A *message* is
 multipart: one frame for the header and one for each array, so that no payload is copied; or one frame for all arrays,
