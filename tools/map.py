@@ -26,7 +26,7 @@ from the first sentence of each file. [architecture.md](architecture.md) tells h
 | settings | what they say | one of |
 |---|---|---|"""
 SETTINGS = {  # a file of config/, or a folder there
-    "base.yaml": "ports, keys, GPUs, seed, wandb (`log`), checkpoints, random steps, evaluations, chunks, deadline, judge",
+    "base.yaml": "ports, keys, GPUs, seed, wandb, checkpoints, random steps, evaluations, chunks, deadline, judge",
     "algo": "learning rate, discount, tau, target entropy, batch size, UTD ratio, loss weights, image augmentation",
     "critic": "critics: size of the ensemble, layers, distribution of values, minimum for targets",
     "head": "how action chunks are sampled: denoising steps, noise",
