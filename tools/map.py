@@ -58,8 +58,7 @@ def imports(path: Path, tree: ast.AST | None = None) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
-            base = [*above, *filter(None, [node.module])]
-            yield from (".".join([*base, alias.name]) for alias in node.names)
+            yield from (".".join(filter(None, [*above, node.module, alias.name])) for alias in node.names)
 
 
 def room(name: str) -> str:
@@ -88,8 +87,8 @@ def page() -> str:
     """Return what docs/map.md should be."""
     lines = [HEAD]
     for name, text in SETTINGS.items():
-        names = sorted(path.stem for path in (ROOT / "config" / name).glob("*.yaml"))
-        lines.append(f"| config/{name} | {text} | {', '.join(names)} |")
+        names = ", ".join(sorted(path.stem for path in (ROOT / "config" / name).glob("*.yaml")))
+        lines.append(f"| config/{name} | {text} | {names} |")
     for folder, paths in groupby([*FILES, *TOOLS], attrgetter("parent")):
         lines += [f"\n## {folder.relative_to(ROOT)}\n", "| file | what it does |", "|---|---|"]
         lines += [f"| {path.name} | {sentence(path)} |" for path in paths if path.name != "__init__.py"]
@@ -102,10 +101,8 @@ def main() -> None:
     if not parser.parse_args().arrows:
         PAGE.write_text(page())
         return
-    found = arrows()
-    for name in sorted(found):
-        print(f"{name:32} -> {', '.join(sorted(found[name])) or 'nothing'}")
-    print(f"{sum(map(len, found.values()))} arrows between {len(found)} rooms")
+    for name, others in sorted((found := arrows()).items()):
+        print(f"{name:32} -> {', '.join(sorted(others)) or 'nothing'}")
     TopologicalSorter(found).prepare()  # its CycleError names a circle
 
 
