@@ -62,20 +62,20 @@ class Algorithm(nn.Module, ABC):
         previous_action: [B, A], the action that the robot executed last, in its units.
         carry: what the last call returned; None at an episode's start.
         noise: [B, *noise_shape], standard normal.
-        explore: True: sample as in practice. False: act as in an evaluation, with the noise of `calm`.
+        explore: True: sample as in practice. False: act as in an evaluation, with `evaluation_noise`.
         prefix: the chunks under way, if the acting policy continues them; None: chunks begin anew.
         Returns the Decision, with action [B, H, A] in the robot's units, and the carry of the next call.
 
         This takes a sample of the policy. An algorithm whose acting part is no Policy, such as a planner, has an `act`
         of its own.
         """
-        policy, noise = self.acting, noise if explore else self.calm(noise)
+        policy, noise = self.acting, noise if explore else self.evaluation_noise(noise)
         if not isinstance(policy, Policy):
             raise NotImplementedError(f"{type(self).__name__}: {type(policy).__name__} has no samples, so write `act`")
         action = policy.sample(observation, task=task, noise=noise.unsqueeze(0), prefix=prefix)[0]
         return Decision(action), carry
 
-    def calm(self, noise: Tensor) -> Tensor:
+    def evaluation_noise(self, noise: Tensor) -> Tensor:
         """Return the noise with which an evaluation acts: none, unless the policy always acts with noise."""
         return torch.zeros_like(noise) if self.acting.mode_at_zero else noise
 
@@ -113,21 +113,21 @@ class Algorithm(nn.Module, ABC):
 
 
 def frozen_copy(module: Copied, *shared: nn.Module) -> Copied:
-    """Copy a module that only `follow` changes from then on: a target, a reference or an average.
+    """Copy a module that only `soft_update` changes from then on: a target, a reference or an average.
 
     It shares with the original the weights that are frozen there, and the modules in `shared`.
     """
-    known: dict[int, Any] = {id(weight): weight for weight in module.parameters() if not weight.requires_grad}
-    return copy.deepcopy(module, known | {id(each): each for each in shared}).requires_grad_(False)
+    frozen = (weight for weight in module.parameters() if not weight.requires_grad)
+    return copy.deepcopy(module, {id(each): each for each in (*frozen, *shared)}).requires_grad_(False)
 
 
 @torch.no_grad()
-def follow(target: nn.Module, learned: nn.Module, share: float) -> None:
-    """Move each weight of `target` by this share towards the one of the same place in `learned`, if that is trained.
+def soft_update(target: nn.Module, source: nn.Module, share: float) -> None:
+    """Move each weight of `target` by this share towards the same weight of `source`, if that is trained.
 
     With share 1 it becomes equal. Weights that ZeRO-3 shards are made whole one at a time.
     """
-    both = zip(target.parameters(), learned.parameters(), strict=True)
+    both = zip(target.parameters(), source.parameters(), strict=True)
     pairs = [(weight, trained) for weight, trained in both if trained.requires_grad]
     is_sharded = any(hasattr(trained, "ds_id") for _, trained in pairs)
     for group in [[pair] for pair in pairs] if is_sharded else [pairs] if pairs else []:

@@ -22,7 +22,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 from torch import Tensor
 
-from serl_launcher.algorithms.base import critic_loss, follow
+from serl_launcher.algorithms.base import critic_loss, soft_update
 from serl_launcher.algorithms.sac import SAC
 from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.types import Batch, Metrics
@@ -55,11 +55,11 @@ class CalQL(SAC):
     def _update_critic(self, batch: Batch, noise: Tensor) -> Metrics:
         target = self.target(batch, noise)
         actions = torch.cat([batch.action.unsqueeze(0), self.compared(batch)])  # [M, B, 1, A]
-        prediction = self.critic_optimizer(batch.observation, actions)  # [E, M, B] or [E, M, B, K]
+        prediction = self.critic_optimizer.forward(batch.observation, actions)  # [E, M, B] or [E, M, B, K]
         loss, metrics = critic_loss(batch, self.critic, prediction[:, 0], target)
         conservative = (batch.weight * self.gap(batch, self.critic.values.mean(prediction)).sum(0)).mean()
         gradient = self.critic_optimizer.step(loss + self.cql_alpha * conservative)
-        follow(self.target_critic, self.critic, self.tau)
+        soft_update(self.target_critic, self.critic, self.tau)
         return {**metrics, "conservative_loss": conservative.detach(), "critic_gradient": gradient}
 
     @torch.no_grad()

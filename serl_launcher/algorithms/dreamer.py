@@ -30,7 +30,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Feature, Spec
 from torch import Tensor, nn
 
-from serl_launcher.algorithms.base import Algorithm, descend, follow, frozen_copy
+from serl_launcher.algorithms.base import Algorithm, descend, frozen_copy, soft_update
 from serl_launcher.algorithms.dreamer_rules import RULES
 from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.networks.returns import lambda_return
@@ -203,7 +203,7 @@ class Dreamer(Algorithm):
         found: list[State] = []
 
         def loss(part: Batch) -> tuple[Tensor, Metrics]:
-            value, metrics, states = self.optimizer(part, model, controller)
+            value, metrics, states = self.optimizer.forward(part, model, controller)
             found.append(states)
             return value, metrics
 
@@ -218,7 +218,7 @@ class Dreamer(Algorithm):
         """Count an update of the controller; after each `slow_every` of them the slow value follows."""
         self.controlled += 1
         if self.slow_every == 1 or int(self.controlled) % self.slow_every == 0:  # int: waits for the device
-            follow(self.slow_value, self.value_head, self.slow_share)
+            soft_update(self.slow_value, self.value_head, self.slow_share)
 
     def forward(self, batch: Batch, model: bool, controller: bool) -> tuple[Tensor, Metrics, State]:
         """Compute the losses of these parts -> their sum [], metrics, and the states after all rows, detached."""

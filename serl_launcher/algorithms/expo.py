@@ -4,7 +4,7 @@ The base policy is trained by imitation alone (`update_clone`; leave it out of t
 edit policy e changes a chunk a of the data, or of the base, by at most `reach`, and is trained as in SAC:
     (1) L = alpha log e(d | s, a) - mean_e Q_e(s, a + d),
 where alpha holds the entropy of d at a target. Of n samples of the base and an edit of each the one with the largest
-value acts, and backs up, in (1) of judged.py. So no gradient goes through the base's sampler.
+value acts, and backs up, in (1) of chunk_actor_critic.py. So no gradient goes through the base's sampler.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,45 +14,42 @@ from serl_client.spec import Spec
 from torch import Tensor, nn
 
 from serl_launcher.algorithms.base import descend
-from serl_launcher.algorithms.judged import Judged, PolicyFeatures, present
+from serl_launcher.algorithms.chunk_actor_critic import ActsByCritic, Parts, features_of, first_step
 from serl_launcher.algorithms.sac import LogTemperature, hold_entropy
-from serl_launcher.networks.critics import Critic
 from serl_launcher.networks.seeded_noise import normal
+from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.optim.optimizer import Optimizer
-from serl_launcher.policies.chunk import Bounded, HeadPolicy
+from serl_launcher.policies.chunk import Bounded
 from serl_launcher.policies.editor import Edited, Editor
 from serl_launcher.types import Batch, Metrics
 
 EDIT = 4  # stream of a row's random numbers for its edit
 
 
-class EXPO(Judged):
-    """Imitate (`update_clone`), judge (`update_critic`) and edit (`update_edit`).
+class EXPO(ActsByCritic):
+    """Imitate (`update_clone`), learn values (`update_critic`) and edit (`update_edit`).
 
     samples: n. reach: largest edit, of actions scaled to [-1, 1]. hidden: widths of the edit policy.
     edit_optimizer: makes the edit policy's optimiser.
     initial_temperature, entropy_per_action: as in SAC, per number of an edit.
-    The other arguments are those of Judged. Raises ConfigError for a head whose samples are all the same.
+    The other arguments are those of Parts. Raises ConfigError for a head whose samples are all the same.
     """
 
     def __init__(
         self, spec: Spec, *, samples: int, reach: float, hidden: Sequence[int],
         edit_optimizer: Callable[[nn.Module], Optimizer], initial_temperature: float, entropy_per_action: float,
-        **judged: Any,
+        encoder: Callable[[Spec], ObservationEncoder] | None, **parts: Any,
     ) -> None:  # fmt: skip
-        self._sizes = {"reach": reach, "hidden": hidden}
-        self._samples, self._spec, self._encoder = samples, spec, judged["encoder"]
-        super().__init__(spec, **judged)
+        made = Parts(spec, "expo", encoder=encoder, **parts)
+        policy, critic = made.policy, made.critic
+        features = features_of(spec, policy, encoder)
+        editor = Editor(features, policy.scale, horizon=critic.horizon, reach=reach, hidden=hidden)
+        super().__init__(made, Edited(policy, critic, editor, samples=samples))
         self.edit_optimizer = edit_optimizer(self.acting.editor)
         self.log_temperature = LogTemperature(initial_temperature)
         self.temperature_optimizer = Optimizer(self.log_temperature, learning_rate=self.edit_optimizer.learning_rate)
-        self.target_entropy = -entropy_per_action * self.critic_horizon * spec.action.shape[0]
+        self.target_entropy = -entropy_per_action * critic.horizon * spec.action.shape[0]
         self.windows["update_edit"] = self.windows["update_critic"]
-
-    def around(self, policy: HeadPolicy, critic: Critic) -> Edited:
-        features: Any = self._encoder(self._spec) if self._encoder else PolicyFeatures(policy)
-        editor = Editor(features, policy.scale, horizon=self.critic_horizon, **self._sizes)
-        return Edited(policy, critic, editor, critic_horizon=self.critic_horizon, samples=self._samples)
 
     def update_edit(self, batch: Batch) -> Metrics:
         """Take one step of the edit policy down (1), and one of the temperature; nothing else changes."""
@@ -62,13 +59,13 @@ class EXPO(Judged):
 
     def edit_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute (1) for the executed chunks."""
-        observation, scale = present(batch.observation), self.policy.scale
+        observation, scale = first_step(batch.observation), self.policy.scale
         executed = self.executed(batch)
-        unit, density = self.edit_optimizer(
+        unit, density = self.edit_optimizer.forward(
             observation, scale.to_unit(executed).unsqueeze(0), normal(batch.seed, executed.shape[1:], EDIT).unsqueeze(0)
         )
         bounded: Any = Bounded.apply(unit[0], *scale.limits())
-        value = self.climbed(observation, scale.from_unit(bounded))
+        value = self.value_by_action(observation, scale.from_unit(bounded))
         alpha = self.log_temperature().detach().exp()
         loss = (batch.weight * (alpha * density[0] - value)).mean()
         metrics = {"edit_loss": loss, "entropy": -density.mean(), "value_of_edit": value.mean()}

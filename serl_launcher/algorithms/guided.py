@@ -1,8 +1,8 @@
 """Critic-guided sampling: a diffusion or flow policy imitates, and the gradient of its critics leads its samples.
 
 The policy is never trained by the critics; the formula and its two weights are those of policies/guidance.py. With
-weight 0 and task_weight 1 the samples are the policy's own, bit by bit. Targets, (1) of judged.py, come from led
-samples too, because these act.
+weight 0 and task_weight 1 the samples are the policy's own, bit by bit. The targets (1) of
+chunk_actor_critic.py come from led samples too, because these act.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,9 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 from torch import Tensor
 
-from serl_launcher.algorithms.judged import Judged
+from serl_launcher.algorithms.chunk_actor_critic import ActsByCritic, Parts
 from serl_launcher.networks.critics import Critic
 from serl_launcher.networks.seeded_noise import uniform
-from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import NO_TASK, HeadPolicy
 from serl_launcher.policies.guidance import Guidance
 from serl_launcher.policies.wrapped import Wrapped
@@ -28,63 +27,55 @@ DROPPED = 3  # stream of a row's random numbers for leaving its task out
 
 
 class Led(Wrapped):
-    """Samples of `policy` that `critic` leads. critic_horizon: h, actions that it judges."""
+    """Samples of `policy` that `critic` leads."""
 
     size: Tensor  # [], mean |Q| in training
 
-    def __init__(
-        self, policy: HeadPolicy, critic: Critic, *, critic_horizon: int, weight: float, task_weight: float
-    ) -> None:
+    def __init__(self, policy: HeadPolicy, critic: Critic, *, weight: float, task_weight: float) -> None:
         super().__init__(policy)
-        self.critic, self.critic_horizon = critic, critic_horizon
-        self.weight, self.task_weight = weight, task_weight
+        self.critic, self.weight, self.task_weight = critic, weight, task_weight
         self.register_buffer("size", torch.ones(()))
 
     def choose(self, observation: Observation, task: Sequence[str], noise: Tensor) -> Tensor:
         def value(chunk: Tensor) -> Tensor:
-            return self.critic.judge(observation, chunk[None, :, : self.critic_horizon])[0]
+            return self.critic.mean_value(observation, chunk)
 
         guidance = Guidance(value, self.size, self.weight, self.task_weight)
         return self.policy.led(observation, noise, guidance, task=task, without=[NO_TASK] * len(noise))
 
 
-class Guided(Judged):
-    """Imitate (`update_clone`), judge (`update_critic`), and act by samples that the critics lead.
+class Guided(ActsByCritic):
+    """Imitate (`update_clone`), learn values (`update_critic`), and act by samples that the critics lead.
 
     weight: w of guidance.py; the critics' slope. 0: the policy alone.
     task_weight: u there, of classifier-free guidance; 1: the condition alone.
     task_drop: share of rows that are imitated without their task; classifier-free guidance needs some.
-    The other arguments are those of Judged. Raises ConfigError for a head that cannot be led, and for a task_weight
+    The other arguments are those of Parts. Raises ConfigError for a head that cannot be led, and for a task_weight
     other than 1 with a policy that reads no task, or that never learned without one.
     """
 
     changeable = ("weight", "task_weight")  # of the sampler alone: see config.changeable
     means = ("acts.size",)
 
-    def __init__(self, spec: Spec, *, weight: float, task_weight: float, task_drop: float, **judged: Any) -> None:
+    def __init__(self, spec: Spec, *, weight: float, task_weight: float, task_drop: float, **parts: Any) -> None:
         if not 0 <= task_drop < 1 or weight < 0:
             raise ConfigError(f"algo.task_drop={task_drop}, algo.weight={weight}: say a share below 1, and 0 or more")
-        self._weights, self.task_drop = {"weight": weight, "task_weight": task_weight}, task_drop
-        super().__init__(spec, **judged)
-
-    def checked(self, policy: Policy) -> HeadPolicy:
-        made = super().checked(policy)
-        if not made.head.steers:
+        made = Parts(spec, "guided", **parts)
+        policy = made.policy
+        if not policy.head.steers:
             raise ConfigError(
-                f"algo=guided leads the steps of a sampler, which {type(made.head).__name__} does not have: say "
+                f"algo=guided leads the steps of a sampler, which {type(policy.head).__name__} does not have: say "
                 "policy.head.path=linear with policy=flow, or policy=chunk with head=ddim or head=ddpm"
             )
-        if self._weights["task_weight"] != 1 and not ((made.tasks or made.reads_words) and self.task_drop):
+        if task_weight != 1 and not ((policy.tasks or policy.reads_words) and task_drop):
             raise ConfigError(
                 "algo.task_weight other than 1 compares with samples without a task: say policy.tasks=[...] and "
                 "algo.task_drop=0.1"
             )
-        return made
+        super().__init__(made, Led(policy, made.critic, weight=weight, task_weight=task_weight))
+        self.task_drop = task_drop
 
-    def around(self, policy: HeadPolicy, critic: Critic) -> Led:
-        return Led(policy, critic, critic_horizon=self.critic_horizon, **self._weights)
-
-    def calm(self, noise: Tensor) -> Tensor:
+    def evaluation_noise(self, noise: Tensor) -> Tensor:
         return torch.zeros_like(noise) if self.policy.mode_at_zero else noise
 
     def update_critic(self, batch: Batch) -> Metrics:

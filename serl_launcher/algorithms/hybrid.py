@@ -22,7 +22,7 @@ from serl_client.spec import Feature, Spec
 from serl_client.words import known
 from torch import Tensor, nn
 
-from serl_launcher.algorithms.base import critic_weight, follow, frozen_copy, value_target
+from serl_launcher.algorithms.base import critic_weight, frozen_copy, soft_update, value_target
 from serl_launcher.algorithms.sac import SAC
 from serl_launcher.networks.augment import Augment
 from serl_launcher.networks.critics import Critic
@@ -167,16 +167,16 @@ class Hybrid(SAC):
         metrics = super()._update_critic(replace(batch, action=arm), noise)
         loss, value = self.grasp_loss(batch, choice)
         gradient = self.grasp_optimizer.step(loss)
-        follow(self.target_grasp_critic, self.grasp_critic, self.tau)
+        soft_update(self.target_grasp_critic, self.grasp_critic, self.tau)
         return {**metrics, "grasp_loss": loss.detach(), "grasp_value": value, "grasp_gradient": gradient}
 
     def _update_policy(self, batch: Batch, noise: Tensor) -> Metrics:
-        follow(self.policy.grasp_critic, self.grasp_critic, 1.0)
+        soft_update(self.policy.grasp_critic, self.grasp_critic, 1.0)
         return super()._update_policy(batch, noise)
 
     def grasp_loss(self, batch: Batch, choice: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the mean of (2) and of Q(s, g), both []. choice: index of the executed gripper action [B, 1]."""
-        value = self.grasp_optimizer(batch.observation).gather(-1, choice).squeeze(-1)  # [B]
+        value = self.grasp_optimizer.forward(batch.observation).gather(-1, choice).squeeze(-1)  # [B]
         loss = critic_weight(batch) * (value - self.grasp_target(batch, choice)).square()
         return loss.mean(), value.detach().mean()
 

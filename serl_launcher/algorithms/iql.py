@@ -21,7 +21,7 @@ from serl_client.spec import Spec
 from torch import Tensor, nn
 
 from serl_launcher.algorithms.base import critic_weight, descend, value_target
-from serl_launcher.algorithms.judged import Judged, PolicyFeatures, present
+from serl_launcher.algorithms.chunk_actor_critic import ChunkActorCritic, Parts, features_of, first_step
 from serl_launcher.networks.critics import Critic, Target
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.optim.optimizer import Optimizer
@@ -30,28 +30,30 @@ from serl_launcher.types import Batch, Metrics, Observation, Window
 LARGEST = 100.0  # weight of an imitated window, as in the paper's code
 
 
-class IQL(Judged):
+class IQL(ChunkActorCritic):
     """`update_critic` takes (1), then (2); `update_policy` takes (3). The policy itself acts.
 
     expectile: tau of (1), between 0 and 1. beta: of (3), per unit of the return; 0 imitates all windows alike.
     critic: makes Q, and V with one member and no actions. Critics that classify learn (1) by their own loss, with the
         same factors: its minimum is the expectile, too, and for two_hot that of symlog(Q').
-    encoder, critic_optimizer: as in Judged; V has one of each, too. The other arguments are those of Judged.
+    encoder, critic_optimizer: as in Parts; V has one of each, too. The other arguments are those of Parts.
     Raises ConfigError for other numbers than these.
     """
 
     def __init__(
         self, spec: Spec, *, expectile: float, beta: float, encoder: Callable[[Spec], ObservationEncoder] | None,
-        critic: Callable[..., Critic], critic_optimizer: Callable[[nn.Module], Optimizer], **judged: Any,
+        critic: Callable[..., Critic], critic_optimizer: Callable[[nn.Module], Optimizer], **parts: Any,
     ) -> None:  # fmt: skip
         if not 0 < expectile < 1 or beta < 0:
             raise ConfigError(
                 "algo=iql: say an algo.expectile between 0 and 1, such as 0.7, and an algo.beta of at least 0, not "
                 f"expectile={expectile}, beta={beta}"
             )
-        super().__init__(spec, encoder=encoder, critic=critic, critic_optimizer=critic_optimizer, **judged)
+        made = Parts(spec, "iql", encoder=encoder, critic=critic, critic_optimizer=critic_optimizer, **parts)
+        super().__init__(made)
+        self.policy, self.critic = made.policy, made.critic
         self.expectile, self.beta = expectile, beta
-        features: Any = encoder(spec) if encoder else PolicyFeatures(self.policy)
+        features = features_of(spec, self.policy, encoder)
         self.state_critic = critic(spec, encoder=features, horizon=0, num_critics=1)
         self.state_optimizer = critic_optimizer(self.state_critic)
         offsets = self.policy.offsets
@@ -71,7 +73,7 @@ class IQL(Judged):
 
     def state_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute (1)."""
-        prediction = self.state_optimizer(present(batch.observation), batch.action[:, :0])  # [1, B] or [1, B, K]
+        prediction = self.state_optimizer.forward(first_step(batch.observation), batch.action)  # [1, B] or [1, B, K]
         target = self.target_value(batch)
         value = self.state_critic.values.mean(prediction.detach())[0]
         factor = (self.expectile - (target < value).float()).abs()
@@ -80,14 +82,14 @@ class IQL(Judged):
 
     def policy_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute (3) for windows of H actions."""
-        run = slice(self.critic_horizon)
+        run = slice(self.critic.horizon)
         begin = replace(
             batch, action=batch.action[:, run], valid=batch.valid[:, run], terminated=batch.terminated[:, run]
         )
         with torch.no_grad():
             advantage = self.target_value(begin) - self.state_value(batch.observation)
         factor = (self.beta * advantage).exp().clamp(max=LARGEST)
-        loss = (critic_weight(begin) * factor * self.imitated(batch)).mean()
+        loss = (critic_weight(begin) * factor * self.imitation_losses(batch)).mean()
         metrics = {"policy_loss": loss.detach(), "advantage": advantage.mean(), "imitation_weight": factor.mean()}
         return loss, metrics
 
@@ -101,12 +103,12 @@ class IQL(Judged):
     def target_value(self, batch: Batch) -> Tensor:
         """Return Q' of the batch's h actions [B]."""
         target = self.target_critic.target(
-            present(batch.observation), self.executed(batch), lambda value: value, self.generator
+            first_step(batch.observation), self.executed(batch), lambda value: value, self.generator
         )
         return target if isinstance(target, Tensor) else (target.values * target.shares).sum(0)
 
     def state_value(self, observation: Observation) -> Tensor:
         """Return V [B] of the first of the observations {name: [B, To, ...]}."""
-        seen = present(observation)
+        seen = first_step(observation)
         none = self.policy.scale.center.new_zeros(len(next(iter(seen.values()))), 0, self.policy.size)
         return self.state_critic.value(seen, none)[0]

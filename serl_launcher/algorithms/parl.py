@@ -19,11 +19,8 @@ from serl_client.spec import Feature, Spec
 from torch import Tensor
 
 from serl_launcher.algorithms.base import descend
-from serl_launcher.algorithms.judged import Judged, present
-from serl_launcher.networks.critics import Critic
+from serl_launcher.algorithms.chunk_actor_critic import ActsByCritic, Parts, first_step
 from serl_launcher.networks.seeded_noise import normal, uniform
-from serl_launcher.policies.base import Policy
-from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.policies.improved import Improved, best
 from serl_launcher.types import Batch, Metrics, Window
 
@@ -32,54 +29,46 @@ CANDIDATE, VERSION = "candidate", "candidate_version"  # derived columns
 DERIVED = "derived."
 
 
-class PARL(Judged):
-    """Judge chunks (`update_critic`), improve them (`update_candidates`), and imitate these (`update_distil`).
+class PARL(ActsByCritic):
+    """Learn values (`update_critic`), improve chunks (`update_candidates`), and imitate these (`update_distil`).
 
     samples, kept, steps, step_size, proposal_noise: n, k, T, eta and the noise of Improved.
-    temperature: of (1), in the units of the return. The other arguments are those of Judged; the policy imitates
-        actions, not positions. Raises ConfigError otherwise.
+    temperature: of (1), in the units of the return. The other arguments are those of Parts. Raises ConfigError for a
+        temperature of 0 or less, and for a policy that imitates positions.
     """
 
     def __init__(
         self, spec: Spec, *, samples: int, kept: int, steps: int, step_size: float, proposal_noise: float,
-        temperature: float, **judged: Any,
+        temperature: float, **parts: Any,
     ) -> None:  # fmt: skip
         if temperature <= 0:
             raise ConfigError(f"algo.temperature={temperature}: say more than 0; a small one takes the best candidate")
-        self._choice = {
-            "samples": samples, "kept": kept, "steps": steps, "step_size": step_size, "proposal_noise": proposal_noise,
-        }  # fmt: skip
-        self._temperature = temperature
-        super().__init__(spec, **judged)
-        policy, whole = self.policy, self.windows["update_clone"].offsets
-        self.derived = {
-            CANDIDATE: Feature((policy.horizon, *spec.action.shape)), VERSION: Feature((), "int64"),
-        }  # fmt: skip
+        made = Parts(spec, "parl", **parts)
+        policy = made.policy
+        if policy.imitation_target != "action":
+            raise ConfigError("algo=parl improves actions, not positions: say policy.imitation_target=action")
+        super().__init__(made, Improved(
+            policy, made.critic, samples=samples, kept=kept, steps=steps, step_size=step_size,
+            proposal_noise=proposal_noise,
+        ))  # fmt: skip
+        self._temperature, whole = temperature, self.windows["update_clone"].offsets
+        self.derived = {CANDIDATE: Feature((policy.horizon, *spec.action.shape)), VERSION: Feature((), "int64")}
         now = {**dict.fromkeys((*policy.inputs, *self.windows["update_critic"].offsets), (0,)), "action": (0,)}
         del now["next_observation"]
         self.windows["update_candidates"] = Window({**now, **whole})
         self.windows["update_distil"] = Window({**now, **dict.fromkeys((DERIVED + CANDIDATE, DERIVED + VERSION), (0,))})
 
-    def checked(self, policy: Policy) -> HeadPolicy:
-        made = super().checked(policy)
-        if made.imitation_target != "action":
-            raise ConfigError("algo=parl improves actions, not positions: say policy.imitation_target=action")
-        return made
-
-    def around(self, policy: HeadPolicy, critic: Critic) -> Improved:
-        return Improved(policy, critic, critic_horizon=self.critic_horizon, **self._choice)
-
     @torch.no_grad()
     def update_candidates(self, batch: Batch) -> tuple[Metrics, dict[str, Tensor]]:
         """Improve one chunk for each row's first step; nothing is trained. Returns metrics and derived columns."""
         batch, improved = self.augment(batch), self.acting
-        observation = present(batch.observation)
+        observation = first_step(batch.observation)
         sampled = improved.proposed(observation, batch.task, normal(batch.seed, improved.noise_shape))
         order = improved.value(observation, sampled).topk(improved.kept, 0).indices  # the best first
         kept = sampled.gather(0, order[..., None, None].expand(-1, -1, *sampled.shape[2:]))
         executed = torch.where(batch.valid.unsqueeze(-1), batch.action, kept[0])  # behind an end nothing was
         begun = torch.cat([kept[: max(1, improved.kept - 1)], executed.unsqueeze(0)])
-        climbed = improved.climbed(observation, begun)
+        climbed = improved.ascend(observation, begun)
         value = improved.value(observation, climbed)  # [k, B]
         shares = (value / self._temperature).softmax(0).cumsum(0)
         index = (shares < uniform(batch.seed, (), DRAWN)).sum(0).clamp(max=len(shares) - 1)

@@ -1,6 +1,6 @@
 """Q-chunking (QC: Li et al. 2025, arXiv 2507.07969) and flow Q-learning (FQL: Park et al. 2025, arXiv 2502.02538).
 
-A flow imitates all data, and critics judge its chunks: (1) of judged.py, with what acts as a'.
+A flow imitates all data, and critics learn the values of its chunks by (1) of chunk_actor_critic.py.
 Q-chunking (qc.yaml) acts with the best of n samples, by the critics: the data's support is the only constraint.
 FQL (fql.yaml) trains a second policy, mu, that makes a chunk from noise in one step. It climbs the critics, and stays
 near the flow's chunk from the same noise:
@@ -17,8 +17,7 @@ from serl_client.spec import Spec
 from torch import Tensor, nn
 
 from serl_launcher.algorithms.base import descend
-from serl_launcher.algorithms.judged import NEXT, Judged, present
-from serl_launcher.networks.critics import Critic
+from serl_launcher.algorithms.chunk_actor_critic import NEXT, ActsByCritic, ChunkActorCritic, Parts, first_step
 from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import HeadPolicy
@@ -27,48 +26,42 @@ from serl_launcher.policies.improved import Improved
 from serl_launcher.types import Batch, Metrics, Observation
 
 
-class QC(Judged):
-    """Imitate all data (`update_clone`), judge chunks (`update_critic`), act with the best of `samples` of them.
+class QC(ActsByCritic):
+    """Imitate all data (`update_clone`), learn values (`update_critic`), act with the best of `samples` chunks.
 
-    samples, proposal_noise: as in Improved. The other arguments are those of Judged.
+    samples, proposal_noise: as in Improved. The other arguments are those of Parts.
     """
 
-    def __init__(self, spec: Spec, *, samples: int, proposal_noise: float, **judged: Any) -> None:
-        self._choice = {"samples": samples, "proposal_noise": proposal_noise}
-        super().__init__(spec, **judged)
-
-    def around(self, policy: HeadPolicy, critic: Critic) -> Improved:
-        return Improved(policy, critic, critic_horizon=self.critic_horizon, **self._choice)
+    def __init__(self, spec: Spec, *, samples: int, proposal_noise: float, **parts: Any) -> None:
+        made = Parts(spec, "qc", **parts)
+        super().__init__(made, Improved(made.policy, made.critic, samples=samples, proposal_noise=proposal_noise))
 
 
-class FQL(Judged):
-    """Imitate all data by a flow (`update_clone`), judge chunks (`update_critic`), and train the one-step policy that
+class FQL(ChunkActorCritic):
+    """Imitate all data by a flow (`update_clone`), learn values (`update_critic`), and train the one-step policy that
     acts (`update_one_step`).
 
     policy: its head is a Flow. Makes the one-step policy too, whose head takes one step.
     distill_weight: alpha of (2). one_step_optimizer: makes the one-step policy's optimiser.
-    The other arguments are those of Judged.
+    The other arguments are those of Parts.
     """
 
     def __init__(
         self, spec: Spec, *, policy: Callable[[Spec], Policy], distill_weight: float,
-        one_step_optimizer: Callable[[nn.Module], Optimizer], **judged: Any,
+        one_step_optimizer: Callable[[nn.Module], Optimizer], **parts: Any,
     ) -> None:  # fmt: skip
-        super().__init__(spec, policy=policy, **judged)
-        self.one_step = self.checked(policy(spec))
-        assert isinstance(self.one_step.head, Flow)  # `checked`
+        made = Parts(spec, "fql", policy=policy, **parts)
+        head = made.policy.head
+        if not isinstance(head, Flow) or head.log_noise_level is not None or head.is_deterministic:
+            raise ConfigError(
+                "algo=fql distils a flow that starts at noise and is sampled without more of it: say policy=flow"
+            )
+        super().__init__(made)
+        self.policy, self.critic, self.one_step = made.policy, made.critic, policy(spec)
         self.one_step.head.steps = 1
         self.one_step_optimizer = one_step_optimizer(_Sampled(self.one_step))
         self.distill_weight = distill_weight
         self.windows["update_one_step"] = self.windows["update_critic"]
-
-    def checked(self, policy: Policy) -> HeadPolicy:
-        made = super().checked(policy)
-        if not isinstance(made.head, Flow) or made.head.log_noise_level is not None or made.head.is_deterministic:
-            raise ConfigError(
-                "algo=fql distils a flow that starts at noise and is sampled without more of it: say policy=flow"
-            )
-        return made
 
     @property
     def acting(self) -> HeadPolicy:
@@ -84,13 +77,13 @@ class FQL(Judged):
 
     def one_step_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute (2)."""
-        observation = present(batch.observation)
-        action = self.one_step_optimizer(batch)  # [B, H, A]
+        observation = first_step(batch.observation)
+        action = self.one_step_optimizer.forward(batch)  # [B, H, A]
         with torch.no_grad():
             flows, _ = self.policy.rsample(observation, seed=batch.seed, task=batch.task)
         scale = self.policy.scale
         distance = (scale.to_unit(action) - scale.to_unit(flows)).square().mean((1, 2))
-        value = self.climbed(observation, action)
+        value = self.value_by_action(observation, action)
         loss = self.distill_weight * distance - value / (value.detach().abs().mean() + 1e-6)
         metrics = {"distill": distance.detach().mean(), "value_of_policy": value.detach().mean()}
         loss = (batch.weight * loss).mean()
@@ -105,4 +98,4 @@ class _Sampled(nn.Module):
         self.policy = policy
 
     def forward(self, batch: Batch) -> Tensor:
-        return self.policy.rsample(present(batch.observation), seed=batch.seed, task=batch.task)[0]
+        return self.policy.rsample(first_step(batch.observation), seed=batch.seed, task=batch.task)[0]

@@ -16,7 +16,6 @@ The condition is added to the task's words for PI0, and an input of other polici
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from serl_client.errors import ConfigError
@@ -24,7 +23,7 @@ from serl_client.spec import Feature, Spec
 from torch import Tensor, nn
 
 from serl_launcher.algorithms.base import Algorithm, descend
-from serl_launcher.algorithms.judged import PolicyFeatures, present
+from serl_launcher.algorithms.chunk_actor_critic import features_of, first_step
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.critics import Critic
 from serl_launcher.networks.seeded_noise import uniform
@@ -95,7 +94,7 @@ class RECAP(Algorithm):
         if not isinstance(made, HeadPolicy):
             raise ConfigError(f"algo=recap needs chunks: say policy=flow or policy=pi0, not {type(made).__name__}")
         self.conditioned = Conditioned(made, task_weight)
-        features: Any = encoder(spec) if encoder else PolicyFeatures(made)
+        features = features_of(spec, made, encoder)
         self.critic = critic(spec, encoder=features, horizon=0, scale=made.scale)
         self.policy_optimizer, self.value_optimizer = optimizer(made), value_optimizer(self.critic)
         self.steps, self.failure, self.lowest, self.share, self.dropped = steps, failure, lowest, share, dropped
@@ -157,13 +156,16 @@ class RECAP(Algorithm):
 
     # -- losses and values
     def imitation_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        loss, _ = self.policy_optimizer(batch)  # [B]
+        loss, _ = self.policy_optimizer.forward(batch)  # [B]
         loss = (batch.weight * loss).mean()
         return loss, {"loss": loss.detach()}
 
     def value_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute the loss of (2) against (1)."""
-        prediction, target = self.value_optimizer(present(batch.observation), batch.action[:, :0]), self.returns(batch)
+        prediction, target = (
+            self.value_optimizer.forward(first_step(batch.observation), batch.action),
+            self.returns(batch),
+        )
         loss = (batch.weight * self.critic.loss(prediction, target)).mean()
         error = (self.critic.values.mean(prediction.detach()).mean(0) - target).abs().mean()
         return loss, {"value_loss": loss.detach(), "value_distance": error}
@@ -175,10 +177,10 @@ class RECAP(Algorithm):
 
     def values(self, observation: Observation) -> Tensor:
         """Return V of the first observations [B]."""
-        first = present(observation)
+        first = first_step(observation)
         count, size = len(next(iter(first.values()))), len(self.policy.scale.center)
         nothing = self.policy.scale.center.new_zeros(count, 0, size)
-        return self.critic.value(first, nothing).mean(0)
+        return self.critic.mean_value(first, nothing)
 
 
 def _told(policy: Callable[..., Policy]) -> Callable[..., Policy]:

@@ -26,7 +26,7 @@ from serl_client.spec import Spec
 from torch import Tensor, nn
 
 from serl_launcher.algorithms.base import Algorithm, descend
-from serl_launcher.algorithms.judged import present
+from serl_launcher.algorithms.chunk_actor_critic import first_step
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.mlp import ActionScale, mlp
 from serl_launcher.networks.vision import ObservationEncoder
@@ -143,7 +143,7 @@ class RewardClassifier(Algorithm):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute (1)."""
-        logit, label = self.optimizer(following(batch)), self.labels(batch)
+        logit, label = self.optimizer.forward(following(batch)), self.labels(batch)
         weight = balanced(label, batch.weight.unsqueeze(1) * self.is_known(batch)) / self.stages
         cross_entropy = F.binary_cross_entropy_with_logits(logit, label, reduction="none")
         missed = (-torch.expm1(-cross_entropy)).clamp(min=SURE)  # 1 - p
@@ -157,7 +157,7 @@ class RewardClassifier(Algorithm):
         """
         with torch.no_grad():
             logit = self.classifier.logit(following(batch))
-        calibrated, label = self.calibration_optimizer(logit), self.labels(batch)
+        calibrated, label = self.calibration_optimizer.forward(logit), self.labels(batch)
         weight = batch.weight.unsqueeze(1) * self.is_known(batch)
         cross_entropy = F.binary_cross_entropy_with_logits(calibrated, label, reduction="none")
         loss = ((weight * cross_entropy).sum(0) / weight.sum(0).clamp(min=1)).sum()
@@ -188,7 +188,7 @@ class RewardClassifier(Algorithm):
 def following(batch: Batch) -> Mapping[str, Any]:
     """Return the observation after each row, {name: [B, ...]}."""
     assert batch.next_observation is not None  # the window asks for it
-    return present(batch.next_observation)
+    return first_step(batch.next_observation)
 
 
 def balanced(label: Tensor, weight: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 from torch import Tensor, nn
 
-from serl_launcher.algorithms.base import Algorithm, critic_loss, follow, frozen_copy, value_target
+from serl_launcher.algorithms.base import Algorithm, critic_loss, frozen_copy, soft_update, value_target
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.critics import Critic, Target
 from serl_launcher.networks.seeded_noise import normal
@@ -40,7 +40,7 @@ class LogTemperature(nn.Module):
 
 def hold_entropy(optimizer: Optimizer, entropy: Tensor, target: float) -> Tensor:
     """Take one step of a LogTemperature down (18), in log alpha, and return alpha as it was before."""
-    log_alpha = optimizer()
+    log_alpha = optimizer.forward()
     optimizer.step(log_alpha * (entropy - target))
     return log_alpha.detach().exp()
 
@@ -90,7 +90,7 @@ class SAC(Algorithm):
     def acting(self) -> Policy:
         return self.policy
 
-    def calm(self, noise: Tensor) -> Tensor:
+    def evaluation_noise(self, noise: Tensor) -> Tensor:
         return torch.zeros_like(noise)
 
     def update(self, batch: Batch) -> Metrics:
@@ -108,14 +108,14 @@ class SAC(Algorithm):
 
     def _update_critic(self, batch: Batch, noise: Tensor) -> Metrics:
         target = self.target(batch, noise)
-        prediction = self.critic_optimizer(batch.observation, batch.action)  # [E, B] or [E, B, K]
+        prediction = self.critic_optimizer.forward(batch.observation, batch.action)  # [E, B] or [E, B, K]
         loss, metrics = critic_loss(batch, self.critic, prediction, target)  # (5)
         gradient = self.critic_optimizer.step(loss)
-        follow(self.target_critic, self.critic, self.tau)
+        soft_update(self.target_critic, self.critic, self.tau)
         return {**metrics, "critic_gradient": gradient}
 
     def _update_policy(self, batch: Batch, noise: Tensor) -> Metrics:
-        follow(self.policy.encoder.trunks, self.critic.encoder.trunks, 1.0)
+        soft_update(self.policy.encoder.trunks, self.critic.encoder.trunks, 1.0)
         loss, log_prob = self.policy_loss(batch, noise)
         gradient = self.policy_optimizer.step(loss)
         entropy = -log_prob.detach().mean()
@@ -126,7 +126,7 @@ class SAC(Algorithm):
 
     @torch.no_grad()
     def value(self, batch: Batch) -> Tensor:
-        return self.critic.value(batch.observation, batch.action).mean(0)
+        return self.critic.mean_value(batch.observation, batch.action)
 
     @torch.no_grad()
     def target(self, batch: Batch, noise: Tensor) -> Target:
@@ -146,6 +146,6 @@ class SAC(Algorithm):
         noise: [B, 1, A]. Returns the mean loss [] and log pi [B].
         """
         action, log_prob = self.policy.rsample(batch.observation, noise=noise)
-        value = self.critic.value(batch.observation, action).mean(0)
+        value = self.critic.mean_value(batch.observation, action)
         loss = self.log_temperature().detach().exp() * log_prob - value
         return (batch.weight * loss).mean(), log_prob

@@ -11,7 +11,7 @@ from typing import Any
 from serl_client.spec import Spec
 from torch import Tensor, nn
 
-from serl_launcher.algorithms.base import Algorithm, descend, follow, frozen_copy
+from serl_launcher.algorithms.base import Algorithm, descend, frozen_copy, soft_update
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Policy
@@ -50,12 +50,12 @@ class SFT(Algorithm):
         """Take one step down the mean loss, weighted by the batch's `weight`."""
         metrics, gradient = descend(self.optimizer, self.augment(batch), self.loss)
         before = self.optimizer.steps - 1
-        follow(self.averaged, self.policy, 1 - min(self.ema_decay, (1 + before) / (10 + before)))
+        soft_update(self.averaged, self.policy, 1 - min(self.ema_decay, (1 + before) / (10 + before)))
         return {**metrics, "gradient": gradient}
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute the mean imitation loss, weighted by the batch's `weight`."""
-        loss, metrics = self.optimizer(batch)  # [B]
+        loss, metrics = self.optimizer.forward(batch)  # [B]
         loss = (batch.weight * loss).mean()
         return loss, {"loss": loss.detach(), **metrics}
 

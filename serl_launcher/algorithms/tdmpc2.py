@@ -14,7 +14,7 @@ from serl_client.spec import Spec
 from torch import Tensor
 from torch.nn import functional
 
-from serl_launcher.algorithms.base import Algorithm, follow, frozen_copy
+from serl_launcher.algorithms.base import Algorithm, frozen_copy, soft_update
 from serl_launcher.networks.augment import Augment, augmentation
 from serl_launcher.networks.latent import LatentModel
 from serl_launcher.networks.seeded_noise import normal
@@ -83,7 +83,7 @@ class TDMPC2(Algorithm):
     ) -> tuple[Decision, Carry]:  # fmt: skip
         """Plan from the last plan's mean, which is the carry [B, H, A]; see Algorithm.act."""
         if not self.planner.plans:
-            action, mean, std = self.planner.propose(observation, noise if explore else self.calm(noise))
+            action, mean, std = self.planner.propose(observation, noise if explore else self.evaluation_noise(noise))
         else:
             begun = self.planner.begun(len(noise)) if carry is None else carry
             action, plan = self.planner.search(observation, begun, noise, explore=explore)
@@ -98,7 +98,7 @@ class TDMPC2(Algorithm):
         gradient = self.optimizer.step(loss)
         policy_loss, policy_metrics = self.policy_loss(batch, latents)
         policy_gradient = self.policy_optimizer.step(policy_loss)
-        follow(self.target_critics, self.planner.model.critics, self.tau)
+        soft_update(self.target_critics, self.planner.model.critics, self.tau)
         gradients = {"model_gradient": gradient, "policy_gradient": policy_gradient}
         return metrics | policy_metrics | gradients
 
@@ -110,7 +110,7 @@ class TDMPC2(Algorithm):
             encoded = model.encode_steps(later)  # [B, H, L]
             target = self.target(batch, encoded)
         first = {name: batch.observation[name][:, 0] for name in model.inputs}
-        latents, rewards, values, logits = self.optimizer(first, action, self.generator)
+        latents, rewards, values, logits = self.optimizer.forward(first, action, self.generator)
         errors = {
             "consistency": (latents[:, 1:] - encoded).square().mean(-1),
             "reward": model.values.loss(rewards, batch.reward),
@@ -141,7 +141,7 @@ class TDMPC2(Algorithm):
         latents: [B, H+1, L]. No gradient goes into critics or model: the optimiser differentiates by the prior alone.
         """
         noise = normal(batch.seed, (latents.shape[1], self.size), stream=1)
-        action, log_prob = self.policy_optimizer(latents, noise)  # [B, H+1, A], [B, H+1]
+        action, log_prob = self.policy_optimizer.forward(latents, noise)  # [B, H+1, A], [B, H+1]
         values = self.planner.model.judge(latents.flatten(0, 1), action.flatten(0, 1))[self._two()].mean(0)
         values = values.unflatten(0, latents.shape[:2])
         self._rescale(values[:, 0].detach())

@@ -186,7 +186,7 @@ class WorldModels(Algorithm):
         """Take one step of V."""
 
         def loss(part: Batch) -> tuple[Tensor, Metrics]:
-            error, divergence = self.vae_optimizer(
+            error, divergence = self.vae_optimizer.forward(
                 self._pictures(part), normal(part.seed, (self.actor.codes,))
             )  # [B] each
             means = {"picture_error": (part.weight * error).mean(), "divergence": (part.weight * divergence).mean()}
@@ -210,7 +210,7 @@ class WorldModels(Algorithm):
         def loss(part: Batch) -> tuple[Tensor, Metrics]:
             mean, log_variance = (part.extras[name].float() for name in (MEAN, LOG_VARIANCE))  # [B, T, codes]
             code = drawn(mean, log_variance, normal(part.seed, tuple(mean.shape[1:])))
-            unlikely = self.rnn_optimizer(code, self.actor.scale.to_unit(part.action[:, :-1]))  # [B, T - 1]
+            unlikely = self.rnn_optimizer.forward(code, self.actor.scale.to_unit(part.action[:, :-1]))  # [B, T - 1]
             share = part.weight[:, None] * part.valid[:, 1:]
             value = (share * unlikely).sum() / part.valid[:, 1:].sum().clamp(min=1)
             return value, {"code_unlikeliness": value.detach()}

@@ -231,8 +231,8 @@ def symexp(value: Tensor) -> Tensor:
 class Critic(nn.Module):
     """E estimates of Q(observation, actions): MLPs that share only their encoder.
 
-    horizon: actions of one decision; a chunk counts as one action of horizon * A numbers. 0: they estimate the value of
-        an observation, V, and are given actions [B, 0, A].
+    horizon: h. A chunk's first h actions count, as one action of h * A numbers. 0: they estimate the value V of an
+        observation.
     values: makes what represents a value. hidden: widths of the layers, each with an optional LayerNorm and a ReLU.
     num_critics: E. num_target_critics: m, how many of them are drawn for each target; all, if there are no more.
     lowest: share of the drawn critics, the lowest, whose mean a target takes. 0: the lowest alone; 1: the mean of all.
@@ -253,6 +253,7 @@ class Critic(nn.Module):
                 "critic: num_critics and num_target_critics are at least 1, lowest is a share between 0 and 1, not "
                 f"num_critics={num_critics}, num_target_critics={num_target_critics}, lowest={lowest}"
             )
+        self.horizon = horizon
         self.num_critics, self.num_drawn = num_critics, min(num_critics, num_target_critics)
         self.num_lowest = max(1, math.ceil(lowest * self.num_drawn))
         self.std_penalty = std_penalty
@@ -267,19 +268,19 @@ class Critic(nn.Module):
         self.network = nn.Sequential(*layers, self.values.layer(num_critics, inputs))
 
     def forward(self, observation: Observation, action: Tensor) -> Tensor:
-        """Predict [E, B, ...] for observation {name: [B, ...]} and action [B, H, A] in the robot's units.
+        """Predict [E, B, ...] for observation {name: [B, ...]} and chunks [B, H, A] in the robot's units, H >= h.
 
         n actions of each observation, [n, B, H, A], are predicted at once: [E, n, B, ...].
         """
-        features, unit = self.encoder(observation), self.scale.to_unit(action).flatten(-2)
+        features, unit = self.encoder(observation), self.scale.to_unit(action[..., : self.horizon, :]).flatten(-2)
         if unit.ndim == 3:  # an observation is encoded once for all its actions
             inputs = torch.cat([features.expand(len(unit), -1, -1), unit], -1).flatten(0, 1)
             return self.network(inputs.expand(self.num_critics, -1, -1)).unflatten(1, unit.shape[:2])
         return self.network(torch.cat([features, unit], -1).expand(self.num_critics, -1, -1))
 
-    def judge(self, observation: Observation, candidates: Tensor) -> Tensor:
-        """Return the ensemble's mean value of n candidates [n, B, H, A] for each observation -> [n, B]."""
-        return self.value(observation, candidates).mean(0)
+    def mean_value(self, observation: Observation, action: Tensor) -> Tensor:
+        """Return the ensemble's mean value [B] of chunks [B, H, A], or [n, B] of n chunks for each observation."""
+        return self.value(observation, action).mean(0)
 
     def loss(self, prediction: Tensor, target: Target) -> Tensor:
         """Sum the losses of predictions [E, B, ...] over the ensemble -> [B]."""

@@ -33,7 +33,7 @@ Groups = Sequence[tuple[float, Sequence[nn.Parameter]]]  # a factor of the learn
 class Optimizer:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) on the trainable parameters of `module`, or another rule.
 
-    Calling it runs the module. A step differentiates with respect to these parameters alone: a policy loss that passes
+    `forward` runs the module. A step differentiates with respect to these parameters alone: a policy loss that passes
     through a critic leaves no gradient in the critic.
 
     learning_rate: the largest of the schedule. warmup, decay, final: see schedule.rate.
@@ -69,20 +69,23 @@ class Optimizer:
         self.steps = self._part = 0  # taken, and parts of the next one that were differentiated
         self._norm = torch.zeros(())
         self._loaded: dict[str, State] = {}
-        self._way: _Replica | _Shards | None = None  # made when it is needed: it takes memory, on the right device
+        self._placement: _Replica | _Shards | None = (
+            None  # made when it is needed: it takes memory, on the right device
+        )
 
-    def __call__(self, *inputs: Any) -> Any:
-        return self.way.run(*inputs)
+    def forward(self, *inputs: Any) -> Any:
+        """Run the module, as it is placed on the ranks."""
+        return self.placement.module(*inputs)
 
     @property
-    def way(self) -> "_Replica | _Shards":
-        """How the module is spread; for itself, unless `spread` has said otherwise."""
-        if self._way is None:
-            self._way = _Replica(self.module, self.parameters, self._groups, self._made, World())
+    def placement(self) -> "_Replica | _Shards":
+        """How the module is placed on the ranks: alone on this one, unless `spread` was called."""
+        if self._placement is None:
+            self._placement = _Replica(self.module, self.parameters, self._groups, self._made, World())
             for name, state in self._loaded.items():
-                self._way.load(name, state)
+                self._placement.load(name, state)
             self._loaded = {}
-        return self._way
+        return self._placement
 
     def spread(self, world: World, sharding: Mapping[str, Any] | None) -> None:
         """Train on all ranks from now on, with the state that rank 0 has; every rank calls this, its module being on
@@ -96,11 +99,11 @@ class Optimizer:
         self._norm = torch.tensor(norm)
         own = (self.module, self.parameters, self._groups)
         if sharding:
-            self._way = _Shards(*own, self._adam, world, sharding, self.accumulation, self.grad_clip_norm)
+            self._placement = _Shards(*own, self._adam, world, sharding, self.accumulation, self.grad_clip_norm)
         else:
-            self._way = _Replica(*own, self._made, world)
+            self._placement = _Replica(*own, self._made, world)
         for name in names:
-            self._way.load(name, world.broadcast(self._loaded.get(name)))
+            self._placement.load(name, world.broadcast(self._loaded.get(name)))
         self._loaded = {}
 
     def _made(self, weights: Sequence[nn.Parameter], states: dict[nn.Parameter, State]) -> "_Rule":
@@ -120,11 +123,11 @@ class Optimizer:
         self._part += 1
         is_last = self._part == self.accumulation
         part = loss if self.accumulation == 1 else loss / self.accumulation
-        self.way.differentiate(part, is_first=self._part == 1, is_last=is_last)
+        self.placement.differentiate(part, is_first=self._part == 1, is_last=is_last)
         if not is_last:
             return torch.zeros((), device=loss.device)
         learning_rate = self.learning_rate * rate(self.steps, **self._schedule)
-        norm = self.way.step(learning_rate, self.grad_clip_norm, measured=self.steps % NORM_EVERY == 0)
+        norm = self.placement.step(learning_rate, self.grad_clip_norm, measured=self.steps % NORM_EVERY == 0)
         self._norm = self._norm.to(loss.device) if norm is None else norm
         self._part, self.steps = 0, self.steps + 1
         return self._norm
@@ -132,17 +135,19 @@ class Optimizer:
     @property
     def refused(self) -> int:
         """How many steps had a gradient that was not finite, in this process; waits for the device."""
-        return 0 if self._way is None else int(self._way.refused)
+        return 0 if self._placement is None else int(self._placement.refused)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps taken, the last norm, and the state of each weight by its name, whole: whatever ranks and
         sharding are, and were. Every rank calls this."""
-        states = self._loaded if self._way is None else {name: self._way.state(name) for name in self.parameters}
+        states = (
+            self._loaded if self._placement is None else {name: self._placement.state(name) for name in self.parameters}
+        )
         return {"steps": self.steps, "norm": float(self._norm), "states": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what state_dict said. Called before `spread`, on rank 0 alone."""
-        self.steps, self._loaded, self._way = state["steps"], dict(state["states"]), None
+        self.steps, self._loaded, self._placement = state["steps"], dict(state["states"]), None
         self._norm = torch.tensor(state["norm"])
 
 
@@ -166,7 +171,7 @@ class _Replica:
     def __init__(
         self, module: nn.Module, parameters: Parameters, groups: Groups, rule: Callable[..., "_Rule"], world: World
     ) -> None:
-        self.run, self._parameters = module, parameters
+        self.module, self._parameters = module, parameters
         self._states: dict[nn.Parameter, State] = {}
         self._rules = [(factor, rule(weights, self._states)) for factor, weights in groups]
         self._average = GradientAverage(list(parameters.values()), world) if world.size > 1 else None
@@ -314,24 +319,24 @@ class _Shards:
             if self._stage == 3:  # `initialize` alone would move the whole module to the device before it is sharded
                 deepspeed.zero.Init(module=module, config_dict_or_path=config)
             rule = torch.optim.AdamW([{"params": list(weights)} for _, weights in groups], fused=True, **adam)
-            self.run, self._zero, *_ = deepspeed.initialize(
+            self.module, self._zero, *_ = deepspeed.initialize(
                 model=module, model_parameters=list(parameters.values()), optimizer=rule, config=config
             )  # fmt: skip
 
     def differentiate(self, loss: Tensor, *, is_first: bool, is_last: bool) -> None:
-        self.run.backward(loss, scale_wrt_gas=False)
+        self.module.backward(loss, scale_wrt_gas=False)
         if not is_last:
-            self.run.step()  # it counts parts by this
+            self.module.step()  # it counts parts by this
 
     def step(self, learning_rate: float, grad_clip_norm: float | None, *, measured: bool) -> Tensor:
         for factor, group in zip(self._factors, self._zero.param_groups, strict=True):
             group["lr"] = factor * learning_rate
-        self.run.step()
+        self.module.step()
         if self._stage < 3 and not self._is_linked:  # DeepSpeed does so behind the first group, when others have none
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
             self._is_linked = True
-        return torch.as_tensor(self.run.get_global_grad_norm(), dtype=torch.float32, device=self.run.device)
+        return torch.as_tensor(self.module.get_global_grad_norm(), dtype=torch.float32, device=self.module.device)
 
     def state(self, name: str) -> State:
         """All of it on rank 0, in memory that is not the device's; nothing elsewhere."""

@@ -50,10 +50,8 @@ class Editor(nn.Module):
 class Edited(Improved):
     """Of n samples of `policy` and an edit of each, the one with the largest value: the on-the-fly policy of EXPO."""
 
-    def __init__(
-        self, policy: HeadPolicy, critic: Critic, editor: Editor, *, critic_horizon: int, samples: int
-    ) -> None:
-        super().__init__(policy, critic, critic_horizon=critic_horizon, samples=samples, proposal_noise=0.0)
+    def __init__(self, policy: HeadPolicy, critic: Critic, editor: Editor, *, samples: int) -> None:
+        super().__init__(policy, critic, samples=samples)
         if not 0 < editor.reach <= 1:
             raise ConfigError(f"algo.reach={editor.reach}: say more than 0 and at most 1")
         self.editor = editor

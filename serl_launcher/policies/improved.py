@@ -22,15 +22,15 @@ from serl_launcher.types import Observation
 class Improved(Wrapped):
     """The chunk with the largest value among samples of `policy`, after some steps up the critic.
 
-    critic: Q(s, a_1..a_h) of the first h actions of a chunk. critic_horizon: h.
+    critic: Q(s, a_1..a_h) of the first h actions of a chunk.
     samples: n. kept: k, of the best; None: all. steps: T. step_size: eta, of actions scaled to [-1, 1].
     proposal_noise: standard deviation added to samples, of actions scaled to [-1, 1]. A head without noise needs it.
     Raises ConfigError for other numbers, and for a head whose samples are all the same without proposal noise.
     """
 
     def __init__(
-        self, policy: HeadPolicy, critic: Critic, *, critic_horizon: int, samples: int, kept: int | None = None,
-        steps: int = 0, step_size: float = 0.0, proposal_noise: float = 0.0,
+        self, policy: HeadPolicy, critic: Critic, *, samples: int, kept: int | None = None, steps: int = 0,
+        step_size: float = 0.0, proposal_noise: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(policy)
         kept = samples if kept is None else kept
@@ -44,7 +44,7 @@ class Improved(Wrapped):
                 f"all samples of {type(policy.head).__name__} are the same, so there is no best of {samples}: say "
                 "algo.proposal_noise=0.1, algo.samples=1, or another head"
             )
-        self.critic, self.critic_horizon = critic, critic_horizon
+        self.critic = critic
         self.samples, self.kept, self.steps, self.step_size = samples, kept, steps, step_size
         self.proposal_noise = proposal_noise
 
@@ -76,9 +76,9 @@ class Improved(Wrapped):
         if self.kept < len(candidates):
             order = self.value(observation, candidates).topk(self.kept, 0).indices
             candidates = candidates.gather(0, order[..., None, None].expand(-1, -1, *candidates.shape[2:]))
-        return self.climbed(observation, candidates)
+        return self.ascend(observation, candidates)
 
-    def climbed(self, observation: Observation, candidates: Tensor) -> Tensor:
+    def ascend(self, observation: Observation, candidates: Tensor) -> Tensor:
         """Take the T steps (1), and return of each candidate [k, B, H, A] the step with the largest value."""
         if not self.steps:
             return candidates
@@ -99,7 +99,7 @@ class Improved(Wrapped):
 
     def value(self, observation: Observation, candidates: Tensor) -> Tensor:
         """Return the critics' mean value of candidates [n, B, H, A] -> [n, B]."""
-        return self.critic.judge(observation, candidates[:, :, : self.critic_horizon])
+        return self.critic.mean_value(observation, candidates)
 
 
 def best(candidates: Tensor, value: Tensor) -> Tensor:

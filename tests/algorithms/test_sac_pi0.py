@@ -113,12 +113,12 @@ def test_target_and_critic_that_have_met_say_the_same_of_the_same(encoder):
 def test_only_the_actions_that_are_run_are_judged():
     algorithm, rows = build(), chunks()
     action, _ = algorithm.policy.rsample(now(rows.observation), seed=rows.seed)
-    (slope,) = torch.autograd.grad(algorithm.climbed(now(rows.observation), action).sum(), action)
+    (slope,) = torch.autograd.grad(algorithm.value_by_action(now(rows.observation), action).sum(), action)
     assert (slope[:, :JUDGED].abs().sum(-1) > 0).all()
     assert slope[:, JUDGED:].abs().sum() == 0
     assert algorithm.windows["update"].horizon == JUDGED
     assert algorithm.windows["update_clone"].horizon == HORIZON
-    assert build(critic_horizon=50).critic_horizon == HORIZON
+    assert build(critic_horizon=50).critic.horizon == HORIZON
 
 
 # -- the policy

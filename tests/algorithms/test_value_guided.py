@@ -8,8 +8,8 @@ import torch
 from hydra.utils import instantiate
 from serl_client import ConfigError
 
+from serl_launcher.algorithms.chunk_actor_critic import first_step
 from serl_launcher.algorithms.guided import Led
-from serl_launcher.algorithms.judged import present
 from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.policies.improved import Improved
@@ -44,7 +44,7 @@ class Bowl:
     def __init__(self, center, scale):
         self.center, self.scale, self.said = center, scale, []
 
-    def judge(self, observation, candidates):
+    def mean_value(self, observation, candidates):
         value = -(self.scale.to_unit(candidates) - self.center).square().sum((-2, -1))
         self.said.append(value.detach())
         return value
@@ -55,7 +55,7 @@ def climber(center, **options):
     policy = SimpleNamespace(scale=scale, head=SimpleNamespace(is_deterministic=False))
     climbing = Improved.__new__(Improved)
     torch.nn.Module.__init__(climbing)
-    climbing.__dict__.update(policy=policy, critic=Bowl(center, scale), critic_horizon=3, **options)
+    climbing.__dict__.update(policy=policy, critic=Bowl(center, scale), **options)
     return climbing, scale
 
 
@@ -66,7 +66,7 @@ def test_local_steps_shrink_the_distance_to_the_best_action_as_they_must_and_nev
     center = torch.tensor([0.3, -0.4])
     climbing, scale = climber(center, steps=7, step_size=0.1)
     begun = torch.rand(4, 5, 3, 2) - 0.5
-    found = scale.to_unit(climbing.climbed({}, scale.from_unit(begun)))
+    found = scale.to_unit(climbing.ascend({}, scale.from_unit(begun)))
     torch.testing.assert_close(found - center, (1 - 2 * 0.1) ** 7 * (begun - center))
     said = torch.stack(climbing.critic.said)
     assert (said.diff(dim=0) >= 0).all()
@@ -74,11 +74,11 @@ def test_local_steps_shrink_the_distance_to_the_best_action_as_they_must_and_nev
 
 def test_a_step_that_is_too_long_is_not_kept_and_no_step_leaves_the_bounds():
     climbing, scale = climber(torch.full((2,), 5.0), steps=3, step_size=0.2)
-    found = scale.to_unit(climbing.climbed({}, torch.zeros(2, 5, 3, 2)))
+    found = scale.to_unit(climbing.ascend({}, torch.zeros(2, 5, 3, 2)))
     torch.testing.assert_close(found, torch.ones_like(found))  # the bound, on the way to 5
     climbing, scale = climber(torch.zeros(2), steps=3, step_size=1.4)  # each step goes too far, and further away
     begun = torch.full((2, 5, 3, 2), 0.5)
-    torch.testing.assert_close(scale.to_unit(climbing.climbed({}, scale.from_unit(begun))), begun)
+    torch.testing.assert_close(scale.to_unit(climbing.ascend({}, scale.from_unit(begun))), begun)
 
 
 def test_candidates_are_kept_by_value_and_the_worst_of_them_gives_way_to_what_was_executed():
@@ -195,9 +195,9 @@ def test_the_one_step_policy_stays_near_the_flow_from_the_same_noise_and_climbs_
     """(2) of qc.py and its gradient, from the definition."""
     fql = build("fql")
     drawn = rows(fql, "update_one_step")
-    seen, unit = present(drawn.observation), fql.policy.scale.to_unit
+    seen, unit = first_step(drawn.observation), fql.policy.scale.to_unit
     chunk, flow = (each.rsample(seen, seed=drawn.seed, task=drawn.task)[0] for each in (fql.one_step, fql.policy))
-    value = fql.critic.value(seen, chunk[:, : fql.critic_horizon]).mean(0)
+    value = fql.critic.value(seen, chunk).mean(0)
     apart = (unit(chunk) - unit(flow.detach())).square().mean((1, 2))
     expected = (drawn.weight * (fql.distill_weight * apart - value / value.detach().abs().mean())).mean()
     found, _ = fql.one_step_loss(drawn)
@@ -220,7 +220,7 @@ def test_guidance_of_weight_zero_is_the_policy_bit_by_bit_and_more_of_it_finds_m
         if not weight:
             alone = algorithm.policy.sample(seen, task=("reach",) * 5, noise=noise[None])[0]
             assert torch.equal(found[weight], alone)
-    judged = [algorithm.critic.judge(seen, chunk[None]).mean() for chunk in found.values()]
+    judged = [algorithm.critic.mean_value(seen, chunk[None]).mean() for chunk in found.values()]
     assert judged[1] > judged[0]
 
 
@@ -231,16 +231,16 @@ def test_the_slope_moves_the_guess_by_the_share_of_noise_that_is_left():
     plain = algorithm.policy.sample(seen, noise=noise[None])[0]
     scale = algorithm.policy.scale
     unit = scale.to_unit(plain).detach().requires_grad_()
-    algorithm.critic.judge(seen, scale.from_unit(unit)[None]).sum().backward()
+    algorithm.critic.mean_value(seen, scale.from_unit(unit)[None]).sum().backward()
     moved = unit.detach() + 0.25 * unit.grad / (algorithm.acting.size + 1e-6)
     torch.testing.assert_close(act(algorithm, seen, noise), scale.from_unit(moved.clamp(-1, 1)))
 
 
 def test_the_critic_is_asked_for_no_action_beyond_the_bounds(monkeypatch):
     algorithm, asked = build("guided"), []
-    judge = algorithm.critic.judge
+    value = algorithm.critic.mean_value
     monkeypatch.setattr(
-        algorithm.critic, "judge", lambda seen, tried: asked.append(tried.detach()) or judge(seen, tried)
+        algorithm.critic, "mean_value", lambda seen, tried: asked.append(tried.detach()) or value(seen, tried)
     )
     act(algorithm, observed(), 20 * torch.randn(5, *algorithm.acting.noise_shape))
     assert torch.stack(asked).abs().max() == 2
@@ -333,7 +333,7 @@ def test_the_best_of_samples_and_their_edits_acts():
     sampled = acting.proposed(seen, (), noise[..., : 4 * 2])
     edits, _ = acting.edited(seen, sampled, noise[..., 4 * 2 :].transpose(0, 1).unflatten(-1, (4, 2)))
     both = torch.cat([sampled, edits])
-    best = both[algorithm.critic.judge(seen, both).argmax(0), torch.arange(5)]
+    best = both[algorithm.critic.mean_value(seen, both).argmax(0), torch.arange(5)]
     assert torch.equal(act(algorithm, seen, noise), best)
 
 
@@ -348,6 +348,6 @@ def test_an_update_of_the_edits_moves_neither_base_nor_critics():
 
 def test_a_wrapped_policy_alone_is_led_as_its_algorithm_leads_it():
     algorithm = build("guided", "algo.weight=0")
-    led = Led(algorithm.policy, algorithm.critic, critic_horizon=4, weight=0.0, task_weight=1.0)
+    led = Led(algorithm.policy, algorithm.critic, weight=0.0, task_weight=1.0)
     noise = torch.randn(2, 5, *led.noise_shape)
     assert torch.equal(led.sample(observed(), noise=noise), algorithm.policy.sample(observed(), noise=noise))

@@ -48,7 +48,7 @@ def alone():
     optimizer = optimizer_of()
     for step in range(STEPS):
         for part in range(2):
-            losses = [optimizer(rows_of(step, part, rank), rank) for rank in (0, 1)]
+            losses = [optimizer.forward(rows_of(step, part, rank), rank) for rank in (0, 1)]
             optimizer.step(sum(losses) / 2)
     return optimizer.module.state_dict(), list(optimizer.state_dict()["states"].values())
 
@@ -66,7 +66,7 @@ def trained(folder, rank):
     for step in range(STEPS):
         sent.clear()
         for part in range(2):
-            optimizer.step(optimizer(rows_of(step, part, rank), rank))
+            optimizer.step(optimizer.forward(rows_of(step, part, rank), rank))
     given = world.scatter([{"rows": rows_of(9, 0, each), "names": [str(each)]} for each in (0, 1)] if rank == 0 else ())
     joined = world.joined(given["rows"])
     torch.save([optimizer.module.state_dict(), list(optimizer.state_dict()["states"].values()), sent, (given, joined)],

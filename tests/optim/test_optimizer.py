@@ -53,7 +53,7 @@ def test_a_step_is_adams_and_what_is_frozen_or_not_used_stays_as_it_is():
     adam = torch.optim.AdamW([p for p in twin.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
     optimizer = Optimizer(module, learning_rate=0.01, weight_decay=0.1)
     for step in range(3):
-        optimizer.step(optimizer(batch_of(seed=step)).mean())
+        optimizer.step(optimizer.forward(batch_of(seed=step)).mean())
         adam.zero_grad()
         twin(batch_of(seed=step)).mean().backward()
         adam.step()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from serl_client.spec import Array
 
-from serl_launcher.algorithms.judged import present
+from serl_launcher.algorithms.chunk_actor_critic import first_step
 from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.training.report import read
 from tools.studies import runs
@@ -87,11 +87,11 @@ def phases(way: str, updates: int, starts: int) -> list[str]:
 def values_led(folder: Path) -> dict[str, float]:
     """Return the mean value of chunks that the critics lead, and of the same policy's without them."""
     algorithm, batch = trained(folder, "update_clone")
-    observation, acting, found = present(batch.observation), algorithm.acting, {}
+    observation, acting, found = first_step(batch.observation), algorithm.acting, {}
     for name, weight in (("value_led", acting.weight), ("value_alone", 0.0)):
         acting.weight = weight
         chunk = acting.choose(observation, batch.task, normal(batch.seed, acting.noise_shape))
-        value = acting.critic.judge(observation, chunk[None, :, : acting.critic_horizon])
+        value = acting.critic.mean_value(observation, chunk)
         found[name] = round(value.mean().item(), 4)
     return found
 
