@@ -39,7 +39,7 @@ def steps(optimizer, count, seed=1):
     norms = []
     for step in range(count):
         for part in optimizer.parts(batch_of(seed=seed + step)):
-            norm = optimizer.step(optimizer(part).mean())
+            norm = optimizer.step(optimizer.forward(part).mean())
         norms.append(float(norm))
     return norms
 
@@ -129,7 +129,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(value, acc
     assert optimizer.refused == 0
     for seed in (0, None, None, 1):
         for part in optimizer.parts(bad if seed is None else batch_of(seed=seed)):
-            optimizer.step(optimizer(part).mean())
+            optimizer.step(optimizer.forward(part).mean())
     steps(straight, 2, seed=0)
     assert torch.equal(weights(module), weights(twin))
     assert (optimizer.steps, optimizer.refused) == (4, 2)
