@@ -84,7 +84,7 @@ def _train(config: DictConfig, run_dir: Path, link: Connection, spec: Spec, worl
     with mirrored(run_dir / "metrics.jsonl", config.log):
         learner.run()
         ranks.end()
-        summarise(learner)
+        summarise(learner, run_dir)
 
 
 def follow(config: DictConfig) -> None:
@@ -114,20 +114,24 @@ def _updates(config: DictConfig) -> set[str]:
     return {name for name in dir(algorithm.func) if name.startswith("update")}
 
 
-def summarise(learner: Learner) -> None:
+def summarise(learner: Learner, run_dir: Path) -> None:
     """Write summary.json and learning_curve.png, and print the table; a plan that only evaluates: evaluation.json, too.
 
     Such a plan leaves a summary.json alone that tells an evaluation of the same weights already.
     """
-    counters, phases, version = learner.counters, learner.plan.phases.values(), learner.publisher.version["sha256"]
+    counters, phases, version = (
+        learner.counters,
+        learner.state.plan.phases.values(),
+        learner.publisher.version["sha256"],
+    )
     done = counters.finished()["flags"]
     done = done[done & TRAINED > 0]
     evaluations = [learner.evaluations[phase.name] for phase in phases if phase.name in learner.evaluations]
-    summary = learner.run_dir / "summary.json"
+    summary = run_dir / "summary.json"
     files = [summary]
     if not any(phase.updates or phase.actors.mode in ("collect", "teleop") for phase in phases):
         measured = (report.read(summary).get("eval") or {}).get("weights_sha256")
-        files = [*[summary] * (measured != version), learner.run_dir / "evaluation.json"]
+        files = [*[summary] * (measured != version), run_dir / "evaluation.json"]
     write = functools.partial(
         report.write, env_steps=counters.env_steps, episodes=len(done), assisted=int((done & ASSISTED > 0).sum()),
         updates=learner.state.updates, wall_s=learner.wall_s, evaluations=evaluations, weights_sha256=version,

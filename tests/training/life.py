@@ -83,7 +83,7 @@ class Life:
             checkpoints=Checkpoints(run_dir / "checkpoints", spec=spec, config=config or {"algo": "rlpd"}),
             console=Console("learner", io.StringIO()), **{**arguments, **options},
         )  # fmt: skip
-        self.learner.link.wait = self._waiting(self.learner.link.wait)
+        self.learner.server.link.wait = self._waiting(self.learner.server.link.wait)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._error = None
 
@@ -119,7 +119,7 @@ class Life:
         except Exception as error:
             self._error = error
         finally:
-            self.learner.link.close()
+            self.learner.server.link.close()
 
     def run(self):
         """Until the plan ends, or the trainer dies."""

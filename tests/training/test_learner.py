@@ -133,14 +133,14 @@ def test_a_phase_without_data_says_so_and_leaves_that_behind(tmp_path, serve, li
     paced = phase(start_when="online.steps >= 10", pace={"updates_per_step": 1, "tolerance": 0}, until="operator")
     plan = plan_of(clone=phase(mode="idle", into=None, data={"demo": 1.0}, until="updates >= 1"), practise=paced)
     life, shown = live(server, plan), []
-    life.learner.console.show = shown.append
+    life.learner.monitor.console.show = shown.append
     life.begin()
     until(lambda: shown and shown[-1]["waits for"] == "data")
     client = connect(server)
     client.command("goto", "practise")
     until(lambda: client.state.directive["phase"] == "practise" and client.state.directive["paced"])
     until(lambda: shown[-1]["waits for"] == "env steps: pace")
-    assert life.learner._allowed is not None
+    assert life.learner.director.limit is not None
     client.command("next")
     leave(client, life)
 
@@ -209,7 +209,7 @@ def test_an_evaluation_by_other_weights_than_the_trained_ones_ends_the_run(tmp_p
     with pytest.raises(RetakeError, match=r"practise was to run weights 2, but \[1\] acted"):
         learner._evaluated(plan.phases["practise"], 0)
     learner.publisher.version = {"version": 1}
-    next(learner.algorithm.acting.parameters()).data.add_(1)
+    next(learner.ranks.algorithm.acting.parameters()).data.add_(1)
     with pytest.raises(RetakeError, match="the weights that practise ran are not the trained ones"):
         learner._evaluated(plan.phases["practise"], 0)
     assert not learner.evaluations

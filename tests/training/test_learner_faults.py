@@ -68,7 +68,7 @@ def test_a_trainer_hears_and_is_heard_again_after_each_death_of_the_server(serve
     client.command("next")
     until(lambda: client.state.directive["mode"] == "stop")
     leave(client, life)
-    assert server.report()["directive"]["number"] == life.learner._number
+    assert server.report()["directive"]["number"] == life.learner.director.number
     assert_newest(server, life)
 
 
@@ -93,7 +93,7 @@ def test_a_trainer_takes_no_answer_for_that_to_another_request_when_the_store_fa
     until(lambda: client.state.directive["phase"] == "rest")
     push(client, range(8, 14))
     until(lambda: life.phase == "last" and client.state.directive["phase"] == "last")
-    until(lambda: life.learner._number == client.state.directive["number"])
+    until(lambda: life.learner.director.number == client.state.directive["number"])
     assert_newest(server, life)
     client.command("next")
     leave(client, life)

@@ -1,0 +1,111 @@
+"""Shows the training while it runs: records in the metrics file, and the console's lines."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from serl_client import clock
+from serl_client.console import Console
+
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.training.counters import RunCounters, succeeded, value_error
+from serl_launcher.training.metrics import MetricsLog
+from serl_launcher.training.plan import Phase
+from serl_launcher.training.ranks import Ranks
+from serl_launcher.training.writers import Patience
+
+log = logging.getLogger(__name__)
+
+METRICS_S = 1.0
+CLIPPED = 0.01  # share of critic targets outside of their range from which a warning is logged
+
+
+class Monitor:
+    """Writes each ended episode, and once a second the newest metrics, to the metrics file and the console."""
+
+    def __init__(
+        self, metrics: MetricsLog, console: Console, counters: RunCounters, ranks: Ranks, patience: Patience
+    ) -> None:
+        self.metrics, self.console = metrics, console
+        self._counters, self._ranks, self._patience = counters, ranks, patience
+        self._latest: Mapping[str, torch.Tensor] = {}  # metrics of the phase's updates
+        self._rate = (clock.monotonic(), 0)  # when, and how many updates there were
+        self._next = 0.0
+        self._is_clipping_told = False
+
+    def add(self, metrics: Mapping[str, torch.Tensor]) -> None:
+        """Keep the metrics of an update until they are shown."""
+        self._latest = {**self._latest, **metrics}
+
+    def begin_phase(self) -> None:
+        """Forget the metrics of the phase that ended: those of the next phase's updates have other names."""
+        self._latest = {}
+
+    def is_due(self) -> bool:
+        """Return whether METRICS_S have passed since this was last True."""
+        now = clock.monotonic()
+        is_due = now >= self._next
+        self._next = now + METRICS_S if is_due else self._next
+        return is_due
+
+    def write(self, kind: str, updates: int, values: Mapping[str, Any]) -> None:
+        self._patience(lambda: self.metrics.write(kind, {"updates": updates, **values}))
+
+    def write_episode(self, episode: EpisodeInfo, updates: int, wall_s: float) -> None:
+        """Write an episode that ended, once, whatever is told of it later."""
+        values = {
+            "phase": episode.phase, "steps": episode.steps, "return": episode.reward,
+            "success": None if episode.success is None else succeeded(episode), "intervened": episode.intervened,
+            "weights": episode.weights, "updates": updates, "wall_s": round(wall_s, 2),
+        }  # fmt: skip
+        self._patience(lambda: self.metrics.once("episode", episode.id, values))
+
+    def value_error(self, phase: str, count: int) -> dict[str, float]:
+        """Compare values with returns, for the newest `count` episodes of a phase; see counters.value_error."""
+        episodes = self._counters.recent(phase, count)
+        return value_error(self._counters.sources, self._ranks.algorithm, episodes, self._ranks.world.device)
+
+    def show(
+        self, phase: Phase | None, *, updates: int, refused: int, mode: Any, wall_s: float, waits_for: str,
+        version: int, actors: str,
+    ) -> None:  # fmt: skip
+        """Write the newest metrics, if there were updates since the last call, and show the console's lines."""
+        now, (then, before) = clock.monotonic(), self._rate
+        rate = (updates - before) / max(now - then, 1e-9)
+        self._rate = (now, updates)
+        if self._latest and rate:
+            values = {name: float(value) for name, value in self._latest.items()}
+            values |= self.value_error(phase.name, 20) if phase else {}
+            values |= {"refused": refused} if refused else {}
+            self._warn_of_clipping(values.get("targets_outside", 0.0))
+            self.write("update", updates, {"rate": round(rate, 1), **values})
+        name = phase.name if phase else "end"
+        recent = [episode for episode in self._counters.recent(name, 20) if not episode.discard]
+        assisted = [episode for episode in recent if episode.intervened]
+        alone = [episode for episode in recent if not episode.intervened]
+        self.console.show({
+            "phase": f"{name} ({mode}), {wall_s:.0f} s",
+            "episodes": f"{self._counters.episodes}",
+            "success": f"{_succeeded(alone)} unassisted, {_succeeded(assisted)} assisted, of the last {len(recent)}",
+            "return": f"{sum(e.reward for e in recent) / max(1, len(recent)):.2f} mean of the last {len(recent)}",
+            "store": ", ".join(f"{n} {b.head - b.tail}" for n, b in self._counters.sources.buffers.items()),
+            "updates": f"{updates}, {rate:.0f}/s",
+            "waits for": waits_for,
+            "weights": f"version {version}",
+            "actors": actors,
+        })  # fmt: skip
+
+    def _warn_of_clipping(self, share: float) -> None:
+        """Say once if the critics cannot represent the returns that there are."""
+        if share > CLIPPED and not self._is_clipping_told:
+            self._is_clipping_told = True
+            log.warning(
+                "%.0f %% of the critics' targets lie outside of critic.values.low to critic.values.high and are "
+                "clipped: begin another run with a range that holds the returns, or with critic=two_hot", 100 * share
+            )  # fmt: skip
+
+
+def _succeeded(episodes: Sequence[EpisodeInfo]) -> str:
+    labelled = [episode for episode in episodes if episode.success is not None]
+    return f"{sum(map(succeeded, labelled))} of {len(labelled)}"
