@@ -1,7 +1,6 @@
 """Simulates a task that needs memory: only an episode's first observation tells where the goal is."""
 
 from collections.abc import Mapping
-from functools import partial
 
 import numpy as np
 from serl_client.env import Observation
@@ -13,6 +12,8 @@ from robot_infra.judges import Function
 from robot_infra.safety import SafeRobot
 from robot_infra.tasks.fake import FakeRobot
 
+FPS = 5.0  # steps per second
+COST = 0.5  # what each metre to the goal takes of a step's reward
 END = 0.5  # metres from the middle: there the episode ends
 START = 0.3  # metres from the middle, within which it begins
 
@@ -47,17 +48,16 @@ class CorridorRobot(FakeRobot):
     def hold_action(self) -> Array:
         return np.zeros(1, np.float32)
 
-    def judged(self, observation: Observation, cost: float) -> Verdict:
-        """End the episode at either end. Give 1 at the goal, and take `cost` for each metre to it."""
+    def judged(self, observation: Observation) -> Verdict:
+        """End the episode at either end. Give 1 at the goal, and take COST for each metre to it."""
         x, goal = self.position[0], self.side * END
         success = bool(x * self.side >= END)
-        return Verdict(float(success - cost * abs(goal - x)), bool(abs(x) >= END), success)
+        return Verdict(float(success - COST * abs(goal - x)), bool(abs(x) >= END), success)
 
 
-def make(*, fps: float, max_steps: int, cost: float, clock: str) -> RobotEnv:
-    """Make the task as an Env. cost: what each metre to the goal takes of a step's reward."""
-    robot = CorridorRobot(fps=fps)
+def make(*, max_steps: int, clock: str) -> RobotEnv:
+    """Make the task as an Env. max_steps: of an episode."""
+    robot = CorridorRobot(fps=FPS)
     return RobotEnv(
-        SafeRobot(robot), judge=Function(partial(robot.judged, cost=cost)), task="go to the goal", fps=fps,
-        max_steps=max_steps, clock=clock,
-    )  # fmt: skip
+        SafeRobot(robot), judge=Function(robot.judged), task="go to the goal", fps=FPS, max_steps=max_steps, clock=clock
+    )

@@ -15,6 +15,8 @@ from robot_infra.teleop.scripted import Rescuer
 START, GOAL = np.array([-0.5, 0.0]), np.array([0.5, 0.0])
 SPREAD = 0.02  # metres: starts differ by up to this much
 HALF_WIDTH = 0.12  # of a gap, metres
+TAKEOVER_AFTER = 12  # steps without progress, after which the script takes over
+HANDBACK_AFTER = 10  # steps with progress, after which it hands back to the policy
 
 
 class WallRobot(FakeRobot):
@@ -57,14 +59,12 @@ class WallRobot(FakeRobot):
         return Verdict(float(success), success or self.has_crashed, success)
 
 
-def make(
-    *, gaps: int, max_steps: int, noise: float, clock: str, takeover_after: int, handback_after: int, fps: float = FPS
-) -> RobotEnv:
+def make(*, gaps: int, max_steps: int, noise: float, clock: str) -> RobotEnv:
     """Make the task as an Env, with a scripted operator.
 
     noise: standard deviation of the scripted operator's actions.
     """
-    robot = WallRobot(gaps=gaps, fps=fps)
+    robot = WallRobot(gaps=gaps, fps=FPS)
 
     def intent() -> Array:
         action = robot.way() / robot.stroke
@@ -72,9 +72,9 @@ def make(
 
     operator = Rescuer(
         intent, lambda: float(np.linalg.norm(robot.way())), noise=noise, margin=robot.stroke / 4,
-        takeover_after=takeover_after, handback_after=handback_after,
+        takeover_after=TAKEOVER_AFTER, handback_after=HANDBACK_AFTER,
     )  # fmt: skip
     return RobotEnv(
-        SafeRobot(robot), judge=Function(robot.judged), task="pass the wall", fps=fps, max_steps=max_steps, clock=clock,
+        SafeRobot(robot), judge=Function(robot.judged), task="pass the wall", fps=FPS, max_steps=max_steps, clock=clock,
         teleop=operator,
     )  # fmt: skip

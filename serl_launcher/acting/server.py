@@ -38,6 +38,7 @@ RECORD_S = 30.0  # between two recordings while actors ask, because answers wait
 HEARD = 256  # messages at one turn
 COUNTED = 1000  # answers that the report is about
 TURN = 50  # ms between two looks at what is published
+WINDOW_S = 0.005  # seconds that a request waits, at most, for others to share its batch
 
 
 class InferenceServer:
@@ -237,7 +238,7 @@ def infer(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], Non
             budget.check_acting(budget.of_acting(make), memory.free(device, 1), device)
         server = InferenceServer(
             PolicyHost(build(config, spec), spec, device), run_dir / "weights",
-            f"tcp://{config.host}:{config.inference_port}", window=config.inference_window_ms / 1000,
+            f"tcp://{config.host}:{config.inference_port}", window=WINDOW_S,
             keys=Path(config["keys"]) if config["keys"] else None,
         )  # fmt: skip
         bridge = bridge_of(config, server.host, server.ask)

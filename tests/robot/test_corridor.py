@@ -10,7 +10,7 @@ from tests.shared.robots import play
 
 @pytest.fixture
 def env():
-    return make(fps=5, max_steps=20, cost=0.5, clock="simulated")
+    return make(max_steps=20, clock="simulated")
 
 
 def episode(env, seed, action):

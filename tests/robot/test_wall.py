@@ -9,7 +9,7 @@ from serl_client import ConfigError
 from robot_infra.tasks.wall import WallRobot, make
 from tests.shared.robots import RIGHT, play
 
-made = partial(make, max_steps=40, noise=0.2, clock="simulated", takeover_after=12, handback_after=10)
+made = partial(make, max_steps=40, noise=0.2, clock="simulated")
 
 
 @pytest.mark.parametrize("gaps", [1, 2, 4])
