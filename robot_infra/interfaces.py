@@ -98,19 +98,15 @@ class Robot(Protocol):
     def home(self, seed: int) -> None:
         """Begin to move, slowly, to where episodes start; `stop` ends the way. A simulated robot is there at once, and
         sets up the scene that `seed` names."""
-        ...
 
     def recover(self) -> None:
         """Clear a fault, once a person has said that the robot may move again; hold. Without a fault do nothing."""
-        ...
 
     def stop(self) -> None:
         """Hold now; may be called twice, and after a fault."""
-        ...
 
     def close(self) -> None:
         """Give the connection back; may be called twice, and after a fault."""
-        ...
 
 
 class Camera(Protocol):
@@ -125,7 +121,6 @@ class Camera(Protocol):
 
     def close(self) -> None:
         """Give the device back; may be called twice."""
-        ...
 
 
 class Teleop(Protocol):
@@ -139,7 +134,6 @@ class Teleop(Protocol):
         seed: a script draws its noise from it.
         demonstrate: the device drives the whole episode; else it takes over where it seems right.
         """
-        ...
 
     def read(self, hold: Array) -> Array | None:
         """Return the action [A] wanted now, or None while nobody drives. Never blocks.
@@ -168,11 +162,9 @@ class Device(Protocol):
 
     def forget(self) -> None:
         """Forget motions that were begun before now."""
-        ...
 
     def close(self) -> None:
         """Give the device back; may be called twice."""
-        ...
 
 
 class Judge(Protocol):

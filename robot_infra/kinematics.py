@@ -5,7 +5,6 @@ Sugihara, "Solvability-unconcerned inverse kinematics by the Levenberg-Marquardt
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +14,6 @@ BIAS = 1e-6  # of the damping, so that it is never 0
 PASSES = 12  # of the damped least squares for one step, at most
 SHORTER, MARGIN = 3, 0.95  # tries with a shorter way each, and the share of the allowed one that the next try takes
 CLOSE = 1e-6  # metres and radians, at which a pose is reached
-UNIVERSAL = (math.pi / 2, 0.0, 0.0, math.pi / 2, -math.pi / 2, 0.0)  # twists of six joints with three parallel axes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,19 +117,12 @@ def at(x: float = 0.0, y: float = 0.0, z: float = 0.0) -> Array:
     return pose
 
 
-def nova(d1: float, a2: float, a3: float, d4: float, d5: float, d6: float) -> Array:
-    """Return the table [6, 4] of a Dobot Nova arm from its published lengths (metres).
-
-    Assumed, because only lengths are published in what we know: the twists are those of a UR-type arm, and with all
-    joints at 0 the arm stands upright.
-    """
-    offsets = 0, -math.pi / 2, 0, -math.pi / 2, 0, 0
-    lengths: Sequence[tuple[float, float]] = ((d1, 0), (0, a2), (0, a3), (d4, 0), (d5, 0), (d6, 0))
-    return np.array([(*pair, *turn) for pair, turn in zip(lengths, zip(UNIVERSAL, offsets, strict=True), strict=True)])
-
-
-NOVA2 = nova(0.2234, -0.280, -0.225, 0.1175, 0.120, 0.088)
-NOVA5 = nova(0.240, -0.400, -0.330, 0.135, 0.120, 0.088)
+# The Dobot Nova 2. Only its lengths are published, so the rest is assumed: it is built like an arm of UR, and stands
+# upright with all joints at 0.
+NOVA2 = np.array([
+    [0.2234, 0, math.pi / 2, 0], [0, -0.280, 0, -math.pi / 2], [0, -0.225, 0, 0],
+    [0.1175, 0, math.pi / 2, -math.pi / 2], [0.120, 0, -math.pi / 2, 0], [0.088, 0, 0, 0],
+])  # fmt: skip
 
 
 def _links(table: Array, joints: Array) -> Array:

@@ -31,7 +31,6 @@ class Space(Protocol):
 
     def begin(self, positions: Array) -> None:
         """Begin an episode at these positions."""
-        ...
 
     def target(self, action: Array, before: Array) -> Array:
         """Return the target positions that an action means after the target `before`."""

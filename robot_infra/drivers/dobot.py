@@ -170,7 +170,7 @@ class DobotArm(Arm):
         until = clock.monotonic() + CONNECTING
         while True:
             self._replies = {port: p.Replies() for port in (p.DASHBOARD, self._version.motion)}
-            self._feedback = p.Feedback(self._version)
+            self._feedback = p.Feedback()
             self._packet: Any = None
             self._answers: list[p.Reply] = []
             self._refused: p.Reply | None = None  # the first set point that the controller did not take

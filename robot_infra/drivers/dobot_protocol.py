@@ -8,7 +8,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,36 +29,13 @@ SIZE, TEST = 1440, 0x0123456789ABCDEF
 TEST_AT = 48
 TEST_BYTES, SIZE_BYTES = TEST.to_bytes(8, "little"), SIZE.to_bytes(2, "little")
 HEAD = TEST_AT + len(TEST_BYTES)  # bytes that show where a packet begins
-FIELDS: Mapping[str, tuple[int, str]] = {  # name: (offset, format)
-    "len": (0, "<u2"), "digital_inputs": (8, "<u8"), "digital_outputs": (16, "<u8"), "robot_mode": (24, "<u8"),
-    "time_stamp": (32, "<u8"), "test_value": (TEST_AT, "<u8"), "speed_scaling": (64, "<f8"), "v_robot": (88, "<f8"),
-    "i_robot": (96, "<f8"), "q_target": (192, "6<f8"), "qd_target": (240, "6<f8"), "qdd_target": (288, "6<f8"),
-    "i_target": (336, "6<f8"), "m_target": (384, "6<f8"), "q_actual": (432, "6<f8"), "qd_actual": (480, "6<f8"),
-    "i_actual": (528, "6<f8"), "actual_tcp_force": (576, "6<f8"), "tool_vector_actual": (624, "6<f8"),
-    "tcp_speed_actual": (672, "6<f8"), "tcp_force": (720, "6<f8"), "tool_vector_target": (768, "6<f8"),
-    "tcp_speed_target": (816, "6<f8"), "motor_temperatures": (864, "6<f8"), "joint_modes": (912, "6<f8"),
-    "v_actual": (960, "6<f8"), "hand_type": (1008, "4u1"), "user": (1012, "u1"), "tool": (1013, "u1"),
-    "run_queued_command": (1014, "u1"), "pause": (1015, "u1"), "velocity_ratio": (1016, "u1"),
-    "acceleration_ratio": (1017, "u1"), "brake_status": (1025, "u1"), "enable_status": (1026, "u1"),
-    "drag_status": (1027, "u1"), "running_status": (1028, "u1"), "error_status": (1029, "u1"),
-    "jog_status": (1030, "u1"), "robot_type": (1031, "u1"), "six_force_online": (1037, "u1"),
-    "m_actual": (1120, "6<f8"), "load": (1168, "<f8"), "load_centre": (1176, "3<f8"), "user_value": (1200, "6<f8"),
-    "tool_value": (1248, "6<f8"), "six_force": (1304, "6<f8"), "target_quaternion": (1352, "4<f8"),
-    "actual_quaternion": (1384, "4<f8"),
+FIELDS: Mapping[str, tuple[int, str]] = {  # name: (offset, format), of what is read here or simulated
+    "len": (0, "<u2"), "robot_mode": (24, "<u8"), "time_stamp": (32, "<u8"), "test_value": (TEST_AT, "<u8"),
+    "q_target": (192, "6<f8"), "q_actual": (432, "6<f8"), "qd_actual": (480, "6<f8"), "enable_status": (1026, "u1"),
+    "running_status": (1028, "u1"), "error_status": (1029, "u1"),
 }  # fmt: skip
-V3_FIELDS = {"v_main": (80, "<f8"), "trace_index": (1296, "<f8")}
-V4_FIELDS = {
-    "run_time": (40, "<u8"), "program_state": (104, "<f8"), "collision": (1038, "u1"), "safe_skin": (1039, "4u1"),
-    "vibration_z": (1104, "<f8"), "command_id": (1112, "<u8"), "auto_manual_mode": (1416, "<u2"),
-    "export_status": (1418, "<u2"), "safety_state": (1420, "u1"),
-}  # fmt: skip
-
-
-def _packet(more: Mapping[str, tuple[int, str]]) -> np.dtype[Any]:
-    fields = {**FIELDS, **more}
-    offsets, formats = zip(*fields.values(), strict=True)
-    return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": SIZE})
-
+OFFSETS, FORMATS = zip(*FIELDS.values(), strict=True)
+PACKET = np.dtype({"names": [*FIELDS], "formats": FORMATS, "offsets": OFFSETS, "itemsize": SIZE})
 
 # -- the versions
 
@@ -69,7 +46,7 @@ class Version:
 
     motion: port of servo commands. servo_replies: whether these are answered. ahead: ServoJ's name of the look-ahead.
     shortest: least t of ServoJ, seconds. stop: ends every motion and what is queued. tells_why: a refusal says whether
-    an alarm, the emergency stop, the power or a script is its reason. packet: of the feedback.
+    an alarm, the emergency stop, the power or a script is its reason.
     """
 
     name: str
@@ -79,17 +56,15 @@ class Version:
     shortest: float
     stop: str
     tells_why: bool
-    packet: np.dtype[Any]
 
 
 V3 = Version(
     "V3", motion=30003, servo_replies=False, ahead="lookahead_time", shortest=0.02, stop="ResetRobot()",
-    tells_why=False, packet=_packet(V3_FIELDS),
+    tells_why=False,
 )  # fmt: skip
-V4 = replace(
-    V3, name="V4", motion=DASHBOARD, servo_replies=True, ahead="aheadtime", shortest=0.004, stop="Stop()",
-    tells_why=True, packet=_packet(V4_FIELDS),
-)  # fmt: skip
+V4 = Version(
+    "V4", motion=DASHBOARD, servo_replies=True, ahead="aheadtime", shortest=0.004, stop="Stop()", tells_why=True
+)
 VERSIONS = {each.name: each for each in (V3, V4)}
 
 # -- robot modes: `robot_mode` of the feedback, and the reply of RobotMode
@@ -248,8 +223,7 @@ class Feedback:
     The protocol has no checksum: what was changed within a packet is not seen.
     """
 
-    def __init__(self, version: Version) -> None:
-        self._packet = version.packet
+    def __init__(self) -> None:
         self._rest = b""  # less than a packet
 
     def feed(self, data: bytes) -> list[Any]:
@@ -263,7 +237,7 @@ class Feedback:
             elif len(rest) < end:
                 break
             else:
-                found.append(np.frombuffer(rest[begin:end], self._packet)[0])
+                found.append(np.frombuffer(rest[begin:end], PACKET)[0])
                 begin = _head(rest, end)
         self._rest = rest[max(0, len(rest) - HEAD + 1) if begin is None else begin :]
         return found

@@ -106,10 +106,6 @@ class Machine:
         self.alarms[joint].append(number)
         self.disable()
 
-    def collide(self) -> None:
-        """Meet something."""
-        self.alarm(p.COLLIDED)
-
     def press(self) -> None:
         """Press the emergency stop, which also takes the power away."""
         self.is_stopped, self.is_powered = True, False
@@ -244,14 +240,12 @@ class Machine:
 
     def packet(self) -> bytes:
         """Return the feedback packet of now."""
-        made: Any = np.zeros((), self.version.packet)
+        made: Any = np.zeros((), p.PACKET)
         made["len"], made["test_value"], made["time_stamp"] = p.SIZE, p.TEST, round(1000 * self.time)
-        made["robot_mode"], made["speed_scaling"], made["joint_modes"] = self.mode, 100, 8
+        made["robot_mode"] = self.mode
         made["q_actual"], made["qd_actual"], made["q_target"] = self.q, self.speed, self._target
         made["enable_status"], made["error_status"] = self.is_enabled, any(self.alarms)
         made["running_status"] = self.speed.any()
-        if self.version is p.V4:
-            made["collision"], made["command_id"] = self.mode == p.COLLISION, self._id
         return made.tobytes()
 
 

@@ -27,9 +27,9 @@ ENDS = ((800, 3300), (900, 3200), (900, 3100), (850, 3200), (0, 4095), (2000, 35
 MIDDLE = 2047  # of a turn of 4096 steps
 SPEED = 3000.0  # steps per second
 MODEL, FIRMWARE = 777, (3, 10)
-PING, READ, WRITE, REG_WRITE, ACTION, SYNC_READ, SYNC_WRITE, BROADCAST = 1, 2, 3, 4, 5, 0x82, 0x83, 0xFE
+PING, READ, WRITE, SYNC_READ, SYNC_WRITE, BROADCAST = 1, 2, 3, 0x82, 0x83, 0xFE
 MODEL_AT, ID_AT, MIN_AT, MAX_AT, OFFSET_AT, TORQUE_AT, GOAL_AT, PRESENT_AT = 3, 5, 9, 11, 31, 40, 42, 56  # in the table
-SIGNS = {OFFSET_AT: 11, GOAL_AT: 15, PRESENT_AT: 15}  # the bit that says "negative", of what has one
+SIGNS = {OFFSET_AT: 11, GOAL_AT: 15, PRESENT_AT: 15}  # address of a signed value: number of its sign bit
 HISTORY = 10_000  # goals that are remembered
 
 
@@ -42,7 +42,7 @@ class Servo:
 
     `at` is the angle of the shaft in steps; Present_Position is `at` less Homing_Offset. `goals` has (seconds of
     time.monotonic(), steps) of each goal it got. `releases` counts how often its torque was switched off while it was
-    on, `released` is when it last was.
+    on.
     """
 
     def __init__(self, number: int, ends: Sequence[int], speed: float, *, obeys_old_goals: bool = False) -> None:
@@ -52,10 +52,9 @@ class Servo:
             self.set(at, value)
         self.at, self._speed, self._moved = float(min(max(MIDDLE, ends[0]), ends[1])), speed, clock.monotonic()
         self.goals: deque[tuple[float, int]] = deque(maxlen=HISTORY)
-        self.releases, self.released = 0, -math.inf
+        self.releases = 0
         self._obeys_old_goals = obeys_old_goals
         self._has_goal = False  # one that was written while the torque was off
-        self._registered: tuple[int, bytes] | None = None  # of a reg write, until the action
 
     @property
     def has_torque(self) -> bool:
@@ -88,12 +87,7 @@ class Servo:
             return bytes(self.memory[given[0] : given[0] + given[1]])
         if instruction == WRITE and len(given) > 1:
             self.write(given[0], given[1:])
-        elif instruction == REG_WRITE and len(given) > 1:
-            self._registered = given[0], given[1:]
-        elif instruction == ACTION and self._registered:
-            self.write(*self._registered)
-            self._registered = None
-        elif instruction not in (PING, ACTION):
+        elif instruction != PING:
             return None
         return b""
 
@@ -110,15 +104,14 @@ class Servo:
                 self.set(GOAL_AT, self.get(PRESENT_AT))
             self._has_goal = False
         elif had_torque and not self.has_torque:
-            self.releases, self.released = self.releases + 1, clock.monotonic()
+            self.releases += 1
 
 
 class FeetechBus:
     """Serves six servos at `path`, a serial port; a context manager.
 
-    ids: of the servos, in the order of MOTORS. speed, obeys_old_goals: of each servo. `goals` has (seconds of
-    time.monotonic(), {id: steps}) of each sync write of goals, `servos` the servos by id. Raises ValueError unless
-    there are six ids, OSError if there is no pseudo-terminal left.
+    ids: of the servos, in the order of MOTORS. speed, obeys_old_goals: of each servo. `servos` has the servos by id.
+    Raises ValueError unless there are six ids, OSError if there is no pseudo-terminal left.
     """
 
     def __init__(
@@ -128,7 +121,6 @@ class FeetechBus:
             number: Servo(number, ends, speed, obeys_old_goals=obeys_old_goals)
             for number, ends in zip(ids, ENDS, strict=True)
         }
-        self.goals: deque[tuple[float, dict[int, int]]] = deque(maxlen=HISTORY)
         self.is_plugged, self._is_closed = True, False
         self._dropped = self._damaged = 0  # answers that are still to get lost, or to be damaged
         self._master, self._slave = os.openpty()
@@ -160,16 +152,6 @@ class FeetechBus:
             for number, at in positions.items():
                 self.servos[number].move()
                 self.servos[number].at = float(at)
-
-    def goals_of(self, number: int) -> list[tuple[float, int]]:
-        """Return (seconds of time.monotonic(), steps) of the last HISTORY goals of one servo, however it got them."""
-        with self._lock:
-            return list(self.servos[number].goals)
-
-    def released_after(self, moment: float) -> bool:
-        """Return whether any torque was switched off after `moment`, seconds of time.monotonic()."""
-        with self._lock:
-            return any(servo.released > moment for servo in self.servos.values())
 
     def drop(self, count: int) -> None:
         """Lose the next `count` answers."""
@@ -243,7 +225,7 @@ class FeetechBus:
         elif instruction == PING:
             for each in self.servos:
                 self._one(each, PING, given)
-        elif instruction in (WRITE, REG_WRITE, ACTION):  # the only others that all may get at once: nobody answers
+        elif instruction == WRITE:  # the only other one that all may get at once: nobody answers
             for servo in self.servos.values():
                 servo.obey(instruction, given)
 
@@ -254,12 +236,9 @@ class FeetechBus:
 
     def _sync_write(self, given: bytes) -> None:
         at, size, parts = given[0], given[1], given[2:]
-        whole = range(0, len(parts) - size, size + 1)
-        written = {parts[i]: parts[i + 1 : i + 1 + size] for i in whole if parts[i] in self.servos}
-        for number, data in written.items():
-            self.servos[number].write(at, data)
-        if at == GOAL_AT and written:
-            self.goals.append((clock.monotonic(), {each: self.servos[each].get(GOAL_AT) for each in written}))
+        for i in range(0, len(parts) - size, size + 1):
+            if parts[i] in self.servos:
+                self.servos[parts[i]].write(at, parts[i + 1 : i + 1 + size])
 
     def _answer(self, number: int, data: bytes) -> None:
         if self._dropped:

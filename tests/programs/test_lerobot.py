@@ -86,9 +86,9 @@ def test_an_so101_is_demonstrated_with_and_practised_with_by_words_alone(person,
         ended.set()
         hand.join()
     check_rows(person, jump=15)
-    first = {number: follower.goals_of(number)[0][1] for number in stood}
+    first = {number: follower.servos[number].goals[0][1] for number in stood}
     assert first == pytest.approx(stood, abs=1), "torque came on where each servo stood"
-    shoulder = np.array([goal[1] for _, goal in follower.goals])
+    shoulder = np.array([goal for _, goal in follower.servos[1].goals])
     assert np.ptp(shoulder) > 0.4 * (ENDS[0][1] - ENDS[0][0]), "it followed the leader"
     step = 1.0 / 40 * (ENDS[0][1] - ENDS[0][0]) / 2 + 1  # set points at 40 Hz, 100 % a second of -100 to 100
     assert np.abs(np.diff(shoulder)).max() <= step, "no set point is faster than the limit"

@@ -135,7 +135,7 @@ def test_an_arm_without_power_gets_it_and_one_with_an_alarm_can_be_looked_at(mak
 
 
 FAULTS = {  # what happens, what the fault says, its kind, and what a person does then
-    "collision": (Machine.collide, "alarm 117: a collision: free the arm", "collision", None),
+    "collision": (lambda m: m.alarm(p.COLLIDED), "alarm 117: a collision: free the arm", "collision", None),
     "estop": (Machine.press, "alarm 116: the emergency stop was pressed", "estop", Machine.release),
     "servo": (lambda m: m.alarm(33922, 3), "33922 of joint 3: its motor is stalled", "alarm", None),
     "disabled": (Machine.disable, "is disabled, so it obeys no set points", "mode", None),
@@ -241,12 +241,12 @@ def test_a_gripper_on_a_bus_of_its_own_is_one_more_entry_and_its_fault_stops_the
         assert (list(arm.entries)[-1], arm.entries["gripper"], arm.ranges) == ("gripper", "%", {"gripper": [0, 100]})
         before = arm.read()
         arm.write(before + 0.01)
-        assert bus.goals_of(21) == []
+        assert not bus.servos[21].goals
         say_ready(arm)
-        assert until(lambda: bus.goals_of(21))[-1][1] == pytest.approx(bus.positions[21], abs=1)
+        assert until(lambda: bus.servos[21].goals)[-1][1] == pytest.approx(bus.positions[21], abs=1)
         arm.write(np.append(before[:6], 50))
         until(lambda: abs(arm.read()[6] - 50) < 0.2)
-        assert bus.goals_of(21)[-1][1] == pytest.approx((2048 + 3055) / 2, abs=1)
+        assert bus.servos[21].goals[-1][1] == pytest.approx((2048 + 3055) / 2, abs=1)
         bus.unplug()
         with pytest.raises(RobotFault, match="the bus does not answer"):
             arm.read()
@@ -289,7 +289,7 @@ def test_a_client_written_from_the_document_alone_drives_it(version):
     assert len((ROOT / "tests/shared/dobot_client.py").read_text().splitlines()) <= 80
     with controller(version) as served:
         with served.lock:
-            served.machine.collide()
+            served.machine.alarm(p.COLLIDED)
         words = [sys.executable, dobot_client.__file__, served.address, version]
         done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr

@@ -16,7 +16,6 @@ import pytest
 from serl_client.errors import RobotFault
 
 from robot_infra.drivers import dobot_protocol as p
-from robot_infra.sim.dobot_machine import Machine
 from tests.shared.common import ROOT, until
 from tests.shared.dobots import BOTH, controller, guarded
 
@@ -62,7 +61,7 @@ WAYS = {  # what happens to guard or arms, and what the actor is told
     "stop": (lambda robot, arms: os.kill(robot.guard.process, signal.SIGSTOP), "has not answered"),
     "cut": (lambda robot, arms: robot.guard._socket.shutdown(socket.SHUT_RDWR), "was cut|actor has gone"),
     "link": (lambda robot, arms: arms[0].cut(), "left arm: the connection to .* is lost"),
-    "collision": (lambda robot, arms: Machine.collide(arms[1].machine), "right arm: alarm 117"),
+    "collision": (lambda robot, arms: arms[1].machine.alarm(p.COLLIDED), "right arm: alarm 117"),
 }
 
 

@@ -16,7 +16,7 @@ from tests.shared.common import ROOT, until
 
 pytestmark = pytest.mark.slow  # lerobot's import of torch takes seconds
 MISSING = "the extra `robots` is not installed: uv sync --inexact --extra robots"
-PING, READ, WRITE, REG_WRITE, ACTION, SYNC_READ, EVERYONE = 1, 2, 3, 4, 5, 0x82, 0xFE
+PING, READ, WRITE, SYNC_READ, EVERYONE = 1, 2, 3, 0x82, 0xFE
 TORQUE, GOAL, PRESENT = 40, 42, 56
 
 
@@ -87,6 +87,10 @@ def is_there(port, number=1):
     return said(port, packet(number, PING), 6) == packet(number, 0)
 
 
+def torques(bus):
+    return [(servo.has_torque, servo.releases) for servo in bus.servos.values()]
+
+
 # -- lerobot's own classes
 
 
@@ -98,7 +102,7 @@ def test_a_follower_moves_to_its_goal_no_faster_than_its_servos(so101, tmp_path,
         with closing(SimpleNamespace(close=robot.disconnect)):
             at = bus.positions[5]
             robot.send_action({"wrist_roll.pos": 20.0})
-            goal = until(lambda: bus.goals_of(5))[-1][1]
+            goal = until(lambda: bus.servos[5].goals)[-1][1]
             for way in (100, 200, 300, 400, goal - at):
                 clock.advance(0.1)
                 assert bus.positions[5] - at == pytest.approx(way)
@@ -106,27 +110,21 @@ def test_a_follower_moves_to_its_goal_no_faster_than_its_servos(so101, tmp_path,
             assert goal - at == pytest.approx(410, abs=2)
 
 
-def test_torque_stays_on_after_disconnecting_if_it_was_told_so(connected, bus, clock):
+def test_torque_stays_on_after_disconnecting_if_it_was_told_so(connected, bus):
     with connected(disable_torque_on_disconnect=False):
-        connected_at = clock.now
-        clock.advance(1)
-    assert all(servo.has_torque for servo in bus.servos.values())
-    assert not bus.released_after(connected_at)
+        assert torques(bus) == [(True, 0)] * 6
+    assert torques(bus) == [(True, 0)] * 6
     with connected():  # lerobot switches it off for a moment, to configure the motors
-        assert all(servo.has_torque for servo in bus.servos.values())
-        assert bus.released_after(connected_at)
-        connected_at = clock.now
-        clock.advance(1)
-    assert not any(servo.has_torque for servo in bus.servos.values())
-    assert bus.released_after(connected_at)
+        assert torques(bus) == [(True, 1)] * 6
+    assert torques(bus) == [(False, 2)] * 6
 
 
 def test_a_torque_that_comes_on_moves_nothing_unless_there_is_a_new_goal(connected, bus, clock):
     with connected() as robot:
         robot.send_action({"shoulder_pan.pos": 50.0})
-        until(lambda: bus.goals_of(1))
+        until(lambda: bus.servos[1].goals)
         clock.advance(1)
-        assert bus.positions[1] == bus.goals_of(1)[-1][1]
+        assert bus.positions[1] == bus.servos[1].goals[-1][1]
         robot.bus.disable_torque()
         bus.place({1: 1000})
         robot.bus.enable_torque()
@@ -153,7 +151,7 @@ def test_a_lost_or_damaged_answer_is_a_connection_error_and_the_next_reading_is_
 
 def test_nobody_answers_or_obeys_while_it_is_unplugged(connected, bus):
     with connected() as robot:
-        before, goals = robot.get_observation(), len(bus.goals)
+        before, goals = robot.get_observation(), len(bus.servos[1].goals)
         take, taken = bus._take, []
         bus._take = lambda data: (taken.append(data), take(data))[1]
         bus.unplug()
@@ -165,7 +163,7 @@ def test_nobody_answers_or_obeys_while_it_is_unplugged(connected, bus):
         until(lambda: taken)  # no servo says that it got a sync write
         bus.plug()
         assert robot.get_observation() == before
-        assert len(bus.goals) == goals
+        assert len(bus.servos[1].goals) == goals
 
 
 def test_a_leader_is_read_where_a_hand_placed_it(connected, bus, clock):
@@ -210,13 +208,13 @@ def test_goals_are_remembered_in_order_however_they_were_written(connected, bus,
     with connected() as robot:
         for value in (10.0, 20.0):
             robot.send_action({"elbow_flex.pos": value, "gripper.pos": 0.0})
-            until(lambda value=value: len(bus.goals) == value / 10)
+            until(lambda value=value: len(bus.servos[6].goals) == value / 10)
             clock.advance(1)
         robot.bus.write("Goal_Position", "elbow_flex", -10, normalize=False)
         low, high = ENDS[2]
         goals = [int((100 + value) / 200 * (high - low) + low) for value in (10, 20)]
-        assert bus.goals_of(3) == [(clock.now - 2 + i, goal) for i, goal in enumerate([*goals, -10])]
-        assert [goal for _, goal in bus.goals] == [{3: goal, 6: ENDS[5][0]} for goal in goals]
+        assert [*bus.servos[3].goals] == [(clock.now - 2 + i, goal) for i, goal in enumerate([*goals, -10])]
+        assert [goal for _, goal in bus.servos[6].goals] == [ENDS[5][0]] * 2
         clock.advance(1)
         assert bus.positions[3] == low, "never beyond its limit"
 
@@ -264,18 +262,6 @@ def test_all_servos_answer_a_ping_of_everyone_and_nobody_answers_for_another(por
     everyone = b"".join(packet(number, 0) for number in range(1, 7))
     assert said(port, packet(EVERYONE, PING), len(everyone)) == everyone
     assert said(port, packet(9, PING) + packet(1, PING), 6) == packet(1, 0)
-
-
-def test_a_registered_write_waits_for_the_action(port, bus, clock):
-    for number, goal in ((1, 1200), (2, 1300)):
-        assert said(port, packet(number, WRITE, TORQUE, 1), 6) == packet(number, 0)
-        assert said(port, packet(number, REG_WRITE, GOAL, *goal.to_bytes(2, "little")), 6) == packet(number, 0)
-    clock.advance(1)
-    assert (bus.positions[1], bus.goals_of(1)) == (2047, [])
-    os.write(port, packet(EVERYONE, ACTION))
-    until(lambda: bus.goals_of(2))
-    clock.advance(1)
-    assert (bus.positions[1], bus.positions[2]) == (1200, 1300)
 
 
 def test_noise_and_malformed_packets_end_nothing(port):

@@ -199,7 +199,7 @@ def test_neither_the_check_nor_an_actors_start_nor_a_fault_moves_an_arm_before_r
         with stands(bus):
             robot.recover()
         robot.command(np.array([10, 0, 0, 0, 0, 50], np.float32))
-        until(lambda: len(bus.goals) > 5)
+        until(lambda: len(bus.servos[1].goals) > 5)
         bus.is_plugged = False
         with pytest.raises(RobotFault, match="the bus does not answer"):
             until(lambda: not robot.observe())

@@ -4,7 +4,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from robot_infra.drivers.dobot_protocol import HEAD, SIZE, SIZE_BYTES, TEST_BYTES, VERSIONS, Feedback
+from robot_infra.drivers.dobot_protocol import HEAD, SIZE, SIZE_BYTES, TEST_BYTES, Feedback
 
 PACKETS = 10  # of a case
 NOISE = Random(0).randbytes(SIZE)
@@ -44,7 +44,7 @@ def _spoiled(chance: Random, data: bytes) -> bytes:
 
 def run(case: Any, scratch: Path) -> str:
     *segments, whole = case
-    parser, found = Feedback(VERSIONS["V3"]), []
+    parser, found = Feedback(), []
     for segment in segments:
         found += [int(packet["time_stamp"]) for packet in parser.feed(segment)]
         assert len(parser._rest) < SIZE + HEAD

@@ -28,7 +28,6 @@ class Controller(Protocol):
 
     def begin(self, episode: str, directive: Mapping[str, Any], task: str) -> None:
         """Begin an episode of this task (in words) under this directive; forget earlier questions."""
-        ...
 
     def act(
         self, observation: Mapping[str, Array], *, step: int, previous_action: Array | None, reset: bool
@@ -50,7 +49,6 @@ class Source(Protocol):
         explore: bool, task: str, prefix: Array | None = None, committed: int = 0,
     ) -> None:  # fmt: skip
         """Ask for the actions from step `step` on; return at once. prefix, committed: as in InferenceRequest."""
-        ...
 
     def wait_answer(self, step: int, timeout: float) -> Answer | None:
         """Return the answer for step `step` or a later one, or None after `timeout` seconds."""
@@ -58,7 +56,6 @@ class Source(Protocol):
 
     def forget(self) -> None:
         """Drop the answers to all earlier questions."""
-        ...
 
 
 class RemotePolicy:

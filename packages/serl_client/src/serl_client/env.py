@@ -46,7 +46,6 @@ class Env(Protocol):
 
     def home(self, seed: int) -> None:
         """Begin to move to the start that `seed` names; `stop` ends the way. A simulated robot is there at once."""
-        ...
 
     def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
         """Begin an episode at the start that `seed` names, and return its first observation.
@@ -70,12 +69,9 @@ class Env(Protocol):
 
     def stop(self) -> None:
         """Hold now; may be called twice."""
-        ...
 
     def recover(self) -> None:
         """Clear a RobotFault, once a person has said that the robot may move again; hold."""
-        ...
 
     def close(self) -> None:
         """Give the devices back; may be called twice."""
-        ...
