@@ -36,14 +36,28 @@ class Function(Judge):
         return self._judge(observation)
 
 
-class Nearer(Judge):
+class Wrapped(Judge):
+    """Is the base of judges that change the verdicts of another one, `judge`."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
+
+    def reset(self) -> None:
+        self.judge.reset()
+
+    def close(self) -> None:
+        self.judge.close()
+
+
+class Nearer(Wrapped):
     """Takes `cost` of another judge's rewards for every metre that `remaining` says is left."""
 
     def __init__(self, judge: Judge, cost: float, remaining: Callable[[Observation], float]) -> None:
-        self._judge, self._cost, self._remaining = judge, cost, remaining
+        super().__init__(judge)
+        self._cost, self._remaining = cost, remaining
 
     def __call__(self, observation: Observation) -> Verdict:
-        verdict = self._judge(observation)
+        verdict = self.judge(observation)
         return replace(verdict, reward=verdict.reward - self._cost * self._remaining(observation))
 
 

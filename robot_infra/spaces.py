@@ -12,14 +12,15 @@ from serl_client.env import Observation
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature
 
+from robot_infra.guard.limits import largest_part, squares_outside
 from robot_infra.interfaces import Judge, Reading, Robot, Teleop, Verdict
-from robot_infra.kinematics import Chain, moved, twist
+from robot_infra.judges import Wrapped
+from robot_infra.kinematics import CLOSE, Chain, moved, twist
 
 JOINT, JOINT_DELTA, EE_DELTA = "joint_position", "joint_delta", "ee_delta"
 AXES, TURNS = ("x", "y", "z"), ("roll", "pitch", "yaw")
 BAND = 0.5  # an entry of a gripper between -0.5 and 0.5 leaves it as it is, so that noise around 0 toggles nothing
 STILL = 1e-6  # metres or radians, below which a gripper's target has not changed
-HALVES = 6  # of a step, until the largest part is found that keeps the tool in its box
 
 
 class Space(Protocol):
@@ -192,13 +193,9 @@ class EeDelta:
         low, high = limb.box
         goal[:3, 3] = np.clip(goal[:3, 3], np.minimum(low, here[:3, 3]), np.maximum(high, here[:3, 3]))
         at = self._at[prefix]
-        step = np.clip(limb.chain.toward(joints, goal, self._most), self._low[at], self._high[at]) - joints
-        allowed = _outside(here, limb.box) + 1e-6
-        for _ in range(HALVES):
-            if _outside(limb.chain.pose(joints + step), limb.box) <= allowed:
-                return joints + step
-            step = step / 2
-        return joints
+        end = np.clip(limb.chain.toward(joints, goal, self._most), self._low[at], self._high[at])
+        most = (np.sqrt(squares_outside(here[:3, 3], limb.box)) + CLOSE) ** 2
+        return largest_part(joints, end, lambda j: squares_outside(limb.chain.pose(j)[:3, 3], limb.box) <= most)
 
     def _axes(self, prefix: str) -> Array:
         """Return the axes [3, 3] of a limb's actions, as columns."""
@@ -328,21 +325,16 @@ def understood(teleop: Teleop, robot: Robot) -> Teleop:
     )
 
 
-class TogglePenalty(Judge):
+class TogglePenalty(Wrapped):
     """Takes `penalty` from the reward of another judge for each gripper that a step opened or closed."""
 
     def __init__(self, judge: Judge, robot: SpacedRobot, penalty: float) -> None:
-        self.judge, self._robot, self._penalty = judge, robot, penalty
+        super().__init__(judge)
+        self._robot, self._penalty = robot, penalty
 
     def __call__(self, observation: Observation) -> Verdict:
         verdict = self.judge(observation)
         return replace(verdict, reward=verdict.reward - self._penalty * self._robot.toggled)
-
-    def reset(self) -> None:
-        self.judge.reset()
-
-    def close(self) -> None:
-        self.judge.close()
 
 
 def _holds(taken: Space, spoken: Space) -> bool:
@@ -354,9 +346,3 @@ def _bounds(positions: Feature) -> tuple[Array, Array]:
     assert positions.low is not None
     assert positions.high is not None
     return positions.low, positions.high
-
-
-def _outside(pose: Array, box: Array) -> float:
-    """Return how far a tool is outside of its box, metres."""
-    point = pose[:3, 3]
-    return float(np.linalg.norm(np.maximum(box[0] - point, 0) + np.maximum(point - box[1], 0)))

@@ -9,6 +9,7 @@ from serl_client.spec import Feature
 
 from robot_infra.env import RobotEnv
 from robot_infra.interfaces import STAGE, Judge, Operator, Verdict
+from robot_infra.judges import Wrapped
 from robot_infra.teleop.keyboard import STAGED
 
 MOST = 9  # as many as there are keys
@@ -50,14 +51,15 @@ class StageKeys:
         self._operator.close()
 
 
-class Staged(Judge):
+class Staged(Wrapped):
     """Adds the stage to another judge's verdicts: what the person told last in this episode, else what it tells.
 
     stages: of the task. The judge's success is the last one, and nothing else that it tells is.
     """
 
     def __init__(self, judge: Judge, keys: StageKeys, stages: int) -> None:
-        self.judge, self._keys, self._stages = judge, keys, stages
+        super().__init__(judge)
+        self._keys, self._stages = keys, stages
 
     def __call__(self, observation: Observation) -> Verdict:
         verdict, told = self.judge(observation), self._keys.told
@@ -66,10 +68,7 @@ class Staged(Judge):
 
     def reset(self) -> None:
         self._keys.told = None
-        self.judge.reset()
-
-    def close(self) -> None:
-        self.judge.close()
+        super().reset()
 
 
 def stages_of(env: Env, operator: Operator, stages: int) -> StageKeys:

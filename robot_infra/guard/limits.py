@@ -24,6 +24,23 @@ LARGEST = 1e30  # of what can be a position: in float32, as which it is recorded
 HALVES = 6  # of a step, until the largest part is found that keeps the tool within its limits
 
 
+def squares_outside(points: Array, box: Array) -> Array:
+    """Return the square of how far each point [..., 3] lies outside of its box [..., 2, 3], metres; 0 inside."""
+    distance = np.maximum(box[..., 0, :] - points, 0) + np.maximum(points - box[..., 1, :], 0)
+    return (distance * distance).sum(-1)
+
+
+def largest_part(start: Array, end: Array, is_allowed: Callable[[Array], bool]) -> Array:
+    """Return the positions [J] farthest from `start` on the way to `end` that `is_allowed` accepts; else `start`."""
+    if is_allowed(end):
+        return end
+    good, bad = 0.0, 1.0
+    for _ in range(HALVES):
+        middle = (good + bad) / 2
+        good, bad = (middle, bad) if is_allowed(start + middle * (end - start)) else (good, middle)
+    return start + good * (end - start) if good else start
+
+
 def are_positions(measured: Array, count: int) -> bool:
     """Return whether these are `count` finite positions."""
     return measured.shape == (count,) and bool((np.abs(measured) < LARGEST).all())
@@ -189,8 +206,6 @@ class Limiter:
 
     def __init__(self, limits: Limits, tool: Callable[[Array], Array | None]) -> None:
         self.limits, self._tool = limits, tool
-        if limits.box is not None:
-            self._low, self._high = limits.box[:, 0], limits.box[:, 1]  # [K, 3]
 
     def begin(self, stands: Array, seconds: float) -> Array:
         """Return the first set point [J] for an arm that stands, or is held, at these positions [J].
@@ -218,27 +233,17 @@ class Limiter:
         limits = self.limits
         reach = np.minimum(limits.speed * seconds, most)
         allowed = np.clip(np.clip(wanted, limits.low, limits.high), start - reach, start + reach)
-        if limits.box is None or (allowed == start).all() or self._keeps(start, allowed, seconds):
+        if limits.box is None or (allowed == start).all():
             return allowed
-        good, bad = 0.0, 1.0
-        for _ in range(HALVES):
-            middle = (good + bad) / 2
-            good, bad = (
-                (middle, bad) if self._keeps(start, start + middle * (allowed - start), seconds) else (good, middle)
-            )
-        return start + good * (allowed - start) if good else start
+        return largest_part(start, allowed, lambda end: self._keeps(start, end, seconds))
 
     def _keeps(self, start: Array, end: Array, seconds: float) -> bool:
         """Return whether this step keeps each tool's speed, and its box as well as the step's start does."""
+        box = self.limits.box
         here, there = (np.array(self._tool(each), float, ndmin=2) for each in (start, end))
-        if here.shape != self._low.shape or not (np.isfinite(here).all() and np.isfinite(there).all()):
+        if box is None or here.shape != box[:, 0].shape or not (np.isfinite(here).all() and np.isfinite(there).all()):
             return False
-        way = there - here
-        if ((way * way).sum(-1) > (self.limits.tool_speed * seconds) ** 2).any():
+        step = there - here
+        if ((step * step).sum(-1) > (self.limits.tool_speed * seconds) ** 2).any():
             return False
-        return bool((self._outside(there) <= self._outside(here)).all())
-
-    def _outside(self, tools: Array) -> Array:
-        """Return the square of how far each point of [K, 3] lies outside of its tool's box, metres; 0 inside."""
-        way = np.maximum(self._low - tools, 0) + np.maximum(tools - self._high, 0)
-        return (way * way).sum(-1)
+        return bool((squares_outside(there, box) <= squares_outside(here, box)).all())
