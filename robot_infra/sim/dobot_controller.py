@@ -70,6 +70,9 @@ class DobotController:
     version: V3 or V4. clock: gives seconds, which its time follows; None: real time, which stands still while this
     process gets none. power_s: seconds from PowerOn until there is power. faults: see there; `faults` may be changed.
 
+    is_plugged: set it to False to pull the network cable. Nothing comes through then, nobody is told, and the arm goes
+    on. As with TCP, what is sent meanwhile comes once it is plugged again, unless its sender has reset the connection.
+
     `machine` is the arm; use it inside `with controller.lock`. Each port has one client at a time. When a link dies,
     the arm goes on to its last set point. Raises OSError if the ports are in use.
     """
@@ -111,17 +114,6 @@ class DobotController:
     def clients(self) -> set[int]:
         """Return the ports that have a client."""
         return set(self._clients)
-
-    def unplug(self) -> None:
-        """Pull the network cable: nothing comes through, and nobody is told. The arm goes on.
-
-        As with TCP, what is sent meanwhile comes once it is plugged again, unless its sender has reset the connection.
-        """
-        self.is_plugged = False
-
-    def plug(self) -> None:
-        """Put the network cable back."""
-        self.is_plugged = True
 
     def cut(self) -> None:
         """Close all connections, as a controller does that starts again. The arm goes on."""

@@ -55,14 +55,11 @@ class Machine:
         self.heard: deque[tuple[float, str]] = deque(maxlen=HISTORY)
         self.targets: deque[tuple[float, Array]] = deque(maxlen=HISTORY)
         self.speeds: deque[tuple[float, float]] = deque(maxlen=HISTORY)
-        self._commands: dict[str, tuple[Callable[[Sequence[float]], str], int, int, bool]] = {
-            # name: (what it does, least and most arguments, whether it is obeyed in an alarm and without power)
-            "poweron": (self._power_on, 0, 0, True), "enablerobot": (self._enable, 0, 5, False),
-            "disablerobot": (self._disable, 0, 0, True), "clearerror": (self._clear, 0, 0, True),
-            version.stop.lower()[:-2]: (self._stop, 0, 0, True), "robotmode": (lambda _: str(self.mode), 0, 0, True),
-            "emergencystop": (self._emergency, int(version is p.V4), int(version is p.V4), True),
-            "getangle": (lambda _: ",".join(f"{each:.6f}" for each in self.q), 0, 0, True),
-            "geterrorid": (lambda _: str(self.alarms).replace(" ", ""), 0, 0, True),
+        self._commands: dict[str, tuple[Callable[[], object], int, bool]] = {
+            # name: (what it does, most arguments, whether it is obeyed in an alarm and without power)
+            "poweron": (self._power_on, 0, True), "enablerobot": (self._enable, 5, False),
+            "clearerror": (self._clear, 0, True), version.stop.lower()[:-2]: (self._stop, 0, True),
+            "geterrorid": (lambda: str(self.alarms).replace(" ", ""), 0, True),
         }  # fmt: skip
         self._hold()
 
@@ -155,13 +152,14 @@ class Machine:
     def _command(self, name: str, words: Sequence[str], port: int) -> str:
         if name not in self._commands or port != p.DASHBOARD:
             raise Refusal(-10000)
-        obey, least, most, always = self._commands[name]
-        if not least <= len(words) <= most:
+        obey, most, always = self._commands[name]
+        if len(words) > most:
             raise Refusal(-20000)
-        values = [_number(word, -(30_001 if i < least else 50_001) - i) for i, word in enumerate(words)]
+        for i, word in enumerate(words):
+            _number(word, -50_001 - i)
         if not always:
             self._check_state()
-        return obey(values)
+        return str(obey() or "")
 
     def _check_state(self) -> None:
         """Refuse what needs power and no alarm."""
@@ -170,38 +168,24 @@ class Machine:
             if is_so:
                 raise Refusal(error if self.version.tells_why else -1)
 
-    def _power_on(self, values: Sequence[float]) -> str:
+    def _power_on(self) -> None:
         if self.is_stopped:
             raise Refusal(-3 if self.version.tells_why else -1)
         if not self.is_powered:
             self._power_at = self.time + self._power_s
-        return ""
 
-    def _enable(self, values: Sequence[float]) -> str:
+    def _enable(self) -> None:
         if not self.is_enabled:
             self._enabled_at = self.time + ENABLING
-        return ""
 
-    def _disable(self, values: Sequence[float]) -> str:
-        self.disable()
-        return ""
-
-    def _clear(self, values: Sequence[float]) -> str:
+    def _clear(self) -> None:
         if self.is_stopped:
             raise Refusal(-3 if self.version.tells_why else -1)
         self.alarms = [[] for _ in self.alarms]
-        return ""
 
-    def _stop(self, values: Sequence[float]) -> str:
+    def _stop(self) -> None:
         self.is_paused = False
         self._hold()
-        return ""
-
-    def _emergency(self, values: Sequence[float]) -> str:
-        if values and values[0] not in (0, 1):
-            raise Refusal(-40001)
-        (self.release if 0 in values else self.press)()
-        return ""
 
     def _servo(self, words: Sequence[str]) -> str:
         plain = [word for word in words if "=" not in word]

@@ -111,6 +111,9 @@ class FeetechBus:
     """Serves six servos at `path`, a serial port; a context manager.
 
     ids: of the servos, in the order of MOTORS. speed, obeys_old_goals: of each servo. `servos` has the servos by id.
+    is_plugged: while it is False all packets are ignored; the servos keep their power, and turn to their goals.
+    to_drop: how many of the next answers get lost.
+
     Raises ValueError unless there are six ids, OSError if there is no pseudo-terminal left.
     """
 
@@ -122,7 +125,7 @@ class FeetechBus:
             for number, ends in zip(ids, ENDS, strict=True)
         }
         self.is_plugged, self._is_closed = True, False
-        self._dropped = self._damaged = 0  # answers that are still to get lost, or to be damaged
+        self.to_drop = 0
         self._master, self._slave = os.openpty()
         tty.setraw(self._slave)  # open as long as this is, so that a client may close it and come again
         os.set_blocking(self._master, False)  # a client that does not read must not stop the bus
@@ -152,24 +155,6 @@ class FeetechBus:
             for number, at in positions.items():
                 self.servos[number].move()
                 self.servos[number].at = float(at)
-
-    def drop(self, count: int) -> None:
-        """Lose the next `count` answers."""
-        with self._lock:
-            self._dropped = count
-
-    def damage(self, count: int) -> None:
-        """Send the next `count` answers with a wrong checksum."""
-        with self._lock:
-            self._damaged = count
-
-    def unplug(self) -> None:
-        """Ignore all packets from now on; the servos keep their power, and turn to their goals."""
-        self.is_plugged = False
-
-    def plug(self) -> None:
-        """Obey packets again."""
-        self.is_plugged = True
 
     def calibration(self) -> dict[str, dict[str, int]]:
         """Return lerobot's calibration of these servos, as it stands in its files."""
@@ -241,16 +226,12 @@ class FeetechBus:
                 self.servos[parts[i]].write(at, parts[i + 1 : i + 1 + size])
 
     def _answer(self, number: int, data: bytes) -> None:
-        if self._dropped:
-            self._dropped -= 1
+        if self.to_drop:
+            self.to_drop -= 1
             return
         body = bytes([number, len(data) + 2, 0]) + data
-        checksum = ~sum(body) & 0xFF
-        if self._damaged:
-            self._damaged -= 1
-            checksum ^= 0xFF
         with suppress(BlockingIOError):  # nobody reads, and a serial port too would lose it
-            os.write(self._master, b"\xff\xff" + body + bytes([checksum]))
+            os.write(self._master, b"\xff\xff" + body + bytes([~sum(body) & 0xFF]))
 
 
 def main() -> None:

@@ -11,10 +11,9 @@ both = pytest.mark.parametrize("version", p.VERSIONS)
 @pytest.mark.parametrize(
     ("command", "port", "v3", "v4"),
     [("movej(1)", 29999, "-10000,{},movej(1);", "-10000,{},movej(1);"),
-     ("ROBOTMODE( )", 29999, "0,{4},ROBOTMODE();", "0,{4},ROBOTMODE();"),
+     ("GETERRORID( )", 29999, "0,{[[],[],[],[],[],[],[]]},GETERRORID();", "0,{[[],[],[],[],[],[],[]]},GETERRORID();"),
      ("EnableRobot(a)", 29999, "-50001,{},EnableRobot(a);", "-50001,{},EnableRobot(a);"),
      ("EnableRobot(1,2,3,4,5,6)", 29999, "-20000,{},EnableRobot(1,2,3,4,5,6);", "-20000,{},EnableRobot(1,2,3,4,5,6);"),
-     ("EmergencyStop()", 29999, "0,{},EmergencyStop();", "-20000,{},EmergencyStop();"),
      ("Stop()", 29999, "-10000,{},Stop();", "0,{},Stop();"),
      ("ServoJ(1,2,3,4,5,6)", 29999, "-10000,{},ServoJ(1,2,3,4,5,6);", "-1,{},ServoJ(1,2,3,4,5,6);"),
      ("ServoJ(1,2,x,4,5,6)", 30003, None, "-10000,{},ServoJ(1,2,x,4,5,6);"),

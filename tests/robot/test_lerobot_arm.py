@@ -89,7 +89,7 @@ def test_it_moves_to_its_set_points_and_keeps_its_torque_when_it_is_closed(so101
 def test_two_lost_readings_are_repeated_and_the_third_is_a_fault(so101, bus):
     arm = so101()
     before = arm.read()
-    bus.drop(2)
+    bus.to_drop = 2
     np.testing.assert_array_equal(arm.read(), before)
     bus.is_plugged = False
     with pytest.raises(RobotFault, match="the bus does not answer: ConnectionError: Failed to sync read") as fault:
@@ -157,7 +157,7 @@ def test_a_servo_that_has_lost_its_torque_is_held_where_it_stands_and_no_other_o
         bus.servos[number].memory[40] = 0  # an overload
     bus.place({2: 1200})
     with stands(bus):
-        bus.drop(1)
+        bus.to_drop = 1
         assert say_ready(arm)[1] == pytest.approx((1200 - 900) / 2300 * 200 - 100, abs=0.1)
     bus.servos[2].memory[40] = 0
     bus.place({2: 700})
