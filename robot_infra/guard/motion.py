@@ -12,7 +12,7 @@ from serl_client.spec import Array
 
 from robot_infra.guard.limits import Limiter, are_positions
 
-HOLD, FOLLOW, HOME = "hold", "follow", "home"
+HOLD, TRACK, HOME = "hold", "track", "home"
 SILENT_PERIODS = 3  # without a sign of life, until the arm holds and waits for a person
 OLD = 0.5  # seconds after which a target is not taken: its actor gives a guard up after a second
 SILENT_HOME = 0.5  # seconds: the same on the slow way home, where the actor also reads keys
@@ -49,7 +49,7 @@ class Motion:
         self._limiter, self._limits, self._home = limiter, limiter.limits, home
         self._tick, self._period, self._home_speed = tick, period, home_speed
         self._per_period = max(1, math.ceil(period / tick - 1e-6))
-        self._patience = {HOLD: math.inf, FOLLOW: SILENT_PERIODS * self._per_period, HOME: SILENT_HOME / tick}  # ticks
+        self._patience = {HOLD: math.inf, TRACK: SILENT_PERIODS * self._per_period, HOME: SILENT_HOME / tick}  # ticks
         self.mode, self.is_home = HOLD, False
         self.fault: tuple[str, str] | None = None
         self.limited = self.refused = 0
@@ -74,7 +74,7 @@ class Motion:
 
     # -- what the actor says
 
-    def follow(self, wanted: Array, age: float) -> None:
+    def track(self, wanted: Array, age: float) -> None:
         """Take a target [J], as far as the limits allow. One that is not finite, or of another shape, holds.
 
         age: seconds since it was sent. An old target is a fault: its actor may have taken this guard for dead.
@@ -90,7 +90,7 @@ class Motion:
             return
         target = self._limiter.step(self.target, wanted, self._period, self._limits.jump)
         self.limited += not np.allclose(target, wanted, rtol=0, atol=1e-9)
-        self.target, self.mode, self.is_home = target, FOLLOW, False
+        self.target, self.mode, self.is_home = target, TRACK, False
         self._left = self._per_period
 
     def go_home(self) -> None:
@@ -190,7 +190,7 @@ class Motion:
         if self.mode == HOME:
             self._advance_home(self.point)
         else:
-            parts, self._left = max(self._left, 1) if self.mode == FOLLOW else 1, self._left - 1
+            parts, self._left = max(self._left, 1) if self.mode == TRACK else 1, self._left - 1
             self.point = self._limiter.step(self.point, self.point + (self.target - self.point) / parts, self._tick)
         return self.point
 

@@ -83,7 +83,7 @@ class Guard:
         self._measured_at = clock.monotonic()
         self._has_scenes = arm.is_simulated and type(arm).scene is not Arm.scene
         self._handlers = {
-            "target": self._follow, "hold": self._hold, "home": self._go_home, "state": self._hear,
+            "target": self._track, "hold": self._hold, "home": self._go_home, "state": self._hear,
             "observe": self._observe, "recover": self._recover, "close": self._close,
         }  # fmt: skip
 
@@ -153,8 +153,8 @@ class Guard:
         with suppress(OSError):  # the actor has just gone: the next look says so
             send(self._link, reply)
 
-    def _follow(self, request: Request) -> None:
-        self._motion.follow(np.array(request.positions, float), clock.monotonic() - request.sent)
+    def _track(self, request: Request) -> None:
+        self._motion.track(np.array(request.positions, float), clock.monotonic() - request.sent)
 
     def _hold(self, request: Request) -> None:
         self._motion.hold()

@@ -161,7 +161,7 @@ class DobotController:
             client.is_over, client.kept = True, b""
         if self.is_plugged:
             kept, client.kept = client.kept, b""
-            if not self._take(port, client, kept) or client.is_over:
+            if not self._obey_whole(port, client, kept) or client.is_over:
                 self._drop(port)
 
     def _accept(self) -> None:
@@ -173,7 +173,7 @@ class DobotController:
                 else:
                     self._clients[port] = Client(link)
 
-    def _take(self, port: int, client: Client, data: bytes) -> bool:
+    def _obey_whole(self, port: int, client: Client, data: bytes) -> bool:
         """Obey each whole command; return whether the rest may still become one."""
         *commands, client.came = (client.came + data).split(b")")
         for command in commands if port != p.FEEDBACK else ():

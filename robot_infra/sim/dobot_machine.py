@@ -206,11 +206,11 @@ class Machine:
         self._check_state()
         if not self.is_enabled:
             raise Refusal(-1)
-        self._follow(target, **options)
+        self._track(target, **options)
         self._id += 1
         return str(self._id) if self.version.servo_replies else ""
 
-    def _follow(self, target: Array, t: float, gain: float, ahead: float) -> None:
+    def _track(self, target: Array, t: float, gain: float, ahead: float) -> None:
         goal = self._goal()
         speeds = np.abs(target - self._target) / t  # from the set point before: several may come at once
         if speeds.max() > OVERSPEED:

@@ -112,7 +112,7 @@ class FeetechBus:
 
     ids: of the servos, in the order of MOTORS. speed, obeys_old_goals: of each servo. `servos` has the servos by id.
     is_plugged: while it is False all packets are ignored; the servos keep their power, and turn to their goals.
-    to_drop: how many of the next answers get lost.
+    to_drop, to_damage: how many of the next answers get lost, or have a wrong checksum.
 
     Raises ValueError unless there are six ids, OSError if there is no pseudo-terminal left.
     """
@@ -125,7 +125,7 @@ class FeetechBus:
             for number, ends in zip(ids, ENDS, strict=True)
         }
         self.is_plugged, self._is_closed = True, False
-        self.to_drop = 0
+        self.to_drop = self.to_damage = 0
         self._master, self._slave = os.openpty()
         tty.setraw(self._slave)  # open as long as this is, so that a client may close it and come again
         os.set_blocking(self._master, False)  # a client that does not read must not stop the bus
@@ -180,9 +180,9 @@ class FeetechBus:
         data = b""
         while self._waker[0] not in (ready := select.select([self._master, self._waker[0]], [], [])[0]):
             if self._master in ready:
-                data = self._take(data + os.read(self._master, 4096))
+                data = self._obey_whole(data + os.read(self._master, 4096))
 
-    def _take(self, data: bytes) -> bytes:
+    def _obey_whole(self, data: bytes) -> bytes:
         """Obey each whole packet; return what is left."""
         while (begin := data.find(b"\xff\xff")) >= 0 and len(data) >= begin + 4:
             data = data[begin:]
@@ -230,8 +230,12 @@ class FeetechBus:
             self.to_drop -= 1
             return
         body = bytes([number, len(data) + 2, 0]) + data
+        checksum = ~sum(body) & 0xFF
+        if self.to_damage:
+            self.to_damage -= 1
+            checksum ^= 0xFF
         with suppress(BlockingIOError):  # nobody reads, and a serial port too would lose it
-            os.write(self._master, b"\xff\xff" + body + bytes([~sum(body) & 0xFF]))
+            os.write(self._master, b"\xff\xff" + body + bytes([checksum]))
 
 
 def main() -> None:

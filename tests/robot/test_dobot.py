@@ -15,7 +15,7 @@ from serl_client.errors import ConfigError, RobotFault
 from robot_infra.drivers import dobot_protocol as p
 from robot_infra.drivers.dobot import DobotArm
 from robot_infra.drivers.gripper import FeetechGripper
-from robot_infra.sim.dobot_controller import Faults
+from robot_infra.sim.dobot_controller import DobotController, Faults
 from robot_infra.sim.dobot_machine import Machine
 from robot_infra.sim.feetech import FeetechBus
 from tests.shared import dobot_client
@@ -174,11 +174,13 @@ def test_a_fault_is_told_nothing_is_sent_after_it_and_recovery_moves_nothing(rea
 
 
 @both
-@pytest.mark.parametrize("name", ["cut", "unplug"])
-def test_a_lost_link_leaves_the_arm_at_its_last_set_point_and_connecting_again_never_moves_it(ready, version, name):
+@pytest.mark.parametrize(
+    "lose", [DobotController.cut, lambda served: setattr(served, "is_plugged", False)], ids=["cut", "unplugged"]
+)
+def test_a_lost_link_leaves_the_arm_at_its_last_set_point_and_connecting_again_never_moves_it(ready, version, lose):
     served, arm = ready(version)
     stream(arm, STEP, 5)
-    getattr(served, name)()
+    lose(served)
     fault = faulty(arm)
     assert fault.kind == "link"
     assert "is lost" in str(fault)

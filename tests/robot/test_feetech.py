@@ -139,11 +139,11 @@ def test_a_torque_that_comes_on_moves_nothing_unless_there_is_a_new_goal(connect
         assert bus.positions[1] == 1500
 
 
-@pytest.mark.parametrize("fault", ["drop", "damage"])
+@pytest.mark.parametrize("fault", ["to_drop", "to_damage"])
 def test_a_lost_or_damaged_answer_is_a_connection_error_and_the_next_reading_is_right(connected, bus, fault):
     with connected() as robot:
         before = robot.get_observation()
-        getattr(bus, fault)(1)
+        setattr(bus, fault, 1)
         with pytest.raises(ConnectionError, match="Failed to sync read 'Present_Position'"):
             robot.get_observation()
         assert robot.get_observation() == before
@@ -152,8 +152,8 @@ def test_a_lost_or_damaged_answer_is_a_connection_error_and_the_next_reading_is_
 def test_nobody_answers_or_obeys_while_it_is_unplugged(connected, bus):
     with connected() as robot:
         before, goals = robot.get_observation(), len(bus.servos[1].goals)
-        take, taken = bus._take, []
-        bus._take = lambda data: (taken.append(data), take(data))[1]
+        obey, taken = bus._obey_whole, []
+        bus._obey_whole = lambda data: (taken.append(data), obey(data))[1]
         bus.is_plugged = False
         for _ in range(2):
             with pytest.raises(ConnectionError, match="no status packet"):

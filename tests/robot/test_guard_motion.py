@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from serl_client.errors import RobotFault
 
 from robot_infra.guard.limits import Limiter, read_limits, squares_outside
-from robot_infra.guard.motion import FOLLOW, HOLD, HOME, OLD, SETTLING, SILENT_PERIODS, TRACKING_TICKS, Motion
+from robot_infra.guard.motion import TRACK, HOLD, HOME, OLD, SETTLING, SILENT_PERIODS, TRACKING_TICKS, Motion
 
 ENTRIES = {"shoulder": "rad", "elbow": "rad"}
 LIMITS = {
@@ -37,8 +37,8 @@ class Bench:
         arguments = {"tick": TICK, "period": PERIOD, "home_speed": 0.25, "is_ready": True, "measured": self.measured}
         self.motion = Motion(Limiter(self.limits, tool), np.array(home, float), **(arguments | changes))
 
-    def follow(self, *wanted, late=0.0):
-        self.motion.follow(np.array(wanted, float), late)
+    def track(self, *wanted, late=0.0):
+        self.motion.track(np.array(wanted, float), late)
 
     def go(self, ticks=10):
         """The set points of so many ticks, [ticks, J]."""
@@ -56,7 +56,7 @@ class Bench:
 def test_a_single_wrong_measurement_does_not_become_the_set_point():
     """A bus gives a finite number that is no position; the policy is silent in the next moment, and the arm holds."""
     bench = Bench()
-    bench.follow(0.2, -0.5)
+    bench.track(0.2, -0.5)
     before = bench.go(10)[-1]
     bench.motion.observe(np.array([-3.0, 2.0]))
     bench.motion.hold()
@@ -65,7 +65,7 @@ def test_a_single_wrong_measurement_does_not_become_the_set_point():
 
 def test_a_target_is_reached_within_one_period_in_equal_parts_and_then_held():
     bench = Bench()
-    bench.follow(0.1, -0.45)
+    bench.track(0.1, -0.45)
     points = bench.go(15)
     np.testing.assert_allclose(np.diff(points[:10, 0], prepend=0.0), 0.01)
     np.testing.assert_array_equal(points[9:], np.tile([0.1, -0.45], (6, 1)))
@@ -78,21 +78,21 @@ def test_a_target_is_reached_within_one_period_in_equal_parts_and_then_held():
 )
 def test_a_target_that_is_too_far_becomes_a_limited_step_that_is_counted(wanted, accepted):
     bench = Bench()
-    bench.follow(*wanted)
+    bench.track(*wanted)
     np.testing.assert_allclose(bench.motion.target, accepted)
     assert bench.motion.limited == (wanted != accepted)
 
 
 def test_the_jump_counts_from_the_accepted_target_also_after_the_way_home():
     bench = Bench()
-    bench.follow(0.0, -9.0)
-    bench.follow(0.0, -9.0)
+    bench.track(0.0, -9.0)
+    bench.track(0.0, -9.0)
     np.testing.assert_allclose(bench.motion.target, [0, -0.6])
     bench.motion.go_home()
     while not bench.motion.is_home:
         bench.go(1)
         bench.motion.hear()
-    bench.follow(0.3, 9.0)
+    bench.track(0.3, 9.0)
     np.testing.assert_allclose(bench.motion.target, [0.3, -0.15])
 
 
@@ -106,9 +106,9 @@ def test_an_arm_begins_within_its_range_or_not_at_all():
 @pytest.mark.parametrize("wanted", [(np.nan, 0.0), (0.0, -np.inf), (0.1,), ()], ids=str)
 def test_what_is_no_target_holds_and_is_counted(wanted):
     bench = Bench()
-    bench.follow(0.2, -0.5)
+    bench.track(0.2, -0.5)
     half = bench.go(5)[-1]
-    bench.follow(*wanted)
+    bench.track(*wanted)
     assert (bench.motion.mode, bench.motion.refused, bench.motion.fault) == (HOLD, 1, None)
     np.testing.assert_array_equal(bench.go(20), np.tile(half, (20, 1)))
 
@@ -116,7 +116,7 @@ def test_what_is_no_target_holds_and_is_counted(wanted):
 A_NUMBER = st.floats(allow_nan=True, allow_infinity=True) | st.floats(-3, 3)
 DOINGS = st.lists(
     st.one_of(
-        st.tuples(st.just("follow"), st.lists(A_NUMBER, min_size=2, max_size=2) | st.lists(A_NUMBER, max_size=3)),
+        st.tuples(st.just("track"), st.lists(A_NUMBER, min_size=2, max_size=2) | st.lists(A_NUMBER, max_size=3)),
         st.tuples(st.sampled_from(["hold", "home", "recover", "power", "push"]), st.integers(0, 2**32)),
     ),
     max_size=30,
@@ -126,8 +126,8 @@ DOINGS = st.lists(
 def do(bench, what, more):
     """One of DOINGS. None of them moves the set point at once, but motors that come on: then it is where the arm is."""
     motion, before, target = bench.motion, bench.motion.point, bench.motion.target
-    if what == "follow":
-        bench.follow(*more)
+    if what == "track":
+        bench.track(*more)
         assert motion.mode == HOLD or (np.abs(motion.target - target) <= bench.limits.jump + A_BIT).all()
     elif what == "push":
         bench.measured = bench.measured + np.random.default_rng(more).normal(0, 0.3, 2)
@@ -175,7 +175,7 @@ def test_a_thousand_random_actions_never_leave_the_limits_and_move_the_arm():
     random, bench = np.random.default_rng(0), Bench(has_tool=True)
     seen = []
     for wanted in random.normal(0, 2, (1000, 2)):
-        do(bench, "follow", wanted)
+        do(bench, "track", wanted)
         before = bench.motion.point
         points = bench.go(10)
         for after in points:
@@ -191,9 +191,9 @@ def test_a_thousand_random_actions_never_leave_the_limits_and_move_the_arm():
 
 def test_hold_is_clamped_once_near_the_measurement_and_then_repeated_though_the_arm_sinks():
     bench = Bench(lag=0.0)
-    bench.follow(0.2, -0.5)
+    bench.track(0.2, -0.5)
     bench.go(10)
-    bench.follow(0.4, -0.5)
+    bench.track(0.4, -0.5)
     bench.go(10)
     bench.motion.hold()
     points = bench.go(8)  # from 0.4 to what is measured, 0, and the jump of 0.3, at its speed
@@ -208,28 +208,28 @@ def test_hold_is_clamped_once_near_the_measurement_and_then_repeated_though_the_
 def test_silence_is_a_fault_while_a_target_is_followed_and_never_after_hold():
     bench = Bench()
     bench.go(1000)
-    bench.follow(0.2, -0.5)
+    bench.track(0.2, -0.5)
     bench.go(10)
     bench.motion.hold()
     bench.go(1000)
     assert bench.motion.fault is None
-    bench.follow(0.1, -0.5)
+    bench.track(0.1, -0.5)
     bench.go(round(SILENT_PERIODS * PERIOD / TICK) + 2)
     assert bench.motion.fault[0] == "guard"
     still = bench.motion.point
-    bench.follow(0.0, -0.5)
+    bench.track(0.0, -0.5)
     bench.motion.go_home()
     np.testing.assert_array_equal(bench.go(50), np.tile(still, (50, 1)))
     assert (bench.motion.mode, bench.motion.target.tolist()) == (HOLD, still.tolist())
     bench.motion.recover([bench.measured], None)
-    bench.follow(0.0, -0.5)
-    assert bench.motion.mode == FOLLOW
+    bench.track(0.0, -0.5)
+    assert bench.motion.mode == TRACK
 
 
 def test_a_target_that_is_taken_long_after_it_was_sent_moves_nothing():
     """The guard was stopped, and goes on: who sent the target has given this guard up."""
     bench = Bench()
-    bench.follow(0.2, -0.5, late=OLD + 0.01)
+    bench.track(0.2, -0.5, late=OLD + 0.01)
     assert (bench.motion.mode, bench.motion.fault[0]) == (HOLD, "guard")
 
 
@@ -237,7 +237,7 @@ def test_an_arm_that_does_not_follow_is_a_fault_and_goes_on_from_where_its_motor
     bench = Bench(lag=0.0)
     moved = 0
     while bench.motion.fault is None and moved < 1000:
-        bench.follow(9.0, -0.5)
+        bench.track(9.0, -0.5)
         moved += len(bench.go(1))
     assert bench.motion.fault[0] == "tracking"
     assert "shoulder" in bench.motion.fault[1]
@@ -300,7 +300,7 @@ def test_readings_that_differ_or_are_no_positions_do_not_let_an_arm_go_on():
 
 def test_positions_that_are_not_finite_are_a_fault_and_the_last_set_point_stays():
     bench = Bench()
-    bench.follow(0.1, -0.5)
+    bench.track(0.1, -0.5)
     last = bench.go(5)[-1]
     bench.motion.observe(np.array([np.nan, 0.0]))
     assert bench.motion.fault[0] == "sensor"
@@ -332,7 +332,7 @@ def test_the_way_home_ends_with_hold_silence_or_a_target(stopped_by):
         bench.motion.hold()
     elif stopped_by == "target":
         on_its_way = bench.motion.point
-        bench.follow(*on_its_way)
+        bench.track(*on_its_way)
         np.testing.assert_array_equal(bench.motion.target, on_its_way)
     bench.go(60)
     assert bench.motion.mode != HOME
