@@ -59,7 +59,7 @@ def picture(run: Path, out: Path, size: int, length: int) -> int:
 
     Raises ConfigError when the run was not evaluated twice, is of another robot, or does not replay.
     """
-    backend = gl.chosen(True)
+    backend = gl.choose_backend(True)
     before, after = evaluations(run)
     scene = Scene(backend, size)
     sides = [side(scene, episodes, title, length) for title, episodes in (before, after)]

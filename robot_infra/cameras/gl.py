@@ -31,11 +31,12 @@ def backend() -> str:
     return next((name for name in ((named,) if named in BACKENDS else BACKENDS) if _draws(name)), "")
 
 
-def chosen(cameras: bool | str) -> str:
+def choose_backend(cameras: bool | str, unseen: str = "") -> str:
     """Return the backend for a task's option `cameras`: true, false, or auto (cameras if they can be drawn).
 
+    unseen: what the state does not show, such as `block`; empty: nothing. The task has an option `block_in_state` then.
     The empty string means no cameras. With auto a warning is then logged. Raises ConfigError if `cameras` is true and
-    nothing can be drawn, or for any other value.
+    nothing can be drawn, for any other value, and without cameras if something is unseen.
     """
     if cameras not in (True, False, "auto"):
         raise ConfigError(f"cameras is {cameras!r}; it may be true, false or auto")
@@ -44,6 +45,8 @@ def chosen(cameras: bool | str) -> str:
         raise ConfigError(ABSENT + "install them, or say task.cameras=false to go on from states alone")
     if cameras and not found:
         log.warning("%sthe robot goes on without cameras", ABSENT)
+    if unseen and not found:
+        raise ConfigError(f"nothing would show the {unseen}: say task.cameras=true or task.{unseen}_in_state=true")
     return found
 
 

@@ -18,16 +18,16 @@ TIMEOUT = 2000.0  # milliseconds that a camera may take for an image before it c
 OURS = ("crop", "size")
 
 
-def opened(name: str, options: Mapping[str, Any]) -> ThreadedCamera:
+def open_camera(name: str, options: Mapping[str, Any]) -> ThreadedCamera:
     """Open a camera: `type` and lerobot's options of it, besides `crop` and `size` (ThreadedCamera).
 
     Raises ConfigError for a type or an option that lerobot does not know, and for a camera that gives no image.
     """
-    config = configured(name, {key: value for key, value in options.items() if key not in OURS})
+    config = camera_config(name, {key: value for key, value in options.items() if key not in OURS})
     return ThreadedCamera(name, partial(_Source, config), **{key: options[key] for key in OURS if key in options})
 
 
-def configured(name: str, options: Mapping[str, Any]) -> Any:
+def camera_config(name: str, options: Mapping[str, Any]) -> Any:
     """Return lerobot's configuration of a camera."""
     try:
         registry = importlib.import_module("lerobot.cameras.configs").CameraConfig

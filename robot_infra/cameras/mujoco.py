@@ -27,7 +27,7 @@ class Renderer:
         if size not in SIZES:
             raise ConfigError(f"image_size is {size}; it may be {SIZES[0]} to {SIZES[-1]} pixels")
         gl.select(backend)
-        self._mujoco = mujoco = _mujoco()
+        self._mujoco = mujoco = load_mujoco()
         self._model, self._size = model, size
         self._scene = mujoco.MjvScene(model, MAX_GEOMS)
         self._option, self._view = mujoco.MjvOption(), mujoco.MjvCamera()
@@ -84,7 +84,7 @@ def cameras(model: Any, data: Any, backend: str, *, size: int) -> dict[str, Mujo
 
 def try_out(backend: str) -> None:
     """Draw a white ball in a child process of gl.backend(). Raises when that fails, or when the image is empty."""
-    mujoco = _mujoco()
+    mujoco = load_mujoco()
     model = mujoco.MjModel.from_xml_string(
         "<mujoco><worldbody><camera pos='0 0 3'/><geom size='1' rgba='1 1 1 1'/></worldbody></mujoco>"
     )
@@ -97,5 +97,9 @@ def try_out(backend: str) -> None:
         raise RuntimeError(f"{backend} draws nothing")
 
 
-def _mujoco() -> Any:
-    return importlib.import_module("mujoco")  # an extra, whose own types lack what it draws with
+def load_mujoco() -> Any:
+    """Return the package mujoco, without its types, which lack what it draws with. Raises ConfigError without it."""
+    try:
+        return importlib.import_module("mujoco")
+    except ModuleNotFoundError:
+        raise ConfigError("mujoco is missing: run `uv sync --inexact --extra sim`") from None

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any
 
 import numpy as np
 from serl_client.errors import ConfigError
 from serl_client.spec import Array
 
+from robot_infra.cameras.mujoco import cameras, load_mujoco
 from robot_infra.interfaces import Camera
 from robot_infra.kinematics import NOVA2, Chain, at
 
@@ -41,11 +41,7 @@ class Scene:
         if side not in HALVES:
             raise ConfigError(f"task.env.side={side}: say one of {', '.join(HALVES)}")
         self._half = HALVES[side]
-        try:
-            import mujoco
-        except ModuleNotFoundError:
-            raise ConfigError("mujoco is missing: run `uv sync --inexact --extra sim`") from None
-        self._mujoco: Any = mujoco
+        self._mujoco = load_mujoco()
         folder = files("robot_infra.sim")
         arm = {"nova2.xml": folder.joinpath("nova2.xml").read_bytes()}
         self._model = self._mujoco.MjModel.from_xml_string(folder.joinpath("dobot_pnp.xml").read_text(), arm)
@@ -105,7 +101,5 @@ class Scene:
     def cameras(self, backend: str, *, size: int) -> Mapping[str, Camera]:
         """Return cam_high, cam_left_wrist and cam_right_wrist, drawn with this OpenGL backend (cameras/gl.py) as
         squares of `size` pixels."""
-        from robot_infra.cameras.mujoco import cameras
-
         drawn = cameras(self._model, self._data, backend, size=size)
         return {WRISTS.get(name, name): camera for name, camera in drawn.items()}

@@ -6,11 +6,11 @@ from typing import Any
 
 from serl_client.errors import ConfigError
 
-from robot_infra.cameras.lerobot import opened
+from robot_infra.cameras.lerobot import open_camera
 from robot_infra.env import RobotEnv
 from robot_infra.guard.robot import GuardedRobot
 from robot_infra.judges import Unjudged
-from robot_infra.teleop.hands import chosen
+from robot_infra.teleop.hands import make_devices
 
 
 def make(
@@ -36,9 +36,9 @@ def make(
             raise ConfigError(f"cameras: the arm itself has one that is called {min(twice)}: choose another name")
         seen: dict[str, Any] = dict(robot.cameras)
         for name, wanted in (cameras or {}).items():
-            seen[name] = opened(str(name), wanted)
+            seen[name] = open_camera(str(name), wanted)
             stack.callback(seen[name].close)
-        teleop, person = chosen(operator, None, robot, clock="real", devices=devices)
+        teleop, person = make_devices(operator, None, robot, clock="real", devices=devices)
         env = RobotEnv(
             robot, judge=Unjudged(), task=task, fps=fps, max_steps=max_steps, cameras=seen, teleop=teleop,
             operator=person, handover=handover,

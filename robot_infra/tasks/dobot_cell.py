@@ -18,6 +18,7 @@ from serl_client.env import Observation
 from serl_client.errors import RobotFault
 from serl_client.spec import Array, Feature
 
+from robot_infra.cameras import gl
 from robot_infra.drivers.arm import Arm
 from robot_infra.drivers.bimanual import BimanualArm
 from robot_infra.drivers.dobot import DobotArm
@@ -26,7 +27,7 @@ from robot_infra.guard.robot import GuardedRobot
 from robot_infra.safety import check_clock
 from robot_infra.sim.dobot_cell import FINGERS, PLACES, VERSION
 from robot_infra.sim.dobot_pnp import ENTRIES, HOME, OPEN, TURN, Scene
-from robot_infra.tasks.dobot_sim import FPS, TURNING, backend_of, make_task, state_feature, state_of
+from robot_infra.tasks.dobot_sim import FPS, TURNING, make_task, state_feature, state_of
 
 SERVO_HZ = 50.0  # set points per second; Dobot advises 33 for real arms
 STARTING, ANSWER = 60.0, 1.0  # seconds
@@ -172,7 +173,7 @@ def make(
 ) -> RobotEnv:  # fmt: skip
     """Make the task as an Env, as dobot_sim.make does. Raises ConfigError for a clock that is not real, too."""
     check_clock(clock)
-    backend = backend_of(cameras, object_in_state=object_in_state)
+    backend = gl.choose_backend(cameras, "" if object_in_state else "object")
     scene = Scene(side)
     robot = guarded(fps=fps, object_in_state=object_in_state, side=side, backend=backend, image_size=image_size)
 

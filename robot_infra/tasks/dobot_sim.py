@@ -25,9 +25,9 @@ from robot_infra.spaces import (
     SpacedRobot,
     TogglePenalty,
 )  # fmt: skip
-from robot_infra.teleop.hands import chosen
+from robot_infra.teleop.hands import make_devices
 from robot_infra.teleop.scripted import Rescuer
-from robot_infra.teleop.verdicts import chosen_verdicts
+from robot_infra.teleop.verdicts import choose_judge
 
 FPS = 10.0  # steps per second, if nothing else is said
 SPEED, TURNING = 0.3, 1.5  # metres of a tool, and radians of a joint, per second, at most
@@ -158,18 +158,10 @@ def make(
     cameras: true, false or auto (cameras/gl.py). Raises ConfigError where neither state nor camera would show the
     object.
     """
-    backend = backend_of(cameras, object_in_state=object_in_state)
+    backend = gl.choose_backend(cameras, "" if object_in_state else "object")
     arms = DobotSim(fps=fps, object_in_state=object_in_state, side=side)
     drawn = arms.scene.cameras(backend, size=image_size) if backend else {}
     return make_task(SafeRobot(arms), lambda: arms.scene, lambda: arms.steps, drawn, clock=clock, fps=fps, **task)
-
-
-def backend_of(cameras: bool | str, *, object_in_state: bool) -> str:
-    """Return the OpenGL backend, empty if there are no cameras. Raises ConfigError if nothing showed the object."""
-    backend = gl.chosen(cameras)
-    if not (backend or object_in_state):
-        raise ConfigError("nothing would show the object: say task.cameras=true or task.object_in_state=true")
-    return backend
 
 
 def make_task(
@@ -192,8 +184,8 @@ def make_task(
         lambda: put(seen(), stroke), lambda: left_to_put(seen()), noise=noise, margin=stroke / 4,
         takeover_after=takeover_after, handback_after=handback_after, space=hand.space,
     )  # fmt: skip
-    teleop, hands = chosen(operator, scripted, hand, clock=clock, devices=devices)
-    judge, person = chosen_verdicts(verdict_by, lambda: seen().succeeded, steps, max_steps, hands)
+    teleop, hands = make_devices(operator, scripted, hand, clock=clock, devices=devices)
+    judge, person = choose_judge(verdict_by, lambda: seen().succeeded, steps, max_steps, hands)
     return RobotEnv(
         robot, judge=TogglePenalty(judge, robot, toggle_penalty), task="put the object into the box", fps=fps,
         max_steps=max_steps, clock=clock, teleop=teleop, operator=person, cameras=cameras,

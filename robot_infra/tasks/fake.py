@@ -17,9 +17,9 @@ from robot_infra.guard.robot import GuardedRobot
 from robot_infra.interfaces import Reading
 from robot_infra.judges import Nearer, near
 from robot_infra.safety import SafeRobot, check_clock
-from robot_infra.teleop.hands import chosen
+from robot_infra.teleop.hands import make_devices
 from robot_infra.teleop.scripted import Rescuer
-from robot_infra.teleop.verdicts import chosen_verdicts
+from robot_infra.teleop.verdicts import choose_judge
 
 FAULTS = ("raise", "nan", "freeze")
 FPS = 10.0  # steps per second, if nothing else is said
@@ -178,15 +178,11 @@ def make(
         partial(reach, point), lambda: float(np.linalg.norm(point.goal - point.position)),
         noise=noise, margin=point.stroke / 4, takeover_after=takeover_after, handback_after=handback_after,
     )  # fmt: skip
-    teleop, hands = chosen(operator, scripted, owner, clock=clock, devices=devices)
-    judge, person = chosen_verdicts(
-        verdict_by,
-        lambda: near(point.position, point.goal, 0.05),
-        lambda: point.steps,
-        max_steps,
-        hands,
+    teleop, hands = make_devices(operator, scripted, owner, clock=clock, devices=devices)
+    judge, person = choose_judge(
+        verdict_by, lambda: near(point.position, point.goal, 0.05), lambda: point.steps, max_steps, hands,
         before=[lambda: near(point.position, point.goal, 0.3)],
-    )
+    )  # fmt: skip
     nearer = Nearer(judge, cost, distance) if cost else judge
     return RobotEnv(
         owner, judge=nearer, task="reach the goal", fps=fps, max_steps=max_steps, clock=clock, teleop=teleop,

@@ -16,7 +16,7 @@ from serl_client.spec import Array, Feature, Spec
 from robot_infra.interfaces import Operator, Teleop
 from robot_infra.intervention import POLICY_ACTION, Intervention, policy_action
 from robot_infra.pace import Pace
-from robot_infra.teleop.hands import chosen
+from robot_infra.teleop.hands import make_devices
 from robot_infra.teleop.keyboard import Keyboard
 
 SUCCESS = ("success", "is_success", "succeed", "next.success")  # keys of `info`; gym_hil uses the last two
@@ -93,7 +93,7 @@ class GymEnv:
             )
         self._hold = self._executable(np.array(hold or np.zeros(size), action.dtype))
         scripted = script(self._env) if script else None
-        teleop, self._person = chosen(operator, scripted, self, clock=clock, devices=devices)
+        teleop, self._person = make_devices(operator, scripted, self, clock=clock, devices=devices)
         self.has_operator, self._intervention = teleop is not None, Intervention(teleop)
         extras = {POLICY_ACTION: Feature(action.shape)} if self.has_operator else {}
         self.spec = Spec(observation, action, fps, extras)

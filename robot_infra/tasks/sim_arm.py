@@ -14,6 +14,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature
 
 from robot_infra.cameras import gl
+from robot_infra.cameras.mujoco import cameras, load_mujoco
 from robot_infra.drivers.arm import Arm
 from robot_infra.env import RobotEnv
 from robot_infra.guard.robot import GuardedRobot
@@ -22,9 +23,9 @@ from robot_infra.judges import Nearer, lifted, near
 from robot_infra.kinematics import Chain
 from robot_infra.safety import SafeRobot, check_clock
 from robot_infra.spaces import EE_DELTA, JOINT, JOINT_DELTA, EeDelta, Gripper, JointDelta, Limb, SpacedRobot
-from robot_infra.teleop.hands import chosen
+from robot_infra.teleop.hands import make_devices
 from robot_infra.teleop.scripted import Rescuer
-from robot_infra.teleop.verdicts import chosen_verdicts
+from robot_infra.teleop.verdicts import choose_judge
 
 FPS = 10.0  # steps per second, if nothing else is said
 PHYSICS = 0.004  # seconds of one physics step, as in arm.xml
@@ -90,11 +91,7 @@ class SimArm:
         self._side = SIDES[side]
         self._fps, self._substeps = fps, round(1 / (fps * PHYSICS))
         self.stroke = SPEED / fps
-        try:
-            import mujoco
-        except ModuleNotFoundError:
-            raise ConfigError("mujoco is missing: run `uv sync --inexact --extra sim`") from None
-        self._mujoco: Any = mujoco
+        self._mujoco = load_mujoco()
         self._model = self._mujoco.MjModel.from_xml_string(files("robot_infra.sim").joinpath("arm.xml").read_text())
         self._data = self._mujoco.MjData(self._model)
         self.tool, self.block = self._data.site("tool").xpos, self._data.body("block").xpos  # views
@@ -105,8 +102,6 @@ class SimArm:
 
     def cameras(self, backend: str, *, size: int) -> Mapping[str, Camera]:
         """Return cam_high and cam_wrist, drawn with this OpenGL backend (cameras/gl.py) as squares of `size` pixels."""
-        from robot_infra.cameras.mujoco import cameras
-
         return cameras(self._model, self._data, backend, size=size)
 
     @property
@@ -320,9 +315,7 @@ def make(
     cost: what each metre that is left takes of a step's reward (left_to_pick).
     Raises ConfigError where neither state nor camera would show the block.
     """
-    backend = gl.chosen(cameras)
-    if not (backend or block_in_state):
-        raise ConfigError("nothing would show the block: say task.cameras=true or task.block_in_state=true")
+    backend = gl.choose_backend(cameras, "" if block_in_state else "block")
     arm: SimArm | SeenScene
     if guard and space != EE_DELTA:
         raise ConfigError(f"task.env.space={space}: behind a guard the simulated arm takes {EE_DELTA} alone")
@@ -339,15 +332,11 @@ def make(
         takeover_after=takeover_after, handback_after=handback_after,
     )  # fmt: skip
     hand = owner.speaks(EE_DELTA) if isinstance(owner, SpacedRobot) else owner
-    teleop, hands = chosen(operator, scripted, hand, clock=clock, devices=devices)
-    judge, person = chosen_verdicts(
-        verdict_by,
-        lambda: lifted(arm.tool, arm.block),
-        lambda: arm.steps,
-        max_steps,
-        hands,
+    teleop, hands = make_devices(operator, scripted, hand, clock=clock, devices=devices)
+    judge, person = choose_judge(
+        verdict_by, lambda: lifted(arm.tool, arm.block), lambda: arm.steps, max_steps, hands,
         before=[lambda: arm.holds and near(arm.tool, arm.block, 0.04)],
-    )
+    )  # fmt: skip
     nearer = Nearer(judge, cost, lambda _: left_to_pick(arm)) if cost else judge
     return RobotEnv(
         owner, judge=nearer, task="pick up the block", fps=fps, max_steps=max_steps, clock=clock, cameras=drawn,

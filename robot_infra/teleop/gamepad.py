@@ -46,7 +46,7 @@ class Gamepad:
             self._rest += data
             whole = len(self._rest) - len(self._rest) % EVENT.size
             for _, value, kind, number in EVENT.iter_unpack(self._rest[:whole]):
-                self._take(kind, number, value, words)
+                self._hear(kind, number, value, words)
             self._rest = self._rest[whole:]
         motion = {name: share for name, share in self._sticks.items() if abs(share) > DEAD}
         pulled = [way for axis, way in TRIGGERS.items() if self._triggers.get(axis)]
@@ -58,7 +58,7 @@ class Gamepad:
     def close(self) -> None:
         self._device.close()
 
-    def _take(self, kind: int, number: int, value: int, words: list[str]) -> None:
+    def _hear(self, kind: int, number: int, value: int, words: list[str]) -> None:
         is_new, kind = not kind & INITIAL, kind & ~INITIAL
         if kind == BUTTON and is_new and value and number in WORDS:
             words.append(WORDS[number])

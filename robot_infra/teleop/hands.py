@@ -72,7 +72,7 @@ class Hands:
     def reset(self, seed: int, *, demonstrate: bool = True) -> None:
         for device in self._devices:
             device.forget()
-        self._take(demonstrate)
+        self._set_driver(demonstrate)
 
     def poll(self) -> list[str]:
         """Return the events since the last poll, oldest first; a touch counts in `read` alone.
@@ -115,7 +115,7 @@ class Hands:
         for hand in hands:
             for word in hand.words:
                 if word == "toggle":
-                    self._take(not ((self._drives and self._is_latched) or self._wishes))
+                    self._set_driver(not ((self._drives and self._is_latched) or self._wishes))
                 elif word == "take over":
                     self._wished = clock.monotonic()
                 else:
@@ -133,14 +133,14 @@ class Hands:
             self._drives, self._is_latched, self._wished = True, wishes, 0.0
             self._gripper = next((hand.gripper for hand in hands if hand.gripper), self._gripper if wishes else 0)
         elif self._drives and not self._is_latched and now > self._touched + RELEASE:
-            self._take(False)
+            self._set_driver(False)
 
     @property
     def _wishes(self) -> bool:
         """Whether a key that moves was pressed a moment ago, and nobody has taken over for it yet."""
         return clock.monotonic() <= self._wished + WISH
 
-    def _take(self, drives: bool) -> None:
+    def _set_driver(self, drives: bool) -> None:
         self._drives = self._is_latched = drives
         self._gripper, self._wished = 0, 0.0
 
@@ -153,10 +153,10 @@ class Hands:
             action[entry] += abs(share) * (bound[entry] - action[entry])
 
 
-def chosen(
+def make_devices(
     operator: str, scripted: Teleop | None, robot: Driven, *, clock: str, devices: Mapping[str, Any] | None = None
 ) -> tuple[Teleop | None, Operator | None]:
-    """Return the teleop of a robot, and the person at its devices, if any.
+    """Make the devices of an operator: return the teleop of a robot, and the person at its devices, if any.
 
     operator: `scripted`: the given program; `none`: nobody; else a person's devices, joined by +, as in
         `keyboard+gamepad`. They need the real `clock` of the env.
@@ -174,21 +174,21 @@ def chosen(
         raise ConfigError(f"task.env.operator={unknown[0]} is unknown; use {', '.join(others)}")
     if clock != "real":
         raise ConfigError(f"task.env.operator={operator} needs task.env.clock=real: simulated time outruns a person")
-    opened: list[Device] = []
+    made: list[Device] = []
     try:
         for word in words:
-            opened.append(_opened(word, devices.get(word, "auto"), robot))
+            made.append(_open_device(word, devices.get(word, "auto"), robot))
         if "keyboard" not in words and (keyboard := Keyboard()).has_terminal:
-            opened.append(KeyboardDevice(keyboard, drives=False))
-        hands = Hands(opened, robot.action, robot.space, takeover=devices.get("takeover", "touch"))
+            made.append(KeyboardDevice(keyboard, drives=False))
+        hands = Hands(made, robot.action, robot.space, takeover=devices.get("takeover", "touch"))
     except ConfigError:
-        for device in opened:
+        for device in made:
             device.close()
         raise
     return hands, hands
 
 
-def _opened(word: str, path: str, robot: Driven) -> Device:
+def _open_device(word: str, path: str, robot: Driven) -> Device:
     if word == "keyboard":
         keyboard = Keyboard()
         if not keyboard.has_terminal:

@@ -35,14 +35,10 @@ class ScriptedVerdicts(Keyboard):
         return [*super().poll(), *said]
 
 
-def chosen_verdicts(
-    verdict_by: str,
-    holds: Callable[[], bool],
-    steps: Callable[[], int],
-    max_steps: int,
-    hands: Operator | None,
+def choose_judge(
+    verdict_by: str, holds: Callable[[], bool], steps: Callable[[], int], max_steps: int, hands: Operator | None,
     before: Sequence[Callable[[], bool]] = (),
-) -> tuple[Judge, Operator | None]:
+) -> tuple[Judge, Operator | None]:  # fmt: skip
     """Return the judge and the operator of a simulated robot.
 
     verdict_by: `judge`: the scene gives reward and success; `operator`: the person at the keyboard does, or without one

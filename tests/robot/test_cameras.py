@@ -202,7 +202,7 @@ def test_where_cameras_are_optional_a_robot_without_any_goes_on_with_one_sentenc
 
 def test_an_unknown_word_for_cameras_is_refused():
     with pytest.raises(ConfigError, match="true, false or auto"):
-        gl.chosen("yes please")
+        gl.choose_backend("yes please")
 
 
 # -- ages and rows

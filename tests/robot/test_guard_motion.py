@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from serl_client.errors import RobotFault
 
 from robot_infra.guard.limits import Limiter, read_limits, squares_outside
-from robot_infra.guard.motion import TRACK, HOLD, HOME, OLD, SETTLING, SILENT_PERIODS, TRACKING_TICKS, Motion
+from robot_infra.guard.motion import HOLD, HOME, OLD, SETTLING, SILENT_PERIODS, TRACK, TRACKING_TICKS, Motion
 
 ENTRIES = {"shoulder": "rad", "elbow": "rad"}
 LIMITS = {

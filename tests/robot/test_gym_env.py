@@ -313,7 +313,7 @@ def test_what_a_person_says_at_the_tasks_own_device_is_an_event_and_their_action
 
 def test_a_person_drives_a_task_whose_entries_have_names_and_what_it_holds_is_said_too(monkeypatch):
     device = Scripted(Hand(words=["toggle"]), Hand({"x": -1.0}), moves=frozenset(("x", "gripper")))
-    monkeypatch.setattr(gym_module, "chosen", lambda *_, **__: (hands, hands))
+    monkeypatch.setattr(gym_module, "make_devices", lambda *_, **__: (hands, hands))
     action = spaces.Box(np.array([-2.0, 0.0]), np.array([2.0, 2.0]), dtype=np.float64)
     hands = Hands([device], Feature((2,), names=("x", "gripper"), low=action.low, high=action.high), "ee_delta")
     env = GymEnv("Task-v0", options={"action": action}, names=["x", "gripper"], hold=[0, 1])

@@ -298,8 +298,8 @@ def test_what_a_robot_made_of_an_action_is_told():
         (lambda: x(serial="new"), "x_robot is not calibrated.*lerobot-calibrate --robot.type=x_robot"),
         (lambda: x(cameras={"eye": {}}), "name them under `cameras`"),
         (lambda: x(leader={"type": "x_leader", "names": "a.pos"}), "x_leader gives a.pos, and x_robot takes base.pos"),
-        (lambda: cameras.opened("top", {"type": "nobodys"}), r"cameras.top.type=nobodys is unknown"),
-        (lambda: cameras.opened("top", {"type": "x_camera", "crop": [0, 0, 999, 9]}), "top gives no image.*crop"),
+        (lambda: cameras.open_camera("top", {"type": "nobodys"}), r"cameras.top.type=nobodys is unknown"),
+        (lambda: cameras.open_camera("top", {"type": "x_camera", "crop": [0, 0, 999, 9]}), "top gives no image.*crop"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_one_sentence(make, said):
@@ -310,7 +310,7 @@ def test_what_cannot_be_is_one_sentence(make, said):
 
 @pytest.mark.usefixtures("plugins")
 def test_a_camera_of_a_plugin_gives_images_with_their_times():
-    camera = cameras.opened("top", {"type": "x_camera", "width": 32, "height": 24, "size": [12, 16]})
+    camera = cameras.open_camera("top", {"type": "x_camera", "width": 32, "height": 24, "size": [12, 16]})
     first = camera.latest()
     later = until(lambda: now if (now := camera.latest()).time > first.time else None)
     camera.close()

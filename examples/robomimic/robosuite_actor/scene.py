@@ -45,7 +45,7 @@ class Scene:
         self.task, self._image_size = task, image_size
         self._keys = STATE if cameras else {"object": OBJECTS[task], **STATE}
         self.observation: Mapping[str, Feature] = {f"observation.{k}": Feature((n,)) for k, n in self._keys.items()}
-        self.env = _made(ENVS[task], fps, gl.chosen(cameras))
+        self.env = _made(ENVS[task], fps, gl.choose_backend(cameras))
         self.home(0)
 
     def cameras(self) -> dict[str, "SceneCamera"]:
