@@ -61,6 +61,18 @@ class Nearer(Wrapped):
         return replace(verdict, reward=verdict.reward - self._cost * self._remaining(observation))
 
 
+class TogglePenalty(Wrapped):
+    """Takes `penalty` from another judge's reward for each gripper that a step toggled; `toggled` says how many did."""
+
+    def __init__(self, judge: Judge, toggled: Callable[[], int], penalty: float) -> None:
+        super().__init__(judge)
+        self._toggled, self._penalty = toggled, penalty
+
+    def __call__(self, observation: Observation) -> Verdict:
+        verdict = self.judge(observation)
+        return replace(verdict, reward=verdict.reward - self._penalty * self._toggled())
+
+
 class Unjudged(Judge):
     """Leaves reward, success and the end to the operator."""
 

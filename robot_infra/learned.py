@@ -16,7 +16,7 @@ from serl_client.spec import Array, Spec
 
 from robot_infra.env import RobotEnv
 from robot_infra.interfaces import Judge, Verdict
-from robot_infra.spaces import TogglePenalty
+from robot_infra.judges import TogglePenalty
 
 log = logging.getLogger(__name__)
 

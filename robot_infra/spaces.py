@@ -4,17 +4,15 @@ Every space can turn an action into target positions of the robot and back, so t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from serl_client.env import Observation
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature
 
 from robot_infra.guard.limits import largest_part, squares_outside
-from robot_infra.interfaces import Judge, Reading, Robot, Teleop, Verdict
-from robot_infra.judges import Wrapped
+from robot_infra.interfaces import Reading, Robot, Teleop
 from robot_infra.kinematics import CLOSE, Chain, moved, twist
 
 JOINT, JOINT_DELTA, EE_DELTA = "joint_position", "joint_delta", "ee_delta"
@@ -323,18 +321,6 @@ def understood(teleop: Teleop, robot: Robot) -> Teleop:
         f"the teleop gives {teleop.space} actions, the robot takes {', '.join(known)}: choose another "
         "task.env.operator or task.env.space"
     )
-
-
-class TogglePenalty(Wrapped):
-    """Takes `penalty` from the reward of another judge for each gripper that a step opened or closed."""
-
-    def __init__(self, judge: Judge, robot: SpacedRobot, penalty: float) -> None:
-        super().__init__(judge)
-        self._robot, self._penalty = robot, penalty
-
-    def __call__(self, observation: Observation) -> Verdict:
-        verdict = self.judge(observation)
-        return replace(verdict, reward=verdict.reward - self._penalty * self._robot.toggled)
 
 
 def _holds(taken: Space, spoken: Space) -> bool:

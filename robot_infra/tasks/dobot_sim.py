@@ -12,19 +12,10 @@ from serl_client.spec import Array, Feature
 from robot_infra.cameras import gl
 from robot_infra.env import RobotEnv
 from robot_infra.interfaces import Camera, Reading
+from robot_infra.judges import TogglePenalty
 from robot_infra.safety import SafeRobot
 from robot_infra.sim.dobot_pnp import CHAINS, ENTRIES, JOINTS, OPEN, SIDES, TURN, Scene
-from robot_infra.spaces import (
-    EE_DELTA,
-    JOINT,
-    JOINT_DELTA,
-    EeDelta,
-    Gripper,
-    JointDelta,
-    Limb,
-    SpacedRobot,
-    TogglePenalty,
-)  # fmt: skip
+from robot_infra.spaces import EE_DELTA, JOINT, JOINT_DELTA, EeDelta, Gripper, JointDelta, Limb, SpacedRobot
 from robot_infra.teleop.hands import make_devices
 from robot_infra.teleop.scripted import Rescuer
 from robot_infra.teleop.verdicts import choose_judge
@@ -186,7 +177,8 @@ def make_task(
     )  # fmt: skip
     teleop, hands = make_devices(operator, scripted, hand, clock=clock, devices=devices)
     judge, person = choose_judge(verdict_by, lambda: seen().succeeded, steps, max_steps, hands)
+    judge = TogglePenalty(judge, lambda: robot.toggled, toggle_penalty)
     return RobotEnv(
-        robot, judge=TogglePenalty(judge, robot, toggle_penalty), task="put the object into the box", fps=fps,
+        robot, judge=judge, task="put the object into the box", fps=fps,
         max_steps=max_steps, clock=clock, teleop=teleop, operator=person, cameras=cameras,
     )  # fmt: skip

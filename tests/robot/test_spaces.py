@@ -8,8 +8,9 @@ from serl_client import ConfigError
 from serl_client.spec import Feature
 
 from robot_infra.interfaces import Reading, Verdict
+from robot_infra.judges import TogglePenalty
 from robot_infra.kinematics import NOVA2, Chain, at, twist
-from robot_infra.spaces import EeDelta, Gripper, JointDelta, Limb, SpacedRobot, TogglePenalty, understood
+from robot_infra.spaces import EeDelta, Gripper, JointDelta, Limb, SpacedRobot, understood
 from robot_infra.tasks.fake import FakeRobot
 from tests.shared.robots import Hand, build, from_yaml, play
 
@@ -139,7 +140,7 @@ def test_what_wavers_around_nothing_leaves_a_gripper_as_it_is(shares, wish):
 @pytest.mark.parametrize("space", ["joint_position", "joint_delta", "ee_delta"])
 def test_each_toggle_costs_and_nothing_else_does(space):
     arm, still = spaced(space), [0] * (6 if space != "joint_position" else 0)
-    judge = TogglePenalty(lambda observation: Verdict(1.0, False, None), arm, 0.25)
+    judge = TogglePenalty(lambda observation: Verdict(1.0, False, None), lambda: arm.toggled, 0.25)
     ends = {1: 0.0, -1: 0.045} if space == "joint_position" else {1: 1.0, -1: -1.0}
     rewards = []
     for wish in (1, 1, -1, -1, 1):
