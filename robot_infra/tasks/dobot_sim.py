@@ -16,6 +16,7 @@ from robot_infra.judges import TogglePenalty
 from robot_infra.safety import SafeRobot
 from robot_infra.sim.dobot_pnp import CHAINS, ENTRIES, JOINTS, OPEN, SIDES, TURN, Scene
 from robot_infra.spaces import EE_DELTA, JOINT, JOINT_DELTA, EeDelta, Gripper, JointDelta, Limb, SpacedRobot
+from robot_infra.tasks.simulated import Simulated
 from robot_infra.teleop.hands import make_devices
 from robot_infra.teleop.scripted import Rescuer
 from robot_infra.teleop.verdicts import choose_judge
@@ -47,7 +48,7 @@ def state_of(scene: Scene, measured: Array, object_in_state: bool) -> Array:
     return measured.astype(np.float32)
 
 
-class DobotSim:
+class DobotSim(Simulated):
     """Takes joint targets for a Scene of its own, each reached as fast as TURNING allows; a Robot.
 
     fps: steps per second. object_in_state: the state [31] also has both tools, the object, the ways to it and from it
@@ -55,7 +56,7 @@ class DobotSim:
     side: where the object lies: both, left or right half of its area (Scene).
     """
 
-    space, is_home, is_simulated = JOINT, True, True
+    space = JOINT
     action = Feature(
         (len(ENTRIES),), names=ENTRIES, low=np.array([*[-TURN] * 6, 0] * 2), high=np.array([*[TURN] * 6, OPEN] * 2)
     )
@@ -85,15 +86,6 @@ class DobotSim:
 
     def hold_action(self) -> Array:
         return self.scene.targets.astype(np.float32)
-
-    def stop(self) -> None:
-        pass  # time stands still between two commands
-
-    def recover(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def spaced(robot: Any, space: str, fps: float, *, is_relative: bool) -> SpacedRobot:

@@ -17,6 +17,7 @@ from robot_infra.guard.robot import GuardedRobot
 from robot_infra.interfaces import Reading
 from robot_infra.judges import Nearer, near
 from robot_infra.safety import SafeRobot, check_clock
+from robot_infra.tasks.simulated import Simulated
 from robot_infra.teleop.hands import make_devices
 from robot_infra.teleop.scripted import Rescuer
 from robot_infra.teleop.verdicts import choose_judge
@@ -29,7 +30,7 @@ LAG = 0.3  # part of the remaining way that is left after 0.1 s
 NAMES = ("point.x", "point.y", "goal.x", "goal.y", "way.x", "way.y")
 
 
-class FakeRobot:
+class FakeRobot(Simulated):
     """Moves a point that follows its commanded position with a first-order lag; metres, within [-1, 1].
 
     fps: steps per second. An action of 1 moves the commanded position by `stroke` metres in one of them.
@@ -38,7 +39,7 @@ class FakeRobot:
         puts a NaN into the next observation, and from `freeze` on the point no longer moves.
     """
 
-    space, is_home, is_simulated = "ee_delta", True, True
+    space = "ee_delta"
     observation: Mapping[str, Feature] = {"observation.state": Feature((6,), names=NAMES)}
     action = Feature((2,), names=("x", "y"), low=np.array(-1), high=np.array(1))
 

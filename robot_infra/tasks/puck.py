@@ -12,6 +12,7 @@ from robot_infra.env import RobotEnv
 from robot_infra.interfaces import Reading, Verdict
 from robot_infra.judges import Function
 from robot_infra.safety import SafeRobot
+from robot_infra.tasks.simulated import Simulated
 
 FPS = 10.0  # steps per second
 PUSH = 3.0  # metres per second squared, under an action of 1
@@ -21,13 +22,13 @@ BLUR = 0.3  # metres, standard deviation of the light that shows it: the camera 
 CAMERA = "top"
 
 
-class Puck:
+class Puck(Simulated):
     """A puck on a table without friction; metres, within [-1, 1], with cushions that take its speed.
 
     An action is the push along x and y, from -1 to 1. Nothing but the picture is observed.
     """
 
-    space, is_home, is_simulated = "push", True, True
+    space = "push"
     observation: Mapping[str, Feature] = {IMAGES + CAMERA: Feature((SIZE, SIZE, 3), "uint8")}
     action = Feature((2,), names=("x", "y"), low=np.array(-1), high=np.array(1))
 
@@ -62,15 +63,6 @@ class Puck:
 
     def hold_action(self) -> Array:
         return np.zeros(2, np.float32)
-
-    def stop(self) -> None:
-        """Do nothing: time stands still between two steps."""
-
-    def recover(self) -> None:
-        """Do nothing: it has no faults."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def make(*, max_steps: int, clock: str) -> RobotEnv:

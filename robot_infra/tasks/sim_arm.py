@@ -23,6 +23,7 @@ from robot_infra.judges import Nearer, lifted, near
 from robot_infra.kinematics import Chain
 from robot_infra.safety import SafeRobot, check_clock
 from robot_infra.spaces import EE_DELTA, JOINT, JOINT_DELTA, EeDelta, Gripper, JointDelta, Limb, SpacedRobot
+from robot_infra.tasks.simulated import Simulated
 from robot_infra.teleop.hands import make_devices
 from robot_infra.teleop.scripted import Rescuer
 from robot_infra.teleop.verdicts import choose_judge
@@ -68,7 +69,7 @@ def inverse_kinematics(point: Array) -> tuple[float, float, float, float, float]
     return yaw, shoulder, elbow, math.pi - shoulder - elbow, yaw
 
 
-class SimArm:
+class SimArm(Simulated):
     """Moves its commanded tool point and fingers by actions [dx, dy, dz, gripper] in [-1, 1].
 
     fps: steps per second. An action of 1 moves the commanded tool or finger by `stroke` metres in one of them.
@@ -80,7 +81,7 @@ class SimArm:
     without the package mujoco, and for another side.
     """
 
-    space, is_home, is_simulated = "ee_delta", True, True
+    space = EE_DELTA
     action = Feature((4,), names=(*AXES, "gripper"), low=np.array(-1), high=np.array(1))
 
     def __init__(self, *, fps: float = FPS, block_in_state: bool = True, side: str = "both") -> None:
@@ -152,15 +153,6 @@ class SimArm:
 
     def hold_action(self) -> Array:
         return np.zeros(4, np.float32)
-
-    def stop(self) -> None:
-        pass  # time stands still between two commands
-
-    def recover(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def _steer(self) -> None:
         self._data.ctrl[:5], self._data.ctrl[5] = inverse_kinematics(self._target), self._opening
