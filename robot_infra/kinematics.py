@@ -55,16 +55,16 @@ class Chain:
         goes a part of its way only: it slows down, on a straight line.
         """
         here = self.pose(joints)
-        way, share = twist(here, goal), np.ones((*joints.shape[:-1], 1))
+        motion, share = twist(here, goal), np.ones((*joints.shape[:-1], 1))
         step = np.zeros_like(joints)
         for _ in range(SHORTER):
-            step = self._solved(joints, moved(here, share * way)) - joints
+            step = self._solved(joints, moved(here, share * motion)) - joints
             reach = np.abs(step).max(-1, keepdims=True)
             if not (reach > most).any():
                 return joints + step
             share = share * np.where(reach > most, MARGIN * most / np.maximum(reach, most), 1)
         found = joints + step * np.minimum(1, most / np.maximum(np.abs(step).max(-1, keepdims=True), 1e-12))
-        is_nearer = np.linalg.norm(twist(self.pose(found), goal), axis=-1) <= np.linalg.norm(way, axis=-1)
+        is_nearer = np.linalg.norm(twist(self.pose(found), goal), axis=-1) <= np.linalg.norm(motion, axis=-1)
         return np.where(is_nearer[..., None], found, joints)
 
     def _solved(self, joints: Array, goal: Array) -> Array:
@@ -77,15 +77,15 @@ class Chain:
         least = np.full(joints.shape[:-1], np.inf)
         for _ in range(PASSES):
             frames = self.frames(found)
-            way = twist(frames[-1], goal)
-            left = np.linalg.norm(way, axis=-1)
+            motion = twist(frames[-1], goal)
+            left = np.linalg.norm(motion, axis=-1)
             best = np.where((left < least)[..., None], found, best)
             least = np.minimum(left, least)
             if not (left > CLOSE).any():
                 break
             jacobian = _jacobian(frames)
             square = jacobian @ jacobian.mT + (left**2 / 2 + BIAS)[..., None, None] * np.eye(6)
-            found = found + (jacobian.mT @ np.linalg.solve(square, way[..., None]))[..., 0]
+            found = found + (jacobian.mT @ np.linalg.solve(square, motion[..., None]))[..., 0]
         return best
 
 
@@ -100,13 +100,13 @@ def twist(start: Array, end: Array) -> Array:
     )
 
 
-def moved(pose: Array, way: Array) -> Array:
-    """Return the pose that a twist leads to from `pose`: for which `twist` gives the same `way`."""
-    angle = np.maximum(np.linalg.norm(way[..., 3:], axis=-1), 1e-12)[..., None, None]
-    cross = np.cross(way[..., None, 3:], np.eye(3)).mT / angle  # of the axis with each column
+def moved(pose: Array, motion: Array) -> Array:
+    """Return the pose that a twist leads to from `pose`: for which `twist` gives the same `motion`."""
+    angle = np.maximum(np.linalg.norm(motion[..., 3:], axis=-1), 1e-12)[..., None, None]
+    cross = np.cross(motion[..., None, 3:], np.eye(3)).mT / angle  # of the axis with each column
     end = pose.copy()
     end[..., :3, :3] = (np.eye(3) + np.sin(angle) * cross + (1 - np.cos(angle)) * cross @ cross) @ pose[..., :3, :3]
-    end[..., :3, 3] += way[..., :3]
+    end[..., :3, 3] += motion[..., :3]
     return end
 
 

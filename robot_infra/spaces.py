@@ -159,8 +159,8 @@ class EeDelta:
     def target(self, action: Array, before: Array) -> Array:
         target, left = before.copy(), action
         for prefix, limb in self._limbs.items():
-            way, left = np.split(left, [len(self._scale)])
-            target[self._at[prefix]] = self._moved(prefix, limb, way * self._scale, before)
+            step, left = np.split(left, [len(self._scale)])
+            target[self._at[prefix]] = self._moved(prefix, limb, step * self._scale, before)
             if limb.gripper:
                 entry = self._grip[prefix]
                 target[entry], left = limb.gripper[1].target(left[0], before[entry]), left[1:]
@@ -171,21 +171,21 @@ class EeDelta:
         for prefix, limb in self._limbs.items():
             here, there = limb.chain.pose(np.stack([before, target])[:, self._at[prefix]])
             axes = self._axes(prefix)
-            way = (twist(here, there).reshape(2, 3) @ axes).ravel()  # the inverse of a rotation is its transpose
-            parts.append(way[: len(self._scale)] / self._scale)
+            step = (twist(here, there).reshape(2, 3) @ axes).ravel()  # the inverse of a rotation is its transpose
+            parts.append(step[: len(self._scale)] / self._scale)
             if limb.gripper:
                 entry = self._grip[prefix]
                 parts.append(np.array([limb.gripper[1].actual(target[entry], before[entry])]))
         return np.concatenate(parts)
 
-    def _moved(self, prefix: str, limb: Limb, way: Array, before: Array) -> Array:
-        """Return the joints of a limb after this way [3 or 6] of its tool."""
+    def _moved(self, prefix: str, limb: Limb, step: Array, before: Array) -> Array:
+        """Return the joints of a limb after this step [3 or 6] of its tool."""
         joints = before[self._at[prefix]]
-        if not way.any():
+        if not step.any():
             return joints
         here = limb.chain.pose(joints)
-        way = np.resize(np.append(way, np.zeros(6 - len(way))), (2, 3)) @ self._axes(prefix).T
-        goal = moved(here, way.ravel())
+        step = np.resize(np.append(step, np.zeros(6 - len(step))), (2, 3)) @ self._axes(prefix).T
+        goal = moved(here, step.ravel())
         if not self.is_whole and prefix in self._starts:
             goal[:3, :3] = self._starts[prefix][:3, :3]
         low, high = limb.box
@@ -314,11 +314,11 @@ def understood(teleop: Teleop, robot: Robot) -> Teleop:
         return teleop
     spaces: Mapping[str, Space] = robot.spaces if isinstance(robot, SpacedRobot) else {}
     taken = spaces.get(robot.space)
-    known = [name for name, spoken in spaces.items() if taken and _holds(taken, spoken)] or [robot.space]
-    if isinstance(robot, SpacedRobot) and teleop.space in known:
+    accepted = [name for name, spoken in spaces.items() if taken and _holds(taken, spoken)] or [robot.space]
+    if isinstance(robot, SpacedRobot) and teleop.space in accepted:
         return Converted(teleop, robot)
     raise ConfigError(
-        f"the teleop gives {teleop.space} actions, the robot takes {', '.join(known)}: choose another "
+        f"the teleop gives {teleop.space} actions, the robot takes {', '.join(accepted)}: choose another "
         "task.env.operator or task.env.space"
     )
 

@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 
 TRIES = 3  # of a call over the bus: single packets get lost
 FAILURES = (OSError, RuntimeError, IndexError, termios.error)  # of lerobot's buses; IndexError: of a torn answer
+KINDS = {  # of device: lerobot's package, its registry there, what makes one of a configuration, and our option
+    "robot": ("robots", "RobotConfig", "make_robot_from_config", "options.robot"),
+    "teleop": ("teleoperators", "TeleoperatorConfig", "make_teleoperator_from_config", "options.leader"),
+}
 SIDES = {"": "", "left_arm": "left_", "right_arm": "right_"}  # attribute of a two-armed robot: prefix of its entries
 
 
@@ -46,8 +50,7 @@ class LerobotArm(Arm):
     def __init__(self, address: str, *, robot: Mapping[str, Any], leader: Mapping[str, Any] | None = None) -> None:
         if robot.get("cameras"):
             raise ConfigError("options.robot.cameras: name them under `cameras` of the task's env instead")
-        rooms = _Rooms()
-        self._robot = rooms.made("robot", robot, address)
+        self._robot = _made("robot", robot, address)
         self._leader: Any = None
         numbers = {name for name, kind in self._robot.action_features.items() if kind in (float, int)}
         if numbers != set(self._robot.action_features):
@@ -58,7 +61,7 @@ class LerobotArm(Arm):
         try:
             _connect("robot", self._robot, robot, address)
             if leader is not None:
-                self._leader = rooms.made("teleop", leader, "")
+                self._leader = _made("teleop", leader, "")
                 if set(self._leader.action_features) != set(self._names):
                     raise ConfigError(
                         f"options.leader: {leader['type']} gives {', '.join(self._leader.action_features)}, and "
@@ -73,9 +76,9 @@ class LerobotArm(Arm):
 
     def _describe(self) -> None:
         """Find out what the entries are measured in, and what else is observed."""
-        known = dict(_motors(self._robot))
-        self.entries = {name: known[name][0] if name in known else "" for name in self._names}
-        self.ranges = {name: known[name][1] for name in self._names if name in known}
+        motors = dict(_motors(self._robot))
+        self.entries = {name: motors[name][0] if name in motors else "" for name in self._names}
+        self.ranges = {name: motors[name][1] for name in self._names if name in motors}
         features = self._robot.observation_features
         self._numbers = [name for name, kind in features.items() if kind in (float, int)]
         self._images = {name: kind for name, kind in features.items() if isinstance(kind, tuple)}
@@ -141,35 +144,22 @@ class LerobotArm(Arm):
                     log.warning("%s: %s", device, error)
 
 
-class _Rooms:
-    """Makes devices of lerobot from their options."""
-
-    def __init__(self) -> None:
-        try:
-            self._of = {
-                "robot": (importlib.import_module("lerobot.robots"), "robots"),
-                "teleop": (importlib.import_module("lerobot.teleoperators"), "teleoperators"),
-            }
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"lerobot's robots need {error.name}: uv sync --inexact --extra robots") from None
-
-    def made(self, kind: str, options: Mapping[str, Any], address: str) -> Any:
-        """Make a robot or a teleop; nothing is connected."""
-        module, room = self._of[kind]
-        registry = module.RobotConfig if kind == "robot" else module.TeleoperatorConfig
-        make = module.make_robot_from_config if kind == "robot" else module.make_teleoperator_from_config
-        where = "options.robot" if kind == "robot" else "options.leader"
-        config = configuration(
-            registry, room, where, options,
-            defaults={"disable_torque_on_disconnect": False, **({"port": address} if address else {})},
-        )  # fmt: skip
-        try:
-            device = make(config)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(f"{where}: {error}") from None
-        for part in _parts(device):
-            tame(part.bus)
-        return device
+def _made(kind: str, options: Mapping[str, Any], address: str) -> Any:
+    """Make a robot or a teleop; nothing is connected."""
+    room, registry, make, where = KINDS[kind]
+    try:
+        module = importlib.import_module(f"lerobot.{room}")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"lerobot's robots need {error.name}: uv sync --inexact --extra robots") from None
+    defaults = {"disable_torque_on_disconnect": False, **({"port": address} if address else {})}
+    config = configuration(getattr(module, registry), room, where, options, defaults=defaults)
+    try:
+        device = getattr(module, make)(config)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for part in _parts(device):
+        tame(part.bus)
+    return device
 
 
 def _connect(kind: str, device: Any, options: Mapping[str, Any], address: str) -> None:

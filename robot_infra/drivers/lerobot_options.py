@@ -34,9 +34,9 @@ def configuration(
     if kind not in registry.get_known_choices():
         _import_plugins(PLUGINS[room], failed)
     if kind not in registry.get_known_choices():
-        known = ", ".join(sorted(registry.get_known_choices()))
+        choices = ", ".join(sorted(registry.get_known_choices()))
         more = "".join(f"; {name} cannot be imported ({why})" for name, why in failed.items())
-        raise ConfigError(f"{where}.type={kind or 'null'} is unknown to lerobot; it knows {known}{more}")
+        raise ConfigError(f"{where}.type={kind or 'null'} is unknown to lerobot; it knows {choices}{more}")
     takes = {field.name for field in fields(registry.get_choice_class(kind))}
     given = {name: value for name, value in (defaults or {}).items() if name in takes} | dict(options)
     try:

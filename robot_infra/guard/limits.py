@@ -114,7 +114,7 @@ def read_limits(
     if missing := [name for name in wanted if name not in written]:
         raise ConfigError(
             f"no limits for {', '.join(missing)}, so nothing may move: write in the task's yaml, under env, "
-            f"`{template(entries, has_tool=has_tool, known=ranges, tools=tools)}`; tools/check_robot.py task=... "
+            f"`{template(entries, has_tool=has_tool, own=ranges, tools=tools)}`; tools/check_robot.py task=... "
             "--limits measures the ranges"
         )
     if unknown := [name for name in written if name not in wanted]:
@@ -131,16 +131,16 @@ def read_limits(
 
 def template(
     entries: Mapping[str, str], ranges: Sequence[Sequence[float]] = (), box: Sequence[Sequence[float]] = (), *,
-    has_tool: bool, known: Mapping[str, Sequence[float]] | None = None, tools: Sequence[str] = (TOOL,),
+    has_tool: bool, own: Mapping[str, Sequence[float]] | None = None, tools: Sequence[str] = (TOOL,),
 ) -> str:  # fmt: skip
     """Return the limits to write, in one line of yaml.
 
-    ranges, box: [low, high] of each entry, and of each axis of each tool. known: of entries whose ends the arm knows.
+    ranges, box: [low, high] of each entry, and of each axis of each tool. own: those that the arm knows itself.
     Numbers that are not given are left to the owner.
     """
     parts = []
     for i, (name, unit) in enumerate(entries.items()):
-        low, high = ranges[i] if ranges else [f"{end:.4g}" for end in (known or {}).get(name, ())] or ("LOW", "HIGH")
+        low, high = ranges[i] if ranges else [f"{end:.4g}" for end in (own or {}).get(name, ())] or ("LOW", "HIGH")
         speed, jump, tracking = USUAL[unit]
         parts.append(f"{name}: {{range: [{low}, {high}], speed: {speed}, jump: {jump}, tracking: {tracking}}}")
     for i, name in enumerate(tools if has_tool else ()):
@@ -164,9 +164,9 @@ def read_home(limits: Limits, written: Mapping[str, Any] | None) -> Array:
     return home
 
 
-def _entry(name: str, written: Any, known: Sequence[float] | None) -> tuple[float, ...]:
-    if known is not None and isinstance(written, Mapping):
-        written = {"range": list(known), **written}
+def _entry(name: str, written: Any, own_range: Sequence[float] | None) -> tuple[float, ...]:
+    if own_range is not None and isinstance(written, Mapping):
+        written = {"range": list(own_range), **written}
     limit = _checked(name, written, KEYS)
     return (*_pair(f"{name}.range", limit["range"]), *(_positive(f"{name}.{key}", limit[key]) for key in KEYS[1:]))
 

@@ -152,11 +152,11 @@ class Motion:
                 raise RobotFault(
                     f"the driver says that the motors hold the arm at {held}: that is no position", "driver"
                 )
-            known, before = ~np.isnan(told), measured if self.point is None else self.point
-            if (i := self._off(measured, np.where(known, told, before))) is not None:
+            is_told, before = ~np.isnan(told), measured if self.point is None else self.point
+            if (i := self._off(measured, np.where(is_told, told, before))) is not None:
                 said = self._limits.shown(i, measured)
                 raise RobotFault(f"{said}, far from where its motors hold it. {MOVED}", "tracking")
-            self.begin(np.where(known, told, measured), measured=measured)
+            self.begin(np.where(is_told, told, measured), measured=measured)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

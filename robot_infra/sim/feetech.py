@@ -23,7 +23,7 @@ from typing import Self
 from serl_client import clock
 
 MOTORS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")  # ids 1 to 6
-ENDS = ((800, 3300), (900, 3200), (900, 3100), (850, 3200), (0, 4095), (2000, 3500))  # of each one's way, steps
+ENDS = ((800, 3300), (900, 3200), (900, 3100), (850, 3200), (0, 4095), (2000, 3500))  # of each one's range, steps
 MIDDLE = 2047  # of a turn of 4096 steps
 SPEED = 3000.0  # steps per second
 MODEL, FIRMWARE = 777, (3, 10)
@@ -260,7 +260,7 @@ def main() -> None:
             if options.leader_waves:
                 share = 0.2 * math.sin(0.5 * (clock.monotonic() - begin))
                 middles = {number: ((low + high) / 2, high - low) for number, (low, high) in enumerate(ENDS, 1)}
-                leader.place({number: middle + share * way for number, (middle, way) in middles.items()})
+                leader.place({number: middle + share * length for number, (middle, length) in middles.items()})
     for link in links:
         with suppress(FileNotFoundError):
             link.unlink()

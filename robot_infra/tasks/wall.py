@@ -48,7 +48,7 @@ class WallRobot(FakeRobot):
                 self.has_crashed, self.position = True, np.array([0.0, y])
         return action
 
-    def way(self) -> Array:
+    def to_go(self) -> Array:
         """Return the vector [x, y] in metres to the gap's centre, and behind the wall to the goal."""
         target = np.array([0.02, self.gap]) if self.position[0] < 0 else self.goal
         return target - self.position
@@ -67,11 +67,11 @@ def make(*, gaps: int, max_steps: int, noise: float, clock: str) -> RobotEnv:
     robot = WallRobot(gaps=gaps, fps=FPS)
 
     def intent() -> Array:
-        action = robot.way() / robot.stroke
+        action = robot.to_go() / robot.stroke
         return action / max(1.0, float(np.abs(action).max()))  # straight, at full speed
 
     operator = Rescuer(
-        intent, lambda: float(np.linalg.norm(robot.way())), noise=noise, margin=robot.stroke / 4,
+        intent, lambda: float(np.linalg.norm(robot.to_go())), noise=noise, margin=robot.stroke / 4,
         takeover_after=TAKEOVER_AFTER, handback_after=HANDBACK_AFTER,
     )  # fmt: skip
     return RobotEnv(

@@ -49,7 +49,7 @@ class Gamepad:
                 self._hear(kind, number, value, words)
             self._rest = self._rest[whole:]
         motion = {name: share for name, share in self._sticks.items() if abs(share) > DEAD}
-        pulled = [way for axis, way in TRIGGERS.items() if self._triggers.get(axis)]
+        pulled = [sign for axis, sign in TRIGGERS.items() if self._triggers.get(axis)]
         return Hand(motion, pulled[0] if len(pulled) == 1 else 0, words=words)
 
     def forget(self) -> None:
@@ -63,8 +63,8 @@ class Gamepad:
         if kind == BUTTON and is_new and value and number in WORDS:
             words.append(WORDS[number])
         elif kind == AXIS and number in STICKS:
-            name, way = STICKS[number]
-            self._sticks[name] = way * max(-1.0, min(1.0, value / FULL))
+            name, sign = STICKS[number]
+            self._sticks[name] = sign * max(-1.0, min(1.0, value / FULL))
         elif kind == AXIS and number in TRIGGERS and is_new:  # at first xpad tells 0 of a trigger at rest, not -FULL
             share, was = (value / FULL + 1) / 2, self._triggers.get(number, False)
             self._triggers[number] = share > (RELEASED if was else PULLED)

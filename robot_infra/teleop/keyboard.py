@@ -125,7 +125,7 @@ class KeyboardDevice:
                 words.append("take over")
                 self._pressed[name] = direction, now + HELD
                 gripper = direction if name == "gripper" else gripper
-        held = {name: float(way) for name, (way, until) in self._pressed.items() if now < until and name != "gripper"}
+        held = {name: float(sign) for name, (sign, until) in self._pressed.items() if now < until and name != "gripper"}
         return Hand(held, gripper, words=words)
 
     def forget(self) -> None:

@@ -65,8 +65,8 @@ class SpaceMouse:
         self._device.close()
 
     def _set(self, entries: tuple[tuple[str, int], ...], body: bytes) -> None:
-        for (name, way), value in zip(entries, struct.unpack("<3h", body), strict=True):
-            self._shares[name] = way * max(-1.0, min(1.0, value / FULL))
+        for (name, sign), value in zip(entries, struct.unpack("<3h", body), strict=True):
+            self._shares[name] = sign * max(-1.0, min(1.0, value / FULL))
 
 
 def _found(path: str) -> str:
