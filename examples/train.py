@@ -27,7 +27,7 @@ from serl_client.several import run_several
 from serl_client.status import RECENT, ActorStatus
 from serl_client.words import known
 
-from robot_infra.learned import judge_by
+from robot_infra.classifier_judge import judge_by
 from robot_infra.stages import stages_of
 from robot_infra.teleop.keyboard import LEGEND, Keyboard
 from serl_launcher.config import composed, factory, groups

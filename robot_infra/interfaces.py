@@ -80,7 +80,7 @@ class Robot(Protocol):
 
     @property
     def is_home(self) -> bool:
-        """Whether the way that `home` began has ended."""
+        """Whether the robot has arrived where `home` sends it."""
         ...
 
     def observe(self) -> Reading:
@@ -96,8 +96,8 @@ class Robot(Protocol):
         ...
 
     def home(self, seed: int) -> None:
-        """Begin to move, slowly, to where episodes start; `stop` ends the way. A simulated robot is there at once, and
-        sets up the scene that `seed` names."""
+        """Begin to move slowly to where episodes start, until `stop`. A simulated robot is there at once, and sets up
+        the scene that `seed` names."""
 
     def recover(self) -> None:
         """Clear a fault, once a person has said that the robot may move again; hold. Without a fault do nothing."""

@@ -202,17 +202,17 @@ class EeDelta:
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """Describes what a device drives that speaks a space, which need not be the robot's (teleop/hands.py)."""
+    """Describes the action space that a device speaks, which need not be the robot's (teleop/hands.py)."""
 
     action: Feature
     space: str
 
 
 class SpacedRobot:
-    """Makes a Robot that takes positions one that takes actions of `space`, one of `spaces`; a Robot.
+    """Wraps a Robot that takes positions, so that it takes actions of `space`, a name in `spaces`; a Robot.
 
-    What it returns as executed is of its space, too. grippers: {entry of the positions: its Gripper}; `toggled` of them
-    were opened or closed by the newest command. Raises ConfigError for an unknown space.
+    Executed actions are of that space, too. grippers: {entry of the positions: its Gripper}. `toggled` says how many
+    of them the newest command opened or closed. Raises ConfigError for an unknown space.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class SpacedRobot:
         self._before = robot.hold_action()  # the target before the newest command
 
     def speaks(self, space: str) -> "Spoken":
-        """Return what a device that speaks one of the spaces must know."""
+        """Return what a device must know to speak this space."""
         return Spoken(self.spaces[space].action, space)
 
     @property
@@ -251,7 +251,7 @@ class SpacedRobot:
         return Reading(reading.values, reading.time, executed)
 
     def command(self, action: Array) -> Array:
-        """Send an action [A]; return the one that was really executed. One that is not finite holds."""
+        """Send an action [A]; return the one that was really executed. An action that is not finite holds."""
         action = np.asarray(action, self.action.dtype)
         self.action.check("action", action)
         before = self._before = self.positions
@@ -286,7 +286,7 @@ class SpacedRobot:
 
 
 class Converted:
-    """Makes a Teleop that speaks one of a robot's spaces one that speaks the robot's; a Teleop."""
+    """Wraps a Teleop that speaks another space, so that it speaks the robot's; a Teleop."""
 
     def __init__(self, teleop: Teleop, robot: SpacedRobot) -> None:
         self._teleop, self._robot, self.space = teleop, robot, robot.space

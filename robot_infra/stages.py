@@ -16,7 +16,7 @@ MOST = 9  # as many as there are keys
 
 
 class StageKeys:
-    """Is the operator at the keys, and keeps what they tell of stages to itself: the learner need not hear of it.
+    """Reads the operator's keys, and keeps those for stages to itself: the learner need not hear of them.
 
     stages: of the task. The last one is success, so its key says success. Keys above it say nothing.
     told: the stage that they told last in this episode; None: none yet.

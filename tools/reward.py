@@ -24,7 +24,7 @@ from PIL import Image
 from serl_client.errors import RetakeError
 from serl_client.spec import Array
 
-from robot_infra.learned import Verdicts
+from robot_infra.classifier_judge import Verdicts
 from serl_launcher.algorithms.reward_classifier import STAGE
 from serl_launcher.datasets.episodes import opened
 from serl_launcher.replay.views import EpisodeInfo, View

@@ -98,7 +98,7 @@ class GuardedRobot:
         return Reading(values, reply.time, self._action(np.array(reply.executed)) if reply.executed else None)
 
     def command(self, action: Array) -> Array:
-        """Send an action [A]; return the one that the guard has accepted. One that is not finite holds."""
+        """Send an action [A]; return the one that the guard has accepted. An action that is not finite holds."""
         action = np.asarray(action, self.action.dtype)
         self.action.check("action", action)
         finite = np.isfinite(action).all()

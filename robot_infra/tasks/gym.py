@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Reported(Keyboard):
-    """Says what the task's own device reports; a terminal's keys count, too."""
+    """Gives the events of the task's own device, and those of a terminal's keys."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ OPERATORS = ("keyboard", "gamepad", "spacemouse", "leader")
 
 
 class Driven(Protocol):
-    """Describes what devices must know of whatever they drive; see Robot."""
+    """Describes what devices must know of the robot that they drive; see Robot."""
 
     @property
     def action(self) -> Feature: ...
@@ -75,10 +75,8 @@ class Hands:
         self._set_driver(demonstrate)
 
     def poll(self) -> list[str]:
-        """Return the events since the last poll, oldest first; a touch counts in `read` alone.
-
-        A device that is gone is told by the next `read`.
-        """
+        """Return the events since the last poll, oldest first. The next `read` takes touches, and says which device is
+        gone."""
         self.look()
         said, self._words = list(self._words), deque()
         return said
@@ -104,7 +102,7 @@ class Hands:
             device.close()
 
     def look(self) -> list[Hand]:
-        """Read all devices, and obey their toggles; return what each of them said, if it is still there."""
+        """Read all devices, and obey their toggles; return the Hand of each device that is still there."""
         hands: list[Hand] = []
         self._fault = None
         for device in self._devices:

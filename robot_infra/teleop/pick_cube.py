@@ -36,19 +36,19 @@ class Picker(Rescuer):
 
 def pick(scene: Any) -> Array:
     """Return the next action [4] in [-1, 1] for the scene as it is: above the cube, down, close, up."""
-    way = _way(scene)
-    if np.hypot(*way[:2]) > BESIDE:
-        return np.array([*way / STEP + [0, 0, HOVER / STEP], OPEN])
-    if way[2] < -ABOVE:
-        return np.array([*way / STEP, OPEN])
+    to_cube = _to_cube(scene)
+    if np.hypot(*to_cube[:2]) > BESIDE:
+        return np.array([*to_cube / STEP + [0, 0, HOVER / STEP], OPEN])
+    if to_cube[2] < -ABOVE:
+        return np.array([*to_cube / STEP, OPEN])
     return np.array([0, 0, float(scene.data.joint("right_driver_joint").qpos[0] > CLOSED), CLOSE])
 
 
 def remaining(scene: Any) -> float:
     """Return how much of the task is left, in metres: from hand to cube, and up."""
-    return float(np.linalg.norm(_way(scene))) + max(0.0, LIFTED - float(scene.data.sensor("block_pos").data[2]))
+    return float(np.linalg.norm(_to_cube(scene))) + max(0.0, LIFTED - float(scene.data.sensor("block_pos").data[2]))
 
 
-def _way(scene: Any) -> Array:
+def _to_cube(scene: Any) -> Array:
     """Return the way [3] from the hand to the cube, in metres."""
     return scene.data.sensor("block_pos").data - scene.data.sensor("2f85/pinch_pos").data

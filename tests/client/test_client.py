@@ -2,12 +2,14 @@
 
 import dataclasses
 import socket
+import textwrap
 import threading
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from serl_client import TrainerClient
 from serl_client import messages as m
 from serl_client.controller import RemotePolicy
 from serl_client.episode import LostRecord, Outcome, Segment
@@ -26,6 +28,17 @@ QUESTION = {"step": 0, "seed": 0, "previous_action": None, "reset": True, "explo
 def segments(make_segment):
     """segments(count) -> so many of one episode, of 4 steps each."""
     return lambda count, **options: [make_segment(start=4 * number, **options) for number in range(count)]
+
+
+def test_the_example_of_the_client_runs(learner, spec, make_segment, tmp_path):
+    example = next(part for part in TrainerClient.__doc__.split("\n\n") if "with TrainerClient(" in part)
+    for written, here in {"tcp://10.0.0.5:5555": learner.address, "(10.0)": f"({PATIENCE})"}.items():
+        assert written in example
+        example = example.replace(written, here)
+    robot = {"spec": spec, "segment": make_segment(), "observation": {}, "action": np.zeros(2, np.float32)}
+    exec(textwrap.dedent(example), {"TrainerClient": TrainerClient, "Path": tmp_path.joinpath, **robot})
+    assert [record.episode for _, _, record in learner.records] == [robot["segment"].episode]
+    assert [question.step for question in learner.hear(m.InferenceRequest)] == [4]
 
 
 @pytest.mark.parametrize(("stalls", "lost", "count"), [(False, 2, 20), (True, 1, 1)], ids=["a gap is seen", "in time"])

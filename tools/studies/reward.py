@@ -12,9 +12,9 @@ from serl_client.spec import Array, Spec
 from torch import Tensor
 
 from robot_infra.cameras import gl
+from robot_infra.classifier_judge import Verdicts
 from robot_infra.env import RobotEnv
 from robot_infra.judges import Unjudged, lifted
-from robot_infra.learned import Verdicts
 from robot_infra.safety import SafeRobot
 from robot_infra.tasks.sim_arm import SimArm, make, pick
 from robot_infra.teleop.scripted import Scripted

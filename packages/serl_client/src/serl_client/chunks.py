@@ -16,9 +16,8 @@ from serl_client.spec import Array
 
 RECENT = 40  # delays that count
 SHARE = 0.95  # of them are no longer than the lead
-SIMULATED_DEADLINE = (
-    0.5  # seconds; none of them passes for a simulated robot, and between two the actor hears of others
-)
+# Seconds of one wait. A simulated robot's time stands still, and between two waits the actor reads other messages.
+SIMULATED_DEADLINE = 0.5
 
 
 class AsyncChunks(RemotePolicy):

@@ -24,6 +24,12 @@ SWITCH = 0.0005  # seconds until the control thread gets its turn; Python's defa
 class TrainerClient:
     """Pushes records, asks for actions and follows directives; a context manager.
 
+        with TrainerClient("tcp://10.0.0.5:5555", actor="arm", spec=spec, outbox=Path("outbox")) as client:
+            client.push(segment)  # a Segment: some steps of an episode
+            client.ask(observation, step=4, seed=1, previous_action=action, reset=False, explore=True, task="lift")
+            answer = client.wait_answer(4, timeout=1.0)  # None, or its `action` [H, A] is for the steps from 4 on
+            client.drain(10.0)  # wait until the learner has the records
+
     outbox: folder of unacknowledged records; each actor has its own. It survives the end of this process.
     capacity: limit of the outbox, bytes.
     paced: take only the steps that the learner allows.
@@ -41,13 +47,13 @@ class TrainerClient:
         has_operator: bool = False, weights_folder: Path | None = None, key: Path | None = None,
     ) -> None:  # fmt: skip
         self.actor = actor
-        opened = Key.read(key) if key else None
-        if opened and not opened.owns(actor):
-            raise ConfigError(f"the key {key} is that of {opened.name}, not of {actor}: go by the name {opened.name}")
+        own = Key.read(key) if key else None
+        if own and not own.owns(actor):
+            raise ConfigError(f"the key {key} is that of {own.name}, not of {actor}: go by the name {own.name}")
         self._outbox = Outbox(outbox, capacity)
         self._network = Network(
             address, actor=actor, spec=spec, outbox=self._outbox, weights_folder=weights_folder, paced=paced,
-            has_operator=has_operator, key=opened,
+            has_operator=has_operator, key=own,
         )  # fmt: skip
         self.session = self._network.session  # names this start of the actor
         self._send_queue = self._network.send_queue
@@ -153,7 +159,7 @@ class TrainerClient:
 
     @property
     def state(self) -> State:
-        """Return what the learner said last: directive, step limit. It is one object, replaced when one of these is."""
+        """Return what the learner said last: directive, step limit. A change replaces the whole object."""
         return self._network.state
 
     @property

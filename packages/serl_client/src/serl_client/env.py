@@ -41,11 +41,11 @@ class Env(Protocol):
 
     @property
     def is_home(self) -> bool:
-        """Whether the way that `home` began has ended."""
+        """Whether the robot has arrived where `home` sends it."""
         ...
 
     def home(self, seed: int) -> None:
-        """Begin to move to the start that `seed` names; `stop` ends the way. A simulated robot is there at once."""
+        """Begin to move to the start that `seed` names, until `stop`. A simulated robot is there at once."""
 
     def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
         """Begin an episode at the start that `seed` names, and return its first observation.

@@ -3,6 +3,7 @@
 RetakeError                 an error that one clear sentence explains
 |-- ConfigError             what was asked for cannot be built: a wrong value, a missing extra, a full disk
 |-- RobotFault              the robot, a sensor or its link failed
+|-- MessageError            bytes that are no message
 `-- TrainerError            the other side
     |-- Timeout             no answer in time
     |-- Disconnected        nobody listens there, or the link broke

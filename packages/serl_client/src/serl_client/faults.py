@@ -5,7 +5,7 @@ from collections import deque
 import serl_client.clock as clock
 from serl_client.errors import RobotFault
 
-READY = "ready"  # kind of what is no fault: a new arm moves only after a person's word
+READY = "ready"  # RobotFault.kind of an arm that waits for a person's word; it does not count as a fault
 MOST, WITHIN = 3, 60.0  # so many faults within so many seconds are too many
 
 
@@ -17,7 +17,7 @@ class Faults:
         self._times: deque[float] = deque(maxlen=MOST)  # seconds, time.monotonic()
 
     def add(self, fault: RobotFault) -> None:
-        """Note a fault. Raises it again, with the reason, if there are too many; an arm that is new counts as none."""
+        """Note a fault. Raises it again, with the reason, if there are too many; one of kind READY does not count."""
         self.is_open = True
         if fault.kind == READY:
             return

@@ -271,7 +271,7 @@ class Network(threading.Thread):
         self.history = welcome.history
         if welcome.spec is not None:
             self.spec = self._robot.widened(welcome.spec)
-            self.send_queue.take(self.spec)
+            self.send_queue.use_spec(self.spec)
         self.send_queue.resume(welcome.expected, welcome.max_unacknowledged)
         if self.weights:
             self.weights.restart()

@@ -40,7 +40,7 @@ class Person:
         self._successes = SuccessCounter(status)
 
     def listen(self) -> None:
-        """Take what was said since the last call. What the loop does not know is the learner's to decide."""
+        """Read what was said since the last call. Events that the loop does not know go to the learner as commands."""
         for event in self._operator.poll() if self._operator else ():
             if event == "pause":
                 self.is_paused = not self.is_paused
@@ -56,14 +56,14 @@ class Person:
         self.is_ready = False
 
     def pronounce(self, episode: str, success: bool | None) -> None:
-        """Push the verdicts of judge and operator, before the last rows, so that no episode counts as unjudged."""
+        """Push the verdicts of judge and operator before the last rows, so that no episode counts as unjudged."""
         if success is not None:
             self._client.push(Outcome(episode, bool(success)))  # an environment's may be numpy's
         if word := self.verdict:
             self._client.push(Outcome(episode, VERDICTS[word], discard=word == "discard", judged_by="operator"))
 
     def close(self, episode: str) -> str:
-        """Take the verdict on the episode that ends; a later one corrects it."""
+        """Return the verdict on the episode that ends, and forget it. A later one corrects it."""
         self._latest, word, self.verdict = episode, self.verdict, ""
         return word
 

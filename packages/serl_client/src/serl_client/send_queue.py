@@ -35,7 +35,7 @@ class SendQueue:
 
     def __init__(self, outbox: Outbox, session: str, spec: Spec) -> None:
         self._outbox, self._session = outbox, session
-        self.take(spec)
+        self.use_spec(spec)
         self._queue: deque[tuple[Record, int]] = deque()
         self._put = self._put_bytes = 0  # written by the control thread only,
         self._written = self._spooled_bytes = 0  # and these by the network thread only
@@ -49,8 +49,8 @@ class SendQueue:
         self._cut = ""  # the episode that goes on no more, since a segment of it could not be taken
         self.error: TrainerError | None = None  # what was pushed does not fit the Spec
 
-    def take(self, spec: Spec) -> None:
-        """Take rows of this Spec from now on."""
+    def use_spec(self, spec: Spec) -> None:
+        """Expect rows of this Spec from now on."""
         features = (*spec.observation.values(), *spec.extras.values(), spec.action)
         row = sum(feature.nbytes for feature in features) + COLUMN_BYTES
         self._spec, self._capacity = spec, int(row * max(QUEUE_ROWS, QUEUE_SECONDS * spec.fps)) + OUTCOME_BYTES
@@ -89,15 +89,14 @@ class SendQueue:
 
     @property
     def pending(self) -> tuple[int, int]:
-        """(records, bytes) that are not acknowledged."""
+        """Return the number of records that are not acknowledged, and their bytes."""
         # Read the counters before the outbox.
         records, size = self._put - self._written, self._put_bytes - self._spooled_bytes
         stored, stored_bytes = self._outbox.pending
         return records + stored, size + stored_bytes
 
     def move_to_outbox(self) -> bool:
-        """Bring what is queued to the outbox, as far as that takes it; True: there is more, which can wait until what
-        was brought has been sent."""
+        """Move queued records to the outbox, about SPOOL_BYTES of them. Return True if more can follow: send first."""
         begin = self._spooled_bytes
         while self._queue and self._spooled_bytes < begin + SPOOL_BYTES:
             record, size = self._queue[0]

@@ -6,8 +6,8 @@ from serl_client import messages as m
 from serl_client.errors import ConfigError, Disconnected, Refused
 from serl_client.spec import Feature, Spec
 
-from robot_infra import learned as module
-from robot_infra.learned import Learned, Verdicts, judge_by
+from robot_infra import classifier_judge as module
+from robot_infra.classifier_judge import ClassifierJudge, Verdicts, judge_by
 from tests.shared.common import STATE
 from tests.shared.robots import build
 
@@ -58,7 +58,7 @@ def spec():
 def judge(spec, clock):
     def judge(*scores, waits=False, rows=2, stale_s=5.0):
         link = Link(spec, clock, scores)
-        made = Learned(link, spec, Verdicts(threshold=0.5, rows=rows, stale_s=stale_s), waits=waits)
+        made = ClassifierJudge(link, spec, Verdicts(threshold=0.5, rows=rows, stale_s=stale_s), waits=waits)
         return made, link
 
     return judge
@@ -182,7 +182,7 @@ def test_a_learner_that_answers_nothing_or_too_late_is_told_once_and_again_after
 def test_a_classifier_of_other_floats_is_asked_with_its_own(spec, clock):
     theirs = Spec({STATE: Feature((6,), "float64")}, spec.action, 10.0, SCORED)
     link = Link(theirs, clock, [0.9])
-    made = Learned(link, spec, Verdicts(threshold=0.5, rows=1, stale_s=1.0), waits=True)
+    made = ClassifierJudge(link, spec, Verdicts(threshold=0.5, rows=1, stale_s=1.0), waits=True)
     assert made(SEEN).success is True
     assert link.asked[0].arrays[STATE].dtype == np.float64
 
@@ -216,7 +216,7 @@ def test_a_learner_without_a_classifier_or_with_one_for_another_robot_is_refused
         (numbers, r"the classifier sees observation.state int64 \[6\]"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
-            Learned(Link(theirs, clock), spec, Verdicts(threshold=0.5, rows=1, stale_s=1.0), waits=False)
+            ClassifierJudge(Link(theirs, clock), spec, Verdicts(threshold=0.5, rows=1, stale_s=1.0), waits=False)
 
 
 def test_where_nobody_answers_or_the_env_judges_itself_the_actor_says_so():

@@ -1,4 +1,8 @@
+<<<<<<< HEAD:robot_infra/learned.py
 """Gives rewards by a learned classifier (`task.judge`): threshold, rows in succession, stale answers."""
+=======
+"""A judge that asks a trained classifier at another learner. It never waits for an answer in real time."""
+>>>>>>> d9f8b3f (A client's docstring shows how an actor uses it, and a test runs that; plainer sentences; the classifier's judge has a plain name):robot_infra/classifier_judge.py
 
 import logging
 from collections.abc import Mapping
@@ -29,9 +33,9 @@ class Verdicts:
     """Makes a verdict of the probabilities of n stages: one is reached once `rows` in succession were at least
     `threshold`. The last one is success: reward 1, and the end.
 
-    Hysteresis: one below it begins anew. So does one that came later than `stale_s` seconds after its observation, or
-    none in that time: it says nothing of now. stage_reward: of each stage before success, once in an episode; success
-    brings those that were passed over.
+    Counting begins anew after a probability below the threshold, and when no answer came within `stale_s` seconds of
+    its observation. stage_reward: for each stage before success, once in an episode; success brings the rewards of the
+    stages that were passed over.
     """
 
     def __init__(self, *, threshold: float, rows: int, stale_s: float, stage_reward: float = 0.0) -> None:
@@ -64,7 +68,7 @@ class Verdicts:
         return Verdict(float(success) + self.stage_reward * new, success, success, stage)
 
 
-class Learned(Judge):
+class ClassifierJudge(Judge):
     """Gives reward 1 and ends the episode as soon as a classifier sees success (plan=reward_classifier); it may give
     some for the stages before it.
 
@@ -155,11 +159,11 @@ def _classifier_at(link: Connection, spec: Spec) -> Spec:
 
 
 def judge_by(options: Mapping[str, Any], env: Env, *, name: str) -> None:
-    """Put a Learned judge in the place of the env's own. The rewards of success and end are its own from now on.
+    """Put a ClassifierJudge in the place of the env's own. The rewards of success and end are its own from now on.
 
     options: `task.judge` of a run: {address: host:port, key, threshold, rows, stale_s,
         stage_reward}. name: of the actor.
-    Raises ConfigError as Learned does, for a number out of range, and for an env that is no RobotEnv.
+    Raises ConfigError as ClassifierJudge does, for a number out of range, and for an env that is no RobotEnv.
     """
     if not isinstance(env, RobotEnv):
         raise ConfigError(f"task.judge: the env of this task is a {type(env).__name__}, which judges itself")
@@ -167,7 +171,7 @@ def judge_by(options: Mapping[str, Any], env: Env, *, name: str) -> None:
     key = Key.read(Path(options["key"])) if options["key"] else None
     greeting = m.Hello(m.PROTOCOL, "actor", f"{key.name}/judge" if key else f"judge of {name}", session="judge")
     link = Connection(f"tcp://{options['address']}", greeting, key)
-    judge = Learned(link, env.spec, Verdicts(**numbers), waits=env.clock != "real")
+    judge = ClassifierJudge(link, env.spec, Verdicts(**numbers), waits=env.clock != "real")
     if isinstance(env.judge, TogglePenalty):
         env.judge.judge = judge
     else:
