@@ -44,10 +44,6 @@ class Chain:
         """Return the tool's pose."""
         return self.frames(joints)[-1]
 
-    def jacobian(self, joints: Array) -> Array:
-        """Return [..., 6, J]: the tool's twist for each joint's speed."""
-        return _jacobian(self.frames(joints))
-
     def toward(self, joints: Array, goal: Array, most: float = math.inf) -> Array:
         """Return the joints that bring the tool to the pose `goal`, or nearer to it, no joint by more than `most` rad.
 
@@ -83,7 +79,7 @@ class Chain:
             least = np.minimum(left, least)
             if not (left > CLOSE).any():
                 break
-            jacobian = _jacobian(frames)
+            jacobian = jacobian_of(frames)
             square = jacobian @ jacobian.mT + (left**2 / 2 + BIAS)[..., None, None] * np.eye(6)
             found = found + (jacobian.mT @ np.linalg.solve(square, motion[..., None]))[..., 0]
         return best
@@ -139,8 +135,11 @@ def _links(table: Array, joints: Array) -> Array:
     return links
 
 
-def _jacobian(frames: list[Array]) -> Array:
-    """Return [..., 6, J] of the frames of a chain: each joint turns what follows it about its frame's z."""
+def jacobian_of(frames: list[Array]) -> Array:
+    """Return [..., 6, J], the tool's twist for each joint's speed, from the frames of a chain.
+
+    Each joint turns what comes after it about its frame's z.
+    """
     joints, tool = np.stack(frames[:-2], -3), frames[-1]  # [..., J, 4, 4]
     axes, arms = joints[..., :3, 2], tool[..., None, :3, 3] - joints[..., :3, 3]
     return np.concatenate([np.cross(axes, arms), axes], -1).mT

@@ -35,16 +35,15 @@ def check_clock(clock: str) -> None:
 
 
 class SafeRobot:
-    """Wraps a simulated Robot: it sends only finite commands within the bounds, and stops the robot on a fault.
+    """Wraps a simulated Robot: it sends only commands within the bounds, and stops the robot on a fault.
 
-    `refused` counts the commands with NaN or infinity; the robot held still instead.
+    For a command with NaN or infinity the robot holds still instead.
     """
 
     def __init__(self, robot: Robot) -> None:
         self.robot = robot
         self.observation, self.action, self.space = robot.observation, robot.action, robot.space
         self.is_simulated = getattr(robot, "is_simulated", False)
-        self.refused = 0
 
     @property
     def is_home(self) -> bool:
@@ -66,10 +65,9 @@ class SafeRobot:
         action = np.asarray(action, self.action.dtype)
         self.action.check("action", action)
         with self._stop_on_fault():
-            if np.isfinite(action).all():
-                return self.robot.command(np.clip(action, self.action.low, self.action.high))
-            self.refused += 1
-            return self.robot.command(self.robot.hold_action())
+            is_finite = np.isfinite(action).all()
+            wanted = np.clip(action, self.action.low, self.action.high) if is_finite else self.robot.hold_action()
+            return self.robot.command(wanted)
 
     def hold_action(self) -> Array:
         return self.robot.hold_action()

@@ -12,14 +12,14 @@ from tests.shared.clients import connected
 from tests.shared.common import PATIENCE, STATE, until
 
 
-def test_messages_that_are_none_are_counted_and_dropped(learner, client, make_segment):
+def test_messages_that_are_none_are_logged_and_dropped(learner, client, make_segment, caplog):
     learner.say([b"nonsense"])
     learner.say([*m.encode(m.Done()), b"too many"])
     learner.say(m.StateUpdate({"number": "five"}, {}))
     learner.say(m.Ack("e", "7"))
     learner.say(m.Status({}))
     learner.say(wire.pack({"type": "Hello", "protocol": [9, 9]}, {}))
-    until(lambda: client._network.server.malformed >= 6)
+    until(lambda: caplog.text.count("is not understood") >= 6)
     client.push(make_segment())
     assert client.drain(PATIENCE)
 
@@ -189,13 +189,13 @@ def test_one_question_is_on_its_way_at_a_time_and_a_newer_one_replaces_the_one_t
     asked(silent, 0, 2)
 
 
-def test_actions_that_are_not_finite_or_of_another_shape_never_reach_the_robot(silent, connect):
+def test_actions_that_are_not_finite_or_of_another_shape_never_reach_the_robot(silent, connect, caplog):
     client = connect()
     ask(client, 0)
     asked(silent, 0)
     for action in (np.full((1, 2), np.nan, np.float32), np.zeros((1, 3), np.float32), np.zeros(2, np.float32)):
         silent.say(m.InferenceResponse(0, 1, {"action": action}))
-    until(lambda: client._network._inference.malformed == 3)
+    until(lambda: caplog.text.count("is not understood: MessageError") == 3)
     assert client.answer() is None
     silent.say(silent.act(0))
     assert client.wait_answer(0, PATIENCE) is not None

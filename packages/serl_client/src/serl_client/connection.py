@@ -52,7 +52,7 @@ class Connection:
     key: encrypts, and proves that the other side is the one that the key names; None: neither.
 
     `welcome` is the answer to Hello on this connection, `notice` the latest StateUpdate on any. `heard` is the
-    time.monotonic() of the last message; `malformed` counts messages that could not be decoded.
+    time.monotonic() of the last message.
     """
 
     def __init__(self, address: str, greeting: m.Hello, key: Key | None = None) -> None:
@@ -60,7 +60,6 @@ class Connection:
         self.notice = m.StateUpdate({}, {})
         self.welcome: m.Welcome | None = None
         self.heard = 0.0
-        self.malformed = 0
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._opened = 0.0
@@ -202,7 +201,6 @@ class Connection:
             try:
                 return self._kept(m.decode([frame.buffer for frame in frames]))
             except (MessageError, VersionMismatch, TypeError) as error:
-                self.malformed += 1
                 log.warning("a message from %s is not understood: %s", self.address, error)
         return None
 

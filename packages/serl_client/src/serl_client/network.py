@@ -178,7 +178,6 @@ class Network(threading.Thread):
         except OSError as error:
             self._disk_failed(error)
         except (MessageError, ConfigError, KeyError, TypeError, ValueError) as error:
-            link.malformed += 1
             log.warning("a %s from %s is not understood: %r", type(message).__name__, link.address, error)
 
     def _disk_failed(self, error: OSError) -> None:

@@ -1,5 +1,6 @@
 """Chooses the random seed of each episode's start, so that training and evaluation never share one."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,17 +19,14 @@ class Starts:
 
     def __init__(self, seed: int, session: str, share: tuple[int, int] = (0, 1)) -> None:
         self._seed, self._session, self._share = seed, session, share
-        self._evaluated = 0, 0  # number of a directive, and how many of its evaluation episodes have begun
-        self._ended = 0, 0  # likewise, have ended
+        self._begun, self._ended = Counter[int](), Counter[int]()  # evaluation episodes, by the directive's number
 
     def seed(self, directive: Mapping[str, Any], ordinal: int, number: int) -> int:
         """Return the start of episode `number` of the session, which is the run's session `ordinal`."""
         if directive["mode"] != "evaluate":
             return training_seed(self._seed, self._session, number)
-        evaluated, count = self._evaluated
-        count = count if evaluated == directive["number"] else 0
-        self._evaluated = directive["number"], count + 1
-        return evaluation_seed(ordinal, count)
+        self._begun[directive["number"]] += 1
+        return evaluation_seed(ordinal, self._begun[directive["number"]] - 1)
 
     def remain(self, directive: Mapping[str, Any]) -> bool:
         """Return whether this environment has episodes to do under this directive."""
@@ -36,13 +34,11 @@ class Starts:
         asked = directive.get("episodes")
         if of == 1 or directive["mode"] != "evaluate" or asked is None:
             return True
-        number, ended = self._ended
-        return (ended if number == directive["number"] else 0) < len(range(place, asked, of))
+        return self._ended[directive["number"]] < len(range(place, asked, of))
 
     def end(self, directive: Mapping[str, Any]) -> None:
         """Count an episode that has ended under this directive."""
-        number, ended = self._ended
-        self._ended = directive["number"], 1 + (ended if number == directive["number"] else 0)
+        self._ended[directive["number"]] += 1
 
 
 def training_seed(seed: int, session: str, number: int) -> int:
