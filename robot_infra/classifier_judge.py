@@ -1,8 +1,4 @@
-<<<<<<< HEAD:robot_infra/learned.py
 """Gives rewards by a learned classifier (`task.judge`): threshold, rows in succession, stale answers."""
-=======
-"""A judge that asks a trained classifier at another learner. It never waits for an answer in real time."""
->>>>>>> d9f8b3f (A client's docstring shows how an actor uses it, and a test runs that; plainer sentences; the classifier's judge has a plain name):robot_infra/classifier_judge.py
 
 import logging
 from collections.abc import Mapping

@@ -49,7 +49,7 @@ class Wrapped(Judge):
         self.judge.close()
 
 
-class Nearer(Wrapped):
+class DistanceCost(Wrapped):
     """Takes `cost` of another judge's rewards for every metre that `remaining` says is left."""
 
     def __init__(self, judge: Judge, cost: float, remaining: Callable[[Observation], float]) -> None:

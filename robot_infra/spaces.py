@@ -258,7 +258,7 @@ class SpacedRobot:
         if np.isfinite(action).all():
             target = self._space.target(np.clip(action, self.action.low, self.action.high).astype(float), before)
         else:
-            target = np.full_like(before, np.nan)  # the robot holds, and counts it
+            target = np.full_like(before, np.nan)  # the robot holds
         taken = self.robot.command(target.astype(self.robot.action.dtype)).astype(float)
         self.toggled = sum(g.is_closed(taken[i]) != g.is_closed(before[i]) for i, g in self._grippers.items())
         return self._actual(taken, before)

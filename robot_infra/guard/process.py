@@ -78,7 +78,7 @@ class Guard:
         self._link, self._arm, self._motion, self._shared, self._tick = link, arm, motion, shared, tick
         self._ends: str | None = None  # why
         self._cut_at: float | None = None
-        self._is_driver_ill = False  # then it is not asked for positions, either, until it has recovered
+        self._is_driver_ill = False  # True: until it has recovered the driver is not even asked for positions
         self._sequence = 0
         self._measured_at = clock.monotonic()
         self._has_scenes = arm.is_simulated and type(arm).scene is not Arm.scene

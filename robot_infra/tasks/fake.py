@@ -15,7 +15,7 @@ from robot_infra.drivers.arm import Arm
 from robot_infra.env import RobotEnv
 from robot_infra.guard.robot import GuardedRobot
 from robot_infra.interfaces import Reading
-from robot_infra.judges import Nearer, near
+from robot_infra.judges import DistanceCost, near
 from robot_infra.safety import SafeRobot, check_clock
 from robot_infra.tasks.simulated import Simulated
 from robot_infra.teleop.hands import make_devices
@@ -184,8 +184,9 @@ def make(
         verdict_by, lambda: near(point.position, point.goal, 0.05), lambda: point.steps, max_steps, hands,
         before=[lambda: near(point.position, point.goal, 0.3)],
     )  # fmt: skip
-    nearer = Nearer(judge, cost, distance) if cost else judge
+    if cost:
+        judge = DistanceCost(judge, cost, distance)
     return RobotEnv(
-        owner, judge=nearer, task="reach the goal", fps=fps, max_steps=max_steps, clock=clock, teleop=teleop,
+        owner, judge=judge, task="reach the goal", fps=fps, max_steps=max_steps, clock=clock, teleop=teleop,
         operator=person,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from robot_infra.drivers.arm import Arm
 from robot_infra.env import RobotEnv
 from robot_infra.guard.robot import GuardedRobot
 from robot_infra.interfaces import Camera, Reading, Robot
-from robot_infra.judges import Nearer, lifted, near
+from robot_infra.judges import DistanceCost, lifted, near
 from robot_infra.kinematics import Chain
 from robot_infra.safety import SafeRobot, check_clock
 from robot_infra.spaces import EE_DELTA, JOINT, JOINT_DELTA, EeDelta, Gripper, JointDelta, Limb, SpacedRobot
@@ -329,8 +329,9 @@ def make(
         verdict_by, lambda: lifted(arm.tool, arm.block), lambda: arm.steps, max_steps, hands,
         before=[lambda: arm.holds and near(arm.tool, arm.block, 0.04)],
     )  # fmt: skip
-    nearer = Nearer(judge, cost, lambda _: left_to_pick(arm)) if cost else judge
+    if cost:
+        judge = DistanceCost(judge, cost, lambda _: left_to_pick(arm))
     return RobotEnv(
-        owner, judge=nearer, task="pick up the block", fps=fps, max_steps=max_steps, clock=clock, cameras=drawn,
+        owner, judge=judge, task="pick up the block", fps=fps, max_steps=max_steps, clock=clock, cameras=drawn,
         teleop=teleop, operator=person,
     )  # fmt: skip

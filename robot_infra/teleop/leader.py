@@ -13,8 +13,8 @@ from robot_infra.interfaces import Hand
 class Leader:
     """Gives the positions of the leader arm that the driver of `robot` observes beside its own (drivers/arm.py).
 
-    It cannot be told from a resting one whether somebody moves it, so that only a toggle takes over. Raises ConfigError
-    for a robot whose driver observes no leader.
+    Its positions do not tell whether somebody holds it, so only a toggle takes over. Raises ConfigError for a robot
+    whose driver observes no leader.
     """
 
     moves, asks = None, False
