@@ -176,12 +176,11 @@ class Replies:
         self._asked: deque[str] = deque()
         self.unexpected = 0
 
-    def ask(self, command: bytes) -> bytes:
-        """Note that a command is sent now; return it. Raises RobotFault if too many have not been answered."""
+    def ask(self, command: bytes) -> None:
+        """Note that a command is sent now. Raises RobotFault if too many have not been answered."""
         if len(self._asked) >= MOST_ASKED:
             raise RobotFault(f"the controller has not answered {MOST_ASKED} commands: look at its network", "link")
         self._asked.append(command.partition(b"(")[0].decode())
-        return command
 
     def feed(self, data: bytes) -> list[Reply]:
         """Take received bytes; return the replies that are complete. Raises RobotFault if one has no end."""

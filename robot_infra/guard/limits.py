@@ -80,11 +80,9 @@ class Limits:
     def described(self) -> list[str]:
         """Return a line for each entry and for the tool, in degrees or millimetres."""
         lines = []
-        for i, (name, unit) in enumerate(self.entries.items()):
-            factor, shown = SHOWN[unit]
-            low, high, speed, jump, tracking = (
-                f"{each[i] * factor:.4g}{shown}" for each in (self.low, self.high, self.speed, self.jump, self.tracking)
-            )
+        for i, name in enumerate(self.entries):
+            limits = self.low, self.high, self.speed, self.jump, self.tracking
+            low, high, speed, jump, tracking = (self._value(i, each) for each in limits)
             lines.append(f"{name}: {low} to {high}, {speed}/s, {jump} from target to target, {tracking} off its way")
         if self.box is not None:
             for name, (low, high), speed in zip(self.tools, 1000 * self.box, 1000 * self.tool_speed, strict=True):

@@ -105,16 +105,6 @@ class DobotController:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @property
-    def time(self) -> float:
-        """Return the seconds of its own time."""
-        return self.machine.time
-
-    @property
-    def clients(self) -> set[int]:
-        """Return the ports that have a client."""
-        return set(self._clients)
-
     def cut(self) -> None:
         """Close all connections, as a controller does that starts again. The arm goes on."""
         with self.lock:
@@ -179,7 +169,7 @@ class DobotController:
         for command in commands if port != p.FEEDBACK else ():
             reply = self.machine.obey(f"{command.decode('ascii', 'replace')})".strip(), port)
             if reply is not None:
-                self._post(client, reply.encode(), self.time)
+                self._post(client, reply.encode(), self.machine.time)
         return len(client.came) <= LONGEST_COMMAND
 
     def _advance(self) -> None:
@@ -194,7 +184,7 @@ class DobotController:
                 if self._random.random() < faults.drop:
                     cut = sorted(self._random.sample(range(p.SIZE), 2))
                     packet = packet[: cut[0]] + packet[cut[1] :]
-                self._post(client, packet, self.time + faults.jitter * self._random.random())
+                self._post(client, packet, self.machine.time + faults.jitter * self._random.random())
 
     def _post(self, client: Client, data: bytes, due: float) -> None:
         """Let the network have what is sent, with its faults."""
@@ -209,7 +199,7 @@ class DobotController:
     def _send(self) -> None:
         for port, client in list(self._clients.items()):
             try:
-                client.send(self.time)
+                client.send(self.machine.time)
             except OSError:
                 self._drop(port)
 

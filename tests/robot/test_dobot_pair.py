@@ -45,7 +45,7 @@ def check_stand(arms, since, more=2):
 
     A guard that gets no time for a while learns of the end of its actor later, and sends nothing meanwhile.
     """
-    until(lambda: all(served.time > begun + 1 for served, begun in zip(arms, since, strict=True)))
+    until(lambda: all(served.machine.time > begun + 1 for served, begun in zip(arms, since, strict=True)))
     for served, begun in zip(arms, since, strict=True):
         with served.lock:
             targets, speeds = list(served.machine.targets), list(served.machine.speeds)
@@ -78,13 +78,13 @@ def test_when_their_guard_or_one_arm_fails_both_stand_and_a_new_start_moves_neit
             robot.command(BOTH + 0.5)
             time.sleep(0.05)
         happen(robot, arms)
-        since = [served.time for served in arms]
+        since = [served.machine.time for served in arms]
         with pytest.raises(RobotFault, match=said):
             move_on(robot)
         check_stand(arms, since)
         at = np.array([served.machine.q for served in arms])
         robot.recover()
-        until(lambda: all(served.clients >= {p.DASHBOARD, p.FEEDBACK} for served in arms))
+        until(lambda: all(served._clients.keys() >= {p.DASHBOARD, p.FEEDBACK} for served in arms))
         time.sleep(0.2)
         np.testing.assert_allclose([served.machine.q for served in arms], at, atol=1e-3)
         np.testing.assert_allclose(robot.observe().values["observation.state"], np.deg2rad(at).ravel(), atol=1e-4)
@@ -104,8 +104,8 @@ def test_when_their_actor_is_killed_or_stopped_both_stand(arms, number, more):
             actor.send_signal(number)
             if number == signal.SIGKILL:
                 actor.wait()  # only then is its connection closed
-            since = [served.time for served in arms]
+            since = [served.machine.time for served in arms]
             check_stand(arms, since, more)
         finally:
             actor.kill()
-    until(lambda: not any(served.clients for served in arms))  # their guard has ended
+    until(lambda: not any(served._clients for served in arms))  # their guard has ended
