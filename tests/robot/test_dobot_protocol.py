@@ -32,7 +32,7 @@ def cut(data, chance):
 def test_each_reply_finds_its_command_however_it_is_cut_and_what_nobody_asked_is_left_out(said, chance):
     replies, text = p.Replies(), ""
     for name, values, error in said:
-        assert replies.ask(f"{name}(1,t=2)".encode()) == f"{name}(1,t=2)".encode()
+        replies.ask(f"{name}(1,t=2)".encode())
         if chance.random() < 0.3:
             text += chance.choice(("0,{},MovJ(1,2);", ";", "garbage\xff;", "99999999999,{},ClearError();"))
         reply = f"{error},{{{values}}},{name.upper()}(1.0,t=2);"
