@@ -193,7 +193,7 @@ class EeDelta:
         at = self._at[prefix]
         end = np.clip(limb.chain.toward(joints, goal, self._most), self._low[at], self._high[at])
         most = (np.sqrt(squares_outside(here[:3, 3], limb.box)) + CLOSE) ** 2
-        return largest_part(joints, end, lambda j: squares_outside(limb.chain.pose(j)[:3, 3], limb.box) <= most)
+        return largest_part(joints, end, lambda j: bool(squares_outside(limb.chain.pose(j)[:3, 3], limb.box) <= most))
 
     def _axes(self, prefix: str) -> Array:
         """Return the axes [3, 3] of a limb's actions, as columns."""
