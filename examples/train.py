@@ -25,7 +25,7 @@ from serl_client.reach import Lookout
 from serl_client.runner import run_actor
 from serl_client.several import run_several
 from serl_client.status import RECENT, ActorStatus
-from serl_client.words import known
+from serl_client.words import check_choice
 
 from robot_infra.classifier_judge import judge_by
 from robot_infra.stages import stages_of
@@ -69,8 +69,8 @@ def run(config: DictConfig) -> int:
 
 def act(config: DictConfig) -> int:
     """Run an actor until the plan ends, or one for each of several simulated environments."""
-    known(config.inference, ("remote", "local"), "place", "inference")
-    known(config.chunks, tuple(RULES), "rule", "chunks")
+    check_choice(config.inference, ("remote", "local"), "place", "inference")
+    check_choice(config.chunks, tuple(RULES), "rule", "chunks")
     if config.envs == 1:
         return act_in(config)
     made: Any = factory(config, "task.env")

@@ -19,7 +19,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError
-from serl_client.words import known, nearest
+from serl_client.words import check_choice, nearest
 from yaml import YAMLError
 
 REMEMBERED = ("algo", "policy", "head", "network", "critic")  # groups whose words a run keeps, if it reads them
@@ -121,7 +121,7 @@ def _composed(folder: Path, words: Sequence[str], plain: dict[tuple[str, ...], D
         for override in chosen:
             names = choices[override.key_or_group]
             where = f"{override.input_line} (there are {', '.join(names)})"
-            known(override.value(), names, override.key_or_group, where)
+            check_choice(override.value(), names, override.key_or_group, where)
         with initialize_config_dir(str(folder), version_base="1.3"):
             said = tuple(str(override.input_line) for override in chosen)
             if said not in plain:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.spec import Spec
-from serl_client.words import known
+from serl_client.words import check_choice
 from torch import Tensor
 
 from serl_launcher.acting.host import PolicyHost
@@ -111,7 +111,7 @@ def published(run_dir: Path, spec: Spec, versions: list[dict[str, Any]]) -> tupl
 def opened(run_dir: Path, spec: Spec, index: Index, source: str, split: str | None) -> ReplayMixture:
     """The run's source, with the view DRAWN of its successful episodes."""
     there = index.sources()
-    known(source, there, "source", f"--source {source}")
+    check_choice(source, there, "source", f"--source {source}")
     view = View((source,), ("successful",), split=split)
     sources = ReplayMixture(
         run_dir / "store", spec, {source: there[source].capacity}, {DRAWN: view}, seed=SEED,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Feature, Spec
-from serl_client.words import known
+from serl_client.words import check_choice
 from torch import Tensor, nn
 
 from serl_launcher.algorithms.base import critic_weight, frozen_copy, soft_update, value_target
@@ -200,7 +200,7 @@ def _entry(action: Feature, gripper: int | str | None) -> int:
     if gripper is None:
         return size - 1
     if isinstance(gripper, str):
-        return action.names.index(known(gripper, action.names, "entry of the action", f"algo.gripper={gripper}"))
+        return action.names.index(check_choice(gripper, action.names, "entry of the action", f"algo.gripper={gripper}"))
     if not 0 <= gripper < size:
         raise ConfigError(
             f"algo.gripper={gripper}: the entries of this robot's action are 0 to {size - 1}; null is the last one"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from serl_client.errors import ConfigError
-from serl_client.words import known
+from serl_client.words import check_choice
 
 from serl_launcher.replay.views import EpisodeInfo
 
@@ -54,7 +54,7 @@ def rewards_of(config: DictConfig) -> VerdictRewards:
     if not isinstance(said, Mapping):
         raise ConfigError(f"{WHERE}={said}: write the rewards of both verdicts, as in {{success: 1.0, failure: 0.0}}")
     names = [field.name for field in fields(VerdictRewards)]
-    return VerdictRewards(**{known(name, names, "verdict", WHERE): _reward(name, said[name]) for name in said})
+    return VerdictRewards(**{check_choice(name, names, "verdict", WHERE): _reward(name, said[name]) for name in said})
 
 
 def rewards_of_run(run_dir: Path) -> VerdictRewards:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from serl_client.words import known
+from serl_client.words import check_choice
 
 from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import View
@@ -170,7 +170,7 @@ class Plan:
 
     def only(self, name: str | None) -> "Plan":
         """Return this plan with that one phase; None: with all of them. Raises ConfigError if it has no such phase."""
-        names = self.phases if name is None else [known(name, self.phases, "phase", "phase")]
+        names = self.phases if name is None else [check_choice(name, self.phases, "phase", "phase")]
         return replace(self, phases={each: self.phases[each] for each in names})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from serl_client.errors import ConfigError
-from serl_client.words import known
+from serl_client.words import check_choice
 
 from serl_launcher.replay.verdicts import rewards_of
 from serl_launcher.replay.views import KEEP, SPLITS, START_STEPS, View
@@ -93,7 +93,7 @@ class _Node:
 
     def keys(self, *, required: Collection[str] = (), optional: Collection[str] = ()) -> None:
         for key, _ in self.entries():
-            known(key, [*required, *optional], "key", self.where)
+            check_choice(key, [*required, *optional], "key", self.where)
         for key in required:
             if key not in self.value:
                 raise self.error(f"{key!r} is missing")
@@ -114,7 +114,7 @@ class _Node:
         return self.value, _Node(f"{self.where}.{self.value}", None)
 
     def word(self, words: Collection[str], kind: str) -> str:
-        return known(self.value, words, kind, self.where)
+        return check_choice(self.value, words, kind, self.where)
 
     def flag(self) -> bool:
         if not isinstance(self.value, bool):
@@ -231,7 +231,7 @@ class _Reader:
         for item in node.at("updates", []).items():
             name, options = item.named()
             if self.methods is not None:
-                known(name, self.methods, "update of the algorithm", item.where)
+                check_choice(name, self.methods, "update of the algorithm", item.where)
             options = _Node(options.where, options.value or {})
             options.keys(optional=("every", "from_updates", "data", "batch", "order"))
             data = self.shares(options.at("data") if "data" in options.value else node.at("data", {}))
@@ -252,7 +252,7 @@ class _Reader:
         for name, share in node.entries():
             if name == EVAL:
                 raise node.error(f"nothing trains on the built-in source {EVAL!r}")
-            shares[known(name, [*self.sources, *self.views], "source", node.where)] = share.number()
+            shares[check_choice(name, [*self.sources, *self.views], "source", node.where)] = share.number()
         if not shares:
             raise node.error("an update needs data, as in {online: 0.5, demo: 0.5}")
         return {name: share / sum(shares.values()) for name, share in shares.items()}
@@ -265,7 +265,7 @@ class _Reader:
 
     def action(self, node: _Node) -> tuple[str, str | None]:
         name, source = node.named()
-        known(name, ACTIONS, "action", node.where)
+        check_choice(name, ACTIONS, "action", node.where)
         if name == "fit_normalizer":
             source.word([*self.sources, *self.views], "source")
         elif source.value is not None:
@@ -291,16 +291,16 @@ class _Reader:
             raise node.error(f"cannot read {node.value!r}: write {EXAMPLE}")
         for term in terms:
             if term.window is not None:
-                known(term.name, METRICS, "metric", node.where)
+                check_choice(term.name, METRICS, "metric", node.where)
                 if not 1 <= term.window <= LONGEST_WINDOW:
                     raise node.error(f"a window has 1 to {LONGEST_WINDOW} episodes, not {term.window}")
             elif term.count is not None:
-                known(term.name, [*self.sources, *self.views], "source", node.where)
-                known(term.count, ("steps", "episodes"), "count of a source", node.where)
+                check_choice(term.name, [*self.sources, *self.views], "source", node.where)
+                check_choice(term.count, ("steps", "episodes"), "count of a source", node.where)
             elif term.name in METRICS:
                 raise node.error(f"a metric has a window, as in '{term.name}[20] >= 0.9'")
             else:
-                known(term.name, (*UNITS, OPERATOR, SEEN), "unit", node.where)
+                check_choice(term.name, (*UNITS, OPERATOR, SEEN), "unit", node.where)
         return terms
 
     def can_be_met(self, term: Term, phase: Phase) -> bool:

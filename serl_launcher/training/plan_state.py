@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from serl_client.errors import ConfigError
-from serl_client.words import known
+from serl_client.words import check_choice
 
 from serl_launcher.training.plan import ONCE, OPERATOR, SEEN, UNITS, Actors, Pace, Phase, Plan, Term, Update, parse
 
@@ -187,9 +187,9 @@ class PlanState:
 
         `advance` carries out next, stop and goto. However a phase ends, its on_end actions are done.
         """
-        known(name, COMMANDS, "command", "operator")
+        check_choice(name, COMMANDS, "command", "operator")
         if name == "goto":
-            known(argument, self.plan.phases, "phase", "operator")
+            check_choice(argument, self.plan.phases, "phase", "operator")
         elif argument:
             raise ConfigError(f"operator: {name} takes nothing, not {argument!r}")
         if name in ("hold", "resume"):
@@ -231,7 +231,9 @@ class PlanState:
         """
         at = PhasePosition(**{**state["at"], "turn": tuple(state["at"]["turn"])})
         if at.phase is not None:
-            known(at.phase, self.plan.phases, "phase", "the checkpoint stands in a phase that the plan does not have")
+            check_choice(
+                at.phase, self.plan.phases, "phase", "the checkpoint stands in a phase that the plan does not have"
+            )
             then, now = _completed(state["phase"]), _plain(self.plan.phases[at.phase])
             edits = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
             if edits and not accept:

@@ -1,4 +1,4 @@
-"""Suggests the word that a person meant, for errors about options, plans and commands with a typo."""
+"""Checks the words of options, plans and commands, and suggests the word that a person meant."""
 
 import difflib
 from collections.abc import Collection
@@ -7,11 +7,14 @@ from typing import Any
 from serl_client.errors import ConfigError
 
 
-def known(word: Any, words: Collection[str], kind: str, where: str) -> Any:
-    """Return `word` if it is one of `words`. Else raises ConfigError, which names the nearest of them."""
-    if word in words:
-        return word
-    raise ConfigError(f"{where}: no {kind} is called {word!r}; {nearest(word, words) or 'there is none'}")
+def check_choice(value: Any, choices: Collection[str], kind: str, where: str) -> Any:
+    """Return `value` if it is one of `choices`. Else raises ConfigError, which names the nearest of them.
+
+    kind: what is chosen, in one word, such as `phase`. where: the option, or the place in a plan, that says it.
+    """
+    if value in choices:
+        return value
+    raise ConfigError(f"{where}: no {kind} is called {value!r}; {nearest(value, choices) or 'there is none'}")
 
 
 def nearest(word: Any, words: Collection[str]) -> str:
