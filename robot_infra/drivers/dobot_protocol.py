@@ -196,7 +196,7 @@ class Replies:
         return found
 
     def _refused(self, text: bytes, found: list[Reply]) -> bytes:
-        """Add a reply for each time that the text says that the mode is wrong, which has no end; return the rest."""
+        """Add a Reply for each message of a wrong mode, which ends without a semicolon; return the rest."""
         *refusals, rest = WRONG_MODE.split(text)
         found += [Reply(self._asked.popleft() if self._asked else "", NOT_TCP) for _ in refusals]
         return rest

@@ -229,13 +229,13 @@ def free(bus: Any) -> None:
 
 
 def _sides(device: Any) -> dict[str, Any]:
-    """Return {prefix of its entries: the device, or its arm} of what has motors that lerobot drives itself."""
+    """Return {prefix of its entries: the device, or one of its arms}, where lerobot drives the motors itself."""
     parts: dict[str, Any] = {prefix: getattr(device, part, None) if part else device for part, prefix in SIDES.items()}
     return {prefix: part for prefix, part in parts.items() if hasattr(getattr(part, "bus", None), "motors")}
 
 
 def _parts(device: Any) -> list[Any]:
-    """Return those whose torque is switched on only where they stand."""
+    """Return the parts of a device whose motors are switched on only where they stand."""
     return [part for part in _sides(device).values() if is_tamable(part.bus)]
 
 

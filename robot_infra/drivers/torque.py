@@ -34,7 +34,7 @@ def tame(bus: Any) -> None:
 
 
 def switch_on(bus: Any) -> dict[str, float]:
-    """Switch on what is off of a tame bus; return {motor: where it is held now}, in the bus's units."""
+    """Switch on the motors of a tame bus that are off; return {motor: where it is held now}, in the bus's units."""
     if off := [motor for motor in bus.motors if not bus.read("Torque_Enable", motor, normalize=False)]:
         bus.enable_torque(off)
     return {motor: bus.read("Goal_Position", motor) for motor in bus.motors}

@@ -68,7 +68,7 @@ class Motion:
 
     @property
     def is_relaxing(self) -> bool:
-        """Return whether an arm that holds is still led to where it will."""
+        """Return whether an arm that shall hold still moves to the place where it will."""
         is_live = self.point is not None and not self._is_suspended
         return is_live and self.mode == HOLD and bool(np.any(self.point != self.target))
 
@@ -104,7 +104,7 @@ class Motion:
         self._silent = 0
 
     def hold(self) -> None:
-        """Stay. The target is brought near the measurement once; again and again would let a heavy arm sink."""
+        """Hold. The target is brought near the measurement only once: a heavy arm would sink a little each time."""
         if self.mode != HOLD and self.point is not None:
             measured, most = np.median(self._glances, axis=0), np.minimum(self._limits.jump, self._limits.tracking)
             self.target = np.clip(self.point, measured - most, measured + most)
@@ -140,7 +140,7 @@ class Motion:
         return False
 
     def recover(self, readings: Sequence[Array], held: Array | None) -> None:
-        """Begin where the motors hold the arm, once a person has said ready and they are on; or have another fault.
+        """Begin where the motors hold the arm, once a person has said ready and they are on; or note another fault.
 
         readings: [J] each, one after another. held: as Arm.enable tells. Where it tells nothing, the motors hold an
         entry where it is measured, which must be near the newest set point, if there was one.
@@ -173,7 +173,7 @@ class Motion:
         self.fault = self.fault or (kind, text)
 
     def release(self, kind: str, text: str) -> None:
-        """Have a fault of the driver, and send nothing more until `recover`: the motors may be off."""
+        """Note a fault of the driver, and send nothing more until `recover`: the motors may be off."""
         self.suspend()
         self.fault = kind, text
 

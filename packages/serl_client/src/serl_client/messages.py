@@ -366,7 +366,7 @@ def encode_record(seq: int, record: QueuedRecord) -> list[wire.Buffer]:
 
 
 def decode_records(*data: wire.Buffer) -> list[tuple[int, QueuedRecord]]:
-    """(seq, record) of each encoded record in `data`, at most MAX_RECORDS. Raises MessageError; checks no Spec."""
+    """Return (seq, record) of each record in `data`, at most MAX_RECORDS. Raises MessageError; checks no Spec."""
     return list(records(*data))
 
 
