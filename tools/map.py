@@ -103,6 +103,7 @@ def main() -> None:
         return
     for name, others in sorted((found := arrows()).items()):
         print(f"{name:32} -> {', '.join(sorted(others)) or 'nothing'}")
+    print(f"{sum(map(len, found.values()))} arrows between {len(found)} rooms")
     TopologicalSorter(found).prepare()  # its CycleError names a circle
 
 
