@@ -17,7 +17,7 @@ from serl_client.errors import RetakeError
 
 from serl_launcher.replay.mixture import statistics
 from serl_launcher.service.link import capacities
-from serl_launcher.training import learner, writers
+from serl_launcher.training import monitor, writers
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import make_episode
 from tests.shared.models import differences
@@ -183,7 +183,7 @@ def test_training_goes_on_while_weights_and_a_checkpoint_are_written(live, monke
 
 @pytest.mark.slow
 def test_batches_that_are_not_finite_cost_their_updates_and_nothing_else(server, live, caplog, monkeypatch):
-    monkeypatch.setattr(learner, "METRICS_S", math.inf)  # it is looked at where a phase ends: nobody asks why
+    monkeypatch.setattr(monitor, "METRICS_S", math.inf)  # it is looked at where a phase ends: nobody asks why
 
     def spoil(batch, updates):
         if updates in (7, 8, 9, 15):
@@ -204,7 +204,7 @@ def test_batches_that_are_not_finite_cost_their_updates_and_nothing_else(server,
 
 @pytest.mark.slow
 def test_critics_that_cannot_represent_the_returns_are_told_once(server, live, caplog, monkeypatch):
-    monkeypatch.setattr(learner, "METRICS_S", 0.0)
+    monkeypatch.setattr(monitor, "METRICS_S", 0.0)
     live(server, plan_of(**LEARNING), words=("critic=c51",)).run()  # rewards of 0 to 3, and a range of 0 to 1
     (said,) = [line for line in caplog.messages if "lie outside" in line]
     assert "critic.values.low to critic.values.high and are clipped: begin another run with a range" in said
@@ -212,7 +212,7 @@ def test_critics_that_cannot_represent_the_returns_are_told_once(server, live, c
 
 @pytest.mark.slow
 def test_a_run_whose_gradients_are_never_finite_ends_with_one_sentence_and_its_good_weights(server, live, monkeypatch):
-    monkeypatch.setattr(learner, "METRICS_S", 0.0)
+    monkeypatch.setattr(monitor, "METRICS_S", 0.0)
     monkeypatch.setattr("serl_launcher.training.finite.MOST_IN_A_ROW", 5)
 
     def spoil(batch, updates):

@@ -9,7 +9,7 @@ import torch
 from serl_client.errors import RetakeError
 
 from serl_launcher.store.store import Store
-from serl_launcher.training import learner, tracing
+from serl_launcher.training import learner, monitor, tracing
 from serl_launcher.training.tracing import Tracer
 from tests.shared.common import STATE
 from tests.shared.data import changed, make_episode, tiny_spec
@@ -41,7 +41,7 @@ def test_a_store_that_holds_what_cannot_be_is_trained_on_without_it_and_resumes(
     """It is found at the start; if it were not, the updates would tell."""
     if not is_sifted:
         monkeypatch.setattr(learner, "sift", lambda *_: None)
-    monkeypatch.setattr(learner, "METRICS_S", 0.0)
+    monkeypatch.setattr(monitor, "METRICS_S", 0.0)
     run_dir, plan = found(tmp_path / "run", spec), plan_of(**LEARNING)
     bad = {"online": (STATE, np.full(8, 3e38)), "demo": ("reward", 3e38)}
     for source, (column, value) in bad.items():
