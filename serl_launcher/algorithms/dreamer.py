@@ -7,7 +7,7 @@ code that its authors published in 2025. Per row t of a sequence, summed and ave
     (2) R_t = r_{t+1} + c_{t+1} ((1 - lambda) v_{t+1} + lambda R_{t+1}), over H imagined steps from every row.
     (3) policy: w_t (-log pi(a_t) (R_t - v_t) / max(1, S) - 3e-4 entropy), where S, the range from the 5th to the 95th
         percentile of R, is an average over updates, and w_t the product of c up to t.
-    (4) value: w_t (CE(R_t) + CE(value of a copy that follows slowly)); on the replayed rows themselves 0.3 of the same,
+    (4) value: w_t (CE(R_t) + CE(value of a slow copy)); on the replayed rows themselves 0.3 of the same,
         with R_t of (2) over their rewards, in which an imagined return takes the place of v_{t+1}.
 The model's prediction c that an episode goes on includes the discount, 1 - 1 / `discount_steps`.
 
@@ -102,8 +102,8 @@ class Dreamer(Algorithm):
     deter, hidden, variables, classes, blocks: of the RSSM. units: width of the other layers. depth: of convolutions.
     length: T, rows of a sequence. imagined: H, steps.
     discount_steps: the discount is 1 - 1 / this. lambda_: of (2). entropy_scale, replay_value_scale: of (3) and (4).
-    slow_share: share by which the slow value follows the value after each `slow_every` updates of the controller.
-        range_share: that by which S follows, at each update.
+    slow_share: share by which the slow value moves towards the value after each `slow_every` updates of the controller.
+        range_share: that by which S moves, at each update.
     optimizer: makes the optimiser of all networks.
     Raises ConfigError as Inputs does, for another variant, for sizes that no blocks make, and for choices with v1.
     """
@@ -209,13 +209,13 @@ class Dreamer(Algorithm):
 
         metrics, gradient = descend(self.optimizer, batch, loss)
         if controller and self.rules.slow != "nothing":
-            self._follow()
+            self._update_slow_value()
         deter, stoch = (torch.cat(each) for each in zip(*found, strict=True))
         columns = {"deter": deter.half(), "stoch": self.rules.latent.kept(stoch)}
         return {**metrics, "gradient": gradient}, columns
 
-    def _follow(self) -> None:
-        """Count an update of the controller; after each `slow_every` of them the slow value follows."""
+    def _update_slow_value(self) -> None:
+        """Count an update of the controller; after each `slow_every` of them move the slow value towards the value."""
         self.controlled += 1
         if self.slow_every == 1 or int(self.controlled) % self.slow_every == 0:  # int: waits for the device
             soft_update(self.slow_value, self.value_head, self.slow_share)
@@ -228,7 +228,7 @@ class Dreamer(Algorithm):
         chance = uniform(batch.seed, (self.length + 1, rssm.shapes[1][0]), POSTERIOR)[:, 1:]
         with torch.set_grad_enabled(model and torch.is_grad_enabled()):
             tokens = self.actor.encoder(flat(after)).unflatten(0, (len(batch), -1))
-            states, posterior = rssm.follow(start, rows.action[:, 1:], rows.first[:, 1:], tokens, chance)
+            states, posterior = rssm.observe_sequence(start, rows.action[:, 1:], rows.first[:, 1:], tokens, chance)
         losses, metrics = batch.weight.new_zeros(()), Metrics()
         if model:
             losses, metrics = self.world_losses(batch, rows, states, posterior)
@@ -246,9 +246,9 @@ class Dreamer(Algorithm):
         chance = uniform(batch.seed, (rssm.shapes[1][0],), POSTERIOR)
         (deter, stoch), _ = rssm.observe(rssm.begin(len(batch)), action, first, self.actor.encoder(seen), chance)
         kept = batch.extras[STOCH][:, 0]  # [B, V], zeros: none is known
-        known, old = (kept != 0).any(1, keepdim=True), rssm.latent.restored(kept, rssm.shapes[1][1])
-        deter = torch.where(known, batch.extras[DETER][:, 0].float(), deter)
-        return deter, torch.where(known[..., None], old, stoch)
+        is_stored, old = (kept != 0).any(1, keepdim=True), rssm.latent.restored(kept, rssm.shapes[1][1])
+        deter = torch.where(is_stored, batch.extras[DETER][:, 0].float(), deter)
+        return deter, torch.where(is_stored[..., None], old, stoch)
 
     def world_losses(self, batch: Batch, rows: Rows, states: State, posterior: Tensor) -> tuple[Tensor, Metrics]:
         """Compute (1) [], and its parts."""

@@ -48,15 +48,15 @@ class Steered(Wrapped):
         return self.noise_policy.noise_shape
 
     def choose(self, observation: Observation, task: Sequence[str], noise: Tensor) -> Tensor:
-        chosen = self.noise_policy.sample(observation, noise=noise.unsqueeze(0))[0, :, 0]
-        return self.chunk(observation, task, chosen)
+        steered = self.noise_policy.sample(observation, noise=noise.unsqueeze(0))[0, :, 0]
+        return self.chunk(observation, task, steered)
 
-    def chunk(self, observation: Observation, task: Sequence[str], chosen: Tensor) -> Tensor:
+    def chunk(self, observation: Observation, task: Sequence[str], noise: Tensor) -> Tensor:
         """Return the chunks [B, H, A] that the policy makes of noise [B, rows * D]."""
         horizon = self.policy.horizon
-        row = torch.arange(horizon, device=chosen.device) * self.rows // horizon
-        noise = chosen.unflatten(1, (self.rows, -1))[:, row]  # [B, H, D]
-        return self.policy.sample(observation, task=task, noise=noise[None, :, None])[0]
+        row = torch.arange(horizon, device=noise.device) * self.rows // horizon
+        repeated = noise.unflatten(1, (self.rows, -1))[:, row]  # [B, H, D]
+        return self.policy.sample(observation, task=task, noise=repeated[None, :, None])[0]
 
 
 class DSRL(ChunkActorCritic):
@@ -133,8 +133,8 @@ class DSRL(ChunkActorCritic):
         """Compute (2)."""
         observation = first_step(batch.observation)
         policy: Any = self.noise_optimizer.module
-        chosen, density = policy.rsample(observation, noise=normal(batch.seed, self.acts.noise_shape, CHOSEN))
-        value = self.noise_critic.mean_value(observation, chosen)
+        noise, density = policy.rsample(observation, noise=normal(batch.seed, self.acts.noise_shape, CHOSEN))
+        value = self.noise_critic.mean_value(observation, noise)
         loss = (batch.weight * (self.log_temperature().detach().exp() * density - value)).mean()
         metrics = {"noise_loss": loss, "value_of_noise": value.mean(), "entropy": -density.mean()}
         return loss, {name: each.detach() for name, each in metrics.items()}

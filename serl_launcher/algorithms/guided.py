@@ -22,7 +22,7 @@ from serl_launcher.policies.guidance import Guidance
 from serl_launcher.policies.wrapped import Wrapped
 from serl_launcher.types import Batch, Metrics, Observation
 
-SHARE = 0.01  # by which the mean |Q| follows that of a batch; more in the first updates
+SHARE = 0.01  # by which the mean |Q| moves towards a batch's; more in the first updates
 DROPPED = 3  # stream of a row's random numbers for leaving its task out
 
 
@@ -79,7 +79,7 @@ class Guided(ActsByCritic):
         return torch.zeros_like(noise) if self.policy.mode_at_zero else noise
 
     def update_critic(self, batch: Batch) -> Metrics:
-        """Take one step of the critics and of their targets, and follow the size of their values."""
+        """Take one step of the critics and of their targets, and update the mean size of their values."""
         metrics = super().update_critic(batch)
         before = self.critic_optimizer.steps - 1
         self.acting.size.lerp_(self.value(batch).abs().mean(), max(SHARE, 9 / (10 + before)))

@@ -31,14 +31,14 @@ from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import NO_TASK, HeadPolicy
-from serl_launcher.policies.guidance import Guidance, chosen
+from serl_launcher.policies.guidance import Guidance, pick_words
 from serl_launcher.policies.wrapped import Wrapped
 from serl_launcher.types import Batch, Metrics, Observation, Window
 
 POSITIVE = "Advantage: positive"
 ADVANTAGE, DERIVED = "advantage", "derived.advantage"
 SUCCESS, REMAINING = "episode.success", "episode.remaining"
-FOLLOWS = 0.02  # share by which the threshold follows a batch's; more in the first updates
+MOVES = 0.02  # share by which the threshold moves towards a batch's; more in the first updates
 DROPPED = 3  # stream of a row's random numbers for leaving the condition out
 
 
@@ -103,10 +103,10 @@ class RECAP(Algorithm):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.derived = {ADVANTAGE: Feature(())}
         now, whole = dict.fromkeys(features.inputs, (0,)), tuple(range(steps))
-        known = {**now, "action": (0,), SUCCESS: (0,), REMAINING: (0,)}
+        row = {**now, "action": (0,), SUCCESS: (0,), REMAINING: (0,)}
         ahead = {**now, "action": whole, SUCCESS: (0,), REMAINING: (0,), "next_observation": (steps,)}
         self.windows = {
-            "update_value": Window(known), "update_advantage": Window(ahead), "update_clone": Window(made.offsets),
+            "update_value": Window(row), "update_advantage": Window(ahead), "update_clone": Window(made.offsets),
             "update_policy": Window({**made.offsets, DERIVED: (0,)}),
         }  # fmt: skip
 
@@ -134,7 +134,7 @@ class RECAP(Algorithm):
         ahead = torch.where(ends, self.returns(batch), batch.length / self.lowest + following)
         advantage = ahead - value
         seen = int(self.seen)
-        self.threshold.lerp_(advantage.quantile(1 - self.share), max(FOLLOWS, 9 / (10 + seen)) if seen else 1.0)
+        self.threshold.lerp_(advantage.quantile(1 - self.share), max(MOVES, 9 / (10 + seen)) if seen else 1.0)
         self.seen += 1
         metrics = {"advantage": advantage.mean(), "threshold": self.threshold.clone(), "value": value.mean()}
         return metrics, {ADVANTAGE: advantage}
@@ -150,7 +150,7 @@ class RECAP(Algorithm):
     def _imitate(self, batch: Batch, is_positive: Tensor) -> Metrics:
         told = is_positive & (uniform(batch.seed, (), DROPPED) >= self.dropped)
         words, without = self.conditioned.words(batch.task), self.conditioned.without(batch.task)
-        batch = replace(self.augment(batch), task=chosen(told, words, without))
+        batch = replace(self.augment(batch), task=pick_words(told, words, without))
         metrics, gradient = descend(self.policy_optimizer, batch, self.imitation_loss)
         return metrics | {"gradient": gradient, "positive": is_positive.float().mean()}
 

@@ -143,7 +143,7 @@ class RewardClassifier(Algorithm):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute (1)."""
-        logit, label = self.optimizer.forward(following(batch)), self.labels(batch)
+        logit, label = self.optimizer.forward(next_observation(batch)), self.labels(batch)
         weight = balanced(label, batch.weight.unsqueeze(1) * self.is_known(batch)) / self.stages
         cross_entropy = F.binary_cross_entropy_with_logits(logit, label, reduction="none")
         missed = (-torch.expm1(-cross_entropy)).clamp(min=SURE)  # 1 - p
@@ -156,7 +156,7 @@ class RewardClassifier(Algorithm):
         recall: share of the rows that show success in which it says so. false_alarms: of the other rows.
         """
         with torch.no_grad():
-            logit = self.classifier.logit(following(batch))
+            logit = self.classifier.logit(next_observation(batch))
         calibrated, label = self.calibration_optimizer.forward(logit), self.labels(batch)
         weight = batch.weight.unsqueeze(1) * self.is_known(batch)
         cross_entropy = F.binary_cross_entropy_with_logits(calibrated, label, reduction="none")
@@ -185,7 +185,7 @@ class RewardClassifier(Algorithm):
         return torch.cat([torch.ones_like(success).expand(-1, self.stages - 1), success], 1)
 
 
-def following(batch: Batch) -> Mapping[str, Any]:
+def next_observation(batch: Batch) -> Mapping[str, Any]:
     """Return the observation after each row, {name: [B, ...]}."""
     assert batch.next_observation is not None  # the window asks for it
     return first_step(batch.next_observation)

@@ -41,7 +41,7 @@ class TDMPC2(Algorithm):
         step of a window counts.
     entropy: weight of the prior's entropy. behaviour: weight of the behaviour in the prior's loss; 0: none, and the
         columns BEHAVIOUR are not needed.
-    discount: per step. tau: share by which the target critics, and the values' scale, follow at each update.
+    discount: per step. tau: share by which the target critics, and the values' scale, move at each update.
     optimizer: makes the model's. policy_optimizer: makes the prior's. augment: of images; None: they stay as they are.
     Raises ConfigError for optimisers that take a batch in parts.
     """
@@ -68,9 +68,9 @@ class TDMPC2(Algorithm):
         self.augment = augmentation(augment, self.planner.model.inputs)
         self.register_buffer("value_scale", torch.ones(()))
         steps = range(self.planner.mppi.horizon)
-        seen = dict.fromkeys(self.planner.model.inputs, (*steps, len(steps)))
-        known = dict.fromkeys(BEHAVIOUR if behaviour else (), tuple(steps))
-        self.windows = {"update": Window({**seen, "action": tuple(steps), **known})}
+        observed = dict.fromkeys(self.planner.model.inputs, (*steps, len(steps)))
+        planned = dict.fromkeys(BEHAVIOUR if behaviour else (), tuple(steps))
+        self.windows = {"update": Window({**observed, "action": tuple(steps), **planned})}
 
     @property
     def acting(self) -> Planner:
@@ -92,7 +92,7 @@ class TDMPC2(Algorithm):
         return Decision(self.planner.scale.from_unit(action).unsqueeze(1), extras), carry
 
     def update(self, batch: Batch) -> Metrics:
-        """Take one step of the model and its critics, then one of the prior; the target critics follow."""
+        """Take one step of the model and its critics, then one of the prior, and move the target critics."""
         batch = self.augment(batch)
         loss, latents, metrics = self.model_loss(batch)
         gradient = self.optimizer.step(loss)

@@ -75,7 +75,7 @@ class Actor(Acting):
     def noise_shape(self) -> tuple[int, ...]:
         return (1 + self.codes,)
 
-    def chosen(self, noise: Tensor, explore: bool) -> tuple[Tensor, Tensor]:
+    def pick_controller(self, noise: Tensor, explore: bool) -> tuple[Tensor, Tensor]:
         """Return for normal numbers [B] a candidate's CANDIDATE [B, 3] and its weights; those of the mean if it does
         not explore."""
         if not explore:
@@ -170,7 +170,7 @@ class WorldModels(Algorithm):
         z the mean of its distribution."""
         actor = self.actor
         if carry is None:
-            told, controller = actor.chosen(noise[:, 0], explore)
+            told, controller = actor.pick_controller(noise[:, 0], explore)
             hidden, cell = actor.lstm.begin(len(noise))
         else:
             told, controller, code, hidden, cell = carry

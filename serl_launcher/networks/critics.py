@@ -179,8 +179,8 @@ class C51(Binned):
 
     def target(self, prediction: Tensor, order: Tensor, value: Tensor, backup: Backup) -> Target:
         """Return the atoms, moved, with the mean of those critics' distributions; the penalty moves them down."""
-        chosen = prediction.gather(0, order.unsqueeze(-1).expand(-1, -1, self.bins))  # [n, B, K]
-        shares = chosen.softmax(-1).mean(0)  # [B, K]
+        lowest = prediction.gather(0, order.unsqueeze(-1).expand(-1, -1, self.bins))  # [n, B, K]
+        shares = lowest.softmax(-1).mean(0)  # [B, K]
         penalty = shares @ self.centers - value
         return Spread(backup(self.centers.unsqueeze(-1) - penalty), shares.T)
 

@@ -283,7 +283,7 @@ class RSSM(nn.Module):
         posterior = self.posterior(deter, tokens)
         return (deter, self.latent.drawn(posterior, uniform)), posterior
 
-    def follow(
+    def observe_sequence(
         self, state: State, action: Tensor, first: Tensor, tokens: Tensor, uniform: Tensor
     ) -> tuple[State, Tensor]:
         """Take in T observations one after another; inputs as in `observe`, [B, T, ...] each.

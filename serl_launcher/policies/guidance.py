@@ -56,6 +56,6 @@ def contrasted(conditioned: Predict, null: Predict, weight: float) -> Predict:
     return predict
 
 
-def chosen(which: Tensor, words: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+def pick_words(which: Tensor, words: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
     """Return the words of the rows where `which` [B] is true, and the others elsewhere."""
     return tuple(one if is_one else other for is_one, one, other in zip(which.tolist(), words, others, strict=True))

@@ -257,10 +257,10 @@ class ReplayBuffer:
         if window.idle_filter is not None:
             usable &= self._moves(chain, last, window.idle_filter)
         if names := further(window, self.layout.spec):
-            usable &= self.episode_columns.known(names, numbers)
+            usable &= self.episode_columns.is_known(names, numbers)
             for name in self.derived.features.keys() & names:
                 steps = chain[:, : len(window.offsets[name])]
-                usable &= (self.derived.known([name], steps) | (steps == NONE)).all(1)
+                usable &= (self.derived.is_known([name], steps) | (steps == NONE)).all(1)
         return chain[usable], last[usable]
 
     def usable(self, numbers: Numbers, window: Window) -> Numbers:
@@ -272,9 +272,9 @@ class ReplayBuffer:
         if name == INDEX:
             return self.indices(numbers)
         if name in self.derived.features:
-            values, known = self.derived.values(name, numbers), self.derived.known([name], numbers)
+            values, is_known = self.derived.values(name, numbers), self.derived.is_known([name], numbers)
             return np.where(
-                known.reshape(known.shape + (1,) * (values.ndim - known.ndim)), values, values.dtype.type(0)
+                is_known.reshape(is_known.shape + (1,) * (values.ndim - is_known.ndim)), values, values.dtype.type(0)
             )
         return self.episode_columns.values(name, numbers, window.discount)
 

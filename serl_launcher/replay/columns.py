@@ -47,12 +47,12 @@ class EpisodeColumns:
             with np.errstate(over="ignore"):  # what is beyond float32 is found where it does harm (training/tracing.py)
                 column[slots] = returns(rewards, discount)
 
-    def known(self, names: Collection[str], numbers: Numbers) -> NDArray[np.bool_]:
+    def is_known(self, names: Collection[str], numbers: Numbers) -> NDArray[np.bool_]:
         """Return for each of these steps whether all columns with these names are known."""
         slots = numbers % len(self._number)
         needs_end = not {RETURN, SUCCESS, REMAINING}.isdisjoint(names)
-        known = (self._number[slots] == numbers) if needs_end else np.ones(numbers.shape, bool)
-        return known & (self._success[slots] != UNKNOWN) if SUCCESS in names else known
+        found = (self._number[slots] == numbers) if needs_end else np.ones(numbers.shape, bool)
+        return found & (self._success[slots] != UNKNOWN) if SUCCESS in names else found
 
     def values(self, name: str, numbers: Numbers, discount: float) -> Array:
         """Return a column, RETURN, SUCCESS or REMAINING, of these steps [...], where it is known."""

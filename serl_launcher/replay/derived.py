@@ -40,12 +40,12 @@ class DerivedColumns:
         slots = numbers % self._capacity
         self._numbers[name][slots], self._values[name][slots] = numbers, values
 
-    def known(self, names: Collection[str], numbers: Numbers) -> NDArray[np.bool_]:
+    def is_known(self, names: Collection[str], numbers: Numbers) -> NDArray[np.bool_]:
         """Return for each of these steps [...] whether all columns with these names are known."""
-        known, slots = np.ones(numbers.shape, bool), numbers % self._capacity
+        found, slots = np.ones(numbers.shape, bool), numbers % self._capacity
         for name in names:
-            known &= self._numbers[name][slots] == numbers
-        return known
+            found &= self._numbers[name][slots] == numbers
+        return found
 
     def values(self, name: str, numbers: Numbers) -> Array:
         """Return a column of these steps [...], where it is known."""
@@ -54,8 +54,8 @@ class DerivedColumns:
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the columns of which something is known, as they are in memory."""
         both = {"numbers": self._numbers, "values": self._values}
-        known = [name for name in self.features if (self._numbers[name] != NOWHERE).any()]
-        return {name: {kind: torch.from_numpy(each[name]) for kind, each in both.items()} for name in known}
+        named = [name for name in self.features if (self._numbers[name] != NOWHERE).any()]
+        return {name: {kind: torch.from_numpy(each[name]) for kind, each in both.items()} for name in named}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take over these columns. Those of another algorithm, or of another capacity, are left out."""

@@ -16,7 +16,7 @@ from serl_launcher.replay.buffer import SCAN, ReplayBuffer
 from serl_launcher.replay.choice import Choice, Numbers
 from serl_launcher.replay.columns import EPISODE, RETURN
 from serl_launcher.replay.derived import prefixed
-from serl_launcher.replay.once import Seen, following
+from serl_launcher.replay.once import Seen, next_steps
 from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import EpisodeInfo, Held, View
 from serl_launcher.replay.windows import batch_arrays, is_single
@@ -170,7 +170,7 @@ class ReplayMixture:
     ) -> tuple[Batch | None, dict[str, Seen]]:
         """Return a batch of the next steps of these sources and views, and what is seen then. None: nothing is new.
 
-        seen: what earlier calls returned; empty: nothing. See `following` for the order. If there are fewer than
+        seen: what earlier calls returned; empty: nothing. See `next_steps` for the order. If there are fewer than
         `count` steps, the last one is repeated, with weight 0. The batch is valid as long as that of `sample`.
         """
         memory, filled, tasks, seen = self._memory_of(window, count), 0, list[str](), dict(seen)
@@ -194,7 +194,7 @@ class ReplayMixture:
         """Copy the next windows of one source into memory from row `begin` on. Returns where they start."""
         buffer = self.buffers[part]
         while True:
-            numbers, after = following(buffer, self.held[part], self.views[name], window, seen, len(memory) - begin)
+            numbers, after = next_steps(buffer, self.held[part], self.views[name], window, seen, len(memory) - begin)
             into = memory.part(begin, begin + len(numbers)).arrays
             if buffer.gather(buffer.windows(numbers, window), window, into):
                 into["step_id"][into["step_id"] >= 0] += self._offsets[part]
@@ -249,7 +249,7 @@ class ReplayMixture:
             for name, (shape, dtype) in batch_arrays(buffer.layout, len(episodes), window, self._derived).items()
         }
         whole = buffer.gather(buffer.windows(numbers, window), window, {n: a.numpy() for n, a in arrays.items()})
-        if not whole or not buffer.episode_columns.known((RETURN,), numbers).all():
+        if not whole or not buffer.episode_columns.is_known((RETURN,), numbers).all():
             return None
         returns = buffer.episode_columns.values(RETURN, numbers, discount)
         seed = torch.zeros(len(episodes), dtype=torch.int64)
@@ -335,7 +335,7 @@ class ReplayMixture:
             return None
         return episode, int(self.buffers[part].indices(step)[0])
 
-    def chosen(self, name: str, part: str) -> Numbers | None:
+    def in_view(self, name: str, part: str) -> Numbers | None:
         """Return the steps of source `part` that are in the view. None: all of them."""
         choice = self._choice(name, part)
         return None if choice is None else choice.nth(np.arange(len(choice)))
@@ -383,7 +383,7 @@ def statistics(mixture: ReplayMixture, name: str) -> dict[str, dict[str, Array]]
     parts = mixture.views[name].of
     features = {"action": mixture.spec.action, **mixture.spec.observation}
     for key in [key for key, feature in features.items() if feature.dtype.startswith("float")]:
-        rows = np.concatenate([mixture.buffers[part].observed(key, mixture.chosen(name, part)) for part in parts])
+        rows = np.concatenate([mixture.buffers[part].observed(key, mixture.in_view(name, part)) for part in parts])
         rows = rows[np.isfinite(rows).all(tuple(range(1, rows.ndim)))]
         if not len(rows):
             raise ConfigError(f"no statistics of {key}: source or view {name!r} holds no steps yet; collect some first")

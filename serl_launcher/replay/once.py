@@ -12,7 +12,7 @@ from serl_launcher.types import Window
 Seen = tuple[int, int]  # (an episode's number, how many of its steps were seen); all episodes before it were, too
 
 
-def following(
+def next_steps(
     buffer: ReplayBuffer, held: Mapping[int, EpisodeInfo], view: View, window: Window, seen: Seen, count: int
 ) -> tuple[Numbers, Seen]:
     """Return the next steps [n <= count] of a view in one source at which windows may start, and what is seen then.

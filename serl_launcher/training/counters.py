@@ -47,7 +47,7 @@ class RunCounters:
         self._phases: dict[str, _Phase] = {}
         self._history = np.zeros(1024, ENTRY)  # by number; an episode may be corrected long after it left the store
 
-    def take(self, changed: Iterable[EpisodeInfo]) -> list[EpisodeInfo]:
+    def update(self, changed: Iterable[EpisodeInfo]) -> list[EpisodeInfo]:
         """Count the episodes that changed, and return those that ended by it."""
         ended = []
         for now in changed:
@@ -67,7 +67,7 @@ class RunCounters:
         """Count an episode in place of its earlier state. Returns whether it ended by that."""
         if now.number >= len(self._history):
             self._history = np.concatenate([self._history, np.zeros(max(len(self._history), now.number), ENTRY)])
-        known, before, steps, *_ = self._history[now.number].item()
+        is_known, before, steps, *_ = self._history[now.number].item()
         flags = _flags(now)
         self._history[now.number] = phase.index, flags, now.steps, now.weights, now.reward
         changed = flags & ~before, before & ~flags  # what came, what went
@@ -78,7 +78,7 @@ class RunCounters:
         phase.successes += more[1] - less[1]
         phase.interventions += more[2] - less[2]
         self.env_steps += (now.steps - steps) * bool(flags & TRAINED)
-        self.episodes += not known
+        self.episodes += not is_known
         return more[0]
 
     def index(self, phase: str) -> int:
@@ -177,14 +177,14 @@ def evaluation(counters: RunCounters, phase: str, begin: int, count: int | None)
     observations are.
     """
     done = counters.finished([phase])[begin:][:count]
-    judged, alone = bool((done["flags"] & JUDGED).any()), done["flags"] & (SUCCEEDED | INTERVENED) == SUCCEEDED
+    is_labelled, alone = bool((done["flags"] & JUDGED).any()), done["flags"] & (SUCCEEDED | INTERVENED) == SUCCEEDED
     each = zip(*(column.tolist() for column in (done["number"], alone, done["reward"])), strict=True)
     starts = counters.starts
-    trials = [(f"{starts[n]:016x}", won if judged else None, reward) for n, won, reward in each if n in starts]
+    trials = [(f"{starts[n]:016x}", won if is_labelled else None, reward) for n, won, reward in each if n in starts]
     return {
         "episodes": len(done),
         "distinct_starts": len({start for start, _, _ in trials}),
-        "successes": int(alone.sum()) if judged else None,
+        "successes": int(alone.sum()) if is_labelled else None,
         "returns": done["reward"].tolist(),
         "trials": trials,
         "versions": sorted(set(done["weights"].tolist())),

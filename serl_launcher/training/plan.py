@@ -23,7 +23,7 @@ TERM = re.compile(r"(\w+)(?:\.(\w+)|\[(\d+)\])?\s*(>=|>)\s*(\d[\d_]*(?:\.\d+)?)"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PlanSource:
     """A physical source, into which actors write.
 
     capacity: steps that it holds; older episodes leave the store.
@@ -134,7 +134,7 @@ class Plan:
     verdict: the rewards of the operator's verdicts, which the task gives.
     """
 
-    sources: Mapping[str, Source]
+    sources: Mapping[str, PlanSource]
     views: Mapping[str, View]
     phases: Mapping[str, Phase]
     notes: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ from serl_launcher.training.plan import (
     Pace,
     Phase,
     Plan,
-    Source,
+    PlanSource,
     Term,
     Update,
     parse,
@@ -132,7 +132,7 @@ class _Node:
         return float(self.value)
 
 
-def _sources(node: _Node) -> tuple[dict[str, Source], dict[str, View]]:
+def _sources(node: _Node) -> tuple[dict[str, PlanSource], dict[str, View]]:
     sources, views = {}, {}
     for name, entry in node.entries():
         if name == EVAL:
@@ -149,7 +149,7 @@ def _sources(node: _Node) -> tuple[dict[str, Source], dict[str, View]]:
                     f"should be the folder of a LeRobot dataset, or a robomimic file, not {dataset.value!r}"
                 )
             silence = _on_silence(entry.at("on_silence"))
-            sources[name] = Source(entry.at("capacity").whole(LEAST_CAPACITY), archive, dataset.value, silence)
+            sources[name] = PlanSource(entry.at("capacity").whole(LEAST_CAPACITY), archive, dataset.value, silence)
     for name, entry in node.entries():
         if name not in sources and name != EVAL:
             entry.keys(required=("of",), optional=("keep", "min_length", "split", "start_steps"))
@@ -161,11 +161,11 @@ def _sources(node: _Node) -> tuple[dict[str, Source], dict[str, View]]:
     return sources, views
 
 
-def _evaluations(node: _Node) -> Source:
+def _evaluations(node: _Node) -> PlanSource:
     """Read the built-in source, whose capacity a plan may give."""
     found = node.at(EVAL, {"capacity": EVAL_CAPACITY})
     found.keys(required=("capacity",))
-    return Source(found.at("capacity").whole(LEAST_CAPACITY))
+    return PlanSource(found.at("capacity").whole(LEAST_CAPACITY))
 
 
 def _on_silence(node: _Node) -> float | None:
@@ -181,7 +181,7 @@ def _on_silence(node: _Node) -> float | None:
 class _Reader:
     """Reads phases; `sources` are the physical ones without `eval`."""
 
-    sources: dict[str, Source]
+    sources: dict[str, PlanSource]
     views: dict[str, View]
     methods: Collection[str] | None
 

@@ -98,7 +98,7 @@ class PhasePosition:
     published_at: int = 0  # updates made at the latest publication
     held: bool = False
     begun: bool = False  # its on_begin actions are done
-    seen: dict[str, dict[str, Any]] = field(default_factory=dict)  # by update with `order: once`; see once.following
+    seen: dict[str, dict[str, Any]] = field(default_factory=dict)  # by update with `order: once`; see once.next_steps
     exhausted: list[str] = field(default_factory=list)  # those of them that found nothing new when they came last
 
 

@@ -17,8 +17,8 @@ class Presence:
         self.here: list[str] = []
         self._left: dict[str, float] = {}  # name: when (seconds, time.monotonic()), the latest last
 
-    def take(self, actors: Collection[str]) -> None:
-        """Take the names of the actors that are connected now."""
+    def update(self, actors: Collection[str]) -> None:
+        """actors: the names of those that are connected now."""
         if list(actors) == self.here:
             return
         for name in actors:

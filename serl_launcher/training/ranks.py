@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Ranks:
-    """One algorithm, built alike on every rank. Rank 0 calls the public methods, the others call `follow`.
+    """One algorithm, built alike on every rank. Rank 0 calls the public methods, the others call `obey`.
 
     sharding: DeepSpeed's config, for the optimiser with most weights. With stage 0 every rank holds everything.
     """
@@ -98,7 +98,7 @@ class Ranks:
         return getattr(self, f"_{what}")(argument)
 
     # -- what every rank does
-    def follow(self) -> None:
+    def obey(self) -> None:
         """Do what rank 0 tells this rank, until that is `end`."""
         while (order := self.world.broadcast())[0] != "end":
             getattr(self, f"_{order[0]}")(order[1])

@@ -93,19 +93,19 @@ def _took(summary: Mapping[str, Any]) -> str:
 
 
 def picture(curve: Sequence[Mapping[str, Any]]) -> bytes:
-    """Draw the learning curve as a PNG: returns over environment steps, and success if episodes are judged.
+    """Draw the learning curve as a PNG: returns over environment steps, and success if episodes are labelled.
 
     A success with a person's help counts as a failure, as in an evaluation.
     """
     from matplotlib.figure import Figure  # importing it takes half a second
 
-    judged = [episode for episode in curve if episode["success"] is not None]
-    figure = Figure(figsize=(7, 6 if judged else 3.2), layout="constrained")
-    panels = figure.subplots(1 + bool(judged), sharex=True, squeeze=False)[:, 0]
-    if judged:
-        wins = [episode["success"] and not episode["intervened"] for episode in judged]
+    labelled = [episode for episode in curve if episode["success"] is not None]
+    figure = Figure(figsize=(7, 6 if labelled else 3.2), layout="constrained")
+    panels = figure.subplots(1 + bool(labelled), sharex=True, squeeze=False)[:, 0]
+    if labelled:
+        wins = [episode["success"] and not episode["intervened"] for episode in labelled]
         windows = [wins[max(0, i - RECENT) : i] for i in range(1, len(wins) + 1)]
-        steps = [episode["env_steps"] for episode in judged]
+        steps = [episode["env_steps"] for episode in labelled]
         low, high = zip(*(wilson(sum(window), len(window)) for window in windows), strict=True)
         panels[0].plot(steps, [sum(window) / len(window) for window in windows])
         panels[0].fill_between(steps, low, high, alpha=0.2)
@@ -123,12 +123,12 @@ def picture(curve: Sequence[Mapping[str, Any]]) -> bytes:
 
 def _result(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     episodes, successes, returns = evaluation["episodes"], evaluation["successes"], evaluation["returns"]
-    judged = successes is not None and episodes > 0
+    is_labelled = successes is not None and episodes > 0
     return {
         "episodes": episodes,
         "distinct_starts": evaluation["distinct_starts"],
-        "success": successes / episodes if judged else None,
-        "wilson95": wilson(successes or 0, episodes) if judged else None,
+        "success": successes / episodes if is_labelled else None,
+        "wilson95": wilson(successes or 0, episodes) if is_labelled else None,
         "return_mean": sum(returns) / len(returns) if returns else None,
         "trials": evaluation.get("trials", []),  # checkpoints of before have none
     }

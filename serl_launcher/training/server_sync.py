@@ -85,9 +85,9 @@ class ServerSync:
     def _take(self, synced: m.Synced) -> None:
         self._has_asked, self._is_behind = False, synced.more
         self._revision = synced.revision
-        self.presence.take(synced.actors)
+        self.presence.update(synced.actors)
         self._has_news |= bool(synced.episodes)
-        for episode in self._counters.take(self._counters.sources.update(synced.episodes, synced.heads)):
+        for episode in self._counters.update(self._counters.sources.update(synced.episodes, synced.heads)):
             self._on_ended(episode)
         self.commands += [command for command in synced.commands if command[0] > self.newest_command]
         self.newest_command = max(self.newest_command, *(number for number, _, _ in synced.commands), 0)

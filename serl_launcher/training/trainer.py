@@ -1,4 +1,4 @@
-"""Runs the trainer process: the parent of several ranks, or rank 0 with the Learner, or a rank that follows rank 0."""
+"""Runs the trainer process: the parent of several ranks, or rank 0 with the Learner, or a rank that obeys rank 0."""
 
 import functools
 import logging
@@ -38,7 +38,7 @@ def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None
     if os.environ.get("RANK", "0") == "0":
         train(config, run_dir, local, console("learner"))
     else:
-        follow(config)
+        obey(config)
 
 
 def _chosen(config: DictConfig, local: str) -> int:
@@ -87,11 +87,11 @@ def _train(config: DictConfig, run_dir: Path, link: Connection, spec: Spec, worl
         summarise(learner, run_dir)
 
 
-def follow(config: DictConfig) -> None:
+def obey(config: DictConfig) -> None:
     """Run any rank but 0: build what rank 0 builds, of rank 0's config, and do what it says."""
     world = join(device_of(config))
     told, spec = world.broadcast()
-    _ranks(DictConfig(told), Spec.from_dict(spec), world).follow()
+    _ranks(DictConfig(told), Spec.from_dict(spec), world).obey()
 
 
 def _ranks(config: DictConfig, spec: Spec, world: World) -> Ranks:

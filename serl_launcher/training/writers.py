@@ -69,7 +69,7 @@ class Writer(Generic[Kept]):
         self._work = pool.submit(work)
         pool.shutdown(wait=False)
 
-    def take(self) -> Kept | None:
+    def result(self) -> Kept | None:
         """Wait for the result and return it; None without work. Raises what the work raised."""
         if (work := self._work) is None:
             return None
@@ -116,13 +116,13 @@ class Publisher:
     def begin(self, updates: int) -> None:
         """Copy the weights and let a thread write them; `finish` makes them a version."""
         self._behind = False
-        staged, known = self._ranks.published(), self.version.get("sha256")
+        staged, newest = self._ranks.published(), self.version.get("sha256")
 
         def write() -> tuple[str, int, int]:
             check_finite(staged.tensors(), f"publishing the weights of update {updates}")
             data = staged.data()
             sha256 = hashlib.sha256(data).hexdigest()
-            if sha256 != known:
+            if sha256 != newest:
                 self._patience(lambda: weights.write(self._folder, data, sha256))
             return sha256, len(data), updates
 
@@ -135,7 +135,7 @@ class Publisher:
 
     def finish(self) -> None:
         """Wait until the weights are written, and tell the server. Raises what the thread raised."""
-        written = self.writer.take()
+        written = self.writer.result()
         if written is not None and written[0] != self.version.get("sha256"):
             self.version = {"version": self._call(m.Publish(*written)).value, "sha256": written[0]}
 
@@ -185,6 +185,6 @@ class Keeper:
 
     def finish(self) -> None:
         """Wait until the checkpoint is written. Raises what the thread raised."""
-        cost = self.writer.take()
+        cost = self.writer.result()
         if cost is not None:
             self.schedule.saved(clock.monotonic(), cost)

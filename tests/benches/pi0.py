@@ -298,7 +298,7 @@ def updates(config: DictConfig, spec: Spec, world: World, options: argparse.Name
     algorithm: Any = build(config, spec)
     ranks = Ranks(algorithm, world, zero)  # type: ignore[arg-type]
     if world.rank:
-        ranks.follow()
+        ranks.obey()
         return []
     ranks.begin(None)
     peaks, batch = [peak(device)], random_batch(spec, algorithm.windows["update"], options.batch)

@@ -14,7 +14,7 @@ from serl_launcher.datasets.names import MANIFEST
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
-from serl_launcher.training.plan import Plan, Source
+from serl_launcher.training.plan import Plan, PlanSource
 from tests.shared.common import STATE
 
 CAMERA = "observation.images.cam_high"
@@ -130,7 +130,7 @@ def opened(folder):
 
 def bring(server, dataset, *, waits=False):
     """Import a dataset, given by its place, into the source `demo` of a server."""
-    plan = Plan({"demo": Source(server.capacity, dataset=str(dataset))}, {}, {})
+    plan = Plan({"demo": PlanSource(server.capacity, dataset=str(dataset))}, {}, {})
     import_datasets(plan, server.run_dir, local=server.local, waits=waits)
 
 

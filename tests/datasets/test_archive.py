@@ -200,9 +200,9 @@ import sys
 from pathlib import Path
 from omegaconf import OmegaConf
 from serl_launcher.datasets.export import export
-from serl_launcher.training.plan import Actors, Phase, Plan, Source
+from serl_launcher.training.plan import Actors, Phase, Plan, PlanSource
 phases = {"practise": Phase("practise", Actors("collect", "online"), ("operator",))}
-plan = Plan({"online": Source(120, "lerobot")}, {}, phases)
+plan = Plan({"online": PlanSource(120, "lerobot")}, {}, phases)
 words = {"export": {"sources": "archived", "episodes": 4}, "record": "none", "live": None}
 export(OmegaConf.create(words), Path(sys.argv[1]), sys.argv[2], plan)
 """

@@ -14,7 +14,7 @@ from serl_client.errors import ConfigError
 
 from serl_launcher.datasets import episodes, export, shards
 from serl_launcher.datasets.reader import Dataset
-from serl_launcher.training.plan import Plan, Source
+from serl_launcher.training.plan import Plan, PlanSource
 from tests.shared.common import STATE
 
 from .exporting import CAMERA, Run, exported, needs_lerobot, segment, writes_shards
@@ -104,8 +104,8 @@ def config(sources="archived", episodes=10, record="none"):
 
 def test_without_lerobot_an_archive_is_refused_and_everything_else_goes_on(monkeypatch, caplog):
     monkeypatch.setattr(shards, "missing", lambda: ["lerobot"])
-    kept = Plan({"online": Source(100, "lerobot"), "demo": Source(100)}, {}, {})
-    free = Plan({"online": Source(100)}, {}, {})
+    kept = Plan({"online": PlanSource(100, "lerobot"), "demo": PlanSource(100)}, {}, {})
+    free = Plan({"online": PlanSource(100)}, {}, {})
     with pytest.raises(ConfigError, match=r"online needs lerobot: run .*--extra data.*sources.online.archive=none"):
         export.wanted(config(), kept)
     assert export.wanted(config(), free) == []
@@ -120,7 +120,7 @@ def test_what_is_recorded_and_what_is_exported_is_what_the_config_says(monkeypat
     with pytest.raises(ConfigError, match="record=some: say eval, all, none"):
         export.recorded(config(record="some"))
     monkeypatch.setattr(shards, "missing", list)
-    plan = Plan({"online": Source(100, "lerobot"), "demo": Source(100)}, {}, {})
+    plan = Plan({"online": PlanSource(100, "lerobot"), "demo": PlanSource(100)}, {}, {})
     assert export.wanted(config(), plan) == ["online"]
     assert export.wanted(config("all"), plan) == ["online", "demo"]
     with pytest.raises(ConfigError, match="say archived or all"):

@@ -141,10 +141,10 @@ IMPORT = """
 import sys
 from pathlib import Path
 from serl_launcher.datasets.importer import import_datasets
-from serl_launcher.training.plan import Plan, Source
+from serl_launcher.training.plan import Plan, PlanSource
 
 folder, run_dir, local = sys.argv[1:]
-plan = Plan({"demo": Source(20_000, dataset=folder)}, {}, {})
+plan = Plan({"demo": PlanSource(20_000, dataset=folder)}, {}, {})
 import_datasets(plan, Path(run_dir), local=local, waits=False)
 """
 

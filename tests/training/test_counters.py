@@ -38,12 +38,12 @@ class Counted:
             self.store.stage(session, self.store.expected(session), record)
         self.store.commit()
         self.revision, rows = self.store.index.catalog(self.revision, 1000)
-        self.counters.take(self.counters.sources.update(rows))
+        self.counters.update(self.counters.sources.update(rows))
 
     def all_at_once(self):
         """Counters that hear of everything in one go."""
         made = self.another()
-        made.take(made.sources.update(self.store.index.catalog(0, 1000)[1]))
+        made.update(made.sources.update(self.store.index.catalog(0, 1000)[1]))
         return made
 
 

@@ -203,7 +203,7 @@ def test_an_evaluation_by_other_weights_than_the_trained_ones_ends_the_run(tmp_p
     run_dir, plan = found(tmp_path / "run", spec), plan_of(practise=phase(updates=(), until="episodes >= 12"))
     learner = Life(run_dir, None, spec, plan).learner
     with closing(Store(run_dir / "store")) as store:
-        learner.counters.take(learner.sources.update(store.index.catalog(0, 100)[1]))
+        learner.counters.update(learner.sources.update(store.index.catalog(0, 100)[1]))
     learner.ranks.published()
     learner.publisher.version = {"version": 2}
     with pytest.raises(RetakeError, match=r"practise was to run weights 2, but \[1\] acted"):

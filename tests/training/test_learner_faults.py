@@ -263,7 +263,7 @@ def test_the_statistics_leave_out_what_is_not_finite():
         spec = Spec({STATE: Feature((2,))}, Feature((2,), low=-9, high=9), fps=10.0)
         views, buffers = {"demo": SimpleNamespace(of=["demo"])}, {"demo": Buffer()}
 
-        def chosen(self, name, part):
+        def in_view(self, name, part):
             return None
 
     found = statistics(Stored(), "demo")

@@ -6,7 +6,7 @@ import re
 import pytest
 from serl_client.errors import ConfigError
 
-from serl_launcher.training.plan import Pace, Source, Update, View
+from serl_launcher.training.plan import Pace, PlanSource, Update, View
 from serl_launcher.training.plan_reader import load_plan
 
 from .plans import METHODS, PLAN, edited, load
@@ -18,7 +18,7 @@ COLLECT = {"mode": "collect", "into": "online"}
 def test_a_good_plan_is_read_in_full():
     plan = load()
     assert list(plan.phases) == ["demonstrate", "clone", "practise", "evaluate"]
-    assert plan.sources["demo"] == Source(500)
+    assert plan.sources["demo"] == PlanSource(500)
     assert plan.views == {"success": View(("online", "demo"), ("successful",), 3, "train")}
     phase = plan.phases["practise"]
     assert phase.updates[0] == Update("update_critic", {"success": 0.75, "demo": 0.25})

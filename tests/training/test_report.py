@@ -109,7 +109,7 @@ def ended(run_dir, phases, *, updates, sha256, evaluated=None):
     told = {field: 0 for field in EpisodeInfo._fields} | {"source": "demo", "final": True, "closed": True, "steps": 10}
     told = [told | {"number": n, "phase": "demonstrate", "intervened": 4 if n < 3 else 10} for n in range(20)]
     counters = RunCounters(SimpleNamespace(buffers={}, views={}))
-    counters.take(EpisodeInfo(**episode) for episode in told)
+    counters.update(EpisodeInfo(**episode) for episode in told)
     evaluations = {"evaluate": evaluation(evaluated, 50)} if evaluated is not None else {}
     summarise(SimpleNamespace(
         run_dir=run_dir, counters=counters, plan=plan, evaluations=evaluations, wall_s=1.0,

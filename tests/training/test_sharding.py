@@ -113,7 +113,7 @@ def each_case(folder, part, life, rank, port):
         for way in ways:
             ranks = ranks_of(CASES[case][0], world, way)
             if rank != "0":
-                ranks.follow()
+                ranks.obey()
                 continue
             place = Checkpoints(folder / case / way, spec=SPEC, config={})
             ranks.begin(None if life == "first" else place.load())
@@ -134,7 +134,7 @@ def moved(folder, world):
     """Go on from ZeRO-2's checkpoint with ZeRO-3."""
     ranks = ranks_of(FLOW, world, "zero3")
     if world.rank != 0:
-        ranks.follow()
+        ranks.obey()
         return
     ranks.begin(Checkpoints(folder / "flow/zero2", spec=SPEC, config={}).load())
     (folder / "moved.json").write_text(json.dumps(train(ranks, KEPT, UPDATES)))

@@ -56,11 +56,11 @@ class Flow(Head):
     ) -> None:  # fmt: skip
         super().__init__(horizon=horizon, width=width)
         options = {"path": (path, PATHS), "solver": (solver, SOLVERS), "start": (start, STARTS)}
-        for name, (value, known) in options.items():
-            if value not in known:
-                raise ConfigError(f"head.{name}={value}: say one of {', '.join(known)}")
-            if noise_level is not None and value != known[0]:
-                raise ConfigError(f"head.noise_level goes with head.{name}={known[0]} alone, not with {value}")
+        for name, (value, allowed) in options.items():
+            if value not in allowed:
+                raise ConfigError(f"head.{name}={value}: say one of {', '.join(allowed)}")
+            if noise_level is not None and value != allowed[0]:
+                raise ConfigError(f"head.noise_level goes with head.{name}={allowed[0]} alone, not with {value}")
         if steps < 1:
             raise ConfigError(f"head.steps={steps}: say 1 or more")
         self.steps, self.path, self.solver, self.start = steps, path, solver, start
