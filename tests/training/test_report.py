@@ -112,9 +112,9 @@ def ended(run_dir, phases, *, updates, sha256, evaluated=None):
     counters.update(EpisodeInfo(**episode) for episode in told)
     evaluations = {"evaluate": evaluation(evaluated, 50)} if evaluated is not None else {}
     summarise(SimpleNamespace(
-        run_dir=run_dir, counters=counters, plan=plan, evaluations=evaluations, wall_s=1.0,
-        publisher=SimpleNamespace(version={"sha256": sha256}), state=SimpleNamespace(updates=updates),
-    ))  # fmt: skip
+        counters=counters, evaluations=evaluations, wall_s=1.0, publisher=SimpleNamespace(version={"sha256": sha256}),
+        state=SimpleNamespace(plan=plan, updates=updates),
+    ), run_dir)  # fmt: skip
     return report.read(run_dir / "summary.json")
 
 
