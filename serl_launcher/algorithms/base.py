@@ -86,13 +86,15 @@ class Algorithm(nn.Module, ABC):
         """
         return None
 
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        return {name: item for name, item in vars(self).items() if isinstance(item, Optimizer)}
+
     def only_acting(self) -> None:
         """Delete what `act` does not need: the optimisers, and all networks but the acting one. Training is no longer
         possible."""
         acting = self.acting
-        for name in [name for name, child in self.named_children() if child is not acting]:
-            delattr(self, name)
-        for name in [name for name, item in vars(self).items() if isinstance(item, Optimizer)]:
+        for name in [*(name for name, child in self.named_children() if child is not acting), *self.optimizers]:
             delattr(self, name)
         self.requires_grad_(False)
 
@@ -103,7 +105,7 @@ class Algorithm(nn.Module, ABC):
                 module.set_statistics(statistics)
 
     def get_extra_state(self) -> dict[str, Any]:
-        optimizers = {name: item.state_dict() for name, item in vars(self).items() if isinstance(item, Optimizer)}
+        optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         return {"generator": self.generator.get_state(), "optimizers": optimizers}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -137,18 +139,19 @@ def soft_update(target: nn.Module, source: nn.Module, share: float) -> None:
 
 
 def descend(
-    optimizer: Optimizer, batch: Batch, loss: Callable[[Batch], tuple[Tensor, Metrics]]
-) -> tuple[Metrics, Tensor]:
+    optimizer: Optimizer, batch: Batch, loss: Callable[[Batch], tuple[Tensor, Metrics]], gradient: str = "gradient"
+) -> Metrics:
     """Take one step down the mean loss over the optimiser's parts of a batch.
 
-    loss: maps a part to its mean loss [] and metrics. Returns the mean of the metrics, and the gradient's norm.
+    loss: maps a part to its mean loss [] and metrics. Returns the mean of the metrics, and by the name `gradient` the
+    gradient's norm.
     """
-    found, gradient = [], torch.zeros(())
+    found, norm = [], torch.zeros(())
     for part in optimizer.parts(batch):
         value, metrics = loss(part)
-        gradient = optimizer.step(value)
+        norm = optimizer.step(value)
         found.append(metrics)
-    return {name: torch.stack([metrics[name] for metrics in found]).mean() for name in found[0]}, gradient
+    return {name: torch.stack([metrics[name] for metrics in found]).mean() for name in found[0]} | {gradient: norm}
 
 
 def value_target(batch: Batch, next_value: Tensor, discount: float) -> Tensor:

@@ -82,17 +82,16 @@ class ChunkActorCritic(Algorithm):
     # -- updates
     def update_clone(self, batch: Batch) -> Metrics:
         """Take one step down the policy's imitation loss; the critics do not change."""
-        metrics, gradient = descend(self.policy_optimizer, self.augment(batch), self.imitation_loss)
-        return metrics | {"gradient": gradient}
+        return descend(self.policy_optimizer, self.augment(batch), self.imitation_loss)
 
     def update_critic(self, batch: Batch) -> Metrics:
         """Take one step of the critics and of their targets; the policy does not change."""
         return self._update_critic(self.augment(batch))
 
     def _update_critic(self, batch: Batch) -> Metrics:
-        metrics, gradient = descend(self.critic_optimizer, batch, self.critic_loss)
+        metrics = descend(self.critic_optimizer, batch, self.critic_loss, "critic_gradient")
         soft_update(self.target_critic, self.critic, self.tau)
-        return metrics | {"critic_gradient": gradient}
+        return metrics
 
     def imitation_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         loss = (batch.weight * self.imitation_losses(batch)).mean()

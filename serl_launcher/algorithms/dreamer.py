@@ -207,12 +207,12 @@ class Dreamer(Algorithm):
             found.append(states)
             return value, metrics
 
-        metrics, gradient = descend(self.optimizer, batch, loss)
+        metrics = descend(self.optimizer, batch, loss)
         if controller and self.rules.slow != "nothing":
             self._update_slow_value()
         deter, stoch = (torch.cat(each) for each in zip(*found, strict=True))
         columns = {"deter": deter.half(), "stoch": self.rules.latent.kept(stoch)}
-        return {**metrics, "gradient": gradient}, columns
+        return metrics, columns
 
     def _update_slow_value(self) -> None:
         """Count an update of the controller; after each `slow_every` of them move the slow value towards the value."""

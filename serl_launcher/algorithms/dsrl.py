@@ -113,11 +113,10 @@ class DSRL(ChunkActorCritic):
     def update_noise(self, batch: Batch) -> Metrics:
         """Take one step of Q_w, one of the noise policy down (2), and one of the temperature."""
         batch = self.augment(batch)
-        metrics, critic_gradient = descend(self.noise_critic_optimizer, batch, self.noise_critic_loss)
-        more, gradient = descend(self.noise_optimizer, batch, self.noise_loss)
-        temperature = hold_entropy(self.temperature_optimizer, more["entropy"], self.target_entropy)
-        gradients = {"noise_critic_gradient": critic_gradient, "noise_gradient": gradient}
-        return metrics | more | gradients | {"temperature": temperature}
+        metrics = descend(self.noise_critic_optimizer, batch, self.noise_critic_loss, "noise_critic_gradient")
+        metrics |= descend(self.noise_optimizer, batch, self.noise_loss, "noise_gradient")
+        temperature = hold_entropy(self.temperature_optimizer, metrics["entropy"], self.target_entropy)
+        return metrics | {"temperature": temperature}
 
     def noise_critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute the loss of Q_w."""

@@ -53,9 +53,9 @@ class EXPO(ActsByCritic):
 
     def update_edit(self, batch: Batch) -> Metrics:
         """Take one step of the edit policy down (1), and one of the temperature; nothing else changes."""
-        metrics, gradient = descend(self.edit_optimizer, self.augment(batch), self.edit_loss)
+        metrics = descend(self.edit_optimizer, self.augment(batch), self.edit_loss, "edit_gradient")
         temperature = hold_entropy(self.temperature_optimizer, metrics["entropy"], self.target_entropy)
-        return metrics | {"edit_gradient": gradient, "temperature": temperature}
+        return metrics | {"temperature": temperature}
 
     def edit_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute (1) for the executed chunks."""

@@ -63,13 +63,12 @@ class IQL(ChunkActorCritic):
     def update_critic(self, batch: Batch) -> Metrics:
         """Take one step of V, one of the critics, and one of their targets; the policy does not change."""
         batch = self.augment(batch)
-        metrics, gradient = descend(self.state_optimizer, batch, self.state_loss)
-        return {**metrics, "state_gradient": gradient, **self._update_critic(batch)}
+        metrics = descend(self.state_optimizer, batch, self.state_loss, "state_gradient")
+        return metrics | self._update_critic(batch)
 
     def update_policy(self, batch: Batch) -> Metrics:
         """Take one step of the policy down (3); the critics do not change."""
-        metrics, gradient = descend(self.policy_optimizer, self.augment(batch), self.policy_loss)
-        return metrics | {"policy_gradient": gradient}
+        return descend(self.policy_optimizer, self.augment(batch), self.policy_loss, "policy_gradient")
 
     def state_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute (1)."""

@@ -85,9 +85,9 @@ class PARL(ActsByCritic):
     def update_distil(self, batch: Batch) -> Metrics:
         """Take one step down the policy's imitation loss of the candidates; the critics do not change."""
         batch = self.augment(_candidates(batch))
-        metrics, gradient = descend(self.policy_optimizer, batch, self.imitation_loss)
+        metrics = descend(self.policy_optimizer, batch, self.imitation_loss)
         age = self.critic_optimizer.steps - batch.extras[DERIVED + VERSION].float().mean()
-        return metrics | {"gradient": gradient, "candidate_age": age}
+        return metrics | {"candidate_age": age}
 
 
 def _candidates(batch: Batch) -> Batch:

@@ -69,8 +69,7 @@ class FQL(ChunkActorCritic):
 
     def update_one_step(self, batch: Batch) -> Metrics:
         """Take one step of the one-step policy down (2); critics and flow do not change."""
-        metrics, gradient = descend(self.one_step_optimizer, self.augment(batch), self.one_step_loss)
-        return metrics | {"one_step_gradient": gradient}
+        return descend(self.one_step_optimizer, self.augment(batch), self.one_step_loss, "one_step_gradient")
 
     def following_action(self, batch: Batch, following: Observation) -> Tensor:
         return self.one_step.rsample(following, seed=batch.seed, stream=NEXT, task=batch.task)[0]

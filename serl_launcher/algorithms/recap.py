@@ -121,8 +121,7 @@ class RECAP(Algorithm):
     # -- updates
     def update_value(self, batch: Batch) -> Metrics:
         """Take one step of the value towards the returns (1)."""
-        metrics, gradient = descend(self.value_optimizer, self.augment(batch), self.value_loss)
-        return metrics | {"value_gradient": gradient}
+        return descend(self.value_optimizer, self.augment(batch), self.value_loss, "value_gradient")
 
     @torch.no_grad()
     def update_advantage(self, batch: Batch) -> tuple[Metrics, dict[str, Tensor]]:
@@ -151,8 +150,8 @@ class RECAP(Algorithm):
         told = is_positive & (uniform(batch.seed, (), DROPPED) >= self.dropped)
         words, without = self.conditioned.words(batch.task), self.conditioned.without(batch.task)
         batch = replace(self.augment(batch), task=pick_words(told, words, without))
-        metrics, gradient = descend(self.policy_optimizer, batch, self.imitation_loss)
-        return metrics | {"gradient": gradient, "positive": is_positive.float().mean()}
+        metrics = descend(self.policy_optimizer, batch, self.imitation_loss)
+        return metrics | {"positive": is_positive.float().mean()}
 
     # -- losses and values
     def imitation_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:

@@ -134,12 +134,12 @@ class RewardClassifier(Algorithm):
 
     def update(self, batch: Batch) -> Metrics:
         """Take one step down (1)."""
-        metrics, gradient = descend(self.optimizer, self.augment(batch), self.loss)
-        return {**metrics, "gradient": gradient}
+        return descend(self.optimizer, self.augment(batch), self.loss)
 
     def update_calibration(self, batch: Batch) -> Metrics:
         """Take one step of a and b down the cross entropy of (2)."""
-        return descend(self.calibration_optimizer, batch, self.calibration_loss)[0]
+        metrics = descend(self.calibration_optimizer, batch, self.calibration_loss)
+        return {name: value for name, value in metrics.items() if name != "gradient"}
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute (1)."""

@@ -80,8 +80,7 @@ class SACPI0(ChunkActorCritic):
         return self._update_critic(batch) | self._update_policy(batch)
 
     def _update_policy(self, batch: Batch) -> Metrics:
-        metrics, gradient = descend(self.policy_optimizer, batch, self.policy_loss)
-        metrics["policy_gradient"] = gradient
+        metrics = descend(self.policy_optimizer, batch, self.policy_loss, "policy_gradient")
         if self.log_temperature is not None:
             metrics["temperature"] = hold_entropy(self.temperature_optimizer, metrics["entropy"], self.target_entropy)
         return metrics

@@ -48,10 +48,10 @@ class SFT(Algorithm):
 
     def update(self, batch: Batch) -> Metrics:
         """Take one step down the mean loss, weighted by the batch's `weight`."""
-        metrics, gradient = descend(self.optimizer, self.augment(batch), self.loss)
+        metrics = descend(self.optimizer, self.augment(batch), self.loss)
         before = self.optimizer.steps - 1
         soft_update(self.averaged, self.policy, 1 - min(self.ema_decay, (1 + before) / (10 + before)))
-        return {**metrics, "gradient": gradient}
+        return metrics
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute the mean imitation loss, weighted by the batch's `weight`."""

@@ -22,10 +22,7 @@ from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.planner import MPPI, Planner, shifted
 from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Prefix, Window
 
-BEHAVIOUR: tuple[str, ...] = (
-    "behaviour_mean",
-    "behaviour_std",
-)  # columns: what the planner searched, in actions within [-1, 1]
+BEHAVIOUR = ("behaviour_mean", "behaviour_std")  # columns: what the planner searched, in actions within [-1, 1]
 WIDE = 7.389  # exp(2), the standard deviation of actions that no planner chose
 STD_LOW = 0.05  # of the planner's actions, as the prior sees them
 LARGE = 61.0  # dimensions of the action for which the weight of the behaviour holds

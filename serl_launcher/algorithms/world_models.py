@@ -192,8 +192,7 @@ class WorldModels(Algorithm):
             means = {"picture_error": (part.weight * error).mean(), "divergence": (part.weight * divergence).mean()}
             return means["picture_error"] + means["divergence"], {name: each.detach() for name, each in means.items()}
 
-        metrics, gradient = descend(self.vae_optimizer, batch, loss)
-        return {**metrics, "vae_gradient": gradient}
+        return descend(self.vae_optimizer, batch, loss, "vae_gradient")
 
     @torch.no_grad()
     def update_codes(self, batch: Batch) -> tuple[Metrics, Metrics]:
@@ -215,8 +214,7 @@ class WorldModels(Algorithm):
             value = (share * unlikely).sum() / part.valid[:, 1:].sum().clamp(min=1)
             return value, {"code_unlikeliness": value.detach()}
 
-        metrics, gradient = descend(self.rnn_optimizer, batch, loss)
-        return {**metrics, "rnn_gradient": gradient}
+        return descend(self.rnn_optimizer, batch, loss, "rnn_gradient")
 
     @uncounted
     def update_controller(self, batch: Batch) -> Metrics:

@@ -11,7 +11,6 @@ from serl_client.errors import ConfigError
 
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.optim.averaging import BUCKET
-from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.training.memory import SHARE, Need, hollow, parts, said
 
 CONTEXT = 600 << 20  # bytes of a process before its first tensor: CUDA's context, kernels, cuBLAS' workspaces
@@ -68,7 +67,7 @@ def of_staging(make: Callable[[], Algorithm]) -> int:
     A checkpoint has all weights, and two moments of each that is trained.
     """
     algorithm = hollow(make)
-    optimizers = [item for item in vars(algorithm).values() if isinstance(item, Optimizer)]
+    optimizers = list(algorithm.optimizers.values())
     trained = {id(weight): weight.nbytes for each in optimizers for weight in each.parameters.values()}
     whole = sum(tensor.nbytes for tensor in (*algorithm.parameters(), *algorithm.buffers()))
     return whole + 2 * sum(trained.values()) + of_acting(make).swapped

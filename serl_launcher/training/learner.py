@@ -45,8 +45,8 @@ class Learner:
 
     def __init__(
         self, *, run_dir: Path, link: Connection, plan: Plan, ranks: Ranks, sources: ReplayMixture,
-        checkpoints: Checkpoints,
-        metrics: MetricsLog, console: Console, batch_size: int, checkpoint_s: float | None, accept_plan: bool,
+        checkpoints: Checkpoints, metrics: MetricsLog, console: Console, batch_size: int,
+        checkpoint_s: float | None, accept_plan: bool,
     ) -> None:  # fmt: skip
         self.ranks, self.sources = ranks, sources
         self.batch_size, self.accept_plan = batch_size, accept_plan

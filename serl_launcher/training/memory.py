@@ -147,7 +147,7 @@ def _counted(
     """(the algorithm, its optimisers, {update: bytes of activations of a batch with `rows_of(update, optimisers)` rows}
     )."""
     algorithm = make()
-    optimizers = [item for item in vars(algorithm).values() if isinstance(item, Optimizer)]
+    optimizers = list(algorithm.optimizers.values())
     rows = {name: rows_of(name, optimizers) for name in algorithm.windows}
     for optimizer in optimizers:
         optimizer.accumulation = 1

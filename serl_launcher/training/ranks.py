@@ -17,7 +17,6 @@ from torch import Tensor
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.networks.mlp import Statistics
 from serl_launcher.optim.distributed import World, gathered
-from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.supervisor import REFUSED
 from serl_launcher.training.staging import Staging
 from serl_launcher.types import Batch, Metrics
@@ -38,7 +37,7 @@ class Ranks:
 
     def check(self, batch_sizes: Collection[int]) -> None:
         """Raise ConfigError for a batch size that the ranks cannot share, or for networks that ZeRO-3 cannot shard."""
-        optimizers = self._optimizers()
+        optimizers = list(self.algorithm.optimizers.values())
         parts = math.lcm(*(self.world.size * optimizer.accumulation for optimizer in optimizers))
         if size := next((size for size in sorted(batch_sizes) if size % parts), None):
             raise ConfigError(
@@ -87,8 +86,7 @@ class Ranks:
 
     def steps(self) -> dict[str, tuple[int, int]]:
         """Return {optimiser's name: (steps asked for, steps refused because the gradient was not finite)}."""
-        named = vars(self.algorithm).items()
-        return {name: (item.steps, item.refused) for name, item in named if isinstance(item, Optimizer)}
+        return {name: (each.steps, each.refused) for name, each in self.algorithm.optimizers.items()}
 
     def end(self) -> None:
         self.world.broadcast(["end", None])
@@ -104,7 +102,7 @@ class Ranks:
             getattr(self, f"_{order[0]}")(order[1])
 
     def _begin(self, _: None) -> None:
-        optimizers = self._optimizers()
+        optimizers = list(self.algorithm.optimizers.values())
         largest = max(optimizers, key=lambda optimizer: sum(p.numel() for p in optimizer.parameters.values()))
         sharded: set[int] = set()  # the ids of weights that ZeRO-3 takes from the CPU, one at a time
         if self._sharding and self._sharding["zero_optimization"]["stage"] == 3:
@@ -161,9 +159,6 @@ class Ranks:
                         whole[id(weight)] = weight.detach().to("cpu", copy=True) if self.world.rank == 0 else None
                 state[name] = whole[id(weight)]
         return state
-
-    def _optimizers(self) -> list[Optimizer]:
-        return [item for item in vars(self.algorithm).values() if isinstance(item, Optimizer)]
 
 
 def _separate(result: Metrics | tuple[Metrics, Metrics]) -> tuple[Metrics, Metrics]:
