@@ -36,17 +36,14 @@ def main() -> None:
 
 
 def page() -> str:
-    parts = [HEAD, "\n## config/base.yaml", heading(BASE), *table(rows(BASE))]
+    parts = [HEAD, "\n## config/base.yaml", heading(BASE), *table(BASE)]
     for group in sorted(path for path in CONFIG.iterdir() if path.is_dir()):
         parts.append(f"\n## {group.name}")
-        shared: dict[str, str] = {}
-        for file in sorted(group.glob("*.yaml")):
-            own = {} if group.name == "plan" else rows(file)
-            shared = rows(file) | shared if group.name == "plan" else {}  # plans say the same names
-            parts += [f"\n### {group.name}={file.stem}", heading(file), *table(own)]
-        parts += ["\n### What a plan says", "Defaults are examples.", *table(dict(sorted(shared.items())))] * bool(
-            shared
-        )
+        files, is_plan = sorted(group.glob("*.yaml")), group.name == "plan"
+        for file in files:
+            parts += [f"\n### {group.name}={file.stem}", heading(file), *([] if is_plan else table(file))]
+        if is_plan:  # each has the same names
+            parts += ["\n### What a plan says", "Defaults are examples.", *table(*files)]
     return "\n".join(parts) + "\n"
 
 
@@ -56,22 +53,18 @@ def heading(file: Path) -> str:
     return re.sub("^# ", "", found[1], flags=re.MULTILINE).rstrip()
 
 
-def table(found: dict[str, str]) -> list[str]:
-    return (
-        ["", "| name | default | unit | meaning | read by |", "|---|---|---|---|---|", *found.values()] if found else []
-    )
-
-
-def rows(file: Path) -> dict[str, str]:
-    """Return {name: row of a table} of what the yaml sets. What only repeats another setting is left out."""
-    found = {}
-    for name, (default, _) in settings(file).items():
-        text = meaning(file, name)
+def table(*files: Path) -> list[str]:
+    """Return the lines of a table of what these yamls set, without what only repeats another setting."""
+    rows: dict[str, str] = {}
+    for file, name in ((each, name) for each in files for name in settings(each)):
+        default, text = settings(file)[name][0], meaning(file, name)
         if not name.endswith("_target_") and (text or not default.startswith("${")):
             unit = UNIT.match(text)
             cells = f"`{name}`", f"`{default}`", unit[0] if unit else "", text, reader(file, name)
-            found[name] = "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
-    return found
+            row = "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+            rows.setdefault(name, row)
+    found = [rows[name] for name in (sorted(rows) if len(files) > 1 else rows)]
+    return ["", "| name | default | unit | meaning | read by |", "|---|---|---|---|---|", *found] if found else []
 
 
 def meaning(file: Path, name: str) -> str:
