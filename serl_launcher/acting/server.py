@@ -51,7 +51,7 @@ class InferenceServer:
     """
 
     def __init__(
-        self, host: PolicyHost, weights: Path, address: str, *, window: float, keys: Path | None = None
+        self, host: PolicyHost, weights: Path, address: str, *, window: float = WINDOW_S, keys: Path | None = None
     ) -> None:
         """Listen. Raises ConfigError if it may not, or cannot, listen on `address`. `window` is in seconds.
 
@@ -238,8 +238,7 @@ def infer(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], Non
             budget.check_acting(budget.of_acting(make), memory.free(device, 1), device)
         server = InferenceServer(
             PolicyHost(build(config, spec), spec, device), run_dir / "weights",
-            f"tcp://{config.host}:{config.inference_port}", window=WINDOW_S,
-            keys=Path(config["keys"]) if config["keys"] else None,
+            f"tcp://{config.host}:{config.inference_port}", keys=Path(config["keys"]) if config["keys"] else None,
         )  # fmt: skip
         bridge = bridge_of(config, server.host, server.ask)
         stopped: list[int] = []
