@@ -165,7 +165,7 @@ def _made(kind: str, options: Mapping[str, Any], address: str) -> Any:
 def _connect(kind: str, device: Any, options: Mapping[str, Any], address: str) -> None:
     """Connect, without lerobot's questions. Raises ConfigError if the device is not calibrated."""
     tried(lambda: _connect_once(device))
-    if not device.is_calibrated:
+    if not tried(lambda: device.is_calibrated):
         config = {field.name: getattr(device.config, field.name, None) for field in fields(device.config)}
         words = {"type": options["type"], "port": config.get("port") or address or None, "id": config.get("id")}
         said = " ".join(f"--{kind}.{name}={value}" for name, value in words.items() if value is not None)

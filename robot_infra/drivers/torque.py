@@ -5,13 +5,14 @@ the one place through which all of them go. Source: lerobot.motors.motors_bus.Se
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from serl_client.errors import RobotFault
 from serl_client.spec import Array
 
+RETRIES = 2  # of a packet to one motor: single ones get lost, and to configure an arm takes dozens
 SLACK = 20  # steps of 4096: at a mechanical end a motor stands a little outside of its calibrated range
 LOOKS, FALL = 3, 200  # at the positions, and steps between them: an arm that has just lost its torque falls
 
@@ -22,7 +23,12 @@ def is_tamable(bus: Any) -> bool:
 
 
 def tame(bus: Any) -> None:
-    """Let this bus switch motors on only where they stand, whoever asks it to. It raises RobotFault as `standing`."""
+    """Let this bus switch motors on only where they stand, whoever asks it to. It raises RobotFault as `standing`.
+
+    Whatever goes to one motor is tried again where its answer is lost, which lerobot leaves to its callers.
+    """
+    for name in ("ping", "read", "write"):
+        setattr(bus, name, _tried_again(getattr(bus, name)))
     switch = bus.enable_torque
 
     def enable_torque(motors: Any = None, num_retry: int = 0) -> None:
@@ -31,6 +37,13 @@ def tame(bus: Any) -> None:
         switch(motors, num_retry)
 
     bus.enable_torque = enable_torque
+
+
+def _tried_again(call: Callable[..., Any]) -> Callable[..., Any]:
+    def tried(*words: Any, num_retry: int = 0, **options: Any) -> Any:
+        return call(*words, num_retry=max(num_retry, RETRIES), **options)
+
+    return tried
 
 
 def switch_on(bus: Any) -> dict[str, float]:

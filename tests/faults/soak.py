@@ -68,7 +68,8 @@ class Soak(Stage):
             self._sample: self._every, self._leave: life / len(self._go), self._kill: min(KILL, self._seconds / 4),
         }  # fmt: skip
         next_time = {action: time.monotonic() + period for action, period in due.items()}
-        while (now := time.monotonic()) < end + GRACE * (self._published[0] == 0):
+        first = self.lives
+        while (now := time.monotonic()) < end + GRACE * (not self._published[0] or self.lives == first + self.kills):
             self.watch()
             self._come()
             for action, period in due.items():

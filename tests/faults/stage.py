@@ -147,8 +147,12 @@ class Actor(Player):
 
     @property
     def end(self) -> dict[str, Any]:
-        """Its last note: {drained, pushed, longest_ms} where it ended in order, {sent_away} where it was."""
-        return list(notes(self.truth))[-1] if self.truth.exists() else {}
+        """What it noted at its end: {drained, pushed, longest_ms} in order, {sent_away} where it was; {}: nothing.
+
+        An acknowledgement that the learner repeats may be noted after it.
+        """
+        found = notes(self.truth) if self.truth.exists() else ()
+        return next((note for note in found if {"drained", "sent_away"} & note.keys()), {})
 
     @property
     def last_words(self) -> str:
