@@ -18,12 +18,13 @@ from serl_client import clock, wire
 from serl_client import messages as m
 from serl_client.connection import received
 from serl_client.console import log_as
-from serl_client.errors import ConfigError, MessageError, RetakeError
+from serl_client.errors import ConfigError, MessageError
 from torch import Tensor
 
 from serl_launcher.acting.bridge import bridge_of
 from serl_launcher.acting.host import Loader, PolicyHost, Question
 from serl_launcher.service.access import AccessControl
+from serl_launcher.service.failures import Failures, Request
 from serl_launcher.service.link import connect, wait_for_spec
 from serl_launcher.service.peers import KeyOwner, check_hello, check_role, send
 from serl_launcher.store.weights import path
@@ -59,7 +60,7 @@ class InferenceServer:
         """
         self.host, self.weights, self.window = host, weights, window
         self._access = AccessControl(address, keys, option="inference_port")
-        self._socket = self._access.socket
+        self._failures, self._socket = Failures(self._access), self._access.socket
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         for polled in (self._woken, *self._access.polled):
@@ -139,12 +140,13 @@ class InferenceServer:
                 send(self._socket, identity.bytes, answer)
 
     def _heard(self, identity: zmq.Frame, frames: Sequence[zmq.Frame], now: float) -> m.Message | None:
-        """Take one message. If it is faulty, count that and return the Failed that answers it."""
-        owner, message = None, None
+        """Handle one message: queue a question, or return the answer to a Hello or to what is faulty."""
+        request = Request(identity)
         try:
             if (owner := self._access.admit(identity)) is None:
                 return None
-            message = m.decode([frame.buffer for frame in frames])
+            request.owner = owner
+            message = request.message = m.decode([frame.buffer for frame in frames])
             check_role(message, owner)
             if isinstance(message, m.Hello):
                 return self._welcome(message, owner)
@@ -152,11 +154,8 @@ class InferenceServer:
                 raise MessageError(f"{type(message).__name__} is not for the inference process")
             self.host.check(message)
             self._put(Question(identity.bytes, message, now, owner.name))
-        except (MessageError, TypeError, ValueError) as error:
-            self._access.blame(identity, owner, error)
-            return m.Failed("Refused", str(error), final=isinstance(message, m.Hello))
-        except RetakeError as error:
-            return m.Failed(type(error).__name__, str(error), final=True)
+        except Exception as error:
+            return self._failures.answer(request, error)
         return None
 
     def _welcome(self, hello: m.Hello, owner: KeyOwner) -> m.Welcome:

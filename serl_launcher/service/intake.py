@@ -5,8 +5,6 @@ While a group is being synced the next one gathers in the sockets, so groups gro
 
 import logging
 import sqlite3
-from collections.abc import Callable
-from functools import partial
 
 import zmq
 from serl_client import clock, wire
@@ -16,8 +14,10 @@ from serl_client.episode import LostRecord, Outcome, QueuedRecord, Segment
 from serl_client.errors import MessageError, Refused, RetakeError
 
 from serl_launcher.service.access import AccessControl
+from serl_launcher.service.failures import Failures, Request
 from serl_launcher.service.keeper import StoreKeeper
 from serl_launcher.service.peers import Address, Batch, Peer
+from serl_launcher.service.updates import StateUpdates
 from serl_launcher.store.errors import Full, Gap
 from serl_launcher.store.store import Store
 
@@ -28,22 +28,16 @@ GROUP_S = 0.02  # of gathering a group, or as long as the last one took to commi
 LEAST_S = 0.002  # of it, before what has come meanwhile is looked at
 SLICE_S = 0.001  # for the records of one client, until it is the next one's turn
 
-Work = Callable[[], m.Message | None]
-Guard = Callable[[Peer, Batch, Work], m.Message | None]  # does the work; what goes wrong with it is the answer
-
 
 class Intake:
-    """Takes the records of all `peers` into the store that `keeper` holds.
-
-    guard: turns what a batch sets off into the answer to its peer. step_limit: how many steps a peer may have made.
-    """
+    """Brings the records of all `peers` into the store that `keeper` holds."""
 
     def __init__(
-        self, keeper: StoreKeeper, access: AccessControl, peers: dict[Address, Peer], *, guard: Guard,
-        step_limit: Callable[[Peer], int | None],
+        self, keeper: StoreKeeper, access: AccessControl, peers: dict[Address, Peer], failures: Failures,
+        updates: StateUpdates,
     ) -> None:  # fmt: skip
         self._keeper, self._access, self._peers = keeper, access, peers
-        self._guard, self._step_limit = guard, step_limit
+        self._failures, self._updates = failures, updates
         self._committing = 0.0  # seconds that the last group took to commit
 
     # -- queues
@@ -101,9 +95,11 @@ class Intake:
                     return
 
     def _turn(self, peer: Peer, end: float) -> None:
-        answer = self._guard(peer, peer.inbox[0], partial(self._stage, peer, end))
-        if answer is not None:
-            peer.send(answer)
+        batch = peer.inbox[0]
+        try:
+            self._stage(peer, end)
+        except Exception as error:
+            peer.send(self._failures.answer(Request(batch.identity, peer.owner, batch.push), error))
         if peer.leaves and not peer.inbox:
             self._peers.pop(peer.address, None)
 
@@ -150,7 +146,7 @@ class Intake:
         except (RetakeError, OSError, sqlite3.Error):
             raise
         except Exception as error:
-            self.degrade(error)  # what is staged may be half of something: begin again from what is committed
+            self._keeper.degrade(error)  # what is staged may be half of something: begin again from what is committed
             raise
         incoming.has_gap = incoming.is_told = False
         incoming.due = True
@@ -177,7 +173,7 @@ class Intake:
             raise
         except Exception as error:
             log.exception("record %d of %s cannot be written", seq, peer.hello.actor)
-            self.degrade(error)
+            self._keeper.degrade(error)
             raise Refused(f"record {seq} cannot be written: {error}") from None
 
     def commit(self) -> None:
@@ -198,17 +194,17 @@ class Intake:
                 self._release(store)
                 self._committing = clock.monotonic() - begin
         except (OSError, sqlite3.Error) as error:
-            self.degrade(error)
+            self._keeper.degrade(error)
         except Exception as error:
             log.exception("the group could not be committed")
-            self.degrade(error)
+            self._keeper.degrade(error)
 
     def _acknowledge(self, store: Store, peer: Peer) -> None:
         for session, incoming in peer.incoming.items():
             if incoming.due:
                 resend = incoming.has_gap and not incoming.is_told
                 incoming.is_told, incoming.due = incoming.has_gap, False
-                peer.send(m.Ack(session, store.expected(session), resend, self._step_limit(peer)))
+                peer.send(m.Ack(session, store.expected(session), resend, self._updates.step_limit(peer)))
         self.close_drained(store, peer)
 
     def _release(self, store: Store) -> None:
@@ -219,7 +215,7 @@ class Intake:
         for peer in self._peers.values():
             for session, incoming in peer.incoming.items():
                 if incoming.full:
-                    peer.send(m.Ack(session, store.expected(session), True, self._step_limit(peer)))
+                    peer.send(m.Ack(session, store.expected(session), True, self._updates.step_limit(peer)))
                     incoming.full = ""
 
     def close_drained(self, store: Store, peer: Peer) -> None:
@@ -234,24 +230,15 @@ class Intake:
         if drained:
             store.commit()
 
-    # -- a disk that fails
-    def degrade(self, error: Exception) -> None:
-        """Close the store, and forget what was queued and staged: it comes again, as it was not acknowledged."""
-        had_store = self._keeper.store is not None
-        self._keeper.degrade(error)
-        if had_store:
-            for peer in self._peers.values():
-                peer.inbox.clear()
-                peer.queued = 0
-                for incoming in peer.incoming.values():
-                    incoming.due = False
-
     def _reopen(self) -> None:
+        """Open the store again, if it can be. What was queued is forgotten: its actors are asked to send it again."""
         if (store := self._keeper.reopen()) is None:
             return
         for peer in self._peers.values():
+            peer.inbox.clear()
+            peer.queued = 0
             for incoming in peer.incoming.values():
-                incoming.has_gap = incoming.is_told = False
+                incoming.due = incoming.has_gap = incoming.is_told = False
                 incoming.full = ""
             for session in peer.living:
                 if session in store.sessions:

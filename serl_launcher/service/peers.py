@@ -130,8 +130,10 @@ def check_role(message: m.Message, owner: KeyOwner) -> None:
 
 
 def check_hello(hello: m.Hello, owner: KeyOwner | None, *, run: str) -> None:
-    """Raises MessageError, VersionMismatch or Refused for a Hello that nobody may say here; `run`: the store's id;
-    `owner`: None on the learner's own address."""
+    """Raise MessageError or Refused for a Hello that nobody may say here.
+
+    run: the store's id. owner: None on the learner's own address.
+    """
     pairs = all(isinstance(pair, list) and [type(part) for part in pair] == [str, int] for pair in hello.earlier)
     if not pairs or max(len(hello.actor), len(hello.session), len(hello.outbox)) > MAX_NAME:
         raise MessageError(f"a Hello names [session, seq] pairs, and has names of at most {MAX_NAME} characters")

@@ -1,13 +1,13 @@
 """Runs the server process: it receives records, answers clients, and alone writes the store. No torch.
 
-One thread, one loop: take what has come, stage it, commit the group, acknowledge. Training runs elsewhere and never
-delays this loop. Records: intake.py; the first word of a client: welcome.py; what clients are told unasked: updates.py.
+One thread, one loop: read messages, stage their records, commit the group, acknowledge. Training runs elsewhere and
+never delays this loop. intake.py handles records, welcome.py the Hello of a client, failures.py each error, and
+updates.py what clients are told unasked.
 """
 
 import logging
 import os
 import signal
-import sqlite3
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,26 +20,15 @@ from serl_client import messages as m
 from serl_client.connection import received
 from serl_client.console import log_as
 from serl_client.episode import MAX_NAME
-from serl_client.errors import MessageError, Refused, RetakeError, ServerFailed, VersionMismatch
+from serl_client.errors import MessageError, Refused, ServerFailed
 
 from serl_launcher.service.access import AccessControl
+from serl_launcher.service.failures import Failures, Request
 from serl_launcher.service.intake import Intake
 from serl_launcher.service.keeper import StoreKeeper
-from serl_launcher.service.peers import (
-    ROLES,
-    Address,
-    Batch,
-    Forbidden,
-    KeyOwner,
-    Peer,
-    bound,
-    check_role,
-    cost,
-    send,
-)  # fmt: skip
+from serl_launcher.service.peers import ROLES, Address, Forbidden, Peer, bound, check_role, cost, send
 from serl_launcher.service.updates import StateUpdates
 from serl_launcher.service.welcome import Welcomes
-from serl_launcher.store.errors import GroupFailed
 from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
 from serl_launcher.store.weights import WeightFiles
@@ -73,12 +62,11 @@ class Server:
         self.public, self.local = self.access.socket, bound(self.access.context, local)
         self.peers: dict[Address, Peer] = {}
         self.updates = StateUpdates(self.keeper, self.peers, on_silence or {})
-        self.intake = Intake(
-            self.keeper, self.access, self.peers, guard=self._guard, step_limit=self.updates.step_limit
-        )  # fmt: skip
+        self.failures = Failures(self.access, self.keeper)
+        self.intake = Intake(self.keeper, self.access, self.peers, self.failures, self.updates)
         self.welcomes = Welcomes(
-            self.keeper, self.peers, self.intake, self.updates, inference=inference, extras=extras or {},
-            history=history, refusal=self._refusal,
+            self.keeper, self.peers, self.intake, self.updates, self.failures, inference=inference,
+            extras=extras or {}, history=history,
         )  # fmt: skip
         self._stopping, self._started = False, clock.monotonic()
         self._handlers: dict[type, Callable[[Peer, Any], m.Message | None]] = {
@@ -133,95 +121,49 @@ class Server:
 
     def _answer(self, socket: zmq.Socket, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> m.Message | None:
         """Handle one message, and return the answer, which names the number of its request."""
-        address, owner = (socket, identity.bytes), None
+        request = Request(identity)
         try:
-            if socket is self.public and (owner := self.access.admit(identity)) is None:
-                return None
-            message = m.decode(frames)
-        except VersionMismatch as error:
-            self.access.refuse("other version", str(error))
-            return m.Failed("VersionMismatch", str(error), final=True)
-        except (MessageError, KeyError, TypeError, ValueError) as error:
-            self.access.blame(identity, owner, error)
-            return m.Failed("Refused", str(error))
-        except RetakeError as error:
-            return self._refusal(address, None, error)
-        except Exception:
-            log.exception("a message could not be read")
-            return m.Failed("ServerFailed", "the learner failed on this message; its log says why")
-        answer = self._answered(address, identity, message, owner)
-        if isinstance(message, m.NUMBERED) and isinstance(answer, m.Done | m.Failed):
-            return replace(answer, request=message.request)
+            answer = self._handle((socket, identity.bytes), request, frames)
+        except Exception as error:
+            answer = self.failures.answer(request, error)
+        if isinstance(request.message, m.NUMBERED) and isinstance(answer, m.Done | m.Failed):
+            return replace(answer, request=request.message.request)
         return answer
 
-    def _answered(
-        self, address: Address, identity: zmq.Frame, message: m.Message, owner: KeyOwner | None
-    ) -> m.Message | None:  # fmt: skip
-        def answer() -> m.Message | None:
-            if owner is not None and not self.access.allows(identity, owner, message):
-                return m.Failed("ServerFailed", f"too many {type(message).__name__}s within a second: say it again")
-            if isinstance(message, m.Hello):
-                return self.welcomes.hello(address, message, owner)
-            return self._dispatch(address, identity, message, owner)
+    def _handle(self, address: Address, request: Request, frames: Sequence[wire.Buffer]) -> m.Message | None:
+        """Decode a message, check who sent it, and do what it asks for. Raises what is wrong with it."""
+        if address[0] is self.public:
+            try:
+                request.owner = self.access.admit(request.identity)
+            except Refused:
+                self.peers.pop(address, None)
+                raise
+            if request.owner is None:
+                return None
+        message = request.message = m.decode(frames)
+        if request.owner is not None and not self.access.allows(request.identity, request.owner, message):
+            raise ServerFailed(f"too many {type(message).__name__}s within a second: say it again")
+        if isinstance(message, m.Hello):
+            return self.welcomes.hello(address, message, request)
+        return self._dispatch(address, message, request)
 
-        return self._guarded(address, identity, message, owner, answer)
-
-    def _guarded(
-        self, address: Address, identity: zmq.Frame, message: m.Message, owner: KeyOwner | None,
-        work: Callable[[], m.Message | None],
-    ) -> m.Message | None:  # fmt: skip
-        """Do what a message asks for; what goes wrong with it is counted, and is the answer."""
-        try:
-            return work()
-        except (OSError, sqlite3.Error, GroupFailed) as error:
-            self.intake.degrade(error)
-            return m.Failed("ServerFailed", f"the learner's store fails: {error}")
-        except (MessageError, KeyError, TypeError, ValueError) as error:
-            at_keyboard = isinstance(message, m.Command)  # a person who may not steer is told so, however often
-            self.access.blame(identity, None if at_keyboard else owner, error)
-            return m.Failed("Refused", str(error), final=isinstance(message, m.Hello))
-        except Refused as error:
-            if not isinstance(message, m.Push):
-                return self._refusal(address, message, error)
-            self.access.blame(identity, owner, error)  # an honest client stops at the first one
-            return m.Failed("Refused", str(error), final=True)
-        except RetakeError as error:
-            return self._refusal(address, message, error)
-        except Exception:
-            log.exception("a handler failed")
-            return m.Failed("ServerFailed", "the learner failed on this message; its log says why")
-
-    def _guard(self, peer: Peer, batch: Batch, work: Callable[[], m.Message | None]) -> m.Message | None:
-        return self._guarded(peer.address, batch.identity, batch.push, peer.owner, work)
-
-    def _refusal(self, address: Address, message: m.Message | None, error: RetakeError) -> m.Failed:
-        """What a address is told whose message is fine, and yet not taken; without one it is not let in any more."""
-        if message is None:
-            self.peers.pop(address, None)
-        elif not (self.keeper.degraded or self.keeper.fatal or isinstance(error, ServerFailed)):  # not its fault
-            self.access.refuse("not taken", str(error))
-        final = isinstance(message, (m.Hello, m.Push, type(None))) and not isinstance(error, ServerFailed)
-        return m.Failed(type(error).__name__, str(error), final)
-
-    def _dispatch(
-        self, address: Address, identity: zmq.Frame, message: m.Message, owner: KeyOwner | None
-    ) -> m.Message | None:  # fmt: skip
+    def _dispatch(self, address: Address, message: m.Message, request: Request) -> m.Message | None:
         peer = self.peers.get(address)
-        if peer is None or peer.owner != owner:
+        if peer is None or peer.owner != request.owner:
             return m.Failed("Disconnected", "say Hello first")
         peer.seen = clock.monotonic()
         if type(message) not in ROLES[peer.hello.role]:
             raise Forbidden(f"{type(message).__name__} is not for the role {peer.hello.role}")
-        if owner is not None:
-            check_role(message, owner)
-        is_over = isinstance(message, m.Bye)  # of a life that never spoke: it stops nobody
+        if request.owner is not None:
+            check_role(message, request.owner)
         if peer.hello.role == "actor" and self.store and peer.hello.session not in self.store.sessions:
             del self.peers[address]  # thousands have said Hello since, and it has brought nothing
             return m.Failed("Disconnected", "say Hello again")
-        if not (peer.speaks or is_over) and (refusal := self.welcomes.take_over(peer)) is not None:
+        takes_over = not peer.speaks and not isinstance(message, m.Bye)  # whoever says only Bye ends no other client
+        if takes_over and (refusal := self.welcomes.take_over(peer, request)) is not None:
             return refusal
         if isinstance(message, m.Push):
-            return self.intake.push(peer, message, identity)
+            return self.intake.push(peer, message, request.identity)
         return self._handlers[type(message)](peer, message)
 
     # -- handlers

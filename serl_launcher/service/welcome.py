@@ -3,48 +3,45 @@
 A Hello alone ends nobody, as it may be the late echo of a connection that is dead. The first message after it does.
 """
 
-import sqlite3
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from serl_client import clock
 from serl_client import messages as m
-from serl_client.errors import Refused, RetakeError, ServerFailed
+from serl_client.errors import Refused, ServerFailed
 from serl_client.spec import Spec
 
-from serl_launcher.service.access import CONNECTIONS, KeyOwner
+from serl_launcher.service.access import CONNECTIONS
+from serl_launcher.service.failures import Failures, Request
 from serl_launcher.service.intake import MAX_UNACKNOWLEDGED, Intake
 from serl_launcher.service.keeper import StoreKeeper
-from serl_launcher.service.peers import Address, Peer, check_hello
+from serl_launcher.service.peers import Address, KeyOwner, Peer, check_hello
 from serl_launcher.service.updates import StateUpdates
-from serl_launcher.store.errors import GroupFailed
 from serl_launcher.store.extras import with_extras
 
 SECOND = "another client named {} has connected; give each actor its own name"
-
-Refusal = Callable[[Address, m.Message | None, RetakeError], m.Failed]
 
 
 class Welcomes:
     """Answers each Hello, and keeps `peers`.
 
     inference: the address that answers InferenceRequests. extras: what the algorithm adds to each robot's rows.
-    history: observations of a question. refusal: what a client is told that is not taken in.
+    history: observations of a question.
     """
 
     def __init__(
-        self, keeper: StoreKeeper, peers: dict[Address, Peer], intake: Intake, updates: StateUpdates, *,
-        inference: str, extras: Mapping[str, Any], history: int, refusal: Refusal,
+        self, keeper: StoreKeeper, peers: dict[Address, Peer], intake: Intake, updates: StateUpdates,
+        failures: Failures, *, inference: str, extras: Mapping[str, Any], history: int,
     ) -> None:  # fmt: skip
         self._keeper, self._peers, self._intake, self._updates = keeper, peers, intake, updates
-        self._inference, self._extras, self._history, self._refusal = inference, extras, history, refusal
-        self.over_because = ""  # why nobody is taken in any more
-        self._waiting: list[Peer] = []  # for their sessions to be durable
+        self._failures, self._inference, self._extras, self._history = failures, inference, extras, history
+        self.over_because = ""  # why no actor is let in any more
+        self._waiting: list[tuple[Peer, Request]] = []  # for their sessions to be durable
 
-    def hello(self, address: Address, hello: m.Hello, owner: KeyOwner | None) -> m.Message | None:
-        """Take in a client. None: its Welcome follows when its sessions are durable (`send`)."""
-        store = self._keeper.store
+    def hello(self, address: Address, hello: m.Hello, request: Request) -> m.Message | None:
+        """Make the sender of a Hello a peer. None: its Welcome follows when its sessions are durable (`send`)."""
+        store, owner = self._keeper.store, request.owner
         check_hello(hello, owner, run=store.run if store else "")
         if len(self._peers) >= CONNECTIONS and address not in self._peers:
             raise ServerFailed(f"the learner has {CONNECTIONS} clients already: wait until one has left")
@@ -58,7 +55,7 @@ class Welcomes:
         peer = self._peers[address] = Peer(*address, hello, owner, clock.monotonic())
         self._updates.missing.pop(hello.actor, None)
         if hello.role == "actor" and self._keeper.ready.staged:
-            self._waiting.append(peer)
+            self._waiting.append((peer, request))
             return None
         return self._welcome(peer)
 
@@ -72,21 +69,16 @@ class Welcomes:
     def send(self) -> None:
         """Make the sessions of all who said Hello in this turn durable at once, and answer them."""
         waiting, self._waiting = self._waiting, []
-        for peer in waiting:
+        for peer, request in waiting:
             if self._peers.get(peer.address) is not peer:
                 continue
             try:
                 self._keeper.ready.commit()  # the first time; then there is nothing to do
                 self._check_outranked(peer.hello)
-                answer = self._welcome(peer)
-            except (OSError, sqlite3.Error, GroupFailed) as error:
-                self._intake.degrade(error)
-                answer = m.Failed("ServerFailed", f"the learner's store fails: {error}")
-            except RetakeError as error:
-                answer = self._refusal(peer.address, peer.hello, error)
-            if isinstance(answer, m.Failed):
+                peer.send(self._welcome(peer))
+            except Exception as error:
                 self._peers.pop(peer.address, None)
-            peer.send(answer)
+                peer.send(self._failures.answer(request, error))
 
     def _welcome(self, peer: Peer) -> m.Welcome:
         """The answer to the Hello of this peer; what it acknowledges is durable."""
@@ -131,10 +123,10 @@ class Welcomes:
         if any(self._position(other.hello.session) > mine for other in self._namesakes(hello)):
             raise Refused(SECOND.format(hello.actor))
 
-    def take_over(self, peer: Peer) -> m.Message | None:
-        """Handle the first message after a Hello, which is thus no echo: clients of this name before it are over.
+    def take_over(self, peer: Peer, request: Request) -> m.Failed | None:
+        """End the earlier clients of this name: `request`, the first after its Hello, shows that this one is no echo.
 
-        Returns the refusal where this one is outranked, else None.
+        Returns the refusal of its Hello if this client is outranked, else None.
         """
         hello = peer.hello
         if hello.role == "actor":
@@ -144,7 +136,7 @@ class Welcomes:
                 self._check_outranked(hello)
             except Refused as error:
                 del self._peers[peer.address]
-                return self._refusal(peer.address, hello, error)
+                return self._failures.answer(replace(request, message=hello), error)
             if len(hello.earlier) < m.MAX_EARLIER:  # or else its outbox may hold more than it could name
                 self._keeper.ready.close_before(hello.session, peer.named)
         for other in self._namesakes(hello):

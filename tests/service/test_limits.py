@@ -181,7 +181,7 @@ def test_what_a_peer_was_told_before_the_disk_failed_counts_no_more_after_it(tur
     turns.push(0, segments[1], begin=1)
     turns.work()
     turns.server.peers[turns.server.public, b"client 1"].incoming[session_of(1)].full = "online"
-    turns.server.intake.degrade(OSError(28, "No space left on device"))
+    turns.server.keeper.degrade(OSError(28, "No space left on device"))
     turns.server.keeper._next_reopen = 0.0
     turns.server.intake.commit()
     turns.sent.clear()
