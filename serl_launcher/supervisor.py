@@ -150,7 +150,7 @@ def _die_with_parent() -> None:
 
 
 def killed_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies."""
+    """Ask the kernel to kill this process when the thread that started it ends, as when its parent is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 

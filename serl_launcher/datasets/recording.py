@@ -4,12 +4,10 @@
 """
 
 import contextlib
-import ctypes
 import functools
 import importlib.util
 import io
 import logging
-import signal
 import socket
 import subprocess
 import tempfile
@@ -23,6 +21,8 @@ from typing import Any
 import numpy as np
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature, Spec
+
+from serl_launcher.supervisor import killed_with_parent
 
 APPLICATION = "retake"
 FLAGS = ("reward", "intervened", "chunk_start")
@@ -142,7 +142,7 @@ class LiveViewer:
         self._server = subprocess.Popen(
             [_program(), "--serve-grpc", "--bind", LOOPBACK, "--port", str(port), "--server-memory-limit", MEMORY],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True, preexec_fn=_die_with_parent,
+            start_new_session=True, preexec_fn=killed_with_parent,
         )  # fmt: skip
         deadline = time.monotonic() + START_S
         while not _listens(port):
@@ -299,10 +299,6 @@ def _listens(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=1.0):
         return True
     return False
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 # -- mp4

@@ -1,8 +1,20 @@
-"""What the launcher starts again, and when it gives up."""
+"""What the launcher starts again, when it gives up, and what ends with it."""
+
+import subprocess
+import sys
 
 import pytest
 
 from serl_launcher import supervisor
+
+PARENT = """
+import subprocess, sys
+from serl_launcher.supervisor import killed_with_parent
+child = "import time; time.sleep(10); print('the child lives')"
+subprocess.Popen([sys.executable, "-c", child], preexec_fn=killed_with_parent)
+print("begun", flush=True)
+input()
+"""
 
 
 @pytest.fixture
@@ -39,3 +51,11 @@ def test_inference_that_works_and_then_fails_again_and_again_ends_the_run(deaths
     assert deaths(status, 60 * minutes, has_begun=True) == given_up
     sentence = "inference ended 10 times within an hour, and nobody killed it: giving up"
     assert (sentence in caplog.text) == bool(given_up)
+
+
+def test_a_child_is_killed_with_its_parent():
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout.readline() == b"begun\n"
+        parent.kill()
+        assert parent.stdout.read() == b""  # the pipe ends when the child, which holds it too, is dead
