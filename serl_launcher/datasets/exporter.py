@@ -85,7 +85,7 @@ class Exporter:
 
     # -- what is to be done
     def take(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Take in the server's rows of new and changed episodes (schema.EPISODE)."""
+        """Take in the server's rows of new and changed episodes (schema.EpisodeInfo)."""
         for row in rows:
             info = self._verdict.applied(EpisodeInfo(*row))
             first = self._phases.get(info.phase, info.number)

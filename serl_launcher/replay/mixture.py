@@ -63,7 +63,7 @@ class ReplayMixture:
     def update(
         self, rows: Sequence[Sequence[Any]], heads: Mapping[str, int] = MappingProxyType({})
     ) -> list[EpisodeInfo]:  # fmt: skip
-        """Take in all new steps, then the server's rows of changed episodes (schema.EPISODE).
+        """Take in all new steps, then the server's rows of changed episodes (schema.EpisodeInfo).
 
         heads: {source: step} from which on the rows do not say yet which episodes are discarded: steps from there on
         come with later rows. Returns these episodes as their operators judged them.

@@ -4,43 +4,13 @@ import hashlib
 import heapq
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from serl_launcher.store.schema import EPISODE
+from serl_launcher.store.schema import EpisodeInfo
 
 KEEP = ("all", "successful", "failed", "intervened", "rewarded", "unrewarded")
 START_STEPS = ("all", "intervened", "autonomous")
 SPLITS = ("train", "held_out")
 HELD_OUT = 0.1  # the share of episodes in the split `held_out`
-
-
-class EpisodeInfo(NamedTuple):
-    """Holds what the server reports of one episode: the fields of schema.EPISODE."""
-
-    number: int
-    id: str
-    source: str
-    actor: str
-    task: str
-    directive: int
-    phase: str
-    first: int
-    steps: int
-    reward: float
-    intervened: int
-    weights: int
-    terminated: bool
-    truncated: bool
-    final: bool
-    closed: bool
-    success: bool | None
-    discard: bool
-    judged_by: str
-    last_reward: float
-    continued: bool
-
-
-assert EpisodeInfo._fields == EPISODE
 
 
 class Held(dict[int, EpisodeInfo]):

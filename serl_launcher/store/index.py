@@ -17,7 +17,7 @@ from serl_client import clock
 from serl_client.episode import Outcome
 from serl_client.errors import ConfigError
 
-from serl_launcher.store.schema import EPISODE, FORMAT, NUMBERED, SCHEMA, TABLES, Episode, Session, Source
+from serl_launcher.store.schema import FORMAT, NUMBERED, SCHEMA, TABLES, Episode, EpisodeInfo, Session, Source
 
 OURS = "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
 DISK = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN}
@@ -214,8 +214,9 @@ class Index:
         return number or 0, revision or 0
 
     def catalog(self, since: int, limit: int) -> tuple[int, list[list[Any]]]:
-        """(revision, rows in the order of EPISODE): the `limit` oldest changes after `since`."""
-        sql = f"SELECT revision, {', '.join(EPISODE)} FROM episodes WHERE revision > ? ORDER BY revision LIMIT ?"
+        """(revision, rows in the order of EpisodeInfo): the `limit` oldest changes after `since`."""
+        names = ", ".join(EpisodeInfo._fields)
+        sql = f"SELECT revision, {names} FROM episodes WHERE revision > ? ORDER BY revision LIMIT ?"
         rows = self._db.execute(sql, (since, limit)).fetchall()
         return (rows[-1][0] if rows else since), [list(row[1:]) for row in rows]
 

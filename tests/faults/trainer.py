@@ -10,7 +10,7 @@ from serl_client.connection import Connection
 from serl_client.errors import TrainerError
 
 from serl_launcher.store import weights
-from serl_launcher.store.schema import EPISODE
+from serl_launcher.store.schema import EpisodeInfo
 
 from .truth import Truth
 
@@ -18,7 +18,7 @@ TURN_S = 0.05
 PATIENCE_S = 2.0
 SOURCE = "main"
 PACE = 1000  # steps/s that paced actors are allowed in all
-COLUMNS = {name: EPISODE.index(name) for name in ("number", "closed")}
+COLUMNS = {name: EpisodeInfo._fields.index(name) for name in ("number", "closed")}
 
 
 @dataclass(frozen=True)

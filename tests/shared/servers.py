@@ -16,7 +16,7 @@ from serl_client.keys import Key
 
 from serl_launcher.service.server import Server
 from serl_launcher.store import weights
-from serl_launcher.store.schema import EPISODE
+from serl_launcher.store.schema import EpisodeInfo
 
 from . import oracle
 from .common import PATIENCE, free_port, until
@@ -101,7 +101,7 @@ class _Asked:
         while page.episodes:
             rows += page.episodes
             page = self.ask(m.Sync(page.revision, 0))
-        return {row[1]: dict(zip(EPISODE, row, strict=True)) for row in rows}
+        return {row[1]: dict(zip(EpisodeInfo._fields, row, strict=True)) for row in rows}
 
     def stored(self, source="online"):
         """{episode id: [index, ...]} in the order in which its steps lie in the store."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import xxhash
 from serl_client import Outcome
 from serl_client.episode import LostRecord
 from serl_client.errors import Refused
@@ -13,7 +14,7 @@ from serl_client.errors import Refused
 from serl_launcher.replay.buffer import ReplayBuffer
 from serl_launcher.store import files, layout, store
 from serl_launcher.store.errors import Full, Gap
-from serl_launcher.store.schema import EPISODE
+from serl_launcher.store.schema import FORMAT, SCHEMA, EpisodeInfo
 from serl_launcher.types import Window
 from tests.shared.common import STATE
 from tests.shared.data import make_segment, tiny_spec
@@ -28,6 +29,10 @@ WIDE = replace(make_segment("e1"), action=np.zeros((4, 3), np.float32))
 @pytest.fixture
 def made(tmp_path):
     return founded(tmp_path)
+
+
+def test_the_tables_are_made_with_the_text_that_all_stores_of_this_format_hold():
+    assert (FORMAT, xxhash.xxh3_64_hexdigest(SCHEMA.encode())) == (4, "49161ebc75d160e9")
 
 
 def test_a_repeated_record_is_ignored_and_a_gap_is_named(tmp_path, made):
@@ -329,7 +334,7 @@ def test_an_open_episode_that_is_archived_later_is_cut_rather_than_waited_for_or
             made.commit()
             waited += 1
             rows = made.index.catalog(0, 1000)[1]
-            made.archive(row[0] for row in rows if row[EPISODE.index("closed")])
+            made.archive(row[0] for row in rows if EpisodeInfo(*row).closed)
     assert waited > 1
     made.stage("A", 1, make_segment("open", start=4, ends="terminated"))
     made.commit()

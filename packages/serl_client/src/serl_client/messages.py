@@ -223,7 +223,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """Answers Sync: rows of `episodes` in the order of schema.EPISODE, oldest change first; `more`: ask again."""
+    """Answers Sync: rows of `episodes` in the order of schema.EpisodeInfo, oldest change first; `more`: ask again."""
 
     revision: int
     episodes: Sequence[Sequence[Any]]
