@@ -137,7 +137,7 @@ def rows(status: ActorStatus, client: TrainerClient, keys: Mapping[str, str], lo
 
 
 def local_source(config: DictConfig, client: TrainerClient) -> Any:
-    """A Source with a policy in this process, and weights from the learner; the caller closes it."""
+    """An ActionSource with a policy in this process, and weights from the learner; the caller closes it."""
     try:
         from serl_launcher.acting.host import PolicyHost
         from serl_launcher.acting.local import LocalSource

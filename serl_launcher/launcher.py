@@ -60,7 +60,8 @@ def launch(config: DictConfig) -> int:
     if config.node_rank:
         return _follow(config)
     plan = plan_of(config)
-    children = ["importer"] * bool(importer.opened(plan)) + ["export"] * bool(wanted(config, plan) or recorded(config))
+    imports, exports = importer.open_datasets(plan), wanted(config, plan) or recorded(config)
+    children = ["importer"] * bool(imports) + ["export"] * bool(exports)
     if config["keys"]:
         AllowList(Path(config["keys"]))
     check_address(f"tcp://{config.host}:{config.port}", config["keys"])

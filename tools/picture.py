@@ -24,7 +24,7 @@ from serl_client.starts import evaluation_seed
 from robot_infra.cameras import gl
 from robot_infra.cameras.mujoco import Renderer
 from robot_infra.tasks.sim_arm import FPS, SimArm
-from serl_launcher.datasets.episodes import opened
+from serl_launcher.datasets.episodes import open_run
 from serl_launcher.training.plan import EVAL
 
 CAMERA = {"name": "picture", "pos": [1.15, -0.75, 0.72], "xyaxes": [0.62, 0.78, 0, -0.32, 0.25, 0.91], "fovy": 34}
@@ -77,7 +77,7 @@ def evaluations(run: Path) -> tuple[Evaluation, Evaluation]:
     """(caption, rows of each episode) of the first and of the last evaluation. Raises ConfigError without two."""
     if not (run / "store" / "index.sqlite").exists():
         raise ConfigError(f"{run} holds no store: name the folder of a run")
-    _, readers, infos = opened(run)
+    _, readers, infos = open_run(run)
     evaluated = [info for info in infos if info.source == EVAL and info.closed and info.success is not None]
     evaluated.sort(key=lambda info: info.number)
     phases = list(dict.fromkeys(info.phase for info in evaluated))

@@ -26,7 +26,7 @@ from serl_client.spec import Array
 
 from robot_infra.classifier_judge import Verdicts
 from serl_launcher.algorithms.reward_classifier import STAGE
-from serl_launcher.datasets.episodes import opened
+from serl_launcher.datasets.episodes import open_run
 from serl_launcher.replay.views import EpisodeInfo, View
 from serl_launcher.training.report import wilson
 from tools.studies.trained import newest
@@ -54,7 +54,7 @@ class Judged:
 def judged(run: Path, threshold: float) -> Iterator[Judged]:
     """Yield the held-out episodes whose success is known, with what the newest classifier says of them."""
     classifier, _, _ = newest(run)
-    _, readers, infos = opened(run)
+    _, readers, infos = open_run(run)
     names = classifier.acting.logit.encoder.inputs
     view = View(tuple(readers), keep=("successful", "failed"), split="held_out")
     for info in filter(view.holds, infos):

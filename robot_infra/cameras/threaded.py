@@ -19,7 +19,7 @@ AGAIN = 1.0  # seconds until one that failed is opened again
 ENDING = 2.0  # seconds that `close` waits for a thread that may hang in its camera
 
 
-class Source(Protocol):
+class FrameSource(Protocol):
     """Describes an open camera, as its driver has it."""
 
     def read(self) -> Array:
@@ -40,7 +40,7 @@ class ThreadedCamera:
     """
 
     def __init__(
-        self, name: str, open_source: Callable[[], Source], *, crop: Sequence[int] | None = None,
+        self, name: str, open_source: Callable[[], FrameSource], *, crop: Sequence[int] | None = None,
         size: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.name, self.trouble = name, ""

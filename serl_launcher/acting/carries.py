@@ -11,8 +11,11 @@ REMEMBERED = 1024  # connections whose carry is kept
 
 
 class Carries:
-    """Keeps one carry per connection. If there are too many, whoever has most of them loses the one that has not been
-    used for longest, so that a key that opens ever new connections costs the others nothing."""
+    """Keeps one carry per connection, at most REMEMBERED in all.
+
+    If there are more, one is forgotten: of the owner with the most carries, the one that was not used for longest. So a
+    key that opens ever new connections displaces only its own carries.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[bytes, tuple[str, Carry]] = {}  # by connection: (owner, carry); the latest used comes last
@@ -32,8 +35,8 @@ class Carries:
         self.forget(connection)
         self._kept[connection] = owner, _at(carry, row)
         while len(self._kept) > REMEMBERED:
-            ((greedy, _),) = Counter(owner for owner, _ in self._kept.values()).most_common(1)
-            self.forget(next(each for each, (owner, _) in self._kept.items() if owner == greedy))
+            ((most, _),) = Counter(owner for owner, _ in self._kept.values()).most_common(1)
+            self.forget(next(each for each, (owner, _) in self._kept.items() if owner == most))
 
 
 def _stacked(carries: Sequence[Carry]) -> Carry:

@@ -134,7 +134,7 @@ class Cuda(Cpu):
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
-def opened(device: str) -> Cpu:
+def open_device(device: str) -> Cpu:
     """Return what `device` (`cpu`, `cuda` or `cuda:1`) can do. `cuda` is the thread's current device from then on."""
     found = torch.device(device)
     if found.type != "cuda":

@@ -20,7 +20,7 @@ from serl_client.spec import Array, Spec
 from torch import Tensor
 
 from serl_launcher.acting.carries import Carries
-from serl_launcher.acting.device import Recorder, opened
+from serl_launcher.acting.device import Recorder, open_device
 from serl_launcher.acting.graphs import Graphs
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.networks import compiler
@@ -64,7 +64,7 @@ class PolicyHost:
         for part in [each for each in self.acting.modules() if isinstance(each, Acting)]:  # the outer one first
             for weight in part.parameters():
                 weight.data = weight.data.to(part.precision)
-        self._on = opened(device)
+        self._on = open_device(device)
         self.spec, self.device = spec, self._on.device
         self.algorithm = algorithm.to(self.device).eval()
         self.version, self.most = 0, MOST  # version 0: no weights yet
@@ -131,8 +131,8 @@ class PolicyHost:
         An unknown task is refused, too: of such a policy it would be a motion that nobody asked for.
         """
         if self.acting.tasks and ask.task not in self.acting.tasks:
-            known = ", ".join(map(repr, self.acting.tasks))
-            raise MessageError(f"the policy has not learned the task {ask.task!r}; it knows {known} (policy.tasks)")
+            tasks = ", ".join(map(repr, self.acting.tasks))
+            raise MessageError(f"the policy has not learned the task {ask.task!r}; it knows {tasks} (policy.tasks)")
         features, seen = dict(self.spec.observation), self._seen
         if "previous_action" in ask.arrays:
             features["previous_action"] = self.spec.action
@@ -364,7 +364,7 @@ class Loader:
             self._reading = self._thread.submit(self._host.read, file)
             self._reading.add_done_callback(lambda _: self._done())
 
-    def take(self, timeout: float = 0.0) -> tuple[int, dict[str, Tensor]] | None:
+    def pop(self, timeout: float = 0.0) -> tuple[int, dict[str, Tensor]] | None:
         """Return (version, weights) once they are read, else None after `timeout` seconds. Returns them only once.
 
         Raises what `read` raised, but FileNotFoundError: a file is removed only after newer weights were published.

@@ -114,7 +114,7 @@ class LocalSource:
         if (newest := self.client.weights(self.host.version)) is not None:
             self._loader.begin(*newest)
         try:
-            if (loaded := self._loader.take()) is not None:
+            if (loaded := self._loader.pop()) is not None:
                 self.host.swap(*loaded)
         except ConfigError as error:  # perhaps those of an earlier plan, before the learner has published its own
             log.warning("%s", error)

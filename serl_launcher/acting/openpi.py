@@ -35,16 +35,16 @@ class Form:
     def __init__(self, spec: Spec, keys: Mapping[str, str]) -> None:
         if not isinstance(keys, Mapping) or any(type(name) is not str for pair in keys.items() for name in pair):
             raise ConfigError(f"bridge.keys={keys}: write {{a client's key: our feature, ...}}")
-        known = ", ".join(spec.observation)
+        names = ", ".join(spec.observation)
         for theirs, ours in keys.items():
             if ours not in spec.observation:
-                raise ConfigError(f"bridge.keys: {theirs!r} stands for {ours!r}; the robot has {known}")
+                raise ConfigError(f"bridge.keys: {theirs!r} stands for {ours!r}; the robot has {names}")
         if len(set(keys.values())) < len(keys):
             raise ConfigError("bridge.keys: two keys stand for the same feature; name each feature once")
         own = {ours: theirs for theirs, ours in keys.items()}
         self._features = {own.get(name, name): (name, feature) for name, feature in spec.observation.items()}
         if len(self._features) < len(spec.observation) or PROMPT in self._features:
-            raise ConfigError(f"bridge.keys: no key is named {PROMPT!r} or like another feature of the robot ({known})")
+            raise ConfigError(f"bridge.keys: no key is named {PROMPT!r} or like another feature of the robot ({names})")
         numbers = sum(math.prod(feature.shape) for feature in spec.observation.values())
         self.limit = max(LEAST_LIMIT, (64 << 10) + WIDEST * numbers)  # bytes of a request
 

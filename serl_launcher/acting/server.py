@@ -170,7 +170,7 @@ class InferenceServer:
 
     def _load(self, notice: Mapping[str, Any]) -> None:
         try:
-            self._loaded = self._loader.take() or self._loaded
+            self._loaded = self._loader.pop() or self._loaded
         except ConfigError as error:
             log.info("%s", error)
         if notice and self._loaded is None and self._job is None:  # else there would be a third copy of the weights

@@ -131,7 +131,7 @@ def end(rows: Rows, info: EpisodeInfo) -> None:
         rows[name][-1] = value
 
 
-def opened(run_dir: Path) -> tuple[Spec, dict[str, EpisodeReader], list[EpisodeInfo]]:
+def open_run(run_dir: Path) -> tuple[Spec, dict[str, EpisodeReader], list[EpisodeInfo]]:
     """Open the store of a run: its Spec, a reader of each source, and all episodes as their operators judged them.
 
     The learner may be running.

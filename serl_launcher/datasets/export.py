@@ -106,7 +106,7 @@ def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) 
         exporter = Exporter(run_dir, run, spec, there, sources or there, count, committed=committed, verdict=verdict)
         _, rows = index.catalog(0, -1)
         index.close()
-        exporter.take(rows)
+        exporter.update(rows)
         while exporter.work(rest=True):
             pass
         return sorted(path.parent for path in exporter.folder.glob(f"*/*/{MANIFEST}"))
@@ -177,7 +177,7 @@ class _Client:
         more = True
         while more:
             synced: Any = self.link.call(m.Sync(self._revision, NO_COMMANDS), timeout=5.0)
-            exporter.take(synced.episodes)
+            exporter.update(synced.episodes)
             self._revision, more = synced.revision, synced.more
 
     def _tell(self, exporter: Exporter) -> None:

@@ -84,8 +84,8 @@ class Exporter:
             self._settled.add(number)
 
     # -- what is to be done
-    def take(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Take in the server's rows of new and changed episodes (schema.EpisodeInfo)."""
+    def update(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Note the server's rows of new and changed episodes (schema.EpisodeInfo)."""
         for row in rows:
             info = self._verdict.applied(EpisodeInfo(*row))
             first = self._phases.get(info.phase, info.number)

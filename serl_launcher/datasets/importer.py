@@ -43,7 +43,7 @@ def dataset_at(name: str) -> Dataset | RobomimicFile:
     return RobomimicFile(name) if robomimic.is_file(name) else Dataset(Path(name))
 
 
-def opened(plan: Plan) -> dict[str, Dataset | RobomimicFile]:
+def open_datasets(plan: Plan) -> dict[str, Dataset | RobomimicFile]:
     """Open the datasets of a plan, {source: dataset}. Raises ConfigError for a missing or too large one."""
     found = {name: dataset_at(source.dataset) for name, source in plan.sources.items() if source.dataset}
     for name, dataset in found.items():
@@ -62,7 +62,7 @@ def import_datasets(plan: Plan, run_dir: Path, *, local: str, waits: bool) -> No
     local: the server's address. waits: wait for the first actor's Spec; else a new store gets the first dataset's.
     Raises ConfigError for a dataset that does not fit the run's Spec, whose rows a store refuses, or has no room.
     """
-    datasets = opened(plan)
+    datasets = open_datasets(plan)
     with connect(local, "importer") as link:
         spec = wait_for_spec(link, needs_actor=waits, announces=waits) or next(iter(datasets.values())).spec()
         for name, dataset in datasets.items():

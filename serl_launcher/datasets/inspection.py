@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from serl_client.spec import Array, Feature, Spec
 
-from serl_launcher.datasets.episodes import EpisodeReader, Gone, opened
+from serl_launcher.datasets.episodes import EpisodeReader, Gone, open_run
 from serl_launcher.datasets.names import ENDS, OUTCOME, SUCCESS, TIME, is_image
 from serl_launcher.datasets.reader import Dataset, Episode
 from serl_launcher.replay.views import EpisodeInfo
@@ -79,7 +79,7 @@ def inspect(folder: Path, frozen: int) -> Findings:
     """
     findings = Findings()
     if (folder / "store/index.sqlite").exists():
-        spec, readers, infos = opened(folder)
+        spec, readers, infos = open_run(folder)
         for name, reader in readers.items():
             held = [i for i in infos if i.source == name and i.first >= reader.tail and not i.discard]
             _look(findings, _stored(reader, spec, sorted(held)), spec.fps, spec.action, frozen, f"{name}: ")

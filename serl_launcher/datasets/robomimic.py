@@ -23,7 +23,7 @@ from serl_client.errors import ConfigError
 from serl_client.recorder import segment_rows
 from serl_client.spec import DTYPES, Array, Feature, Spec
 
-from serl_launcher.datasets.episodes import Gone, Rows, opened
+from serl_launcher.datasets.episodes import Gone, Rows, open_run
 from serl_launcher.datasets.names import is_image, misfit
 from serl_launcher.replay.views import EpisodeInfo
 
@@ -158,7 +158,7 @@ def write(run_dir: Path, out: Path, source: str | None, like: Path | None) -> tu
         raise ConfigError(f"{out} is there already: name a new file")
     if not (run_dir / "store/index.sqlite").exists():
         raise ConfigError(f"there is no store in {run_dir}: name the folder of a run")
-    spec, readers, infos = opened(run_dir)
+    spec, readers, infos = open_run(run_dir)
     if source is not None and source not in readers:
         raise ConfigError(f"{run_dir} has no source {source}; there are {', '.join(readers)}")
     wanted = [i for i in infos if i.closed and not i.discard and i.steps and i.source in readers]

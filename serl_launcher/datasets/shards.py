@@ -118,19 +118,19 @@ def verify(part: Path, spec: Spec, written: Sequence[tuple[EpisodeInfo, Rows]]) 
 
     LeRobotDataset, lengths = _lerobot(), [info.steps for info, _ in written]
     with tempfile.TemporaryDirectory(dir=part.parent, suffix=PART) as cache, _cached_in(config, cache):
-        opened = LeRobotDataset("retake/shard", root=part)
-        there = [int(episode["length"]) for episode in opened.meta.episodes]
-        if (there, len(opened)) != (lengths, sum(lengths)):
+        dataset = LeRobotDataset("retake/shard", root=part)
+        there = [int(episode["length"]) for episode in dataset.meta.episodes]
+        if (there, len(dataset)) != (lengths, sum(lengths)):
             raise Mismatch(f"{part}: its episodes have {there} steps, expected {lengths}")
         ends = np.cumsum(lengths)
         for index in {*(ends - lengths).tolist(), *(ends - 1).tolist()}:
-            row = opened[index]
+            row = dataset[index]
             for name in cameras(spec):
                 height, width, channels = spec.observation[name].shape
                 if (shape := tuple(row[column(name, spec)].shape)) != (channels, height, width):
                     raise Mismatch(f"{part}: frame {index} of {name} is {shape}, expected {(channels, height, width)}")
-        for key in opened.meta.video_keys:
-            videos = {part / opened.meta.get_video_file_path(i, key) for i in range(len(lengths))}
+        for key in dataset.meta.video_keys:
+            videos = {part / dataset.meta.get_video_file_path(i, key) for i in range(len(lengths))}
             if (frames := sum(map(_frames, videos))) != sum(lengths):
                 raise Mismatch(f"{part}: the videos of {key} have {frames} frames, expected {sum(lengths)}")
     _compare(part, written)
@@ -313,8 +313,8 @@ def mark_now(info: EpisodeInfo) -> tuple[Any, ...]:
 
 def info_of(entry: Mapping[str, Any], source: str) -> EpisodeInfo:
     """Rebuild the EpisodeInfo of an episode that left the store, from its entry in the manifest."""
-    known = {name: value for name, value in entry.items() if name in EpisodeInfo._fields}
-    return EpisodeInfo(**known, source=source, first=-1, closed=True)
+    fields = {name: value for name, value in entry.items() if name in EpisodeInfo._fields}
+    return EpisodeInfo(**fields, source=source, first=-1, closed=True)
 
 
 def read_manifest(shard: Path) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Intake:
             session = batch.push.session
             try:
                 for seq, record in batch.records:
-                    if not self._take(peer, session, seq, record):
+                    if not self._stage_record(peer, session, seq, record):
                         break  # the rest of this batch comes again
                     if self._access.charge(peer.account) or clock.monotonic() > end:
                         return
@@ -126,7 +126,7 @@ class Intake:
                 raise
             peer.drop_batch()
 
-    def _take(self, peer: Peer, session: str, seq: int, record: QueuedRecord) -> bool:
+    def _stage_record(self, peer: Peer, session: str, seq: int, record: QueuedRecord) -> bool:
         """Stage one record. False: it cannot be taken now, nor what follows it."""
         store, incoming = self._keeper.store, peer.incoming[session]
         if store is None or self._keeper.degraded or incoming.full:
@@ -182,7 +182,7 @@ class Intake:
         if store is None:
             return
         due = [peer for peer in self._peers.values() if any(each.due for each in peer.incoming.values())]
-        if not (store.staged or store.kept.released or due or self._keeper.degraded):
+        if not (store.staged or store.archive.released or due or self._keeper.degraded):
             return
         try:
             if self._keeper.degraded:
@@ -209,9 +209,9 @@ class Intake:
 
     def _release(self, store: Store) -> None:
         """Ask those for their records whose source was full, when something has left it."""
-        if not store.kept.released:
+        if not store.archive.released:
             return
-        store.kept.released = False
+        store.archive.released = False
         for peer in self._peers.values():
             for session, incoming in peer.incoming.items():
                 if incoming.full:

@@ -75,13 +75,13 @@ class StoreKeeper:
 
             threading.Thread(target=make, name="make the store", daemon=True).start()
             wait([made], MAKE_S)
-            self.take_made()
+            self.adopt_made()
         if self.fatal is not None:
             raise Refused(str(self.fatal))
         if self.store is None:
             raise ServerFailed("the learner is making the files of its replay buffer, which are large: wait")
 
-    def take_made(self) -> None:
+    def adopt_made(self) -> None:
         """Use the store that was being made, if it is ready. If it failed, set `fatal`."""
         if self._making is None or not self._making.done():
             return
@@ -89,14 +89,14 @@ class StoreKeeper:
         try:
             self.store = made.result()
         except Exception as error:
-            known = isinstance(error, ConfigError)
-            self.fatal = error if known else ConfigError(f"no store can be made in {self._run_dir}: {error}")
+            is_clear = isinstance(error, ConfigError)
+            self.fatal = error if is_clear else ConfigError(f"no store can be made in {self._run_dir}: {error}")
             self._tells_until = clock.monotonic() + TELL_S
 
     def degrade(self, error: Exception) -> None:
-        """Close the store after a failed write: acknowledge nothing, trust nothing that is not committed.
+        """Close the store after a failed write. Until it is open again, nothing is acknowledged or staged.
 
-        If the disk was not at fault, each record is a group of its own for ALONE_S, to find out whose it was.
+        If the disk was not at fault, each record is a group of its own for ALONE_S, to find the one that fails.
         """
         if self.store is None:
             log.error("%s", error)

@@ -93,7 +93,7 @@ class Server:
             for socket in (self.local, self.public):
                 if socket in ready:
                     self._drain(socket)
-            self.keeper.take_made()
+            self.keeper.adopt_made()
             self.welcomes.send()
             self.intake.work(self.public, self.local)
             self.intake.commit()
@@ -159,8 +159,8 @@ class Server:
         if peer.hello.role == "actor" and self.store and peer.hello.session not in self.store.sessions:
             del self.peers[address]  # thousands have said Hello since, and it has brought nothing
             return m.Failed("Disconnected", "say Hello again")
-        takes_over = not peer.speaks and not isinstance(message, m.Bye)  # whoever says only Bye ends no other client
-        if takes_over and (refusal := self.welcomes.take_over(peer, request)) is not None:
+        is_new = not peer.speaks and not isinstance(message, m.Bye)  # whoever says only Bye ends no other client
+        if is_new and (refusal := self.welcomes.replace_earlier(peer, request)) is not None:
             return refusal
         if isinstance(message, m.Push):
             return self.intake.push(peer, message, request.identity)
@@ -177,7 +177,7 @@ class Server:
 
     def _weights(self, peer: Peer, request: m.WeightsRequest) -> m.Message:
         index = self.keeper.ready.index
-        if request.sha256 not in self.weights.opened and not index.has_weights(request.sha256):
+        if request.sha256 not in self.weights.mapped and not index.has_weights(request.sha256):
             raise Refused(f"no weights {request.sha256[:12]} were published in this run")
         try:
             data, checksum = self.weights.read(request.sha256, request.part)
@@ -202,7 +202,7 @@ class Server:
     def _archived(self, peer: Peer, archived: m.Archived) -> m.Message:
         if not all(type(number) is int for number in archived.episodes):
             raise MessageError("episodes are archived by their numbers")
-        self.keeper.ready.archive(archived.episodes)
+        self.keeper.ready.add_archived(archived.episodes)
         return m.Done(len(archived.episodes))
 
     def _set_aside(self, peer: Peer, message: m.SetAside) -> m.Message:
@@ -219,8 +219,8 @@ class Server:
         return m.Synced(revision, rows, store.index.commands(sync.command), living, more, heads)
 
     def _over(self, peer: Peer, over: m.Over) -> m.Message:
-        """Tell the actors why the run ends. Where it has not begun they end, too, and so does who comes now; else they
-        wait for the next start of the learner, which goes on."""
+        """Tell the actors why the run ends. Before the first directive they end, too, and later ones are refused; else
+        they wait for the next start of the learner, which resumes the run."""
         reason = f"the learner has ended: {over.reason}"
         self.welcomes.over_because = "" if self.updates.is_directed else reason
         for other in self.peers.values():
@@ -261,20 +261,13 @@ def page_of(index: Index, since: int) -> tuple[int, list[list[Any]], bool]:
     return revision, rows, len(rows) == most
 
 
-def serve(
-    run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str,
-    archived: Collection[str] = (), keys: Path | None = None, on_silence: Mapping[str, float] | None = None,
-    extras: Mapping[str, Any] | None = None, history: int = 1, begun: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
-    """Run a server until SIGTERM; `begun` is called once it listens."""
-    server = Server(
-        run_dir, capacities, public=public, local=local, inference=inference, archived=archived, keys=keys,
-        on_silence=on_silence, extras=extras, history=history,
-    )  # fmt: skip
+def serve(run_dir: Path, *arguments: Any, begun: Callable[[], None] = lambda: None, **options: Any) -> None:
+    """Run a Server of these arguments until SIGTERM; `begun` is called once it listens."""
+    server = Server(run_dir, *arguments, **options)
     begun()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
-    log.info("serving %s on %s, process %d", run_dir, public, os.getpid())
+    log.info("serving %s on %s, process %d", run_dir, options["public"], os.getpid())
     try:
         server.run()
     finally:

@@ -72,13 +72,13 @@ def _made(place: Path) -> Iterator[Path]:
         raise OSError(errno.ENAMETOOLONG, f"its path has more than {PLACE_BYTES} bytes")
     if (mode := os.stat(place).st_mode) & 0o022 and not mode & stat.S_ISVTX:
         raise OSError(errno.EPERM, "others can rename what is in it")
-    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place) as folder, _opened(Path(folder)) as descriptor:
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place) as folder, _private(Path(folder)) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield Path(folder)
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[int]:
+def _private(folder: Path) -> Iterator[int]:
     """Open a folder, and prove that nobody else can write there. Raises OSError if it is a link, or not ours alone."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -93,7 +93,7 @@ def _forget_dead(place: Path) -> None:
     """Remove the folders of our learners that were killed. Nobody holds their lock, as a living launcher does."""
     with suppress(OSError):
         for folder in place.glob(f"{PREFIX}*"):
-            with suppress(OSError), _opened(folder) as descriptor:
+            with suppress(OSError), _private(folder) as descriptor:
                 if (folder / SERVER).is_socket():  # else it is new, and about to be locked
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)

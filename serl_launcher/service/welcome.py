@@ -123,7 +123,7 @@ class Welcomes:
         if any(self._position(other.hello.session) > mine for other in self._namesakes(hello)):
             raise Refused(SECOND.format(hello.actor))
 
-    def take_over(self, peer: Peer, request: Request) -> m.Failed | None:
+    def replace_earlier(self, peer: Peer, request: Request) -> m.Failed | None:
         """End the earlier clients of this name: `request`, the first after its Hello, shows that this one is no echo.
 
         Returns the refusal of its Hello if this client is outranked, else None.

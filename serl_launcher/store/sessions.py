@@ -1,7 +1,7 @@
 """Tracks the sessions (lives) of actors: in which order they came, whose they are, and which are over.
 
-A session belongs to the key that named it first. One without a record is known only while it is one of the latest, so
-that whoever says Hello again and again fills neither memory nor disk.
+A session belongs to the key that named it first. Of the sessions without a record only the latest are kept, so that a
+client that says Hello again and again fills neither memory nor disk.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -11,21 +11,21 @@ from serl_client.keys import owns
 
 from serl_launcher.store.schema import Session
 
-EMPTY = 4096  # sessions without a record that are known: the latest
+EMPTY = 4096  # sessions without a record that are kept: the latest
 
 
 class Sessions:
     """`all` is {session: Session}, `changed` those of them that a commit has to write, `forgotten` those it deletes."""
 
-    def __init__(self, known: dict[str, Session]) -> None:
-        self.all = known
+    def __init__(self, sessions: dict[str, Session]) -> None:
+        self.all = sessions
         self.changed: dict[str, Session] = {}
         self.forgotten: set[str] = set()
-        self._position = max((state.position for state in known.values()), default=-1) + 1
+        self._position = max((state.position for state in sessions.values()), default=-1) + 1
         self._empty: dict[str, None] = {}
         self._living: dict[tuple[str, str], dict[str, None]] = {}  # the open ones of an actor's outbox
         self._named: dict[str, set[str]] = {}  # how a session's episodes are called, up to their number: its actors
-        for state in known.values():
+        for state in sessions.values():
             self._enter(state)
 
     def committed(self) -> None:
@@ -34,7 +34,10 @@ class Sessions:
     def hello(
         self, actor: str, outbox: str, session: str, earlier: Iterable[str], owner: str, *, simulated: bool
     ) -> None:  # fmt: skip
-        """Make these sessions known. Raises Refused, and changes nothing, when one is not this key's, or is over."""
+        """Add these sessions. owner: the key that names them; "": there are no keys. simulated: the clock of the actor.
+
+        Raises Refused, and changes nothing, for a session of another key or outbox, and if `session` is over.
+        """
         names = [*earlier, session]
         for state in (self.all[name] for name in names if name in self.all):
             if state.outbox != outbox or not _owned(state, owner):
@@ -53,8 +56,8 @@ class Sessions:
         while len(self._empty) > EMPTY:
             self._forget(next(iter(self._empty)))
 
-    def taken(self, state: Session) -> None:
-        """A record of this session was staged."""
+    def note_record(self, state: Session) -> None:
+        """Note that a record of this session was staged."""
         self._empty.pop(state.session, None)
         self.changed[state.session] = state
 
@@ -64,13 +67,13 @@ class Sessions:
         self._living.get((state.outbox, state.actor), {}).pop(session, None)
 
     def over(self, session: str, held: Collection[str]) -> list[str]:
-        """The open sessions of the same outbox that came before this one, but for those that are `held`."""
+        """Return the open sessions of the same outbox that came before this one, without those that are `held`."""
         now = self.all[session]
         living = self._living.get((now.outbox, now.actor), {})
         return [name for name in living if self.all[name].position < now.position and name not in held]
 
     def actors_of(self, episode: str) -> set[str]:
-        """Who names episodes like this (actor-session-number); empty: anybody may."""
+        """Return the actors whose episodes have names like this (actor-session-number); empty: anybody may begin it."""
         return set().union(*(self._named.get(begin, ()) for begin in _beginnings(episode)))
 
     def _enter(self, state: Session) -> None:
@@ -97,7 +100,7 @@ class Sessions:
 
 
 def _owned(state: Session, owner: str) -> bool:
-    """Whether this key may go on with a session; one that came without keys is that of the key of its actor's name."""
+    """Return whether this key may go on with a session. One that came without keys belongs to its actor's name."""
     return not owner or state.owner == owner or (not state.owner and owns(owner, state.actor))
 
 

@@ -77,7 +77,7 @@ class Store:
                     f"the index of {self.folder} knows {source.head} steps of {name}, and {files.published} were "
                     "published: one of both was damaged; take a copy of the run's folder, or begin another run_dir"
                 )
-        self.kept = Archive(self.index, self.sources, archived)
+        self.archive = Archive(self.index, self.sources, archived)
 
     @classmethod
     def create(
@@ -128,20 +128,16 @@ class Store:
         self, actor: str, outbox: str, session: str, earlier: Iterable[tuple[str, int]], *, owner: str = "",
         simulated: bool = False,
     ) -> None:  # fmt: skip
-        """Make this session and the `earlier` ones (session, last seq), which its outbox still holds, known, durably.
-        `owner` is the key that names them; "": nobody needs one; `simulated`: whether this actor's clock is. The server
-        asks `lives`, and commits for many at once.
-
-        Raises Refused, and changes nothing, for a session of another outbox or key, and when `session` is over.
-        """
+        """Add this session and the `earlier` ones (session, last seq) of its outbox, durably; see Sessions.hello. The
+        server calls that itself, and commits once for many clients."""
         self.lives.hello(actor, outbox, session, [name for name, _ in earlier], owner, simulated=simulated)
         self.commit()
 
     def close_before(self, session: str, held: Collection[str]) -> None:
-        """Close, durably, what is over: sessions of this one's outbox before it of which that holds nothing any more.
+        """Close, durably, the sessions before this one whose records have all left the outbox that they share.
 
-        Only a client that lives may ask this. The Hello of one that was killed can come after that of its next life,
-        which would then be closed, and its records never taken.
+        held: the earlier sessions of which the outbox still holds records. Ask this only for a client that has spoken
+        after its Hello: the Hello of a killed client can arrive after that of its next life, and would close that one.
         """
         over = self.lives.over(session, held)
         for name in over:
@@ -150,27 +146,27 @@ class Store:
             self.commit()
 
     def close_session(self, session: str) -> None:
-        """This actor's life is over: an episode it left open is truncated, without a final observation."""
+        """Close a session for good. Its open episode is truncated, without a final observation."""
         self.lives.close(session)
         self.episodes.cut(session)
 
     def close_open(self) -> None:
-        """The run is over: what is open is truncated, durably; what its actor brings of it later is a part."""
+        """Truncate all open episodes, durably, because the run is over. Later steps of them become parts."""
         for session in list(self.episodes.open):
             self.episodes.cut(session)
         self.commit()
 
     def expected(self, session: str) -> int:
-        """The seq that this session's next record must have; 0 for one that is not known (any more)."""
+        """Return the seq that this session's next record must have; 0 for an unknown session."""
         state = self.sessions.get(session)
         return state.expected if state else 0
 
     # -- records
     def stage(self, session: str, seq: int, record: QueuedRecord) -> bool:
-        """Take a record into the current group; False when it is there already. Not durable before commit().
+        """Add a record to the current group, which commit() makes durable; False if the store has it already.
 
-        Raises Gap when an earlier record is missing, Refused (and stages nothing) when the record is wrong, and Full
-        (and stages nothing of it) when it waits for the export, until `kept.released` says that it may come again.
+        Raises, and stages nothing: Gap if an earlier record is missing; Refused if the record is wrong; Full if its
+        source has no room before the export: it may come again once `archive.released` is set.
         """
         state = self.sessions[session]
         if seq < state.expected:
@@ -188,7 +184,7 @@ class Store:
         else:
             self._stage_outcome(state, seq, record)
         state.expected += 1
-        self.lives.taken(state)
+        self.lives.note_record(state)
         return True
 
     def _stage_segment(self, state: Session, seq: int, segment: Segment) -> None:
@@ -203,7 +199,7 @@ class Store:
         self.episodes.cut_long(state.session, source, segment)
         if (episode := self.episodes.open.get(state.session)) is None:
             episode = self.episodes.begin(state, ring, segment)
-            self.kept.begun(episode)
+            self.archive.begun(episode)
         ring.place(records, segment, episode)
         self._staged_bytes += nbytes
         state.steps += len(segment)
@@ -214,8 +210,10 @@ class Store:
             self.episodes.set_aside(segment.episode, reason, state.session, seq)
 
     def _checked(self, state: Session, segment: Segment) -> tuple[Source, Array]:
-        """The source that this segment goes to, and its [T] records, not numbered yet. Raises Refused, and has changed
-        nothing, when it fits no Spec, no episode or no directive, or has anything that no record can hold."""
+        """Return the source of a segment, and its [T] step records without numbers.
+
+        Raises Refused, and changes nothing, if it does not fit the Spec, its episode, its directive, or the records.
+        """
         try:
             segment.check(self.spec)
             source = self._source_of(state, segment)
@@ -247,17 +245,17 @@ class Store:
         return source
 
     def _stage_lost(self, state: Session, seq: int, lost: LostRecord) -> None:
-        """What an actor cannot send any more may have been a part of its open episode."""
+        """Note a record that its actor lost, and cut the actor's open episode, of which it may have been a part."""
         log.warning("record %d of %s is lost (%r)", seq, state.actor, lost.reason[:MAX_NAME])
         if len(self._staged_lost) >= GROUP_OUTCOMES:
             self.commit()
         self._staged_lost.append((state.session, seq, lost.reason[:MAX_NAME]))
         if episode := self.episodes.open.get(state.session):
-            episode.continued = True  # perhaps by what is lost: a verdict is not about the last step that came
+            episode.continued = True  # perhaps by the lost record: so a verdict is not about the last step here
         self.episodes.cut(state.session)
 
     def _stage_outcome(self, state: Session, seq: int, outcome: Outcome) -> None:
-        """An outcome may come before its episode's first segment, or long after its last."""
+        """Apply an outcome. It may come before its episode's first segment, or long after its last."""
         if len(outcome.episode) > MAX_NAME or len(outcome.judged_by) > MAX_NAME:
             raise Refused(f"the names in an outcome have at most {MAX_NAME} characters")
         if len(self.episodes.said) >= GROUP_OUTCOMES:
@@ -270,24 +268,24 @@ class Store:
         self.commit()
 
     def actors_of(self, id: str) -> set[str]:
-        """Whose episode this is; before it begins, who names episodes so (actor-session-number); empty: anybody may."""
+        """Return the actor of this episode; before it begins, what Sessions.actors_of says of its name."""
         if episode := self.episodes.find(id):
             return {episode.actor}
         return self.lives.actors_of(id)
 
     # -- the archive
-    def archive(self, episodes: Iterable[int]) -> None:
+    def add_archived(self, episodes: Iterable[int]) -> None:
         """Let these episodes, by number, leave the store from now on, durably."""
-        self.kept.add(episodes)
+        self.archive.add(episodes)
         self.commit()
-        self.kept.release()
+        self.archive.release()
 
     def _wait_for_archive(self, source: Source, segment: Segment) -> None:
-        """Raise Full when this segment needs the place of an episode that is kept. An open one is cut first, so that it
-        can be exported: nobody waits for an actor that may be gone."""
-        if (kept := self.kept.oldest(source.name)) is None:
+        """Raise Full if this segment needs the slots of an episode that was not exported. If that one is still open, it
+        is cut first, so that it can be exported: its actor may be gone."""
+        if (oldest := self.archive.oldest(source.name)) is None:
             return
-        first, first_row, id = kept
+        first, first_row, id = oldest
         if not self.rings[source.name].would_overwrite(first, first_row, segment):
             return
         for episode in [episode for episode in self.episodes.open.values() if episode.id == id]:
@@ -301,9 +299,11 @@ class Store:
         return bool(self.lives.changed or self.lives.forgotten or self.episodes.changed)
 
     def commit(self) -> None:
-        """Make all that was staged durable, then visible to readers. After whatever it raises this object is of no use,
-        as a part of the group may count as written: OSError or sqlite3.Error when the disk is at fault, or memory, and
-        GroupFailed when this program is."""
+        """Make all that was staged durable, then visible to readers.
+
+        Raises OSError or sqlite3.Error if the disk or the memory is at fault, and GroupFailed if this program is. Close
+        this object then, because a part of the group may count as written.
+        """
         try:
             self._commit()
         except (OSError, sqlite3.Error):
@@ -345,8 +345,8 @@ class Store:
         source = ring.source
         found = self.index.first_from(source.name, *least)
         source.tail, source.row_tail = found or (source.head, source.row_head)
-        if (kept := self.kept.oldest(source.name)) is not None and kept[0] < source.tail:
-            source.tail, source.row_tail, _ = kept
+        if (oldest := self.archive.oldest(source.name)) is not None and oldest[0] < source.tail:
+            source.tail, source.row_tail, _ = oldest
         # What is staged is not in this transaction: a tail may move without the group that needs it.
         self.index.put_sources([source])
         self.index.commit()
@@ -365,7 +365,7 @@ class Store:
     def direct(self, body: dict[str, Any]) -> int:
         """Make `body` the directive, durably, and return its number: the same one when nothing changed.
 
-        A body of the mode DATASET only says where the steps go that are stamped with its number.
+        A body of the mode DATASET only names the source of the steps that are stamped with its number.
         """
         latest = self.directives if body.get("mode") == DATASET else [self.directive]
         if number := next((n for n in latest if n and self.directives[n] == body), 0):

@@ -37,10 +37,10 @@ def write(folder: Path, data: bytes | memoryview, sha256: str | None = None) -> 
     checksums = [bytes.fromhex(part_checksum(part, sha256, size, i)) for i, part in enumerate(parts)]
     for file, content in ((_checksums(folder, sha256), b"".join(checksums)), (path(folder, sha256), data)):
         aside = folder / f"{sha256}.{os.getpid()}{file.suffix}.part"
-        with open(aside, "wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
+        with open(aside, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
         aside.rename(file)
     sync_folder(folder)
     return sha256, size
@@ -60,14 +60,14 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._asked: dict[str, float] = {}
-        self.opened: dict[str, tuple[mmap.mmap, bytes]] = {}  # the file and its checksums
+        self.mapped: dict[str, tuple[mmap.mmap, bytes]] = {}  # the file and its checksums
         self._beside = ThreadPoolExecutor(1, "deletes weights")  # it takes 0.3 s for each GB that was in memory
 
     def read(self, sha256: str, part: int) -> tuple[Array, str]:
         """Return a part of a published file, without a copy, and its checksum. Raises Refused when it is gone or has no
         such part, and OSError when it cannot be read."""
         try:
-            mapped, checksums = self.opened.get(sha256) or self._open(sha256)
+            mapped, checksums = self.mapped.get(sha256) or self._open(sha256)
         except FileNotFoundError:
             raise Refused(f"the weights {sha256[:12]} are gone: take the newest") from None
         self._asked[sha256] = clock.monotonic()
@@ -85,8 +85,8 @@ class WeightFiles:
     def _open(self, sha256: str) -> tuple[mmap.mmap, bytes]:
         with open(path(self.folder, sha256), "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.opened[sha256] = mapped, _checksums(self.folder, sha256).read_bytes()
-        return self.opened[sha256]
+        self.mapped[sha256] = mapped, _checksums(self.folder, sha256).read_bytes()
+        return self.mapped[sha256]
 
     def clean(self, newest: list[dict[str, Any]]) -> None:
         """Delete what is neither one of the `newest` versions nor being pulled (checkpoints hold their own)."""
@@ -97,7 +97,7 @@ class WeightFiles:
         for file in self.folder.iterdir():
             if file.suffix in (".safetensors", ".checksums") and file.stem not in needed:
                 gone = file.rename(file.with_suffix(f"{file.suffix}.part"))  # the next of its name is another
-                self._beside.submit(_delete, gone, self.opened.pop(file.stem, None))
+                self._beside.submit(_delete, gone, self.mapped.pop(file.stem, None))
 
 
 def _delete(file: Path, _opened: object) -> None:

@@ -26,7 +26,7 @@ from serl_launcher.training.plan_state import PlanState
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.training.server_sync import SYNC_S, Director, ServerSync
 from serl_launcher.training.tracing import Tracer, await_rows, sift
-from serl_launcher.training.writers import Keeper, Patience, Publisher
+from serl_launcher.training.writers import CheckpointKeeper, Patience, Publisher
 from serl_launcher.types import Batch
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Learner:
         )  # fmt: skip
         self.director = Director(self.server)
         self.publisher = Publisher(run_dir / "weights", ranks, self.server.call, self._patience)
-        self.keeper = Keeper(checkpoints, checkpoint_s, self._patience)
+        self.keeper = CheckpointKeeper(checkpoints, checkpoint_s, self._patience)
         self._tracer = Tracer(ranks, sources, self.server.set_aside)
         self.evaluations: dict[str, dict[str, Any]] = {}  # the newest result of each phase that evaluates
         self._is_starved = False  # an update is due and its sources hold nothing for it: actors may go on at any pace

@@ -140,7 +140,7 @@ class Publisher:
             self.version = {"version": self._call(m.Publish(*written)).value, "sha256": written[0]}
 
 
-class Keeper:
+class CheckpointKeeper:
     """Keeps checkpoints. longest: largest number of seconds between two of them; 0: one after each update; None: by
     their size."""
 

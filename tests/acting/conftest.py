@@ -129,7 +129,7 @@ def on(monkeypatch, spec, one_thread):
     """on(gpu) -> a PolicyHost with a flow policy on this fake; its weights are the same each time."""
 
     def make(gpu, *words):
-        monkeypatch.setattr(hosts, "opened", lambda _: gpu)
+        monkeypatch.setattr(hosts, "open_device", lambda _: gpu)
         return PolicyHost(composed_algorithm(spec, *FLOW, *words, seed=1), spec, "cpu")
 
     return make

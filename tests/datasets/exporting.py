@@ -70,7 +70,7 @@ class Run:
 
     def hear(self):
         self.revision, rows = self.store.index.catalog(self.revision, 1000)
-        self.exporter.take(rows)
+        self.exporter.update(rows)
 
     def work(self, rest=False):
         """All that is due; returns how many things were."""

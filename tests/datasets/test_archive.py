@@ -78,16 +78,16 @@ def test_an_archived_source_lets_nothing_go_before_it_is_exported(tmp_path, blin
         run.episodes("e10", steps=10)
     assert (run.seq, run.store.sources["online"].tail) == (10, 0)
     run.episodes("d0", phase="demonstrate", directive=2)  # another source takes what comes
-    run.store.archive([1, 2])
+    run.store.add_archived([1, 2])
     run.store.close()
     run.store = Store(tmp_path / "store", ["online"])  # it is durable
     run.episodes("e10", "e11", steps=10)
     with pytest.raises(Full, match="e2 waits"):
         run.episodes("e12", steps=10)
-    run.store.archive(range(1, 100))
+    run.store.add_archived(range(1, 100))
     for i in range(12, 30):
         run.episodes(f"e{i}", steps=10)
-        run.store.archive(range(1, 200))
+        run.store.add_archived(range(1, 200))
     assert run.store.sources["online"].tail > 100
 
 
@@ -104,7 +104,7 @@ def test_an_open_episode_that_a_full_source_waits_for_is_cut_and_nothing_of_it_l
     rest = segment(blind, "long", start=10, steps=10)
     with pytest.raises(Full, match="its episode long waits for its export"):
         run.store.stage("B", 1, rest)
-    run.store.archive([run.store.index.episode("long").number])
+    run.store.add_archived([run.store.index.episode("long").number])
     run.store.stage("B", 1, rest)
     run.store.commit()
     assert [(e.id, e.steps, e.final) for e in run.store.index.parts("long")] == [("long", 10, 0), ("long.part2", 10, 1)]
@@ -123,7 +123,7 @@ def test_an_episode_that_never_ends_waits_for_the_export_of_its_parts(tmp_path, 
     assert [(part.part_start, part.steps, part.closed) for part in parts] == [
         (start, 20, start < 80) for start in range(0, 100, 20)
     ]  # fmt: skip
-    run.store.archive(part.number for part in parts[:-1])
+    run.store.add_archived(part.number for part in parts[:-1])
     for start in range(100, 180, 10):
         run.add(segment(blind, "endless", start=start, steps=10, ends=""))
     with pytest.raises(Full, match=r"its episode endless\.part5 waits"):
@@ -139,14 +139,14 @@ def test_what_comes_of_an_archived_episode_after_an_operator_closed_it_leaves_in
     run.store.stage("B", 0, Outcome("e0", True, judged_by="operator"))
     run.store.commit()
     run.work(rest=True)
-    run.store.archive(run.exporter.settled)
+    run.store.add_archived(run.exporter.settled)
     for start in (4, 16, 28):
         run.add(segment(blind, "e0", start=start, steps=12, ends="terminated" if start == 28 else ""))
     run.episodes(*(f"e{i}" for i in range(1, 7)), steps=10)
     with pytest.raises(Full, match=r"its episode e0\.part2 waits for its export"):
         run.episodes("e7", steps=10)
     run.work(rest=True)
-    run.store.archive(run.exporter.settled)
+    run.store.add_archived(run.exporter.settled)
     entries = [
         entry for name in run.shards()
         for entry in shards.read_manifest(tmp_path / "datasets/online" / name)["episodes"]
@@ -167,7 +167,7 @@ def test_an_episode_that_the_next_one_cuts_is_closed_although_that_one_has_to_wa
     run.store.commit()
     run.hear()
     assert run.exporter.remaining == 3
-    run.store.archive([1])
+    run.store.add_archived([1])
     run.episodes("e3", steps=20, ends="")
 
 

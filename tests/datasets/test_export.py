@@ -135,11 +135,11 @@ def test_a_relabel_reaches_an_episode_that_the_store_holds_no_more(tmp_path, see
     run = Run(tmp_path, seen, capacity=100, archived=["online"], count=2)
     run.episodes("e0", "e1", steps=10)
     run.work()
-    run.store.archive(run.exporter.settled)
+    run.store.add_archived(run.exporter.settled)
     for i in range(2, 16):
         run.episodes(f"e{i}", steps=10)
         run.work()
-        run.store.archive(run.exporter.settled)
+        run.store.add_archived(run.exporter.settled)
     assert run.store.sources["online"].tail > 20
     run.add(Outcome("e0", True, judged_by="operator"), Outcome("e1", None, discard=True, judged_by="operator"))
     run.work()

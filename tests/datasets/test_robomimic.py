@@ -8,7 +8,7 @@ import pytest
 from serl_client.errors import ConfigError
 from serl_client.spec import Feature, Spec
 
-from serl_launcher.datasets.episodes import opened
+from serl_launcher.datasets.episodes import open_run
 from serl_launcher.datasets.robomimic import RobomimicFile, write
 from serl_launcher.store.store import Store
 from tests.shared.tools import called
@@ -60,7 +60,7 @@ def lift(tmp_path):
 
 def rows(run_dir):
     """{id: (its rows, its info)} of the source `demo`, all arrays in memory."""
-    spec, readers, infos = opened(run_dir)
+    spec, readers, infos = open_run(run_dir)
     found = [(readers["demo"].rows(info), info) for info in sorted(infos)]
     return spec, [({name: np.asarray(array) for name, array in each.items()}, info) for each, info in found]
 

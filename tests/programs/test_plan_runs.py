@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from robot_infra.cameras import gl
 from serl_launcher.algorithms.sft import SFT
-from serl_launcher.datasets.episodes import opened
+from serl_launcher.datasets.episodes import open_run
 from serl_launcher.training.metrics import read
 from serl_launcher.training.report import read as summary_of
 from serl_launcher.types import Decision
@@ -100,7 +100,7 @@ class Noting(SFT):
 def test_what_an_algorithm_decides_besides_actions_lies_in_the_rows_on_which_it_acted(tmp_path):
     extras = ["+extras.first=action", "+extras.moved={shape: [6]}"]
     start(tmp_path, [*COLUMNS, f"algo._target_={__name__}.Noting", *extras])
-    spec, readers, episodes = opened(tmp_path)
+    spec, readers, episodes = open_run(tmp_path)
     assert spec.extras["first"].shape == spec.action.shape
     policys = 0
     for episode in episodes:
@@ -130,7 +130,7 @@ def test_rlpd_learns_from_the_verdicts_of_a_person_where_no_judge_gives_a_reward
     records = [step.record for steps in found.steps.values() for step in steps]
     assert not any(float(record["reward"]) for record in records), "what is stored is what the judge said: nothing"
     assert {row["judged_by"] for row in found.outcomes} == {"operator"}
-    _, readers, infos = opened(tmp_path)
+    _, readers, infos = open_run(tmp_path)
     shown = {info.id: (readers[info.source].rows(info), info) for info in infos if info.success is not None}
     assert {bool(info.success) for _, info in shown.values()} == {True, False}, "demonstrations succeed, practice fails"
     for rows, info in shown.values():
@@ -177,7 +177,7 @@ def expected(episodes, count):
 
 def test_each_return_is_told_of_the_candidate_that_acted_and_no_episode_twice(tmp_path):
     start(tmp_path, WORLD_MODELS)
-    _, readers, episodes = opened(tmp_path)
+    _, readers, episodes = open_run(tmp_path)
     played = []
     for episode in episodes:
         rows = readers[episode.source].rows(episode)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from serl_client import messages as m
 
-from serl_launcher.datasets.episodes import opened
+from serl_launcher.datasets.episodes import open_run
 from tests.shared import oracle
 from tests.shared.common import PATIENCE, ROOT, until
 
@@ -61,7 +61,7 @@ def test_it_gives_the_columns_that_the_algorithm_adds_to_its_rows(serve):
     extras = {"behaviour_mean": "action", "plan": {"shape": [3], "dtype": "uint8"}}
     server = serve(extras=extras, history=3)
     delivered(server, b"weights")
-    _, readers, (episode,) = opened(server.run_dir)
+    _, readers, (episode,) = open_run(server.run_dir)
     rows = readers["online"].rows(episode)
     assert [rows[name].shape for name in extras] == [(20, 2), (20, 3)]
     assert not server.refusals()

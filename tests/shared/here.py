@@ -119,7 +119,7 @@ def start(
     config = composed(folder, ["learner=true", f"run_dir={run_dir}", *words])
     config.ranks = launcher.ranks_of(config)
     OmegaConf.save(config, launcher.writable(run_dir) / "config.yaml", resolve=True)
-    children = ["importer"] * bool(importer.opened(plan_of(config))) + ["trainer"]
+    children = ["importer"] * bool(importer.open_datasets(plan_of(config))) + ["trainer"]
     with serving(config) as (local, port), building_by_turns(), ExitStack() as stack:
         actor = OmegaConf.merge(config, {"learner": False, "actor": True, "inference": "local", "port": port})
         jobs = [partial(TRAIN.act, actor)] * acts + ([partial(beside, config, local, port)] if beside else [])

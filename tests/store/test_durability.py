@@ -102,7 +102,7 @@ def test_nothing_that_a_start_or_a_record_asks_of_the_index_reads_all_past_episo
     made.episodes.cut("A")
     made.stage("A", 11, make_segment("open", start=4, ends="terminated"))
     made.stage("A", 12, Outcome("open", True))
-    made.archive([1, 2, 3, 4, 5])
+    made.add_archived([1, 2, 3, 4, 5])
     fill(made, 4, seq=13)
     made.index.catalog(0, 10)
     made.close()

@@ -231,7 +231,7 @@ def test_what_is_not_archived_stays_however_much_room_an_eviction_would_make(tmp
     for session in "BC":
         made.hello(f"arm{session}", f"outbox{session}", session, [])
     fill(made, 29)
-    made.archive(range(1, 30))
+    made.add_archived(range(1, 30))
     fill(made, 35, seq=58)
     for start in range(0, 310, 10):
         for session in "ABC":
@@ -334,7 +334,7 @@ def test_an_open_episode_that_is_archived_later_is_cut_rather_than_waited_for_or
             made.commit()
             waited += 1
             rows = made.index.catalog(0, 1000)[1]
-            made.archive(row[0] for row in rows if EpisodeInfo(*row).closed)
+            made.add_archived(row[0] for row in rows if EpisodeInfo(*row).closed)
     assert waited > 1
     made.stage("A", 1, make_segment("open", start=4, ends="terminated"))
     made.commit()

@@ -23,7 +23,7 @@ def run(tmp_path, spec, make_segment):
         made.stage("A", number, make_segment(f"e{number}", number, ends="terminated"))
     made.stage("A", 2, Outcome("e0", True))
     made.stage("A", 3, LostRecord("damaged on the actor's disk"))
-    made.archive([1])
+    made.add_archived([1])
     made.publish_weights("a" * 64, 1, 1)
     made.command("next", "", "arm")
     made.commit()

@@ -103,7 +103,7 @@ def plan(run: Run) -> Iterator[Finding]:
     metrics.check(run.config.log)
     run.config.ranks = ranks_of(run.config)
     found = plan_of(run.config)
-    importer.opened(found)
+    importer.open_datasets(found)
     recorded(run.config)
     exported = wanted(run.config, found)
     yield Finding("ok", f"phases {', '.join(found.phases)}; exported: {', '.join(exported) or 'none'}")

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from serl_client.controller import RemotePolicy, Source
+from serl_client.controller import ActionSource, RemotePolicy
 from serl_client.errors import ConfigError
 from serl_client.network import Answer
 from serl_client.spec import Array
@@ -29,7 +29,7 @@ class AsyncChunks(RemotePolicy):
     no action is left.
     """
 
-    def __init__(self, source: Source, *, deadline: float, n_action_steps: int | None = None) -> None:
+    def __init__(self, source: ActionSource, *, deadline: float, n_action_steps: int | None = None) -> None:
         super().__init__(source, deadline=deadline, n_action_steps=n_action_steps)
         self._delays: deque[int] = deque(maxlen=RECENT)
 
@@ -70,7 +70,7 @@ class RealTimeChunks(AsyncChunks):
     the answer says, so an answer that comes early acts after them. While the lead is 0 this is AsyncChunks.
     """
 
-    def __init__(self, source: Source, *, deadline: float, n_action_steps: int | None = None) -> None:
+    def __init__(self, source: ActionSource, *, deadline: float, n_action_steps: int | None = None) -> None:
         super().__init__(source, deadline=deadline, n_action_steps=n_action_steps)
         self._committed: dict[int, int] = {}  # by the step of each question since the chunk began
 
@@ -93,7 +93,7 @@ RULES: dict[str, type[RemotePolicy]] = {"wait": RemotePolicy, "async": AsyncChun
 
 
 def chunk_policy(
-    source: Source, *, chunks: str, deadline: float, n_action_steps: int | None, clock: str
+    source: ActionSource, *, chunks: str, deadline: float, n_action_steps: int | None, clock: str
 ) -> RemotePolicy:
     """Make the controller of a robot whose clock is `real` or `simulated`.
 

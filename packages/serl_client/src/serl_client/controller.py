@@ -41,7 +41,7 @@ class Controller(Protocol):
         ...
 
 
-class Source(Protocol):
+class ActionSource(Protocol):
     """Answers the questions of a RemotePolicy: a TrainerClient, or a policy in this process."""
 
     def ask(
@@ -69,7 +69,7 @@ class RemotePolicy:
     rules that do not wait.
     """
 
-    def __init__(self, source: Source, *, deadline: float, n_action_steps: int | None = None) -> None:
+    def __init__(self, source: ActionSource, *, deadline: float, n_action_steps: int | None = None) -> None:
         self.version = self.carry_resets = 0
         self.chunk_start, self.chunk_delay = False, 0
         self.extras: Mapping[str, Array] = {}
