@@ -88,9 +88,10 @@ def renamed(tree: Any) -> Any:
     return f"{MOVED[module]}{dot}{name}" if module in MOVED else tree
 
 
-def _renamed(config: Any) -> DictConfig:
-    """Return it with today's names; a key that it does not have stays an error."""
-    return OmegaConf.create(renamed(OmegaConf.to_container(config)), flags={"struct": OmegaConf.is_struct(config)})
+def _renamed(config: Any) -> Any:
+    """Return a DictConfig with today's names; a key that it does not have stays an error."""
+    is_strict = bool(OmegaConf.is_struct(config))
+    return OmegaConf.create(renamed(OmegaConf.to_container(config)), flags={"struct": is_strict})
 
 
 def _remembered(config: DictConfig) -> list[str]:

@@ -43,7 +43,7 @@ class Parts:
 
     def __init__(
         self, spec: Spec, algo: str, *, policy: Callable[[Spec], Policy], critic_horizon: int,
-        encoder: Callable[[Spec], ObservationEncoder] | None, critic: Callable[..., Critic],
+        encoder: Callable[[Spec], "ObservationEncoder | PolicyFeatures"] | None, critic: Callable[..., Critic],
         optimizer: Callable[[nn.Module], Optimizer], critic_optimizer: Callable[[nn.Module], Optimizer],
         discount: float, tau: float, augment: Callable[[], Augment] | None,
     ) -> None:  # fmt: skip
@@ -170,7 +170,9 @@ def _checked(policy: Policy, algo: str) -> HeadPolicy:
     return policy
 
 
-def features_of(spec: Spec, policy: HeadPolicy, encoder: Callable[[Spec], ObservationEncoder] | None) -> Any:
+def features_of(
+    spec: Spec, policy: HeadPolicy, encoder: Callable[[Spec], "ObservationEncoder | PolicyFeatures"] | None
+) -> Any:
     """Make an encoder of observations; None: return the policy's features, untrained."""
     return encoder(spec) if encoder else PolicyFeatures(policy)
 

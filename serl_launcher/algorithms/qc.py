@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from serl_launcher.algorithms.base import descend
 from serl_launcher.algorithms.chunk_actor_critic import NEXT, ActsByCritic, ChunkActorCritic, Parts, first_step
 from serl_launcher.optim.optimizer import Optimizer
-from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.policies.heads.flow import Flow
 from serl_launcher.policies.improved import Improved
@@ -47,7 +46,7 @@ class FQL(ChunkActorCritic):
     """
 
     def __init__(
-        self, spec: Spec, *, policy: Callable[[Spec], Policy], distill_weight: float,
+        self, spec: Spec, *, policy: Callable[[Spec], HeadPolicy], distill_weight: float,
         one_step_optimizer: Callable[[nn.Module], Optimizer], **parts: Any,
     ) -> None:  # fmt: skip
         made = Parts(spec, "fql", policy=policy, **parts)
@@ -58,6 +57,7 @@ class FQL(ChunkActorCritic):
             )
         super().__init__(made)
         self.policy, self.critic, self.one_step = made.policy, made.critic, policy(spec)
+        assert isinstance(self.one_step.head, Flow)
         self.one_step.head.steps = 1
         self.one_step_optimizer = one_step_optimizer(_Sampled(self.one_step))
         self.distill_weight = distill_weight

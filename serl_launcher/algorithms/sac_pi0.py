@@ -51,7 +51,7 @@ class SACPI0(ChunkActorCritic):
         reference = frozen_copy(flow)
         made = Parts(
             spec, "sac_pi0", policy=lambda _: flow, encoder=encoder or (lambda _: PolicyFeatures(reference)),
-            optimizer=lambda module: optimizer(_Trained(module)), **parts,
+            optimizer=lambda _: optimizer(_Trained(flow)), **parts,
         )  # fmt: skip
         super().__init__(made)
         self.reference, self.policy, self.critic = reference, flow, made.critic

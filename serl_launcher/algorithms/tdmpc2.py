@@ -85,7 +85,7 @@ class TDMPC2(Algorithm):
             begun = self.planner.begun(len(noise)) if carry is None else carry
             action, plan = self.planner.search(observation, begun, noise, explore=explore)
             mean, std, carry = plan.elite[:, 0], plan.std[:, 0], shifted(plan.mean)
-        extras = dict(zip(BEHAVIOUR, (mean, std), strict=True)) if self.behaviour else {}
+        extras: dict[str, Tensor] = dict(zip(BEHAVIOUR, (mean, std), strict=True)) if self.behaviour else {}
         return Decision(self.planner.scale.from_unit(action).unsqueeze(1), extras), carry
 
     def update(self, batch: Batch) -> Metrics:
