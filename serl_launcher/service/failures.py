@@ -41,7 +41,7 @@ class Failures:
     def answer(self, request: Request, error: Exception) -> m.Failed:
         """Return what the sender of a request is told of the error that ended its handling."""
         message, text = request.message, str(error)
-        if self._keeper is not None and isinstance(error, DISK):
+        if self._keeper is not None and message is not None and isinstance(error, DISK):
             self._keeper.degrade(error)
             return m.Failed("ServerFailed", f"the learner's store fails: {text}")
         if isinstance(error, BAD) or (isinstance(error, Refused) and isinstance(message, m.Push)):
