@@ -1,4 +1,7 @@
-"""Computes reward and success of each step (reward functions). Without a judge, an operator says it."""
+"""Computes reward and success of each step (reward functions), with a penalty for gripper use.
+
+Without a judge, an operator says it.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

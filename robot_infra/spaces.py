@@ -1,4 +1,4 @@
-"""Defines action spaces (joints, end-effector deltas, grippers), and the reward's penalty for gripper use.
+"""Defines action spaces (joints, end-effector deltas, grippers), and how one becomes another.
 
 Every space can turn an action into target positions of the robot and back, so that any two of them meet there.
 """

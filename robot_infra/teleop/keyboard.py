@@ -1,4 +1,4 @@
-"""Reads a terminal's keyboard, over SSH too: keys for pause, ready, success, failure, and to drive."""
+"""Reads a terminal's keyboard, over SSH too: which key says pause, ready, success, failure, or drives."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Handles what a person says at an actor's keys: pause, ready, next, and verdicts (success, failure, discard)."""
+"""Does what a person has said to an actor: pause, ready, next, and verdicts (success, failure, discard)."""
 
 from typing import Protocol
 
