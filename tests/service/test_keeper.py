@@ -71,7 +71,7 @@ def test_an_actor_that_lives_keeps_its_episode_and_the_rest_of_a_silent_one_is_a
 def test_a_record_with_a_hostile_number_is_its_senders_fault_and_holds_up_nobody(serve, act, monkeypatch):
     running, degraded = serve(), []
     hostile, honest = act(running), act(running, "honest", session=SECOND, outbox="box of honest")
-    monkeypatch.setattr(running.server.intake, "degrade", degraded.append)
+    monkeypatch.setattr(running.server.keeper, "degrade", degraded.append)
     hostile.push(0, make_segment("e0"))
     hostile.told(1)
     for number in range(20):

@@ -68,4 +68,4 @@ def test_of_more_versions_than_two_the_older_files_go(tmp_path):
     files._asked.clear()
     files.clean([{"sha256": names[2]}])
     until(lambda: {file.name for file in tmp_path.iterdir()} == {f"{names[2]}.safetensors", f"{names[2]}.checksums"})
-    assert not files.opened
+    assert not files.mapped
