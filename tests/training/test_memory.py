@@ -19,7 +19,7 @@ import torch
 from serl_client import ConfigError, Feature
 from torch._subclasses import fake_tensor
 
-from serl_launcher.algorithms.base import uncounted
+from serl_launcher.algorithms.base import Algorithm, uncounted
 from serl_launcher.config import composed
 from serl_launcher.optim.averaging import BUCKET
 from serl_launcher.optim.distributed import World
@@ -62,7 +62,7 @@ OPTIONS = [  # that config/policy documents
 class Looks(torch.nn.Module):
     """Asks for the value of a tensor in one of its two updates."""
 
-    size, derived = 4_000_000, MappingProxyType({})
+    size, derived, optimizers = 4_000_000, MappingProxyType({}), Algorithm.optimizers
 
     def __init__(self):
         super().__init__()
