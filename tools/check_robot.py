@@ -25,8 +25,8 @@ from serl_client.errors import ConfigError, RetakeError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from robot_infra.drivers.owner import open_arm
+from robot_infra.guard.guard import read
 from robot_infra.guard.limits import template
-from robot_infra.guard.process import read
 from serl_launcher.config import composed, factory
 from tools.checks.common import CONFIG
 from tools.checks.conformance import tried

@@ -23,7 +23,8 @@ from serl_client.starts import evaluation_seed
 
 from robot_infra.cameras import gl
 from robot_infra.cameras.mujoco import Renderer
-from robot_infra.tasks.sim_arm import FPS, SimArm
+from robot_infra.guard.robot import GuardedRobot
+from robot_infra.tasks.sim_arm import FPS, guarded
 from serl_launcher.datasets.episodes import open_run
 from serl_launcher.training.plan import EVAL
 
@@ -115,11 +116,11 @@ class Scene:
         self._model = drawn.compile()
         self._data = self._mujoco.MjData(self._model)
         self._camera = self._model.camera(CAMERA["name"]).id
-        self._renderer, self.arm, self.size = Renderer(self._model, backend, size=size * DRAWN), SimArm(), size
+        self._renderer, self.arm, self.size = Renderer(self._model, backend, size=size * DRAWN), guarded(), size
 
     def draw(self) -> Array:
         """[size, size, 3] uint8: the arm as it is now."""
-        self._data.qpos[:] = self.arm.pose
+        self._data.qpos[:] = self.arm.guard.arm.pose
         self._mujoco.mj_forward(self._model, self._data)
         image = self._renderer.draw(self._data, self._camera)
         return image.reshape(self.size, DRAWN, self.size, DRAWN, 3).mean(axis=(1, 3)).astype(np.uint8)
@@ -150,7 +151,7 @@ def played(scene: Scene, rows: dict[str, Array]) -> Iterator[tuple[Array, bool |
     yield from repeat((image, succeeded), PAUSE)
 
 
-def start(arm: SimArm, state: Array) -> int:
+def start(arm: GuardedRobot, state: Array) -> int:
     """The seed of the evaluation's start that looks like this. Raises ConfigError when none does."""
     for ordinal, number in product(range(STARTS), range(STARTS)):
         seed = evaluation_seed(ordinal, number)

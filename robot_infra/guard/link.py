@@ -1,5 +1,6 @@
 """Starts the guard process from the actor, talks to it with timeouts, and says how it ended."""
 
+import logging
 import os
 import signal
 import socket
@@ -9,9 +10,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from serl_client import clock
+from serl_client.env import Observation
 from serl_client.errors import ConfigError, RobotFault
+from serl_client.spec import Feature
 
-from robot_infra.guard.channel import Ended, Reply, Request, Start, Started, receive, send
+from robot_infra.guard.channel import Ended, Reply, Request, Shared, Start, Started, receive, send
+
+log = logging.getLogger(__name__)
 
 STARTING = (
     180.0  # seconds until a new guard has to answer: it imports the driver (lerobot takes a minute), and connects
@@ -32,6 +37,7 @@ class GuardLink:
         self._number, self._broken = 0, "has not begun"
         self._socket: socket.socket | None = None
         self._guard: subprocess.Popen[bytes] | None = None
+        self._shared: Shared | None = None
         self.latest: Reply
 
     @property
@@ -43,8 +49,8 @@ class GuardLink:
         """Return whether a guard can be asked."""
         return self._socket is not None
 
-    def begin(self) -> tuple[Started, list[int]]:
-        """Start a guard; return what it says of the arm, and the descriptor of the shared memory, if there is one.
+    def begin(self) -> Started:
+        """Start a guard; return what it says of the arm.
 
         Raises ConfigError with what the guard says if it cannot guard the arm.
         """
@@ -64,8 +70,12 @@ class GuardLink:
         except OSError:
             message, descriptors = None, []
         if isinstance(message, Started):
+            features = {name: Feature(**feature) for name, feature in message.observation.items()}
+            self._shared = Shared(features, descriptors[0]) if descriptors else None
+            for line in message.limits:
+                log.info("limits of %s: %s", self._start.address, line)
             self.call("state")
-            return message, descriptors
+            return message
         said = message.text if isinstance(message, Ended) else f"the guard of {self._start.address} {self._fate()}"
         self.end("has not begun")
         raise ConfigError(said)
@@ -90,6 +100,10 @@ class GuardLink:
             raise self._dead(f"has not answered for {patience:g} s: it was stopped, or its driver hangs") from None
         except OSError:
             raise self._dead(self._last_words()) from None
+
+    def seen(self) -> Observation:
+        """Return what the arm observed at the newest reply, besides its positions. Raises RobotFault if it is gone."""
+        return self._shared.read(self.latest.sequence) if self._shared else {}
 
     def end(self, why: str) -> None:
         """Cut the connection, and wait for the guard's end; one that is stopped or hangs is killed."""

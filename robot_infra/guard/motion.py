@@ -89,7 +89,7 @@ class Motion:
             self.hold()
             return
         target = self._limiter.step(self.target, wanted, self._period, self._limits.jump)
-        self.limited += not np.allclose(target, wanted, rtol=0, atol=1e-9)
+        self.limited += bool((np.abs(target - wanted) > 1e-9).any())
         self.target, self.mode, self.is_home = target, TRACK, False
         self._left = self._per_period
 
@@ -196,7 +196,7 @@ class Motion:
 
     def accepted(self, point: Array, positions: Array | None) -> None:
         """Take what the arm made of a set point, both [J]; None: it tells nothing."""
-        differs = positions is not None and not np.allclose(positions, point, rtol=0, atol=1e-6)
+        differs = positions is not None and bool((np.abs(positions - point) > 1e-6).any())
         self.executed = positions if differs else None
 
     def observe(self, measured: Array) -> None:

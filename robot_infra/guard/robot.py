@@ -1,4 +1,4 @@
-"""Gives the actor its side of a guard: a Robot whose arm belongs to another process."""
+"""Gives the actor its side of a guard: a Robot whose arm only the guard may move."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,9 @@ from serl_client.errors import ConfigError, RobotFault
 from serl_client.faults import READY
 from serl_client.spec import Array, Feature
 
-from robot_infra.guard.channel import Reply, Shared, Start, Started
+from robot_infra.guard.channel import Reply, Start
 from robot_infra.guard.link import ANSWER, SLOW, GuardLink
+from robot_infra.guard.simulated import SimulatedGuard
 from robot_infra.interfaces import Frame, Reading
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ SPACES = ("joint_position", "joint_delta", "ee_position", "ee_delta")
 
 
 class GuardedRobot:
-    """Is a Robot whose arm a guard owns: a process of its own, which limits, interpolates, holds and goes home.
+    """Is a Robot whose arm a guard owns, which limits, interpolates, holds and goes home.
 
     driver: full name of a class derived from Arm; the guard makes it with `address` and `options`.
     address: where the arm is, such as /dev/ttyACM0 or 10.0.0.7; an arm has one owner.
@@ -32,6 +33,8 @@ class GuardedRobot:
     home_speed: share of the speed limits on the way home.
     space: what an action means: `joint_position`, `ee_position`: the target itself; `joint_delta`, `ee_delta`: its
         distance from the last target, in strokes. stroke: of each entry, or one for all; only with a delta.
+    process: the guard is a process of its own, which holds the arm if this one ends. False: only for a simulated arm,
+        whose time then passes by commands alone.
 
     A real arm moves nothing before `recover` was called, which a person's word does. `seen` has all that the arm told
     at the latest observation, as `features` says, for judges and scripts. `cameras` has those of the arm itself,
@@ -44,6 +47,7 @@ class GuardedRobot:
         limits: Mapping[str, Any] | None = None, home: Mapping[str, Any] | None = None,
         space: str = "joint_position", stroke: float | Sequence[float] | None = None,
         options: Mapping[str, Any] | None = None, servo_hz: float = 100.0, home_speed: float = 0.25,
+        process: bool = True,
     ) -> None:  # fmt: skip
         if space not in SPACES or space.endswith("_delta") == (stroke is None):
             raise ConfigError(
@@ -56,15 +60,15 @@ class GuardedRobot:
             )
         self.space, self.fps, self.steps = space, fps, 0
         self.seen: Observation = {}
-        self.guard = GuardLink(Start(
+        start = Start(
             driver, str(address), _plain(options or {}), _plain(limits or {}), _plain(home or {}), float(fps),
             float(servo_hz), float(home_speed),
-        ))  # fmt: skip
-        started = self._begin()
-        for line in started.limits:
-            log.info("limits of %s: %s", address, line)
+        )  # fmt: skip
+        self.guard: GuardLink | SimulatedGuard = (GuardLink if process else SimulatedGuard)(start)
+        started = self.guard.begin()
         state = Feature((len(started.entries),), names=tuple(started.entries))
-        self.features = features = {STATE: state, **_features(started)}
+        observed = {name: Feature(**feature) for name, feature in started.observation.items()}
+        self.features = features = {STATE: state, **observed}
         images = {name for name in features if name.startswith(IMAGES)}
         self.cameras = {name.removeprefix(IMAGES): GuardedCamera(features[name]) for name in sorted(images)}
         self.observation: Mapping[str, Feature] = {
@@ -88,10 +92,7 @@ class GuardedRobot:
         One may look at an arm before somebody has said ready.
         """
         reply = self._asked("observe", but=READY)
-        found: Observation = {STATE: np.array(reply.measured, np.float32)}
-        if self._shared is not None:
-            found |= self._shared.read(reply.sequence)
-        self.seen = found
+        self.seen = found = {STATE: np.array(reply.measured, np.float32), **self.guard.seen()}
         for name, camera in self.cameras.items():
             camera.frame = Frame(found[IMAGES + name], reply.time)
         values = {name: found[name].copy() for name in self.observation}
@@ -107,7 +108,7 @@ class GuardedRobot:
         target = wanted if self._stroke is None else self._before + self._stroke * wanted
         accepted = np.array(self._asked("target", target.tolist()).target)
         self.steps += 1
-        return self._action(accepted)
+        return wanted.astype(action.dtype) if (accepted == target).all() else self._action(accepted)
 
     def hold_action(self) -> Array:
         """Return zeros for a delta, else the newest accepted target [A]."""
@@ -132,7 +133,7 @@ class GuardedRobot:
         """Clear a fault, once a person has said ready; start a new guard if there is none. Moves nothing."""
         if not self.guard.is_open:
             try:
-                self._begin()
+                self.guard.begin()
             except ConfigError as error:
                 raise RobotFault(str(error), "guard") from None
         self._asked("recover", patience=SLOW)
@@ -149,11 +150,6 @@ class GuardedRobot:
         """Return the action [A] that leads to this target [J] from the one before it."""
         action = target if self._stroke is None else (target - self._before) / self._stroke
         return np.clip(action.astype(self.action.dtype), self.action.low, self.action.high)
-
-    def _begin(self) -> Started:
-        started, descriptors = self.guard.begin()
-        self._shared = Shared(_features(started), descriptors[0]) if descriptors else None
-        return started
 
     def _asked(
         self, kind: str, positions: Sequence[float] = (), *, seed: int = 0, patience: float = ANSWER, but: str = ""
@@ -180,10 +176,6 @@ class GuardedCamera:
 
     def close(self) -> None:
         pass
-
-
-def _features(started: Started) -> dict[str, Feature]:
-    return {name: Feature(**feature) for name, feature in started.observation.items()}
 
 
 def _plain(written: Any) -> Any:

@@ -5,34 +5,27 @@ The guard's process starts sim/dobot_cell.py, and drives what is there as it wou
 
 import json
 import os
-import secrets
 import select
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
 from serl_client.env import Observation
 from serl_client.errors import RobotFault
-from serl_client.spec import Array, Feature
+from serl_client.spec import Array
 
 from robot_infra.cameras import gl
-from robot_infra.drivers.arm import Arm
 from robot_infra.drivers.bimanual import BimanualArm
 from robot_infra.drivers.dobot import DobotArm
 from robot_infra.env import RobotEnv
-from robot_infra.guard.robot import GuardedRobot
 from robot_infra.safety import check_clock
 from robot_infra.sim.dobot_cell import FINGERS, PLACES, VERSION
-from robot_infra.sim.dobot_pnp import ENTRIES, HOME, OPEN, TURN, Scene
-from robot_infra.tasks.dobot_sim import FPS, TURNING, make_task, state_feature, state_of
+from robot_infra.tasks.dobot_sim import FPS, DobotScene, guarded, make_task
 
 SERVO_HZ = 50.0  # set points per second; Dobot advises 33 for real arms
 STARTING, ANSWER = 60.0, 1.0  # seconds
-DRIVER = f"{__name__}.DobotCell"
-IMAGES = "observation.images."
 
 
 class CellLink:
@@ -83,42 +76,30 @@ class CellLink:
         return data
 
 
-class DobotCell(Arm):
-    """Drives both simulated arms over TCP as real ones, their grippers without a protocol, and observes their scene.
+class DobotCell(DobotScene):
+    """Drives both simulated arms over TCP as real ones, their grippers without a protocol; see DobotScene.
 
-    address: any name. hz: set points per second. object_in_state, side: as of DobotSim. backend, image_size: of its
-    cameras; an empty backend: it has none. The column `scene` has the scene's pose, for judge and script.
+    It assumes of real controllers what sim/dobot_controller.py says, and of real grippers that they answer at once.
     """
 
-    entries: Mapping[str, str] = {name: "%" if name.endswith("gripper") else "rad" for name in ENTRIES}
-    is_simulated = True
     program = "robot_infra.sim.dobot_cell"
 
-    def __init__(
-        self, address: str, *, hz: float, object_in_state: bool, side: str, backend: str, image_size: int
-    ) -> None:
-        self._sees, self._scene = object_in_state, Scene()
+    def __init__(self, address: str, *, hz: float, side: str, **options: Any) -> None:
+        super().__init__(address, hz=hz, **options)
         with ExitStack() as stack:
+            stack.callback(super().close)
             self._cell = CellLink(self.program, side, self._scene.pose.nbytes)
             stack.callback(self._cell.close)
             driver, options = f"{DobotArm.__module__}.DobotArm", {"version": VERSION, "t": 1 / hz}
             left, right = ({"driver": driver, "address": at, "options": options} for at in self._cell.addresses)
             self._arms = BimanualArm(address, left=left, right=right)
             stack.callback(self._arms.close)
-            cameras = self._scene.cameras(backend, size=image_size) if backend else {}
-            for camera in cameras.values():
-                stack.callback(camera.close)
             self._scene.show(self._cell.ask("look"))
             self._begin()
             self._opened = stack.pop_all()
-        self._cameras = {IMAGES + name: camera for name, camera in cameras.items()}
-        images = {name: camera.feature for name, camera in self._cameras.items()}
-        scene = Feature(self._scene.pose.shape, "float64")
-        self.observation = {"observation.state": state_feature(object_in_state), "scene": scene, **images}
 
     def read(self) -> Array:
-        self._at = np.insert(self._arms.read(), PLACES, self._scene.positions[FINGERS])
-        return self._at
+        return np.insert(self._arms.read(), PLACES, self._scene.positions[FINGERS])
 
     def write(self, positions: Array) -> None:
         self._arms.write(np.delete(positions, FINGERS))
@@ -126,10 +107,8 @@ class DobotCell(Arm):
         self._scene.show(self._cell.ask(f"grip {left} {right}"))
 
     def sense(self) -> Observation:
-        pose = self._cell.ask("look")
-        self._scene.show(pose)
-        images = {name: camera.latest().image for name, camera in self._cameras.items()}
-        return {"observation.state": state_of(self._scene, self._at, self._sees), "scene": pose, **images}
+        self._scene.show(self._cell.ask("look"))
+        return super().sense()
 
     def recover(self) -> None:
         self._arms.recover()
@@ -149,24 +128,6 @@ class DobotCell(Arm):
         self.enable()
 
 
-def guarded(*, fps: float, object_in_state: bool, side: str, backend: str, image_size: int) -> GuardedRobot:
-    """Return both arms behind a guard, with the same limits as DobotSim's.
-
-    Joints may lag far behind: on a busy machine their own clock stands still. Grippers that hold something always do.
-    """
-    joint = {"range": [-TURN, TURN], "speed": TURNING, "jump": TURNING / fps, "tracking": 1.0}
-    gripper = {"range": [0.0, OPEN], "speed": OPEN * fps, "jump": OPEN, "tracking": 2 * OPEN}
-    return GuardedRobot(
-        DRIVER, address=f"dobot_pnp-{secrets.token_hex(8)}", fps=fps, servo_hz=SERVO_HZ,
-        limits={name: gripper if name.endswith("gripper") else joint for name in ENTRIES},
-        home=dict(zip(ENTRIES, HOME.tolist(), strict=True)),
-        options={
-            "hz": SERVO_HZ, "object_in_state": object_in_state, "side": side, "backend": backend,
-            "image_size": image_size,
-        },
-    )  # fmt: skip
-
-
 def make(
     *, clock: str, fps: float = FPS, cameras: bool | str = False, image_size: int = 128, object_in_state: bool = True,
     side: str = "both", **task: Any,
@@ -174,11 +135,8 @@ def make(
     """Make the task as an Env, as dobot_sim.make does. Raises ConfigError for a clock that is not real, too."""
     check_clock(clock)
     backend = gl.choose_backend(cameras, "" if object_in_state else "object")
-    scene = Scene(side)
-    robot = guarded(fps=fps, object_in_state=object_in_state, side=side, backend=backend, image_size=image_size)
-
-    def seen() -> Scene:
-        scene.show(robot.seen["scene"])
-        return scene
-
-    return make_task(robot, seen, lambda: robot.steps, robot.cameras, clock=clock, fps=fps, **task)
+    robot = guarded(
+        DobotCell, fps=fps, servo_hz=SERVO_HZ, process=True, object_in_state=object_in_state, side=side,
+        backend=backend, image_size=image_size,
+    )  # fmt: skip
+    return make_task(robot, clock=clock, fps=fps, **task)

@@ -1,22 +1,22 @@
 """Builds task dobot_pnp (pick and place) with two simulated arms, and its scripted operator."""
 
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
-from serl_client import clock
+from serl_client.env import Observation
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature
 
 from robot_infra.cameras import gl
+from robot_infra.drivers.arm import Arm
 from robot_infra.env import RobotEnv
-from robot_infra.interfaces import Camera, Reading
+from robot_infra.guard.robot import IMAGES, STATE, GuardedRobot
 from robot_infra.judges import TogglePenalty
-from robot_infra.safety import SafeRobot
-from robot_infra.sim.dobot_pnp import CHAINS, ENTRIES, JOINTS, OPEN, SIDES, TURN, Scene
+from robot_infra.sim.dobot_pnp import CHAINS, ENTRIES, HOME, JOINTS, OPEN, SIDES, TURN, Scene
 from robot_infra.spaces import EE_DELTA, JOINT, JOINT_DELTA, EeDelta, Gripper, JointDelta, Limb, SpacedRobot
-from robot_infra.tasks.simulated import Simulated
 from robot_infra.teleop.hands import make_devices
 from robot_infra.teleop.scripted import Rescuer
 from robot_infra.teleop.verdicts import choose_judge
@@ -48,47 +48,67 @@ def state_of(scene: Scene, measured: Array, object_in_state: bool) -> Array:
     return measured.astype(np.float32)
 
 
-class DobotSim(Simulated):
-    """Takes joint targets for a Scene of its own, each reached as fast as TURNING allows; a Robot.
+class DobotScene(Arm):
+    """Drives both arms of a Scene of its own, with no controller between.
 
-    fps: steps per second. object_in_state: the state [31] also has both tools, the object, the ways to it and from it
-        to the box (metres), and the grippers' targets; else it has the 14 positions that the arms measure themselves.
-    side: where the object lies: both, left or right half of its area (Scene).
+    address: any name. hz: set points per second. object_in_state: the state [31] also has both tools, the object, the
+        ways to it and from it to the box (metres), and the grippers' targets; else it has the 14 positions that the
+        arms measure themselves.
+    side: where the object lies: both, left or right half of its area (Scene). backend, image_size: of its cameras
+        (cameras/gl.py); an empty backend: it has none.
+
+    The column `scene` has the scene's pose, for judge and script. It assumes of real arms that their sensors are exact,
+    and that each obeys all set points at once.
     """
 
-    space = JOINT
-    action = Feature(
-        (len(ENTRIES),), names=ENTRIES, low=np.array([*[-TURN] * 6, 0] * 2), high=np.array([*[TURN] * 6, OPEN] * 2)
-    )
+    entries: Mapping[str, str] = {name: "%" if name.endswith("gripper") else "rad" for name in ENTRIES}
+    is_simulated = True
 
-    def __init__(self, *, fps: float = FPS, object_in_state: bool = True, side: str = "both") -> None:
-        if not 1 <= fps <= 100:
-            raise ConfigError(f"task.env.fps={fps:g}: the simulated arms make 1 to 100 steps per second")
-        self.scene, self._period, self.steps = Scene(side), 1 / fps, 0
-        self._sees = object_in_state
-        self.observation: Mapping[str, Feature] = {"observation.state": state_feature(object_in_state)}
-        self._reach = np.array([*[TURNING / fps] * 6, OPEN] * 2)
+    def __init__(
+        self, address: str, *, hz: float, object_in_state: bool = True, side: str = "both", backend: str = "",
+        image_size: int = 128,
+    ) -> None:  # fmt: skip
+        self._scene, self._period, self._sees = Scene(side), 1 / hz, object_in_state
+        drawn = self._scene.cameras(backend, size=image_size) if backend else {}
+        self._cameras = {IMAGES + name: camera for name, camera in drawn.items()}
+        images = {name: camera.feature for name, camera in self._cameras.items()}
+        pose = Feature(self._scene.pose.shape, "float64")
+        self.observation = {STATE: state_feature(object_in_state), "scene": pose, **images}
 
-    def home(self, seed: int) -> None:
-        self.scene.reset(seed)
-        self.steps = 0  # since the arms were home
+    def read(self) -> Array:
+        return self._scene.positions
 
-    def observe(self) -> Reading:
-        state = state_of(self.scene, self.scene.positions, self._sees)
-        return Reading({"observation.state": state}, clock.monotonic())
+    def write(self, positions: Array) -> None:
+        self._scene.step(positions, self._period)
 
-    def command(self, action: Array) -> Array:
-        before = self.scene.targets
-        target = np.clip(action, before - self._reach, before + self._reach)
-        self.scene.step(target, self._period)
-        self.steps += 1
-        return target.astype(np.float32)
+    def sense(self) -> Observation:
+        images = {name: camera.latest().image for name, camera in self._cameras.items()}
+        return {STATE: state_of(self._scene, self.read(), self._sees), "scene": self._scene.pose, **images}
 
-    def hold_action(self) -> Array:
-        return self.scene.targets.astype(np.float32)
+    def scene(self, seed: int) -> None:
+        self._scene.reset(seed)
+
+    def close(self) -> None:
+        for camera in self._cameras.values():
+            camera.close()
 
 
-def spaced(robot: Any, space: str, fps: float, *, is_relative: bool) -> SpacedRobot:
+def guarded(driver: type[DobotScene], *, fps: float, servo_hz: float, process: bool, **options: Any) -> GuardedRobot:
+    """Return both arms behind a guard, which is a process of its own or not; options: of the driver, besides `hz`.
+
+    Joints may lag far behind: on a busy machine a controller's clock stands still. Grippers that hold something always
+    do.
+    """
+    joint = {"range": [-TURN, TURN], "speed": TURNING, "jump": TURNING / fps, "tracking": 1.0}
+    gripper = {"range": [0.0, OPEN], "speed": OPEN * fps, "jump": OPEN, "tracking": 2 * OPEN}
+    return GuardedRobot(
+        f"{driver.__module__}.{driver.__name__}", address=f"dobot_pnp-{secrets.token_hex(8)}", fps=fps, process=process,
+        limits={name: gripper if name.endswith("gripper") else joint for name in ENTRIES}, servo_hz=servo_hz,
+        home=dict(zip(ENTRIES, HOME.tolist(), strict=True)), options={"hz": servo_hz, **options},
+    )  # fmt: skip
+
+
+def spaced(robot: GuardedRobot, space: str, fps: float, *, is_relative: bool) -> SpacedRobot:
     """Return both arms in one of their action spaces: positions, deltas of joints, or of one tool or both."""
     limbs = {
         side: Limb(
@@ -141,25 +161,37 @@ def make(
     cameras: true, false or auto (cameras/gl.py). Raises ConfigError where neither state nor camera would show the
     object.
     """
+    if not 1 <= fps <= 100:
+        raise ConfigError(f"task.env.fps={fps:g}: the simulated arms make 1 to 100 steps per second")
     backend = gl.choose_backend(cameras, "" if object_in_state else "object")
-    arms = DobotSim(fps=fps, object_in_state=object_in_state, side=side)
-    drawn = arms.scene.cameras(backend, size=image_size) if backend else {}
-    return make_task(SafeRobot(arms), lambda: arms.scene, lambda: arms.steps, drawn, clock=clock, fps=fps, **task)
+    robot = guarded(
+        DobotScene, fps=fps, servo_hz=fps, process=False, object_in_state=object_in_state, side=side, backend=backend,
+        image_size=image_size,
+    )  # fmt: skip
+    return make_task(robot, clock=clock, fps=fps, **task)
 
 
 def make_task(
-    arms: Any, seen: Callable[[], Scene], steps: Callable[[], int], cameras: Mapping[str, Camera], *, clock: str,
-    fps: float, max_steps: int, noise: float, space: str = JOINT, is_relative: bool = False,
-    toggle_penalty: float = 0.0, operator: str = "scripted", verdict_by: str = "judge", takeover_after: int = 12,
-    handback_after: int = 10, devices: Mapping[str, Any] | None = None,
+    arms: GuardedRobot, *, clock: str, fps: float, max_steps: int, noise: float, space: str = JOINT,
+    is_relative: bool = False, toggle_penalty: float = 0.0, operator: str = "scripted", verdict_by: str = "judge",
+    takeover_after: int = 12, handback_after: int = 10, devices: Mapping[str, Any] | None = None,
 ) -> RobotEnv:  # fmt: skip
     """Make the task of these arms: one puts the object into the box, and the other one rests.
 
-    seen, steps: give the scene as script and judge see it, and the commands since the arms were home.
     space, is_relative: what an action means (spaces.py). toggle_penalty: taken from the reward of a step for each
     gripper that it opens or closes. noise: standard deviation of the scripted operator's actions. verdict_by: `judge`
     or `operator` (teleop/verdicts.py).
     """
+    scene, shown = Scene(), {}
+
+    def seen() -> Scene:
+        """Return the scene as script and judge see it."""
+        nonlocal shown
+        if arms.seen is not shown:
+            shown = arms.seen
+            scene.show(shown["scene"])
+        return scene
+
     stroke = SPEED / fps
     robot = spaced(arms, space, fps, is_relative=is_relative)
     hand = robot.speaks(f"{EE_DELTA}.{WORKER}")
@@ -168,9 +200,9 @@ def make_task(
         takeover_after=takeover_after, handback_after=handback_after, space=hand.space,
     )  # fmt: skip
     teleop, hands = make_devices(operator, scripted, hand, clock=clock, devices=devices)
-    judge, person = choose_judge(verdict_by, lambda: seen().succeeded, steps, max_steps, hands)
+    judge, person = choose_judge(verdict_by, lambda: seen().succeeded, lambda: arms.steps, max_steps, hands)
     judge = TogglePenalty(judge, lambda: robot.toggled, toggle_penalty)
     return RobotEnv(
         robot, judge=judge, task="put the object into the box", fps=fps,
-        max_steps=max_steps, clock=clock, teleop=teleop, operator=person, cameras=cameras,
+        max_steps=max_steps, clock=clock, teleop=teleop, operator=person, cameras=arms.cameras,
     )  # fmt: skip

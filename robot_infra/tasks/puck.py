@@ -3,15 +3,13 @@
 from collections.abc import Mapping
 
 import numpy as np
-from serl_client import clock
 from serl_client.env import Observation
 from serl_client.spec import Array, Feature
 
 from robot_infra.alignment import IMAGES
 from robot_infra.env import RobotEnv
-from robot_infra.interfaces import Reading, Verdict
+from robot_infra.interfaces import Verdict
 from robot_infra.judges import Function
-from robot_infra.safety import SafeRobot
 from robot_infra.tasks.simulated import Simulated
 
 FPS = 10.0  # steps per second
@@ -40,8 +38,8 @@ class Puck(Simulated):
         random = np.random.default_rng(seed)
         self.position, self.velocity = random.uniform(-START, START, 2), random.uniform(-SPEED, SPEED, 2)
 
-    def observe(self) -> Reading:
-        return Reading({IMAGES + CAMERA: self.picture()}, clock.monotonic())
+    def sense(self) -> Observation:
+        return {IMAGES + CAMERA: self.picture()}
 
     def picture(self) -> Array:
         """Return the puck, white on black and blurred."""
@@ -49,26 +47,21 @@ class Puck(Simulated):
         light = (255 * down[:, None] * across).astype(np.uint8)
         return np.repeat(light[..., None], 3, -1)
 
-    def command(self, action: Array) -> Array:
+    def act(self, action: Array) -> None:
         self.velocity = self.velocity + PUSH / FPS * action
         moved = self.position + self.velocity / FPS
         self.position = np.clip(moved, -1, 1)
         self.velocity = np.where(moved == self.position, self.velocity, 0)
-        return action
 
     def judged(self, observation: Observation) -> Verdict:
         """Take the distance to the middle, in metres, of the reward. Success is to lie near it."""
         distance, speed = np.linalg.norm(self.position), np.linalg.norm(self.velocity)
         return Verdict(-float(distance), False, bool(distance < 0.2 and speed < 0.4))
 
-    def hold_action(self) -> Array:
-        return np.zeros(2, np.float32)
-
 
 def make(*, max_steps: int, clock: str) -> RobotEnv:
     """Make the task as an Env: keep the puck near the middle. max_steps: of an episode."""
     puck = Puck()
     return RobotEnv(
-        SafeRobot(puck), judge=Function(puck.judged), task="stop in the middle", fps=FPS, max_steps=max_steps,
-        clock=clock,
-    )  # fmt: skip
+        puck, judge=Function(puck.judged), task="stop in the middle", fps=FPS, max_steps=max_steps, clock=clock
+    )

@@ -8,7 +8,6 @@ from importlib.resources import files
 from typing import Any
 
 import numpy as np
-from serl_client import clock
 from serl_client.env import Observation
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature
@@ -17,13 +16,12 @@ from robot_infra.cameras import gl
 from robot_infra.cameras.mujoco import cameras, load_mujoco
 from robot_infra.drivers.arm import Arm
 from robot_infra.env import RobotEnv
-from robot_infra.guard.robot import GuardedRobot
-from robot_infra.interfaces import Camera, Reading, Robot
+from robot_infra.guard.robot import IMAGES, STATE, GuardedRobot
+from robot_infra.interfaces import Robot
 from robot_infra.judges import DistanceCost, lifted, near
 from robot_infra.kinematics import Chain
-from robot_infra.safety import SafeRobot, check_clock
+from robot_infra.safety import check_clock
 from robot_infra.spaces import EE_DELTA, JOINT, JOINT_DELTA, EeDelta, Gripper, JointDelta, Limb, SpacedRobot
-from robot_infra.tasks.simulated import Simulated
 from robot_infra.teleop.hands import make_devices
 from robot_infra.teleop.scripted import Rescuer
 from robot_infra.teleop.verdicts import choose_judge
@@ -69,171 +67,99 @@ def inverse_kinematics(point: Array) -> tuple[float, float, float, float, float]
     return yaw, shoulder, elbow, math.pi - shoulder - elbow, yaw
 
 
-class SimArm(Simulated):
-    """Moves its commanded tool point and fingers by actions [dx, dy, dz, gripper] in [-1, 1].
+class SimArm(Arm):
+    """Simulates the arm; its positions are those of the tool and the fingers' opening, in metres.
 
-    fps: steps per second. An action of 1 moves the commanded tool or finger by `stroke` metres in one of them.
-    block_in_state: the state [15] has tool, block, the way between them, finger, commanded tool, commanded opening and
-        the finger's speed, all scaled. Otherwise the state [9] has only what an arm measures of itself.
-    side: where the block lies: both, left or right of the robot.
+    hz: set points per second. block_in_state: the state [15] has tool, block, the way between them, finger, commanded
+        tool, commanded opening and the finger's speed, all scaled. Otherwise the state [9] has only what an arm
+        measures of itself.
+    side: where the block lies: both, left or right of the robot. backend, image_size: of its cameras (cameras/gl.py);
+        an empty backend: it has none, and needs no graphics.
 
-    `tool` and `block` [3] are the true points now, in metres. Only its cameras need graphics. Raises ConfigError
-    without the package mujoco, and for another side.
+    The column `scene` tells the judge and the scripted operator where tool and block truly are, in metres, and how far
+    the fingers are open, as they are and as commanded. It assumes of a real arm that its sensors are exact and that its
+    motors never tire.
+    Raises ConfigError without the package mujoco, and for another side.
     """
 
-    space = EE_DELTA
-    action = Feature((4,), names=(*AXES, "gripper"), low=np.array(-1), high=np.array(1))
+    entries: Mapping[str, str] = dict.fromkeys((*AXES, "gripper"), "m")
+    is_simulated = True
 
-    def __init__(self, *, fps: float = FPS, block_in_state: bool = True, side: str = "both") -> None:
-        if not 1 <= fps <= 100:
-            raise ConfigError(f"task.env.fps={fps:g}: the simulated arm makes 1 to 100 steps per second")
+    def __init__(
+        self, address: str, *, hz: float, block_in_state: bool = True, side: str = "both", backend: str = "",
+        image_size: int = 128,
+    ) -> None:  # fmt: skip
         if side not in SIDES:
             raise ConfigError(f"task.env.side={side}: say one of {', '.join(SIDES)}")
-        self._side = SIDES[side]
-        self._fps, self._substeps = fps, round(1 / (fps * PHYSICS))
-        self.stroke = SPEED / fps
+        self._side, self._substeps = SIDES[side], round(1 / (hz * PHYSICS))
         self._mujoco = load_mujoco()
         self._model = self._mujoco.MjModel.from_xml_string(files("robot_infra.sim").joinpath("arm.xml").read_text())
         self._data = self._mujoco.MjData(self._model)
-        self.tool, self.block = self._data.site("tool").xpos, self._data.body("block").xpos  # views
+        self._tip, self._block = self._data.site("tool").xpos, self._data.body("block").xpos  # views
         self._shown = [i for i, name in enumerate(NAMES) if block_in_state or not name.startswith(("block.", "way."))]
+        drawn = cameras(self._model, self._data, backend, size=image_size) if backend else {}
+        self._cameras = {IMAGES + name: camera for name, camera in drawn.items()}
+        images = {name: camera.feature for name, camera in self._cameras.items()}
         state = Feature((len(self._shown),), names=tuple(NAMES[i] for i in self._shown))
-        self.observation: Mapping[str, Feature] = {"observation.state": state}
-        self.home(0)
-
-    def cameras(self, backend: str, *, size: int) -> Mapping[str, Camera]:
-        """Return cam_high and cam_wrist, drawn with this OpenGL backend (cameras/gl.py) as squares of `size` pixels."""
-        return cameras(self._model, self._data, backend, size=size)
-
-    @property
-    def holds(self) -> bool:
-        return holds(*self.fingers)
-
-    @property
-    def fingers(self) -> tuple[float, float]:
-        """Return the metres between a finger and the middle, as they are and as commanded."""
-        return float(self._data.qpos[5]), self._opening
-
-    @property
-    def commanded(self) -> Array:
-        """Return the commanded tool and opening [4], metres."""
-        return np.append(self._target, self._opening)
+        self.observation = {STATE: state, "scene": Feature((8,), "float64"), **images}
+        self.scene(0)
 
     @property
     def pose(self) -> Array:
         """Return [14] float64 for drawing the scene: joint angles, fingers, then the block's place and orientation."""
         return self._data.qpos.copy()
 
-    def home(self, seed: int) -> None:
+    def scene(self, seed: int) -> None:
         random, data = np.random.default_rng(seed), self._data
         self._mujoco.mj_resetData(self._model, data)
-        self._target, self._opening = HOME + random.uniform(-0.03, 0.03, 3), OPEN
-        self.steps = 0  # since the arm was home
-        self._steer()
+        self._commanded = np.append(HOME + random.uniform(-0.03, 0.03, 3), OPEN)
+        data.ctrl[:5], data.ctrl[5] = inverse_kinematics(self._commanded[:3]), OPEN
         data.qpos[:5], data.qpos[5:7] = data.ctrl[:5], OPEN  # arm, fingers, then the block: arm.xml's order
         x, y = random.uniform((0.32, -0.12), (0.48, 0.12))
         data.qpos[7:10] = x, self._side(y), 0.02
         self._mujoco.mj_forward(self._model, data)
 
-    def observe(self) -> Reading:
-        finger, speed = self._data.qpos[5], self._data.qvel[5]
-        state = np.concatenate(
-            [self.tool, self.block, self.block - self.tool, [finger], self._target, [self._opening, speed]]
-        )
-        state = ((state - CENTRE) * SCALE)[self._shown].astype(np.float32)
-        return Reading({"observation.state": state}, clock.monotonic())
-
-    def command(self, action: Array) -> Array:
-        self._target = np.clip(self._target + self.stroke * action[:3], *WORKSPACE)
-        self._opening = min(max(self._opening - self.stroke * float(action[3]), 0.0), OPEN)
-        self._steer()
-        self._mujoco.mj_step(self._model, self._data, self._substeps)
-        self.steps += 1
-        return action
-
-    def hold_action(self) -> Array:
-        return np.zeros(4, np.float32)
-
-    def _steer(self) -> None:
-        self._data.ctrl[:5], self._data.ctrl[5] = inverse_kinematics(self._target), self._opening
-
-
-class JointSimArm(SimArm):
-    """Is the simulated arm commanded by its joints: an action is their angles (radians) and the opening (metres)."""
-
-    space = JOINT
-    action = Feature(
-        (6,), names=(*JOINTS, "gripper"), low=np.array([*[-TURN] * 5, 0]), high=np.array([*[TURN] * 5, OPEN])
-    )
-
-    def command(self, action: Array) -> Array:
-        before, reach = self._data.ctrl.copy(), np.array([*[TURNING / self._fps] * 5, OPEN])
-        target = np.clip(action, before - reach, before + reach)
-        self._data.ctrl[:] = target
-        self._target, self._opening = CHAIN.pose(target[:5])[:3, 3], float(target[5])
-        self._mujoco.mj_step(self._model, self._data, self._substeps)
-        self.steps += 1
-        return target.astype(np.float32)
-
-    def hold_action(self) -> Array:
-        return self._data.ctrl.astype(np.float32)
-
-
-def spaced(arm: Robot, space: str, fps: float) -> SpacedRobot:
-    """Return the simulated arm of joints in another action space."""
-    grippers = {"gripper": Gripper(OPEN, 0.0)}
-    limb = Limb(JOINTS, CHAIN, WORKSPACE, ("gripper", grippers["gripper"]))
-    spaces = {
-        JOINT_DELTA: JointDelta(arm.action, [*[TURNING / fps] * 5, OPEN], grippers),
-        EE_DELTA: EeDelta(arm.action, {"": limb}, stroke=SPEED / fps, most=TURNING / fps),
-    }
-    return SpacedRobot(arm, spaces, space, grippers)
-
-
-class PickArm(Arm):
-    """Is the simulated arm as a driver, whose positions are those of the tool and the fingers' opening.
-
-    hz: set points per second. backend, image_size: of its cameras; an empty backend: it has none.
-    `scene` tells the judge and the scripted operator where tool and block truly are.
-    """
-
-    entries = dict.fromkeys((*AXES, "gripper"), "m")
-    is_simulated = True
-
-    def __init__(
-        self, address: str, *, hz: float, block_in_state: bool, side: str, backend: str, image_size: int
-    ) -> None:
-        self._arm = SimArm(fps=hz, block_in_state=block_in_state, side=side)
-        cameras = self._arm.cameras(backend, size=image_size) if backend else {}
-        self._cameras = {f"observation.images.{name}": camera for name, camera in cameras.items()}
-        images = {name: camera.feature for name, camera in self._cameras.items()}
-        self.observation = {**self._arm.observation, "scene": Feature((8,), "float64"), **images}
-
     def read(self) -> Array:
-        return np.append(self._arm.tool, self._arm.fingers[0])
+        return np.append(self._tip, self._data.qpos[5])
 
     def write(self, positions: Array) -> None:
-        way = positions - self._arm.commanded
-        self._arm.command(way * [1, 1, 1, -1] / self._arm.stroke)
+        self._commanded = positions
+        self._data.ctrl[:5], self._data.ctrl[5] = inverse_kinematics(positions[:3]), positions[3]
+        self._mujoco.mj_step(self._model, self._data, self._substeps)
 
     def sense(self) -> Observation:
+        finger, speed = self._data.qpos[5], self._data.qvel[5]
+        state = np.concatenate([self._tip, self._block, self._block - self._tip, [finger], self._commanded, [speed]])
         images = {name: camera.latest().image for name, camera in self._cameras.items()}
-        scene = np.concatenate([self._arm.tool, self._arm.block, self._arm.fingers])
-        return {**self._arm.observe().values, "scene": scene, **images}
-
-    def scene(self, seed: int) -> None:
-        self._arm.home(seed)
+        return {
+            STATE: ((state - CENTRE) * SCALE)[self._shown].astype(np.float32),
+            "scene": np.concatenate([self._tip, self._block, [finger, self._commanded[3]]]), **images,
+        }  # fmt: skip
 
     def close(self) -> None:
         for camera in self._cameras.values():
             camera.close()
 
 
-class SeenScene:
-    """Shows a judge and a script what a guarded PickArm observed last: see SimArm."""
+class JointSimArm(SimArm):
+    """Is the simulated arm whose positions are its joints' angles (radians), and the opening (metres)."""
 
-    def __init__(self, robot: GuardedRobot, stroke: float) -> None:
-        self._robot, self.stroke = robot, stroke
+    entries: Mapping[str, str] = {**dict.fromkeys(JOINTS, "rad"), "gripper": "m"}
+
+    def read(self) -> Array:
+        return self._data.qpos[:6].copy()
+
+    def write(self, positions: Array) -> None:
+        self._commanded = np.append(CHAIN.pose(positions[:5])[:3, 3], positions[5])
+        self._data.ctrl[:] = positions
+        self._mujoco.mj_step(self._model, self._data, self._substeps)
+
+
+class Scene:
+    """Is what a judge and a script see of a guarded SimArm: what it observed last. An action moves it by `stroke`."""
+
+    def __init__(self, robot: GuardedRobot) -> None:
+        self._robot, self.stroke = robot, SPEED / robot.fps
 
     @property
     def steps(self) -> int:
@@ -252,23 +178,40 @@ class SeenScene:
         return holds(*self._robot.seen["scene"][6:])
 
 
-def guarded(*, fps: float, block_in_state: bool, side: str, backend: str, image_size: int) -> GuardedRobot:
-    """Return the simulated arm behind a guard."""
-    stroke, ranges = SPEED / fps, [*WORKSPACE.T.tolist(), [0.0, OPEN]]
-    limit = {"speed": 1.5 * SPEED, "jump": 1.5 * stroke, "tracking": 0.15}
-    limits: dict[str, dict[str, Any]] = {
-        name: {**limit, "range": bounds} for name, bounds in zip(PickArm.entries, ranges, strict=True)
-    }
-    limits["gripper"]["jump"] = OPEN  # holding must not open it
+def guarded(*, fps: float = FPS, by_joints: bool = False, guard: bool = False, **options: Any) -> GuardedRobot:
+    """Return the simulated arm behind a guard, which is a process of its own or not.
+
+    by_joints: it takes targets of its joints; else steps of its tool. options: of the driver, besides `hz`.
+    """
+    if not 1 <= fps <= 100:
+        raise ConfigError(f"task.env.fps={fps:g}: the simulated arm makes 1 to 100 steps per second")
+    hz, stroke, driver = max(SERVO_HZ, fps) if guard else fps, SPEED / fps, JointSimArm if by_joints else SimArm
+    grip = {"range": [0.0, OPEN], "speed": OPEN * fps, "jump": OPEN, "tracking": 2 * OPEN}  # holding must not open it
+    if by_joints:
+        home = [*inverse_kinematics(HOME), OPEN]
+        ends, limit = [[-TURN, TURN]] * 5, {"speed": TURNING, "jump": TURNING / fps, "tracking": 1.0}
+    else:
+        home = [*HOME.tolist(), OPEN]
+        ends, limit = WORKSPACE.T.tolist(), {"speed": 1.5 * SPEED, "jump": 1.5 * stroke, "tracking": 0.15}
+    *names, gripper = driver.entries
+    limits = {name: {**limit, "range": bounds} for name, bounds in zip(names, ends, strict=True)}
     return GuardedRobot(
-        f"{__name__}.PickArm", address=f"sim_arm-{secrets.token_hex(8)}", fps=fps, limits=limits,
-        home=dict(zip(PickArm.entries, [*HOME.tolist(), OPEN], strict=True)), space="ee_delta",
-        stroke=[stroke, stroke, stroke, -stroke], servo_hz=SERVO_HZ,
-        options={
-            "hz": SERVO_HZ, "block_in_state": block_in_state, "side": side, "backend": backend,
-            "image_size": image_size,
-        },
+        f"{__name__}.{driver.__name__}", address=f"sim_arm-{secrets.token_hex(8)}", fps=fps, process=guard,
+        limits={**limits, gripper: grip}, home=dict(zip(driver.entries, home, strict=True)), servo_hz=hz,
+        space=JOINT if by_joints else EE_DELTA, stroke=None if by_joints else [stroke, stroke, stroke, -stroke],
+        options={"hz": hz, **options},
     )  # fmt: skip
+
+
+def spaced(arm: Robot, space: str, fps: float) -> SpacedRobot:
+    """Return the simulated arm of joints in another action space."""
+    grippers = {"gripper": Gripper(OPEN, 0.0)}
+    limb = Limb(JOINTS, CHAIN, WORKSPACE, ("gripper", grippers["gripper"]))
+    spaces = {
+        JOINT_DELTA: JointDelta(arm.action, [*[TURNING / fps] * 5, OPEN], grippers),
+        EE_DELTA: EeDelta(arm.action, {"": limb}, stroke=SPEED / fps, most=TURNING / fps),
+    }
+    return SpacedRobot(arm, spaces, space, grippers)
 
 
 def holds(finger: float, opening: float) -> bool:
@@ -276,7 +219,7 @@ def holds(finger: float, opening: float) -> bool:
     return opening < 0.003 and finger < 0.026
 
 
-def pick(arm: SimArm | SeenScene) -> Array:
+def pick(arm: Scene) -> Array:
     """Return the action [x, y, z, gripper] of a pick: above the block, down, close, up.
 
     It follows from the scene alone, so that a lost block is picked again.
@@ -288,7 +231,7 @@ def pick(arm: SimArm | SeenScene) -> Array:
     return np.array([0.0, 0.0, 1.0 if arm.holds else 0.0, 1.0])
 
 
-def left_to_pick(arm: SimArm | SeenScene, height: float = 0.12) -> float:
+def left_to_pick(arm: Scene, height: float = 0.12) -> float:
     """Return the metres from the tool to the block plus those from the block to `height`."""
     return float(np.linalg.norm(arm.block - arm.tool)) + max(0.0, height - float(arm.block[2]))
 
@@ -302,23 +245,19 @@ def make(
     """Make the picking task as an Env.
 
     noise: standard deviation of the scripted operator's actions. verdict_by: `judge` or `operator`
-    (teleop/verdicts.py). cameras: true, false or auto (cameras/gl.py). guard: the arm belongs to a guard, as a real one
-    would; only on the real clock, and in ee_delta. side: see SimArm. space: what an action means (spaces.py).
+    (teleop/verdicts.py). cameras: true, false or auto (cameras/gl.py). guard: its guard is a process of its own, as a
+    real arm's; only on the real clock. side: see SimArm. space: what an action means (spaces.py).
     cost: what each metre that is left takes of a step's reward (left_to_pick).
     Raises ConfigError where neither state nor camera would show the block.
     """
     backend = gl.choose_backend(cameras, "" if block_in_state else "block")
-    arm: SimArm | SeenScene
-    if guard and space != EE_DELTA:
-        raise ConfigError(f"task.env.space={space}: behind a guard the simulated arm takes {EE_DELTA} alone")
     if guard:
         check_clock(clock)
-        owner = guarded(fps=fps, block_in_state=block_in_state, side=side, backend=backend, image_size=image_size)
-        arm, drawn = SeenScene(owner, SPEED / fps), owner.cameras
-    else:
-        arm = (SimArm if space == EE_DELTA else JointSimArm)(fps=fps, block_in_state=block_in_state, side=side)
-        owner = SafeRobot(arm) if space == EE_DELTA else spaced(SafeRobot(arm), space, fps)
-        drawn = arm.cameras(backend, size=image_size) if backend else {}
+    robot = guarded(
+        fps=fps, by_joints=space != EE_DELTA, guard=guard, block_in_state=block_in_state, side=side, backend=backend,
+        image_size=image_size,
+    )  # fmt: skip
+    arm, owner = Scene(robot), robot if space == EE_DELTA else spaced(robot, space, fps)
     scripted = Rescuer(
         partial(pick, arm), partial(left_to_pick, arm), noise=noise, margin=arm.stroke / 4,
         takeover_after=takeover_after, handback_after=handback_after,
@@ -332,6 +271,6 @@ def make(
     if cost:
         judge = DistanceCost(judge, cost, lambda _: left_to_pick(arm))
     return RobotEnv(
-        owner, judge=judge, task="pick up the block", fps=fps, max_steps=max_steps, clock=clock, cameras=drawn,
-        teleop=teleop, operator=person,
+        owner, judge=judge, task="pick up the block", fps=fps, max_steps=max_steps, clock=clock,
+        cameras=robot.cameras, teleop=teleop, operator=person,
     )  # fmt: skip

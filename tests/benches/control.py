@@ -32,8 +32,7 @@ from serl_client.spec import Array, Feature
 
 from robot_infra.env import RobotEnv
 from robot_infra.interfaces import Frame
-from robot_infra.safety import SafeRobot
-from robot_infra.tasks.fake import FakeRobot
+from robot_infra.tasks.fake import guarded
 from tests.faults.proxy import Proxy
 from tests.shared.actors import Chunks, FakeClient
 from tests.shared.common import free_port
@@ -209,7 +208,7 @@ class Ticked(RobotEnv):
     def __init__(self, hz: float) -> None:
         cameras = {f"cam_{i}": Noise(i) for i in range(3)}
         super().__init__(
-            SafeRobot(FakeRobot()), judge=never, task="bench", fps=hz, max_steps=STEPS, clock="real", cameras=cameras
+            guarded(fps=hz), judge=never, task="bench", fps=hz, max_steps=STEPS, clock="real", cameras=cameras
         )
         self.ticks: list[Tick] = []
         self._ended: float | None = None

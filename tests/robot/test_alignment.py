@@ -10,8 +10,6 @@ from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.cameras import threaded
 from robot_infra.cameras.threaded import ThreadedCamera
-from robot_infra.safety import SafeRobot
-from robot_infra.tasks.fake import FakeRobot
 from tests.shared.actors import FakeClient, run
 from tests.shared.common import until
 from tests.shared.robots import RIGHT, build
@@ -84,7 +82,7 @@ def camera(sensor, clock):
 
 @pytest.fixture
 def env(camera):
-    made = build(SafeRobot(FakeRobot(fps=FPS)), cameras={"wrist": camera}, clock="real", fps=FPS, max_steps=10_000)
+    made = build(cameras={"wrist": camera}, clock="real", fps=FPS, max_steps=10_000)
     yield made
     made.close()
 

@@ -24,7 +24,7 @@ from robot_infra.cameras import gl
 from robot_infra.drivers.owner import owned
 from robot_infra.guard.channel import Shared
 from robot_infra.guard.robot import GuardedRobot
-from robot_infra.tasks.fake import FakeRobot
+from robot_infra.tasks.simulated import Simulated
 from tests.shared.actors import FakeClient, Keys, run
 from tests.shared.arms import DRIVER, FPS, HOME, LIMITS, Log, guarded, move_on, points
 from tests.shared.robots import build, from_yaml, play
@@ -125,7 +125,7 @@ def test_words_that_do_not_fit_each_other_are_refused_before_there_is_a_process(
 
 
 def test_a_robot_without_a_guard_is_refused_unless_it_is_a_simulation():
-    class Bare(FakeRobot):
+    class Bare(Simulated):
         is_simulated = False
 
     for clock in ("real", "simulated"):

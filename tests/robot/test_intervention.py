@@ -12,14 +12,12 @@ from serl_client.controller import RandomPolicy, RemotePolicy
 from serl_client.errors import ConfigError
 from serl_client.runner import ActorStatus
 
-from robot_infra.safety import SafeRobot
 from robot_infra.tasks import fake
-from robot_infra.tasks.fake import FakeRobot
 from robot_infra.teleop.hands import Hands
 from robot_infra.teleop.keyboard import Keyboard, KeyboardDevice
 from robot_infra.teleop.scripted import Rescuer
 from tests.shared.actors import Chunks, FakeClient, Keys, run
-from tests.shared.robots import LEFT, Hand, build, from_yaml, play
+from tests.shared.robots import LEFT, Hand, build, from_yaml, play, point
 
 
 def actor(env, controller=None, *, episodes=1, mode="collect", intervene=True, **options):
@@ -56,7 +54,7 @@ def test_a_robot_that_nobody_operates_does_what_it_can():
 def test_a_takeover_in_mid_chunk_drops_the_rest_and_the_hand_back_asks_anew(caplog):
     caplog.set_level(logging.INFO)
     source = Chunks(length=8, scale=0.1)
-    env = build(SafeRobot(FakeRobot()), teleop=Hand(rows=(3, 4, 5)), max_steps=12)
+    env = build(teleop=Hand(rows=(3, 4, 5)), max_steps=12)
     client, (report,), status = actor(env, remote(source))
     (episode,) = client.episodes
     assert (rows(episode.intervened), rows(episode.chunk_start)) == ([3, 4, 5], [0, 6])
@@ -133,7 +131,7 @@ def test_after_a_pause_the_robot_looks_again_before_the_policy_acts_on_what_it_s
 
 
 def test_what_a_policy_proposes_beyond_reason_is_not_recorded():
-    env = build(SafeRobot(FakeRobot()), teleop=Hand())
+    env = build(teleop=Hand())
     env.reset(0, intervene=True)
     assert env.step(np.array([3, 0], np.float32)).extras["policy_action"].tolist() == [3, 0]
     assert env.step(np.array([np.nan, 0], np.float32)).extras["policy_action"].tolist() == [0, 0]
@@ -165,7 +163,7 @@ def test_a_person_at_the_terminal_takes_over_judges_and_hands_back(terminal):
     """The whole way: one terminal, keys for the robot and keys for the verdict."""
     person, program = terminal
     with Keyboard(program) as keys:
-        robot = FakeRobot()
+        robot = point()
         hands = Hands([KeyboardDevice(keys)], robot.action, robot.space)
         env = build(robot, teleop=hands, max_steps=12)
         script, looks, step = {3: b"it", 4: b"t", 5: b"j", 7: b"t", 9: b"s"}, itertools.count(), env.step

@@ -13,12 +13,11 @@ from serl_client import Feature
 from serl_client.errors import ConfigError
 
 from robot_infra.tasks import fake
-from robot_infra.tasks.fake import FakeRobot
 from robot_infra.teleop import hands as hands_module
 from robot_infra.teleop import keyboard as keyboard_module
 from robot_infra.teleop.hands import Hands, make_devices
 from robot_infra.teleop.keyboard import DIGITS, KEYS, LEGEND, MOTION_LEGEND, MOTIONS, TOGGLE, Keyboard, KeyboardDevice
-from tests.shared.robots import Hand, build
+from tests.shared.robots import Hand, build, point
 
 
 @pytest.fixture
@@ -192,7 +191,7 @@ def test_a_keyboard_refuses_a_robot_whose_action_it_cannot_give(terminal, monkey
     ):
         with pytest.raises(ConfigError, match=re.escape(named)):
             make_devices("keyboard", Hand(), SimpleNamespace(action=action, space="ee_delta"), clock="real")
-    teleop, keys = make_devices("keyboard", Hand(), FakeRobot(), clock="real")
+    teleop, keys = make_devices("keyboard", Hand(), point(), clock="real")
     assert isinstance(teleop, Hands)
     before = termios.tcgetattr(terminal[1])
     env = build(teleop=teleop, operator=keys)

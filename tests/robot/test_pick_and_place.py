@@ -7,7 +7,7 @@ from serl_client import ConfigError
 from robot_infra.cameras import gl
 from robot_infra.kinematics import twist
 from robot_infra.sim.dobot_pnp import AREA, CHAINS, HOME, INSIDE, Scene
-from robot_infra.tasks.dobot_sim import BOXES, DobotSim
+from robot_infra.tasks.dobot_sim import BOXES, DobotScene, guarded
 from serl_launcher.config import composed, factory
 from tests.shared.common import CONFIG
 from tests.shared.robots import check_rows, play
@@ -34,19 +34,19 @@ def test_the_scenes_kinematics_are_those_of_the_table():
 
 
 def test_fifty_seeds_are_fifty_starts_and_a_seed_names_one_whatever_came_before():
-    robot = DobotSim()
+    robot = guarded(DobotScene, fps=10, servo_hz=10, process=False)
     starts = [robot.home(seed) or robot.observe().values["observation.state"] for seed in range(50)]
     assert len({start.tobytes() for start in starts}) == 50
     robot.command(np.zeros(14, np.float32))
     robot.home(7)
     np.testing.assert_array_equal(robot.observe().values["observation.state"], starts[7])
-    assert (robot.steps, robot.scene.succeeded) == (0, False)
+    assert robot.steps == 0
 
 
 def test_a_side_mirrors_the_starts_of_the_other_half():
     starts = {}
     for side in ("both", "left", "right"):
-        scene = DobotSim(side=side).scene
+        scene = Scene(side)
         starts[side] = np.stack([scene.reset(seed) or scene.object[:2].copy() for seed in range(20)])
     middle = AREA[:, 1].mean()
     assert (starts["left"][:, 1] >= middle).all()
@@ -59,10 +59,11 @@ def test_the_reach_of_one_arm_mirrors_that_of_the_other():
 
 
 def test_the_arms_stay_where_they_are_told_and_follow_no_faster_than_they_may():
-    robot = DobotSim()
+    robot = guarded(DobotScene, fps=10, servo_hz=10, process=False)
+    robot.home(0)
     for _ in range(10):
         robot.command(robot.hold_action())
-    np.testing.assert_allclose(robot.scene.positions, HOME, rtol=1e-3, atol=2e-3)
+    np.testing.assert_allclose(robot.guard.arm.read(), HOME, rtol=1e-3, atol=2e-3)
     sent = robot.command(robot.action.high)
     np.testing.assert_allclose(sent[:6] - HOME[:6], 0.15, atol=1e-6)
 

@@ -8,7 +8,7 @@ from robot_infra.tasks.puck import CAMERA, IMAGES, SIZE, make
 def played(policy, seeds=range(5)):
     """The mean return of a policy [position, velocity] -> action."""
     env, total = make(max_steps=40, clock="simulated"), 0.0
-    puck = env.robot.robot
+    puck = env.robot
     for seed in seeds:
         env.reset(seed)
         for step in range(40):
@@ -21,7 +21,7 @@ def played(policy, seeds=range(5)):
 def test_a_picture_shows_where_the_puck_is_and_not_how_fast_it_moves():
     env = make(max_steps=40, clock="simulated")
     seen = env.reset(3)[IMAGES + CAMERA]
-    puck = env.robot.robot
+    puck = env.robot
     assert (seen.shape, seen.dtype) == ((SIZE, SIZE, 3), np.uint8)
     row, column = np.unravel_index(seen[..., 0].argmax(), (SIZE, SIZE))
     np.testing.assert_allclose(puck.position, (np.array([column, row]) + 0.5) / SIZE * 2 - 1, atol=1.5 / SIZE)
@@ -32,7 +32,7 @@ def test_a_picture_shows_where_the_puck_is_and_not_how_fast_it_moves():
 def test_a_cushion_takes_the_speed_and_an_action_pushes():
     env = make(max_steps=40, clock="simulated")
     env.reset(0)
-    puck = env.robot.robot
+    puck = env.robot
     puck.position, puck.velocity = np.array([0.95, 0.0]), np.array([1.0, 0.5])
     env.step(np.array([0.0, 1.0], np.float32))
     np.testing.assert_allclose(puck.position, [1.0, 0.08])

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 from serl_client.errors import ConfigError, RobotFault
 
+from robot_infra.guard.robot import GuardedRobot
 from robot_infra.interfaces import Verdict
 from robot_infra.judges import Function, lifted
-from robot_infra.safety import SafeRobot
-from robot_infra.tasks.fake import FakeRobot, make
+from robot_infra.tasks.fake import make
 from robot_infra.teleop.scripted import Scripted
-from tests.shared.robots import LEFT, RIGHT, FakeCamera, Hand, TimedRobot, build, play
+from tests.shared.robots import LEFT, RIGHT, FakeCamera, Hand, TimedRobot, build, play, point
 
 # -- time
 
 
 def test_a_real_clock_keeps_its_rate_however_long_the_work_takes(clock):
-    env = build(FakeRobot(latency=0.03), clock="real")
+    env = build(point(latency=0.03), clock="real")
     env.reset(0)
     start = clock.now
     for step in range(50):
@@ -27,16 +27,16 @@ def test_a_real_clock_keeps_its_rate_however_long_the_work_takes(clock):
 @pytest.mark.parametrize("fps", [10, 30, 50])
 def test_each_action_has_time_to_act_and_the_robot_is_not_hurried_after_a_late_one(clock, fps):
     """Whatever the policy, a pause or the way home took, in periods; commands take a part of a period too."""
-    robot, random, period = TimedRobot(clock, latency=0.3 / fps), np.random.default_rng(fps), 1 / fps
+    robot, random, period = point(TimedRobot, fps, latency=0.3 / fps), np.random.default_rng(fps), 1 / fps
     env = build(robot, clock="real", fps=fps)
     for episode in range(20):
-        robot.sent, robot.seen = [], []
+        robot.sent, robot.looked = [], []
         env.reset(episode)
         thoughts = random.choice([0, 0, 0, 0.3, 0.5, 0.7, 3, 40], 30) * period
         for thought in thoughts:
             clock.now += thought
             env.step(RIGHT)
-        acted, spaced = (np.array(robot.seen[1:]) - robot.sent) / period, np.diff(robot.sent) / period
+        acted, spaced = (np.array(robot.looked[1:]) - robot.sent) / period, np.diff(robot.sent) / period
         assert (acted >= 0.5 - 1e-6).all()
         assert (acted <= 1 + 1e-6).all()
         assert (spaced >= 0.5 - 1e-6).all()
@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused_before_anything_moves():
     with pytest.raises(ConfigError, match="joint_position"):
         build(teleop=teleop)
     with pytest.raises(ConfigError, match="explode"):
-        FakeRobot(faults={"explode": 1})
+        point(faults={"explode": 1})
     env = build()
     assert not env.has_operator
     with pytest.raises(ConfigError, match="no teleop"):
@@ -96,13 +96,16 @@ def test_what_does_not_fit_is_refused_before_anything_moves():
 
 @pytest.mark.parametrize("stop_fails", [False, True])
 def test_every_way_out_stops_the_robot_and_gives_each_device_back(stop_fails):
-    class Stubborn(FakeRobot):
+    class Stubborn(GuardedRobot):
+        stopped = False
+
         def stop(self):
             super().stop()
+            self.stopped = True
             if stop_fails:
                 raise RobotFault("stop failed")
 
-    robot, camera, teleop = Stubborn(), FakeCamera(), Hand()
+    robot, camera, teleop = point(Stubborn), FakeCamera(), Hand()
 
     def run():
         with build(robot, cameras={"cam": camera}, teleop=teleop) as env:
@@ -111,47 +114,52 @@ def test_every_way_out_stops_the_robot_and_gives_each_device_back(stop_fails):
 
     with pytest.raises(RobotFault if stop_fails else KeyboardInterrupt):
         run()
-    assert (robot.stopped, robot.closed, camera.closed, teleop.closed) == (True,) * 4
+    assert (robot.stopped, robot.guard.is_open, camera.closed, teleop.closed) == (True, False, True, True)
 
 
-# -- the safety wrapper
+# -- what the guard lets through
 
 
 def test_a_command_outside_the_bounds_is_clipped_and_the_clipped_one_reported():
-    env = build(SafeRobot(FakeRobot()))
+    env = build()
     env.reset(0)
     np.testing.assert_array_equal(env.step(np.array([3.0, -0.5])).executed, np.array([1, -0.5], np.float32))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_command_that_is_not_finite_holds(value):
-    robot = FakeRobot()
-    safe, before = SafeRobot(robot), robot.position
-    np.testing.assert_array_equal(safe.command(np.array([0.5, value], np.float32)), [0, 0])
-    np.testing.assert_allclose(robot.position, before)
+    robot = point()
+    before = robot.guard.arm.position
+    np.testing.assert_array_equal(robot.command(np.array([0.5, value], np.float32)), [0, 0])
+    np.testing.assert_allclose(robot.guard.arm.position, before)
 
 
 def test_an_action_of_another_shape_is_an_error_not_a_broadcast():
     with pytest.raises(ValueError, match="action"):
-        SafeRobot(FakeRobot()).command(np.ones(1))
+        point().command(np.ones(1))
 
 
 @pytest.mark.parametrize(
     ("faults", "said"), [({"raise": 2}, "told to fail"), ({"nan": 2}, r"observation\.state")], ids=["robot", "sensor"]
 )
 def test_a_fault_stops_the_robot_before_a_policy_sees_it_and_is_told(faults, said):
-    robot = FakeRobot(faults=faults)
-    env = build(SafeRobot(robot))
+    robot = point(faults=faults)
+    env = build(robot)
     env.reset(0)
     env.step(RIGHT)
-    assert not robot.stopped
     with pytest.raises(RobotFault, match=said):
         env.step(RIGHT)
-    assert robot.stopped
+    before = robot.guard.arm.position
+    for ask in (robot.observe, lambda: robot.command(RIGHT)):
+        with pytest.raises(RobotFault, match=said):
+            ask()
+    np.testing.assert_array_equal(robot.guard.arm.position, before)
+    robot.recover()
+    assert robot.command(RIGHT)[0] > 0
 
 
 def test_a_frozen_robot_takes_commands_and_stays():
-    env = build(FakeRobot(faults={"freeze": 2}))
+    env = build(point(faults={"freeze": 2}))
     start = env.reset(0)["observation.state"]
     moved, frozen = (env.step(RIGHT).observation["observation.state"] for _ in range(2))
     assert moved[0] > start[0]

@@ -11,8 +11,7 @@ from robot_infra.interfaces import Reading, Verdict
 from robot_infra.judges import TogglePenalty
 from robot_infra.kinematics import NOVA2, Chain, at, twist
 from robot_infra.spaces import EeDelta, Gripper, JointDelta, Limb, SpacedRobot, understood
-from robot_infra.tasks.fake import FakeRobot
-from tests.shared.robots import Hand, build, from_yaml, play
+from tests.shared.robots import Hand, build, from_yaml, play, point
 
 JOINTS = tuple(f"joint{number}" for number in range(1, 7))
 POSITIONS = Feature(
@@ -198,7 +197,7 @@ def test_a_device_that_says_more_than_its_space_allows_moves_the_robot_as_far_as
 
 
 @pytest.mark.parametrize(("robot", "spoken", "said"), [
-    (FakeRobot(), "joint_position", "gives joint_position actions, the robot takes ee_delta: choose another"),
+    (point(), "joint_position", "gives joint_position actions, the robot takes ee_delta: choose another"),
     (spaced("joint_delta"), "polar", "polar actions, the robot takes joint_position, joint_delta, ee_delta: choose"),
     (SpacedRobot(Arm(), {"ee_delta": ee_delta()}, "ee_delta"), "joint_position", "the robot takes ee_delta: choose"),
 ], ids=["a robot of one space", "an unknown space", "a tool that does not turn"])  # fmt: skip

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from serl_client import ConfigError
 
-from robot_infra.tasks.wall import WallRobot, make
+from robot_infra.tasks.wall import WallArm, make
 from tests.shared.robots import RIGHT, play
 
 made = partial(make, max_steps=40, noise=0.2, clock="simulated")
@@ -34,4 +34,4 @@ def test_the_mean_of_two_gaps_is_wall_which_ends_the_episode_as_a_failure():
 
 def test_a_wall_without_a_gap_is_refused():
     with pytest.raises(ConfigError, match=r"task\.env\.gaps=0: a wall needs at least 1 gap"):
-        WallRobot(gaps=0, fps=10)
+        WallArm("wall", gaps=0, hz=10)

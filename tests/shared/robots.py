@@ -3,13 +3,15 @@
 import numpy as np
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from serl_client import clock
 from serl_client.spec import Feature
 
 from robot_infra.env import RobotEnv
+from robot_infra.guard.robot import GuardedRobot
 from robot_infra.interfaces import Frame, Verdict
 from robot_infra.interfaces import Hand as Said
 from robot_infra.judges import Function
-from robot_infra.tasks.fake import FakeRobot
+from robot_infra.tasks.fake import guarded
 
 from .clock import Clock
 from .common import TASKS
@@ -19,10 +21,16 @@ RIGHT, LEFT = np.array([1, 0], np.float32), np.array([-1, 0], np.float32)
 never = Function(lambda observation: Verdict(0.0, False, False))
 
 
+def point(kind=GuardedRobot, fps=10, **options):
+    """The fake arm behind a guard in this process; its driver is `point().guard.arm`."""
+    return guarded(robot=kind, fps=fps, **options)
+
+
 def build(robot=None, **changes):
-    """An env of the fake robot whose episodes end by nothing but their time limit."""
+    """An env of the fake arm whose episodes end by nothing but their time limit."""
     arguments = {"judge": never, "task": "test", "fps": 10, "max_steps": 1000, "clock": "simulated"}
-    return RobotEnv(robot or FakeRobot(), **(arguments | changes))
+    arguments |= changes
+    return RobotEnv(robot or point(fps=arguments["fps"]), **arguments)
 
 
 def from_yaml(name, changes=None, **options):
@@ -51,19 +59,19 @@ def play(env, seed, action=None, **reset):
     return steps
 
 
-class TimedRobot(FakeRobot):
+class TimedRobot(GuardedRobot):
     """Remembers when its commands came, and when it was observed."""
 
-    def __init__(self, clock, latency=0.0):
-        super().__init__(latency=latency)
-        self.clock, self.sent, self.seen = clock, [], []
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.sent, self.looked = [], []
 
     def command(self, action):
-        self.sent.append(self.clock.now)
+        self.sent.append(clock.monotonic())
         return super().command(action)
 
     def observe(self):
-        self.seen.append(self.clock.now)
+        self.looked.append(clock.monotonic())
         return super().observe()
 
 

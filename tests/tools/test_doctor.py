@@ -21,13 +21,13 @@ from serl_client.client import TrainerClient
 from serl_client.errors import ConfigError
 from serl_client.outbox import Outbox
 
+from robot_infra.guard.robot import GuardedRobot
 from robot_infra.interfaces import Frame
-from robot_infra.tasks.fake import FakeRobot
 from serl_launcher.config import composed
 from serl_launcher.store.store import Store
 from tests.shared.clients import connected
 from tests.shared.common import free_port, own_ports
-from tests.shared.robots import build
+from tests.shared.robots import build, point
 from tests.shared.servers import ServerThread
 from tests.shared.tools import called, typed
 from tools.checks import machine, network, robot
@@ -324,7 +324,7 @@ class Camera:
         pass
 
 
-class Slow(FakeRobot):
+class Slow(GuardedRobot):
     """`seconds` pass in each observation."""
 
     seconds = 0.0
@@ -336,7 +336,7 @@ class Slow(FakeRobot):
 
 def real_env(**cameras):
     """The robot on the real clock with these cameras."""
-    return build(Slow(), fps=20, max_steps=9, clock="real", cameras=cameras)
+    return build(point(Slow, 20), fps=20, max_steps=9, clock="real", cameras=cameras)
 
 
 @pytest.mark.parametrize(
@@ -360,14 +360,14 @@ def test_a_loop_that_is_too_slow_fails_and_names_the_slow_part(tmp_path):
     with real_env(high=Camera()) as env:
         env.robot.seconds = 0.08
         assert_says(robot.control, planned("actor", tmp_path, env=env, seconds=0.4), "FAIL", "robot 8")  # ms
-    assert env.robot.commands == 0
+    assert env.robot.steps == 0
 
 
 def test_a_real_robot_is_commanded_only_when_it_may_move(tmp_path):
     with real_env() as env:
         for move in (False, True):
             said = found(robot.control, planned("actor", tmp_path, env=env, move=move, seconds=0.2))[1]
-            assert (env.robot.commands > 0) == move, said
+            assert (env.robot.steps > 0) == move, said
 
 
 def test_a_robot_that_does_not_open_is_a_failure_and_the_rest_goes_on(learner, tmp_path):

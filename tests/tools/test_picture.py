@@ -86,7 +86,7 @@ def ticks(animation):
 
 def blind():
     """A scene that draws nothing."""
-    return SimpleNamespace(arm=picture.SimArm(), draw=lambda: np.zeros((4, 4, 3), np.uint8))
+    return SimpleNamespace(arm=picture.guarded(), draw=lambda: np.zeros((4, 4, 3), np.uint8))
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_what_the_simulator_does_not_repeat_is_refused(run):
     with pytest.raises(ConfigError, match="does not repeat this run"):
         list(picture.played(blind(), first[0]))
     with pytest.raises(ConfigError, match="no start of an evaluation"):
-        picture.start(picture.SimArm(), first[0][STATE][0] + 1)
+        picture.start(picture.guarded(), first[0][STATE][0] + 1)
 
 
 def test_captions_count_what_the_store_holds_and_an_episodes_end_stands_still_and_tells_how_it_ended(run):

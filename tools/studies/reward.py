@@ -14,9 +14,9 @@ from torch import Tensor
 from robot_infra.cameras import gl
 from robot_infra.classifier_judge import Verdicts
 from robot_infra.env import RobotEnv
+from robot_infra.guard.robot import GuardedRobot
 from robot_infra.judges import Unjudged, lifted
-from robot_infra.safety import SafeRobot
-from robot_infra.tasks.sim_arm import SimArm, make, pick
+from robot_infra.tasks.sim_arm import Scene, guarded, make, pick
 from robot_infra.teleop.scripted import Scripted
 from robot_infra.teleop.verdicts import ScriptedVerdicts
 from serl_launcher.algorithms.reward_classifier import SUCCESS, RewardClassifier
@@ -58,7 +58,7 @@ def by_lot(batch: Batch) -> Batch:
     return replace(batch, extras={**batch.extras, SUCCESS: lot.unsqueeze(1)})
 
 
-def late(arm: SimArm) -> Callable[[], bool]:
+def late(arm: Scene) -> Callable[[], bool]:
     """Return what tells whether the block has been up for LATE steps, or was so long ago."""
     since: list[int] = []  # the first step at which it was
 
@@ -76,9 +76,8 @@ def late_arm(**options: Any) -> RobotEnv:
     """Return the arm's task with a scripted person who is late."""
     env = make(**{**options, "verdict_by": "operator"})
     assert isinstance(env.operator, ScriptedVerdicts)
-    assert isinstance(env.robot, SafeRobot)
-    assert isinstance(env.robot.robot, SimArm)
-    env.operator.holds = late(env.robot.robot)
+    assert isinstance(env.robot, GuardedRobot)
+    env.operator.holds = late(Scene(env.robot))
     return env
 
 
@@ -87,7 +86,8 @@ def near_arm(*, max_steps: int, noise: float, fps: float, image_size: int, **_: 
 
     Three of ten let go there.
     """
-    arm, random, height, grip = SimArm(fps=fps), np.random.default_rng(23), 0.0, 1.0
+    robot = guarded(fps=fps, backend=gl.backend(), image_size=image_size)
+    arm, random, height, grip = Scene(robot), np.random.default_rng(23), 0.0, 1.0
 
     def miss() -> Array:
         nonlocal height, grip
@@ -99,8 +99,8 @@ def near_arm(*, max_steps: int, noise: float, fps: float, image_size: int, **_: 
 
     person = ScriptedVerdicts(late(arm), lambda: arm.steps, max_steps)
     return RobotEnv(
-        SafeRobot(arm), judge=Unjudged(), task="pick up the block", fps=fps, max_steps=max_steps, clock="simulated",
-        cameras=arm.cameras(gl.backend(), size=image_size), teleop=Scripted(miss, noise=noise), operator=person,
+        robot, judge=Unjudged(), task="pick up the block", fps=fps, max_steps=max_steps, clock="simulated",
+        cameras=robot.cameras, teleop=Scripted(miss, noise=noise), operator=person,
     )  # fmt: skip
 
 
@@ -149,34 +149,36 @@ def exported(folder: Path, source: str) -> Path:
 
 def held_out(seed: int, count: int) -> Iterator[Episode]:
     """Yield `count` successes and `count` failures, from starts that no run begins at."""
-    arm = SimArm(fps=FPS)
-    cameras = arm.cameras(gl.backend(), size=SIZE)
+    robot = guarded(fps=FPS, backend=gl.backend(), image_size=SIZE)
     random, number, left = np.random.default_rng([seed, 17]), 10**8 + 10**6 * seed, {True: count, False: count}
     while any(left.values()):
         number += 1
         kind = "success" if left[True] else list(SCRIPTS)[1 + left[False] % 3]
-        arm.home(number)
-        episode = rolled(arm, cameras, kind, random)
+        robot.home(number)
+        episode = rolled(robot, kind, random)
         if (succeeded := episode[2] is not None) == (kind == "success"):  # the noise may have made it another one
             left[succeeded] -= 1
             yield episode
 
 
-def rolled(arm: SimArm, cameras: Mapping[str, Any], kind: str, random: np.random.Generator) -> Episode:
+def rolled(robot: GuardedRobot, kind: str, random: np.random.Generator) -> Episode:
     """Return an episode by a script with noise; after its success it goes on for AFTER rows."""
+    arm = Scene(robot)
+    robot.observe()
     rows, up, pause, speed = list[Mapping[str, Array]](), None, random.integers(15), random.uniform(0.4, 1)
     while len(rows) < (ROWS if up is None else up + AFTER):
         action = np.clip(SCRIPTS[kind](arm), -1, 1) if len(rows) >= pause else np.zeros(4)
         action[:3] = speed * action[:3] + random.normal(0, 0.1, 3)
-        arm.command(np.clip(action, -1, 1).astype(np.float32))
+        robot.command(np.clip(action, -1, 1).astype(np.float32))
+        observed = robot.observe().values
         if up is None and lifted(arm.tool, arm.block):
             up = len(rows)
-        images = {f"observation.images.{name}": camera.latest().image for name, camera in cameras.items()}
-        rows.append({**arm.observe().values, **images})
+        images = {f"observation.images.{name}": camera.latest().image for name, camera in robot.cameras.items()}
+        rows.append({**observed, **images})
     return kind, rows, up
 
 
-def beside(arm: SimArm) -> Array:
+def beside(arm: Scene) -> Array:
     """Return the action of a pick beside the block: the gripper closes on nothing, and goes up."""
     x, y, z = arm.block + np.array([0.0, 0.06, 0.0]) - arm.tool
     if arm.steps > ROWS // 2:
@@ -185,7 +187,7 @@ def beside(arm: SimArm) -> Array:
     return np.array([x / arm.stroke, y / arm.stroke, z / arm.stroke, 1.0 if is_there else -1.0])
 
 
-def ended(*action: float) -> Callable[[SimArm], Array]:
+def ended(*action: float) -> Callable[[Scene], Array]:
     """Return a pick that does this instead below the height of a success."""
     return lambda arm: np.array(action) if arm.block[2] > 0.07 else pick(arm)
 

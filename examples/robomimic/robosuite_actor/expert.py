@@ -8,7 +8,6 @@ from serl_client.spec import Array
 from robosuite_actor.scene import Scene
 from robot_infra.env import RobotEnv
 from robot_infra.judges import Predicate
-from robot_infra.safety import SafeRobot
 from robot_infra.teleop.scripted import Rescuer
 
 TASKS = {"Lift": "lift the cube", "Can": "put the can into its bin"}
@@ -79,6 +78,6 @@ def make(
         handback_after=handback_after,
     )  # fmt: skip
     return RobotEnv(
-        SafeRobot(robot), judge=Predicate(robot.succeeded), task=TASKS[scene], fps=fps, max_steps=max_steps,
+        robot, judge=Predicate(robot.succeeded), task=TASKS[scene], fps=fps, max_steps=max_steps,
         clock=clock, cameras=robot.cameras() if cameras else {}, teleop=operator,
     )  # fmt: skip

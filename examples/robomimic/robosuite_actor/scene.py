@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from serl_client.env import Observation
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature
 
 from robot_infra.cameras import gl
-from robot_infra.interfaces import Frame, Reading
+from robot_infra.interfaces import Frame
+from robot_infra.tasks.simulated import Simulated
 
 ENVS = {"Lift": "Lift", "Can": "PickPlaceCan"}  # robomimic's name of a task: robosuite's
 POSITION = {"Lift": "cube_pos", "Can": "Can_pos"}
@@ -23,7 +25,7 @@ AXES = ("x", "y", "z", "rx", "ry", "rz", "gripper")  # deltas of position and ax
 IMAGE_SIZES = range(16, 513)  # pixels
 
 
-class Scene:
+class Scene(Simulated):
     """Simulates a task of robosuite; a Robot whose action [7] is in [-1, 1], as robomimic's.
 
     An action of 1 moves the tool by 5 cm or 0.5 rad at most, or closes the gripper. The observations have robomimic's
@@ -34,7 +36,7 @@ class Scene:
     Raises ConfigError for an unknown task, for a size that cannot be drawn, and without robosuite.
     """
 
-    space, is_home, is_simulated = "ee_delta", True, True
+    space = "ee_delta"
     action = Feature((7,), names=AXES, low=np.array(-1), high=np.array(1))
 
     def __init__(self, task: str, *, fps: float, cameras: bool, image_size: int) -> None:
@@ -89,23 +91,12 @@ class Scene:
         self.gain, self.hover = random.uniform(8, 14), random.uniform(0.06, 0.12)  # of the expert in this episode
         self.upright = self.axes.copy()
 
-    def observe(self) -> Reading:
+    def sense(self) -> Observation:
         seen = {**self._seen, "object": self._seen["object-state"]}
-        values = {f"observation.{key}": np.array(seen[key], np.float32) for key in self._keys}
-        return Reading(values, time.monotonic())
+        return {f"observation.{key}": np.array(seen[key], np.float32) for key in self._keys}
 
-    def command(self, action: Array) -> Array:
+    def act(self, action: Array) -> None:
         self._seen = self.env.step(action)[0]
-        return action
-
-    def hold_action(self) -> Array:
-        return np.zeros(7, np.float32)
-
-    def stop(self) -> None:
-        pass  # time stands still between two commands
-
-    def recover(self) -> None:
-        pass
 
     def close(self) -> None:
         self.env.close()
