@@ -110,7 +110,7 @@ class Welcomes:
                 "run_dir=..., or the actor with the run's task"
             )
         earlier, key = [session for session, _ in hello.earlier], owner.name if owner else ""
-        store.lives.hello(hello.actor, hello.outbox, hello.session, earlier, key, simulated=hello.paced)
+        store.lives.hello(hello.actor, hello.outbox, hello.session, earlier, owner=key, simulated=hello.paced)
 
     def _namesakes(self, hello: m.Hello) -> list[Peer]:
         """The clients of this role and name that have said something after their Hello."""

@@ -39,7 +39,7 @@ def make_store(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
     index = Index(making)
     index.set_meta("run", uuid.uuid4().hex)
     index.set_meta("spec", spec.to_dict())
-    index.put_sources(Source(name, capacity) for name, capacity in capacities.items())
+    index.put(*(Source(name, capacity) for name, capacity in capacities.items()))
     index.commit()  # SQLite has synced the folder by now, so the files below are never there without it
     index.close()
     allocate(folder, spec, capacities)

@@ -17,7 +17,7 @@ from serl_client import clock
 from serl_client.episode import Outcome
 from serl_client.errors import ConfigError
 
-from serl_launcher.store.schema import FORMAT, NUMBERED, SCHEMA, TABLES, Episode, EpisodeInfo, Session, Source
+from serl_launcher.store.schema import FORMAT, NUMBERED, SCHEMA, TABLE, TABLES, Episode, EpisodeInfo, Session, Source
 
 OURS = "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
 DISK = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN}
@@ -118,13 +118,15 @@ class Index:
         sql = f"INSERT {instead} INTO {table} VALUES ({number}{', '.join('?' * (len(rows[0]) + 1))})"
         return self._write(sql, *([*row, _checksum(row)] for row in rows))
 
-    def _put(self, table: str, *things: Any) -> None:
-        if things:
-            names = [f.name for f in dataclasses.fields(things[0])]
-            self._add(table, *([getattr(thing, name) for name in names] for thing in things), instead="OR REPLACE")
+    def put(self, *rows: Source | Session | Episode) -> None:
+        """Write rows of one table, in place of those with the same keys."""
+        if rows:
+            names = [f.name for f in dataclasses.fields(rows[0])]
+            values = ([getattr(row, name) for name in names] for row in rows)
+            self._add(TABLE[type(rows[0])], *values, instead="OR REPLACE")
 
-    def _get(self, kind: type, table: str, where: str = "1", *values: Any) -> list[Any]:
-        names = ", ".join(f.name for f in dataclasses.fields(kind))
+    def _get(self, kind: type, where: str = "1", *values: Any) -> list[Any]:
+        table, names = TABLE[kind], ", ".join(f.name for f in dataclasses.fields(kind))
         found = []
         for *row, checksum in self._db.execute(f"SELECT {names}, checksum FROM {table} WHERE {where}", values):
             if _checksum(row) != checksum:
@@ -141,14 +143,8 @@ class Index:
         self._write("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
     # -- sources, sessions, episodes, outcomes
-    def put_sources(self, sources: Iterable[Source]) -> None:
-        self._put("sources", *sources)
-
     def sources(self) -> dict[str, Source]:
-        return {source.name: source for source in self._get(Source, "sources")}
-
-    def put_sessions(self, sessions: Iterable[Session]) -> None:
-        self._put("sessions", *sessions)
+        return {source.name: source for source in self._get(Source)}
 
     def drop_sessions(self, sessions: Iterable[str]) -> None:
         """Forget these: none of their records ever came."""
@@ -156,37 +152,34 @@ class Index:
             self._write("DELETE FROM sessions WHERE session = ?", (session,))
 
     def sessions(self) -> dict[str, Session]:
-        found = self._get(Session, "sessions", "1 ORDER BY position")
+        found = self._get(Session, "1 ORDER BY position")
         for session in found:
             session.closed, session.simulated = bool(session.closed), bool(session.simulated)
         return {session.session: session for session in found}
 
-    def put_episodes(self, episodes: Iterable[Episode]) -> None:
-        self._put("episodes", *episodes)
-
     def open_episodes(self) -> dict[str, Episode]:
         """The open episode of each session."""
-        return {episode.session: episode for episode in self._get(Episode, "episodes", "closed = 0")}
+        return {episode.session: episode for episode in self._get(Episode, "closed = 0")}
 
     def episode(self, id: str) -> Episode | None:
-        return next(iter(self._get(Episode, "episodes", "id = ?", id)), None)
+        return next(iter(self._get(Episode, "id = ?", id)), None)
 
     def latest(self, count: int) -> list[Episode]:
         """The episodes that began last, the newest first."""
-        return self._get(Episode, "episodes", "1 ORDER BY number DESC LIMIT ?", count)
+        return self._get(Episode, "1 ORDER BY number DESC LIMIT ?", count)
 
     def parts(self, id: str) -> list[Episode]:
         """The episode of that id, and what came of it after it was closed from elsewhere."""
-        whole = self._get(Episode, "episodes", "id = ?", id)
-        return whole + self._get(Episode, "episodes", "part_of = ? AND part_start > 0 ORDER BY number", id)
+        whole = self._get(Episode, "id = ?", id)
+        return whole + self._get(Episode, "part_of = ? AND part_start > 0 ORDER BY number", id)
 
     def newest(self, session: str) -> list[Episode]:
         """The newest episode of a session, if it has one."""
-        return self._get(Episode, "episodes", "session = ? ORDER BY number DESC LIMIT 1", session)
+        return self._get(Episode, "session = ? ORDER BY number DESC LIMIT 1", session)
 
     def discarded_by(self, whom: str) -> list[Episode]:
         """The episodes of which somebody whose name begins so said last that they are discarded, in order."""
-        return self._get(Episode, "episodes", "discard = 1 AND judged_by LIKE ? ORDER BY number", f"{whom}%")
+        return self._get(Episode, "discard = 1 AND judged_by LIKE ? ORDER BY number", f"{whom}%")
 
     def first_from(self, source: str, step: int, row: int) -> tuple[int, int] | None:
         """(first, first_row) of the oldest episode that begins at or after both numbers."""

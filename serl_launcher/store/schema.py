@@ -102,13 +102,14 @@ class EpisodeInfo(NamedTuple):
     continued: bool
 
 
+TABLE: dict[type, str] = {Source: "sources", Session: "sessions", Episode: "episodes"}
 COLUMNS = {
     int: "INTEGER NOT NULL", bool: "INTEGER NOT NULL", float: "REAL NOT NULL", str: "TEXT NOT NULL",
     Unique: "TEXT UNIQUE NOT NULL", bool | None: "INTEGER",
 }  # fmt: skip
 
 
-def _table(name: str, kind: type) -> str:
+def _table(kind: type) -> str:
     """Return the SQL that makes the table of a dataclass. Its first field is the key, and the last column a checksum.
 
     The lines are those of all stores of this FORMAT, because SQLite keeps the text, and a store's text is compared.
@@ -116,15 +117,15 @@ def _table(name: str, kind: type) -> str:
     key, *columns = [f"{each.name} {COLUMNS[each.type]}" for each in fields(kind)]
     columns = [key.replace("NOT NULL", "PRIMARY KEY"), *columns, "checksum INTEGER NOT NULL"]
     whole = ", ".join(column.replace(" ", "\N{NO-BREAK SPACE}") for column in columns)  # no line ends within a column
-    lines = fill(f"CREATE TABLE {name} ({whole}) STRICT;", 120, subsequent_indent="    ")
+    lines = fill(f"CREATE TABLE {TABLE[kind]} ({whole}) STRICT;", 120, subsequent_indent="    ")
     return lines.replace("\N{NO-BREAK SPACE}", " ")
 
 
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-{_table("sources", Source)}
-{_table("sessions", Session)}
-{_table("episodes", Episode)}
+{_table(Source)}
+{_table(Session)}
+{_table(Episode)}
 CREATE INDEX episodes_by_revision ON episodes (revision);
 CREATE INDEX episodes_by_first ON episodes (source, first);
 CREATE INDEX episodes_by_session ON episodes (session);
@@ -146,4 +147,4 @@ CREATE TABLE commands (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT N
     actor TEXT NOT NULL, at REAL NOT NULL, checksum INTEGER NOT NULL) STRICT;
 """
 NUMBERED = ("directives", "weights", "commands")  # by SQLite: the checksum is of what follows the number
-TABLES = ("sources", "sessions", "episodes", "phases", "archived", "outcomes", "lost", *NUMBERED)
+TABLES = (*TABLE.values(), "phases", "archived", "outcomes", "lost", *NUMBERED)

@@ -32,9 +32,10 @@ class Sessions:
         self.changed, self.forgotten = {}, set()
 
     def hello(
-        self, actor: str, outbox: str, session: str, earlier: Iterable[str], owner: str, *, simulated: bool
-    ) -> None:  # fmt: skip
+        self, actor: str, outbox: str, session: str, earlier: Iterable[str], *, owner: str = "", simulated: bool = False
+    ) -> None:
         """Add these sessions. owner: the key that names them; "": there are no keys. simulated: the clock of the actor.
+        The store's next commit makes them durable.
 
         Raises Refused, and changes nothing, for a session of another key or outbox, and if `session` is over.
         """

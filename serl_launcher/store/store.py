@@ -112,7 +112,7 @@ class Store:
             )
         if added := {name: capacities[name] for name in capacities if name not in there}:
             allocate(folder, store.spec, added)
-            store.index.put_sources(Source(name, capacity) for name, capacity in added.items())
+            store.index.put(*(Source(name, capacity) for name, capacity in added.items()))
             store.index.commit()
             store.close()
             store = cls(folder, archived)
@@ -124,15 +124,6 @@ class Store:
             ring.files.close()
 
     # -- connections
-    def hello(
-        self, actor: str, outbox: str, session: str, earlier: Iterable[tuple[str, int]], *, owner: str = "",
-        simulated: bool = False,
-    ) -> None:  # fmt: skip
-        """Add this session and the `earlier` ones (session, last seq) of its outbox, durably; see Sessions.hello. The
-        server calls that itself, and commits once for many clients."""
-        self.lives.hello(actor, outbox, session, [name for name, _ in earlier], owner, simulated=simulated)
-        self.commit()
-
     def close_before(self, session: str, held: Collection[str]) -> None:
         """Close, durably, the sessions before this one whose records have all left the outbox that they share.
 
@@ -321,10 +312,10 @@ class Store:
             ring.write()
         for ring in busy:
             ring.files.sync()
-        self.index.put_sources(ring.source for ring in busy)
-        self.index.put_sessions(self.lives.changed.values())
+        self.index.put(*(ring.source for ring in busy))
+        self.index.put(*self.lives.changed.values())
         self.index.drop_sessions(self.lives.forgotten)
-        self.index.put_episodes(self.episodes.number_revisions())
+        self.index.put(*self.episodes.number_revisions())
         self.index.put_phases({phase: self.phase_steps[phase] for phase in self._changed_phases})
         self.index.add_outcomes(self.episodes.said)
         self.index.add_lost(self._staged_lost)
@@ -348,7 +339,7 @@ class Store:
         if (oldest := self.archive.oldest(source.name)) is not None and oldest[0] < source.tail:
             source.tail, source.row_tail, _ = oldest
         # What is staged is not in this transaction: a tail may move without the group that needs it.
-        self.index.put_sources([source])
+        self.index.put(source)
         self.index.commit()
         self._publish()
 

@@ -76,7 +76,7 @@ def fill(folder: Path, spec: Spec, steps: int) -> tuple[float, list[Any]]:
     """Fill a source with episodes. Return the bytes that this wrote per byte of frame, and the episodes."""
     store, rows = Store.create(folder, spec, {"online": steps}), Rows(spec)
     number = store.direct(BODY)
-    store.hello("bench", "outbox", "session", [])
+    store.lives.hello("bench", "outbox", "session", [])
     seq, per = 0, max(1, EPISODE // rows.length)
     while (seq + per) * rows.length <= steps:
         for segment in rows.episode(per, number):

@@ -94,7 +94,7 @@ def test_an_archived_source_lets_nothing_go_before_it_is_exported(tmp_path, blin
 @pytest.mark.slow
 def test_an_open_episode_that_a_full_source_waits_for_is_cut_and_nothing_of_it_leaves_unexported(tmp_path, blind):
     run = Run(tmp_path, blind, capacity=100, archived=["online"])
-    run.store.hello("other", "outbox2", "B", [])
+    run.store.lives.hello("other", "outbox2", "B", [])
     run.store.stage("B", 0, segment(blind, "long", steps=10, ends=""))
     run.episodes(*(f"e{i}" for i in range(9)), steps=10)
     with pytest.raises(Full, match="its episode long waits for its export"):
@@ -135,7 +135,7 @@ def test_what_comes_of_an_archived_episode_after_an_operator_closed_it_leaves_in
     """A dead link, a label, the export of 4 steps, the link is back: 36 more must not leave unexported."""
     run = Run(tmp_path, blind, capacity=100, archived=["online"], count=1)
     run.add(segment(blind, "e0", steps=4, ends=""))
-    run.store.hello("desk", "outbox2", "B", [])
+    run.store.lives.hello("desk", "outbox2", "B", [])
     run.store.stage("B", 0, Outcome("e0", True, judged_by="operator"))
     run.store.commit()
     run.work(rest=True)

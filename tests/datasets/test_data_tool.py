@@ -45,7 +45,7 @@ def kept(run, *episodes, outcomes=True, ends=True, cut=(), ages=True):
     """A run's folder whose store holds these episodes; those in `cut` were truncated. ages: of the camera's images."""
     spec = SPEC if ages else replace(SPEC, extras={})
     store = Store.create(run / "store", spec, {"online": 1000})
-    store.hello("arm", "outbox", "session", [])
+    store.lives.hello("arm", "outbox", "session", [])
     directive, seq = store.direct({"mode": "collect", "into": "online"}), itertools.count()
     for number, arrays in enumerate(episodes):
         count = len(arrays["action"])

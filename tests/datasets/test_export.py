@@ -60,7 +60,7 @@ def test_lerobot_opens_every_shard_while_the_run_goes_on_and_its_numbers_are_the
 
 def test_episodes_of_two_actors_and_of_two_phases_are_kept_apart(tmp_path, blind):
     run = Run(tmp_path, blind)
-    run.store.hello("other", "outbox2", "B", [])
+    run.store.lives.hello("other", "outbox2", "B", [])
     for i in range(3):  # their segments lie between each other
         run.store.stage("A", i, segment(blind, "a", start=4 * i, steps=4, ends="truncated" if i == 2 else ""))
         run.store.stage("B", i, segment(blind, "b", start=3 * i, steps=3, ends="", phase="demonstrate", directive=2))
@@ -88,7 +88,7 @@ def test_what_a_shard_holds_stays_there_until_an_operator_discards_it(tmp_path, 
     run.judge("e1", True)
     dataset, table = run.opened("000001-000002")
     assert (dataset.num_episodes, set(table["outcome"][6:].tolist())) == (2, {1})
-    run.store.hello("operator", "outbox2", "B", [])  # from elsewhere, as one who has looked at it
+    run.store.lives.hello("operator", "outbox2", "B", [])  # from elsewhere, as one who has looked at it
     run.store.stage("B", 0, Outcome("e0", None, discard=True, judged_by="operator"))
     run.store.commit()
     run.work()

@@ -201,7 +201,7 @@ def test_a_dataset_that_is_not_there_ends_the_program_with_a_sentence(tmp_path):
 def test_what_a_run_exported_is_the_same_in_another_run(tmp_path, serving, spec, make_segment):
     """Spec, steps, rewards, ends and outcomes; but the final observation of an episode that was truncated is not."""
     store = Store.create(tmp_path / "first/store", spec, {"online": 1000})
-    store.hello("arm", "outbox", "session", [])
+    store.lives.hello("arm", "outbox", "session", [])
     store.direct({"mode": "collect", "phase": "practise", "into": "online"})
     records = [
         make_segment("a", key=1, steps=8, ends="terminated"), Outcome("a", True),

@@ -189,7 +189,7 @@ def _go_on(run_dir: Path, store: Store, promises: played.Promises) -> played.Pro
     body = {"phase": "next", "mode": "collect", "into": "online"}
     grown.given("directive", store.direct(body), body)
     grown.given("weights", store.publish_weights(sha256, size, 0), sha256)
-    store.hello("c", "outbox-c", "c0", [])
+    store.lives.hello("c", "outbox-c", "c0", [])
     for session in [session for session, state in store.sessions.items() if not state.closed]:
         begin = max(store.expected(session), grown.expected.get(session, 0))  # what was acknowledged comes no more
         for seq in range(begin, begin + 6):

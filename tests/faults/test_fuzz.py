@@ -167,7 +167,7 @@ def test_an_empty_index_is_refused_and_stays_empty(tmp_path):
 def test_a_flood_of_outcomes_is_committed_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "GROUP_OUTCOMES", 10)
     made = Store.create(tmp_path / "store", mutations.SPEC, {"online": 100})
-    made.hello("arm", "o", "e", [])
+    made.lives.hello("arm", "o", "e", [])
     for seq in range(35):
         made.stage("e", seq, Outcome(f"e{seq}", True))
         assert len(made.episodes.said) <= 10

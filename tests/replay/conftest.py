@@ -16,7 +16,8 @@ def store(tmp_path, spec):
     made.direct({"into": "online", "phase": "practise"})
     made.direct({"into": "demo", "phase": "demonstrate"})
     for session in "AB":
-        made.hello(f"arm {session}", f"outbox {session}", session, [])
+        made.lives.hello(f"arm {session}", f"outbox {session}", session, [])
+    made.commit()
     yield made
     made.close()
 

@@ -107,7 +107,7 @@ def test_whatever_is_said_and_evicted_every_step_has_what_the_last_word_makes_of
     store, heard, push, make_segment, late
 ):  # fmt: skip
     """late: windows ask for the columns only after many episodes are there."""
-    store.hello("operator", "desk", "O", [])
+    store.lives.hello("operator", "desk", "O", [])
     model, checked, unknown = Gaps(store, push, make_segment), 0, 0
     for turn in range(300):
         model.turn()

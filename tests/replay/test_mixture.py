@@ -168,7 +168,7 @@ def _same_as_a_look_at_all(store, sources, views):
 def test_a_discard_and_a_verdict_look_at_no_steps_but_their_episodes_and_the_new_ones(tmp_path, spec, make_segment):
     made = Store.create(tmp_path / "store", spec, {"online": 6000})
     made.direct({"into": "online", "phase": "practise"})
-    made.hello("arm", "outbox", "A", [])
+    made.lives.hello("arm", "outbox", "A", [])
     views = {"won": View(("online",), ("successful",))}
     found, cursor, looked = ReplayMixture(made.folder, spec, {"online": 6000}, views, seed=0), 0, []
     buffer = found.buffers["online"]

@@ -193,7 +193,7 @@ def test_rare_decisions_are_found_and_extras_keep_their_own_names(tmp_path, spec
     spec = Spec(spec.observation, spec.action, 10.0, extras)
     made = Store.create(tmp_path / "store", spec, {"online": 2000})
     made.direct({"into": "online", "phase": "practise"})
-    made.hello("arm", "outbox", "A", [])
+    made.lives.hello("arm", "outbox", "A", [])
     segment = make_segment("e0", 1, 0, 500, ends="terminated")
     segment.chunk_start[:] = np.arange(500) % 50 == 0
     own = {"weights": np.full((500, 3), 7.0, np.float32), "number": np.arange(500)}

@@ -65,7 +65,7 @@ def test_what_a_dead_actor_left_is_drawn_to_its_last_row_once_a_person_has_judge
 ):  # fmt: skip
     """Without a final observation a step has no successor, which a terminal one needs not."""
     push("A", make_segment("e1", 1, 0, 6))
-    store.hello("operator", "desk", "O", [])
+    store.lives.hello("operator", "desk", "O", [])
     push("O", said("e1", "success"))  # which closes the episode
     assert ends(heard())[1, 5] == (5.0, True, False, 1, True)
     push("O", said("e1", "nothing"))
@@ -191,7 +191,7 @@ class Model:
 def test_whatever_is_said_in_whatever_order_every_row_is_what_the_last_word_makes_of_it_also_after_a_restart(
     store, heard, read, push, make_segment
 ):  # fmt: skip
-    store.hello("operator", "desk", "O", [])
+    store.lives.hello("operator", "desk", "O", [])
     model, judged, parts = Model(store, push, make_segment), 0, 0
     for turn in range(500):
         model.turn()

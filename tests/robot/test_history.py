@@ -28,7 +28,7 @@ def in_training(folder, client, history):
     spec, (episode,) = client.spec, client.episodes
     store = Store.create(folder, spec, {"online": 100})
     store.direct({"into": "online", "phase": "practise"})
-    store.hello("robot", "outbox", "A", [])
+    store.lives.hello("robot", "outbox", "A", [])
     store.stage("A", 0, episode)
     store.commit()
     buffer, numbers = ReplayBuffer(folder / "online", Layout(spec, 100)), np.arange(len(episode))

@@ -147,13 +147,13 @@ def test_a_ban_outlives_the_server_and_an_allow_list_that_is_gone_lets_nobody_in
 
 def test_the_owner_of_a_life_outlives_the_server(keys, tmp_path, spec):
     store = Store.create(tmp_path / "store", spec, {"online": 100})
-    store.hello("left", "box", "a" * 32, [], owner="left")
+    store.lives.hello("left", "box", "a" * 32, [], owner="left")
     store.commit()
     store.close()
     store = Store(tmp_path / "store")
     for owner in ("right", "lef"):
         with pytest.raises(Refused, match="or to another key"):
-            store.hello("left", "box", "b" * 32, [("a" * 32, 0)], owner=owner)
+            store.lives.hello("left", "box", "b" * 32, ["a" * 32], owner=owner)
     for owner in ("left", ""):  # "": a learner without keys trusts whoever is there
-        store.hello("left", "box", "b" * 32, [("a" * 32, 0)], owner=owner)
+        store.lives.hello("left", "box", "b" * 32, ["a" * 32], owner=owner)
     store.close()

@@ -9,7 +9,8 @@ def founded(folder, archived=(), **capacities):
     """A store in folder/store that collects into `online`; actor arm has said Hello as session A."""
     made = Store.create(folder / "store", tiny_spec(), capacities or {"online": 400}, archived)
     made.direct({"into": "online", "phase": "practise"})
-    made.hello("arm", "outbox", "A", [])
+    made.lives.hello("arm", "outbox", "A", [])
+    made.commit()
     return made
 
 

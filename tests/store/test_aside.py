@@ -27,7 +27,7 @@ ABSURD = {
 @pytest.fixture
 def store(tmp_path):
     with closing(founded(tmp_path / "run")) as made:
-        made.hello("arm", "outbox B", "B", [])
+        made.lives.hello("arm", "outbox B", "B", [])
         yield made
 
 
@@ -104,7 +104,7 @@ def test_only_an_operator_elsewhere_takes_an_episode_back(store, make_segment, j
 
 
 def test_a_session_of_the_learners_own_name_does_not_stop_its_word(store, make_segment):
-    store.hello("arm", "outbox C", "learner", [])
+    store.lives.hello("arm", "outbox C", "learner", [])
     for episode in ("one", "two"):
         stage(store, Outcome(episode, True), session="learner")
         stage(store, changed(make_segment(episode, 1, ends="terminated"), "reward", 3e38))

@@ -96,7 +96,7 @@ def test_nothing_that_a_start_or_a_record_asks_of_the_index_reads_all_past_episo
     founded(tmp_path, online=100).close()
     monkeypatch.setattr(sqlite3, "connect", traced)
     made = Store.resume(tmp_path / "store", {"online": 100}, ["online"])
-    made.hello("arm", "outbox", "A", [])
+    made.lives.hello("arm", "outbox", "A", [])
     fill(made, 5)
     made.stage("A", 10, make_segment("open"))
     made.episodes.cut("A")
@@ -170,7 +170,7 @@ def run_and_die(folder, produced, killer, pipe):
     for name in ("pwritev", "fdatasync"):
         setattr(os, name, killer.wrap(getattr(os, name)))
     index.Index.commit = killer.wrap(index.Index.commit)
-    index.Index.put_episodes = killer.wrap(index.Index.put_episodes)
+    index.Index.put = killer.wrap(index.Index.put)
     files.SourceFiles.publish = killer.wrap(files.SourceFiles.publish)
     made = Store(folder / "store")
     for seq in range(made.expected("A"), len(produced)):
@@ -240,8 +240,9 @@ def test_whatever_ends_a_commit_counts_as_a_failure_of_the_disk(tmp_path, monkey
     made = founded(tmp_path)
     made.stage("A", 0, make_segment("e0"))
     monkeypatch.setattr(os, "fdatasync", failing(MemoryError()))
+    made.lives.hello("arm", "box", "C", [])
     with pytest.raises(OSError, match="could not be written: MemoryError"):
-        made.hello("arm", "box", "C", [])
+        made.commit()
     made.close()
 
 

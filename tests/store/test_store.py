@@ -70,7 +70,7 @@ def test_a_wrong_segment_is_its_senders_fault_nothing_of_it_is_kept_and_the_othe
 
     monkeypatch.setattr(store, "step_records", fail)
     for session in "BC":
-        made.hello(f"arm{session}", f"outbox{session}", session, [])
+        made.lives.hello(f"arm{session}", f"outbox{session}", session, [])
     made.stage("A", 0, make_segment("e0"))
     made.stage("B", 0, make_segment("f0", ends="terminated"))
     with pytest.raises(Refused, match=says):
@@ -86,7 +86,7 @@ def test_a_wrong_segment_is_its_senders_fault_nothing_of_it_is_kept_and_the_othe
 def test_an_actor_that_died_leaves_a_truncated_episode_only_when_its_next_life_has_delivered(made):
     made.stage("A", 0, make_segment("e0"))
     made.commit()
-    made.hello("arm", "outbox", "A2", [("A", 1)])  # record 1 of A still lies in the outbox
+    made.lives.hello("arm", "outbox", "A2", ["A"])  # record 1 of A still lies in the outbox
     assert not made.index.episode("e0").closed
     made.stage("A", 1, make_segment("e0", start=4))
     made.commit()
@@ -101,7 +101,8 @@ def test_an_actor_that_died_leaves_a_truncated_episode_only_when_its_next_life_h
 @pytest.mark.parametrize(("actor", "outbox"), [("arm", "another disk"), ("leg", "outbox")])
 def test_a_session_of_another_outbox_or_actor_is_never_closed(made, actor, outbox):
     made.stage("A", 0, make_segment("e0"))
-    made.hello(actor, outbox, "B", [])
+    made.lives.hello(actor, outbox, "B", [])
+    made.commit()
     made.close_before("B", ())
     made.stage("A", 1, make_segment("e0", start=4, ends="terminated"))
     made.commit()
@@ -131,7 +132,7 @@ def test_no_verdict_is_about_the_last_step_before_what_was_lost(made):
 def test_what_comes_after_a_cut_from_elsewhere_is_a_part_of_its_own_and_nothing_is_joined_or_lost(tmp_path, made, how):
     made.stage("A", 0, make_segment("e0"))
     if how == "an operator":
-        made.hello(*DESK)
+        made.lives.hello(*DESK)
         made.stage("B", 0, Outcome("e0", None, judged_by="operator"))
     elif how == "silence":
         made.episodes.cut("A")
@@ -164,7 +165,7 @@ def test_an_outcome_of_an_episode_holds_for_all_its_parts_whenever_they_come(mad
     made.commit()
     parts = [(each.id, each.success) for each in made.index.parts("e0")]
     assert parts == [("e0", 1), ("e0.part2", 1), ("e0.part3", 1)]
-    made.hello(*DESK)
+    made.lives.hello(*DESK)
     made.stage("B", 0, Outcome("e0.part2", False, judged_by="operator"))
     made.commit()
     assert [each.success for each in made.index.parts("e0")] == [1, 0, 1]
@@ -189,7 +190,7 @@ def test_the_operator_closes_an_episode_whose_actor_is_gone(made):
     made.stage("A", 0, make_segment("e0"))
     made.stage("A", 1, Outcome("e0", True, judged_by="operator"))
     assert not made.episodes.find("e0").closed  # its own actor says so, and goes on
-    made.hello(*DESK)
+    made.lives.hello(*DESK)
     made.stage("B", 0, Outcome("e0", False, judged_by="operator"))
     made.commit()
     episode = made.index.episode("e0")
@@ -229,7 +230,7 @@ def test_what_is_not_archived_stays_however_much_room_an_eviction_would_make(tmp
     """29 archived episodes may go, 35 must stay, and three open ones fill the rest: the tail stops between them."""
     made = founded(tmp_path, ["online"], online=1280)
     for session in "BC":
-        made.hello(f"arm{session}", f"outbox{session}", session, [])
+        made.lives.hello(f"arm{session}", f"outbox{session}", session, [])
     fill(made, 29)
     made.add_archived(range(1, 30))
     fill(made, 35, seq=58)
@@ -305,7 +306,7 @@ def test_no_row_is_torn_however_many_are_drawn_while_old_episodes_are_evicted(tm
 
 
 def test_an_episode_that_nobody_ends_is_cut_and_pushes_out_no_more_than_its_own_steps(tmp_path, made, caplog):
-    made.hello("other", "box", "B", [])
+    made.lives.hello("other", "box", "B", [])
     fill(made, 30, session="B")
     for seq in range(20):
         made.stage("A", seq, make_segment("long", 0, 10 * seq, 10))
@@ -321,7 +322,7 @@ def test_an_episode_that_nobody_ends_is_cut_and_pushes_out_no_more_than_its_own_
 
 def test_an_open_episode_that_is_archived_later_is_cut_rather_than_waited_for_or_lost(tmp_path):
     made, waited = founded(tmp_path, ["online"]), 0
-    made.hello("alive", "box", "B", [])
+    made.lives.hello("alive", "box", "B", [])
     made.stage("A", 0, make_segment("open"))
     segments = [
         make_segment(f"b{number}", number, half, 5, ends=ends)

@@ -54,7 +54,7 @@ def made(run, words, *, updates, success=True):
     OmegaConf.save(config, run / "config.yaml")
     store = Store.create(run / "store", SPEC, {"demo": CAPACITY, "eval": CAPACITY})
     random, seq = np.random.default_rng(0), 0
-    store.hello("arm", "outbox", "session", [])
+    store.lives.hello("arm", "outbox", "session", [])
     for source, count in (("demo", 20), ("eval", 3)):
         directive = store.direct({"into": source, "phase": source})
         for number in range(count):

@@ -44,7 +44,7 @@ def run(tmp_path):
     def make_run(*evaluated, spoil=lambda segment: None):
         env = make(max_steps=60, noise=0.0, clock="simulated")
         store = Store.create(tmp_path / "store", env.spec, {"eval": 500}, ())
-        store.hello("arm", "outbox", "A", [])
+        store.lives.hello("arm", "outbox", "A", [])
         sequence = count()
         for phase, drive in enumerate(evaluated):
             directive = store.direct({"into": "eval", "phase": f"phase{phase}"})

@@ -18,7 +18,7 @@ def run(tmp_path, spec, make_segment):
     """A run with eight steps of two episodes."""
     made = Store.create(tmp_path / "run/store", spec, {"online": 400})
     made.direct({"into": "online", "phase": "practise"})
-    made.hello("arm", "outbox", "A", [])
+    made.lives.hello("arm", "outbox", "A", [])
     for number in range(2):
         made.stage("A", number, make_segment(f"e{number}", number, ends="terminated"))
     made.stage("A", 2, Outcome("e0", True))

@@ -52,7 +52,7 @@ def found(run_dir, spec, *, practise=12, demo=4):
     """A run's store as a server would have left it: episodes of practice and demonstrations, each with its outcome."""
     store, phases = Store.create(run_dir / "store", spec, CAPACITIES), {"demo": "teach", "online": "practise"}
     directives = {source: store.direct({"into": source, "phase": phases[source]}) for source in phases}
-    store.hello("arm", "outbox", "A", [])
+    store.lives.hello("arm", "outbox", "A", [])
     for number, source in enumerate(["demo"] * demo + ["online"] * practise):
         for record in make_episode(f"e{number}", number, directive=directives[source], phase=phases[source]):
             store.stage("A", store.expected("A"), record)

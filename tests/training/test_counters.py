@@ -25,7 +25,7 @@ class Counted:
         self.store = Store.create(folder / "store", spec, {EVAL: CAPACITY, "online": CAPACITY})
         self.store.direct({"into": into, "phase": phase})
         for session in "AB":
-            self.store.hello(f"arm {session}", f"outbox {session}", session, [])
+            self.store.lives.hello(f"arm {session}", f"outbox {session}", session, [])
         self.counters = self.another()
 
     def another(self):
@@ -99,12 +99,11 @@ def test_an_episode_that_a_crash_cut_is_no_trial_whatever_is_said_of_it(counted)
 @pytest.mark.parametrize("name", ["e", "\N{GRINNING FACE}" * (MAX_NAME - 6)])
 def test_the_catalog_comes_in_pages_that_fit_into_a_header_and_has_every_episode_once(tmp_path, name):
     index, heard, revision, more = Index(tmp_path / "index.sqlite"), [], 0, True
-    index.put_episodes(
+    index.put(*(
         Episode(
             i, f"{name}{i:06d}", name, "session", name, name, 1, name, 10 * i, 11 * i, "", revision=i, judged_by=name
-        )
-        for i in range(1, 2501)
-    )
+        ) for i in range(1, 2501)
+    ))  # fmt: skip
     index.commit()
     pages = 0
     while more:

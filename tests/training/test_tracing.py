@@ -24,7 +24,7 @@ def add(run_dir, name, column, value, source):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("serl_launcher.store.store.absurd", lambda segment: "")
         store = Store(run_dir / "store")
-        store.hello(name, f"outbox {name}", name, [])
+        store.lives.hello(name, f"outbox {name}", name, [])
         number = next(number for number, body in store.directives.items() if body["into"] == source)
         for record in make_episode(name, 1, steps=20, directive=number, success=True):
             record = changed(record, column, value) if hasattr(record, "reward") else record

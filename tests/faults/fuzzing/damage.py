@@ -36,7 +36,7 @@ def template(scratch: Path) -> Path:
         return folder
     store = Store.create(scratch / "live" / "store", SPEC, {"online": 200, "demo": 40})
     number = store.direct({"mode": "collect", "into": "online", "phase": "practise"})
-    store.hello("arm", "o" * 32, EPOCH, [])
+    store.lives.hello("arm", "o" * 32, EPOCH, [])
     seq = 0
     for episode in range(EPISODES):
         for start in (0, 2, 4):
@@ -90,7 +90,7 @@ def run(case: Any, scratch: Path) -> str:
             replay.refresh()
             replay.draw(8, WINDOW, np.random.default_rng(seed), None)
         number = store.direct({"mode": "collect", "into": "online", "phase": "practise"})
-        store.hello("arm", "o" * 32, "d" * 32, [])
+        store.lives.hello("arm", "o" * 32, "d" * 32, [])
         store.stage("d" * 32, 0, segment(episode="new", directive=number))
         store.commit()
     except Refused:  # a letter of the stored Spec became another one: actors are told so
