@@ -12,19 +12,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from serl_launcher.networks import rssm
 from serl_launcher.networks.critics import symlog
-from serl_launcher.networks.rssm import (
-    UNIMIX,
-    BlockGRU,
-    Categorical,
-    Gaussian,
-    Latent,
-    Layers,
-    NormedGRU,
-    PlainGRU,
-    layers,
-    plain,
-)  # fmt: skip
 from serl_launcher.networks.world_heads import Mean, Scalar
 
 
@@ -43,9 +32,9 @@ class Rules:
     noise: standard deviation of what practice adds to an action near [-1, 1].
     """
 
-    latent: Latent
+    latent: rssm.Latent
     cell: Callable[..., nn.Module]
-    layers: Layers
+    layers: rssm.Layers
     prior_layers: int
     squash: Callable[[Tensor], Tensor]
     scalar: type[Scalar | Mean]
@@ -72,18 +61,18 @@ def unchanged(vector: Tensor) -> Tensor:
 
 RULES: Mapping[str, Rules] = MappingProxyType({
     "v3": Rules(
-        latent=Categorical(UNIMIX), cell=BlockGRU, layers=layers, prior_layers=2, squash=symlog, scalar=Scalar,
-        reconstruction=1.0, dynamics=1.0, representation=0.1, free_nats=1.0, averaged=False, climbs=False,
-        normalises=True, slow="anchor", noise=0.0,
+        latent=rssm.Categorical(rssm.UNIMIX), cell=rssm.BlockGRU, layers=rssm.layers, prior_layers=2, squash=symlog,
+        scalar=Scalar, reconstruction=1.0, dynamics=1.0, representation=0.1, free_nats=1.0, averaged=False,
+        climbs=False, normalises=True, slow="anchor", noise=0.0,
     ),
     "v2": Rules(
-        latent=Categorical(0.0), cell=NormedGRU, layers=plain, prior_layers=1, squash=unchanged, scalar=Mean,
-        reconstruction=0.5, dynamics=0.8, representation=0.2, free_nats=1.0, averaged=True, climbs=True,
-        normalises=False, slow="target", noise=0.0,
+        latent=rssm.Categorical(0.0), cell=rssm.NormedGRU, layers=rssm.plain, prior_layers=1, squash=unchanged,
+        scalar=Mean, reconstruction=0.5, dynamics=0.8, representation=0.2, free_nats=1.0, averaged=True,
+        climbs=True, normalises=False, slow="target", noise=0.0,
     ),
     "v1": Rules(
-        latent=Gaussian(), cell=PlainGRU, layers=plain, prior_layers=1, squash=unchanged, scalar=Mean,
-        reconstruction=0.5, dynamics=1.0, representation=1.0, free_nats=3.0, averaged=True, climbs=True,
-        normalises=False, slow="nothing", noise=0.3,
+        latent=rssm.Gaussian(), cell=rssm.PlainGRU, layers=rssm.plain, prior_layers=1, squash=unchanged,
+        scalar=Mean, reconstruction=0.5, dynamics=1.0, representation=1.0, free_nats=3.0, averaged=True,
+        climbs=True, normalises=False, slow="nothing", noise=0.3,
     ),
 })  # fmt: skip

@@ -175,13 +175,16 @@ class Categorical:
         return ((1 - self.unimix) * numbers.softmax(-1) + self.unimix / numbers.shape[-1]).log()
 
     def drawn(self, described: Tensor, uniform: Tensor) -> Tensor:
-        return drawn(described, uniform)
+        """Draw as Latent says. The gradient is that of the probabilities ("straight-through")."""
+        probs = described.exp()
+        index = (uniform.unsqueeze(-1) > probs.detach().cumsum(-1)[..., :-1]).sum(-1)
+        return one_hot(index, described.shape[-1]) + (probs - probs.detach())
 
     def likeliest(self, described: Tensor) -> Tensor:
-        return likeliest(described)
+        return one_hot(described.argmax(-1), described.shape[-1])
 
     def kl(self, one: Tensor, other: Tensor) -> Tensor:
-        return kl(one, other)
+        return (one.exp() * (one - other)).sum((-2, -1))
 
     def kept(self, stoch: Tensor) -> Tensor:
         return (stoch.argmax(-1) + 1).to(torch.uint8)
@@ -304,26 +307,6 @@ def features(state: State) -> Tensor:
     return torch.cat([deter, stoch.flatten(-2)], -1)
 
 
-def drawn(log_probs: Tensor, uniform: Tensor) -> Tensor:
-    """Draw one-hot variables [..., V, C] from log probabilities [..., V, C], by uniform numbers [..., V] in (0, 1).
-
-    Their gradient is that of the probabilities ("straight-through").
-    """
-    probs = log_probs.exp()
-    index = (uniform.unsqueeze(-1) > probs.detach().cumsum(-1)[..., :-1]).sum(-1)
-    return one_hot(index, log_probs.shape[-1]) + (probs - probs.detach())
-
-
-def likeliest(log_probs: Tensor) -> Tensor:
-    """Return the likeliest class of each variable, one-hot [..., V, C]."""
-    return one_hot(log_probs.argmax(-1), log_probs.shape[-1])
-
-
 def one_hot(index: Tensor, classes: int) -> Tensor:
     """As torch's, in float32 and without asking for the largest index. No class has the index -1: zeros."""
     return (index.unsqueeze(-1) == torch.arange(classes, device=index.device)).float()
-
-
-def kl(one: Tensor, other: Tensor) -> Tensor:
-    """Compute KL(one || other), [...] nats, summed over the variables."""
-    return (one.exp() * (one - other)).sum((-2, -1))

@@ -13,17 +13,7 @@ from serl_client.spec import Spec
 from torch import Tensor, nn
 
 from serl_launcher.networks.critics import symlog
-from serl_launcher.networks.rssm import (
-    EPSILON,
-    UNIMIX,
-    BlockLinear,
-    Categorical,
-    Layers,
-    drawn,
-    layers,
-    likeliest,
-    linear,
-)
+from serl_launcher.networks.rssm import EPSILON, UNIMIX, BlockLinear, Categorical, Layers, layers, linear
 from serl_launcher.networks.vision import images_of
 from serl_launcher.types import Observation
 
@@ -278,10 +268,10 @@ class Choice(nn.Module):
         return self._latent.described(self.layers(inputs))
 
     def drawn(self, described: Tensor, noise: Tensor) -> Tensor:
-        return drawn(described, torch.special.ndtr(noise.squeeze(-1)))
+        return self._latent.drawn(described, torch.special.ndtr(noise.squeeze(-1)))
 
     def likeliest(self, described: Tensor) -> Tensor:
-        return likeliest(described)
+        return self._latent.likeliest(described)
 
     def log_density(self, described: Tensor, action: Tensor) -> Tensor:
         return (described * action).sum(-1)

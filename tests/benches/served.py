@@ -155,7 +155,7 @@ def check(pipe: Any, address: str) -> None:
             expected = [[message.session, 0]]
             send(router, identity.bytes, m.Welcome("bench", 0, MAX_UNACKNOWLEDGED, expected, None, address, notice))
         elif isinstance(message, m.Push):
-            *_, (seq, _) = m.decode_records(*message.parts)
+            *_, (seq, _) = m.records(*message.parts)
             send(router, identity.bytes, m.Ack(message.session, seq + 1))
 
 

@@ -319,7 +319,7 @@ def put(queue, count):
 def sent(queue):
     """[(session, seq), ...] of what is sent now."""
     pushes = list(queue.pushes())
-    return [(push.session, seq) for push in pushes for seq, _ in m.decode_records(*push.parts)]
+    return [(push.session, seq) for push in pushes for seq, _ in m.records(*push.parts)]
 
 
 def test_an_acknowledgement_that_overtakes_a_second_sending_is_taken(queue):

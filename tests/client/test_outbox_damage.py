@@ -45,9 +45,7 @@ def sent(outbox, session=SESSION):
     found, (seq, end) = {}, outbox.sessions.get(session, (0, 0))
     while seq < end:
         seq, data = outbox.read(session, seq, MIB)
-        found |= {
-            number: "lost" if isinstance(each, LostRecord) else each for number, each in messages.decode_records(*data)
-        }
+        found |= {number: "lost" if isinstance(each, LostRecord) else each for number, each in messages.records(*data)}
     return found
 
 
@@ -211,7 +209,7 @@ class Learner:
     def take(self, data):
         """False: something came damaged, and nothing of it was taken."""
         try:
-            records = messages.decode_records(*data)
+            records = list(messages.records(*data))
         except wire.MessageError:
             return False
         for seq, record in records:

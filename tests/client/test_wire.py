@@ -119,7 +119,7 @@ def test_records_travel(make_segment):
     segment = make_segment(steps=5, ends="terminated")
     outcome = Outcome("e0", None, discard=True, judged_by="operator")
     data = joined(messages.encode_record(0, segment), messages.encode_record(1, outcome))
-    (first, copy), (second, other) = messages.decode_records(data)
+    (first, copy), (second, other) = messages.records(data)
     assert (first, second, other) == (0, 1, outcome)
     assert (copy.stamp, copy.terminated, copy.truncated) == (Stamp(1, "practise", 1), True, False)
     for column in ("action", *COLUMNS):
@@ -236,7 +236,7 @@ def test_a_message_that_lacks_something_or_has_too_much_is_refused(frames, reaso
 def test_an_encoded_record_of_wrong_types_is_refused(change):
     header = dataclasses.asdict(Outcome("e", True)) | change
     with pytest.raises(MessageError):
-        messages.decode_records(joined(wire.encode_record(0, header, {})))
+        list(messages.records(joined(wire.encode_record(0, header, {}))))
 
 
 def test_arrays_are_not_copied_on_their_way():

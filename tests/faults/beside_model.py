@@ -206,7 +206,7 @@ def _plain(message, length):
             earlier = tuple((session[length:], last) for session, last in message.earlier)
             return "hello", message.session[length:], earlier
         case m.Push():
-            ((seq, _),) = m.decode_records(*message.parts)
+            ((seq, _),) = m.records(*message.parts)
             return "push", message.session[length:], seq
         case m.Heartbeat():
             return ("beat",)

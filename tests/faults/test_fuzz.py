@@ -87,15 +87,15 @@ def test_a_record_whose_action_has_no_dimension_is_refused_as_one():
     columns = {name: np.zeros((), dtype) for name, dtype in [("action", "float32"), *messages.COLUMNS.items()]}
     header = {"episode": "e", "start": 0, "task": "", "stamp": [1, "p", 1], "extras": []}
     with pytest.raises(MessageError, match=r"\[T, ...\]"):
-        messages.decode_records(b"".join(bytes(part) for part in wire.encode_record(0, header, columns)))
+        list(messages.records(b"".join(bytes(part) for part in wire.encode_record(0, header, columns))))
 
 
 def test_one_run_of_bytes_has_at_most_so_many_records(monkeypatch):
     monkeypatch.setattr(wire, "MAX_RECORDS", 3)
     record = mutations.RECORDS[2]
-    assert len(messages.decode_records(record * 3)) == 3
+    assert len(list(messages.records(record * 3))) == 3
     with pytest.raises(MessageError, match="at most 3 records"):
-        messages.decode_records(record * 4)
+        list(messages.records(record * 4))
 
 
 # -- a Spec

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from serl_launcher.networks.returns import discounted_return, lambda_return, n_step_return
+from serl_launcher.networks.returns import lambda_return
 
 STEPS, DISCOUNT = 4, 0.5
 PATTERNS = list(product(("", "terminated", "truncated", "both"), repeat=STEPS))  # how each step of a window ends
@@ -32,26 +32,12 @@ def every(most):
     return torch.tensor([[summed(row, step, most) for step in range(STEPS)] for row in range(len(PATTERNS))]).double()
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 9])
-def test_an_n_step_return_is_the_sum_of_its_rewards_and_what_follows(steps):
-    torch.testing.assert_close(n_step_return(*WINDOW, discount=DISCOUNT, steps=steps), every(steps))
-
-
-def test_a_discounted_return_goes_to_the_end_of_the_episode_or_of_the_window():
-    torch.testing.assert_close(discounted_return(*WINDOW, discount=DISCOUNT), every(STEPS))
-
-
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
 def test_a_lambda_return_is_the_mean_of_n_step_returns(share):
     """(1 - share) share^(n-1) of each n; the longest one has the rest."""
     parts = [(1 - share) * share ** (n - 1) * every(n) for n in range(1, STEPS)]
     expected = torch.stack([*parts, share ** (STEPS - 1) * every(STEPS)]).sum(0)
     torch.testing.assert_close(lambda_return(*WINDOW, discount=DISCOUNT, share=share), expected)
-
-
-def test_a_return_of_no_step_is_refused():
-    with pytest.raises(ValueError, match="at least one step, not 0"):
-        n_step_return(*WINDOW, discount=DISCOUNT, steps=0)
 
 
 def test_a_discount_of_its_own_for_each_step_is_the_mixture_of_all_longer_returns():

@@ -7,7 +7,7 @@ import torch
 from serl_client import ConfigError, Feature, Spec
 
 from serl_launcher.algorithms.dreamer_rules import RULES
-from serl_launcher.networks.rssm import RSSM, BlockLinear, Gaussian, drawn, kl, likeliest, one_hot
+from serl_launcher.networks.rssm import RSSM, BlockLinear, Categorical, Gaussian, one_hot
 from serl_launcher.networks.world_heads import Choice, Decoder, Encoder, Inputs, Mean, Normal, Scalar
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,12 +56,12 @@ def test_no_class_is_less_likely_than_unimix_says(rssm):
 def test_variables_are_drawn_as_often_as_they_are_likely_and_have_the_gradient_of_that():
     log_probs = torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 3).requires_grad_()
     uniform = (torch.arange(1000) + 0.5)[:, None] / 1000
-    found = drawn(log_probs.expand(1000, 1, 3), uniform)
+    found = Categorical(0.0).drawn(log_probs.expand(1000, 1, 3), uniform)
     assert set(found.detach().unique().tolist()) == {0.0, 1.0}
     torch.testing.assert_close(found.detach().mean((0, 1)), torch.tensor([0.5, 0.3, 0.2]), atol=2e-3, rtol=0)
     (gradient,) = torch.autograd.grad(found[..., 0].mean(), log_probs)
     torch.testing.assert_close(gradient, torch.tensor([[0.5, 0.0, 0.0]]))
-    assert likeliest(log_probs)[0].tolist() == [1, 0, 0]
+    assert Categorical(0.0).likeliest(log_probs)[0].tolist() == [1, 0, 0]
     assert one_hot(torch.tensor([-1]), 3).tolist() == [[0, 0, 0]]
 
 
@@ -71,7 +71,7 @@ def test_free_nats_count_for_each_row_after_the_sum_over_its_variables():
     prior = even.expand(2, 4, 2).clone().requires_grad_()
     exact = 0.97 * math.log(0.97 / 0.5) + 0.03 * math.log(0.03 / 0.5)
     assert exact < 1 < 4 * exact  # one variable alone would be free
-    torch.testing.assert_close(kl(posterior, prior)[0].item(), 4 * exact, rtol=1e-5, atol=0)
+    torch.testing.assert_close(Categorical(0.0).kl(posterior, prior)[0].item(), 4 * exact, rtol=1e-5, atol=0)
     dynamics, representation = RULES["v3"].divergence(posterior, prior)
     torch.testing.assert_close(dynamics, torch.tensor([4 * exact, 1.0]))
     assert torch.equal(dynamics, representation)

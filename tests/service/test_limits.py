@@ -318,4 +318,4 @@ def test_the_largest_row_that_is_accepted_arrives():
     segment.check(spec)
     frames = wire.joined(m.encode(push_of("e" * 32, segment)))
     assert max(map(len, frames)) <= wire.MAX_ARRAY
-    assert len(m.decode_records(*m.decode(frames).parts)) == 1
+    assert len(list(m.records(*m.decode(frames).parts))) == 1

@@ -114,7 +114,7 @@ class FakeLearner:
             self.lost_pushes -= 1
             return None
         try:
-            records = m.decode_records(*push.parts)
+            records = list(m.records(*push.parts))
         except MessageError:
             self.damaged += 1
             return m.Ack(push.session, self.expected.get(push.session, 0), resend=True)

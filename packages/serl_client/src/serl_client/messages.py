@@ -365,13 +365,8 @@ def encode_record(seq: int, record: QueuedRecord) -> list[wire.Buffer]:
     return wire.encode_record(seq, header, {**columns, **record.observation, **record.extras})
 
 
-def decode_records(*data: wire.Buffer) -> list[tuple[int, QueuedRecord]]:
-    """Return (seq, record) of each record in `data`, at most MAX_RECORDS. Raises MessageError; checks no Spec."""
-    return list(records(*data))
-
-
 def records(*data: wire.Buffer) -> Iterator[tuple[int, QueuedRecord]]:
-    """Yield what `decode_records` returns; each record is decoded when it is asked for."""
+    """Yield (seq, record) of each record in `data`, at most MAX_RECORDS. Raises MessageError; checks no Spec."""
     try:
         for seq, header, arrays in wire.decode_records(*data):
             yield seq, _record(header, arrays)
