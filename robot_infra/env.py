@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Self
 
 import numpy as np
 from serl_client import clock
+from serl_client.closing import Closing
 from serl_client.env import Observation, Step
 from serl_client.errors import RobotFault
 from serl_client.spec import Array, Feature, Spec
@@ -18,7 +18,7 @@ from robot_infra.safety import check_guarded
 from robot_infra.spaces import understood
 
 
-class RobotEnv:
+class RobotEnv(Closing):
     """Implements serl_client.env.Env over a robot; a context manager, so that every way out stops the robot.
 
     judge: gives reward and success; only it terminates an episode. Its success counts once the episode has ended.
@@ -63,12 +63,6 @@ class RobotEnv:
     def cameras(self) -> dict[str, Camera]:
         """The cameras, by the names of their images."""
         return {IMAGES + name: camera for name, camera in self._alignment.cameras.items()}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
     def is_home(self) -> bool:

@@ -5,7 +5,6 @@ process that fails says why in one sentence. If the run ends with it, the actors
 several ranks is the parent of these (`accelerate launch`). A node beyond the first runs nothing but ranks.
 """
 
-import fcntl
 import importlib
 import importlib.util
 import logging
@@ -19,12 +18,12 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from serl_client.errors import ConfigError, RetakeError, full_disk
 from serl_client.frames import MAX_HISTORY
-from serl_client.lockfile import open_lock
+from serl_client.lockfile import lock_folder
 
 from serl_launcher.config import saved
 from serl_launcher.datasets import importer
@@ -168,25 +167,10 @@ def _check_ports(config: DictConfig) -> None:
                 ) from None
 
 
-def _lock(run_dir: Path) -> Any:
-    """Lock a run's folder, and return the open lock file, which names our process. The caller closes it.
-
-    Raises ConfigError if another process holds it. The file may be a colleague's who ran there before.
-    """
-    file = open_lock(run_dir)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip() or "unknown"
-        file.close()
-        raise ConfigError(
-            f"{run_dir} is in use by the learner with process {holder}: stop it, or choose run_dir=..."
-        ) from None
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
+def _lock(run_dir: Path) -> IO[str]:
+    """Lock a run's folder. Raises ConfigError if another process holds it."""
+    taken = "{} is in use by the learner with process {}: stop it, or choose run_dir=..."
+    return lock_folder(run_dir, lambda process: taken.format(run_dir, process))
 
 
 CHILDREN = {  # process: the module below serl_launcher that has its `main`; only that process imports it

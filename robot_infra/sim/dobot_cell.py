@@ -15,9 +15,9 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
-from typing import Self
 
 import numpy as np
+from serl_client.closing import Closing
 
 from robot_infra.sim.dobot_controller import STALL, DobotController
 from robot_infra.sim.dobot_pnp import HOME, PHYSICS, SIDES, Scene
@@ -28,7 +28,7 @@ PLACES = [6, 12]  # where they belong among the 12 joints, for np.insert
 PERIOD = 2 * PHYSICS  # seconds between two looks at the controllers
 
 
-class Cell:
+class Cell(Closing):
     """Lets the scene follow the controllers of both arms; a context manager. `grip` [2]: set points of the grippers."""
 
     def __init__(self, side: str = "both") -> None:
@@ -38,10 +38,7 @@ class Cell:
             self._opened = stack.pop_all()
         self.reset(0)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._opened.close()
 
     @property

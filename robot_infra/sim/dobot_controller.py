@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self
+
+from serl_client.closing import Closing
 
 from robot_infra.drivers import dobot_protocol as p
 from robot_infra.sim.dobot_machine import Machine
@@ -64,7 +65,7 @@ class Client:
             self._out = self._out[self.link.send(self._out) :] if self._out else b""
 
 
-class DobotController:
+class DobotController(Closing):
     """Serves a simulated arm at an address of this machine; a context manager.
 
     version: V3 or V4. clock: gives seconds, which its time follows; None: real time, which stands still while this
@@ -98,12 +99,6 @@ class DobotController:
             raise
         self._thread = threading.Thread(target=self._serve, name=f"dobot {address}", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def cut(self) -> None:
         """Close all connections, as a controller does that starts again. The arm goes on."""

@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
 
 from serl_client import clock
+from serl_client.closing import Closing
 
 MOTORS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")  # ids 1 to 6
 ENDS = ((800, 3300), (900, 3200), (900, 3100), (850, 3200), (0, 4095), (2000, 3500))  # of each one's range, steps
@@ -107,7 +107,7 @@ class Servo:
             self.releases += 1
 
 
-class FeetechBus:
+class FeetechBus(Closing):
     """Serves six servos at `path`, a serial port; a context manager.
 
     ids: of the servos, in the order of MOTORS. speed, obeys_old_goals: of each servo. `servos` has the servos by id.
@@ -134,12 +134,6 @@ class FeetechBus:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="feetech", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
     def positions(self) -> dict[int, float]:

@@ -4,14 +4,12 @@ The process is a client of the server, like the trainer. It tells the server whi
 exporter.py decides what is written; shards.py says how, and what a killed export leaves. No torch.
 """
 
-import fcntl
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from omegaconf import DictConfig
 from serl_client import clock
@@ -19,7 +17,7 @@ from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.console import log_as
 from serl_client.errors import ConfigError, Disconnected, ServerFailed, Timeout
-from serl_client.lockfile import open_lock
+from serl_client.lockfile import lock_folder
 from serl_client.spec import Spec
 
 from serl_launcher.datasets import recording, shards
@@ -73,16 +71,10 @@ def recorded(config: DictConfig) -> bool:
     return config.record != "none" or config.live is not None
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's datasets. Raises ConfigError if another process holds it."""
+def _alone(folder: Path) -> IO[str]:
+    """Lock the folder of a run's datasets. Raises ConfigError if another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open_lock(folder) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process is writing into {folder}: wait for it, or stop that run") from None
-        yield
+    return lock_folder(folder, lambda _: f"another process is writing into {folder}: wait for it, or stop that run")
 
 
 def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) -> list[Path]:

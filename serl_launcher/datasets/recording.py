@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from serl_client.closing import Closing
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature, Spec
 
@@ -125,7 +126,7 @@ def record_episode(path: Path, rows: Mapping[str, Array], info: Mapping[str, Any
         raise
 
 
-class LiveViewer:
+class LiveViewer(Closing):
     """Serves episodes to rerun viewers, on loopback only: `rerun rerun+http://127.0.0.1:<port>/proxy`.
 
     The server is rerun's own program as a child process, because the one inside the SDK (`serve_grpc`, 0.26) listens
@@ -185,12 +186,6 @@ class LiveViewer:
         """End the server. Viewers keep what they have."""
         self._server.kill()
         self._server.wait()
-
-    def __enter__(self) -> "LiveViewer":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _send(stream: Any, rows: Mapping[str, Array], info: Mapping[str, Any], spec: Spec, begin: float) -> None:

@@ -5,9 +5,10 @@ import select
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import serl_client.clock as clock
+from serl_client.closing import Closing
 from serl_client.controller import asked
 from serl_client.episode import Record
 from serl_client.errors import ConfigError
@@ -21,7 +22,7 @@ CAPACITY = 4 << 30  # bytes of the outbox
 SWITCH = 0.0005  # seconds until the control thread gets its turn; Python's default is 5 ms
 
 
-class TrainerClient:
+class TrainerClient(Closing):
     """Pushes records, asks for actions and follows directives; a context manager.
 
         with TrainerClient("tcp://10.0.0.5:5555", actor="arm", spec=spec, outbox=Path("outbox")) as client:
@@ -61,13 +62,10 @@ class TrainerClient:
         self._news.register(self._network.news, select.POLLIN)
         self._asked = self._forgotten = 0  # numbers of questions
 
-    def __enter__(self) -> "TrainerClient":
+    def __enter__(self) -> Self:
         sys.setswitchinterval(min(SWITCH, sys.getswitchinterval()))
         self._network.start()
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the network thread; unacknowledged records stay in the outbox. May be called twice."""

@@ -13,6 +13,7 @@ from zmq.utils.monitor import parse_monitor_message
 import serl_client.clock as clock
 import serl_client.messages as m
 import serl_client.wire as wire
+from serl_client.closing import Closing
 from serl_client.errors import KINDS, Disconnected, MessageError, Refused, Timeout, TrainerError, VersionMismatch
 from serl_client.keys import Key
 
@@ -44,7 +45,7 @@ ANSWERS: dict[type, type[m.Message]] = {
 }  # fmt: skip
 
 
-class Connection:
+class Connection(Closing):
     """Keeps one connection, for one thread. `receive`, called now and then, connects again after a break.
 
     address: of the other side, tcp://host:port or ipc://path.
@@ -67,12 +68,6 @@ class Connection:
         self._barred = False  # the other side refused our key
         self._requests = 0  # the latest number of a request
         self._backlog: deque[m.Message] = deque()  # what came while `call` waited for something else
-
-    def __enter__(self) -> "Connection":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     @property
     def is_open(self) -> bool:

@@ -1,12 +1,15 @@
-"""Opens the lock file of a folder with one owner, and never another file: others may write in a shared folder.
+"""Locks a folder for one owner, by its lock file and never another file: others may write in a shared folder.
 
 A program that owns a folder locks this file and writes its process into it. Behind a link, or a second name of the same
 file, may lie any file of ours.
 """
 
 import errno
+import fcntl
 import os
 import stat
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -35,6 +38,24 @@ def open_lock(folder: Path, mode: int = 0o666) -> IO[str]:
         return os.fdopen(descriptor, "r+")
     os.close(descriptor)
     raise _refusal(path, "it has other names" if stat.S_ISREG(found.st_mode) else "it is no file")
+
+
+def lock_folder(folder: Path, taken: Callable[[str], str], mode: int = 0o666) -> IO[str]:
+    """Lock a folder, and return its open lock file, which names our process: the folder is ours until it is closed.
+
+    taken: makes the error's text from the number of the process that has the folder. The file may be a colleague's who
+    ran there before. Raises ConfigError as `open_lock` does, and if another process has the folder.
+    """
+    file = open_lock(folder, mode)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with file:
+            raise ConfigError(taken(file.read().strip() or "unknown")) from None
+    with suppress(OSError):  # a full disk
+        file.truncate(0)
+        os.write(file.fileno(), str(os.getpid()).encode())
+    return file
 
 
 def _refusal(path: Path, why: str) -> ConfigError:

@@ -12,7 +12,6 @@ start finds the same records lost. Then they are kept as *.damaged.
 """
 
 import errno
-import fcntl
 import itertools
 import logging
 import math
@@ -23,14 +22,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import serl_client.clock as clock
 import serl_client.messages as messages
 import serl_client.wire as wire
 from serl_client.episode import LostRecord
 from serl_client.errors import ConfigError, MessageError
-from serl_client.lockfile import open_lock
+from serl_client.lockfile import lock_folder
 from serl_client.recent import RecentRecords
 
 log = logging.getLogger(__name__)
@@ -78,7 +77,8 @@ class Outbox:
         self.fault = ""  # why the last append failed
         self._capacity = capacity
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(folder)
+        taken = "the outbox {} is in use by process {}: stop it, or give this actor a name of its own (name=...)"
+        self._lock = lock_folder(folder, lambda process: taken.format(folder, process), 0o600)
         self._files: list[_File] = []  # in the order of writing; replaced, never changed: `pending` reads it
         self._expected: dict[str, int] = {}  # first unacknowledged seq of a session
         self._writing = ""  # the session that grows
@@ -371,23 +371,6 @@ def _header(record: bytes, seq: int) -> dict[str, Any] | None:
     except (MessageError, ValueError):
         return None
     return header if number == seq and not others else None
-
-
-def _locked(folder: Path) -> IO[str]:
-    lock = open_lock(folder, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        with lock:
-            lock.seek(0)
-            raise ConfigError(
-                f"the outbox {folder} is in use by process {lock.read()}: stop it, or give this actor a name "
-                "of its own (name=...)"
-            ) from None
-    with suppress(OSError):  # a full disk
-        lock.truncate(0)
-        os.write(lock.fileno(), str(os.getpid()).encode())
-    return lock
 
 
 def _text(path: Path) -> str:
