@@ -1,6 +1,6 @@
 """Keeps episodes of a source with `archive: lerobot` in the store until they are exported."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from serl_launcher.store.index import Index
 from serl_launcher.store.schema import Episode, Source
@@ -20,12 +20,8 @@ class Archive:
         self.released = False
         self._look()
 
-    def add(self, episodes: Iterable[int]) -> None:
-        """Note the numbers of episodes that may leave; not durable before the store's commit, and then `release`."""
-        self._index.add_archived(episodes)
-
     def release(self) -> None:
-        """Let those episodes leave that were added and are durable."""
+        """Let those episodes leave that stand in the index, durably, as archived."""
         self._look()
         self.released = True
 

@@ -7,7 +7,7 @@ real: head, watermarks (`sessions.expected`), episodes and outcomes change toget
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from serl_client.errors import ConfigError
 from serl_launcher.store.schema import FORMAT, NUMBERED, SCHEMA, TABLE, TABLES, Episode, EpisodeInfo, Session, Source
 
 OURS = "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
+TIMED = ("outcomes", "lost", *NUMBERED)  # tables whose last column but the checksum is the time of writing
 DISK = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN}
 
 
@@ -111,9 +112,14 @@ class Index:
         self._db.executemany(sql, rows)
         return 0
 
-    def _add(self, table: str, *rows: Sequence[Any], instead: str = "") -> int:
-        """Write rows, each with a checksum; `instead` of one that is there: OR REPLACE, OR IGNORE. Returns the number
-        that a table of NUMBERED gave to a row."""
+    def add(self, table: str, *rows: Sequence[Any], instead: str = "") -> int:
+        """Write rows, each with the time, where its table has a column for it, and a checksum.
+
+        instead: of one that is there: OR REPLACE, OR IGNORE. Returns the number that a table of NUMBERED gave to a row.
+        """
+        if not rows:
+            return 0
+        rows = tuple((*row, clock.time()) for row in rows) if table in TIMED else rows
         number = "NULL, " if table in NUMBERED else ""
         sql = f"INSERT {instead} INTO {table} VALUES ({number}{', '.join('?' * (len(rows[0]) + 1))})"
         return self._write(sql, *([*row, _checksum(row)] for row in rows))
@@ -121,9 +127,9 @@ class Index:
     def put(self, *rows: Source | Session | Episode) -> None:
         """Write rows of one table, in place of those with the same keys."""
         if rows:
-            names = [f.name for f in dataclasses.fields(rows[0])]
+            names = [field.name for field in dataclasses.fields(rows[0])]
             values = ([getattr(row, name) for name in names] for row in rows)
-            self._add(TABLE[type(rows[0])], *values, instead="OR REPLACE")
+            self.add(TABLE[type(rows[0])], *values, instead="OR REPLACE")
 
     def _get(self, kind: type, where: str = "1", *values: Any) -> list[Any]:
         table, names = TABLE[kind], ", ".join(f.name for f in dataclasses.fields(kind))
@@ -188,11 +194,6 @@ class Index:
             "ORDER BY first LIMIT 1", (source, step, row),
         ).fetchone()  # fmt: skip
 
-    def add_archived(self, episodes: Iterable[int]) -> None:
-        """These episodes may leave the store."""
-        for number in episodes:
-            self._add("archived", (number,), instead="OR IGNORE")
-
     def first_kept(self, source: str, step: int) -> tuple[int, int, str] | None:
         """(first, first_row, id) of the oldest episode from that step on which may not leave the store."""
         return self._db.execute(
@@ -213,25 +214,9 @@ class Index:
         rows = self._db.execute(sql, (since, limit)).fetchall()
         return (rows[-1][0] if rows else since), [list(row[1:]) for row in rows]
 
-    def put_phases(self, steps: Mapping[str, int]) -> None:
-        """How many steps a phase has in all."""
-        if steps:
-            self._add("phases", *steps.items(), instead="OR REPLACE")
-
     def phases(self) -> dict[str, int]:
         """{phase: steps}."""
         return dict(self._db.execute("SELECT phase, steps FROM phases").fetchall())
-
-    def add_outcomes(self, outcomes: Iterable[tuple[str, int, Outcome]]) -> None:
-        """Keep every (session, seq, outcome), whichever of them is valid."""
-        for session, seq, outcome in outcomes:
-            said = (outcome.episode, outcome.success, outcome.discard, outcome.judged_by)
-            self._add("outcomes", (session, seq, *said, clock.time()))
-
-    def add_lost(self, records: Iterable[tuple[str, int, str]]) -> None:
-        """Records (session, seq, reason) that their actor could not send."""
-        for session, seq, reason in records:
-            self._add("lost", (session, seq, reason, clock.time()))
 
     def lost_counts(self) -> dict[str, int]:
         """How many records of a session are lost, where any is."""
@@ -251,15 +236,9 @@ class Index:
         return 0 if last is None else last + 1
 
     # -- numbers that never go back
-    def add_directive(self, body: dict[str, Any]) -> int:
-        return self._add("directives", (json.dumps(body), clock.time()))
-
     def directives(self) -> dict[int, dict[str, Any]]:
         rows = self._db.execute("SELECT number, body FROM directives ORDER BY number")
         return {number: json.loads(body) for number, body in rows}
-
-    def add_weights(self, sha256: str, size: int, update: int) -> int:
-        return self._add("weights", (sha256, size, update, clock.time()))
 
     def has_weights(self, sha256: str) -> bool:
         """Whether this file was ever published."""
@@ -270,9 +249,6 @@ class Index:
         sql = "SELECT version, sha256, size, update_ FROM weights ORDER BY version DESC LIMIT ?"
         rows = self._db.execute(sql, (count,))
         return [dict(zip(("version", "sha256", "size", "update"), row, strict=True)) for row in rows]
-
-    def add_command(self, name: str, argument: str, actor: str) -> int:
-        return self._add("commands", (name, argument, actor, clock.time()))
 
     def commands(self, since: int) -> list[list[Any]]:
         """[number, name, argument] of the operator's commands after `since`."""

@@ -10,9 +10,11 @@ After a crash everything beyond the committed head does not exist, and the store
 If a write or a sync fails, nothing unacknowledged is trusted: close the store, open it again, let the actors resend.
 """
 
+import json
 import logging
 import sqlite3
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +269,7 @@ class Store:
     # -- the archive
     def add_archived(self, episodes: Iterable[int]) -> None:
         """Let these episodes, by number, leave the store from now on, durably."""
-        self.archive.add(episodes)
+        self.index.add("archived", *((number,) for number in episodes), instead="OR IGNORE")
         self.commit()
         self.archive.release()
 
@@ -316,9 +318,10 @@ class Store:
         self.index.put(*self.lives.changed.values())
         self.index.drop_sessions(self.lives.forgotten)
         self.index.put(*self.episodes.number_revisions())
-        self.index.put_phases({phase: self.phase_steps[phase] for phase in self._changed_phases})
-        self.index.add_outcomes(self.episodes.said)
-        self.index.add_lost(self._staged_lost)
+        phases = ((phase, self.phase_steps[phase]) for phase in self._changed_phases)
+        self.index.add("phases", *phases, instead="OR REPLACE")
+        self.index.add("outcomes", *((session, seq, *astuple(said)) for session, seq, said in self.episodes.said))
+        self.index.add("lost", *self._staged_lost)
         self.index.commit()
         self._clear()
         self._publish()
@@ -361,21 +364,21 @@ class Store:
         latest = self.directives if body.get("mode") == DATASET else [self.directive]
         if number := next((n for n in latest if n and self.directives[n] == body), 0):
             return number
-        number = self.index.add_directive(body)
+        number = self.index.add("directives", (json.dumps(body),))
         self.commit()
         self.directives[number] = body
         return number
 
     def publish_weights(self, sha256: str, size: int, update: int) -> int:
         """Give the weights file `sha256` the next version number, durably."""
-        version = self.index.add_weights(sha256, size, update)
+        version = self.index.add("weights", (sha256, size, update))
         self.commit()
         self.newest_weights = self.index.weights(1)[0]
         return version
 
     def command(self, name: str, argument: str, actor: str) -> int:
         """Log an operator's command, durably."""
-        number = self.index.add_command(name, argument, actor)
+        number = self.index.add("commands", (name, argument, actor))
         self.commit()
         return number
 
