@@ -25,7 +25,7 @@ WORDS = {  # A, B, X, Y, left and right shoulder, back, start
 LEGEND = "A success  B failure  X discard  Y next phase  LB ready  RB take over/hand back  start pause  back stop"
 
 
-class Gamepad:
+class Gamepad(RawDevice):
     """Reads a gamepad: left stick x and y, right stick z and yaw, right trigger closes, left one opens.
 
     path: of its joystick device; `auto`: the first one. Raises ConfigError if there is none.
@@ -35,14 +35,15 @@ class Gamepad:
     legend: Mapping[str, str] = {"gamepad": LEGEND}
 
     def __init__(self, path: str = "auto") -> None:
-        self._device = RawDevice(_found(path), EVENT.size * 64, "connect one, or say task.devices.gamepad=/dev/...")
+        path = _found() if path == "auto" else path
+        super().__init__(path, EVENT.size * 64, "connect one, or say task.devices.gamepad=/dev/...")
         self._sticks: dict[str, float] = {}
         self._triggers: dict[int, bool] = {}  # whether each one is pulled
         self._rest = b""
 
     def read(self) -> Hand:
         words: list[str] = []
-        for data in self._device.records():
+        for data in self.records():
             self._rest += data
             whole = len(self._rest) - len(self._rest) % EVENT.size
             for _, value, kind, number in EVENT.iter_unpack(self._rest[:whole]):
@@ -51,12 +52,6 @@ class Gamepad:
         motion = {name: share for name, share in self._sticks.items() if abs(share) > DEAD}
         pulled = [sign for axis, sign in TRIGGERS.items() if self._triggers.get(axis)]
         return Hand(motion, pulled[0] if len(pulled) == 1 else 0, words=words)
-
-    def forget(self) -> None:
-        """Do nothing: a stick that is deflected counts from now on."""
-
-    def close(self) -> None:
-        self._device.close()
 
     def _hear(self, kind: int, number: int, value: int, words: list[str]) -> None:
         is_new, kind = not kind & INITIAL, kind & ~INITIAL
@@ -70,9 +65,7 @@ class Gamepad:
             self._triggers[number] = share > (RELEASED if was else PULLED)
 
 
-def _found(path: str) -> str:
-    if path != "auto":
-        return path
+def _found() -> str:
     found = sorted(Path("/dev/input").glob("js*")) if Path("/dev/input").is_dir() else []
     if not found:
         raise ConfigError("there is no gamepad (/dev/input/js*): connect one, or say task.devices.gamepad=/dev/...")

@@ -1,4 +1,4 @@
-"""Reads fixed-size records of a device file (a joystick, a HID) without waiting."""
+"""Reads fixed-size records of a device file (a joystick, a HID) without waiting: the base of devices with axes."""
 
 import os
 
@@ -20,7 +20,23 @@ class RawDevice:
         except OSError as error:
             raise ConfigError(f"cannot open {path}: {error.strerror}; {advice}") from None
 
-    def read(self) -> bytes:
+    def records(self) -> list[bytes]:
+        """Return the records that have come, one for each read: a HID gives one report at a time."""
+        found: list[bytes] = []
+        while len(found) < MOST and (data := self._next()):
+            found.append(data)
+        return found
+
+    def forget(self) -> None:
+        """Do nothing: an axis that is deflected counts from now on."""
+
+    def close(self) -> None:
+        """Give the file back; may be called twice."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _next(self) -> bytes:
         """Return what has come since the last call; empty: nothing. Raises RobotFault if the device is gone."""
         try:
             if self._descriptor is None:
@@ -35,19 +51,6 @@ class RawDevice:
             self.close()
             raise self._gone("it was closed")
         return data
-
-    def records(self) -> list[bytes]:
-        """Return the records that have come, one for each read: a HID gives one report at a time."""
-        found: list[bytes] = []
-        while len(found) < MOST and (data := self.read()):
-            found.append(data)
-        return found
-
-    def close(self) -> None:
-        """Give the file back; may be called twice."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
 
     def _open(self) -> int:
         return os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)

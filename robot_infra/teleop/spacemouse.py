@@ -25,7 +25,7 @@ LEFT, RIGHT = 1, 2  # buttons: close, open; both at once: toggle
 LEGEND = "left button close  right button open  both take over/hand back"
 
 
-class SpaceMouse:
+class SpaceMouse(RawDevice):
     """Reads a SpaceMouse: six axes, two buttons for the gripper, both of which together toggle.
 
     path: of its hidraw device; `auto`: the first one of 3Dconnexion. Raises ConfigError if there is none.
@@ -36,13 +36,13 @@ class SpaceMouse:
 
     def __init__(self, path: str = "auto") -> None:
         advice = 'a udev rule must let you read it: KERNEL=="hidraw*", ATTRS{idVendor}=="256f", MODE="0666"'
-        self._device = RawDevice(_found(path), 64, advice)
+        super().__init__(_found() if path == "auto" else path, 64, advice)
         self._shares: dict[str, float] = {}
         self._buttons = 0
 
     def read(self) -> Hand:
         words: list[str] = []
-        for report in self._device.records():
+        for report in self.records():
             number, body = report[0], report[1:]
             if number == MOVED and len(body) >= 6:
                 self._set(ENTRIES, body[:6])
@@ -58,20 +58,12 @@ class SpaceMouse:
         gripper = {LEFT: 1, RIGHT: -1}.get(self._buttons & 3, 0)
         return Hand(motion, gripper, words=words)
 
-    def forget(self) -> None:
-        """Do nothing: a cap that is deflected counts from now on."""
-
-    def close(self) -> None:
-        self._device.close()
-
     def _set(self, entries: tuple[tuple[str, int], ...], body: bytes) -> None:
         for (name, sign), value in zip(entries, struct.unpack("<3h", body), strict=True):
             self._shares[name] = sign * max(-1.0, min(1.0, value / FULL))
 
 
-def _found(path: str) -> str:
-    if path != "auto":
-        return path
+def _found() -> str:
     for device in sorted(Path("/sys/class/hidraw").glob("hidraw*")) if Path("/sys/class/hidraw").is_dir() else []:
         said = (device / "device/uevent").read_text()
         if NAME in said and any(vendor in said for vendor in VENDORS):

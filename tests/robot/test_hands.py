@@ -152,7 +152,7 @@ def test_a_device_that_is_gone_is_a_fault_until_it_is_back(wire, pad):
     with pytest.raises(RobotFault, match="is gone"):
         hands.read(HOLD)
     again = Wire()
-    pad._device.path = again.path
+    pad.path = again.path
     again.send(joystick((AXIS, 1, -32767)))
     assert hands.read(HOLD).tolist() == [0.5, 0, 0, 0]
     again.close()
