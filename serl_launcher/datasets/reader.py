@@ -24,19 +24,7 @@ from serl_client.errors import ConfigError
 from serl_client.recorder import segment_rows
 from serl_client.spec import DTYPES, Array, Feature, Spec
 
-from serl_launcher.datasets.names import (
-    DONE,
-    INSTALL,
-    MANIFEST,
-    OUTCOME,
-    STORED,
-    SUCCESS,
-    TERMINATED,
-    TIME,
-    TRUNCATED,
-    column,
-    misfit,
-)  # fmt: skip
+from serl_launcher.datasets import names
 
 NEEDED = ("pyarrow", "av", "PIL")
 IMAGES = ("image", "video")
@@ -53,7 +41,7 @@ class Dataset:
 
     def __init__(self, folder: Path) -> None:
         if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-            raise ConfigError(f"a dataset needs {', '.join(missing)}: {INSTALL}")
+            raise ConfigError(f"a dataset needs {', '.join(missing)}: {names.INSTALL}")
         self.folder, self.name = folder, folder.resolve().name
         self.info = _json(folder, "meta/info.json")
         version = str(self.info.get("codebase_version"))
@@ -95,7 +83,7 @@ class Dataset:
     @cached_property
     def manifest(self) -> dict[str, Any] | None:
         """The `retake.json` of a shard of ours; None for a dataset of others."""
-        return _json(self.folder, MANIFEST) if (self.folder / MANIFEST).exists() else None
+        return _json(self.folder, names.MANIFEST) if (self.folder / names.MANIFEST).exists() else None
 
     def spec(self) -> Spec:
         """Return its robot's Spec. In a dataset of others, action bounds are a little wider than the actions in it.
@@ -121,13 +109,13 @@ class Dataset:
     def misfit(self, spec: Spec) -> str:
         """Return why its episodes do not fit a run with this Spec; empty if they do."""
         called = {name: self.called(name, spec) for name in (*spec.observation, "action")}
-        return misfit(
+        return names.misfit(
             {name: self.features[mine] for name, mine in called.items() if mine in self.features}, self.fps, spec
         )
 
     def called(self, name: str, spec: Spec) -> str:
         """Return the column of a feature of a run's Spec. A shard of ours may have another name for it."""
-        changed = column(name, spec)
+        changed = names.column(name, spec)
         return changed if changed in self.features else name
 
     @property
@@ -203,16 +191,16 @@ class Episode:
     @property
     def terminated(self) -> bool:
         """Whether its columns say that the task ended it, not a cut."""
-        if self.has(TERMINATED):
-            return bool(self.flag(TERMINATED)[-1])
-        return bool(self.flag(DONE)[-1] or self.flag(SUCCESS)[-1]) and not self.flag(TRUNCATED)[-1]
+        if self.has(names.TERMINATED):
+            return bool(self.flag(names.TERMINATED)[-1])
+        return bool(self.flag(names.DONE)[-1] or self.flag(names.SUCCESS)[-1]) and not self.flag(names.TRUNCATED)[-1]
 
     @property
     def success(self) -> bool | None:
         """Whether it succeeded: any of its steps did. None if no column says so."""
-        if self.has(OUTCOME):
-            return {0: False, 1: True}.get(int(self.column(OUTCOME).flat[-1]))
-        return bool(self.flag(SUCCESS).any()) if self.has(SUCCESS) else None
+        if self.has(names.OUTCOME):
+            return {0: False, 1: True}.get(int(self.column(names.OUTCOME).flat[-1]))
+        return bool(self.flag(names.SUCCESS).any()) if self.has(names.SUCCESS) else None
 
     def segments(self, spec: Spec, id: str, stamp: Stamp) -> Iterator[Segment]:
         """Yield its steps as segments for a store of this Spec, which it must fit (see Dataset.misfit).
@@ -249,7 +237,7 @@ class Episode:
 
     def _columns(self) -> dict[str, Any]:
         """Return the columns of every row, [T]; zeros for one that the dataset lacks, but for the time."""
-        called = STORED if self.has(TIME) else {**STORED, "time": "timestamp"}
+        called = names.STORED if self.has(names.TIME) else {**names.STORED, "time": "timestamp"}
         there = {name for name in COLUMNS if name == "time" or self.has(called[name])}
         found = {name: self.column(called[name]) if name in there else np.zeros(len(self)) for name in COLUMNS}
         return {name: found[name].reshape(-1).astype(dtype) for name, dtype in COLUMNS.items()}

@@ -12,26 +12,7 @@ from serl_client.words import check_choice
 
 from serl_launcher.replay.verdicts import rewards_of
 from serl_launcher.replay.views import KEEP, SPLITS, START_STEPS, View
-from serl_launcher.training.plan import (
-    EVAL,
-    LONGEST_WINDOW,
-    ONCE,
-    OPERATOR,
-    ORDERS,
-    POLICIES,
-    RANDOM,
-    SEEN,
-    TRAINED,
-    UNITS,
-    Actors,
-    Pace,
-    Phase,
-    Plan,
-    PlanSource,
-    Term,
-    Update,
-    parse,
-)  # fmt: skip
+from serl_launcher.training import plan as p
 
 MODES = ("idle", "collect", "teleop", "evaluate", "stop")
 METRICS = ("success", "unassisted_success")
@@ -42,7 +23,7 @@ LEAST_CAPACITY = 100  # steps
 EXAMPLE = "'env_steps >= 20000', 'demo.episodes >= 20', 'success[20] >= 0.9 and episodes >= 50' or 'operator'"
 
 
-def plan_of(config: DictConfig, methods: Collection[str] | None = None) -> Plan:
+def plan_of(config: DictConfig, methods: Collection[str] | None = None) -> p.Plan:
     """Return the plan of a run's config, with all its phases. `methods`: as in `load_plan`.
 
     Raises ConfigError as `load_plan` does, if the config's `phase` is not in the plan, and as `rewards_of` does.
@@ -53,7 +34,7 @@ def plan_of(config: DictConfig, methods: Collection[str] | None = None) -> Plan:
     return replace(plan, verdict=rewards_of(config))
 
 
-def load_plan(mapping: Mapping[str, Any], *, methods: Collection[str] | None, has_operator: bool) -> Plan:
+def load_plan(mapping: Mapping[str, Any], *, methods: Collection[str] | None, has_operator: bool) -> p.Plan:
     """Return the plan that a mapping of plain containers describes.
 
     mapping: the yaml's content, with its interpolations resolved.
@@ -66,7 +47,7 @@ def load_plan(mapping: Mapping[str, Any], *, methods: Collection[str] | None, ha
     root.keys(required=("phases",), optional=("sources",))
     reader = _Reader(*_sources(root.at("sources", {})), methods)
     phases = {name: reader.phase(name, node) for name, node in root.at("phases").entries()}
-    plan = Plan(reader.sources | {EVAL: _evaluations(root.at("sources", {}))}, reader.views, phases)
+    plan = p.Plan(reader.sources | {p.EVAL: _evaluations(root.at("sources", {}))}, reader.views, phases)
     plan = plan if has_operator else _without_operator(plan)
     if not plan.phases:
         raise root.at("phases").error("nothing to do" + " without an operator" * bool(plan.notes))
@@ -132,10 +113,10 @@ class _Node:
         return float(self.value)
 
 
-def _sources(node: _Node) -> tuple[dict[str, PlanSource], dict[str, View]]:
+def _sources(node: _Node) -> tuple[dict[str, p.PlanSource], dict[str, View]]:
     sources, views = {}, {}
     for name, entry in node.entries():
-        if name == EVAL:
+        if name == p.EVAL:
             continue
         if not re.fullmatch(r"\w+", name):
             raise entry.error("a name has letters, digits and _ only")
@@ -149,9 +130,9 @@ def _sources(node: _Node) -> tuple[dict[str, PlanSource], dict[str, View]]:
                     f"should be the folder of a LeRobot dataset, or a robomimic file, not {dataset.value!r}"
                 )
             silence = _on_silence(entry.at("on_silence"))
-            sources[name] = PlanSource(entry.at("capacity").whole(LEAST_CAPACITY), archive, dataset.value, silence)
+            sources[name] = p.PlanSource(entry.at("capacity").whole(LEAST_CAPACITY), archive, dataset.value, silence)
     for name, entry in node.entries():
-        if name not in sources and name != EVAL:
+        if name not in sources and name != p.EVAL:
             entry.keys(required=("of",), optional=("keep", "min_length", "split", "start_steps"))
             of = tuple(part.word(sources, "physical source") for part in entry.at("of").items())
             keep = tuple(part.word(KEEP, "filter") for part in entry.at("keep", "all").items())
@@ -161,11 +142,11 @@ def _sources(node: _Node) -> tuple[dict[str, PlanSource], dict[str, View]]:
     return sources, views
 
 
-def _evaluations(node: _Node) -> PlanSource:
+def _evaluations(node: _Node) -> p.PlanSource:
     """Read the built-in source, whose capacity a plan may give."""
-    found = node.at(EVAL, {"capacity": EVAL_CAPACITY})
+    found = node.at(p.EVAL, {"capacity": EVAL_CAPACITY})
     found.keys(required=("capacity",))
-    return PlanSource(found.at("capacity").whole(LEAST_CAPACITY))
+    return p.PlanSource(found.at("capacity").whole(LEAST_CAPACITY))
 
 
 def _on_silence(node: _Node) -> float | None:
@@ -181,11 +162,11 @@ def _on_silence(node: _Node) -> float | None:
 class _Reader:
     """Reads phases; `sources` are the physical ones without `eval`."""
 
-    sources: dict[str, PlanSource]
+    sources: dict[str, p.PlanSource]
     views: dict[str, View]
     methods: Collection[str] | None
 
-    def phase(self, name: str, node: _Node) -> Phase:
+    def phase(self, name: str, node: _Node) -> p.Phase:
         learning = ("data", "start_when", "pace", "publish", "on_begin")
         node.keys(required=("actors", "until"), optional=("updates", "on_end", *learning))
         updates = self.updates(node)
@@ -193,7 +174,7 @@ class _Reader:
             raise node.error(f"only a phase with updates has {', '.join(learning)}")
         if "publish" in node.value:
             node.at("publish").keys(required=("every_updates",))
-        phase = Phase(
+        phase = p.Phase(
             name,
             self.actors(node.at("actors")),
             tuple(str(text.value) for text in node.at("until").items()),
@@ -206,12 +187,12 @@ class _Reader:
         self.check(node, phase)
         return phase
 
-    def actors(self, node: _Node) -> Actors:
+    def actors(self, node: _Node) -> p.Actors:
         node.keys(required=("mode",), optional=("into", "explore", "intervene", "policy"))
         mode = node.at("mode").word(MODES, "mode")
-        into = node.at("into", EVAL if mode == "evaluate" else None)
-        if (mode == "evaluate") != (into.value == EVAL):
-            raise into.error(f"evaluation, and only evaluation, goes into the built-in source {EVAL!r}")
+        into = node.at("into", p.EVAL if mode == "evaluate" else None)
+        if (mode == "evaluate") != (into.value == p.EVAL):
+            raise into.error(f"evaluation, and only evaluation, goes into the built-in source {p.EVAL!r}")
         if mode in ("collect", "teleop"):
             into.word(self.sources, "physical source")
         elif mode != "evaluate" and into.value is not None:
@@ -219,14 +200,14 @@ class _Reader:
         intervene = node.at("intervene", False)
         if intervene.flag() and mode != "collect":
             raise intervene.error(f"the operator takes over in mode 'collect', not in {mode!r}")
-        policy = node.at("policy", TRAINED)
-        is_trained = policy.word(POLICIES, "policy") == TRAINED
+        policy = node.at("policy", p.TRAINED)
+        is_trained = policy.word(p.POLICIES, "policy") == p.TRAINED
         if not is_trained and (mode != "collect" or "explore" in node.value):
             raise policy.error(f"random actions are for mode 'collect', not {mode!r}, and without 'explore'")
         explore = node.at("explore", mode == "collect").flag() and is_trained
-        return Actors(mode, into.value, explore, intervene.value, policy.value)
+        return p.Actors(mode, into.value, explore, intervene.value, policy.value)
 
-    def updates(self, node: _Node) -> tuple[Update, ...]:
+    def updates(self, node: _Node) -> tuple[p.Update, ...]:
         updates = []
         for item in node.at("updates", []).items():
             name, options = item.named()
@@ -237,8 +218,8 @@ class _Reader:
             data = self.shares(options.at("data") if "data" in options.value else node.at("data", {}))
             every, from_updates = options.at("every", 1).whole(1), options.at("from_updates", 0).whole(0)
             batch = options.at("batch").whole(1) if "batch" in options.value else None
-            order = options.at("order", RANDOM).word(ORDERS, "order")
-            updates.append(Update(name, data, every, from_updates, batch, order))
+            order = options.at("order", p.RANDOM).word(p.ORDERS, "order")
+            updates.append(p.Update(name, data, every, from_updates, batch, order))
         if updates and all(update.from_updates for update in updates):
             raise node.at("updates").error("one update must begin at once (from_updates: 0), or none is ever made")
         twice = [(a, b) for a in updates for b in updates if a.name == b.name]
@@ -250,18 +231,18 @@ class _Reader:
     def shares(self, node: _Node) -> dict[str, float]:
         shares = {}
         for name, share in node.entries():
-            if name == EVAL:
-                raise node.error(f"nothing trains on the built-in source {EVAL!r}")
+            if name == p.EVAL:
+                raise node.error(f"nothing trains on the built-in source {p.EVAL!r}")
             shares[check_choice(name, [*self.sources, *self.views], "source", node.where)] = share.number()
         if not shares:
             raise node.error("an update needs data, as in {online: 0.5, demo: 0.5}")
         return {name: share / sum(shares.values()) for name, share in shares.items()}
 
-    def pace(self, node: _Node) -> Pace | None:
+    def pace(self, node: _Node) -> p.Pace | None:
         if isinstance(node.value, str):
-            return {"free": None, "lockstep": Pace(1.0, 0)}[node.word(("free", "lockstep"), "pace")]
+            return {"free": None, "lockstep": p.Pace(1.0, 0)}[node.word(("free", "lockstep"), "pace")]
         node.keys(required=("updates_per_step", "tolerance"))
-        return Pace(node.at("updates_per_step").number(), node.at("tolerance").whole(0))
+        return p.Pace(node.at("updates_per_step").number(), node.at("tolerance").whole(0))
 
     def action(self, node: _Node) -> tuple[str, str | None]:
         name, source = node.named()
@@ -272,38 +253,38 @@ class _Reader:
             raise source.error("takes no value")
         return name, source.value
 
-    def check(self, node: _Node, phase: Phase) -> None:
+    def check(self, node: _Node, phase: p.Phase) -> None:
         """Raise ConfigError if the learner would wait for data that no actor makes, or if nothing can end the phase."""
         if phase.pace and not phase.actors.act:
             raise node.at("pace").error(f"actors in mode {phase.actors.mode!r} make no env steps to keep pace with")
         if phase.start_when is not None:
             terms = self.terms(node.at("start_when"))
-            if not phase.actors.act or any(term.name in (OPERATOR, SEEN, "updates") for term in terms):
+            if not phase.actors.act or any(term.name in (p.OPERATOR, p.SEEN, "updates") for term in terms):
                 raise node.at("start_when").error("nothing can meet it before the first update of this phase")
         until = node.at("until")
         conditions = [self.terms(item) for item in until.items()]
         if not any(all(self.can_be_met(term, phase) for term in terms) for terms in conditions):
             raise until.error(f"this phase can never end: nothing in it meets [{', '.join(phase.until)}]")
 
-    def terms(self, node: _Node) -> tuple[Term, ...]:
-        terms = parse(str(node.value))
+    def terms(self, node: _Node) -> tuple[p.Term, ...]:
+        terms = p.parse(str(node.value))
         if not terms:
             raise node.error(f"cannot read {node.value!r}: write {EXAMPLE}")
         for term in terms:
             if term.window is not None:
                 check_choice(term.name, METRICS, "metric", node.where)
-                if not 1 <= term.window <= LONGEST_WINDOW:
-                    raise node.error(f"a window has 1 to {LONGEST_WINDOW} episodes, not {term.window}")
+                if not 1 <= term.window <= p.LONGEST_WINDOW:
+                    raise node.error(f"a window has 1 to {p.LONGEST_WINDOW} episodes, not {term.window}")
             elif term.count is not None:
                 check_choice(term.name, [*self.sources, *self.views], "source", node.where)
                 check_choice(term.count, ("steps", "episodes"), "count of a source", node.where)
             elif term.name in METRICS:
                 raise node.error(f"a metric has a window, as in '{term.name}[20] >= 0.9'")
             else:
-                check_choice(term.name, (*UNITS, OPERATOR, SEEN), "unit", node.where)
+                check_choice(term.name, (*p.UNITS, p.OPERATOR, p.SEEN), "unit", node.where)
         return terms
 
-    def can_be_met(self, term: Term, phase: Phase) -> bool:
+    def can_be_met(self, term: p.Term, phase: p.Phase) -> bool:
         actors = phase.actors
         if term.window is not None:
             return actors.act and term.met_by(1.0) and (term.name == "success" or actors.mode != "teleop")
@@ -311,8 +292,8 @@ class _Reader:
             parts = self.views[term.name].of if term.name in self.views else (term.name,)
             return actors.into in parts and term.met_by(sum(self.sources[part].capacity for part in parts))
         special = {
-            OPERATOR: True,
-            SEEN: any(update.order == ONCE for update in phase.updates),
+            p.OPERATOR: True,
+            p.SEEN: any(update.order == p.ONCE for update in phase.updates),
             "wall_s": True,
             "updates": bool(phase.updates),
             "interventions": actors.mode == "teleop" or actors.intervene,
@@ -320,7 +301,7 @@ class _Reader:
         return special.get(term.name, actors.act)
 
 
-def _without_operator(plan: Plan) -> Plan:
+def _without_operator(plan: p.Plan) -> p.Plan:
     """Return the plan without its teleop phases, and without the shares of sources that only they fill."""
     left_out = [name for name, phase in plan.phases.items() if phase.actors.mode == "teleop"]
     phases = {name: phase for name, phase in plan.phases.items() if name not in left_out}
