@@ -90,6 +90,8 @@ class RobotEnv(Closing):
         return observation
 
     def look(self) -> bool:
+        if self._pace.is_real and clock.monotonic() > self.observed + 2 * self._pace.period:
+            self.robot.observe()  # while nobody steps: a leader arm is seen by the robot's driver
         return self._intervention.look(self.robot.hold_action())
 
     def step(self, action: Array | None) -> Step:
@@ -112,8 +114,9 @@ class RobotEnv(Closing):
         truncated = self._steps >= self._max_steps and not verdict.terminated
         success = verdict.success if verdict.terminated or truncated else None
         return Step(
-            observation, verdict.reward, executed, is_theirs, verdict.terminated, truncated, success, extras, stale
-        )
+            observation, verdict.reward, executed, is_theirs, verdict.terminated, truncated, success, extras, stale,
+            self._intervention.is_driven,
+        )  # fmt: skip
 
     def stop(self) -> None:
         """Hold now; may be called twice."""

@@ -44,12 +44,14 @@ class Hand:
     positions: where a leader arm is, as an action [A]; None: the device is no arm.
     words: what was said since the reading before: events of serl_client.person.Operator, "toggle" (take over, or hand
         back) and "take over" (until a toggle).
+    moved: a leader arm has moved since `forget`.
     """
 
     motion: Mapping[str, float] = field(default_factory=dict)
     gripper: int = 0
     positions: Array | None = None
     words: Sequence[str] = ()
+    moved: bool = False
 
 
 STAGE = "stage"  # a row's column, where the task has stages: how many of them the observation after its step shows

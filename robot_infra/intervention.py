@@ -13,11 +13,12 @@ HANDOVER = "handover"  # column: this action leads from one driver's to the othe
 class Intervention:
     """Decides for each step. If nobody may drive, the device is not even read, so that it cannot disturb the plan.
 
-    The operator drives every step of an episode that they demonstrate; without a hand on the device the robot holds.
+    Every step of an episode that the operator demonstrates is theirs; without a hand on the device the robot holds.
     If they may intervene, they drive while they want to, and the policy's proposal is dropped.
 
     ramp: steps from the last action of one driver to the first one of the next, in equal parts; below 2: no step
-        between them. `is_handover`: whether the latest step was one on this way.
+        between them. `is_handover`: whether the latest step was one on this way. `is_driven`: whether the one whose
+        step it was gave an action.
     """
 
     def __init__(self, teleop: Teleop | None, ramp: int = 0) -> None:
@@ -25,7 +26,7 @@ class Intervention:
         self._demonstrates = self._may_take_over = False
         self._looked: tuple[bool, Array | None] | None = None  # who drives the next step, and what the device wants
         self._was_theirs, self._left = False, 0
-        self.is_handover = False
+        self.is_handover = self.is_driven = False
 
     def reset(self, seed: int, *, demonstrate: bool, intervene: bool) -> None:
         """Begin an episode. Raises ConfigError if it is to be demonstrated and there is no teleop."""
@@ -49,7 +50,8 @@ class Intervention:
         driven = wanted if is_theirs else proposed
         if is_theirs != self._was_theirs:
             self._was_theirs, self._left = is_theirs, self._ramp
-        self.is_handover = self._left > 1 and driven is not None
+        self.is_driven = driven is not None
+        self.is_handover = self._left > 1 and self.is_driven
         if driven is None:
             return hold, is_theirs
         if self.is_handover:

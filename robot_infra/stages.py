@@ -30,6 +30,10 @@ class StageKeys:
     def has_terminal(self) -> bool:
         return self._operator.has_terminal
 
+    @property
+    def demonstrates(self) -> bool:
+        return self._operator.demonstrates
+
     def poll(self) -> list[str]:
         """Return the other events since the last poll, oldest first."""
         events: list[str] = []

@@ -150,8 +150,10 @@ class GymEnv:
         extras = {POLICY_ACTION: policy_action(action, executed)} if self.has_operator else {}
         self._pace.wait(sent)
         self.observed = clock.monotonic()
-        is_theirs = is_theirs or theirs is not None
-        return Step(observation, float(reward), executed, is_theirs, terminated, truncated, success, extras)
+        is_theirs, is_driven = is_theirs or theirs is not None, self._intervention.is_driven or theirs is not None
+        return Step(
+            observation, float(reward), executed, is_theirs, terminated, truncated, success, extras, driven=is_driven
+        )
 
     def stop(self) -> None:
         """Do nothing: time stands still between two steps."""

@@ -33,12 +33,13 @@ class Driven(Protocol):
 
 
 class Hands:
-    """Merges `devices`; a Teleop, and the Operator who says ready, success and so on.
+    """Merges `devices`; a Teleop, and the Operator who says ready, success and so on, and "moved" of any device.
 
     action, space: of the robot that they drive.
     takeover: `touch`: whoever moves a device drives, until they have let go for RELEASE seconds. `toggle`: only the
         device's toggle takes over. A takeover by a toggle lasts until the next one, in both.
 
+    A demonstration is driven from the first touch or toggle on, until a toggle; before it nobody drives.
     What nobody moves stays as it is: a gripper, too, until one of its keys is used in this takeover. Then it acts until
     the other one is. Raises ConfigError if no device can move some entry of the action.
     """
@@ -56,9 +57,13 @@ class Hands:
             )
         self._devices, self._action, self.space, self._takes_by_touch = devices, action, space, takeover == "touch"
         self._words: deque[str] = deque()
+        self._begins = False  # nobody drives this demonstration yet
+        self._has_moved = False  # any device, since the latest poll
         self._fault: RobotFault | None = None
         self._drives = self._is_latched = False  # latched: only a toggle hands back
         self._touched, self._wished, self._gripper = 0.0, 0.0, 0
+
+    demonstrates = True
 
     @property
     def has_terminal(self) -> bool:
@@ -72,13 +77,15 @@ class Hands:
     def reset(self, seed: int, *, demonstrate: bool = True) -> None:
         for device in self._devices:
             device.forget()
-        self._set_driver(demonstrate)
+        self._set_driver(False)
+        self._begins = demonstrate
 
     def poll(self) -> list[str]:
         """Return the events since the last poll, oldest first. The next `read` takes touches, and says which device is
         gone."""
         self.look()
-        said, self._words = list(self._words), deque()
+        said, self._words = [*self._words, *["moved"] * self._has_moved], deque()
+        self._has_moved = False
         return said
 
     def read(self, hold: Array) -> Array | None:
@@ -120,6 +127,7 @@ class Hands:
                     self._words.append(word)
             if hand.gripper and (self._drives or "take over" in hand.words):
                 self._gripper = hand.gripper
+            self._has_moved |= bool(hand.motion or hand.gripper or hand.moved or "toggle" in hand.words)
         return hands
 
     def _decide(self, hands: Sequence[Hand]) -> None:
@@ -127,8 +135,9 @@ class Hands:
         now, wishes, touches = clock.monotonic(), self._wishes, any(hand.motion or hand.gripper for hand in hands)
         if touches:
             self._touched = now
-        if not self._drives and self._takes_by_touch and (touches or wishes):
-            self._drives, self._is_latched, self._wished = True, wishes, 0.0
+        begins = self._begins and (touches or wishes or any(hand.moved for hand in hands))
+        if not self._drives and (begins or (self._takes_by_touch and (touches or wishes))):
+            self._drives, self._is_latched, self._begins, self._wished = True, begins or wishes, False, 0.0
             self._gripper = next((hand.gripper for hand in hands if hand.gripper), self._gripper if wishes else 0)
         elif self._drives and not self._is_latched and now > self._touched + RELEASE:
             self._set_driver(False)
@@ -140,7 +149,7 @@ class Hands:
 
     def _set_driver(self, drives: bool) -> None:
         self._drives = self._is_latched = drives
-        self._gripper, self._wished = 0, 0.0
+        self._gripper, self._begins, self._wished = 0, False, 0.0
 
     def _move(self, action: Array, name: str, share: float) -> None:
         """Move one entry of an action [A] towards its bound, by a share of the way."""

@@ -1,5 +1,10 @@
-"""Reads a terminal's keyboard, over SSH too: which key says pause, ready, success, failure, or drives."""
+"""Reads a terminal's keyboard, over SSH too: which key says pause, ready, success, failure, or drives.
 
+What is pasted, or comes faster than a person types, only ever pauses the robot: see Keyboard._hear.
+"""
+
+import logging
+import math
 import os
 import re
 import select
@@ -7,14 +12,18 @@ import termios
 import tty
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Self
 
 from serl_client import clock
 
 from robot_infra.interfaces import Hand
 
+log = logging.getLogger(__name__)
+
+PAUSE, STOP = "p", "q"
 KEYS = {"p": "pause", "r": "ready", "n": "next", "s": "success", "f": "failure", "d": "discard", "q": "stop"}
-LEGEND = "p pause/resume   r ready   n next phase   s success   f failure   d discard   q stop"
+LEGEND = "p pause/resume   r ready   n next phase   s success   f failure   d discard   q twice stop"
 TOGGLE = "t"
 DIGITS = "0123456789"
 STAGED = "stage "  # and a digit: that key was pressed (robot_infra/stages.py)
@@ -27,7 +36,14 @@ MOTION_LEGEND = "t take over/hand back   i k or arrows x   j l y   u o z   g gri
 # What arrows and function keys send. Its letters are no keys.
 ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*([@-~])|O([@-~]))")
 UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|O)?\Z")  # the next reading brings its rest
+# Bracketed paste, as of xterm: once it is switched on, the terminal puts these marks around what is pasted.
+PASTE_ON, PASTE_OFF, PASTE, NO_KEY = b"\x1b[?2004h", b"\x1b[?2004l", b"\x1b[200~", b" "
+PASTED = re.compile(rb"\x1b\[200~.*?(?:(\x1b\[201~)|\Z)", re.DOTALL)
+PASTE_S = 2.0  # seconds after which a paste is over, so that a mark that is lost leaves nobody unheard
 
+QUIET = 0.5  # seconds in which nobody types two different keys; what does is a burst
+DELIBERATE = 1.0  # seconds after PAUSE or STOP, until PAUSE may resume; a held key repeats earlier
+AGAIN = 2.0  # seconds within which STOP is to be said again
 HELD = 0.15  # seconds that a motion key counts as held: several periods of a terminal's key repeat
 STALE = 1.0  # seconds between two readings; after more, motion keys are dropped: they were pressed in a pause
 BACKLOG = 256  # motion keys that wait to be read
@@ -37,8 +53,10 @@ class Keyboard:
     """Reads single keys; a context manager that restores the terminal.
 
     Without a terminal (a pipe, a service, a job in the background) there are no events, and no error. Ctrl-C works as
-    usual. A signal that ends the process without an exception leaves the terminal changed: `stty sane` restores it.
+    usual. A signal that ends the process without an exception leaves the terminal changed: `reset` restores it.
     """
+
+    demonstrates = False
 
     def __init__(self, descriptor: int = 0) -> None:
         self._descriptor = descriptor
@@ -46,8 +64,11 @@ class Keyboard:
         self._rest = b""
         self._events: deque[str] = deque()
         self._motions: deque[str] = deque(maxlen=BACKLOG)
+        self._heard: dict[str, float] = {}  # key: when it was read; of the last QUIET seconds
+        self._held = self._asked = self._pasting = -math.inf  # when PAUSE or STOP was read, STOP alone, a paste began
         if self._before is not None:
             tty.setcbreak(descriptor, termios.TCSANOW)
+            self._tell(PASTE_ON)
 
     def __enter__(self) -> Self:
         return self
@@ -73,24 +94,58 @@ class Keyboard:
         """Give the terminal back; may be called twice."""
         if self._before is not None and _in_front(self._descriptor):
             termios.tcsetattr(self._descriptor, termios.TCSANOW, self._before)
+            self._tell(PASTE_OFF)
         self._before = None
+
+    def _tell(self, code: bytes) -> None:
+        with suppress(OSError):  # it may be open for reading alone
+            os.write(self._descriptor, code)
 
     def _read(self) -> None:
         if self._before is None or not _in_front(self._descriptor):
             return
         if not select.select([self._descriptor], [], [], 0)[0]:
             return
-        typed = self._rest + os.read(self._descriptor, 1024)
-        unfinished = UNFINISHED.search(typed)
-        self._rest = unfinished.group() if unfinished else b""
-        typed = ESCAPES.sub(_arrow, typed[: len(typed) - len(self._rest)])
-        for key in typed.decode(errors="ignore").lower():
-            if key in KEYS:
+        now, is_pasting = clock.monotonic(), self._rest.startswith(PASTE)
+        if is_pasting and now > self._pasting + PASTE_S:
+            self._rest, is_pasting = b"", False
+        typed = self._rest + os.read(self._descriptor, 4096)
+        pastes, typed = list(PASTED.finditer(typed)), PASTED.sub(NO_KEY, typed)
+        if pastes and not pastes[-1][1]:  # its end is still to come, or a part of it
+            self._rest = PASTE + pastes[-1][0][len(PASTE) :][1 - len(PASTE) :]
+            self._pasting = self._pasting if is_pasting else now
+        else:
+            unfinished = UNFINISHED.search(typed)
+            self._rest = unfinished.group() if unfinished else b""
+            typed = typed[: len(typed) - len(self._rest)]
+        self._hear(ESCAPES.sub(_arrow, typed).decode(errors="ignore").lower(), now)
+
+    def _hear(self, typed: str, now: float) -> None:
+        """Make events of the keys that were read at once. Only here is decided what is a burst, and what it may do.
+
+        A burst is two different keys within QUIET: PAUSE and STOP hold the robot in it, and no other key counts. Keys
+        of MOTIONS, which repeat while they are held, and TOGGLE make no burst.
+        """
+        keys = dict.fromkeys(key for key in typed if key not in MOTIONS and key != TOGGLE)
+        self._heard = {key: at for key, at in self._heard.items() if now < at + QUIET} | dict.fromkeys(keys, now)
+        is_quiet = len(self._heard) <= 1
+        if is_quiet:
+            self._motions += [key for key in typed if key in MOTIONS or key == TOGGLE]
+        for key in keys:
+            if key == PAUSE:
+                is_toggle = is_quiet and typed.count(key) == 1 and now > self._held + DELIBERATE
+                self._events.append("pause" if is_toggle else "halt")
+                self._held = now
+            elif key == STOP:
+                is_second = is_quiet and now <= self._asked + AGAIN
+                self._events.append("stop" if is_second else "halt")
+                self._asked, self._held = now if is_quiet and not is_second else -math.inf, now
+                if is_quiet and not is_second:
+                    log.warning("the robot holds: %s again within %.0f s ends the run; %s resumes", STOP, AGAIN, PAUSE)
+            elif is_quiet and key in KEYS:
                 self._events.append(KEYS[key])
-            elif key in DIGITS:
+            elif is_quiet and key in DIGITS:
                 self._events.append(STAGED + key)
-            elif key in MOTIONS or key == TOGGLE:
-                self._motions.append(key)
 
 
 class KeyboardDevice:

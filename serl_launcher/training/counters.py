@@ -158,8 +158,9 @@ def _flags(episode: EpisodeInfo) -> int:
 
 
 def counts(episode: EpisodeInfo) -> bool:
-    """Return whether an episode is closed and has its final observation. One that a crash cut does not count."""
-    return bool(episode.closed and episode.final)
+    """Return whether an episode is closed and has its final observation. One that a crash cut does not count, nor one
+    that its actor itself discards: a demonstration that nobody drove."""
+    return bool(episode.closed and episode.final and not (episode.discard and episode.judged_by == "judge"))
 
 
 def succeeded(episode: EpisodeInfo) -> bool:

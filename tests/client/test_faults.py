@@ -99,7 +99,7 @@ class Failing(CountingEnv):
 class ReadyPerson:
     """Says ready at each look, once the console shows a fault."""
 
-    has_terminal = True
+    has_terminal, demonstrates = True, False
 
     def __init__(self, status):
         self.status, self.said = status, []

@@ -201,11 +201,11 @@ def test_what_was_touched_in_a_pause_takes_nothing_over_afterwards(clock):
     wish = Hand({"x": 1.0}, words=["take over"])
     hands = at_policy(Scripted(wish, PUSH, Hand()))
     for _ in range(2):
-        assert hands.poll() == []
+        assert hands.poll() == ["moved"]
     clock.sleep(1.0)
     assert driven(hands, clock, 1) == [None]
     pressed = at_policy(Scripted(wish, Hand()))
-    assert pressed.poll() == []
+    assert (pressed.poll(), pressed.poll()) == (["moved"], [])
     clock.sleep(0.1)
     assert driven(pressed, clock, 9) == [STILL] * 9, "a key pressed between two steps takes over until the toggle"
 
@@ -226,7 +226,7 @@ def test_two_devices_are_one_person(clock):
     one, two = Scripted(PUSH, Hand(words=["success"])), Scripted(Hand({"z": -1.0}, words=["pause"]))
     hands = at_policy(one, two)
     assert driven(hands, clock, 2) == [[0.5, 0, -0.5, 0], STILL]
-    assert (hands.poll(), hands.poll()) == (["pause", "success"], [])
+    assert (hands.poll(), hands.poll()) == (["pause", "success", "moved"], [])
     hands.close()
     assert one.closed
     assert two.closed
@@ -277,9 +277,9 @@ def test_a_robot_without_a_leader_and_a_robot_that_no_device_moves_are_refused()
 # -- hand-over
 
 
-def led(*devices, ramp, demonstrate=False):
+def led(*devices, ramp, demonstrate=False, robot=None):
     """The intervention of a person with a leader arm and these devices."""
-    robot = Follower()
+    robot = robot or Follower()
     intervention = Intervention(Hands([Leader(robot), *devices], robot.action, robot.space), ramp=ramp)
     intervention.reset(0, demonstrate=demonstrate, intervene=not demonstrate)
     return intervention
@@ -300,13 +300,30 @@ def test_the_way_from_one_driver_to_the_other_has_equal_parts_and_is_flagged(clo
     assert handover == [False] * 2 + [True] * 4 + [False] * 3 + [True] * 4 + [False] * 3
 
 
-def test_a_demonstration_begins_where_the_robot_is_and_not_where_the_leader_is():
-    intervention = led(ramp=4, demonstrate=True)
-    hold, before, at = np.array([10, 0], np.float32), None, []
-    for _ in range(5):
-        before, _ = intervention.drive(None, hold, before)
+def test_a_demonstration_begins_where_the_robot_is_and_once_the_leader_has_moved():
+    robot = Follower()
+    intervention = led(ramp=4, demonstrate=True, robot=robot)
+    hold, before, at, driven = np.array([10, 0], np.float32), None, [], []
+    for place in (46, 46.5, 47.5, 50, 50, 50, 50, 50):
+        robot.seen = {"leader": np.array([place, 0], np.float32)}
+        before, is_theirs = intervention.drive(None, hold, before)
+        assert is_theirs
         at.append(before[0])
-    assert at == pytest.approx([20, 30, 40, 50, 50])
+        driven.append(intervention.is_driven)
+    assert at == pytest.approx([10, 10, 10, 20, 30, 40, 50, 50])
+    assert driven == [False] * 3 + [True] * 5, "a leader that trembles by less than a hundredth of its range is at rest"
+
+
+def test_what_ends_in_a_demonstration_is_not_begun_again_by_a_leader_that_has_moved(clock):
+    robot = Follower()
+    hands = Hands([Leader(robot), Scripted(*[Hand()] * 4, TOGGLE)], robot.action, robot.space)
+    hands.reset(0, demonstrate=True)
+    hold, seen = np.zeros(2, np.float32), []
+    for place in (0, 9, 9, 9, 5):
+        robot.seen = {"leader": np.array([place, 0], np.float32)}
+        seen.append(hands.read(hold))
+        assert hands.poll() == (["moved"] if place else [])
+    assert [wanted is not None for wanted in seen] == [False, True, False, False, False]
 
 
 def test_a_policy_that_is_silent_at_a_hand_back_holds_and_is_led_over_once_it_speaks():

@@ -17,6 +17,7 @@ from robot_infra.teleop import hands as hands_module
 from robot_infra.teleop import keyboard as keyboard_module
 from robot_infra.teleop.hands import Hands, make_devices
 from robot_infra.teleop.keyboard import DIGITS, KEYS, LEGEND, MOTION_LEGEND, MOTIONS, TOGGLE, Keyboard, KeyboardDevice
+from tests.shared.common import ROOT
 from tests.shared.robots import Hand, build, point
 
 
@@ -27,15 +28,33 @@ def typed(terminal):
         yield lambda data: os.write(terminal[0], data) and keyboard
 
 
+@pytest.fixture
+def said(terminal, clock):
+    """said((bytes, seconds before them), ...) -> what each of them says."""
+    with Keyboard(terminal[1]) as keyboard:
+
+        def say(*presses):
+            heard = []
+            for keys, seconds in presses:
+                clock.sleep(seconds)
+                os.write(terminal[0], keys)
+                heard.append(keyboard.poll())
+            return heard
+
+        yield say
+
+
 @pytest.mark.parametrize(
     ("keys", "events"),
     [
-        (b"pnsfdq", ["pause", "next", "success", "failure", "discard", "stop"]), (b"Q", ["stop"]),  # caps lock
-        (b"1s0", ["stage 1", "success", "stage 0"]),
+        (b"p", ["pause"]), (b"n", ["next"]), (b"s", ["success"]), (b"f", ["failure"]), (b"r", ["ready"]),
+        (b"q", ["halt"]), (b"D", ["discard"]), (b"1", ["stage 1"]),  # caps lock
+        (b"ss", ["success"]), (b"iisi", ["success"]), (b"ppp", ["halt"]),
+        (b"sd", []), (b"s\n", []), (b"spq", ["halt", "halt"]),
         (b"xyz \n", []), (b"\x1b[D\x1b[A", []), (b"\x1bOS", []), (b"\x1b[15~", []), ("ü".encode(), []),
     ],
 )  # fmt: skip
-def test_keys_become_events_in_order_and_others_say_nothing(typed, keys, events):
+def test_a_key_alone_is_an_event_and_of_several_at_once_only_a_pause_counts(typed, keys, events):
     keyboard = typed(keys)
     assert (keyboard.poll(), keyboard.poll()) == (events, [])
 
@@ -95,8 +114,8 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_keys_are_for_those_who_ask_for_them(typed):
-    keyboard = typed(b"ipJt\x1b[A\x1bOBs\x1b[1;5C\x1b[D")
-    assert keyboard.poll() == ["pause", "success"]
+    keyboard = typed(b"isJt\x1b[A\x1bOBs\x1b[1;5C\x1b[D")
+    assert keyboard.poll() == ["success"]
     assert keyboard.motions() == ["i", "j", "t", "i", "k", "l", "j"]
     assert (keyboard.poll(), keyboard.motions()) == ([], [])
 
@@ -112,6 +131,68 @@ def test_motions_that_nobody_asks_for_are_forgotten_in_the_end(typed):
         typed(b"i" * 100).poll()
     motions = typed(b"k").motions()
     assert (len(motions), motions[-1]) == (256, "k")
+
+
+PASTED = b"\x1b[200~", b"\x1b[201~"
+TEXT = (ROOT / "README.md").read_bytes()[:10_000]
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000, 4096])
+def test_a_paste_in_brackets_says_nothing_however_it_comes(said, size):
+    pasted = PASTED[0] + TEXT[:2000] + PASTED[1]
+    pieces = [pasted[begin : begin + size] for begin in range(0, len(pasted), size)]
+    assert not any(said(*((piece, 0.0003) for piece in pieces)))
+    assert said((b"s", 0.4), (b"p", 0.0), (b"s", 1.0)) == [[], ["halt"], ["success"]]
+
+
+def test_the_terminal_is_told_to_put_pastes_in_brackets_and_told_to_stop(terminal):
+    with Keyboard(terminal[1]):
+        assert os.read(terminal[0], 100) == b"\x1b[?2004h"
+    assert os.read(terminal[0], 100) == b"\x1b[?2004l"
+
+
+def test_a_paste_whose_end_is_lost_leaves_nobody_unheard(said):
+    assert said((PASTED[0] + b"sss", 0.0), (b"p", 1.9), (b"p", 0.2)) == [[], [], ["halt"]]
+
+
+@pytest.mark.parametrize("size", [5, 64, 1000, 4095, 4096])
+def test_a_paste_without_brackets_judges_nothing_stops_nothing_moves_nothing_and_is_not_ready(terminal, clock, size):
+    assert {*KEYS, *MOTIONS, TOGGLE} <= {*TEXT.decode()}
+    with Keyboard(terminal[1]) as keyboard:
+        heard, motions = [], []
+        for begin in range(0, len(TEXT), size):
+            os.write(terminal[0], TEXT[begin : begin + size])
+            clock.sleep(0.03)
+            heard += keyboard.poll()
+            motions += keyboard.motions()
+        assert (set(heard), motions) == ({"halt"}, [])
+        for last in (b"s", b"r", b"n", b"q"):  # what may come late is no answer either
+            os.write(terminal[0], last)
+            clock.sleep(0.1)
+            assert keyboard.poll() in ([], ["halt"])
+
+
+def test_whoever_is_afraid_and_presses_pause_again_and_again_does_not_let_the_robot_go_on(said):
+    quick = [(b"p", 0.2)] * 9
+    assert said(*quick) == [["pause"], *[["halt"]] * 8]
+    assert said((b"p", 2.0), *quick) == [["pause"], *[["halt"]] * 9], "it resumed, and was paused at once"
+    assert said((b"pp", 2.0)) == [["halt"]]
+    assert said((b"p", 1.1), (b"s", 0.6)) == [["pause"], ["success"]]
+
+
+@pytest.mark.parametrize(
+    ("presses", "events"),
+    [
+        ([(b"q", 0), (b"q", 1.9)], ["halt", "stop"]),
+        ([(b"q", 0), (b"q", 2.1), (b"q", 1.0)], ["halt", "halt", "stop"]),
+        ([(b"qq", 0), (b"p", 0.9), (b"p", 1.1)], ["halt", "halt", "pause"]),
+        ([(b"q", 0), (b"xq", 1.0), (b"q", 1.0)], ["halt", "halt", "halt"]),
+    ],
+    ids=["twice", "too late", "at once", "a burst between them"],
+)
+def test_the_first_q_holds_the_robot_and_a_second_one_ends_the_run(said, presses, events, caplog):
+    assert said(*presses) == [[event] for event in events]
+    assert "the robot holds: q again within 2 s ends the run; p resumes" in caplog.messages
 
 
 def test_the_legend_names_every_key_and_none_means_two_things():
@@ -165,7 +246,7 @@ def test_an_episode_begins_with_the_policy_and_a_demonstration_at_rest(at_keys):
     assert read(b"", 0) is None
     assert read(b"i", 0) == FORWARD
     teleop.reset(1, demonstrate=True)
-    assert read(b"", 0) == STILL
+    assert [read(keys, 1.0) for keys in (b"", b"i", b"")] == [None, FORWARD, STILL], "from its first motion on"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ class CountingEnv:
     def __init__(self, spec, length=13, *, clock="simulated", has_operator=False, human=()):
         self.spec, self.length, self.clock, self.has_operator, self.human = spec, length, clock, has_operator, human
         self.seeds, self.teleops, self.actions, self.stops, self.homes, self.recovered = [], [], [], 0, 0, 0
+        self.row = 0
 
     def home(self, seed):
         self.homes += 1
@@ -63,6 +64,7 @@ class FakeClient:
 
     actor, session = "robot", "0123456789abcdef"
     has_room, fault, error, drained, pending, history = True, "", None, True, (0, 0), 1
+    connected, over = True, ""  # whether the learner is there; `next` or `stop`, as said by the operator
 
     def __init__(self, spec, mode="collect", **directive):
         self.spec, self.waited, self.state = spec, 0, SimpleNamespace(step_limit=None, ordinal=3)
@@ -132,7 +134,7 @@ class WaitingClient(FakeClient):
 class Keys:
     """A person: {look: what was pressed before it}; there is a look after each reset and after each row."""
 
-    has_terminal = True
+    has_terminal, demonstrates = True, False
 
     def __init__(self, presses):
         self.presses, self.looks = presses, -1

@@ -128,8 +128,17 @@ class TrainerClient(Closing):
 
     def command(self, name: str, argument: str = "") -> None:
         """Queue an operator's command to the plan; the log tells its result."""
+        if name in ("next", "stop"):
+            self._network.ended = self.state.directive["number"], name
         self._network.commands.append(Command(name, argument))
         self._network.wake()
+
+    @property
+    def over(self) -> str:
+        """Return `next` or `stop` if that was said here under the current directive, also to a learner that is away.
+        Empty: it was not, or the learner has refused it."""
+        number, name = self._network.ended
+        return name if number == self.state.directive["number"] else ""
 
     def report(self, numbers: Mapping[str, Any]) -> None:
         """Let the heartbeat tell the learner these each second; the mapping is read anew each time."""

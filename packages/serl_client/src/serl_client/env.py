@@ -17,6 +17,7 @@ class Step:
     extras: columns of this step that the Spec names and the environment knows, such as the age of a camera's image.
     stale: what in `observation` does not show the world as it is now, such as the image of a camera that stands still.
         Such a step is not recorded, and the episode is cut off before it; empty: all is well.
+    driven: False: whoever was to drive this step, policy or operator, gave no action, and the robot held.
     """
 
     observation: Observation
@@ -28,6 +29,7 @@ class Step:
     success: bool | None
     extras: Mapping[str, Array] = field(default_factory=dict)
     stale: str = ""
+    driven: bool = True
 
 
 class Env(Protocol):

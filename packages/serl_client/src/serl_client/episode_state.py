@@ -24,6 +24,12 @@ class EpisodeState:
     is_stale: bool = False  # the world may have changed since that observation: the next step holds, to look again
     reward: float = 0.0
     intervened: int = 0
+    driven: bool = False  # somebody gave the action of a step
+
+    @property
+    def is_unattended(self) -> bool:
+        """Whether this is no demonstration, although it should be one: it has steps, and nobody drove any of them."""
+        return self.teleop and self.last is not None and not self.driven
 
     @property
     def observation(self) -> Observation:

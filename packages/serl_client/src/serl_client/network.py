@@ -64,7 +64,8 @@ class Answer:
 class Network(threading.Thread):
     """Owns every socket and every file of a client.
 
-    The control thread writes `questions`, `commands` and `report`, calls `wake`, and only reads the other attributes.
+    The control thread writes `questions`, `commands`, `ended` and `report`, calls `wake`, and only reads the other
+    attributes.
     `news` is an eventfd that this thread sets when there is something new to read.
     """
 
@@ -82,6 +83,7 @@ class Network(threading.Thread):
         self.questions: deque[tuple[int, m.InferenceRequest]] = deque(maxlen=1)  # (number, question): the latest wins
         self.answers: deque[tuple[int, Answer]] = deque(maxlen=1)
         self.commands: deque[m.Command] = deque()
+        self.ended = -1, ""  # number of a directive that the operator has ended, and by which command
         is_certain = key is not None or is_local(address)  # that nobody but the learner sends us weights
         self.weights = WeightsFolder(weights_folder, verify=not is_certain) if weights_folder else None
         self.send_queue = SendQueue(outbox, self.session, spec)
@@ -276,7 +278,7 @@ class Network(threading.Thread):
             self.weights.restart()
         if self._commanded:
             log.warning("the link broke before the learner answered to %s: give it again", self.commands.popleft().name)
-            self._commanded = 0
+            self._commanded, self.ended = 0, (-1, "")
         address = welcome.inference.replace("*", urlsplit(self.server.address).hostname or "")
         if self._inference is None or self._inference.address != address:
             if self._inference:
@@ -333,6 +335,6 @@ class Network(threading.Thread):
         self._complain(f"the learner: {failed.text}")
         if failed.request and failed.request == self._commanded:
             self.commands.popleft()
-            self._commanded = 0
+            self._commanded, self.ended = 0, (-1, "")
         if failed.request == PULL and self.weights:
             self.weights.pause()

@@ -10,12 +10,17 @@ VERDICTS = {"success": True, "failure": False, "discard": None}
 
 
 class Operator(Protocol):
-    """Describes a person with a keyboard. Events: pause (again: resume), ready, stop, next, success, failure,
-    discard."""
+    """Describes a person with a keyboard. Events: pause (again: resume), halt (pause, and never resume), ready, moved
+    (a device that drives the robot), stop, next, success, failure, discard."""
 
     @property
     def has_terminal(self) -> bool:
         """Whether a person can be asked to say ready; a script without a terminal cannot."""
+        ...
+
+    @property
+    def demonstrates(self) -> bool:
+        """Whether it is this person's devices that drive a demonstration, and no script."""
         ...
 
     def poll(self) -> list[str]:
@@ -26,14 +31,15 @@ class Operator(Protocol):
 class Person:
     """Remembers what the operator says until the control loop has done it.
 
-    is_there: somebody can be asked. is_paused: they paused the robot.
-    is_ready: they said that the robot may move, since `ask`.
+    is_there: somebody can be asked. demonstrates: and drives the demonstrations. is_paused: they paused the robot.
+    is_ready, has_moved: since `ask` they said that the robot may move, or moved a device.
     verdict: success, failure or discard, of the episode under way, or of the latest one; empty: none.
     """
 
     def __init__(self, operator: Operator | None, client: TrainerClient, status: ActorStatus) -> None:
         self.is_there = operator is not None and operator.has_terminal
-        self.is_paused = self.is_ready = False
+        self.demonstrates = operator is not None and self.is_there and operator.demonstrates
+        self.is_paused = self.is_ready = self.has_moved = False
         self.verdict = ""
         self._operator, self._client = operator, client
         self._latest = ""  # the episode that ended last: a verdict between two episodes is about it
@@ -44,16 +50,21 @@ class Person:
         for event in self._operator.poll() if self._operator else ():
             if event == "pause":
                 self.is_paused = not self.is_paused
+            elif event == "halt":
+                self.is_paused = True
             elif event == "ready":
                 self.is_ready = True
+            elif event == "moved":
+                self.has_moved = True
             elif event in VERDICTS:
                 self.verdict = event
-            else:
+            elif event != self._client.over:  # said twice before the learner has heard it, next would skip a phase
                 self._client.command(event)
 
     def ask(self) -> None:
-        """Forget a `ready` that was said before this question."""
-        self.is_ready = False
+        """Forget what was said and moved before this question, also what nobody has read yet."""
+        self.listen()
+        self.is_ready = self.has_moved = False
 
     def pronounce(self, episode: str, success: bool | None) -> None:
         """Push the verdicts of judge and operator before the last rows, so that no episode counts as unjudged."""
@@ -62,9 +73,14 @@ class Person:
         if word := self.verdict:
             self._client.push(Outcome(episode, VERDICTS[word], discard=word == "discard", judged_by="operator"))
 
-    def close(self, episode: str) -> str:
-        """Return the verdict on the episode that ends, and forget it. A later one corrects it."""
-        self._latest, word, self.verdict = episode, self.verdict, ""
+    def disown(self, episode: str) -> None:
+        """Discard a demonstration that nobody drove, whatever was said of it."""
+        self._client.push(Outcome(episode, None, discard=True))
+        self.verdict = "discard"
+
+    def close(self, episode: str, *, is_unattended: bool) -> str:
+        """Return the verdict on the episode that ends, and forget it. A later one corrects it, unless nobody drove."""
+        self._latest, word, self.verdict = "" if is_unattended else episode, self.verdict, ""
         return word
 
     def count(self, episode: str, success: bool | None, *, assisted: bool) -> None:

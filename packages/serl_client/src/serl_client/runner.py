@@ -20,10 +20,10 @@ from serl_client.signals import interrupted_by_signals, without_long_collections
 from serl_client.spec import Array
 from serl_client.starts import Starts
 from serl_client.status import ActorStatus
+from serl_client.way_home import NAP, WayHome
 
 log = logging.getLogger(__name__)
 
-NAP = 0.05  # seconds between two looks at the operator; a message of the learner ends the wait early
 SILENCE = 5.0  # seconds without an action until the episode is cut off; the next begins with the next action
 AGAIN = 1.0  # seconds until the next reset, after a reset whose observation is not finite
 ROOM_PATIENCE = 1.0  # seconds that a simulated robot waits for the outbox
@@ -44,7 +44,8 @@ def run_actor(
     reset: `operator`: before each episode the robot holds until the operator says ready; `auto`: it does not wait.
     on_episode: is called with the numbers of each finished episode. share: see Starts.
 
-    A RobotFault cuts the episode off. The robot holds until the operator says ready; then it goes home again.
+    A demonstration waits until the operator says ready, or moves a device that drives the robot. One that nobody drove
+    is discarded. A RobotFault cuts the episode off. The robot holds until the operator says ready; then it goes home.
 
     Raises RobotFault if no operator has a terminal, or for the third one within a minute, TrainerError when the learner
     refuses this actor, KeyboardInterrupt for SIGINT, SIGTERM and SIGHUP, and whatever else the environment raises.
@@ -77,9 +78,10 @@ class _Actor:
     ) -> None:  # fmt: skip
         self._env, self._policies, self._client = env, policies, client
         self._controller = policies["trained"]
-        self._person, self._reset, self._on_episode, self._status = person, reset, on_episode, status
+        self._person, self._on_episode, self._status = person, on_episode, status
         self._directive, self._starts = client.state.directive, starts
         self._is_real = env.clock == "real"
+        self._way = WayHome(env, client, person, status, asks=reset == "operator")
         self._faults = Faults()
         self._unanswered: Frames | None = None  # the last ones of an episode that silence cut off
         self._sent: float | None = None  # when the command before was sent, if nothing waited since
@@ -93,7 +95,7 @@ class _Actor:
                 elif mode != "idle":
                     self._run_episode(mode)
                 else:
-                    self._wait_as("IDLE")
+                    self._way.wait_as("PAUSED" if self._person.is_paused else "IDLE")
             except RobotFault as fault:
                 self._fail(fault)
 
@@ -108,7 +110,7 @@ class _Actor:
     def _recover(self) -> None:
         """Hold until a person says ready, then clear the fault."""
         if not self._person.is_ready:
-            self._wait_as("FAULT")
+            self._way.wait_as("FAULT")
             return
         self._env.recover()
         self._faults.is_open = False
@@ -128,7 +130,8 @@ class _Actor:
             status.warn(f"phase {status.phase} asks for {asked}, which this robot cannot do: it idles")
         if is_new and self._unanswered:
             self._controller.begin(status.episode, directive, self._env.task)  # other weights may have to answer
-        may_begin = able and self._starts.remain(directive) and self._client.has_room and not self._person.is_paused
+        may_begin = able and self._starts.remain(directive, is_heard=self._client.connected)
+        may_begin &= self._client.has_room and not self._person.is_paused and not self._client.over
         return mode if mode == "stop" or (may_begin and (mode == "teleop" or self._answers())) else "idle"
 
     def _answers(self) -> bool:
@@ -146,7 +149,7 @@ class _Actor:
         client, number = self._client, self._status.episodes
         recorder = Recorder(client, f"{client.actor}-{client.session[:8]}-{number:06d}", self._env.task)
         seed = self._starts.seed(self._directive, client.state.ordinal, number)
-        if not self._go_home(seed):
+        if not self._way.go(seed, self._directive):
             return
         self._status.episodes += 1
         self._controller = self._policies[self._directive.get("policy", "trained")]
@@ -180,27 +183,6 @@ class _Actor:
         if episode.teleop and not self._is_real:
             self._wait_heard()
 
-    def _go_home(self, seed: int) -> bool:
-        """Bring the robot to the start, once the person agrees; return False if a newer directive ends the way.
-
-        Keys are read on the way. While the person pauses, the robot holds where it is.
-        """
-        self._person.ask()
-        while self._reset == "operator" and not self._person.is_ready:
-            if self._called_off(waited=True):
-                return False
-            self._wait_as("RESET")
-        self._env.home(seed)
-        while not self._env.is_home:
-            if self._called_off(waited=True):
-                self._env.stop()
-                return False
-            was_paused = self._person.is_paused
-            self._wait_as("PAUSED" if was_paused else "HOMING", holds=was_paused)
-            if was_paused and not self._person.is_paused:
-                self._env.home(seed)
-        return True
-
     def _wait_heard(self) -> None:
         """Wait for the learner's next directive, because a scripted operator would begin needless demonstrations."""
         self._client.drain(ROOM_PATIENCE)
@@ -233,6 +215,7 @@ class _Actor:
             return
         self._hand_over(episode, step.intervened)
         episode.last, episode.observed = step, observed
+        episode.driven |= step.driven
         episode.frames.add(step.observation, gap=is_gap)
         episode.is_theirs, episode.is_stale = None, False
         episode.reward += step.reward
@@ -260,7 +243,7 @@ class _Actor:
         """Return (whether the episode goes on, whether the next step had to wait, its action). Waits for the operator,
         for the step limit, and in simulation or before the first step for the action."""
         waited = False
-        while not self._called_off(waited) and not episode.recorder.ended:
+        while not self._called_off(episode, waited) and not episode.recorder.ended:
             if not self._blocked(episode):
                 if self._holds(episode):
                     return True, waited, None
@@ -268,7 +251,7 @@ class _Actor:
                 if action is not None or (self._is_real and episode.last is not None):
                     return True, waited, action
             waited, self._sent = True, None
-            self._nap()
+            self._way.nap()
             if episode.last is None:
                 self._person.judge_latest()  # of this one there is nothing to judge yet
             elif self._person.verdict and not episode.recorder.is_empty:
@@ -307,9 +290,12 @@ class _Actor:
         episode.recorder.flush()  # the learner raises the limit by what it has received
         return True
 
-    def _called_off(self, waited: bool) -> bool:
-        """Return True if a newer directive ends the episode now, or if this step waits and could wait for ever."""
+    def _called_off(self, episode: EpisodeState, waited: bool) -> bool:
+        """Return True if the directive is over, and that ends the episode now: nothing is recorded yet, the person or a
+        newer directive says so, or this step waits and could wait for ever."""
         newer = self._client.state.directive
+        if episode.last is None or self._client.over == "stop":
+            return self._way.is_over(self._directive)
         if newer["number"] == self._directive["number"]:
             return False
         # The weights under evaluation may no longer be served.
@@ -322,23 +308,31 @@ class _Actor:
         assert step is not None
         verdict = self._person.verdict
         if verdict or step.terminated or step.truncated:
-            self._person.pronounce(recorder.episode, step.success)
-            recorder.end(terminated=verdict != "discard" if verdict else step.terminated)
+            self._end(episode, terminated=verdict != "discard" if verdict else step.terminated, success=step.success)
         elif self._is_real and episode.held > SILENCE * self._env.spec.fps:
             self._status.warn(f"no action came for {SILENCE:.0f} s; {recorder.episode} is cut off")
-            recorder.end(terminated=False)
+            self._end(episode)
             self._unanswered = episode.frames
         elif not self._client.has_room and not self._has_room():
             self._status.warn(f"{self._client.fault or 'the disk is too slow'}; {recorder.episode} is cut off")
-            recorder.end(terminated=False)
+            self._end(episode)
         elif recorder.is_full:
             recorder.flush()
 
     def _cut_off(self, episode: EpisodeState) -> None:
         """Truncate the episode, if it is not over, and push a verdict that still waits."""
         if not episode.recorder.ended:
-            self._person.pronounce(episode.recorder.episode, None)
-            episode.recorder.end(terminated=False)
+            self._end(episode)
+
+    def _end(self, episode: EpisodeState, *, terminated: bool = False, success: bool | None = None) -> None:
+        """Push the verdicts and the last rows. A demonstration that nobody drove is discarded here, for good."""
+        recorder = episode.recorder
+        if episode.is_unattended:
+            self._status.warn(f"nobody drove: {recorder.episode} is no demonstration, and is discarded")
+            self._person.disown(recorder.episode)
+        else:
+            self._person.pronounce(recorder.episode, success)
+        recorder.end(terminated=terminated)
 
     def _has_room(self) -> bool:
         deadline = clock.monotonic() + (0.0 if self._is_real else ROOM_PATIENCE)
@@ -352,7 +346,8 @@ class _Actor:
             self._person.verdict = ""
             return
         self._starts.end(self._directive)
-        success = VERDICTS.get(verdict := self._person.close(recorder.episode), step.success)
+        verdict = self._person.close(recorder.episode, is_unattended=episode.is_unattended)
+        success = VERDICTS.get(verdict, step.success)
         if not episode.teleop:
             self._person.count(recorder.episode, success, assisted=episode.intervened > 0)
         seconds = clock.monotonic() - episode.began
@@ -363,20 +358,7 @@ class _Actor:
             "intervened": episode.intervened / recorder.steps, "weights": self._controller.version,
         })  # fmt: skip
 
-    # -- the operator, and time
-
-    def _nap(self) -> None:
-        self._client.wait(NAP)
-        self._person.listen()
-
-    def _wait_as(self, driver: str, *, holds: bool = True) -> None:
-        """Wait a moment between two episodes, and show why; a robot that `holds` is told so once."""
-        if self._status.driver != driver:
-            self._status.driver = driver
-            if holds:
-                self._env.stop()
-        self._nap()
-        self._person.judge_latest()
+    # -- time
 
     def _count(self, sent: float) -> None:
         """Count a step whose command was sent then."""

@@ -28,11 +28,14 @@ class Starts:
         self._begun[directive["number"]] += 1
         return evaluation_seed(ordinal, self._begun[directive["number"]] - 1)
 
-    def remain(self, directive: Mapping[str, Any]) -> bool:
-        """Return whether this environment has episodes to do under this directive."""
+    def remain(self, directive: Mapping[str, Any], *, is_heard: bool) -> bool:
+        """Return whether this environment has episodes to do under this directive.
+
+        is_heard: the learner is there. It then tells an environment that is alone when it has enough of them.
+        """
         place, of = self._share
         asked = directive.get("episodes")
-        if of == 1 or directive["mode"] != "evaluate" or asked is None:
+        if (of == 1 and is_heard) or directive["mode"] != "evaluate" or asked is None:
             return True
         return self._ended[directive["number"]] < len(range(place, asked, of))
 

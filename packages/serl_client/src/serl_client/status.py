@@ -16,7 +16,7 @@ class ActorStatus:
     phase: str = ""
     mode: str = "idle"
     # POLICY, HUMAN, WAITING (no action has come), PAUSED (by the operator), IDLE, HOMING (on the way to a start),
-    # RESET or FAULT (until the operator says ready)
+    # RESET or FAULT (until the operator says ready), or BEGIN of way_home.py
     driver: str = "IDLE"
     episodes: int = 0
     episode: str = ""  # the one under way, or the latest
