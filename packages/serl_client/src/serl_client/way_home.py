@@ -68,4 +68,6 @@ class WayHome:
             if begins:
                 self._env.look()  # so that devices that the robot sees are read anew, and as a sign of life
             self.wait_as("PAUSED" if person.is_paused else why, holds=not begins)
+            if person.is_paused:
+                person.ask()  # what was said and moved in the pause begins nothing after it
         return True
