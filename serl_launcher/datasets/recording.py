@@ -5,6 +5,7 @@
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import io
 import logging
@@ -23,6 +24,8 @@ from serl_client.closing import Closing
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature, Spec
 
+from serl_launcher.datasets.names import is_image
+from serl_launcher.store.files import replaced
 from serl_launcher.supervisor import killed_with_parent
 
 APPLICATION = "retake"
@@ -50,7 +53,7 @@ log = logging.getLogger(__name__)
 
 def cameras(spec: Spec) -> list[str]:
     """Return the names of the observations that are images: uint8 [H, W, 1 or 3]."""
-    return [name for name, feature in sorted(spec.observation.items()) if _is_picture(feature)]
+    return [name for name, f in sorted(spec.observation.items()) if is_image(f) and f.shape[2] in (1, 3)]
 
 
 class Recordings:
@@ -65,10 +68,9 @@ class Recordings:
         if episodes not in EPISODES:
             raise ConfigError(f"record={episodes}: say {', '.join(EPISODES)}")
         self._folder, self._episodes = run_dir, episodes
-        self._makers: list[tuple[str, Callable[..., Any], Callable[[], Any]]]
-        self._makers = [("recordings/{:06d}.rrd", record_episode, _rerun)]
+        self._makers: list[tuple[str, Callable[..., Any], str]] = [("recordings/{:06d}.rrd", record_episode, "rerun")]
         if cameras(spec):
-            self._makers.append(("videos/{:06d}.mp4", record_video, _av))
+            self._makers.append(("videos/{:06d}.mp4", record_video, "av"))
         if episodes != "none":
             self._makers = [maker for maker in self._makers if _works(maker[2])]
         self._live = None if live is None else LiveViewer(spec, live)
@@ -90,13 +92,20 @@ class Recordings:
                 self._live = None
 
 
-def _works(load: Callable[[], Any]) -> bool:
+def _works(package: str) -> bool:
     try:
-        load()
+        _imported(package)
     except ConfigError as error:
         log.warning("%s", error)
         return False
     return True
+
+
+def _imported(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ConfigError(f"{package} is not installed: install it with `. examples/install.sh --extra data`") from None
 
 
 # -- rerun
@@ -109,21 +118,17 @@ def record_episode(path: Path, rows: Mapping[str, Array], info: Mapping[str, Any
     of the columns; `mode` says POLICY or HUMAN where it changes, `outcome` holds the info. Features that are neither
     images nor vectors are left out. Raises ConfigError without rerun-sdk.
     """
-    rr = _rerun()
+    rr = _imported("rerun")
     layout = _layout(tuple(cameras(spec)), tuple(_plots(spec)))
     stream = rr.RecordingStream(APPLICATION, recording_id=info["id"])
     data = stream.binary_stream()
     try:
         _send(stream, rows, info, spec, begin=float(rows["time"][0]))
-        aside, content = _aside(path), layout + data.read()  # a file may hold several recordings, one behind the other
+        content = layout + data.read()  # a file may hold several recordings, one behind the other
     finally:
         _release(stream)
-    try:
+    with replaced(path) as aside:
         aside.write_bytes(content)
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 class LiveViewer(Closing):
@@ -136,7 +141,7 @@ class LiveViewer(Closing):
 
     def __init__(self, spec: Spec, port: int = 9876) -> None:
         self.spec, self.url = spec, f"rerun+http://{LOOPBACK}:{port}/proxy"
-        self._rr = _rerun()
+        self._rr = _imported("rerun")
         self._episode, self._begin = "", 0.0
         if _listens(port):
             raise ConfigError(f"port {port} of the live viewer is taken: set live to another one")
@@ -274,14 +279,6 @@ def _jpeg(image: Array) -> bytes:
     return encoded.getvalue()
 
 
-def _rerun() -> Any:
-    try:
-        import rerun
-    except ImportError:
-        raise ConfigError("rerun is not installed: install it with `. examples/install.sh --extra data`") from None
-    return rerun
-
-
 def _program() -> str:
     """Return the path of rerun's own program. Killing the Python script around it would leave it running."""
     found = importlib.util.find_spec("rerun_cli")
@@ -332,45 +329,23 @@ def write_mp4(path: Path, frames: Iterable[Array], fps: float) -> None:
     fps: frames per second. An odd size is padded with a black line. Raises ConfigError without av, and ValueError
     without any frame.
     """
-    av = _av()
-    aside, written = _aside(path), 0
-    try:
-        with av.open(str(aside), "w", format="mp4") as container:
-            stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
-            stream.pix_fmt, stream.options = "yuv420p", {"preset": "veryfast", "crf": "23"}
-            stream.thread_count = 1  # the trainer needs the cores
-            for frame in frames:
-                even = np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)))
-                stream.height, stream.width = even.shape[:2]
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
-                written += 1
-            if not written:
-                raise ValueError(f"{path.name}: a video needs at least one frame")
-            container.mux(stream.encode())
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    aside.replace(path)
+    av = _imported("av")
+    written = 0
+    with replaced(path) as aside, av.open(str(aside), "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
+        stream.pix_fmt, stream.options = "yuv420p", {"preset": "veryfast", "crf": "23"}
+        stream.thread_count = 1  # the trainer needs the cores
+        for frame in frames:
+            even = np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)))
+            stream.height, stream.width = even.shape[:2]
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
+            written += 1
+        if not written:
+            raise ValueError(f"{path.name}: a video needs at least one frame")
+        container.mux(stream.encode())
 
 
 def _beside(images: list[Array]) -> Array:
     height = max(image.shape[0] for image in images)
     colour = [np.broadcast_to(image, (*image.shape[:2], 3)) for image in images]
     return np.concatenate([np.pad(i, ((0, height - i.shape[0]), (0, 0), (0, 0))) for i in colour], axis=1)
-
-
-def _av() -> Any:
-    try:
-        import av
-    except ImportError:
-        raise ConfigError("av is not installed: install it with `. examples/install.sh --extra data`") from None
-    return av
-
-
-def _is_picture(feature: Feature) -> bool:
-    return len(feature.shape) == 3 and feature.shape[2] in (1, 3) and feature.dtype == "uint8"
-
-
-def _aside(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.with_name(f".{path.name}.aside")

@@ -26,12 +26,12 @@ from serl_client.spec import DTYPES, Array, Feature, Spec
 from serl_launcher.datasets.episodes import Gone, Rows, open_run
 from serl_launcher.datasets.names import is_image, misfit
 from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.files import replaced
 
 SUFFIXES = (".hdf5", ".h5")
 DEMO = re.compile(r"demo_(\d+)")
 OBSERVATION, IMAGES, IMAGE = "observation.", "observation.images.", "_image"
 GYM = 2  # robomimic's number of an environment that is not robosuite's
-PART = ".part"  # suffix of a file that is being written
 
 
 def is_file(name: str) -> bool:
@@ -164,26 +164,21 @@ def write(run_dir: Path, out: Path, source: str | None, like: Path | None) -> tu
     wanted = [i for i in infos if i.closed and not i.discard and i.steps and i.source in readers]
     wanted = [info for info in wanted if source in (None, info.source)]
     arguments = RobomimicFile(str(like)).env_args if like else _plain_arguments(run_dir, spec)
-    part, successful = out.with_name(out.name + PART), []
-    lengths: list[int] = []
-    try:
-        with closing(_h5py().File(part, "w")) as file:
-            data = file.create_group("data")
-            for info in wanted:
-                try:
-                    rows = readers[info.source].rows(info)
-                except Gone:  # the learner is running
-                    continue
-                _add(data.create_group(f"demo_{len(lengths)}"), info, rows, spec)
-                successful += [f"demo_{len(lengths)}"] * bool(info.success)
-                lengths.append(info.steps)
-            if not lengths:
-                raise ConfigError(f"{run_dir} holds no closed episodes to write")
-            data.attrs["total"], data.attrs["env_args"] = sum(lengths), json.dumps(arguments)
-            file.create_dataset("mask/successful", data=np.array(successful, "S"))
-        part.rename(out)
-    finally:
-        part.unlink(missing_ok=True)
+    successful, lengths = list[str](), list[int]()
+    with replaced(out) as aside, closing(_h5py().File(aside, "w")) as file:
+        data = file.create_group("data")
+        for info in wanted:
+            try:
+                rows = readers[info.source].rows(info)
+            except Gone:  # the learner is running
+                continue
+            _add(data.create_group(f"demo_{len(lengths)}"), info, rows, spec)
+            successful += [f"demo_{len(lengths)}"] * bool(info.success)
+            lengths.append(info.steps)
+        if not lengths:
+            raise ConfigError(f"{run_dir} holds no closed episodes to write")
+        data.attrs["total"], data.attrs["env_args"] = sum(lengths), json.dumps(arguments)
+        file.create_dataset("mask/successful", data=np.array(successful, "S"))
     return len(lengths), sum(lengths)
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,27 @@ def _write_all(fd: int, offset: int, pieces: list[memoryview]) -> None:
             written -= len(pieces.pop(0))
         if written:
             pieces[0] = pieces[0][written:]
+
+
+def write_synced(path: Path, data: bytes | memoryview) -> None:
+    """Write a file whose content survives a power cut."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Give the name of a file to write aside, which takes the place of `path` at once. After an error it is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.aside")
+    try:
+        yield aside
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    aside.replace(path)
 
 
 def make_folder(folder: Path) -> None:

@@ -17,7 +17,7 @@ from serl_client.errors import Refused
 from serl_client.spec import Array
 from serl_client.weights import PART_BYTES, part_checksum
 
-from serl_launcher.store.files import make_folder, sync_folder
+from serl_launcher.store.files import make_folder, sync_folder, write_synced
 
 CHECKSUM_BYTES = 16
 POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
@@ -37,10 +37,7 @@ def write(folder: Path, data: bytes | memoryview, sha256: str | None = None) -> 
     checksums = [bytes.fromhex(part_checksum(part, sha256, size, i)) for i, part in enumerate(parts)]
     for file, content in ((_checksums(folder, sha256), b"".join(checksums)), (path(folder, sha256), data)):
         aside = folder / f"{sha256}.{os.getpid()}{file.suffix}.part"
-        with open(aside, "wb") as handle:
-            handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
+        write_synced(aside, content)
         aside.rename(file)
     sync_folder(folder)
     return sha256, size

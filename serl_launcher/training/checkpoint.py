@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -18,7 +17,7 @@ from serl_client.spec import Spec, difference
 from torch import Tensor
 
 from serl_launcher.config import renamed
-from serl_launcher.store.files import sync_folder
+from serl_launcher.store.files import sync_folder, write_synced
 from serl_launcher.training.staging import Staging
 
 log = logging.getLogger(__name__)
@@ -92,16 +91,12 @@ class Checkpoints:
         aside.mkdir(parents=True)
         contents = {STATE: plain, TENSORS: self.staging.data()}
         for name, data in contents.items():
-            with open(aside / name, "wb") as file:
-                file.write(data)
-                _sync(file)
+            write_synced(aside / name, data)
         manifest = {
             "format": FORMAT, "updates": updates, "pinned": pinned, "spec": self.spec.to_dict(), "config": self.config,
             "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()},
         }  # fmt: skip
-        with open(aside / MANIFEST, "w") as file:
-            json.dump(manifest, file, indent=1)
-            _sync(file)
+        write_synced(aside / MANIFEST, json.dumps(manifest, indent=1).encode())
         sync_folder(aside)
         aside.rename(path)
         for folder in (self.folder, self.folder.parent):  # the parent, because the folder may be new
@@ -171,8 +166,9 @@ def _whole(path: Path) -> dict[str, Any]:
     """Return the manifest. Raises OSError, ValueError or KeyError if a file is not as it says."""
     manifest = json.loads((path / MANIFEST).read_text())
     for name, sha256 in manifest["sha256"].items():
-        if _sha256(path / name) != sha256:
-            raise ValueError(f"{name} is not what was written")
+        with open(path / name, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                raise ValueError(f"{name} is not what was written")
     return manifest
 
 
@@ -206,13 +202,3 @@ def _put_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_put_back(item, tensors) for item in value)
     return value
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

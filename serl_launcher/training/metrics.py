@@ -21,6 +21,8 @@ from typing import Any
 
 from serl_client.errors import ConfigError
 
+from serl_launcher.store.files import replaced
+
 CHOICES = ("auto", "wandb", "wandb-online", "tensorboard", False)
 MISSING = "{0} is not installed (`. examples/install.sh --extra {0}`)"
 POLL_S = 1.0
@@ -157,9 +159,8 @@ def mirror(path: Path, choice: str, parent: int) -> None:
             add(record, state["records"])
             state = state | {"bytes": end, "records": state["records"] + 1}
         flush()
-        aside = sent.with_suffix(".aside")
-        aside.write_text(json.dumps(state))
-        aside.replace(sent)
+        with replaced(sent) as aside:
+            aside.write_text(json.dumps(state))
         if not last:
             time.sleep(POLL_S)
     finish()

@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from serl_launcher.store.files import replaced
+
 Z_95 = 1.959964  # the normal quantile of a two-sided 95 % interval
 _LIST = re.compile(r"\[[^][{}]+\]")  # without another one in it: it is written in one line
 RECENT = 20  # episodes that a point of the curve averages over
@@ -48,9 +50,11 @@ def write(
     counts = {"env_steps": env_steps, "episodes": episodes, "assisted": assisted, "updates": updates}
     counts |= {"wall_s": round(wall_s, 1), "weights_sha256": weights_sha256}
     summary = counts | (measured if results else {name: earlier.get(name) for name in measured})
-    _write_whole(path, _LIST.sub(lambda found: " ".join(found[0].split()), json.dumps(summary, indent=1)).encode())
+    with replaced(path) as aside:
+        aside.write_text(_LIST.sub(lambda found: " ".join(found[0].split()), json.dumps(summary, indent=1)))
     if curve:
-        _write_whole(path.with_name("learning_curve.png"), picture(curve))
+        with replaced(path.with_name("learning_curve.png")) as aside:
+            aside.write_bytes(picture(curve))
     return summary
 
 
@@ -132,10 +136,3 @@ def _result(evaluation: Mapping[str, Any]) -> dict[str, Any]:
         "return_mean": sum(returns) / len(returns) if returns else None,
         "trials": evaluation.get("trials", []),  # checkpoints of before have none
     }
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Replace a file at once: a reader sees the old or the new one."""
-    aside = path.with_name(f".{path.name}.aside")
-    aside.write_bytes(data)
-    aside.replace(path)

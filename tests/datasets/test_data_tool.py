@@ -217,7 +217,7 @@ def test_a_merged_dataset_has_every_frame_and_lerobot_opens_it(made, tmp_path):
     expected = [(number, step, f"task {number % 2}") for number, length in there for step in range(length)]
     tasks = dataset.meta.tasks.index[columns["task_index"]]
     assert [(*state[:2], task) for state, task in zip(columns[STATE], tasks, strict=True)] == expected
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.glob(".*.aside"))
 
 
 @writes_shards
