@@ -18,7 +18,7 @@ from serl_launcher.algorithms.chunk_actor_critic import ActsByCritic, Parts
 from serl_launcher.networks.critics import Critic
 from serl_launcher.networks.seeded_noise import uniform
 from serl_launcher.policies.chunk import NO_TASK, HeadPolicy
-from serl_launcher.policies.guidance import Guidance
+from serl_launcher.policies.guidance import Guidance, pick_words
 from serl_launcher.policies.wrapped import Wrapped
 from serl_launcher.types import Batch, Metrics, Observation
 
@@ -34,6 +34,7 @@ class Led(Wrapped):
     def __init__(self, policy: HeadPolicy, critic: Critic, *, weight: float, task_weight: float) -> None:
         super().__init__(policy)
         self.critic, self.weight, self.task_weight = critic, weight, task_weight
+        self.mode_at_zero = policy.mode_at_zero
         self.register_buffer("size", torch.ones(()))
 
     def choose(self, observation: Observation, task: Sequence[str], noise: Tensor) -> Tensor:
@@ -75,9 +76,6 @@ class Guided(ActsByCritic):
         super().__init__(made, Led(policy, made.critic, weight=weight, task_weight=task_weight))
         self.task_drop = task_drop
 
-    def evaluation_noise(self, noise: Tensor) -> Tensor:
-        return torch.zeros_like(noise) if self.policy.mode_at_zero else noise
-
     def update_critic(self, batch: Batch) -> Metrics:
         """Take one step of the critics and of their targets, and update the mean size of their values."""
         metrics = super().update_critic(batch)
@@ -89,8 +87,5 @@ class Guided(ActsByCritic):
         """Take one step down the policy's imitation loss, with the task left out in a share of the rows."""
         if self.task_drop:
             dropped = uniform(batch.seed, (), DROPPED) < self.task_drop
-            task = [
-                NO_TASK if is_dropped else each for each, is_dropped in zip(batch.task, dropped.tolist(), strict=True)
-            ]
-            batch = replace(batch, task=tuple(task))
+            batch = replace(batch, task=pick_words(dropped, [NO_TASK] * len(batch), batch.task))
         return super().update_clone(batch)

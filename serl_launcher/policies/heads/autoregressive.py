@@ -18,7 +18,7 @@ from serl_client.errors import ConfigError
 from torch import Tensor
 
 from serl_launcher.networks.seeded_noise import uniform
-from serl_launcher.policies.heads.base import Head, Predict, Target
+from serl_launcher.policies.heads.base import Head, Predict, Target, asked
 
 PLACE = 1  # stream of a row's random numbers for its place
 
@@ -61,7 +61,7 @@ class Autoregressive(Head):
         share = torch.special.ndtr(noise[:, 0])
         for place in range(self.passes):
             row, number = divmod(place, self.width)
-            logits = predict(chunk, chunk.new_full((len(chunk), 1), place / self.passes))[:, row]
+            logits = asked(predict, chunk, place / self.passes)[:, row]
             below = logits.unflatten(-1, (self.width, self.bins))[:, number].softmax(-1).cumsum(-1)
             bins = (below < share[:, row, number].unsqueeze(-1)).sum(-1).clamp(max=self.bins - 1)
             chunk = chunk.clone()

@@ -32,6 +32,11 @@ class Target:
     size: int
 
 
+def asked(predict: Predict, chunk: Tensor, time: float) -> Tensor:
+    """Ask the network for chunks [B, H, D] at one time for all."""
+    return predict(chunk, chunk.new_full((len(chunk), 1), time))
+
+
 class Head(nn.Module, ABC):
     """horizon: H, steps of a chunk. width: D, numbers of each step."""
 

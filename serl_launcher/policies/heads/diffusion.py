@@ -22,7 +22,7 @@ from serl_client.errors import ConfigError
 from torch import Tensor
 
 from serl_launcher.networks.seeded_noise import normal, uniform
-from serl_launcher.policies.heads.base import Head, Predict, Slope, Target
+from serl_launcher.policies.heads.base import Head, Predict, Slope, Target, asked
 
 TIME = 1  # stream of a row's random numbers for its step; stream 0 is the noise
 
@@ -77,7 +77,7 @@ class Diffusion(Head):
         levels = [round(self.train_steps * (1 - i / self.steps)) for i in range(self.steps + 1)]  # T down to 0
         for i, (k, following) in enumerate(pairwise(levels)):
             s, s_next = self._shares[k], self._shares[following]
-            found = predict(chunk, chunk.new_full((len(chunk), 1), k / self.train_steps))
+            found = asked(predict, chunk, k / self.train_steps)
             guess = (chunk - math.sqrt(1 - s) * found) / math.sqrt(s)
             if slope is not None:
                 guess = guess + math.sqrt(1 - s) * slope(guess)

@@ -21,13 +21,14 @@ because the far end would be t = 0, which (3) does not draw.
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from serl_client.errors import ConfigError
 from torch import Tensor, nn
 
 from serl_launcher.networks.seeded_noise import normal, uniform
-from serl_launcher.policies.heads.base import Head, Predict, Slope, Target
+from serl_launcher.policies.heads.base import Head, Predict, Slope, Target, asked
 from serl_launcher.policies.prefix import strength
 
 TIME = 1  # stream of a row's random numbers for its time; stream 0 is the noise
@@ -97,11 +98,11 @@ class Flow(Head):
 
         They are those of the last step of (5), given the steps before; without a noise level they are zero.
         """
-        return self._integrate(noise, _velocity(predict))
+        return self._integrate(noise, partial(asked, predict))
 
     def guided(self, predict: Predict, noise: Tensor, old: Tensor, weights: Tensor) -> Tensor:
         """Do what `sample` does, guided by an old chunk, (1) of prefix.py. old, weights: y and W, [B, H, D]."""
-        free = _velocity(predict)
+        free = partial(asked, predict)
 
         def velocity(chunk: Tensor, t: float) -> Tensor:
             with torch.enable_grad():
@@ -115,7 +116,7 @@ class Flow(Head):
 
     def steered(self, predict: Predict, noise: Tensor, slope: Slope) -> Tensor:
         """Do what `sample` does, led by a slope: (7)."""
-        free = _velocity(predict)
+        free = partial(asked, predict)
 
         def velocity(chunk: Tensor, t: float) -> Tensor:
             found = free(chunk, t)
@@ -143,7 +144,3 @@ class Flow(Head):
             chunk = chunk + std * fresh  # (5)
             density = -0.5 * fresh.square() - std.log() - 0.5 * math.log(math.tau)
         return chunk, density
-
-
-def _velocity(predict: Predict) -> Velocity:
-    return lambda chunk, t: predict(chunk, chunk.new_full((len(chunk), 1), t))

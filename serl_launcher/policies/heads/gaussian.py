@@ -11,7 +11,7 @@ import math
 from serl_client.errors import ConfigError
 from torch import Tensor
 
-from serl_launcher.policies.heads.base import Head, Predict, Target
+from serl_launcher.policies.heads.base import Head, Predict, Target, asked
 
 
 class Gaussian(Head):
@@ -46,5 +46,5 @@ class Gaussian(Head):
         return mean + log_std.exp() * noise[:, 0]
 
     def _gaussian(self, predict: Predict, zeros: Tensor) -> tuple[Tensor, Tensor]:
-        mean, log_std = predict(zeros, zeros.new_ones(len(zeros), 1)).chunk(2, -1)
+        mean, log_std = asked(predict, zeros, 1.0).chunk(2, -1)
         return mean.tanh(), self.low + (self.high - self.low) * log_std.sigmoid()

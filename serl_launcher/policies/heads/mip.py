@@ -20,7 +20,7 @@ from serl_client.errors import ConfigError
 from torch import Tensor
 
 from serl_launcher.networks.seeded_noise import normal, uniform
-from serl_launcher.policies.heads.base import Head, Predict, Target
+from serl_launcher.policies.heads.base import Head, Predict, Target, asked
 
 COIN, INPUT = 3, 4  # streams of a row's random numbers: its pass, and z; stream 0 is e
 
@@ -43,8 +43,8 @@ class MIP(Head):
     def errors(self, predict: Predict, target: Target) -> Tensor:
         noisy = target.chunk + (1 - self.t_star) * normal(target.seed, (self.horizon, self.width))
         given, wanted = self._first(target, noisy)
-        first = (_at(predict, given, 1.0) - wanted).square()
-        second = (_at(predict, noisy, 1 - self.t_star) - target.chunk).square()
+        first = (asked(predict, given, 1.0) - wanted).square()
+        second = (asked(predict, noisy, 1 - self.t_star) - target.chunk).square()
         return first / self.t_star**2 + second / (1 - self.t_star) ** 2
 
     def _first(self, target: Target, noisy: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class MIP(Head):
 
     def sample(self, predict: Predict, noise: Tensor) -> Tensor:
         start = noise.new_zeros(len(noise), self.horizon, self.width)
-        return _at(predict, _at(predict, start, 1.0), 1 - self.t_star)
+        return asked(predict, asked(predict, start, 1.0), 1 - self.t_star)
 
 
 class TSD(MIP):
@@ -78,9 +78,5 @@ class CoinFlipMIP(MIP):
 
     def sample(self, predict: Predict, noise: Tensor) -> Tensor:
         start = noise.new_zeros(len(noise), self.horizon, self.width)
-        chunk = start - self.t_star * _at(predict, start, 1.0)
-        return chunk - (1 - self.t_star) * _at(predict, chunk, 1 - self.t_star)
-
-
-def _at(predict: Predict, chunk: Tensor, t: float) -> Tensor:
-    return predict(chunk, chunk.new_full((len(chunk), 1), t))
+        chunk = start - self.t_star * asked(predict, start, 1.0)
+        return chunk - (1 - self.t_star) * asked(predict, chunk, 1 - self.t_star)

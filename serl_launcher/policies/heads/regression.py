@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from serl_launcher.networks.seeded_noise import normal
-from serl_launcher.policies.heads.base import Head, Predict, Target
+from serl_launcher.policies.heads.base import Head, Predict, Target, asked
 
 
 class Regression(Head):
@@ -19,10 +19,10 @@ class Regression(Head):
     is_deterministic = mode_at_zero = True
 
     def errors(self, predict: Predict, target: Target) -> Tensor:
-        return (_at_one(predict, torch.zeros_like(target.chunk)) - target.chunk).square()
+        return (asked(predict, torch.zeros_like(target.chunk), 1.0) - target.chunk).square()
 
     def sample(self, predict: Predict, noise: Tensor) -> Tensor:
-        return _at_one(predict, noise.new_zeros(len(noise), self.horizon, self.width))
+        return asked(predict, noise.new_zeros(len(noise), self.horizon, self.width), 1.0)
 
 
 class StraightFlow(Regression):
@@ -30,8 +30,4 @@ class StraightFlow(Regression):
 
     def errors(self, predict: Predict, target: Target) -> Tensor:
         noise = normal(target.seed, (self.horizon, self.width))
-        return (_at_one(predict, noise) - target.chunk).square()
-
-
-def _at_one(predict: Predict, chunk: Tensor) -> Tensor:
-    return predict(chunk, chunk.new_ones(len(chunk), 1))
+        return (asked(predict, noise, 1.0) - target.chunk).square()
