@@ -108,6 +108,4 @@ class IQL(ChunkActorCritic):
 
     def state_value(self, observation: Observation) -> Tensor:
         """Return V [B] of the first of the observations {name: [B, To, ...]}."""
-        seen = first_step(observation)
-        none = self.policy.scale.center.new_zeros(len(next(iter(seen.values()))), 0, self.policy.size)
-        return self.state_critic.value(seen, none)[0]
+        return self.state_critic.state_value(first_step(observation))[0]

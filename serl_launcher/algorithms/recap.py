@@ -161,10 +161,8 @@ class RECAP(Algorithm):
 
     def value_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute the loss of (2) against (1)."""
-        prediction, target = (
-            self.value_optimizer.forward(first_step(batch.observation), batch.action),
-            self.returns(batch),
-        )
+        prediction = self.value_optimizer.forward(first_step(batch.observation), batch.action)
+        target = self.returns(batch)
         loss = (batch.weight * self.critic.loss(prediction, target)).mean()
         error = (self.critic.values.mean(prediction.detach()).mean(0) - target).abs().mean()
         return loss, {"value_loss": loss.detach(), "value_distance": error}
@@ -176,10 +174,7 @@ class RECAP(Algorithm):
 
     def values(self, observation: Observation) -> Tensor:
         """Return V of the first observations [B]."""
-        first = first_step(observation)
-        count, size = len(next(iter(first.values()))), len(self.policy.scale.center)
-        nothing = self.policy.scale.center.new_zeros(count, 0, size)
-        return self.critic.mean_value(first, nothing)
+        return self.critic.state_value(first_step(observation)).mean(0)
 
 
 def _told(policy: Callable[..., Policy]) -> Callable[..., Policy]:

@@ -290,6 +290,11 @@ class Critic(nn.Module):
         """Return Q(observation, action) of each critic [E, B], or [E, n, B], in the units of the return."""
         return self.values.mean(self(observation, action))
 
+    def state_value(self, observation: Observation) -> Tensor:
+        """Return V(observation) of each critic [E, B], of critics with a horizon of 0."""
+        center = self.scale.center
+        return self.value(observation, center.new_zeros(len(next(iter(observation.values()))), 0, len(center)))
+
     @torch.no_grad()
     def target(self, observation: Observation, action: Tensor, backup: Backup, generator: torch.Generator) -> Target:
         """Compute the target of `loss`: what `backup` makes of Q(observation, action), which follows.

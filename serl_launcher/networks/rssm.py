@@ -39,19 +39,19 @@ def linear(inputs: int, outputs: int, scale: float = 1.0) -> nn.Linear:
 
 def layers(inputs: int, width: int, count: int) -> nn.Sequential:
     """Make `count` layers [..., inputs] -> [..., width], each a linear one, RMSNorm and SiLU."""
-    made: list[nn.Module] = []
-    for _ in range(count):
-        made += [linear(inputs, width), nn.RMSNorm(width, EPSILON), nn.SiLU()]
-        inputs = width
-    return nn.Sequential(*made)
+    return _repeated(inputs, width, count, lambda: [nn.RMSNorm(width, EPSILON), nn.SiLU()])
 
 
 def plain(inputs: int, width: int, count: int) -> nn.Sequential:
     """Make layers as `layers` does, each a linear one and ELU: DreamerV1 and V2."""
+    return _repeated(inputs, width, count, lambda: [nn.ELU()])
+
+
+def _repeated(inputs: int, width: int, count: int, behind: Callable[[], list[nn.Module]]) -> nn.Sequential:
+    """Make `count` linear layers, each with these modules behind it."""
     made: list[nn.Module] = []
-    for _ in range(count):
-        made += [linear(inputs, width), nn.ELU()]
-        inputs = width
+    for place in range(count):
+        made += [linear(width if place else inputs, width), *behind()]
     return nn.Sequential(*made)
 
 
