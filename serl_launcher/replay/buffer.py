@@ -260,7 +260,7 @@ class ReplayBuffer:
             usable &= self.episode_columns.is_known(names, numbers)
             for name in self.derived.features.keys() & names:
                 steps = chain[:, : len(window.offsets[name])]
-                usable &= (self.derived.is_known([name], steps) | (steps == NONE)).all(1)
+                usable &= (self.derived.is_known(name, steps) | (steps == NONE)).all(1)
         return chain[usable], last[usable]
 
     def usable(self, numbers: Numbers, window: Window) -> Numbers:
@@ -272,7 +272,7 @@ class ReplayBuffer:
         if name == INDEX:
             return self.indices(numbers)
         if name in self.derived.features:
-            values, is_known = self.derived.values(name, numbers), self.derived.is_known([name], numbers)
+            values, is_known = self.derived.values(name, numbers), self.derived.is_known(name, numbers)
             return np.where(
                 is_known.reshape(is_known.shape + (1,) * (values.ndim - is_known.ndim)), values, values.dtype.type(0)
             )

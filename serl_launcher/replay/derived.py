@@ -3,7 +3,7 @@
 They are a part of the trainer's state, so that a run that resumes sees them as they were at its checkpoint.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -40,12 +40,9 @@ class DerivedColumns:
         slots = numbers % self._capacity
         self._numbers[name][slots], self._values[name][slots] = numbers, values
 
-    def is_known(self, names: Collection[str], numbers: Numbers) -> NDArray[np.bool_]:
-        """Return for each of these steps [...] whether all columns with these names are known."""
-        found, slots = np.ones(numbers.shape, bool), numbers % self._capacity
-        for name in names:
-            found &= self._numbers[name][slots] == numbers
-        return found
+    def is_known(self, name: str, numbers: Numbers) -> NDArray[np.bool_]:
+        """Return for each of these steps [...] whether a column is known."""
+        return self._numbers[name][numbers % self._capacity] == numbers
 
     def values(self, name: str, numbers: Numbers) -> Array:
         """Return a column of these steps [...], where it is known."""

@@ -140,8 +140,6 @@ class ReplayMixture:
         The batch is valid until the next call, which on a CPU uses its memory again.
         """
         memory = self._memory_of(window, count)
-        if memory.copied is not None:
-            memory.copied.synchronize()
         tasks: list[str] = []
         begin, total, given = 0, sum(shares.values()), 0.0
         for name, share in shares.items():
@@ -174,8 +172,6 @@ class ReplayMixture:
         `count` steps, the last one is repeated, with weight 0. The batch is valid as long as that of `sample`.
         """
         memory, filled, tasks, seen = self._memory_of(window, count), 0, list[str](), dict(seen)
-        if memory.copied is not None:
-            memory.copied.synchronize()
         for name, part in ((each, part) for each in names for part in self.views[each].of):
             key = f"{name}/{part}"
             numbers, seen[key] = self._fill_next(name, part, window, seen.get(key, (0, 0)), memory, filled)
@@ -341,6 +337,7 @@ class ReplayMixture:
         return None if choice is None else choice.nth(np.arange(len(choice)))
 
     def _memory_of(self, window: Window, count: int) -> BatchMemory:
+        """Return the memory of batches like this, once the last one has left it."""
         memory = self._memory.get((id(window), count))
         if memory is None:
             if not EPISODE.keys().isdisjoint(window.offsets):
@@ -353,6 +350,8 @@ class ReplayMixture:
             arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
             memory = BatchMemory(window, batch, seed.numpy().view(np.uint64), arrays, is_single(window, self.spec))
             self._memory[id(window), count] = memory
+        if memory.copied is not None:
+            memory.copied.synchronize()
         return memory
 
     def _tensor(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:

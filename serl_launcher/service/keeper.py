@@ -103,7 +103,7 @@ class StoreKeeper:
             return
         if not self.degraded:
             log.error("DEGRADED: %s", error)
-            self._closed()
+            self.close()
         if not isinstance(error, OSError | sqlite3.Error):
             self._alone_until = clock.monotonic() + ALONE_S
         self.degraded, self._next_reopen = str(error) or repr(error), clock.monotonic() + REOPEN_S
@@ -125,14 +125,10 @@ class StoreKeeper:
         self.store, self.degraded = store, ""
         return store
 
-    def close(self, *, is_over: bool) -> None:
-        """Close the store; if the run is over, no episode stays open."""
-        if not self.degraded:
-            self._closed(is_over=is_over)
-
-    def _closed(self, *, is_over: bool = False) -> None:
+    def close(self, *, is_over: bool = False) -> None:
+        """Close the store, unless its disk fails; if the run is over, no episode stays open."""
         try:
-            if self.store is not None:
+            if self.store is not None and not self.degraded:
                 if is_over:
                     self.store.close_open()
                 self.store.close()

@@ -82,10 +82,6 @@ class Ring:
         self.source.head, self.source.row_head = self.next_step, self.next_row
         self.clear()
 
-    def publish(self) -> None:
-        """Let readers see tail and head."""
-        self.files.publish(self.source.tail, self.source.head)
-
 
 def step_records(segment: Segment, kind: np.dtype) -> Array:
     """Make the [T] step records of a segment, without their numbers and checksums."""

@@ -348,7 +348,7 @@ class Store:
 
     def _publish(self) -> None:
         for ring in self.rings.values():
-            ring.publish()
+            ring.files.publish(ring.source.tail, ring.source.head)
 
     # -- numbers that never go back
     @property
