@@ -19,10 +19,8 @@ MAX_LENGTH = 1000  # entries of a list or a map
 LEAST_LIMIT = 4 << 20  # bytes of a request that are read in any case, so that an image of a wrong size is named
 WIDEST = 8  # bytes of a number: scripts send float64 where the Spec has float32
 TYPES = {np.dtype(name).str: np.dtype(name) for name in DTYPES}  # {"<f4": float32, ...}
-ARRAY, SCALAR = (
-    frozenset({b"__ndarray__", b"data", b"dtype", b"shape"}),
-    frozenset({b"__npgeneric__", b"data", b"dtype"}),
-)
+ARRAY = frozenset({b"__ndarray__", b"data", b"dtype", b"shape"})
+SCALAR = frozenset({b"__npgeneric__", b"data", b"dtype"})
 
 
 class Form:

@@ -69,9 +69,8 @@ class Optimizer:
         self.steps = self._part = 0  # taken, and parts of the next one that were differentiated
         self._norm = torch.zeros(())
         self._loaded: dict[str, State] = {}
-        self._placement: _Replica | _Shards | None = (
-            None  # made when it is needed: it takes memory, on the right device
-        )
+        # Made when it is needed: it takes memory, on the right device.
+        self._placement: _Replica | _Shards | None = None
 
     def forward(self, *inputs: Any) -> Any:
         """Run the module, as it is placed on the ranks."""

@@ -23,14 +23,12 @@ ENTRY = np.dtype([("phase", "<i4"), ("flags", "<i4"), ("steps", "<i8"), ("weight
 
 
 @dataclass
-class _Phase:
-    index: int
-    env_steps: int = 0
-    finished_steps: int = 0
-    episodes: int = 0
-    successes: int = 0
-    interventions: int = 0
-    recent: list[EpisodeInfo] = field(default_factory=list)  # the newest LONGEST_WINDOW that finished, by number
+class _Phase(PhaseCounts):
+    index: int = 0
+    newest: list[EpisodeInfo] = field(default_factory=list)  # LONGEST_WINDOW that finished, by number
+
+    def __post_init__(self) -> None:
+        self.recent = _Recent(self.newest)
 
 
 class RunCounters:
@@ -52,15 +50,15 @@ class RunCounters:
         ended = []
         for now in changed:
             self._begun(now)
-            phase = self._phases.get(now.phase) or self._phases.setdefault(now.phase, _Phase(len(self._phases) + 1))
+            phase = self._phases.setdefault(now.phase, _Phase(index=len(self._phases) + 1))
             if self._count(phase, now):
-                insort(phase.recent, now, key=NUMBER)  # not by arrival, which a restart does not know any more
-                del phase.recent[:-LONGEST_WINDOW]
+                insort(phase.newest, now, key=NUMBER)  # not by arrival, which a restart does not know any more
+                del phase.newest[:-LONGEST_WINDOW]
                 ended.append(now)
             elif counts(now):
-                place = bisect_left(phase.recent, now.number, key=NUMBER)
-                if place < len(phase.recent) and phase.recent[place].number == now.number:
-                    phase.recent[place] = now
+                place = bisect_left(phase.newest, now.number, key=NUMBER)
+                if place < len(phase.newest) and phase.newest[place].number == now.number:
+                    phase.newest[place] = now
         return ended
 
     def _count(self, phase: _Phase, now: EpisodeInfo) -> bool:
@@ -107,22 +105,18 @@ class RunCounters:
 
     def progress(self, wall_s: float) -> Progress:
         """Return the numbers that a plan's conditions compare. Sources are counted when a condition asks for them."""
-        phases = {
-            name: PhaseCounts(p.env_steps, p.episodes, p.successes, p.interventions, _Recent(p), p.finished_steps)
-            for name, p in self._phases.items()
-        }
-        return Progress(phases, _Sizes(self.sources), wall_s)
+        return Progress(self._phases, _Sizes(self.sources), wall_s)
 
     def recent(self, phase: str, count: int) -> list[EpisodeInfo]:
         """Return the newest `count` finished episodes of a phase, the newest last."""
-        return self._phases[phase].recent[-count:] if phase in self._phases else []
+        return self._phases[phase].newest[-count:] if phase in self._phases else []
 
 
 class _Recent(Sequence[tuple[bool, bool]]):
     """(success, assisted) of a phase's newest episodes whose success is known."""
 
-    def __init__(self, phase: _Phase) -> None:
-        self._episodes = phase.recent
+    def __init__(self, episodes: Sequence[EpisodeInfo]) -> None:
+        self._episodes = episodes
 
     def _values(self) -> list[tuple[bool, bool]]:
         return [(succeeded(e), e.intervened > 0) for e in self._episodes if e.success is not None or e.discard]

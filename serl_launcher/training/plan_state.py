@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 COMMANDS = ("next", "hold", "resume", "goto", "stop")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class PhaseCounts:
     """What the learner has accepted of the data stamped with one phase, since the run began.
 

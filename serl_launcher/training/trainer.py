@@ -119,11 +119,8 @@ def summarise(learner: Learner, run_dir: Path) -> None:
 
     Such a plan leaves a summary.json alone that tells an evaluation of the same weights already.
     """
-    counters, phases, version = (
-        learner.counters,
-        learner.state.plan.phases.values(),
-        learner.publisher.version["sha256"],
-    )
+    counters, phases = learner.counters, learner.state.plan.phases.values()
+    version = learner.publisher.version["sha256"]
     done = counters.finished()["flags"]
     done = done[done & TRAINED > 0]
     evaluations = [learner.evaluations[phase.name] for phase in phases if phase.name in learner.evaluations]
