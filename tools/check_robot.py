@@ -2,7 +2,7 @@
 """Tries whether a robot does what Retake needs of one; the last line is one JSON object.
 
 tools/check_robot.py task=NAME [name=value ...]            a simulation is tried; a real arm is only looked at
-tools/check_robot.py task=NAME --move                      it goes home, holds, and takes two small steps
+tools/check_robot.py task=NAME --move                      each joint takes a tiny step; then it goes home and holds
 tools/check_robot.py task=NAME --limits [--seconds 60]     move the arm by hand: prints limits and home for its yaml
 
 A person's devices and, on the real clock, each camera are watched for --seconds: move each device meanwhile.
@@ -15,7 +15,9 @@ import json
 import logging
 import select
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,14 @@ from serl_client.errors import ConfigError, RetakeError
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from robot_infra.drivers.owner import open_arm
 from robot_infra.guard.guard import read
-from robot_infra.guard.limits import template
+from robot_infra.guard.limits import USUAL, template
 from serl_launcher.config import composed, factory
-from tools.checks.common import CONFIG
+from tools.checks import arm as driver
+from tools.checks.common import CONFIG, Finding
 from tools.checks.conformance import tried
 
 PAUSE = 0.02  # seconds between two readings
+MOVED = 0.2  # of the usual jump: an entry that moved less by hand was not moved
 
 
 def main() -> None:
@@ -54,31 +58,54 @@ def main() -> None:
 def checks(config: DictConfig, move: bool, seconds: float) -> dict[str, Any]:
     """Try the robot of this config; print a line for each check."""
     found = []
-    for name, finding in tried(factory(config, "task.env")(), move=move, seconds=seconds):
+    for name, finding in findings(config, move, seconds):
         found.append({"check": name, "state": finding.state, "text": finding.text})
-        print(f"{finding.state:4} {name}: {finding.text}", flush=True)
+        advice = f". {finding.advice[0].upper()}{finding.advice[1:]}" if finding.advice else ""
+        print(f"{finding.state:4} {name}: {finding.text}{advice}", flush=True)
     return {"failed": sum(one["state"] == "FAIL" for one in found), "checks": found}
+
+
+def findings(config: DictConfig, move: bool, seconds: float) -> Iterator[tuple[str, Finding]]:
+    """(name, what it found) of each check: of the driver, if the task names one, and of the whole robot."""
+    env: Any = OmegaConf.to_container(config.task.env, resolve=True)
+    with tempfile.TemporaryDirectory() as folder:
+        if "driver" in env:
+            failed = False
+            for name, finding in driver.tried(env, move=move, seconds=seconds):
+                failed |= finding.state == "FAIL"
+                yield name, finding
+            if failed:
+                return
+            config = config.copy()
+            for name, word in driver.watched(env, f"{folder}/calls").items():
+                OmegaConf.update(config, f"task.env.{name}", word, merge=False)
+        yield from tried(factory(config, "task.env")(), move=move, seconds=seconds)
 
 
 def limits(config: DictConfig, seconds: float) -> dict[str, Any]:
     """Measure until so many seconds have passed, or somebody presses Enter; print the yaml."""
-    env: Any = OmegaConf.to_container(config.task.env)
+    env: Any = OmegaConf.to_container(config.task.env, resolve=True)
     if "driver" not in env or "address" not in env:
         raise ConfigError(f"task={config.task.name} names no driver and address: --limits needs both (docs/robots.md)")
     print(f"move each joint to both of its ends, then leave the arm where episodes start: {seconds:g} s, or Enter")
-    with open_arm(env["driver"], str(env["address"]), env.get("options") or {}) as arm:
+    with tempfile.TemporaryDirectory() as folder, open_arm(**driver.watched(env, f"{folder}/calls")) as arm:
         measured, tools, end = [], [], time.monotonic() + seconds
         while not measured or (time.monotonic() < end and not _entered()):
             measured.append(read(arm))
             tools.append(arm.tool(measured[-1]))
             time.sleep(PAUSE)
         has_tool = tools[0] is not None
-        entries, ranges = arm.entries, _ends(measured)
+        entries, ranges, own = arm.entries, dict(zip(arm.entries, _ends(measured), strict=True)), arm.ranges
         box = _ends(np.reshape(tools, (len(tools), -1))) if has_tool else ()
-        line = template(entries, ranges, box, has_tool=has_tool, tools=arm.tools)
+        for name, (low, high) in list(ranges.items()):
+            if high - low < MOVED * USUAL[entries[name]][1]:
+                del ranges[name]
+                print(f"WARN {name} never moved: its range is missing" + " here, the arm knows it" * (name in own))
+        ends = [ranges.get(name, own.get(name, ("LOW", "HIGH"))) for name in entries]
+        line = template(entries, ends, box, has_tool=has_tool, tools=arm.tools)
     pose = ", ".join(f"{name}: {position:.4g}" for name, position in zip(entries, measured[-1], strict=True))
     print(f"  {line}\n  home: {{{pose}}}")
-    return {"readings": len(measured), "ranges": dict(zip(entries, ranges, strict=True))}
+    return {"readings": len(measured), "ranges": ranges}
 
 
 def _ends(positions: Any) -> list[list[float]]:

@@ -12,9 +12,11 @@ from serl_client.env import Observation
 from serl_client.errors import RetakeError
 from serl_client.spec import Array
 
+from robot_infra.guard.robot import STATE
 from robot_infra.teleop.hands import Hands
 
 from .common import Finding
+from .driver import explained
 from .robot import stepped, watched
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,7 @@ STEPS = 5  # of holding
 ENOUGH = 0.95  # of the wanted rate
 CLOSE = 1e-3  # of an action's range: closer is the same
 PAUSE = 0.02  # seconds between two readings of a device
+MOVED, SHARE = 0.1, 0.05  # the most that a state may change while it holds: so much, or of the range of its targets
 FAR = 3.0  # ranges: an action that is far out of its bounds
 
 
@@ -58,20 +61,16 @@ def _found(check: Check, env: Any) -> Finding:
         return check(env)
     except RetakeError as error:
         return Finding("FAIL", str(error))
-    except Exception as error:  # a driver may raise anything
-        log.exception("%s broke", check)
-        return Finding("FAIL", f"{type(error).__name__}: {error}")
+    except Exception as error:  # a robot may raise anything
+        return Finding("FAIL", explained(error))
 
 
 def recovered(env: Any) -> Finding:
     """`recover` without a fault does nothing; it moves nothing in any case."""
-    robot = getattr(env, "robot", None)
-    before = robot.observe().values if robot else {}
+    before = _state(env)
     env.recover()
     env.recover()
-    after = robot.observe().values if robot else {}
-    moved = max((float(np.abs(after[name] - array).max()) for name, array in before.items()), default=0.0)
-    return Finding("ok", f"recover twice: the state changed by {moved:.3g}")
+    return _stayed(env, before, "recover twice")
 
 
 def shapes(env: Any) -> Finding:
@@ -118,13 +117,14 @@ def seen(env: Any) -> Finding:
 
 def held(env: Any) -> Finding:
     """Without an action it holds, and says so."""
+    before = _state(env)
     steps = [env.step(None) for _ in range(STEPS)]
     executed = np.array([step.executed for step in steps])  # [T, A]
     env.spec.action.check("executed", steps[0].executed)
     apart = float((np.ptp(executed, axis=0) / _range(env)).max())
     if apart > CLOSE:
         return Finding("FAIL", f"{STEPS} times hold: what it did differs by {apart:.1%} of the action's range")
-    return Finding("ok", f"{STEPS} times hold: the same action each time")
+    return _stayed(env, before, f"{STEPS} times hold: the same action each time")
 
 
 def bounded(env: Any) -> Finding:
@@ -171,6 +171,30 @@ def _check(env: Any, observation: Observation) -> None:
         feature.check(name, observation[name])
         if not np.isfinite(observation[name]).all():
             raise ValueError(f"{name} holds a value that is not finite")
+
+
+def _state(env: Any) -> Array | None:
+    """The robot's state [S], if it has one."""
+    robot = getattr(env, "robot", None)
+    return robot.observe().values.get(STATE) if robot else None
+
+
+def _stayed(env: Any, before: Array | None, what: str) -> Finding:
+    """Whether the robot's state is where it was before, nearly."""
+    if before is None or (after := _state(env)) is None:
+        return Finding("ok", what)
+    moved, most = np.abs(after - before), np.full(before.shape, MOVED)
+    action = env.spec.action
+    if action.shape == before.shape and env.robot.space.endswith("_position"):
+        most = np.maximum(most, SHARE * _range(env))
+    i = int(np.argmax(moved / most))
+    text = f"{what}: the state changed by {moved.max():.3g}"
+    if not moved[i] <= most[i]:
+        name = env.robot.observation[STATE].names[i : i + 1] or (f"entry {i}",)
+        text += f"; {name[0]} by {moved[i]:.3g}, and by {most[i]:.3g} at most may one that holds"
+        return Finding("FAIL", text,
+                       "press the emergency stop if it still moves")  # fmt: skip
+    return Finding("ok", text)
 
 
 def _range(env: Any) -> Array:
