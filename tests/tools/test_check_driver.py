@@ -1,21 +1,29 @@
 """The mistakes of somebody who has just written a driver: each is named, and the arm moves no more than the probe."""
 
 import re
+import time
 
 import pytest
+from omegaconf import OmegaConf
 
+from serl_launcher.config import composed
+from tests.shared.common import CONFIG
 from tests.shared.mistakes import JOINTS, LIMITS, PROBE, Bench, MistakenArm
 from tools import check_robot
-from tools.checks.arm import examined, watched
+from tools.checks.arm import examined, tried, watched
 from tools.checks.driver import WatchedArm
 
 NAME = f"{MistakenArm.__module__}.MistakenArm"
 HOLDS = "told to hold where it stands"
 CASES = [  # the mistake, where each joint stands, and what FAIL says
     ("reads degrees", 0.9, r"joint1: 51.\d* rad is outside of its range -2 to 1.5; these look like degrees.*says rad"),
-    ("reads degrees", 0.0, r"joint1 moved by .* 57.* its unit is wrong"),
-    ("writes degrees", 0.0, r"joint4 moved by .* 57.* its unit is wrong, write\(\) sends degrees where radians"),
-    ("writes turns", 0.0, r"joint4 moved by .* 0.017.* its unit is wrong, write\(\) sends radians where degrees"),
+    ("reads degrees", 0.0, rf"{HOLDS}, joint\d went from .* a unit that is too large \(degrees for radians\)"),
+    ("writes degrees", 0.0, r"joint1 moved by .* 57.* its unit is wrong, write\(\) sends degrees where radians"),
+    (
+        "writes turns",
+        0.0,
+        r"joint1 moved by .* times as much: its unit is wrong, write\(\) sends radians where degrees",
+    ),
     ("swapped", 0.0, r"joint2 was told to move, and joint3 moved: the order"),
     ("flipped", 0.0, r"joint2 moved by .*: it moved the other way, so its sign is wrong"),
     ("scale", 0.0, r"joint6 moved by .* 2 times as much: its scale is wrong"),
@@ -31,6 +39,7 @@ CASES = [  # the mistake, where each joint stands, and what FAIL says
     ("writes degrees", 0.3, rf"{HOLDS}, joint1 went from 0.3 to .*a unit that is too large \(degrees for radians\)"),
     ("flipped", 0.3, rf"{HOLDS}, joint2 went from 0.3 to 0.2\d* rad; no more .*another sign"),
 ]
+HANGS = ("hangs", 0.3, r"write\(\) has not returned for 0.4 s: it hangs")
 MOVED = 2.5 * PROBE  # the step, a step beyond it, and what an arm moves until it notices that no more set points come
 
 
@@ -46,7 +55,7 @@ def moved(folder):
 
 
 def failures(found):
-    return "\n".join(f"{name}: {one.text}. {one.advice}" for name, one in found if one.state == "FAIL")
+    return "\n".join(f"{one.text}. {one.advice}" for name, one in found if one.state == "FAIL")
 
 
 def on_bench(clock, words, folder):
@@ -76,3 +85,27 @@ def test_a_sane_driver_passes_in_time(clock, tmp_path):
     assert {f"{name}: 0.3 rad" for name in JOINTS} <= {one.text.split(",")[0] for _, one in found}
     assert 0 < moved(tmp_path) <= 1.1 * PROBE
     assert clock.now - begin < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mistake", "stands", "said"), [*CASES, HANGS], ids=lambda value: str(value)[:20])
+def test_the_same_holds_with_a_real_guard(tmp_path, mistake, stands, said, capfd):
+    begin = time.monotonic()
+    found = failures(tried(env(mistake, stands, tmp_path), move=True, seconds=1.0))
+    assert re.search(said, found), found
+    assert moved(tmp_path) <= MOVED
+    assert time.monotonic() - begin < 90
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.slow
+def test_a_sane_six_joint_arm_passes_the_whole_tool(tmp_path):
+    """It goes home and holds after the probe."""
+    begin = time.monotonic()
+    config = composed(CONFIG, ["actor=true", "task=dobot", "task.env.servo_hz=100"])
+    for name, word in env("", 0.3, tmp_path).items():
+        OmegaConf.update(config, f"task.env.{name}", word, merge=False)
+    found = {one["check"]: one for one in check_robot.checks(config, True, 1.0)["checks"]}
+    assert {name for name, one in found.items() if one["state"] == "FAIL"} <= {"rate"}, found
+    assert {"position", "hold", "probe", "shapes", "close"} <= found.keys()
+    assert time.monotonic() - begin < 90

@@ -83,7 +83,7 @@ class WatchedArm(Arm):
         return measured
 
     def write(self, positions: Array) -> Array | None:
-        made = self._called("write", lambda: self._arm.write(positions), self._made)
+        made = self._called("write", lambda: self._arm.write(positions), self._made, given=positions.tolist())
         ends = [*self._ends, positions]
         self._ends = [np.min(ends, axis=0), np.max(ends, axis=0)]
         return made
@@ -107,10 +107,12 @@ class WatchedArm(Arm):
     def scene(self, seed: int) -> None:
         self._called("scene", lambda: self._arm.scene(seed))
 
-    def _called(self, name: str, call: Callable[[], Any], checked: Callable[[Any], Any] = lambda answer: answer) -> Any:
+    def _called(
+        self, name: str, call: Callable[[], Any], checked: Callable[[Any], Any] = lambda answer: answer, **noted: Any
+    ) -> Any:
         """Return what a method of the driver returns. Raises RobotFault that names it, for whatever is wrong."""
         begin = clock.monotonic()
-        self._note(call=name, begin=begin)
+        self._note(call=name, begin=begin, **noted)
         try:
             with _ended_after(HANGS.get(name, HANG), name):
                 answer = call()
@@ -191,10 +193,11 @@ def _ended_after(seconds: float, name: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Call:
-    """One call of the driver. took: seconds. error: a sentence. Neither: it has not returned."""
+    """One call of the driver. given: a set point. took: seconds. error: a sentence. Neither: it has not returned."""
 
     name: str
     begin: float
+    given: list[float] | None = None
     took: float | None = None
     answer: list[float] | None = None
     error: str = ""
@@ -226,7 +229,7 @@ def read_calls(path: str) -> Calls:
     for line in Path(path).read_text().split("\n")[:-1]:  # the last one is still being written, or empty
         said = json.loads(line)
         if "call" in said:
-            calls.append(Call(said["call"], said["begin"]))
+            calls.append(Call(said["call"], said["begin"], said.get("given")))
         elif "made" in said:
             made = said["made"]
         else:

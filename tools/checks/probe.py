@@ -17,7 +17,7 @@ from robot_infra.guard.limits import Limits
 from .common import Finding
 from .driver import LEASH, probe_sizes, read_calls
 
-PARTS = (1 / 64, 1 / 8, 1.0)  # of the step
+PARTS = (1 / 96, 1 / 8, 1.0)  # of the step
 FINE = 1 / 1024  # the first part where the unit is metres, as millimetres are a thousand times as many
 LOOK = 0.02  # seconds between two looks
 SETTLING = 0.4  # seconds after a target was reached, until the arm stands
@@ -32,6 +32,7 @@ UNITS = {
     "rad": (57.3, "degrees", "radians"), "deg": (57.3, "degrees", "radians"), "%": (57.3, "degrees", "radians"),
     "m": (1000.0, "millimetres", "metres"),
 }  # fmt: skip
+WRONG_UNIT = "its unit is wrong"
 NEAR = 1.5  # a factor that is as near to that of a unit is the unit
 LATE = 0.25  # seconds
 
@@ -96,7 +97,7 @@ def verdict(answer: Answer, limits: Limits) -> Finding:
                 cause = (
                     f"{cause} (the driver says {unit})" if many > 1 else f"write() sends {sent} where {meant} are meant"
                 )
-                return Finding("FAIL", f"{text}, {size:.3g} times as much: its unit is wrong, {cause}{way}")
+                return Finding("FAIL", f"{text}, {size:.3g} times as much: {WRONG_UNIT}, {cause}{way}")
     if factor < 0:
         return Finding("FAIL", f"{text}: it moved the other way, so its sign is wrong",
                        "turn the sign in write(), or in read()")  # fmt: skip
@@ -132,6 +133,8 @@ class Probe:
         readings = read_calls(path).readings
         readings = readings[np.isfinite(readings).all(axis=1)]
         self._noise, self._stood = np.std(readings, axis=0), np.median(readings, axis=0)
+        self._first, self._never = readings[-1], np.ptp(readings, axis=0) == 0  # entries whose readings never differed
+        self._has_noise = not self._never.all()
         self._seen: list[tuple[float, Array]] = []  # time and positions [J], since the newest step began
 
     def run(self) -> Iterator[tuple[str, Finding]]:
@@ -152,9 +155,11 @@ class Probe:
             try:
                 answers.append(self._asked(i))
             except RobotFault as fault:
-                yield name, self._cut(i, fault) if fault.kind == LEASH else Finding("FAIL", f"{name}: {fault}")
+                yield "probe", self._cut(i, fault) if fault.kind == LEASH else Finding("FAIL", f"{name}: {fault}")
                 return
-            yield name, verdict(answers[-1], self._limits)
+            yield "probe", (found := verdict(answers[-1], self._limits))
+            if WRONG_UNIT in found.text:  # so may that of the next one be, and each step is a risk
+                return
         if not any(answer.is_clear.any() for answer in answers):
             advice = "does write() send anything? does enable() switch the motors on? does read() ask the arm anew?"
             yield (
@@ -173,13 +178,14 @@ class Probe:
             self._told = way * part * self._sizes[i]
             lag = self._lead(base + self._told * (np.arange(len(base)) == i), before, i)
             told = float(self._robot.guard.latest.target[i] - base[i])
-            answer = Answer(i, told, self._stands - start, self._sizes, self._noise, lag, self._is_stuck(i))
-            if not told or answer.is_enough(self._limits):
-                break
-        self._lead(base, start, i)
-        if not told:
-            raise RobotFault("the limits allow no step here: move the arm by hand, away from their ends", "limit")
-        return answer
+            if not told:
+                raise RobotFault("the limits allow no step here: move the arm by hand, away from their ends", "limit")
+            is_stuck = bool(self._never[i] and self._has_noise)
+            answer = Answer(i, told, self._stands - start, self._sizes, self._noise, lag, is_stuck)
+            if part == PARTS[-1] or answer.is_enough(self._limits):
+                self._lead(base, start, i)
+                return answer
+        raise AssertionError("the last part is enough")
 
     def _lead(self, wanted: Array, before: Array, i: int) -> float:
         """Tell the arm to go there, [J], and wait until it stands; return the seconds that entry `i` was late."""
@@ -191,6 +197,7 @@ class Probe:
             self._wait(period)
             if (np.abs(robot.guard.latest.target - wanted) < 1e-3 * self._sizes).all():
                 break
+        robot.stop()  # then the guard does not miss us while a busy machine keeps us waiting
         self._wait(SETTLING)
         way = np.array([at[i] - before[i] for _, at in self._seen])
         passed = np.abs(way) > np.abs(self._stands[i] - before[i]) / 2
@@ -204,15 +211,12 @@ class Probe:
             self._robot.observe()
             latest = self._robot.guard.latest
             self._seen.append((latest.time, np.array(latest.measured)))
+            self._never &= self._seen[-1][1] == self._first
 
     @property
     def _stands(self) -> Array:
         """Return where the arm stands, [J]."""
         return np.mean([at for _, at in self._seen[-LAST:]], axis=0)
-
-    def _is_stuck(self, i: int) -> bool:
-        still = np.ptp(read_calls(self._path).readings, axis=0) == 0
-        return bool(still[i] and self._noise.any() and not still.all())
 
     def _cut(self, i: int, fault: RobotFault) -> Finding:
         """What it means that an entry moved further than it was told, so that no more set points were sent."""
@@ -225,10 +229,11 @@ class Probe:
 
     def _thrown(self) -> Finding:
         """What it means that the arm moved when its motors were to hold it where it stands."""
-        at, stood = read_calls(self._path).readings[-1], self._stood
+        calls, stood = read_calls(self._path), self._stood
+        at, point = calls.readings[-1], [call.given for call in calls.calls if call.given][-1]
         names, units = [*self._limits.entries], [*self._limits.entries.values()]
         moved = np.flatnonzero(np.abs(at - stood) > np.maximum(CLEAR * self._noise, self._sizes / 5))
-        away = [(at[i] > stood[i]) == (stood[i] > 0) for i in moved]
+        away = [(at[i] > point[i]) == (point[i] > 0) for i in moved]
         if all(away):
             cause = "a unit that is too large (degrees for radians), or a scale"
         else:

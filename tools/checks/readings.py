@@ -28,11 +28,11 @@ def judged(calls: Calls, limits: Limits, tick: float) -> Iterator[tuple[str, Fin
     for i, name in enumerate(limits.entries):
         if bad := int((~np.isfinite(readings[:, i])).sum()):
             text = f"{name} was no finite number in {bad} of {len(readings)} readings"
-            yield name, Finding("FAIL", text, "read() should raise RobotFault where a sensor or its bus failed")
+            yield "reading", Finding("FAIL", text, "read() should raise RobotFault where a sensor or its bus failed")
     if len(finite):
         middle = np.median(finite, axis=0)
-        for i, name in enumerate(limits.entries):
-            yield name, placed(limits, i, middle[i])
+        for i in range(len(middle)):
+            yield "position", placed(limits, i, middle[i])
         yield from unlikely(limits, middle)
         yield from noisy(limits, finite)
     yield from slow(calls, "read", tick)
@@ -63,7 +63,7 @@ def unlikely(limits: Limits, at: Array) -> Iterator[tuple[str, Finding]]:
     if len(wide) > 2 and (np.abs(at[wide]) <= TURN).all() and (at[wide] != 0).any():
         units = "degrees" if [*limits.entries.values()][wide[0]] == "deg" else "percent"
         text = f"all of {len(wide)} entries in {units} are within {TURN:.1f} of zero: they may be radians"
-        yield "units", Finding("WARN", text, "move one by hand, and look whether it changes as it should")
+        yield "position", Finding("WARN", text, "move one by hand, and look whether it changes as it should")
 
 
 def noisy(limits: Limits, readings: Array) -> Iterator[tuple[str, Finding]]:
@@ -74,11 +74,11 @@ def noisy(limits: Limits, readings: Array) -> Iterator[tuple[str, Finding]]:
         if jumps[i] > JUMPS * (limits.high[i] - limits.low[i]):
             state = "FAIL" if jumps[i] > limits.tracking[i] else "WARN"
             text = f"{name} jumps by up to {jumps[i]:.3g} {unit} from one reading to the next"
-            yield name, Finding(state, text, "does it stand? look at its cable, and at how read() joins its bytes")
+            yield "reading", Finding(state, text, "does it stand? look at its cable, and at how read() joins its bytes")
     if still.any() and not still.all():
         names = ", ".join(name for name, is_still in zip(limits.entries, still, strict=True) if is_still)
         text = f"{names}: each of {len(readings)} readings is the same to the last bit, and others vary"
-        yield "noise", Finding("WARN", text, "move it by hand: if its number stays, its sensor is stuck, or not read")
+        yield "reading", Finding("WARN", text, "move it by hand: if its number stays, its sensor is stuck, or not read")
 
 
 def slow(calls: Calls, name: str, tick: float) -> Iterator[tuple[str, Finding]]:
