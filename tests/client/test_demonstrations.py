@@ -87,7 +87,7 @@ def test_what_a_policy_does_is_not_asked_for_a_driver(spec):
 def test_a_demonstration_waits_for_its_person_and_every_one_anew(client, spec, word):
     env, status, seen = Teleop(spec, driven=[1]), ActorStatus(), []
     client.script = {"wait 4": lambda: seen.append((status.driver, list(env.seeds), env.looks))}
-    person = Demonstrator(dict.fromkeys((0, 6, 12, 21, 40), [word]))  # 0 and 21: before it was asked
+    person = Demonstrator({look: [word] for look in (0, 6, 12, 21, 40)})  # 0 and 21: before it was asked
     run(env, client, operator=person, status=status)
     assert seen == [(BEGIN, [], 4)]
     assert client.lengths == [13, 13]

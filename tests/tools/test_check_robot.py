@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,12 +13,11 @@ from serl_client import Feature
 from serl_client.errors import RobotFault
 
 from robot_infra.drivers.arm import Arm
+from robot_infra.guard.robot import GuardedRobot
 from robot_infra.interfaces import Frame, Hand, Reading
-from robot_infra.safety import SafeRobot
-from robot_infra.tasks.fake import FakeRobot
 from robot_infra.teleop.hands import Hands
 from tests.shared.common import ROOT
-from tests.shared.robots import Scripted, build
+from tests.shared.robots import Scripted, build, point
 from tests.shared.tools import called
 from tools.checks.conformance import tried
 
@@ -44,12 +44,10 @@ def test_a_robot_on_the_real_clock_is_only_looked_at_unless_it_may_move():
         assert {each["check"] for each in checks if each["state"] == "FAIL"} <= {"rate"}  # of a busy machine
 
 
-class Wrong(FakeRobot):
+class Wrong(GuardedRobot):
     """A robot that is wrong in one way."""
 
-    def __init__(self, way):
-        super().__init__()
-        self.way, self.closes = way, 0
+    way, closes, stopped = "", 0, False
 
     def observe(self):
         found = super().observe()
@@ -58,16 +56,21 @@ class Wrong(FakeRobot):
         return Reading({name: array.astype(float) for name, array in found.values.items()}, found.time)
 
     def hold_action(self):
-        return np.full(2, 0.01 * self.commands if self.way == "hold" else 0.0, np.float32)
+        return np.full(2, 0.01 * self.steps if self.way == "hold" else 0.0, np.float32)
 
     def command(self, action):
-        super().command(action)
-        return action * 3 if self.way == "bounds" else action
+        executed = super().command(action)
+        return executed * 3 if self.way == "bounds" else executed
 
     def stop(self):
         if self.way == "stop" and self.stopped:
             raise RobotFault("it was stopped already")
+        self.stopped = True
         super().stop()
+
+    def home(self, seed):
+        self.stopped = False
+        super().home(seed)
 
     def recover(self):
         if self.way == "recover":
@@ -81,8 +84,9 @@ class Wrong(FakeRobot):
 
 @pytest.mark.parametrize("way", ["shapes", "hold", "bounds", "stop", "recover", "close"])
 def test_what_is_wrong_is_found_and_named(way):
-    robot, found = Wrong(way), []
-    env = build(SafeRobot(robot))
+    robot, found = point(Wrong), []
+    robot.way = way
+    env = build(robot)
     try:
         for name, finding in tried(env, move=True, seconds=0.01):
             found.append((name, finding.state))
@@ -136,11 +140,11 @@ def test_cameras_and_a_persons_devices_are_watched():
         def close(self):
             pass
 
-    robot = FakeRobot(fps=20)
     for moved in (True, False):
         device = Scripted(*[Hand({"x": 1.0}, words=["success"])] * moved)
+        robot = point(fps=20)
         env = build(
-            SafeRobot(robot), teleop=Hands([device], robot.action, robot.space), cameras={"top": Frozen()},
+            robot, teleop=Hands([device], robot.action, robot.space), cameras={"top": Frozen()},
             clock="real", fps=20,
         )  # fmt: skip
         found = {name: finding for name, finding in tried(env, move=False, seconds=0.4)}
@@ -157,5 +161,6 @@ def test_a_person_who_answers_is_led_through_the_tests_of_a_real_robot():
     words = ["-m", "pytest", "-q", "-m", "manual", "-s", "tests/manual", "-k", "looking or small or killed"]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, env={**os.environ, "RETAKE_ROBOT": robot},
                           input="y\n" * 9, text=True, capture_output=True, check=False)  # fmt: skip
-    assert "3 passed" in done.stdout, done.stdout
+    failed = set(re.findall(r"^FAIL (\w+)", done.stdout, re.MULTILINE))
+    assert "3 passed" in done.stdout or ("2 passed" in done.stdout and failed == {"rate"}), done.stdout  # busy machine
     assert done.stdout.count(">>>") == 5
