@@ -124,6 +124,10 @@ def difference(first: Dataset, other: Dataset) -> str:
         return f"{other.fps:g} frames per second, not {first.fps:g}"
     mine, theirs = first.info["features"], other.info["features"]
     names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+    both = [name for name in names if name in mine and name in theirs]
+    if units := [name for name in both if mine[name].get("units") != theirs[name].get("units")]:
+        said = "; ".join(f"{name} is in {theirs[name].get('units')}, not {mine[name].get('units')}" for name in units)
+        return f"{said}. Where one says no unit, write the same `units` into its meta/info.json, if they are the same"
     if not names and first.info.get("robot_type") != other.info.get("robot_type"):
         return "its robot_type is another one"
     return f"{', '.join(names)} differ{'s' * (len(names) == 1)} in shape, type, names or coding" if names else ""

@@ -71,4 +71,6 @@ def misfit(features: Mapping[str, Feature], fps: float, spec: Spec) -> str:
             wrong.append(f"its {name} is {mine.dtype}, the run's {theirs.dtype}")
         elif mine.names and theirs.names and mine.names != theirs.names:
             wrong.append(f"its {name} holds {', '.join(mine.names)}, the run's {', '.join(theirs.names)}")
+        elif mine.units and theirs.units and mine.units != theirs.units:
+            wrong.append(f"its {name} is in {list(mine.units)}, the run's in {list(theirs.units)}")
     return "; ".join(wrong)

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -102,7 +103,7 @@ class Dataset:
             raise ConfigError(f"{self.folder}/meta/stats.json has no min and max of the action") from None
         constant = CONSTANT * np.maximum(1.0, np.abs(low))
         margin = np.where(high > low, np.maximum(WIDENED * (high - low), 1e-6), constant)
-        action = Feature(action.shape, "float32", action.names, low - margin, high + margin)
+        action = Feature(action.shape, "float32", action.names, low - margin, high + margin, units=action.units)
         observation = {name: f for name, f in self.features.items() if name.startswith("observation.")}
         return Spec(observation, action, self.fps)
 
@@ -297,7 +298,11 @@ def _feature(entry: Mapping[str, Any]) -> Feature | None:
     if entry["dtype"] in IMAGES:
         first = names[0] if names else ""
         return Feature((*shape[1:], shape[0]) if first.startswith("channel") else shape, "uint8")
-    return Feature(shape, entry["dtype"], names) if entry["dtype"] in DTYPES else None
+    if entry["dtype"] not in DTYPES:
+        return None
+    with suppress(ConfigError, TypeError):  # others may mean something else by `units`: then it is unsaid
+        return Feature(shape, entry["dtype"], names, units=entry.get("units", ()))
+    return Feature(shape, entry["dtype"], names)
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:

@@ -71,13 +71,14 @@ def table(info: EpisodeInfo, rows: Rows, spec: Spec, phases: Sequence[str]) -> R
 
 
 def features(spec: Spec, kind: str) -> dict[str, dict[str, Any]]:
-    """Return LeRobot's description of the columns. kind: `video` or `image`, how images are stored."""
+    """Return LeRobot's description of the columns and `units`. kind: `video` or `image`, how images are stored."""
     seen = cameras(spec)
     described = {}
     for name, feature in {**spec.observation, "action": spec.action, **spec.extras}.items():
         names = ("height", "width", "channels") if name in seen else feature.names
         dtype = kind if name in seen else WIDER.get(feature.dtype, feature.dtype)
-        described[column(name, spec)] = {"dtype": dtype, "shape": feature.shape or (1,), "names": list(names) or None}
+        entry = {"dtype": dtype, "shape": feature.shape or (1,), "names": list(names) or None}
+        described[column(name, spec)] = entry | ({"units": list(feature.units)} if feature.units else {})
     described |= {name: {"dtype": f.dtype, "shape": f.shape, "names": None} for name, f in COLUMNS.items()}
     return described
 

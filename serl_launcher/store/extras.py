@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from serl_client.errors import ConfigError
-from serl_client.spec import Feature, Spec
+from serl_client.spec import UNSAID, Feature, Spec, difference
 
 ACTION = "action"  # a column that is like the action
 ONE = np.ones(1, np.float32)
@@ -20,9 +20,9 @@ def with_extras(spec: Spec, extras: Mapping[str, Any]) -> Spec:
     """
     added = {name: _feature(name, kind, spec) for name, kind in extras.items()}
     for name in added.keys() & spec.extras.keys():
-        if added[name].to_dict() != spec.extras[name].to_dict():
+        if difference({name: added[name].to_dict()}, {name: spec.extras[name].to_dict()}, UNSAID):
             raise ConfigError(f"robot and algorithm both give the column {name}, and each another one: rename one")
-    return replace(spec, extras={**spec.extras, **added})
+    return replace(spec, extras={**added, **spec.extras})
 
 
 def _feature(name: str, kind: Any, spec: Spec) -> Feature:

@@ -227,10 +227,17 @@ def test_what_cannot_be_merged_is_said_and_nothing_is_left(made, tmp_path):
     info = json.loads((other / "meta/info.json").read_text())
     del info["features"]["next.success"]
     (other / "meta/info.json").write_text(json.dumps(info))
+    measured = [shutil.copytree(first, tmp_path / unit) for unit in ("deg", "percent")]
+    for folder in measured:
+        info = json.loads((folder / "meta/info.json").read_text())
+        info["features"]["action"]["units"] = [folder.name] * 2
+        (folder / "meta/info.json").write_text(json.dumps(info))
     for words, reason in (
         ((first, first), "a dataset is named twice"),
         ((first, made["slow"].folder), "5 frames per second, not 10"),
         ((first, other), "next.success differs"),
+        (measured, "action is in ['percent', 'percent'], not ['deg', 'deg']"),
+        ((first, measured[0]), "write the same `units` into its meta/info.json"),
         ((first, tmp_path), "holds no LeRobot dataset"),
     ):
         done = merge(tmp_path / "out", *words)

@@ -71,8 +71,9 @@ def test_every_kind_of_feature_comes_back_from_a_shard(tmp_path):
     """What LeRobot has no column for gets another name or shape there."""
     spec = Spec(
         {STATE: Feature((), "float64"), "observation.images.depth": Feature((8, 8, 1), "uint8"),
-         "observation.touch": Feature((2,), "bool"), "observation.half": Feature((1,), "float16")},
-        Feature((2,), low=-1, high=1), fps=10.0, extras={"age.images": Feature(()), "timestamp": Feature((2,), "int8")},
+         "observation.touch": Feature((2,), "bool"), "observation.half": Feature((1,), "float16", units="m")},
+        Feature((2,), low=-1, high=1, units=("deg", "percent")), fps=10.0,
+        extras={"age.images": Feature(()), "timestamp": Feature((2,), "int8")},
     )  # fmt: skip
     generator, records = np.random.default_rng(0), []
     for i, steps in enumerate((4, 3)):
@@ -87,6 +88,11 @@ def test_every_kind_of_feature_comes_back_from_a_shard(tmp_path):
     run.work()
     dataset = Dataset(tmp_path / "datasets/online/000001-000002")
     assert dataset.misfit(spec) == ""
+    unsaid = Feature((2,), low=-1, high=1)
+    assert dataset.misfit(replace(spec, action=unsaid)) == ""
+    assert dataset.misfit(replace(spec, action=replace(unsaid, units="rad"))) == (
+        "its action is in ['deg', 'percent'], the run's in ['rad', 'rad']"
+    )
     for before, episode in zip(records, dataset, strict=True):
         [after] = episode.segments(spec, before.episode, before.stamp)
         after.check(spec)

@@ -1,4 +1,4 @@
-"""A client of the learner's protocol, version 12, written from docs/protocol.md alone.
+"""A client of the learner's protocol, version 13, written from docs/protocol.md alone.
 
 foreign_client.py ADDRESS NAME: pulls the newest weights, delivers one episode and prints one line of JSON. It keeps
 nothing of earlier lives.
@@ -19,10 +19,18 @@ import xxhash
 import zmq
 
 SPEC = {
-    "observation": {"observation.state": {"shape": [8], "dtype": "float32", "names": []}},
+    "observation": {
+        "observation.state": {
+            **{"shape": [8], "dtype": "float32", "names": [], "units": ["rad"] * 6 + ["m", ""]},
+            **{"low": [-100.0] * 8, "high": [math.inf] * 8},
+        }
+    },
     "fps": 10.0,
     "extras": {},
-    "action": {"shape": [2], "dtype": "float32", "names": [], "low": [-1.0, -1.0], "high": [1.0, 1.0]},
+    "action": {
+        **{"shape": [2], "dtype": "float32", "names": [], "low": [-1.0, -1.0], "high": [1.0, 1.0]},
+        **{"neutral": [0.0, -1.0]},
+    },
 }
 LOST = float("-inf")
 
@@ -115,7 +123,7 @@ class Client:
             connection.send(
                 "Hello",
                 {
-                    "protocol": [12, 12],
+                    "protocol": [13, 13],
                     "role": "actor",
                     "actor": self.name,
                     "session": self.session,

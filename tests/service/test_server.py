@@ -274,6 +274,14 @@ def test_another_spec_or_run_is_refused_with_both_values(server, act, spec, says
             link.hello(5.0)
 
 
+def test_a_run_takes_a_spec_that_says_more_and_keeps_its_own(server, act, spec):
+    act(server)
+    said = tiny_spec(observation={STATE: Feature((8,), units="rad", low=-9, high=9)})
+    with server.link("actor", "other", spec=said) as link:
+        link.greeting = dataclasses.replace(link.greeting, spec=said.to_dict())
+        assert link.hello(5.0).spec == spec.to_dict() != said.to_dict()
+
+
 def test_a_hello_of_another_version_is_told_so_whatever_else_it_holds(server):
     """And in the words that a client of protocol 3 understands: type, kind, text and final, and nothing else."""
     strange = {"type": "Hello", "protocol": [3, 4], "role": "actor", "actor": "arm", "new": 1}

@@ -1,7 +1,7 @@
-"""Describes a robot's observation and action spaces (Spec): names, shapes, dtypes, bounds, discrete choices."""
+"""Describes a robot's observation and action spaces (Spec): names, shapes, dtypes, units, bounds, discrete choices."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,9 @@ ROW = {  # columns of every row
     "reward": "float32", "intervened": "bool", "chunk_start": "bool", "time": "float64", "gap": "bool",
     "chunk_delay": "uint16",
 }  # fmt: skip
+UNITS = ("rad", "deg", "m", "percent", "")  # of a vector's entries; "": none
+CODECS = ({"name": "raw"},)  # how images travel; raw: as their numbers
+UNSAID = (".units", ".low", ".high", ".neutral", ".codec.name")  # what a feature may leave out and still be the same
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,11 +36,15 @@ class Feature:
     """Describes one named array of every row: its shape without time, its dtype and its bounds.
 
     names: of the entries; may be empty.
-    low, high: bounds, required for the action; numbers are broadcast to the shape.
+    low, high: bounds, required for the action; numbers are broadcast to the shape. Of an observation or an extra they
+        are plausible limits: a value outside of them is implausible.
     one_hot: of the action: it is a choice among N, whose entry is 1 and the others 0.
+    units: of a vector's entries, of UNITS; one text is that of all entries; empty: unsaid.
+    neutral: of the action: the one [A] at rest, within the bounds; None: unsaid, which means the middle of the bounds.
+    codec: of an image: how it travels, of CODECS; None: unsaid, which means raw.
 
-    Raises ConfigError for a dtype, a shape or names that cannot be stored, and for a one_hot that is not float32 [N]
-    with N >= 2 and the bounds 0 and 1.
+    Raises ConfigError for a dtype, a shape or names that cannot be stored, for a one_hot that is not float32 [N] with
+    N >= 2 and the bounds 0 and 1, and for units, a neutral action or a codec that do not fit.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +53,9 @@ class Feature:
     low: Array | None = None
     high: Array | None = None
     one_hot: bool = False
+    units: Sequence[str] = ()
+    neutral: Array | None = None
+    codec: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
@@ -61,13 +71,18 @@ class Feature:
             raise ConfigError(f"the names of a feature's entries are texts of at most {MAX_TEXT} characters")
         if math.prod(self.shape) > MAX_BOUNDS and (self.low is not None or self.high is not None):
             raise ConfigError(f"a feature of the shape {self.shape} has no bounds: at most {MAX_BOUNDS} numbers have")
-        for bound in ("low", "high"):
+        for bound in ("low", "high", "neutral"):
             if (value := getattr(self, bound)) is not None:
                 with np.errstate(over="ignore"):  # Spec refuses an infinite bound of the action
                     value = np.asarray(value, self.dtype)
+                if np.isnan(value).any():  # it would differ from itself
+                    raise ConfigError(f"{bound} of a feature holds numbers, not {value}")
                 object.__setattr__(self, bound, np.broadcast_to(value, self.shape).copy())
         if self.one_hot is not False:
             self._check_choice()
+        is_one = isinstance(self.units, str) and len(self.shape) == 1 and self.shape[0] <= MAX_BOUNDS
+        object.__setattr__(self, "units", (self.units,) * self.shape[0] if is_one else tuple(self.units))
+        self._check_meaning()
 
     def _check_choice(self) -> None:
         is_vector = self.one_hot is True and self.dtype == "float32" and len(self.shape) == 1 and self.shape[0] > 1
@@ -77,14 +92,38 @@ class Feature:
                 f"{list(self.shape)} with one_hot={self.one_hot!r}, {self.low} and {self.high}"
             )
 
+    def _check_meaning(self) -> None:
+        known = all(unit in UNITS for unit in self.units)
+        if self.units and not (known and self.shape == (len(self.units),)):
+            raise ConfigError(
+                f"units are said of a vector, one of {', '.join(map(repr, UNITS))} for each entry, not {self.units} of "
+                f"the shape {list(self.shape)}"
+            )
+        if self.neutral is not None:
+            if self.one_hot or self.low is None or self.high is None:
+                raise ConfigError("only an action with bounds that is no choice has a neutral one")
+            if not ((self.low <= self.neutral) & (self.neutral <= self.high)).all():
+                raise ConfigError(
+                    f"the neutral action {self.neutral} must be finite and within the bounds {self.low} and {self.high}"
+                )
+        is_image = self.dtype == "uint8" and len(self.shape) == 3
+        if self.codec is not None and not (is_image and self.codec in CODECS):
+            raise ConfigError(
+                f"the codec {self.codec} of a {self.dtype} {list(self.shape)} is not known: only images, uint8 "
+                f"[height, width, channel], have one, and it is one of {', '.join(map(str, CODECS))}"
+            )
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def to_dict(self) -> dict[str, Any]:
-        bounds = {name: value.tolist() for name in ("low", "high") if (value := getattr(self, name)) is not None}
-        choice = {"one_hot": True} if self.one_hot else {}
-        return {"shape": list(self.shape), "dtype": self.dtype, "names": list(self.names), **bounds, **choice}
+        arrays = ("low", "high", "neutral")
+        said = {name: value.tolist() for name in arrays if (value := getattr(self, name)) is not None}
+        said |= {"one_hot": True} if self.one_hot else {}
+        said |= {"units": list(self.units)} if self.units else {}
+        said |= {"codec": dict(self.codec)} if self.codec else {}
+        return {"shape": list(self.shape), "dtype": self.dtype, "names": list(self.names), **said}
 
     def check(self, name: str, array: Array, leading: tuple[int, ...] = ()) -> None:
         """Raise ValueError unless `array` is [*leading, *shape] of this dtype."""
@@ -123,8 +162,9 @@ class Spec:
             raise ConfigError("the action's bounds must be finite: they scale what the policy puts out")
         if not (self.action.low < self.action.high).all():
             raise ConfigError("each low bound of the action must lie below its high bound")
-        if any(feature.one_hot for feature in (*self.observation.values(), *self.extras.values())):
-            raise ConfigError("one_hot is said of the action alone")
+        others = (*self.observation.values(), *self.extras.values())
+        if any(feature.one_hot or feature.neutral is not None for feature in others):
+            raise ConfigError("one_hot and neutral are said of the action alone")
         if not 0 < self.fps < math.inf:
             raise ConfigError(f"fps must be positive and finite, not {self.fps}")
         self._check_size()
@@ -177,13 +217,18 @@ class Spec:
         return spec
 
     def difference(self, other: "Spec") -> str:
-        return difference(self.to_dict(), other.to_dict())
+        """Return what the two say differently, as `difference`. What one of them leaves UNSAID is no difference."""
+        return difference(self.to_dict(), other.to_dict(), UNSAID)
 
 
-def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """Return what differs between two trees of plain data, as `name: mine, theirs`; empty when nothing does."""
+def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], unsaid: tuple[str, ...] = ()) -> str:
+    """Return what differs between two trees of plain data, as `name: mine, theirs`; empty when nothing does.
+
+    unsaid: ends of names that count only where both trees have them.
+    """
     mine, theirs = _flat(mine), _flat(theirs)
-    names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+    told = {*mine, *theirs} - {name for name in {*mine} ^ {*theirs} if name.endswith(unsaid)}
+    names = [name for name in sorted(told) if mine.get(name) != theirs.get(name)]
     return "; ".join(f"{name}: {mine.get(name)}, {theirs.get(name)}" for name in names)
 
 
