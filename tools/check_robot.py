@@ -101,7 +101,7 @@ def limits(config: DictConfig, seconds: float) -> dict[str, Any]:
             if high - low < MOVED * USUAL[entries[name]][1]:
                 del ranges[name]
                 print(f"WARN {name} never moved: its range is missing" + " here, the arm knows it" * (name in own))
-        ends = [ranges.get(name, own.get(name, ("LOW", "HIGH"))) for name in entries]
+        ends: list[Any] = [ranges.get(name, own.get(name, ("LOW", "HIGH"))) for name in entries]
         line = template(entries, ends, box, has_tool=has_tool, tools=arm.tools)
     pose = ", ".join(f"{name}: {position:.4g}" for name, position in zip(entries, measured[-1], strict=True))
     print(f"  {line}\n  home: {{{pose}}}")

@@ -22,14 +22,14 @@ LAG, SPEED, CEASED, NOISE = 0.03, 1.0, 0.05, 1e-4  # seconds, rad/s, seconds, ra
 
 
 class MistakenArm(Arm):
-    """mistake: a name, or empty; stands: where each joint is at first. The file `log` gets how far a joint ever was."""
+    """mistake: a name, or empty. stands: where each joint is at first, or all. log: a file: how far one ever moved."""
 
     entries = dict.fromkeys(JOINTS, "rad")
 
     def __init__(self, address, mistake="", stands=0.0, log=None):
         self._mistake, self._log, self._reads = mistake, log, 0
         self._random = np.random.default_rng(0)
-        self._start = np.full(6, float(stands))
+        self._start = np.broadcast_to(np.array(stands, float), 6)
         self.at = self._goal = self._start.copy()
         self._updated = self._told = clock.monotonic()
         self.moved = 0.0

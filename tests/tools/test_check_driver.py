@@ -3,18 +3,24 @@
 import re
 import time
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from serl_client.errors import RobotFault
+from serl_client.spec import Feature
 
+from robot_infra.drivers.arm import Arm
 from serl_launcher.config import composed
 from tests.shared.common import CONFIG
 from tests.shared.mistakes import JOINTS, LIMITS, PROBE, Bench, MistakenArm
 from tools import check_robot
 from tools.checks.arm import examined, tried, watched
-from tools.checks.driver import WatchedArm
+from tools.checks.driver import Call, Calls, WatchedArm, entry_limits, read_calls
+from tools.checks.readings import judged
 
 NAME = f"{MistakenArm.__module__}.MistakenArm"
 HOLDS = "told to hold where it stands"
+APART = (0.3, 0.3, -0.3, 0.3, 0.3, 0.3)
 CASES = [  # the mistake, where each joint stands, and what FAIL says
     ("reads degrees", 0.9, r"joint1: 51.\d* rad is outside of its range -2 to 1.5; these look like degrees.*says rad"),
     ("reads degrees", 0.0, rf"{HOLDS}, joint\d went from .* a unit that is too large \(degrees for radians\)"),
@@ -30,13 +36,14 @@ CASES = [  # the mistake, where each joint stands, and what FAIL says
     ("dead", 0.3, r"no joint moved at all: write\(\) does nothing"),
     ("stuck", 0.3, r"joint3 was told .* nothing was measured: its sensor is stuck"),
     ("slow read", 0.3, r"read\(\) takes 15\d ms, at worst 1\d\d; 10 ms are between"),
-    ("returns True", 0.3, r"write\(\) returned True: return"),
+    ("returns True", 0.3, r"write\(\) returned True: return None, or the positions"),
     ("OSError", 0.3, r"read\(\) raised OSError: .*Input/output error \(mistakes.py, line \d+\): .*RobotFault"),
     ("nan", 0.3, r"joint3 was no finite number in \d+ of \d+ readings"),
     ("few", 0.3, r"read\(\) returned array.*: return 6 numbers, one for each of joint1, "),
     ("none", 0.3, r"read\(\) returned None: return 6 numbers"),
     ("TypeError", 0.3, r"enable\(\) raised TypeError: .*mistakes.py, line"),
     ("writes degrees", 0.3, rf"{HOLDS}, joint1 went from 0.3 to .*a unit that is too large \(degrees for radians\)"),
+    ("swapped", APART, rf"{HOLDS}, joint2 went .*, joint3 went .* or joint2 and joint3 are in another order"),
     ("flipped", 0.3, rf"{HOLDS}, joint2 went from 0.3 to 0.2\d* rad; no more .*another sign"),
 ]
 HANGS = ("hangs", 0.3, r"write\(\) has not returned for 0.4 s: it hangs")
@@ -107,5 +114,85 @@ def test_a_sane_six_joint_arm_passes_the_whole_tool(tmp_path):
         OmegaConf.update(config, f"task.env.{name}", word, merge=False)
     found = {one["check"]: one for one in check_robot.checks(config, True, 1.0)["checks"]}
     assert {name for name, one in found.items() if one["state"] == "FAIL"} <= {"rate"}, found
-    assert {"position", "hold", "probe", "shapes", "close"} <= found.keys()
+    assert {"position", "ready", "probe", "shapes", "close"} <= found.keys()
     assert time.monotonic() - begin < 90
+
+
+@pytest.mark.parametrize(
+    ("unit", "ends", "at", "state", "said"),
+    [
+        ("rad", [-2, 0.5], [51.6], "FAIL", "a: 51.6 rad is outside of its range -2 to 0.5; these look like degrees: "),
+        ("rad", [-2, 0.5], [0.7], "FAIL", "a: 0.7 rad is outside of its range -2 to 0.5"),
+        ("rad", [-2, 0.5], [2048], "FAIL", "look like counts of an encoder"),
+        ("rad", [-2, 0.5], [0.6], "WARN", "just outside of it"),
+        ("deg", [30, 120], [1.3], "FAIL", "these look like radians: the driver says deg"),
+        ("%", [20, 100], [0.9], "FAIL", "these look like radians: the driver says %"),
+        ("deg", [-120, 90], [1.3, 0.2, -1.0], "WARN", "all of 3 entries in degrees are within 6.3 of zero: they may"),
+        ("m", [0, 0.04], [20], "FAIL", "these look like millimetres: the driver says m"),
+        ("", [0, 1], [3], "FAIL", "a: 3 is outside of its range 0 to 1"),
+    ],
+)  # fmt: skip
+def test_positions_are_told_against_their_ranges_with_the_unit_they_look_like(unit, ends, at, state, said):
+    names = "abc"[: len(at)]
+    written = {name: {"range": ends, "speed": 1, "jump": 1, "tracking": 0.15} for name in names}
+    calls = Calls(dict.fromkeys(names, unit), {}, [Call("read", 0.0, took=0.001, answer=at)] * 20)
+    found = [one for _, one in judged(calls, entry_limits(calls.entries, {}, written), 0.01)]
+    assert any(one.state == state and said in one.text for one in found), found
+
+
+@pytest.mark.parametrize(
+    ("readings", "state", "said"),
+    [
+        (np.array([[0.1, 0.1], [0.11, 0.3]] * 9), "FAIL", "b jumps by up to 0.2 rad"),
+        (np.array([[0.1, 0.1], [0.1, 0.1001]] * 9), "WARN", "a: each of 18 readings is the same to the last bit"),
+        (np.full((9, 2), 0.1), "ok", ""),
+    ],
+    ids=["jumps", "one never differs", "none differs"],
+)
+def test_noise_is_told(readings, state, said):
+    calls = Calls(dict.fromkeys("ab", "rad"), {}, [Call("read", 0.0, took=0.03, answer=list(at)) for at in readings])
+    limits = entry_limits(calls.entries, {}, {name: {**LIMITS["joint1"], "tracking": 0.1} for name in "ab"})
+    found = [one for _, one in judged(calls, limits, 0.04)]
+    assert [one.state for one in found if one.state != "ok" and "read()" not in one.text] == [state] * (state != "ok")
+    assert any(said in one.text for one in found)
+    assert found[-1].state == "WARN", "30 of 40 ms"
+
+
+class Wrong(Arm):
+    """Its `sense` and `close` are wrong, in one way."""
+
+    entries, observation = {"a": "rad"}, {"observation.images.top": Feature((4, 6, 3), "uint8")}
+
+    def __init__(self, address, found=None):
+        self._found = found
+
+    def read(self):
+        return [0.1]
+
+    def sense(self):
+        return self._found
+
+    def close(self):
+        raise OSError("it is gone")
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"observation.images.top": np.zeros((6, 4, 3), np.uint8)}, "top should be uint8 [4, 6, 3], not"),
+        ({}, "observation.images.top is missing"),
+        (None, "sense() returned None"),
+    ],
+)  # fmt: skip
+def test_what_else_a_driver_returns_or_raises_is_a_sentence_with_its_method(tmp_path, found, said):
+    words = {"driver": f"{__name__}.Wrong", "address": str(tmp_path), "options": {"found": found}}
+    arm = WatchedArm("watched", **watched(words, str(tmp_path / "calls"))["options"])
+    with pytest.raises(RobotFault, match=re.escape(said)):
+        arm.sense()
+    for call, said in (
+        (lambda: arm.write(np.zeros(1)), "write() is not written"),
+        (arm.close, "close() raised OSError"),
+    ):
+        with pytest.raises(RobotFault, match=re.escape(said)):
+            call()
+    assert [call.name for call in read_calls(tmp_path / "calls").calls if call.error] == ["sense", "write", "close"]

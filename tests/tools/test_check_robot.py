@@ -47,10 +47,12 @@ def test_a_robot_on_the_real_clock_is_only_looked_at_unless_it_may_move():
 class Wrong(GuardedRobot):
     """A robot that is wrong in one way."""
 
-    way, closes, stopped = "", 0, False
+    way, closes, stopped, recovers, away = "", 0, False, 0, 0.0
 
     def observe(self):
         found = super().observe()
+        self.away += 0.3 * (self.way == "runaway" and self.recovers > 1)
+        found.values["observation.state"][1] += self.away
         if self.way != "shapes":
             return found
         return Reading({name: array.astype(float) for name, array in found.values.items()}, found.time)
@@ -60,6 +62,7 @@ class Wrong(GuardedRobot):
 
     def command(self, action):
         executed = super().command(action)
+        self.away += 0.3 * (self.way == "drift")
         return executed * 3 if self.way == "bounds" else executed
 
     def stop(self):
@@ -73,6 +76,7 @@ class Wrong(GuardedRobot):
         super().home(seed)
 
     def recover(self):
+        self.recovers += 1
         if self.way == "recover":
             raise OSError("no such motor")
 
@@ -83,7 +87,7 @@ class Wrong(GuardedRobot):
 
 
 @pytest.mark.parametrize("way", ["shapes", "hold", "bounds", "stop", "recover", "close"])
-def test_what_is_wrong_is_found_and_named(way):
+def test_what_is_wrong_is_found_and_named(way, capfd):
     robot, found = point(Wrong), []
     robot.way = way
     env = build(robot)
@@ -94,6 +98,18 @@ def test_what_is_wrong_is_found_and_named(way):
         assert way in ("close", "stop")
     assert (way, "FAIL") in found
     assert robot.closes
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(("way", "check"), [("runaway", "recover"), ("drift", "hold")])
+def test_a_robot_whose_state_runs_away_while_it_is_held_is_never_ok(way, check):
+    robot = point(Wrong)
+    robot.way = way
+    for name, finding in tried(build(robot), move=True, seconds=0.01):
+        if finding.state == "FAIL":
+            assert (name, "at most" in finding.text) == (check, True), finding
+            return
+    raise AssertionError("no runaway was found")
 
 
 class ByHand(Arm):
@@ -112,6 +128,13 @@ class ByHand(Arm):
         raise AssertionError("nothing is sent")
 
 
+class Resting(ByHand):
+    """Somebody forgets one of them."""
+
+    def read(self):
+        return super().read() * [0, 1]
+
+
 def test_limits_are_measured_while_the_arm_is_moved_by_hand_and_nothing_is_sent(tmp_path):
     words = [f"+task.env.driver={__name__}.ByHand", f"+task.env.address={tmp_path}/arm"]
     status, said = called("check_robot", "task=fake", *words, "--limits", "--seconds", "0.3")
@@ -119,6 +142,12 @@ def test_limits_are_measured_while_the_arm_is_moved_by_hand_and_nothing_is_sent(
     assert last(said)["ranges"]["lift"] == [0.1, 0.3]
     assert "  limits: {lift: {range: [0.1, 0.3], speed: 0.1, jump: 0.02, tracking: 0.03}, turn: {range: [-" in said
     assert "\n  home: {lift: 0.3, turn: " in said
+    assert "never moved" not in said
+    words[0] = f"+task.env.driver={__name__}.Resting"
+    status, said = called("check_robot", "task=fake", *words, "--limits", "--seconds", "0.3")
+    assert "WARN lift never moved: its range is missing" in said
+    assert "limits: {lift: {range: [LOW, HIGH], speed: 0.1" in said
+    assert [*last(said)["ranges"]] == ["turn"]
     status, said = called("check_robot", "task=fake", "--limits")
     assert (status, "names no driver" in said) == (1, True)
 

@@ -154,9 +154,9 @@ class WatchedArm(Arm):
         return positions
 
     def _made(self, answer: Any) -> Array | None:
-        made = None if answer is None else self._positions(answer)
+        made = None if answer is None else np.array(answer, float)
         if made is not None and not are_positions(made, len(self.entries)):
-            raise ValueError("return None, or finite positions that the controller made of the set point")
+            raise ValueError("return None, or the positions, one for each entry, that the controller made of it")
         return made
 
     def _tools(self, answer: Any) -> Array | None:
@@ -222,7 +222,7 @@ class Calls:
         return np.array(found, float).reshape(len(found), len(self.entries))
 
 
-def read_calls(path: str) -> Calls:
+def read_calls(path: str | Path) -> Calls:
     """Read what a WatchedArm has noted."""
     calls: list[Call] = []
     made: dict[str, Any] = {"entries": {}, "ranges": {}}

@@ -143,13 +143,13 @@ class Probe:
             self._robot.recover()
             self._wait(3 * SETTLING)
         except RobotFault as fault:
-            yield "hold", self._thrown() if fault.kind == LEASH else Finding("FAIL", str(fault))
+            yield "ready", self._thrown() if fault.kind == LEASH else Finding("FAIL", str(fault))
             return
         self._noise = np.maximum(self._noise, np.std([at for _, at in self._seen[-4 * LAST :]], axis=0))
         moved = np.abs(self._stands - self._stood)
         i = int(np.argmax(moved / self._sizes))
         name, unit = [*self._limits.entries.items()][i]
-        yield "hold", Finding("ok", f"it holds where it stands; {name} moved most, by {moved[i]:.2g} {unit}")
+        yield "ready", Finding("ok", f"it holds where it stands; {name} moved most, by {moved[i]:.2g} {unit}")
         answers = []
         for i, name in enumerate(self._limits.entries):
             try:
