@@ -5,6 +5,7 @@ is once set points have ceased for a moment. Readings have noise. What an arm do
 goal is the same, but for a driver whose first set point is wrong: nothing in software can end that motion.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,6 +60,9 @@ class MistakenArm(Arm):
             self._goal = positions * scale * flips
         if self._mistake == "hangs":
             clock.sleep(60)
+        while self._mistake == "hangs for good":
+            with suppress(Exception):
+                clock.sleep(60)
         return True if self._mistake == "returns True" else None
 
     def enable(self):

@@ -35,7 +35,7 @@ CASES = [  # the mistake, where each joint stands, and what FAIL says
     ("scale", 0.0, r"joint6 moved by .* 2 times as much: its scale is wrong"),
     ("dead", 0.3, r"no joint moved at all: write\(\) does nothing"),
     ("stuck", 0.3, r"joint3 was told .* nothing was measured: its sensor is stuck"),
-    ("slow read", 0.3, r"read\(\) takes 15\d ms, at worst 1\d\d; 10 ms are between"),
+    ("slow read", 0.3, r"read\(\) takes 1\d\d ms, at worst \d+; 10 ms are between"),
     ("returns True", 0.3, r"write\(\) returned True: return None, or the positions"),
     ("OSError", 0.3, r"read\(\) raised OSError: .*Input/output error \(mistakes.py, line \d+\): .*RobotFault"),
     ("nan", 0.3, r"joint3 was no finite number in \d+ of \d+ readings"),
@@ -46,7 +46,10 @@ CASES = [  # the mistake, where each joint stands, and what FAIL says
     ("swapped", APART, rf"{HOLDS}, joint2 went .*, joint3 went .* or joint2 and joint3 are in another order"),
     ("flipped", 0.3, rf"{HOLDS}, joint2 went from 0.3 to 0.2\d* rad; no more .*another sign"),
 ]
-HANGS = ("hangs", 0.3, r"write\(\) has not returned for 0.4 s: it hangs")
+HANGS = (
+    ("hangs", 0.3, r"write\(\) has not returned for 0.4 s: it hangs"),
+    ("hangs for good", 0.3, r"write\(\) has not returned, so the guard answers nothing"),
+)
 MOVED = 2.5 * PROBE  # the step, a step beyond it, and what an arm moves until it notices that no more set points come
 
 
@@ -95,7 +98,7 @@ def test_a_sane_driver_passes_in_time(clock, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mistake", "stands", "said"), [*CASES, HANGS], ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(("mistake", "stands", "said"), [*CASES, *HANGS], ids=lambda value: str(value)[:20])
 def test_the_same_holds_with_a_real_guard(tmp_path, mistake, stands, said, capfd):
     begin = time.monotonic()
     found = failures(tried(env(mistake, stands, tmp_path), move=True, seconds=1.0))

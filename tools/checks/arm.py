@@ -35,9 +35,9 @@ def tried(env: Mapping[str, Any], *, move: bool, seconds: float) -> Iterator[tup
             yield "open", Finding("FAIL", str(error))
             return
         try:
-            yield from examined(robot, path, env, move=move, seconds=seconds)
-        except RobotFault as fault:
-            yield "driver", Finding("FAIL", _hanging(path) or str(fault))
+            for name, finding in examined(robot, path, env, move=move, seconds=seconds):
+                hangs = finding.state == "FAIL" and not robot.guard.is_open and _hanging(path)
+                yield name, Finding("FAIL", hangs) if hangs else finding
         finally:
             robot.close()
         if failed := [call.error for call in read_calls(path).calls if call.name == "close" and call.error]:
@@ -60,7 +60,11 @@ def examined(
     tick, failed = 1 / env.get("servo_hz", 100.0), False
     end, looks = clock.monotonic() + seconds, 0
     while clock.monotonic() < end or looks < FEWEST:
-        robot.observe()
+        try:
+            robot.observe()
+        except RobotFault as fault:
+            yield "driver", Finding("FAIL", str(fault))
+            return
         clock.sleep(LOOK)
         looks += 1
     for name, finding in judged(read_calls(path), limits, tick):

@@ -22,6 +22,7 @@ FINE = 1 / 1024  # the first part where the unit is metres, as millimetres are a
 LOOK = 0.02  # seconds between two looks
 SETTLING = 0.4  # seconds after a target was reached, until the arm stands
 LAST = 5  # looks, whose mean is where it stands
+ALMOST = 0.1  # of a step: it ended there
 TRIES = 10  # targets, at most, until the limits let it come to where it should
 CLEAR = 6.0  # times the noise: less is no motion
 LEAST = 0.004  # of a step: the same
@@ -191,17 +192,17 @@ class Probe:
         """Tell the arm to go there, [J], and wait until it stands; return the seconds that entry `i` was late."""
         robot, period = self._robot, 1 / self._robot.fps
         self._seen = []
-        begin = clock.monotonic()
-        for _ in range(TRIES):
+        begin, near = clock.monotonic(), ALMOST * abs(wanted[i] - robot.guard.latest.target[i])
+        for count in range(1, TRIES + 1):
             robot.command(np.clip(wanted, robot.action.low, robot.action.high).astype(robot.action.dtype))
-            self._wait(period)
-            if (np.abs(robot.guard.latest.target - wanted) < 1e-3 * self._sizes).all():
+            self._wait(period + 2 * LOOK)
+            robot.stop()  # so that the guard does not miss us while a busy machine keeps us waiting
+            if abs(robot.guard.latest.target[i] - wanted[i]) <= near or count == TRIES:
                 break
-        robot.stop()  # then the guard does not miss us while a busy machine keeps us waiting
         self._wait(SETTLING)
         way = np.array([at[i] - before[i] for _, at in self._seen])
         passed = np.abs(way) > np.abs(self._stands[i] - before[i]) / 2
-        return max(0.0, self._seen[int(np.argmax(passed))][0] - begin - period / 2)
+        return max(0.0, self._seen[int(np.argmax(passed))][0] - begin - count * period / 2)
 
     def _wait(self, seconds: float) -> None:
         """Look at the arm for a while. Raises RobotFault if it holds because of one."""
