@@ -3,13 +3,13 @@
 import os
 import time
 from contextlib import suppress
-from functools import partial
 
 from tests.programs.hiors import Run
 from tests.shared import here
 from tests.shared.common import until
 
 SUCCEEDED = "closed AND success"
+QUIET = 0.6  # seconds without another key before one that judges
 FAULT = "The robot holds."  # an actor says, whose robot does not answer
 TINY = [
     "plan=hiors", "policy.network.hidden=[32,32]", "policy.horizon=4", "policy.head.steps=2", "batch_size=16", "utd=1",
@@ -42,15 +42,25 @@ class Person(Run):
     def episode(self, phase):
         """Wait until an episode of a phase goes on, let the person act in it, and call it a success.
 
-        Meanwhile they say ready, as after a fault, and end what an earlier phase has begun.
+        Meanwhile they say ready, as before a demonstration and after a fault, and end what an earlier phase has begun.
         """
         successes = self.count(phase, SUCCEEDED)
 
         def came():
             return self.count(phase, SUCCEEDED) > successes
 
-        ready = partial(self.press, b"r")
-        self.until(lambda: came() or ready() or self.count(phase, "NOT closed") or self.ended_others(phase))
+        def begun():
+            if came() or self.count(phase, "NOT closed"):
+                return True
+            if phase == "practise" and self.count("demonstrate", "NOT closed"):
+                time.sleep(QUIET)
+                self.succeed()
+                time.sleep(QUIET)
+            else:
+                self.press(b"r")
+            return False
+
+        self.until(begun)
         if came():
             return
         if self.drive(phase):
@@ -58,13 +68,11 @@ class Person(Run):
             with suppress(AssertionError):  # a fault may have cut it off
                 until(came, 5.0)
 
-    def ended_others(self, phase):
-        if phase == "practise" and self.count("demonstrate", "NOT closed"):
-            self.succeed()
-
     def drive(self, phase):
         """Let the episode go on for a while, in practice with a takeover. Returns whether no fault cut it off."""
         said = self.said()
+        if phase == "demonstrate":
+            self.press(b"i")
         for words in ("takes over", "hands back") if phase == "practise" else ():
             self.press(b"t")
             self.until(lambda words=words: any(self.said().count(each) > said.count(each) for each in (words, FAULT)))
