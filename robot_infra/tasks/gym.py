@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -53,7 +54,8 @@ class GymEnv:
         nobody. script: makes the operator `scripted` from the gymnasium task; None: there is none.
     wrap: puts gymnasium's wrappers around the task, so that its spaces fit; None: none.
     names: of the action's entries, so that devices know what they move (x, y, z, roll, pitch, yaw, gripper).
-    hold: the action that holds; None: the one nearest to zero, or the first choice.
+    neutral: the action at rest, which is the zero of policies (Feature.neutral); None: the middle of the bounds.
+    hold: the action that holds; None: the neutral one if it is said, else the one nearest to zero, or the first choice.
 
     A Box observation becomes `observation.state`, flattened to float32; each Box of a Dict becomes
     `observation.<key>`. An image, uint8 [height, width, channel], becomes `observation.images.<key>` (`camera` without
@@ -72,6 +74,7 @@ class GymEnv:
         options: Mapping[str, Any] | None = None, clock: str = "simulated", operator: str = "none",
         devices: Mapping[str, Any] | None = None, names: Sequence[str] = (), hold: Sequence[float] | None = None,
         script: Callable[[Any], Teleop] | None = None, wrap: Callable[[Any], Any] | None = None,
+        neutral: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
         self.task, self.clock, self._success, self._said = env_id, clock, tuple(success), dict(said)
         self._human = {flag: (keys,) if isinstance(keys, str) else tuple(keys) for flag, keys in human.items()}
@@ -83,15 +86,19 @@ class GymEnv:
         boxes, self._space = _boxes(self._env), self._env.action_space
         self._keys = _named(boxes)
         observation = {name: _feature(boxes[key]) for name, key in self._keys.items()}
-        self.action = action = _action(self._env, names)
+        action = _action(self._env, names)
         size = action.shape[0]
-        if (names and len(names) != size) or (hold is not None and len(hold) != size):
-            raise ConfigError(f"{env_id} takes actions of {size} entries: give as many names, and numbers to hold")
+        if any(said is not None and len(said) != size for said in (names or None, hold, neutral)):
+            raise ConfigError(
+                f"{env_id} takes actions of {size} entries: give as many names, and numbers to hold and of the neutral "
+                "action"
+            )
+        self.action = action = replace(action, neutral=None if neutral is None else list(neutral))
         if action.one_hot and operator != "none":
             raise ConfigError(
                 f"{env_id} takes one of {size} actions, which nobody can drive: say task.env.operator=none"
             )
-        self._hold = self._executable(np.array(hold or np.zeros(size), action.dtype))
+        self._hold = self._executable(np.array(hold or neutral or np.zeros(size), action.dtype))
         scripted = script(self._env) if script else None
         teleop, self._person = make_devices(operator, scripted, self, clock=clock, devices=devices)
         self.has_operator, self._intervention = teleop is not None, Intervention(teleop)

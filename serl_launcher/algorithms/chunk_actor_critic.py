@@ -133,8 +133,8 @@ class ChunkActorCritic(Algorithm):
         return self.critic.mean_value(first_step(batch.observation), self.executed(batch))
 
     def executed(self, batch: Batch) -> Tensor:
-        """Return the executed chunks [B, h, A]. After an episode's end they have the centre of the action range: the
-        batch has zeros there, which may lie far outside the range."""
+        """Return the executed chunks [B, h, A]. After an episode's end they have the zero of the action's scale:
+        the batch has zeros there in the robot's units, which may lie far outside the bounds."""
         return torch.where(batch.valid.unsqueeze(-1), batch.action, self.critic.scale.center)
 
 

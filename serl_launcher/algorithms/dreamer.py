@@ -66,6 +66,9 @@ class OneHot(nn.Module):
     def from_unit(self, action: Tensor) -> Tensor:
         return action
 
+    def executed(self, action: Tensor) -> Tensor:
+        return action
+
 
 def rows_of(batch: Batch, scale: ActionScale | OneHot) -> Rows:
     """Shift what follows an observation in a Batch to the observation that it leads to."""
@@ -331,7 +334,7 @@ class Dreamer(Algorithm):
         found, actions = [features(state)], list[Tensor]()
         for step in range(steps):
             actions.append(policy.drawn(policy(found[-1].detach()), noise[:, step]))
-            deter = rssm.step(state, actions[-1])
+            deter = rssm.step(state, self.actor.scale.executed(actions[-1]))
             state = (deter, rssm.latent.drawn(rssm.prior(deter), latent[:, step]))
             found.append(features(state))
         return torch.stack(found, 1), torch.stack(actions, 1)

@@ -3,7 +3,8 @@
 HIL-SERL: Luo et al. 2024, "Precise and Dexterous Robotic Manipulation via Human-in-the-Loop Reinforcement Learning"
 (arXiv 2410.21845). A gripper either moves or stays, which no Gaussian says well. So one entry of the action is taken
 from the arm, and a grasp critic Q(s, g) values its three actions g: -1, 0 and 1 in units of the scaled action, which
-are the entry's low bound, its centre and its high bound. Double DQN: van Hasselt et al. 2016 (arXiv 1509.06461).
+are the entry's low bound, its rest (ActionScale's zero) and its high bound. Double DQN: van Hasselt et al. 2016
+(arXiv 1509.06461).
     (1) y = r - grasp_penalty [g != 0] + gamma (1 - terminated) Q'(s', argmax_g' Q(s', g')),
     (2) L = (Q(s, g) - y)^2, for the executed g.
 The arm's policy and critics do not see the gripper's entry. A reward that depends on it is noise to them, as it is in
@@ -123,7 +124,7 @@ class Hybrid(SAC):
     The grasp critic learns in `update` and in `update_critic`. What acts gets it in `update`, together with the policy.
     policy: makes the arm's policy from a Spec without the gripper's entry. The critics of `critic` have that Spec, too.
     grasp_critic: makes the grasp critic from an encoder, which is a copy of the policy's.
-    gripper: index or name of the gripper's entry; None: the last one. Its centre must mean that the gripper stays.
+    gripper: index or name of the gripper's entry; None: the last one. Its rest must mean that the gripper stays.
     grasp_penalty: what a gripper action other than 0 costs, in units of the reward; the grasp critic alone sees it.
     epsilon: share of the decisions in practice with a random gripper action. HIL-SERL has none.
     discount, tau, learning_rate: as in SAC, for the grasp critic, too.
@@ -211,7 +212,8 @@ def _entry(action: Feature, gripper: int | str | None) -> int:
 def _part(action: Feature, entries: Sequence[int]) -> Feature:
     """Return the action with these entries alone."""
     low, high = (np.asarray(bound)[list(entries)] for bound in (action.low, action.high))
-    return Feature((len(entries),), action.dtype, low=low, high=high)
+    neutral = None if action.neutral is None else action.neutral[list(entries)]
+    return Feature((len(entries),), action.dtype, low=low, high=high, neutral=neutral)
 
 
 def _with_density(policy: Policy) -> Policy:

@@ -13,6 +13,7 @@ from serl_client.spec import Spec
 from torch import Tensor, nn
 
 from serl_launcher.networks.critics import EnsembleLinear, Scalar, TwoHot
+from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.types import Observation
 
@@ -106,7 +107,7 @@ class LatentModel(nn.Module):
         if simplex and latent % simplex:
             raise ConfigError(f"algo.model: latent={latent} is no multiple of simplex={simplex}")
         self.values, self.latent = TwoHot(bins=bins, reach=reach) if bins else Scalar(), latent
-        inputs, outputs = latent + spec.action.shape[0], bins or 1
+        self.scale, inputs, outputs = ActionScale(spec.action), latent + spec.action.shape[0], bins or 1
 
         def norm() -> nn.Module | None:
             return SimNorm(simplex) if simplex else None
@@ -156,11 +157,11 @@ class LatentModel(nn.Module):
 
     def following(self, latent: Tensor, action: Tensor) -> Tensor:
         """Return the next latent [..., L]."""
-        return self.dynamics(torch.cat([latent, action], -1))
+        return self.dynamics(self._with(latent, action))
 
     def reward(self, latent: Tensor, action: Tensor) -> Tensor:
         """Return the reward [...] of an action."""
-        return self.values.mean(self._said(self.rewards(torch.cat([latent, action], -1))))
+        return self.values.mean(self._said(self.rewards(self._with(latent, action))))
 
     def judge(self, latent: Tensor, action: Tensor) -> Tensor:
         """Return what each critic says of actions of latents [B, L] -> [E, B]."""
@@ -168,7 +169,10 @@ class LatentModel(nn.Module):
 
     def judge_by(self, critics: LatentCritics, latent: Tensor, action: Tensor) -> Tensor:
         """Return what each of other critics, such as a target's, says likewise."""
-        return self.values.mean(self._said(critics(torch.cat([latent, action], -1))))
+        return self.values.mean(self._said(critics(self._with(latent, action))))
+
+    def _with(self, latent: Tensor, action: Tensor) -> Tensor:
+        return torch.cat([latent, self.scale.executed(action)], -1)
 
     def _said(self, prediction: Tensor) -> Tensor:
         """Drop the last axis of a number that has no logits."""

@@ -66,8 +66,14 @@ class ActionScale(nn.Module):
     kind: `bounds`: the Spec's bounds become -1 and 1. `range`: the smallest and largest action of the data become -1
         and 1. `std`: the data get mean 0 and standard deviation 1. `range` and `std` are for bounds much wider than the
         actions that the robot uses. They equal `bounds` until `set_statistics`, and are published with the weights.
+        Their zero comes from the data alone, whatever the Spec says of the neutral action.
     column: column of the data that holds the actions.
     entries: indices of the actions in that column's flattened values; None: all.
+
+    Where the Spec says a neutral action, it is the zero of `bounds`, and the map is linear on either side of it, up to
+    1 and down to -1. An entry whose neutral value is one of its bounds has one side alone: numbers on the other side
+    are clipped to that bound, as the brake of Ha and Schmidhuber 2018 is, clip(tanh, 0, 1) (carracing/model.py of
+    their WorldModelsExperiments). So to_unit is exact for every action, and from_unit takes it back; see `executed`.
     Raises ConfigError for another kind, and for a choice of actions (Feature.one_hot).
     """
 
@@ -75,6 +81,7 @@ class ActionScale(nn.Module):
     high: Tensor
     center: Tensor
     half_range: Tensor
+    sides: Tensor
 
     def __init__(
         self, action: Feature, kind: str = "bounds", column: str = "action", entries: Sequence[int] | None = None
@@ -91,9 +98,15 @@ class ActionScale(nn.Module):
         low, high = (np.asarray(bound, np.float32) for bound in (action.low, action.high))
         self.register_buffer("low", torch.as_tensor(low), persistent=False)  # not stored: known from the Spec
         self.register_buffer("high", torch.as_tensor(high), persistent=False)
-        self.register_buffer("center", torch.as_tensor((high + low) / 2), persistent=kind != "bounds")
+        self._has_sides = kind == "bounds" and action.neutral is not None
+        center = np.asarray(action.neutral, np.float32) if self._has_sides else (high + low) / 2
+        below, above = center - low, high - center
+        sides = np.stack([np.where(below > 0, below, above), np.where(above > 0, above, below)])
+        self.register_buffer("center", torch.as_tensor(center), persistent=kind != "bounds")
         self.register_buffer("half_range", torch.as_tensor((high - low) / 2), persistent=kind != "bounds")
-        self._is_unit = kind == "bounds" and bool((low == -1).all() and (high == 1).all())  # both maps change nothing
+        self.register_buffer("sides", torch.as_tensor(sides), persistent=False)  # [2, A], below and above the neutral
+        is_unit = bool((low == -1).all() and (high == 1).all() and (center == 0).all())
+        self._is_unit = kind == "bounds" and is_unit  # both maps change nothing
 
     def set_statistics(self, statistics: Statistics) -> None:
         """Scale by the data's statistics from now on, unless the kind is `bounds`.
@@ -118,11 +131,29 @@ class ActionScale(nn.Module):
     def to_unit(self, action: Tensor) -> Tensor:
         """Map [..., A] in the robot's units to [..., A] near [-1, 1]."""
         action = action.to(self.center.dtype)
-        return action if self._is_unit else (action - self.center) / self.half_range
+        if self._is_unit:
+            return action
+        distance = action - self.center
+        return distance / self._scale_of(distance)
 
     def from_unit(self, action: Tensor) -> Tensor:
         """Map [..., A] near [-1, 1] to [..., A] in the robot's units."""
-        return action if self._is_unit else torch.addcmul(self.center, action, self.half_range)
+        if self._is_unit:
+            return action
+        mapped = torch.addcmul(self.center, action, self._scale_of(action))
+        return mapped.clamp(self.low, self.high) if self._has_sides else mapped
+
+    def executed(self, action: Tensor) -> Tensor:
+        """Return what `to_unit` gives of the actions that the robot executes for [..., A] near [-1, 1].
+
+        A model that learns from executed actions is asked about these, where the Spec says a neutral action. Elsewhere
+        they stay as they are.
+        """
+        return action.clamp(*self.limits()) if self._has_sides else action
+
+    def _scale_of(self, distance: Tensor) -> Tensor:
+        """Return what 1 is worth in the robot's units, on the side of the center that `distance` [..., A] is on."""
+        return torch.where(distance < 0, *self.sides) if self._has_sides else self.half_range
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """Return the Spec's bounds, mapped by `to_unit`: low [A], high [A]."""

@@ -113,8 +113,8 @@ class HeadPolicy(Policy):
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute the head's mean loss over the valid steps [B].
 
-        Steps after the episode's end become the centre of the action range: the batch has zeros there, which may lie
-        far outside the action's bounds.
+        Steps after the episode's end become the zero of the scale: the batch has zeros there in the robot's units,
+        which may lie far outside the action's bounds.
         """
         action = self.scale.to_unit(self._imitated(batch)) * batch.valid.unsqueeze(-1)  # [B, H, A]
         chunk = functional.pad(action, (0, self.width - self.size))  # [B, H, D]

@@ -183,6 +183,20 @@ def test_the_replayed_value_reaches_the_model_and_an_episodes_last_row_has_no_lo
     assert not torch.equal(losses[:, 0], other[:, 0])
 
 
+def test_the_model_imagines_the_actions_that_are_executed(monkeypatch):
+    spec = replace(SPEC, action=replace(SPEC.action, neutral=SPEC.action.low))
+    dreamer = made("dreamer", spec=spec)
+    rssm, followed = dreamer.actor.rssm, []
+    step = rssm.step
+    monkeypatch.setattr(rssm, "step", lambda state, action: followed.append(action) or step(state, action))
+    rows = sequences(dreamer)
+    states = states_of(dreamer, rows)
+    followed.clear()
+    _, asked = dreamer.imagine(tuple(each[:, 1:].flatten(0, 1) for each in states), rows.seed)
+    assert (asked < 0).any()
+    torch.testing.assert_close(torch.stack(followed, 1), asked.clamp(0, 1))
+
+
 def test_the_losses_of_what_is_imagined_are_the_papers(dreamer):
     rows = replace(sequences(dreamer), weight=torch.tensor([1.0, 2.0, 0.0, 1.0, 0.5, 3.0]))
     states = tuple(each[:, 1:] for each in states_of(dreamer, rows))

@@ -129,6 +129,14 @@ def test_without_a_plan_the_prior_acts():
     assert carry is None
 
 
+def test_the_model_is_asked_about_the_actions_that_are_executed():
+    spec = replace(SPEC, action=replace(SPEC.action, neutral=SPEC.action.low))
+    model = build(spec=spec).planner.model
+    latent, rest, below = torch.rand(3, 16), torch.zeros(3, 2), -torch.rand(3, 2)
+    for asked in (model.following, model.reward, model.judge):
+        assert torch.equal(asked(latent, below), asked(latent, rest))
+
+
 def test_the_prior_leaves_no_gradient_in_critics_or_model():
     algorithm = build()
     algorithm.planner.model.critics.last.weight.data.normal_()  # else nothing would come back through them

@@ -1,5 +1,7 @@
 """The vectorised ensemble computes what single networks would, and the Gaussian's density is the true one."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -93,6 +95,40 @@ def test_the_action_scale_maps_the_bounds_to_one_and_back():
     scale, bounds = ActionScale(SPEC.action), torch.stack([LOW, HIGH])
     torch.testing.assert_close(scale.to_unit(bounds), torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
     torch.testing.assert_close(scale.from_unit(scale.to_unit(bounds)), bounds)
+
+
+CAR = Feature((3,), low=[-1, 0, 0], high=[1, 1, 1], neutral=[0, 0.5, 0])
+
+
+def test_zero_is_the_neutral_action_and_the_published_car_is_driven_by_its_authors_map():
+    scale, unit = ActionScale(CAR), torch.linspace(-1, 1, 41).unsqueeze(1).expand(41, 3)
+    steering, gas, brake = unit.unbind(1)
+    torch.testing.assert_close(scale.from_unit(unit), torch.stack([steering, (gas + 1) / 2, brake.clamp(0, 1)], 1))
+    torch.testing.assert_close(scale.from_unit(torch.zeros(3)), torch.tensor(CAR.neutral), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("neutral", [[-0.5, 0.0, 0.25], [-1, 1, 0], [0, 0.5, 1], [1, 0.9, 0.1]])
+def test_every_action_comes_back_from_the_scale_with_a_neutral_one(neutral):
+    scale = ActionScale(replace(CAR, neutral=neutral))
+    action = torch.rand(100, 3) * torch.tensor([2.0, 1, 1]) - torch.tensor([1.0, 0, 0])
+    action = torch.cat([action, scale.low[None], scale.high[None], scale.center[None]])
+    unit = scale.to_unit(action)
+    assert (unit.abs() <= 1).all()
+    torch.testing.assert_close(scale.from_unit(unit), action)
+    torch.testing.assert_close(scale.executed(unit), unit)
+    asked = torch.randn(100, 3) * 2
+    torch.testing.assert_close(scale.executed(asked), scale.to_unit(scale.from_unit(asked)))
+    outside = scale.to_unit(torch.stack([scale.low - 1, scale.high + 1]))
+    assert (outside.isfinite() & (outside.abs() > 0)).all()
+
+
+def test_a_neutral_action_changes_nothing_where_it_is_unsaid_or_the_data_scale():
+    plain, wide = ActionScale(SPEC.action), ActionScale(replace(CAR, neutral=None), "range")
+    asked = torch.randn(9, 2)
+    assert plain.executed(asked) is asked
+    assert "sides" not in plain.state_dict()
+    assert torch.equal(ActionScale(CAR, "range").from_unit(torch.ones(3)), wide.from_unit(torch.ones(3)))
+    assert not ActionScale(Feature((1,), low=-1, high=1, neutral=0.5)).from_unit(torch.zeros(1)).eq(0)
 
 
 def test_the_action_scale_maps_what_the_data_hold_to_one_and_back():

@@ -311,6 +311,21 @@ def test_what_a_person_says_at_the_tasks_own_device_is_an_event_and_their_action
     assert env.operator.poll() == []
 
 
+def test_the_neutral_action_is_said_in_the_spec_and_is_what_holds_unless_that_is_said_too():
+    env = GymEnv("Task-v0", neutral=[-1, 3])
+    assert env.spec.action.neutral.tolist() == [-1, 3]
+    env.reset(0)
+    assert env.step(None).executed.tolist() == [-1, 3]
+    env = GymEnv("Task-v0", neutral=[-1, 3], hold=[0, 2])
+    env.reset(0)
+    assert env.step(None).executed.tolist() == [0, 2]
+    assert "neutral" not in GymEnv("Task-v0").spec.to_dict()["action"]
+    with pytest.raises(ConfigError, match="within the bounds"):
+        GymEnv("Task-v0", neutral=[0, 0])
+    with pytest.raises(ConfigError, match="actions of 2 entries"):
+        GymEnv("Task-v0", neutral=[0])
+
+
 def test_a_person_drives_a_task_whose_entries_have_names_and_what_it_holds_is_said_too(monkeypatch):
     device = Scripted(Hand(words=["toggle"]), Hand({"x": -1.0}), moves=frozenset(("x", "gripper")))
     monkeypatch.setattr(gym_module, "make_devices", lambda *_, **__: (hands, hands))

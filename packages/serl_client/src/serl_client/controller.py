@@ -189,10 +189,16 @@ class BrownianPolicy(RandomPolicy):
     """Lets the action drift between the bounds by a Brownian motion, so that a robot with inertia gets somewhere.
 
     It begins at a uniform action. Its variance grows by 1 per second, in units of half the range between the bounds.
+    Where the Spec says a neutral action, it drifts within [-1, 1], of which 0 is that action and the ends are the
+    bounds. So an entry whose neutral value is its low bound is at rest half of the time.
     """
 
     def __init__(self, spec: Spec, seed: int) -> None:
         super().__init__(spec, seed)
+        self._rest = spec.action.neutral
+        if self._rest is not None:
+            self._sides = self._rest - self._low, self._high - self._rest  # of the bounds
+            self._low, self._high = -np.ones(spec.action.shape), np.ones(spec.action.shape)
         self._step = (self._high - self._low) / 2 / np.sqrt(spec.fps)
         self._action: Array | None = None
 
@@ -208,6 +214,8 @@ class BrownianPolicy(RandomPolicy):
         else:
             moved = self._action + self._step * self._generator.standard_normal(self._step.shape)
         self._action = action = np.clip(moved, self._low, self._high)
+        if self._rest is not None:
+            action = self._rest + action * np.where(action < 0, *self._sides)
         return action.astype(self._dtype)  # [A]
 
 
