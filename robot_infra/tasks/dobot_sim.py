@@ -22,6 +22,7 @@ from robot_infra.teleop.scripted import Rescuer
 from robot_infra.teleop.verdicts import choose_judge
 
 FPS = 10.0  # steps per second, if nothing else is said
+FAR = 10.0  # radians: without controllers the arms may press against whatever they like, as nothing breaks
 SPEED, TURNING = 0.3, 1.5  # metres of a tool, and radians of a joint, per second, at most
 BOXES = {  # metres, where a tool may be; fingers end 2 cm lower
     "left": np.array([[0.2, -0.1, 0.025], [0.5, 0.45, 0.35]]),
@@ -99,8 +100,8 @@ def guarded(driver: type[DobotScene], *, fps: float, servo_hz: float, process: b
     Joints may lag far behind: on a busy machine a controller's clock stands still. Grippers that hold something always
     do.
     """
-    joint = {"range": [-TURN, TURN], "speed": TURNING, "jump": TURNING / fps, "tracking": 1.0}
-    gripper = {"range": [0.0, OPEN], "speed": OPEN * fps, "jump": OPEN, "tracking": 2 * OPEN}
+    joint = {"range": [-TURN, TURN], "speed": TURNING, "jump": TURNING / fps, "tracking": 1.0 if process else FAR}
+    gripper = {"range": [0.0, OPEN], "speed": OPEN * fps, "jump": OPEN, "tracking": 2 * OPEN if process else FAR * OPEN}
     return GuardedRobot(
         f"{driver.__module__}.{driver.__name__}", address=f"dobot_pnp-{secrets.token_hex(8)}", fps=fps, process=process,
         limits={name: gripper if name.endswith("gripper") else joint for name in ENTRIES}, servo_hz=servo_hz,

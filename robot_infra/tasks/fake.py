@@ -24,6 +24,7 @@ FAULTS = ("raise", "nan", "freeze")
 FPS = 10.0  # steps per second, if nothing else is said
 SPEED = 1.0  # metres per second, of the commanded position under an action of 1
 SERVO_HZ = 100.0  # set points per second of its guard
+FAR = 10.0  # metres: without a guard process it may stand where it likes
 LAG = 0.3  # part of the remaining way that is left after 0.1 s
 NAMES = ("point.x", "point.y", "goal.x", "goal.y", "way.x", "way.y")
 
@@ -103,7 +104,7 @@ def guarded(
     """
     hz = max(SERVO_HZ, fps) if guard else fps
     stroke = SPEED / fps
-    limit = {"range": [-1, 1], "speed": 1.5 * SPEED, "jump": 1.5 * stroke, "tracking": 0.5}
+    limit = {"range": [-1, 1], "speed": 1.5 * SPEED, "jump": 1.5 * stroke, "tracking": 0.5 if guard else FAR}
     return robot(
         f"{driver.__module__}.{driver.__name__}", address=f"fake-{secrets.token_hex(8)}", fps=fps, process=guard,
         limits=dict.fromkeys(driver.entries, limit), home=dict.fromkeys(driver.entries, 0), space="ee_delta",

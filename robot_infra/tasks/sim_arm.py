@@ -29,6 +29,7 @@ from robot_infra.teleop.verdicts import choose_judge
 FPS = 10.0  # steps per second, if nothing else is said
 PHYSICS = 0.004  # seconds of one physics step, as in arm.xml
 SERVO_HZ = 50.0  # set points per second of its guard
+FAR = 10.0  # radians or metres: it may press against whatever it likes, as nothing breaks
 SPEED = 0.3  # metres per second, of the commanded tool or finger under an action of 1
 SHOULDER, UPPER_ARM, FOREARM, HAND = 0.19, 0.32, 0.30, 0.175  # metres: height of the joint, lengths up to the tool
 WORKSPACE = np.array([[0.25, -0.2, 0.025], [0.55, 0.2, 0.35]])  # metres, for the tool; fingers end 2 cm lower
@@ -186,13 +187,13 @@ def guarded(*, fps: float = FPS, by_joints: bool = False, guard: bool = False, *
     if not 1 <= fps <= 100:
         raise ConfigError(f"task.env.fps={fps:g}: the simulated arm makes 1 to 100 steps per second")
     hz, stroke, driver = max(SERVO_HZ, fps) if guard else fps, SPEED / fps, JointSimArm if by_joints else SimArm
-    grip = {"range": [0.0, OPEN], "speed": OPEN * fps, "jump": OPEN, "tracking": 2 * OPEN}  # holding must not open it
+    grip = {"range": [0.0, OPEN], "speed": OPEN * fps, "jump": OPEN, "tracking": FAR}  # holding must not open it
     if by_joints:
         home = [*inverse_kinematics(HOME), OPEN]
-        ends, limit = [[-TURN, TURN]] * 5, {"speed": TURNING, "jump": TURNING / fps, "tracking": 1.0}
+        ends, limit = [[-TURN, TURN]] * 5, {"speed": TURNING, "jump": TURNING / fps, "tracking": FAR}
     else:
         home = [*HOME.tolist(), OPEN]
-        ends, limit = WORKSPACE.T.tolist(), {"speed": 1.5 * SPEED, "jump": 1.5 * stroke, "tracking": 0.15}
+        ends, limit = WORKSPACE.T.tolist(), {"speed": 1.5 * SPEED, "jump": 1.5 * stroke, "tracking": FAR}
     *names, gripper = driver.entries
     limits = {name: {**limit, "range": bounds} for name, bounds in zip(names, ends, strict=True)}
     return GuardedRobot(

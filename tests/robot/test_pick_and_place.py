@@ -127,3 +127,25 @@ def test_its_three_cameras_see_the_arms_move():
             image = first[f"observation.images.{name}"]
             assert image.max() > image.min() + 50
             assert (last[f"observation.images.{name}"] != image).any() or name == "cam_left_wrist", "that arm rests"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["task=sim_arm"], ["task=sim_arm", "task.env.space=joint_position"], ["task=dobot_pnp", "robot=sim_direct"],
+        ["task=fake"], ["task=wall"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_simulated_arm_that_is_driven_anywhere_meets_no_fault(words):
+    """It presses against the table, the wall and itself, which would be a fault of a real arm."""
+    env, random = factory(composed(CONFIG, words), "task.env")(), np.random.default_rng(0)
+    action = env.spec.action
+    for seed in range(8):
+        env.reset(seed)
+        for step in range(60):
+            if step % 15 == 0:
+                wanted = random.uniform(action.low, action.high) if random.random() < 0.7 else action.high
+            env.step(wanted.astype(action.dtype))
+    env.close()
