@@ -68,18 +68,21 @@ def checks(config: DictConfig, move: bool, seconds: float) -> dict[str, Any]:
 def findings(config: DictConfig, move: bool, seconds: float) -> Iterator[tuple[str, Finding]]:
     """(name, what it found) of each check: of the driver, if the task names one, and of the whole robot."""
     env: Any = OmegaConf.to_container(config.task.env, resolve=True)
-    with tempfile.TemporaryDirectory() as folder:
-        if "driver" in env:
-            failed = False
-            for name, finding in driver.tried(env, move=move, seconds=seconds):
-                failed |= finding.state == "FAIL"
-                yield name, finding
-            if failed:
-                return
-            config = config.copy()
-            for name, word in driver.watched(env, f"{folder}/calls").items():
-                OmegaConf.update(config, f"task.env.{name}", word, merge=False)
+    if "driver" not in env:
         yield from tried(factory(config, "task.env")(), move=move, seconds=seconds)
+        return
+    failed = False
+    for name, finding in driver.tried(env, move=move, seconds=seconds):
+        failed |= finding.state == "FAIL"
+        yield name, finding
+    if failed:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        config, path = config.copy(), f"{folder}/calls"
+        for name, word in driver.watched(env, path).items():
+            OmegaConf.update(config, f"task.env.{name}", word, merge=False)
+        made = factory(config, "task.env")()
+        yield from tried(made, move=move, seconds=seconds, most=driver.steadiness(env, path))
 
 
 def limits(config: DictConfig, seconds: float) -> dict[str, Any]:

@@ -67,14 +67,14 @@ def test_looking_moves_nothing_and_switches_no_motor():
 
 
 def test_it_goes_home_holds_and_takes_small_steps():
-    asked("The arm goes to its home and takes small steps: clear its way")
+    asked("Each joint makes a tiny step, then the arm goes to its home and takes small steps: clear its way")
     said = checked("--move").communicate()[0]
     assert '"failed": 0' in said, said
     confirmed("Did it move slowly, and nowhere else?")
 
 
 def test_it_holds_when_its_program_is_killed():
-    asked("The arm goes to its home, and then its program is killed")
+    asked("Each joint makes a tiny step, the arm goes to its home, and then its program is killed")
     with checked("--move", "--seconds", "60") as process:
         assert process.stdout is not None
         assert any("ok   stop" in line for line in process.stdout), "it never came to move"

@@ -7,6 +7,7 @@ from typing import Any
 
 from serl_client import clock
 from serl_client.errors import RetakeError, RobotFault
+from serl_client.spec import Array
 
 from robot_infra.guard.robot import GuardedRobot
 
@@ -18,6 +19,7 @@ from .readings import judged, slow
 WORDS = ("fps", "limits", "home", "servo_hz", "home_speed")  # of a task's env, which its guard takes
 LOOK = 0.02  # seconds between two looks
 FEWEST = 10  # looks
+STEADY = 0.05  # of its range: an arm that holds stays within
 
 
 def tried(env: Mapping[str, Any], *, move: bool, seconds: float) -> Iterator[tuple[str, Finding]]:
@@ -49,6 +51,13 @@ def watched(env: Mapping[str, Any], path: str, leash: Mapping[str, Any] | None =
     at = str(env["address"])
     options = {"driver": env["driver"], "at": at, "options": env.get("options") or {}, "path": path, "leash": leash}
     return {"driver": f"{WatchedArm.__module__}.WatchedArm", "address": f"{at} (watched)", "options": options}
+
+
+def steadiness(env: Mapping[str, Any], path: str) -> Array:
+    """Return by how much each position [J] of this arm may change while it holds."""
+    calls = read_calls(path)
+    limits = entry_limits(calls.entries, calls.ranges, env.get("limits"))
+    return STEADY * (limits.high - limits.low)
 
 
 def examined(

@@ -26,14 +26,15 @@ STEPS = 5  # of holding
 ENOUGH = 0.95  # of the wanted rate
 CLOSE = 1e-3  # of an action's range: closer is the same
 PAUSE = 0.02  # seconds between two readings of a device
-MOVED, SHARE = 0.1, 0.05  # the most that a state may change while it holds: so much, or of the range of its targets
+MOVED = 0.1  # the most that a simulated state may change while it holds
 FAR = 3.0  # ranges: an action that is far out of its bounds
 
 
-def tried(env: Any, *, move: bool, seconds: float) -> Iterator[tuple[str, Finding]]:
+def tried(env: Any, *, move: bool, seconds: float, most: Array | None = None) -> Iterator[tuple[str, Finding]]:
     """(name of the check, what it found) of all checks of an open Env, which is closed at the end.
 
     move: the robot may go home and take small steps; else a robot on the real clock is only looked at.
+    most: by which each position [J] may change while it holds; None: a number for all, as simulations need no more.
     """
     checks: dict[str, Check] = {"observe": seen}
     beside: dict[str, Check] = {"people": partial(heard, seconds=seconds)} if _hands(env) else {}
@@ -44,8 +45,10 @@ def tried(env: Any, *, move: bool, seconds: float) -> Iterator[tuple[str, Findin
                 name, camera, env.spec.fps, seconds
             )
     if move or env.clock == "simulated":
-        checks = {"recover": recovered, "shapes": shapes, "hold": held, "bounds": bounded, "stop": stopped}
-        checks["rate"] = partial(rated, seconds=seconds)
+        checks = {
+            "recover": partial(recovered, most=most), "shapes": shapes, "hold": partial(held, most=most),
+            "bounds": bounded, "stop": stopped, "rate": partial(rated, seconds=seconds),
+        }  # fmt: skip
     try:
         for name, check in [*checks.items(), *beside.items(), ("close", closed)]:
             finding = _found(check, env)
@@ -65,12 +68,12 @@ def _found(check: Check, env: Any) -> Finding:
         return Finding("FAIL", explained(error))
 
 
-def recovered(env: Any) -> Finding:
+def recovered(env: Any, *, most: Array | None) -> Finding:
     """`recover` without a fault does nothing; it moves nothing in any case."""
     before = _state(env)
     env.recover()
     env.recover()
-    return _stayed(env, before, "recover twice")
+    return _stayed(env, before, "recover twice", most)
 
 
 def shapes(env: Any) -> Finding:
@@ -115,7 +118,7 @@ def seen(env: Any) -> Finding:
     return Finding("ok", "observed only, as the Spec says; --move tries the rest")
 
 
-def held(env: Any) -> Finding:
+def held(env: Any, *, most: Array | None) -> Finding:
     """Without an action it holds, and says so."""
     before = _state(env)
     steps = [env.step(None) for _ in range(STEPS)]
@@ -124,7 +127,7 @@ def held(env: Any) -> Finding:
     apart = float((np.ptp(executed, axis=0) / _range(env)).max())
     if apart > CLOSE:
         return Finding("FAIL", f"{STEPS} times hold: what it did differs by {apart:.1%} of the action's range")
-    return _stayed(env, before, f"{STEPS} times hold: the same action each time")
+    return _stayed(env, before, f"{STEPS} times hold: the same action each time", most)
 
 
 def bounded(env: Any) -> Finding:
@@ -179,21 +182,21 @@ def _state(env: Any) -> Array | None:
     return robot.observe().values.get(STATE) if robot else None
 
 
-def _stayed(env: Any, before: Array | None, what: str) -> Finding:
-    """Whether the robot's state is where it was before, nearly."""
+def _stayed(env: Any, before: Array | None, what: str, most: Array | None) -> Finding:
+    """Whether the robot's state is nearly where it was before; `tried` says what `most` is."""
     if before is None or (after := _state(env)) is None:
         return Finding("ok", what)
-    moved, most = np.abs(after - before), np.full(before.shape, MOVED)
-    action = env.spec.action
-    if action.shape == before.shape and env.robot.space.endswith("_position"):
-        most = np.maximum(most, SHARE * _range(env))
+    moved = np.abs(after - before)
+    if most is None:
+        most = np.full(moved.shape, MOVED)
+    elif most.shape != moved.shape:  # the state is more than its positions
+        most = np.full(moved.shape, np.inf)
     i = int(np.argmax(moved / most))
     text = f"{what}: the state changed by {moved.max():.3g}"
     if not moved[i] <= most[i]:
         name = env.robot.observation[STATE].names[i : i + 1] or (f"entry {i}",)
         text += f"; {name[0]} by {moved[i]:.3g}, and by {most[i]:.3g} at most may one that holds"
-        return Finding("FAIL", text,
-                       "press the emergency stop if it still moves")  # fmt: skip
+        return Finding("FAIL", text, "press the emergency stop if it still moves")
     return Finding("ok", text)
 
 

@@ -193,12 +193,12 @@ class Probe:
         robot, period = self._robot, 1 / self._robot.fps
         self._seen = []
         begin, near = clock.monotonic(), ALMOST * abs(wanted[i] - robot.guard.latest.target[i])
-        for count in range(1, TRIES + 1):
+        count, is_there = 0, False
+        while count < TRIES and not is_there:
             robot.command(np.clip(wanted, robot.action.low, robot.action.high).astype(robot.action.dtype))
             self._wait(period + 2 * LOOK)
             robot.stop()  # so that the guard does not miss us while a busy machine keeps us waiting
-            if abs(robot.guard.latest.target[i] - wanted[i]) <= near or count == TRIES:
-                break
+            count, is_there = count + 1, abs(robot.guard.latest.target[i] - wanted[i]) <= near
         self._wait(SETTLING)
         way = np.array([at[i] - before[i] for _, at in self._seen])
         passed = np.abs(way) > np.abs(self._stands[i] - before[i]) / 2
