@@ -78,8 +78,9 @@ class GuardedRobot:
         }
         self._before = np.array(self.guard.latest.target)  # the newest command
         self._stroke = None if stroke is None else np.broadcast_to(np.asarray(_plain(stroke), float), state.shape)
-        low, high = (started.low, started.high) if stroke is None else (-1, 1)
-        self.action = Feature(state.shape, names=state.names, low=np.array(low), high=np.array(high))
+        self._ends = np.array(started.low), np.array(started.high)
+        low, high = self._ends if stroke is None else (np.array(-1), np.array(1))
+        self.action = Feature(state.shape, names=state.names, low=low, high=high)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -99,7 +100,10 @@ class GuardedRobot:
         return Reading(values, reply.time, self._action(np.array(reply.executed)) if reply.executed else None)
 
     def command(self, action: Array) -> Array:
-        """Send an action [A]; return the one that the guard has accepted. An action that is not finite holds."""
+        """Send an action [A]; return the one that the guard has accepted. An action that is not finite holds.
+
+        An entry that would leave its range ends there, and is returned as it was said.
+        """
         action = np.asarray(action, self.action.dtype)
         self.action.check("action", action)
         finite = np.isfinite(action).all()
@@ -108,7 +112,8 @@ class GuardedRobot:
         target = wanted if self._stroke is None else self._before + self._stroke * wanted
         accepted = np.array(self._asked("target", target.tolist()).target)
         self.steps += 1
-        return wanted.astype(action.dtype) if (accepted == target).all() else self._action(accepted)
+        is_as_said = accepted == np.clip(target, *self._ends)  # beyond the range all actions mean its end
+        return np.where(is_as_said, wanted.astype(action.dtype), self._action(accepted))
 
     def hold_action(self) -> Array:
         """Return zeros for a delta, else the newest accepted target [A]."""

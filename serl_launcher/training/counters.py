@@ -153,8 +153,9 @@ def _flags(episode: EpisodeInfo) -> int:
 
 def counts(episode: EpisodeInfo) -> bool:
     """Return whether an episode is closed and has its final observation. One that a crash cut does not count, nor one
-    that its actor itself discards: a demonstration that nobody drove."""
-    return bool(episode.closed and episode.final and not (episode.discard and episode.judged_by == "judge"))
+    that its actor itself discards, because nobody drove its demonstration; an evaluation's counts whatever is said."""
+    is_unattended = episode.discard and episode.judged_by == "judge" and episode.source != EVAL
+    return bool(episode.closed and episode.final and not is_unattended)
 
 
 def succeeded(episode: EpisodeInfo) -> bool:

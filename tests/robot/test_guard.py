@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from itertools import pairwise
 
@@ -19,15 +20,18 @@ from serl_client.errors import ConfigError, RobotFault
 from serl_client.signals import interrupted_by_signals
 from serl_client.spec import Feature
 from serl_client.status import ActorStatus
+from serl_client.way_home import BEGIN
 
 from robot_infra.cameras import gl
 from robot_infra.drivers.owner import owned
 from robot_infra.guard.channel import Shared
 from robot_infra.guard.robot import GuardedRobot
+from robot_infra.interfaces import Hand
 from robot_infra.tasks.simulated import Simulated
+from robot_infra.teleop.hands import Hands
 from tests.shared.actors import FakeClient, Keys, run
 from tests.shared.arms import DRIVER, FPS, HOME, LIMITS, Log, guarded, move_on, points
-from tests.shared.robots import build, from_yaml, play
+from tests.shared.robots import Scripted, build, from_yaml, play
 
 UP = np.array([0.1, -0.1], np.float32)
 TICKS = 20  # of one period: 100 / FPS
@@ -190,6 +194,35 @@ def test_each_fault_of_the_arm_cuts_an_episode_off_is_told_and_after_ready_the_r
     assert [text.partition(":")[0] for text in said] == ["ready", "collision", "tracking"]
     assert [report["steps"] < 4 for report in reports] == [True, True, False]
     assert len(log.of("recover")) == 3
+
+
+class Hesitant(Scripted):
+    """Says ready after a fault, and moves the shoulder two seconds after they were waited for."""
+
+    def __init__(self, status):
+        super().__init__(moves=frozenset(HOME))
+        self.status, self.waited = status, []
+
+    def read(self):
+        if self.status.driver == BEGIN:
+            self.waited.append(time.monotonic())
+        begins = self.waited and time.monotonic() > self.waited[0] + 2.0
+        return Hand({"shoulder": 1.0} if begins else {}, words=["ready"] * (self.status.driver == "FAULT"))
+
+
+@pytest.mark.slow
+def test_an_arm_at_its_start_waits_for_the_first_motion_of_a_demonstration_and_does_not_miss_its_actor(make, log):
+    robot, status = make(space="joint_delta", stroke=0.02), ActorStatus()
+    hands = Hands([device := Hesitant(status)], robot.action, robot.space)
+    with build(robot, teleop=hands, fps=FPS, clock="real", max_steps=5) as env:
+        client = FakeClient(env.spec, "teleop")
+        client.wait = log.wait
+        run(env, client, episodes=1, operator=hands, status=status)
+    (episode,) = client.episodes
+    assert (len(episode), episode.gap.any(), [said.discard for said in client.outcomes]) == (5, False, [False])
+    assert episode.action[:, 0].max() == pytest.approx(0.5)
+    assert len(log.of("recover")) == 1, "nothing was a fault meanwhile"
+    assert device.waited[-1] - device.waited[0] > 1.9
 
 
 # -- processes that are killed, stopped, cut off

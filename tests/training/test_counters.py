@@ -96,6 +96,22 @@ def test_an_episode_that_a_crash_cut_is_no_trial_whatever_is_said_of_it(counted)
     assert evaluation(counted.counters, "evaluate", 0, None)["episodes"] == 0
 
 
+@pytest.mark.parametrize(
+    ("counted", "judge", "episodes"),
+    [
+        (("online", "evaluate"), "judge", 0), (("online", "evaluate"), "operator", 1),
+        ((EVAL, "evaluate"), "judge", 1), ((EVAL, "evaluate"), "operator", 1),
+    ],
+    indirect=["counted"],
+)  # fmt: skip
+def test_what_an_actor_itself_discards_is_no_episode_unless_it_is_evaluated(counted, judge, episodes):
+    counted.take(Outcome("e0", None, discard=True, judged_by=judge))
+    play(counted, 1)
+    for counters in (counted.counters, counted.all_at_once()):
+        counts = counters.progress(0.0).phases["evaluate"]
+        assert (counts.episodes, counts.successes, counts.env_steps) == (episodes, 0, STEPS)
+
+
 @pytest.mark.parametrize("name", ["e", "\N{GRINNING FACE}" * (MAX_NAME - 6)])
 def test_the_catalog_comes_in_pages_that_fit_into_a_header_and_has_every_episode_once(tmp_path, name):
     index, heard, revision, more = Index(tmp_path / "index.sqlite"), [], 0, True
