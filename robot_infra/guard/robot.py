@@ -20,6 +20,7 @@ from robot_infra.interfaces import Frame, Reading
 log = logging.getLogger(__name__)
 
 STATE, IMAGES = "observation.state", "observation.images."
+PERCENT = {"%": "percent"}  # an arm's unit: a Spec's
 SPACES = ("joint_position", "joint_delta", "ee_position", "ee_delta")
 
 
@@ -66,7 +67,8 @@ class GuardedRobot:
         )  # fmt: skip
         self.guard: GuardLink | SimulatedGuard = (GuardLink if process else SimulatedGuard)(start)
         started = self.guard.begin()
-        state = Feature((len(started.entries),), names=tuple(started.entries))
+        units = [PERCENT.get(unit, unit) for unit in started.entries.values()]
+        state = Feature((len(started.entries),), names=tuple(started.entries), units=units)
         observed = {name: Feature(**feature) for name, feature in started.observation.items()}
         self.features = features = {STATE: state, **observed}
         images = {name for name in features if name.startswith(IMAGES)}
@@ -80,7 +82,8 @@ class GuardedRobot:
         self._stroke = None if stroke is None else np.broadcast_to(np.asarray(_plain(stroke), float), state.shape)
         self._ends = np.array(started.low), np.array(started.high)
         low, high = self._ends if stroke is None else (np.array(-1), np.array(1))
-        self.action = Feature(state.shape, names=state.names, low=low, high=high)
+        units = units if stroke is None else ()  # a share of the stroke has none
+        self.action = Feature(state.shape, names=state.names, low=low, high=high, units=units)
 
     @property
     def counts(self) -> dict[str, int]:

@@ -6,7 +6,7 @@ next start it skips episodes that are whole in the store. One that a crash has c
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
 from serl_launcher.datasets import robomimic
+from serl_launcher.datasets.names import unsaid
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.datasets.robomimic import RobomimicFile
 from serl_launcher.replay.views import EpisodeInfo
@@ -71,8 +72,24 @@ def import_datasets(plan: Plan, run_dir: Path, *, local: str, waits: bool) -> No
                     f"plan.sources.{name}.dataset: {dataset.folder} is not of this run's robot: {misfit}. Take "
                     "a dataset of this robot, or another task or run_dir"
                 )
+            _check_units(name, plan.sources[name].units, dataset.folder, unsaid(dataset.described(spec), spec))
         for name, dataset in datasets.items():
             _Import(link, name, dataset, spec, local, run_dir / "actors" / f"dataset-{name}").run()
+
+
+def _check_units(source: str, said: str | None, folder: Path | str, asked: Mapping[str, str]) -> None:
+    """Raise ConfigError unless the unit that the plan says of a dataset is that of the run, {feature: unit}."""
+    for name, unit in asked.items():
+        if said is None:
+            raise ConfigError(
+                f"{folder} does not say what its {name} is measured in, and the run's is in {unit}: find out, then "
+                f"write plan.sources.{source}.units=degrees, percent or radians (lerobot-record: degrees since PR 2968)"
+            )
+        if said != unit:
+            raise ConfigError(
+                f"plan.sources.{source}.units={said}: the run's {name} is in {unit}, and nothing is converted. Begin "
+                "another run whose task is in the dataset's unit (task=so101: use_degrees)"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 import numpy as np
 from serl_client.spec import Feature, Spec
 
+from serl_launcher.training.plan import ANGLES
+
 MANIFEST = "retake.json"  # the file in which a shard says what LeRobot has no place for
 INSTALL = "run `uv sync --inexact --extra data` here"
 REWARD, DONE, SUCCESS = "next.reward", "next.done", "next.success"
@@ -56,6 +58,19 @@ def column(name: str, spec: Spec) -> str:
         name = name.replace("image", "picture")
     name = name.replace("/", ".")
     return f"extras.{name}" if name in RESERVED else name
+
+
+def unsaid(features: Mapping[str, Feature], spec: Spec) -> dict[str, str]:
+    """Return {name: the run's unit, of ANGLES} of the vectors of which a dataset says no unit and the run says one.
+
+    Where entries in percent stand beside others, as lerobot's grippers do, the unit is that of the others.
+    """
+    asked = {}
+    for name, theirs in {**spec.observation, "action": spec.action}.items():
+        units = {word for word, unit in ANGLES.items() if unit in theirs.units}
+        if units and not features[name].units:
+            asked[name] = " and ".join(sorted(units - {"percent"} or units))
+    return asked
 
 
 def misfit(features: Mapping[str, Feature], fps: float, spec: Spec) -> str:

@@ -109,10 +109,12 @@ class Dataset:
 
     def misfit(self, spec: Spec) -> str:
         """Return why its episodes do not fit a run with this Spec; empty if they do."""
+        return names.misfit(self.described(spec), self.fps, spec)
+
+    def described(self, spec: Spec) -> dict[str, Feature]:
+        """Return what it has of the features of a run's Spec, by their names there."""
         called = {name: self.called(name, spec) for name in (*spec.observation, "action")}
-        return names.misfit(
-            {name: self.features[mine] for name, mine in called.items() if mine in self.features}, self.fps, spec
-        )
+        return {name: self.features[mine] for name, mine in called.items() if mine in self.features}
 
     def called(self, name: str, spec: Spec) -> str:
         """Return the column of a feature of a run's Spec. A shard of ours may have another name for it."""

@@ -77,7 +77,11 @@ class RobomimicFile:
 
     def misfit(self, spec: Spec) -> str:
         """Return why its demonstrations do not fit a run with this Spec; empty if they do."""
-        return misfit(self.features, self.fps or spec.fps, spec)
+        return misfit(self.described(spec), self.fps or spec.fps, spec)
+
+    def described(self, spec: Spec) -> dict[str, Feature]:
+        """Return its features, which have the names of the run's."""
+        return self.features
 
     def episode(self, index: int) -> "Demonstration":
         return Demonstration(self, self._demos[index], self.lengths[index])

@@ -12,6 +12,7 @@ from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import View
 
 UNITS = ("env_steps", "episodes", "successes", "interventions", "updates", "wall_s")
+ANGLES = {"degrees": "deg", "percent": "percent", "radians": "rad"}  # what a plan says of a dataset: a Spec's unit
 OPERATOR = "operator"  # the condition that a person meets with the command `next`
 SEEN = "seen"  # the condition that each update with `order: once` has seen all steps that are there
 TRAINED, *_ = POLICIES = ("trained", "random", "brownian")  # who gives the actions
@@ -29,6 +30,7 @@ class PlanSource:
     capacity: steps that it holds; older episodes leave the store.
     archive: where an episode must be before it may leave: `lerobot` (in exported shards) or `none` (nowhere).
     dataset: a LeRobot dataset's folder, or robomimic's file, that fills this source before the first phase; None: none.
+    units: what a dataset that does not say it is measured in: `degrees`, `percent` or `radians`; None: it is not asked.
     on_silence: seconds without a message after which an actor's open episode is truncated. inf: keep it until the actor
         is back. None: keep it for an actor with a real clock, truncate it for a simulated one.
     """
@@ -37,6 +39,7 @@ class PlanSource:
     archive: str = "none"
     dataset: str | None = None
     on_silence: float | None = None
+    units: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ def _sources(node: _Node) -> tuple[dict[str, p.PlanSource], dict[str, View]]:
             raise entry.error("a name has letters, digits and _ only")
         entry.entries()
         if "of" not in entry.value:
-            entry.keys(required=("capacity",), optional=("archive", "dataset", "on_silence"))
+            entry.keys(required=("capacity",), optional=("archive", "dataset", "on_silence", "units"))
             archive = entry.at("archive", "none").word(ARCHIVES, "archive")
             dataset = entry.at("dataset")
             if dataset.value is not None and not isinstance(dataset.value, str):
@@ -130,7 +130,10 @@ def _sources(node: _Node) -> tuple[dict[str, p.PlanSource], dict[str, View]]:
                     f"should be the folder of a LeRobot dataset, or a robomimic file, not {dataset.value!r}"
                 )
             silence = _on_silence(entry.at("on_silence"))
-            sources[name] = p.PlanSource(entry.at("capacity").whole(LEAST_CAPACITY), archive, dataset.value, silence)
+            units = entry.at("units")
+            said = None if units.value is None else units.word(p.ANGLES, "unit")
+            capacity = entry.at("capacity").whole(LEAST_CAPACITY)
+            sources[name] = p.PlanSource(capacity, archive, dataset.value, silence, said)
     for name, entry in node.entries():
         if name not in sources and name != p.EVAL:
             entry.keys(required=("of",), optional=("keep", "min_length", "split", "start_steps"))

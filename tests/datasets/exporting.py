@@ -129,9 +129,9 @@ def opened(folder):
     return dataset, {name: np.array(values) for name, values in table.items() if name not in dataset.meta.camera_keys}
 
 
-def bring(server, dataset, *, waits=False):
+def bring(server, dataset, *, waits=False, units=None):
     """Import a dataset, given by its place, into the source `demo` of a server."""
-    plan = Plan({"demo": PlanSource(server.capacity, dataset=str(dataset))}, {}, {})
+    plan = Plan({"demo": PlanSource(server.capacity, dataset=str(dataset), units=units)}, {}, {})
     import_datasets(plan, server.run_dir, local=server.local, waits=waits)
 
 

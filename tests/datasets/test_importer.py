@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -220,3 +221,41 @@ def test_what_a_run_exported_is_the_same_in_another_run(tmp_path, serving, spec,
     there = catalog(server.run_dir)
     found = [(e.steps, e.success, e.terminated, e.truncated, e.final, e.reward, e.task) for e in there]
     assert found == [(8, 1, 1, 0, 1, 28, "reach"), (5, 0, 0, 1, 0, 10, "reach"), (7, None, 1, 0, 1, 21, "reach")]
+
+
+def of_run(tmp_path, low, units):
+    """A run of this dataset's robot, whose numbers have these units."""
+    theirs = low.spec()
+    state, action = replace(theirs.observation[STATE], units=units[0]), replace(theirs.action, units=units[1])
+    spec = replace(theirs, observation={STATE: state}, action=action)
+    Store.create(tmp_path / "run/store", spec, {"demo": 1000}).close()
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("units", "said", "complaint"),
+    [
+        ((("deg", "deg", "deg", "percent"), "deg"), None, "does not say what its observation.state is measured in, and "
+         "the run's is in degrees: find out, then write plan.sources.demo.units=degrees"),
+        (((), "percent"), None, "its action is measured in, and the run's is in percent"),
+        (((), "percent"), "degrees", "units=degrees: the run's action is in percent, and nothing is converted"),
+        (("rad", "rad"), "degrees", "the run's observation.state is in radians"),
+        ((("deg", "rad", "", ""), ()), "degrees", "the run's observation.state is in degrees and radians"),
+    ],
+)  # fmt: skip
+def test_a_dataset_that_says_no_unit_is_asked_where_the_run_has_one(tmp_path, serving, low, units, said, complaint):
+    of_run(tmp_path, low, units)
+    with pytest.raises(ConfigError, match=complaint):
+        bring(serving(), low.folder, units=said)
+    assert not catalog(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("units", "said"),
+    [((("deg", "deg", "deg", "percent"), "deg"), "degrees"), (("m", ""), None), (((), "percent"), "percent")],
+)
+def test_a_dataset_of_the_same_unit_is_taken_and_of_metres_nobody_is_asked(tmp_path, serving, low, units, said):
+    of_run(tmp_path, low, units)
+    server = serving()
+    bring(server, low.folder, units=said)
+    assert_there_once(server.run_dir, low)

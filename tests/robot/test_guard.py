@@ -81,6 +81,7 @@ def moved(arm, log, rows):
 
 def test_nothing_moves_before_somebody_has_said_ready(make, log):
     robot = make()
+    assert robot.action.units == robot.features["observation.state"].units == ("rad", "rad")
     assert robot.observe().values["observation.state"].tolist() == [0, 0]
     for move in (lambda: robot.home(0), lambda: robot.command(UP)):
         with pytest.raises(RobotFault, match="a person"):

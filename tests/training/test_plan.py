@@ -193,6 +193,16 @@ def test_what_silence_does_to_an_open_episode_is_a_word_of_its_source(word, seco
         load_plan(plan, methods=None, has_operator=True)
 
 
+def test_the_unit_of_a_dataset_is_a_word_of_its_source():
+    practise = {"actors": COLLECT, "until": "operator"}
+    for word in (None, "degrees", "percent", "radians", "deg"):
+        plan = {"sources": {"online": {"capacity": 500, "units": word}}, "phases": {"practise": practise}}
+        if word != "deg":
+            assert load_plan(plan, methods=None, has_operator=True).sources["online"].units == word
+    with pytest.raises(ConfigError, match=r"plan\.sources\.online\.units.*degrees"):
+        load_plan(plan, methods=None, has_operator=True)
+
+
 def test_only_sources_that_a_phase_fills_or_looks_at_are_made():
     sources = {
         "demo": {"capacity": 500}, "online": {"capacity": 600}, "spare": {"capacity": 700},

@@ -22,7 +22,7 @@ from robot_infra.guard.limits import Limits, are_positions, read_limits
 
 SHARE = 0.03  # of an entry's range: its probe, at most
 SPEEDING = 0.2  # seconds at its speed limit: the same
-HANGS = {"__init__": 150.0, "recover": 30.0, "enable": 30.0, "close": 10.0}  # seconds: it hangs; an import may take a minute
+HANGS = {"__init__": 150.0, "recover": 30.0, "enable": 30.0, "close": 10.0}  # seconds; an import takes long
 HANG = 0.4  # seconds: the same of each other method, as a guard that answers nothing for a second counts as dead
 LONGEST = 120  # characters of what a driver returned
 LEASH = "leash"  # RobotFault.kind of an arm that moved further than it was told
