@@ -74,7 +74,8 @@ class Guard:
 
     def hear(self, request: Request) -> None:
         """Do what the actor asks for, as far as it may be done."""
-        self._handlers[request.kind](request)
+        with self._failing():
+            self._handlers[request.kind](request)
 
     def reply(self, request: Request) -> Reply:
         """Answer this request."""
@@ -95,12 +96,14 @@ class Guard:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Turn a fault of the driver into one of the arm."""
+        """Turn a fault of the driver into one of the arm. After whatever else it raises nothing is sent, either."""
         try:
             yield
-        except RobotFault as fault:
+        except Exception as error:
             self._is_driver_ill = True
-            self._motion.release(fault.kind, str(fault))
+            self._motion.release(error.kind if isinstance(error, RobotFault) else "driver", str(error))
+            if not isinstance(error, RobotFault):
+                raise
 
     def _track(self, request: Request) -> None:
         self._motion.track(np.array(request.positions, float), clock.monotonic() - request.sent)
@@ -112,9 +115,8 @@ class Guard:
         if not self._has_scenes or self._motion.fault:
             self._motion.go_home()
             return
-        with self._failing():
-            self._arm.scene(request.seed)
-            self._motion.begin(read(self._arm), is_home=True)
+        self._arm.scene(request.seed)
+        self._motion.begin(read(self._arm), is_home=True)
 
     def _hear(self, request: Request) -> None:
         self._motion.hear()
@@ -123,15 +125,12 @@ class Guard:
         self._motion.hear()
         if self.shared is None or self._is_driver_ill:
             return
-        with self._failing():
-            arrays = self._arm.sense()
-            for name, feature in self._arm.observation.items():
-                feature.check(name, arrays[name])
-                if not np.isfinite(arrays[name]).all():
-                    raise RobotFault(
-                        f"{name} holds a value that is not finite; a sensor or its driver failed", "sensor"
-                    )
-            self._sequence = self.shared.write(arrays)
+        arrays = self._arm.sense()
+        for name, feature in self._arm.observation.items():
+            feature.check(name, arrays[name])
+            if not np.isfinite(arrays[name]).all():
+                raise RobotFault(f"{name} holds a value that is not finite; a sensor or its driver failed", "sensor")
+        self._sequence = self.shared.write(arrays)
 
     def _recover(self, request: Request) -> None:
         for _ in range(round(RELAXING / self._tick)):
@@ -140,12 +139,11 @@ class Guard:
             self._sleep(self._tick)
             self.servo()
         self._motion.suspend()
-        with self._failing():
-            self._arm.recover()
-            self._is_driver_ill = False
-            if self._motion.may_recover(self._readings()):
-                held = self._arm.enable()
-                self._motion.recover(self._readings(), held)
+        self._arm.recover()
+        self._is_driver_ill = False
+        if self._motion.may_recover(self._readings()):
+            held = self._arm.enable()
+            self._motion.recover(self._readings(), held)
 
     def _readings(self) -> list[Array]:
         """Return READINGS measurements, [J] each."""

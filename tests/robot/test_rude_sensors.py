@@ -1,86 +1,162 @@
-"""Whatever sensors say, no set point leaves its range, none is faster than its limit, and looking writes nothing."""
+"""Nothing moves an arm but through the limiter, whatever its sensors say and its driver does: drawn histories."""
 
 import json
-import time
 from contextlib import suppress
 
 import numpy as np
 import pytest
 from serl_client.errors import RobotFault
 
-from robot_infra.guard import process
-from robot_infra.guard.channel import Request
-from robot_infra.guard.limits import Limiter, read_home, read_limits
-from robot_infra.guard.motion import Motion
-from robot_infra.guard.robot import GuardedRobot
-from tests.shared.arms import FPS, HOME, LIMITS
-from tests.shared.rude import RudeArm, broken_rule
+from robot_infra.drivers import dobot
+from robot_infra.guard.channel import Request, Start
+from robot_infra.guard.guard import Guard
+from tests.shared import dobots, rude
+from tests.shared.rude import PLANE, SIX, SIX_HOME, Call, Lives, Rude
 
-TICK, FAST = 0.01, 0.002  # seconds of a set point
-KINDS = ("target", "target", "target", "hold", "home", "state", "observe", "recover", "recover")
-
-
-def told(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def lived(seed, path, clock, *, tells):
-    """The calls of an arm whose guard is asked for anything, between ticks, in this process."""
-    random, arm = np.random.default_rng(seed), RudeArm("arm", seed=seed, log=path, tells=tells)
-    limits = read_limits(arm.entries, LIMITS, has_tool=False)
-    motion = Motion(
-        Limiter(limits, arm.tool), read_home(limits, HOME), tick=TICK, period=1 / FPS, home_speed=0.25,
-        measured=arm.at, is_ready=False,
-    )  # fmt: skip
-    guard = process.Guard(None, arm, motion, None, TICK)
-    for number in range(10):
-        for _ in range(random.integers(1, 12)):
-            clock.advance(TICK)
-            guard._servo()
-        kind = str(random.choice(KINDS))
-        wanted = random.normal(0, 1, 2) if random.random() < 0.9 else np.full(2, np.nan)
-        guard._handlers[kind](Request(kind, number, clock.now, wanted.tolist(), 0))
-    guard._ends = "is over"
-    arm.close()
-    return told(path)
+FPS = 10.0
+ASKED = ("target",) * 4 + ("hold", "home", "state", "observe", "close") + ("recover",) * 3
+PERCENT = {
+    f"{name}.pos": {"range": [5.0 if name == "gripper" else -90.0, 90.0], "speed": 60.0, "jump": 10.0, "tracking": 20.0}
+    for name in rude.MOTORS
+}
+KINDS = {  # kind: its limits, where its episodes start, set points per second, and what the device rounds
+    "point": (PLANE, dict.fromkeys("xy", 0), 100, rude.A_BIT),
+    "six joints": (SIX, SIX_HOME, 100, rude.A_BIT),
+    "six joints that tell nothing": (SIX, SIX_HOME, 100, rude.A_BIT),
+    "SO-101": (PERCENT, dict.fromkeys(PERCENT, 20.0), 50, 0.09),  # a step of 4096
+    "Dobot V3": (dobots.LIMITS, dobots.HOME, 33, 1e-6),
+    "Dobot V4": (dobots.LIMITS, dobots.HOME, 33, 1e-6),
+}
 
 
-@pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 2000), marks=pytest.mark.nightly)], ids=str)
-def test_no_history_of_readings_leads_a_set_point_out_of_its_limits(clock, tmp_path, seeds):
-    wrote = 0
+@pytest.fixture
+def make(monkeypatch, tmp_path):
+    """make(kind) -> an arm of this kind, with nothing but memory between driver and device."""
+
+    def make(kind):
+        if kind == "point":
+            return rude.Point()
+        if kind.startswith("six"):
+            return rude.SixJoints(tells="nothing" not in kind)
+        if kind == "SO-101":
+            sdk = pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed")
+            bus = rude.MemoryBus()
+            monkeypatch.setattr(sdk, "PortHandler", bus.port)
+            (tmp_path / "me.json").write_text(json.dumps(bus.calibration()))
+            return rude.SO101(bus, str(tmp_path))
+        version = kind.split()[1]
+        served = rude.MemoryController(version)
+        monkeypatch.setattr(dobot.socket, "create_connection", served.connect)
+        return rude.Dobot(served, version)
+
+    return make
+
+
+@pytest.fixture
+def naps(clock, monkeypatch):
+    """The driver of a Dobot arm waits by the clock of the test."""
+    monkeypatch.setattr(dobot.select, "select", lambda *words: clock.sleep(words[3]))
+
+
+class Actor:
+    """Asks the guard of one arm for anything, at any tick, and looks at what it answers."""
+
+    def __init__(self, arm, kind, seed, clock):
+        self.limits, home, hz, slack = KINDS[kind]
+        self.low, self.high = np.array([limit["range"] for limit in self.limits.values()]).T
+        self.start = Start("", "", {}, self.limits, home, FPS, float(hz), 0.25)
+        self.arm, self.clock, self.random, self.number = arm, clock, np.random.default_rng([seed, 1]), 0
+        self.lives = Lives(
+            self.limits, 1 / hz, is_simulated=arm.is_simulated, slack=slack,
+            tells=kind != "point" and "nothing" not in kind,
+        )  # fmt: skip
+        self.rude = Rude(arm, seed, self.lives.calls.append)
+        self.guard = None
+
+    def live(self, requests):
+        """So many requests, with some ticks between two; return the promise that is broken first."""
+        for _ in range(requests):
+            if self.guard is None:
+                self._begin()
+            for _ in range(self.random.integers(1, 9)):
+                self.clock.advance(self.start.servo_hz**-1)
+                self._do(lambda: self.guard.servo())
+            request = self._request()
+            self._do(lambda: self.guard.hear(request), is_ready=request.kind == "recover")
+        with suppress(Exception):
+            self.guard.leave()
+        return self.lives.rule()
+
+    def _begin(self):
+        """What an actor does whose guard has ended: another one begins, and makes the driver anew."""
+        while self.guard is None:
+            led = self.arm.led()
+            self.lives.calls.append(Call("made", led, led, self.arm.at, 0, failed=False))
+            with suppress(RobotFault, OSError, ValueError):
+                self.guard = Guard(self.rude, self.start, sleep=self.clock.sleep)
+
+    def _request(self):
+        random = self.random
+        wanted = random.uniform(2 * self.low - self.high, 2 * self.high - self.low)
+        if random.random() < 0.15:
+            wanted = [wanted * np.nan, wanted + np.inf, wanted * 0 + 1e300, wanted[:1], wanted[:0]][random.integers(5)]
+        age = 0.0 if random.random() < 0.95 else random.uniform(0, 2)
+        self.number += 1
+        kind = "recover" if self.number == 1 else str(random.choice(ASKED))
+        return Request(kind, self.number, self.clock.now - age, wanted.tolist(), self.number)
+
+    def _do(self, what, *, is_ready=False):
+        """One tick, or one request. A guard that fails leaves; with a fault the arm may only go to where it holds."""
+        if self.guard is None:
+            return
+        before, led = self._reply(), self.arm.led()
+        try:
+            what()
+        except Exception:  # as in its process: whatever a driver raises ends it
+            with suppress(Exception):
+                self.guard.leave()
+            self.guard = None
+            return
+        after = self._reply()
+        target = np.array(after.target)
+        assert not after.target or not self.lives.calls or self._is_within(after)
+        if before.fault and after.fault and not is_ready:
+            assert after.target == before.target, f"after {before.fault} its target has moved"
+            far, farther = np.abs(led - target), np.abs(self.arm.led() - target)
+            assert not (farther > far + self.lives.slack).any(), f"after {before.fault} it moves"
+
+    def _is_within(self, reply):
+        """Whether an arm that may move has a target within its range."""
+        target = np.array(reply.target)
+        return bool(reply.fault) or bool(((target >= self.low) & (target <= self.high)).all())
+
+    def _reply(self):
+        return self.guard.reply(Request("state", 0, 0.0, [], 0))
+
+
+def check(kind, seeds, clock, make):
+    wrote = moved = 0
     for seed in seeds:
-        tells = seed % 4 > 0
-        calls = lived(seed, tmp_path / str(seed), clock, tells=tells)
-        assert not broken_rule(calls, TICK, tells=tells), seed
-        wrote += sum(call == "write" for call, _ in calls)
-    assert wrote > 10 * len(seeds), "the arm was moved, too"
+        arm = make(kind)
+        actor = Actor(arm, kind, seed, clock)
+        assert not (broken := actor.live(12)), f"{kind} {seed}: {broken}"
+        wrote += arm.got > 0
+        moved += sum(call.call == "write" and call.before != call.after for call in actor.lives.calls)
+        arm.close()
+        if kind == "SO-101":
+            arm.bus.close()
+    assert wrote > len(seeds) / 2
+    assert moved > 5 * len(seeds), "the arm was moved, too"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_nor_does_any_through_a_guards_own_process(tmp_path, seed):
-    """Each process lives through ten histories of ten requests, since to start one takes longer."""
-    random, log = np.random.default_rng(seed), tmp_path / "log"
-    robot = GuardedRobot(
-        f"{RudeArm.__module__}.RudeArm", address=str(tmp_path), fps=FPS, servo_hz=1 / FAST, limits=LIMITS, home=HOME,
-        options={"seed": seed, "log": str(log)},
-    )  # fmt: skip
-    asked = {
-        "target": lambda: robot.command(random.uniform(robot.action.low, robot.action.high).astype(np.float32)),
-        "hold": robot.stop, "home": lambda: robot.home(0), "state": lambda: robot.is_home, "observe": robot.observe,
-        "recover": robot.recover,
-    }  # fmt: skip
-    try:
-        while not any(call == "write" for call, _ in told(log)):
-            with suppress(RobotFault):
-                robot.recover()
-            time.sleep(0.01)
-        for _ in range(10 * 10):
-            time.sleep(random.uniform(0, 0.04))
-            with suppress(RobotFault):
-                asked[str(random.choice(KINDS))]()
-    finally:
-        robot.close()
-    calls = told(log)
-    assert not broken_rule(calls, FAST)
-    assert sum(call == "write" for call, _ in calls) > 10, "the arm was moved, too"
+@pytest.mark.usefixtures("naps")
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_history_leads_an_arm_but_through_the_limiter(kind, clock, make):
+    check(kind, range(100), clock, make)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("naps")
+@pytest.mark.parametrize("kind", KINDS)
+def test_nor_do_ten_thousand(kind, clock, make):
+    check(kind, range(100, 10_000), clock, make)

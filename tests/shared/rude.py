@@ -1,110 +1,438 @@
-"""An arm whose sensors and motors are rude, and the rules that no set point may break whatever they do.
+"""Rude arms: a layer between guard and driver that lies, fails and hangs, and arms that note what reached their motors.
 
-Assumed of the real world: a wrong reading is wrong for some readings in a row, in any of the ways below. Each motor may
-lose its power, which the driver need not notice, and an arm without power may be moved. A motor goes to its goal at
-once while it has torque, and its goal is where it stands when its torque comes on, as a driver must see to. A driver
-that tells where its motors hold the arm tells the truth; with one that tells nothing the guard begins at what it reads.
+Assumed of the real world: a wrong reading is wrong in one of the ways of READINGS, for some readings in a row or all
+along. Motors may lose their power, which the driver need not notice; who has none may be moved by hand. A driver that
+tells where its motors hold the arm tells the truth; with one that tells nothing the guard begins at what it reads.
 """
 
-import json
 import os
-from collections.abc import Callable
+from collections import deque
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import numpy as np
+from serl_client import clock
 from serl_client.errors import RobotFault
 
+from robot_infra.drivers import dobot_protocol as p
 from robot_infra.drivers.arm import Arm
-from tests.shared.arms import HOME, JOINTS, LIMITS
+from robot_infra.drivers.dobot import DobotArm
+from robot_infra.drivers.lerobot import LerobotArm
+from robot_infra.sim.dobot_machine import Machine
+from robot_infra.sim.feetech import ENDS, GOAL_AT, MOTORS, SYNC_WRITE, TORQUE_AT, WRITE, FeetechBus, Servo
+from robot_infra.tasks.fake import FakeArm
 
-LOW, HIGH = np.array([LIMITS[name]["range"] for name in JOINTS]).T
-SPEED = np.array([LIMITS[name]["speed"] for name in JOINTS])
 A_BIT = 1e-9
-READINGS: dict[str, Callable] = {  # of an arm at [J]; the second is where it was when this began
-    "right": lambda at, then: at,
-    "wrapped": lambda at, then: at + 2 * np.pi,
-    "degrees": lambda at, then: np.rad2deg(at),
-    "huge": lambda at, then: np.array([1e300, -1e300]),
-    "none": lambda at, then: np.array([at[0], np.nan]),
-    "stuck": lambda at, then: then,
-    "shifted": lambda at, then: at - [0.7, 0],
-    "flipped": lambda at, then: -at,
-    "few": lambda at, then: at[:1],
+JOINTS = tuple(f"joint{i}" for i in range(6))
+SIX = {name: {"range": [-1.0, 1.2], "speed": 2.0, "jump": 0.2, "tracking": 0.6} for name in JOINTS}
+SIX_HOME = dict(zip(JOINTS, [0.5, 0.0, -0.3, 0.2, 0.1, -0.5], strict=True))
+PLANE = dict.fromkeys("xy", {"range": [-1, 1], "speed": 1.5, "jump": 0.15, "tracking": 0.5})
+READINGS = {  # of an arm at [J]; the second is where it was when this began, the third at the reading before
+    "right": lambda at, then, before: at,
+    "wrapped": lambda at, then, before: at + 2 * np.pi,
+    "degrees": lambda at, then, before: np.rad2deg(at),
+    "radians": lambda at, then, before: np.deg2rad(at),
+    "huge": lambda at, then, before: at * 0 + 1e300,
+    "infinite": lambda at, then, before: at - np.inf,
+    "none": lambda at, then, before: np.append(at[:-1], np.nan),
+    "stuck": lambda at, then, before: then,
+    "late": lambda at, then, before: before,
+    "shifted": lambda at, then, before: at - 0.7 * np.eye(len(at))[0],
+    "off": lambda at, then, before: at + 0.3,
+    "flipped": lambda at, then, before: -at,
+    "swapped": lambda at, then, before: at[::-1],
+    "few": lambda at, then, before: at[:1],
+    "text": lambda at, then, before: ["no position"],
+    "nothing": lambda at, then, before: None,
 }
+ALL_ALONG = ("late", "off", "shifted", "flipped", "swapped")  # what may be wrong from the beginning to the end
+RUBBISH = ("text", np.inf, [1e300], [[0.0]])  # what a driver may return in place of positions, each one a fault
 
 
-class RudeArm(Arm):
-    """Two joints that follow their set points with a lag; what is measured is drawn by `seed`, for some readings a way.
+class Call(NamedTuple):
+    """One call of a driver: where its motors were led before and after it, [J], NaN without torque, and where it was.
 
-    Calls are lines of JSON in the file `log`: write, with the set point, and the goals that its motors held until then
-    (null: without torque); fault, recover, enable. tells: `enable` returns the goals; else nothing.
+    got: messages that could move something and reached the device. failed: the guard is told of a fault, or finds it.
+    """
+
+    call: str
+    before: list
+    after: list
+    at: list
+    got: int
+    failed: bool
+
+
+class Rude(Arm):
+    """An arm of this module, behind a driver that lies, fails, hangs and returns rubbish as `seed` draws.
+
+    say: gets each Call.
+    """
+
+    def __init__(self, arm, seed, say):
+        self._arm, self._random, self._say = arm, np.random.default_rng(seed), say
+        self.entries, self.ranges, self.observation = arm.entries, arm.ranges, arm.observation
+        self.is_simulated = arm.is_simulated
+        self._always = str(self._random.choice(ALL_ALONG)) if self._random.random() < 0.1 else "right"
+        self._rudeness = float(self._random.choice([0.05, 0.2, 1.0]))
+        self._way, self._left = self._always, self._random.integers(20, 150 / self._rudeness)
+        self._then = self._before = None
+
+    def read(self):
+        at = self._called("read")
+        self._left -= 1
+        if self._left < 0:
+            self._way = self._always if self._way != self._always else str(self._random.choice([*READINGS]))
+            ends = (20, 150 / self._rudeness) if self._way == self._always else (1, 40)
+            self._left, self._then = int(self._random.integers(*ends)), at
+        before, self._before = self._before, at
+        if self._way == "text":  # it is no array at all: the guard's process ends
+            self._say(self._last._replace(failed=True))
+        return READINGS[self._way](at, at if self._then is None else self._then, at if before is None else before)
+
+    def write(self, positions):
+        return self._called("write", positions)
+
+    def recover(self):
+        self._arm.upset(self._random, mends=True)
+        self._called("recover")
+
+    def enable(self):
+        return self._called("enable")
+
+    def scene(self, seed):
+        self._called("scene", seed)
+
+    def sense(self):
+        return self._called("sense")
+
+    def close(self):
+        self._arm.close()
+
+    def _called(self, call, *words):
+        """What the arm's own call returns, or rubbish; or its failure, before or after the call, or a long wait."""
+        if self._random.random() < 0.02 * self._rudeness:
+            self._arm.upset(self._random)
+        way, before, got = self._random.random() / self._rudeness, self._arm.led(), self._arm.got
+        failed = True
+        try:
+            if way < 0.005:
+                raise RobotFault("the driver fails", "driver")
+            if 0.015 < way < 0.025 and call == "write":  # it never arrives
+                failed = False
+                return None
+            made = getattr(self._arm, call)(*words)
+            if 0.025 < way < 0.035:
+                clock.sleep(float(self._random.uniform(0, 2 if way > 0.032 else 0.2)))
+            if 0.005 < way < 0.01:
+                raise [RobotFault("the driver fails", "driver"), OSError("no such device")][int(way > 0.008)]
+            failed = 0.01 < way < 0.015 and call in ("write", "enable")
+            return RUBBISH[int(self._random.integers(len(RUBBISH)))] if failed else made
+        finally:
+            self._last = Call(call, before, self._arm.led(), self._arm.at, self._arm.got - got, failed)
+            self._say(self._last)
+
+
+class Point(FakeArm):
+    """The fake arm. It has no motors that could be off, and tells nothing of where they hold it."""
+
+    def __init__(self, address="point", *, hz=100.0):
+        self.got = 0
+        super().__init__(address, hz=hz)
+
+    @property
+    def at(self):
+        return self.position
+
+    def led(self):
+        return self._led
+
+    def scene(self, seed):
+        super().scene(seed)
+        self._led = self.position
+
+    def write(self, positions):
+        self.got, self._led = self.got + 1, positions
+        return super().write(positions)
+
+    def upset(self, random, *, mends=False):
+        pass
+
+
+class SixJoints(Arm):
+    """Six joints that follow their set points with a lag. Power may go and come, and a hand may move who has none.
+
+    path: a file that keeps what the arm is, whoever drives it; None: nobody else will. tells: `enable` returns where
+    the motors hold it; else nothing. A motor obeys its old goal when its power comes back by itself.
     """
 
     entries = dict.fromkeys(JOINTS, "rad")
 
-    def __init__(self, address, *, seed, log, tells=True):
-        self._random, self._tells = np.random.default_rng(seed), tells
-        self._log = os.open(log, os.O_CREAT | os.O_WRONLY)
-        self.at = np.array([HOME[name] for name in JOINTS], float)
-        self._goals, self._is_on = np.zeros(2), np.zeros(2, bool)
-        self._way, self._left = "right", 50
+    def __init__(self, path=None, *, tells=True):
+        self.got, self._tells = 0, tells
+        is_new = path is None or not os.path.exists(path)
+        state = np.zeros((3, 6)) if path is None else np.memmap(path, float, "w+" if is_new else "r+", shape=(3, 6))
+        self._at, self._goals, self._is_on = state
+        if is_new:
+            self._at[:] = [*SIX_HOME.values()]
+
+    @property
+    def at(self):
+        return self._at.copy()
+
+    def led(self):
+        return np.where(self._is_on > 0, self._goals, np.nan)
 
     def read(self):
-        self._left -= 1
-        if self._left < 0:
-            self._way = "right" if self._way != "right" else str(self._random.choice([*READINGS, "lost", "cut"]))
-            ends = (20, 150) if self._way == "right" else (1, 40)
-            self._left, self._then = int(self._random.integers(*ends)), self.at.copy()
-            if self._way == "cut" or self._random.random() < 0.1:  # its power, and somebody moves it
-                gone = self._random.random(2) < 0.7
-                self._is_on, self.at = self._is_on & ~gone, self.at + gone * self._random.normal(0, 0.5, 2)
-        if self._way in ("lost", "cut"):
-            self._fail()
-        return READINGS[self._way](self.at, self._then) if self._way != "right" else self.at
+        return self.at
 
     def write(self, positions):
-        goals = [goal if is_on else None for goal, is_on in zip(self._goals.tolist(), self._is_on, strict=True)]
-        self._say("write", [positions.tolist(), goals])
-        self._goals = positions
-        self.at = self.at + 0.5 * (positions - self.at) * self._is_on
-
-    def recover(self):
-        self._say("recover")
+        self.got += 1
+        self._goals[:] = positions
+        self._at += 0.5 * (positions - self._at) * self._is_on
 
     def enable(self):
-        for i in np.flatnonzero(~self._is_on):
-            self._goals = np.where(np.arange(2) == i, self.at, self._goals)
-            self._is_on = self._is_on | (np.arange(2) == i)
-            if self._random.random() < 0.1:
-                self._fail()
-        self._say("enable")
+        off = self._is_on == 0
+        self._goals[off], self._is_on[off] = self._at[off], 1
         return self._goals.copy() if self._tells else None
 
+    def upset(self, random, *, mends=False):
+        some = random.random(6) < 0.5
+        if random.random() < 0.3 and not mends:
+            self._is_on[some] = 1 - self._is_on[some]
+            self._at += random.normal(0, 0.4, 6) * (1 - self._is_on)
+
+
+class MemoryBus(FeetechBus):
+    """The servos of a FeetechBus without a terminal and a thread: a packet is obeyed when it is written.
+
+    got: packets that changed something. to_delay: how many of the next answers come after the one that follows.
+    """
+
+    def __init__(self):
+        self.servos = {number: Servo(number, ends, 3000, obeys_old_goals=True) for number, ends in enumerate(ENDS, 1)}
+        self.is_plugged, self.to_drop, self.to_damage, self.to_delay, self.got = True, 0, 0, 0, 0
+        self._lock, self._rest, self._late = nullcontext(), b"", []
+        self._out, self._master = os.pipe()
+        os.set_blocking(self._out, False)
+
     def close(self):
-        os.close(self._log)
+        os.close(self._out)
+        os.close(self._master)
 
-    def _fail(self):
-        self._say("fault")
-        raise RobotFault("the bus does not answer", "bus")
+    def port(self, name):
+        """In place of scservo_sdk's PortHandler: each look at its clock lets a millisecond pass."""
+        from scservo_sdk.port_handler import PortHandler
 
-    def _say(self, call, what=None):
-        os.write(self._log, f"{json.dumps([call, what])}\n".encode())
+        made = PortHandler(name)
+        made.setBaudRate = lambda baud: setattr(made, "is_open", self.is_plugged) or self.is_plugged
+        made.closePort = lambda: setattr(made, "is_open", False)
+        made.clearPort = lambda: None
+        made.getCurrentTime = lambda: clock.sleep(0.001) or 1e3 * clock.monotonic()
+        made.readPort, made.writePort = self._read, self._write
+        return made
+
+    def _read(self, most):
+        try:
+            return os.read(self._out, most)
+        except BlockingIOError:
+            return b""
+
+    def _write(self, packet):
+        self._rest = self._obey_whole(self._rest + bytes(packet))
+        return len(packet)
+
+    def _obey(self, number, instruction, given):
+        self.got += instruction in (WRITE, SYNC_WRITE)
+        super()._obey(number, instruction, given)
+
+    def _answer(self, number, data):
+        if self.to_delay:
+            self.to_delay -= 1
+            self._late.append((number, data))
+            return
+        super()._answer(number, data)
+        while self._late:
+            super()._answer(*self._late.pop())
 
 
-def broken_rule(calls, tick, *, tells=True):
-    """The first rule that calls [(call, what)] break, or an empty text. tick: seconds of a set point."""
-    may_write, most = False, SPEED * tick
-    for number, (call, what) in enumerate(calls):
-        if call == "recover":
-            may_write, most = False, SPEED * tick if tells else np.full(2, np.inf)
-        elif call in ("enable", "fault"):
-            may_write = call == "enable"
+class SO101(LerobotArm):
+    """An SO-101 on a MemoryBus, whose port scservo_sdk must have been given. folder: of its calibration, `me.json`."""
+
+    def __init__(self, bus, folder):
+        self.bus = bus
+        low, high = np.array(ENDS, float).T
+        self._low, self._share = low, np.where(np.array(MOTORS) == "gripper", 100, 200) / (high - low)
+        super().__init__("a port", robot={"type": "so101_follower", "id": "me", "calibration_dir": folder, "use_degrees": False})
+
+    @property
+    def got(self):
+        return self.bus.got
+
+    @property
+    def at(self):
+        return self._percent([*self.bus.positions.values()])
+
+    def led(self):
+        goals = [servo.get(GOAL_AT) if servo.has_torque else np.nan for servo in self.bus.servos.values()]
+        return self._percent(np.clip(goals, *np.array(ENDS).T))
+
+    def upset(self, random, *, mends=False):
+        if mends:
+            self.bus.is_plugged |= random.random() < 0.9
+            return
+        what = random.choice(["drop", "damage", "delay", "unplug", "power"])
+        if what == "unplug":
+            self.bus.is_plugged = random.random() < 0.5
+        elif what == "power":
+            for servo in self.bus.servos.values():
+                if random.random() < 0.5:
+                    servo.memory[TORQUE_AT] = 0
+                    servo.at = float(np.clip(servo.at + random.normal(0, 200), servo.get(9), servo.get(11)))
         else:
-            point, goals = np.array(what[0]), np.array(what[1], float)
-            if not may_write:
-                return f"call {number}: {point} was written before anybody has said ready, or after a fault"
-            if not ((point >= LOW) & (point <= HIGH)).all():
-                return f"call {number}: {point} is out of range"
-            if (np.abs(point - goals) > most + A_BIT).any():
-                return f"call {number}: motors that held {goals} are led to {point} within {tick} s"
-            most = SPEED * tick
-    return ""
+            setattr(self.bus, f"to_{what}", int(random.integers(1, 7)))
+
+    def _percent(self, steps):
+        return (np.array(steps) - self._low) * self._share - 100 * (np.array(MOTORS) != "gripper")
+
+
+class MemoryController:
+    """A Machine without a network: what is sent is obeyed at once, and its newest packet comes when one looks."""
+
+    def __init__(self, version):
+        self.machine, self.got = Machine(p.VERSIONS[version], power_s=0.1), 0
+        self.is_plugged, self.is_silent, self.cuts = True, False, 0
+        self._before = clock.monotonic()
+
+    def connect(self, address, timeout):
+        if not self.is_plugged:
+            raise ConnectionRefusedError
+        return Wire(self, address[1])
+
+    def advance(self):
+        """Let its time follow the clock."""
+        while self._before + p.PERIOD <= clock.monotonic():
+            self._before += p.PERIOD
+            self.machine.advance(p.PERIOD)
+
+
+class Wire:
+    """One port of a MemoryController, as a socket."""
+
+    def __init__(self, served, port):
+        self._served, self._port, self._cuts, self._out, self._seen = served, port, served.cuts, b"", -1.0
+
+    def setblocking(self, *words):
+        pass
+
+    setsockopt = close = setblocking
+
+    def recv(self, most):
+        served = self._served
+        served.advance()
+        if served.cuts > self._cuts:
+            return b""
+        is_new = self._port == p.FEEDBACK and served.is_plugged and not served.is_silent
+        if is_new and served.machine.time > self._seen:
+            self._seen = served.machine.time
+            return served.machine.packet()
+        data, self._out = self._out, b""
+        if not data:
+            raise BlockingIOError
+        return data
+
+    def send(self, data):
+        served = self._served
+        if served.cuts > self._cuts:
+            raise BrokenPipeError
+        if served.is_plugged:
+            served.advance()
+            served.got += not data.startswith(b"GetErrorID")
+            self._out += (served.machine.obey(data.decode(), self._port) or "").encode()
+        return len(data)
+
+
+class Dobot(DobotArm):
+    """A Dobot arm on a MemoryController, whose ports the driver must have been given."""
+
+    def __init__(self, served, version):
+        self.served = served
+        super().__init__("a host", version=version)
+
+    @property
+    def got(self):
+        return self.served.got
+
+    @property
+    def at(self):
+        return np.deg2rad(self.served.machine.q)
+
+    def led(self):
+        machine = self.served.machine
+        return np.deg2rad(np.where(machine.is_enabled, machine._target, np.nan))
+
+    def upset(self, random, *, mends=False):
+        served, machine = self.served, self.served.machine
+        if mends:
+            machine.release()
+            served.is_plugged, served.is_silent, machine.is_tcp = random.random() < 0.9, False, True
+            return
+        what = random.choice(["alarm", "press", "disable", "pause", "screen", "cut", "unplug", "silence", "hand"])
+        if what in ("press", "disable", "pause"):
+            getattr(machine, str(what))()
+        elif what == "alarm":
+            machine.alarm(p.COLLIDED)
+        elif what == "hand":
+            machine.disable()
+            machine.stand(machine.q + random.normal(0, 10, 6))
+        elif what == "screen":
+            machine.is_tcp = False
+        elif what == "cut":
+            served.cuts += 1
+        else:
+            served.is_plugged, served.is_silent = what != "unplug", what == "silence"
+
+
+class Lives:
+    """Notes of a rude arm: `calls`. `rule` says which promise they break first."""
+
+    def __init__(self, limits, tick, *, is_simulated, tells, slack=A_BIT):
+        self.calls = deque()
+        rows = [[*limit["range"], limit["speed"] * tick] for limit in limits.values()]
+        self._low, self._high, self._most = np.array(rows, float).T
+        self._is_simulated, self._tells, self.slack = is_simulated, tells, slack
+
+    def rule(self):
+        """The first promise that is broken, or an empty text."""
+        may_write, most = self._is_simulated, self._begin()
+        for number, (call, *led, got, failed) in enumerate(self.calls):
+            before, after, at = led
+            moved = ~(np.abs(after - before) <= self.slack) & ~np.isnan(after)
+            said = f"call {number}, {call}: {before} -> {after}, at {at}: "
+            if call == "write":
+                if got and not may_write:
+                    return said + "before anybody has said ready, or after a fault"
+                if got > 1:
+                    return said + "more than one set point"
+                if got and not ((after >= self._low - self.slack) & (after <= self._high + self.slack))[moved].all():
+                    return said + "out of range"
+                if (np.abs(after - before) > most + self.slack).any():
+                    return said + f"more than {most} from one set point to the next"
+                most = self._most if got else most + self._most
+            elif (np.abs(after - at)[moved] > self.slack).any():
+                return said + "is led to where it does not stand"
+            elif call in ("read", "sense") and got:
+                return said + "who only looks has sent something"
+            if call == "made":
+                may_write, most = self._is_simulated, self._begin()
+            elif call == "recover":
+                may_write, most = False, self._begin()
+            elif call == "scene":
+                may_write, most = may_write and not failed, self._begin()
+            elif failed or call == "enable":
+                may_write = not failed
+        return ""
+
+    def _begin(self):
+        """How far the first set point may lead: an arm whose driver tells nothing begins where it is measured."""
+        return self._most if self._tells else np.full(len(self._most), np.inf)
