@@ -107,7 +107,8 @@ class Motion:
         """Hold. The target is brought near the measurement only once: a heavy arm would sink a little each time."""
         if self.mode != HOLD and self.point is not None:
             measured, most = np.median(self._glances, axis=0), np.minimum(self._limits.jump, self._limits.tracking)
-            self.target = np.clip(self.point, measured - most, measured + most)
+            near = np.clip(self.point, measured - most, measured + most)
+            self.target = np.clip(near, self._limits.low, self._limits.high)
         self.mode = HOLD
 
     def begin(self, stands: Array, *, measured: Array | None = None, is_home: bool = False) -> None:

@@ -25,7 +25,7 @@ from robot_infra.tasks.fake import FakeArm
 A_BIT = 1e-9
 JOINTS = tuple(f"joint{i}" for i in range(6))
 SIX = {name: {"range": [-1.0, 1.2], "speed": 2.0, "jump": 0.2, "tracking": 0.6} for name in JOINTS}
-SIX_HOME = dict(zip(JOINTS, [0.5, 0.0, -0.3, 0.2, 0.1, -0.5], strict=True))
+SIX_HOME = dict(zip(JOINTS, [1.15, 0.0, -0.9, 0.2, 0.1, -0.5], strict=True))
 PLANE = dict.fromkeys("xy", {"range": [-1, 1], "speed": 1.5, "jump": 0.15, "tracking": 0.5})
 READINGS = {  # of an arm at [J]; the second is where it was when this began, the third at the reading before
     "right": lambda at, then, before: at,
@@ -405,33 +405,29 @@ class Lives:
     def rule(self):
         """The first promise that is broken, or an empty text."""
         may_write, most = self._is_simulated, self._begin()
-        for number, (call, *led, got, failed) in enumerate(self.calls):
-            before, after, at = led
+        for number, (call, before, after, at, got, failed) in enumerate(self.calls):
             moved = ~(np.abs(after - before) <= self.slack) & ~np.isnan(after)
-            said = f"call {number}, {call}: {before} -> {after}, at {at}: "
+            if broken := self._broken(call, before, after, at, got, moved, may_write=may_write, most=most):
+                return f"call {number}, {call}, leads from {before} to {after}, and it is at {at}: {broken}"
             if call == "write":
-                if got and not may_write:
-                    return said + "before anybody has said ready, or after a fault"
-                if got > 1:
-                    return said + "more than one set point"
-                if got and not ((after >= self._low - self.slack) & (after <= self._high + self.slack))[moved].all():
-                    return said + "out of range"
-                if (np.abs(after - before) > most + self.slack).any():
-                    return said + f"more than {most} from one set point to the next"
                 most = self._most if got else most + self._most
-            elif (np.abs(after - at)[moved] > self.slack).any():
-                return said + "is led to where it does not stand"
-            elif call in ("read", "sense") and got:
-                return said + "who only looks has sent something"
-            if call == "made":
-                may_write, most = self._is_simulated, self._begin()
-            elif call == "recover":
-                may_write, most = False, self._begin()
+            elif call in ("made", "recover"):
+                may_write, most = call == "made" and self._is_simulated, self._begin()
             elif call == "scene":
-                may_write, most = may_write and not failed, self._begin()
-            elif failed or call == "enable":
-                may_write = not failed
+                most = self._begin()
+            may_write = (may_write or call == "enable") and not failed
         return ""
+
+    def _broken(self, call, before, after, at, got, moved, *, may_write, most):
+        if call != "write":
+            if (np.abs(after - at)[moved] > self.slack).any():
+                return "it does not stand there"
+            return "who only looks has sent something" if got and call in ("read", "sense") else ""
+        if got > 1 or (got and not may_write):
+            return f"{got} set points, before anybody has said ready, or after a fault"
+        if not ((after >= self._low - self.slack) & (after <= self._high + self.slack))[moved].all():
+            return "out of range"
+        return f"more than {most} at once" if (np.abs(after - before) > most + self.slack).any() else ""
 
     def _begin(self):
         """How far the first set point may lead: an arm whose driver tells nothing begins where it is measured."""
