@@ -74,8 +74,10 @@ class DobotController(Closing):
     is_plugged: set it to False to pull the network cable. Nothing comes through then, nobody is told, and the arm goes
     on. As with TCP, what is sent meanwhile comes once it is plugged again, unless its sender has reset the connection.
 
-    `machine` is the arm; use it inside `with controller.lock`. Each port has one client at a time. When a link dies,
-    the arm goes on to its last set point. Raises OSError if the ports are in use.
+    **Assumed:** each port takes one client, and when a link dies the arm goes on to its last set point. It cannot show
+    a real network's delays, other firmware, or a second program in the controller itself.
+
+    `machine` is the arm; use it inside `with controller.lock`. Raises OSError if the ports are in use.
     """
 
     def __init__(

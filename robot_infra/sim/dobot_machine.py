@@ -39,6 +39,9 @@ class Machine:
 
     power_s: seconds from PowerOn until there is power; it begins with power, and disabled.
 
+    **Assumed:** each joint follows its set points with a lag, its encoders are exact, and motors that come on hold the
+    arm where it stands. It cannot show masses, gravity, collisions, or what filters a real controller has.
+
     `is_tcp`: False: commands are refused, as long as its own screen has the control. `q`, `speed`: of the joints [6].
     `heard` has (time, text) of each command, `targets` (time, [6]) of each set point that was obeyed, `speeds` (time,
     the fastest joint) of each 8 ms.

@@ -37,8 +37,10 @@ class Servo:
     """Simulates one servo in position mode: its memory table, and a shaft that turns to its goal under torque.
 
     number: its id. ends: its position limits, steps. speed: steps per second. obeys_old_goals: it obeys its goal once
-    torque comes on, however old that is; else only one that was written since torque went off. **Assumed:** no document
-    says which of both a real one does. A shaft without torque stays where it is: there is no gravity here.
+    torque comes on, however old that is; else only one that was written since torque went off.
+
+    **Assumed:** a real servo does one of both (no document says which), and its encoder is exact. It cannot show
+    gravity, load, heat or play: a shaft without torque stays where it is.
 
     `at` is the angle of the shaft in steps; Present_Position is `at` less Homing_Offset. `goals` has (seconds of
     time.monotonic(), steps) of each goal it got. `releases` counts how often its torque was switched off while it was
@@ -113,6 +115,9 @@ class FeetechBus(Closing):
     ids: of the servos, in the order of MOTORS. speed, obeys_old_goals: of each servo. `servos` has the servos by id.
     is_plugged: while it is False all packets are ignored; the servos keep their power, and turn to their goals.
     to_drop, to_damage: how many of the next answers get lost, or have a wrong checksum.
+
+    **Assumed:** a real bus loses or damages whole answers, and each packet to it arrives. It cannot show collisions of
+    two answers, electrical noise, or how long a USB adapter holds bytes back.
 
     Raises ValueError unless there are six ids, OSError if there is no pseudo-terminal left.
     """

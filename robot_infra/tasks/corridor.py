@@ -25,6 +25,8 @@ class CorridorArm(FakeArm):
     `observation.state` holds x, uniform within START at first, and the goal, which is 0 from the first step on. So
     nothing but memory tells the goal later, and who has none finds it in half of the episodes. The column `side` tells
     the judge.
+
+    **Assumed:** as the fake arm. It cannot show two joints that depend on each other.
     """
 
     entries: Mapping[str, str] = {"x": "m"}

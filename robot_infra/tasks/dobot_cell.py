@@ -79,7 +79,8 @@ class CellLink:
 class DobotCell(DobotScene):
     """Drives both simulated arms over TCP as real ones, their grippers without a protocol; see DobotScene.
 
-    It assumes of real controllers what sim/dobot_controller.py says, and of real grippers that they answer at once.
+    **Assumed:** real controllers are as sim/dobot_controller.py says, and real grippers answer at once. It cannot show
+    a gripper's own bus, or its faults.
     """
 
     program = "robot_infra.sim.dobot_cell"

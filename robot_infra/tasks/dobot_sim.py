@@ -58,8 +58,10 @@ class DobotScene(Arm):
     side: where the object lies: both, left or right half of its area (Scene). backend, image_size: of its cameras
         (cameras/gl.py); an empty backend: it has none.
 
-    The column `scene` has the scene's pose, for judge and script. It assumes of real arms that their sensors are exact,
-    and that each obeys all set points at once.
+    The column `scene` has the scene's pose, for judge and script.
+
+    **Assumed:** real arms' sensors are exact, and each arm obeys all set points at once. It cannot show a controller
+    that refuses one, or that is late.
     """
 
     entries: Mapping[str, str] = {name: "%" if name.endswith("gripper") else "rad" for name in ENTRIES}

@@ -36,7 +36,8 @@ class FakeArm(Arm):
     faults: {kind: n}, what happens at the n-th set point, counted from 1; None: never. `raise` fails it, `nan` puts a
         NaN into what is observed next, and from `freeze` on the point no longer moves.
 
-    It assumes of a real arm that its motors never overshoot, that its sensors are exact and that nothing is in its way.
+    **Assumed:** a real arm's motors never overshoot, and its sensors are exact. It cannot show an obstacle, or a motor
+    that is off.
     """
 
     entries: Mapping[str, str] = {"x": "m", "y": "m"}

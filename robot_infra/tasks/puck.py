@@ -24,6 +24,8 @@ class Puck(Simulated):
     """A puck on a table without friction; metres, within [-1, 1], with cushions that take its speed.
 
     An action is the push along x and y, from -1 to 1. Nothing but the picture is observed.
+
+    **Assumed:** there is no friction, and a push comes at once. It cannot show how an arm would touch a puck.
     """
 
     space = "push"

@@ -78,8 +78,11 @@ class SimArm(Arm):
         an empty backend: it has none, and needs no graphics.
 
     The column `scene` tells the judge and the scripted operator where tool and block truly are, in metres, and how far
-    the fingers are open, as they are and as commanded. It assumes of a real arm that its sensors are exact and that its
-    motors never tire.
+    the fingers are open, as they are and as commanded.
+
+    **Assumed:** a real arm's sensors are exact, and its motors never tire. It cannot show a motor that is off, or a
+    controller that refuses a set point.
+
     Raises ConfigError without the package mujoco, and for another side.
     """
 

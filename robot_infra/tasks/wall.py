@@ -26,6 +26,8 @@ class WallArm(FakeArm):
 
     Nothing that a policy observes tells the gaps apart. The column `wall` tells the judge and the script the y of the
     gap that a demonstration takes, drawn at each start, and 1 once the point has touched the wall.
+
+    **Assumed:** a wall stops the point at once, and nothing breaks. It cannot show the force of a collision.
     """
 
     observation: Mapping[str, Feature] = {**FakeArm.observation, "wall": Feature((2,))}

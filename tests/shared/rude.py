@@ -3,21 +3,28 @@
 Assumed of the real world: a wrong reading is wrong in one of the ways of READINGS, for some readings in a row or all
 along. Motors may lose their power, which the driver need not notice; who has none may be moved by hand. A driver that
 tells where its motors hold the arm tells the truth; with one that tells nothing the guard begins at what it reads.
+
+As a program: an actor that asks a guard of such an arm for anything; KIND SEED FOLDER REQUESTS. It says the number
+of its guard's process after each request, 0 if there is none.
 """
 
+import json
 import os
+import sys
+import time
 from collections import deque
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 import numpy as np
 from serl_client import clock
-from serl_client.errors import RobotFault
+from serl_client.errors import RetakeError, RobotFault
 
 from robot_infra.drivers import dobot_protocol as p
 from robot_infra.drivers.arm import Arm
 from robot_infra.drivers.dobot import DobotArm
 from robot_infra.drivers.lerobot import LerobotArm
+from robot_infra.guard.robot import GuardedRobot
 from robot_infra.sim.dobot_machine import Machine
 from robot_infra.sim.feetech import ENDS, GOAL_AT, MOTORS, SYNC_WRITE, TORQUE_AT, WRITE, FeetechBus, Servo
 from robot_infra.tasks.fake import FakeArm
@@ -263,7 +270,9 @@ class SO101(LerobotArm):
         self.bus = bus
         low, high = np.array(ENDS, float).T
         self._low, self._share = low, np.where(np.array(MOTORS) == "gripper", 100, 200) / (high - low)
-        super().__init__("a port", robot={"type": "so101_follower", "id": "me", "calibration_dir": folder, "use_degrees": False})
+        super().__init__(
+            "a port", robot={"type": "so101_follower", "id": "me", "calibration_dir": folder, "use_degrees": False}
+        )
 
     @property
     def got(self):
@@ -432,3 +441,52 @@ class Lives:
     def _begin(self):
         """How far the first set point may lead: an arm whose driver tells nothing begins where it is measured."""
         return self._most if self._tells else np.full(len(self._most), np.inf)
+
+
+class FiledArm(Rude):
+    """A rude arm for a guard's own process: its calls are lines of the file `calls` in this folder, its state another."""
+
+    def __init__(self, address, *, kind, seed):
+        self._calls = os.open(f"{address}/calls", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        arm = Point() if kind == "point" else SixJoints(f"{address}/state")
+        super().__init__(arm, [seed, os.getpid()], self._note)
+        self._note(Call("made", arm.led(), arm.led(), arm.at, 0, failed=False))
+
+    def _note(self, call):
+        line = [each.tolist() if isinstance(each, np.ndarray) else each for each in call]
+        os.write(self._calls, f"{json.dumps(line)}\n".encode())
+
+
+def noted(folder):
+    """The calls of a FiledArm."""
+    lines = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
+    return [Call(call, *map(np.array, led), got, failed) for call, *led, got, failed in map(json.loads, lines)]
+
+
+def main(kind, seed, folder, requests):
+    random = np.random.default_rng([int(seed), os.getpid()])
+    limits, home = (PLANE, dict.fromkeys("xy", 0)) if kind == "point" else (SIX, SIX_HOME)
+    robot, asked = None, 0
+    while robot is None:
+        with suppress(RetakeError):  # it may be rude at once, and the guard of an actor that was killed lingers
+            robot = GuardedRobot(
+                f"{__spec__.name}.FiledArm", address=folder, fps=10.0, limits=limits, home=home,
+                options={"kind": kind, "seed": int(seed)},
+            )  # fmt: skip
+    low, high = robot.action.low, robot.action.high
+    ask = [robot.recover, robot.stop, lambda: robot.home(0), lambda: robot.is_home, robot.observe, robot.recover]
+    ask += 6 * [
+        lambda: robot.command((random.uniform(low, high) * random.choice([1, 1, 1, np.nan])).astype(np.float32))
+    ]
+    while asked < int(requests):
+        with suppress(RetakeError):
+            ask[int(random.integers(len(ask))) if robot.guard.is_open else 0]()
+        asked += 1
+        sys.stdout.write(f"{robot.guard.process}\n")
+        sys.stdout.flush()
+        time.sleep(random.uniform(0, 0.04))
+    robot.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
