@@ -15,14 +15,14 @@ from serl_client.errors import RobotFault
 from robot_infra.drivers import dobot
 from robot_infra.guard.channel import Request, Start
 from robot_infra.guard.guard import Guard
-from tests.shared import dobots, rude
+from tests.shared import dobots, memory, rude
 from tests.shared.rude import PLANE, SIX, SIX_HOME, Call, Lives, Rude
 
 FPS = 10.0
 ASKED = ("target",) * 4 + ("hold", "home", "state", "observe", "close") + ("recover",) * 3
 PERCENT = {
     f"{name}.pos": {"range": [1.0 if name == "gripper" else -90.0, 90.0], "speed": 60.0, "jump": 10.0, "tracking": 20.0}
-    for name in rude.MOTORS
+    for name in memory.MOTORS
 }
 KINDS = {  # kind: its limits, where its episodes start, set points per second, and what the device rounds
     "point": (PLANE, dict.fromkeys("xy", 0), 100, rude.A_BIT),
@@ -45,14 +45,14 @@ def make(monkeypatch, tmp_path):
             return rude.SixJoints(tells="nothing" not in kind)
         if kind == "SO-101":
             sdk = pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed")
-            bus = rude.MemoryBus()
+            bus = memory.MemoryBus()
             monkeypatch.setattr(sdk, "PortHandler", bus.port)
             (tmp_path / "me.json").write_text(json.dumps(bus.calibration()))
-            return rude.SO101(bus, str(tmp_path))
+            return memory.SO101(bus, str(tmp_path))
         version = kind.split()[1]
-        served = rude.MemoryController(version)
+        served = memory.MemoryController(version)
         monkeypatch.setattr(dobot.socket, "create_connection", served.connect)
-        return rude.Dobot(served, version)
+        return memory.Dobot(served, version)
 
     return make
 
