@@ -5,7 +5,6 @@
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 import io
 import logging
@@ -68,9 +67,10 @@ class Recordings:
         if episodes not in EPISODES:
             raise ConfigError(f"record={episodes}: say {', '.join(EPISODES)}")
         self._folder, self._episodes = run_dir, episodes
-        self._makers: list[tuple[str, Callable[..., Any], str]] = [("recordings/{:06d}.rrd", record_episode, "rerun")]
+        self._makers: list[tuple[str, Callable[..., Any], Callable[[], Any]]]
+        self._makers = [("recordings/{:06d}.rrd", record_episode, _rerun)]
         if cameras(spec):
-            self._makers.append(("videos/{:06d}.mp4", record_video, "av"))
+            self._makers.append(("videos/{:06d}.mp4", record_video, _av))
         if episodes != "none":
             self._makers = [maker for maker in self._makers if _works(maker[2])]
         self._live = None if live is None else LiveViewer(spec, live)
@@ -92,20 +92,13 @@ class Recordings:
                 self._live = None
 
 
-def _works(package: str) -> bool:
+def _works(load: Callable[[], Any]) -> bool:
     try:
-        _imported(package)
+        load()
     except ConfigError as error:
         log.warning("%s", error)
         return False
     return True
-
-
-def _imported(package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise ConfigError(f"{package} is not installed: install it with `. examples/install.sh --extra data`") from None
 
 
 # -- rerun
@@ -118,7 +111,7 @@ def record_episode(path: Path, rows: Mapping[str, Array], info: Mapping[str, Any
     of the columns; `mode` says POLICY or HUMAN where it changes, `outcome` holds the info. Features that are neither
     images nor vectors are left out. Raises ConfigError without rerun-sdk.
     """
-    rr = _imported("rerun")
+    rr = _rerun()
     layout = _layout(tuple(cameras(spec)), tuple(_plots(spec)))
     stream = rr.RecordingStream(APPLICATION, recording_id=info["id"])
     data = stream.binary_stream()
@@ -141,7 +134,7 @@ class LiveViewer(Closing):
 
     def __init__(self, spec: Spec, port: int = 9876) -> None:
         self.spec, self.url = spec, f"rerun+http://{LOOPBACK}:{port}/proxy"
-        self._rr = _imported("rerun")
+        self._rr = _rerun()
         self._episode, self._begin = "", 0.0
         if _listens(port):
             raise ConfigError(f"port {port} of the live viewer is taken: set live to another one")
@@ -279,6 +272,14 @@ def _jpeg(image: Array) -> bytes:
     return encoded.getvalue()
 
 
+def _rerun() -> Any:
+    try:
+        import rerun
+    except ImportError:
+        raise ConfigError("rerun is not installed: install it with `. examples/install.sh --extra data`") from None
+    return rerun
+
+
 def _program() -> str:
     """Return the path of rerun's own program. Killing the Python script around it would leave it running."""
     found = importlib.util.find_spec("rerun_cli")
@@ -329,7 +330,7 @@ def write_mp4(path: Path, frames: Iterable[Array], fps: float) -> None:
     fps: frames per second. An odd size is padded with a black line. Raises ConfigError without av, and ValueError
     without any frame.
     """
-    av = _imported("av")
+    av = _av()
     written = 0
     with replaced(path) as aside, av.open(str(aside), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
@@ -349,3 +350,11 @@ def _beside(images: list[Array]) -> Array:
     height = max(image.shape[0] for image in images)
     colour = [np.broadcast_to(image, (*image.shape[:2], 3)) for image in images]
     return np.concatenate([np.pad(i, ((0, height - i.shape[0]), (0, 0), (0, 0))) for i in colour], axis=1)
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise ConfigError("av is not installed: install it with `. examples/install.sh --extra data`") from None
+    return av

@@ -124,12 +124,12 @@ class Index:
         sql = f"INSERT {instead} INTO {table} VALUES ({number}{', '.join('?' * (len(rows[0]) + 1))})"
         return self._write(sql, *([*row, _checksum(row)] for row in rows))
 
-    def put(self, *rows: Source | Session | Episode) -> None:
-        """Write rows of one table, in place of those with the same keys."""
-        if rows:
-            names = [field.name for field in dataclasses.fields(rows[0])]
-            values = ([getattr(row, name) for name in names] for row in rows)
-            self.add(TABLE[type(rows[0])], *values, instead="OR REPLACE")
+    def put(self, *things: Source | Session | Episode) -> None:
+        """Write things of one kind into its table, in place of those with the same keys."""
+        if things:
+            names = [field.name for field in dataclasses.fields(things[0])]
+            values = ([getattr(thing, name) for name in names] for thing in things)
+            self.add(TABLE[type(things[0])], *values, instead="OR REPLACE")
 
     def _get(self, kind: type, where: str = "1", *values: Any) -> list[Any]:
         table, names = TABLE[kind], ", ".join(f.name for f in dataclasses.fields(kind))
