@@ -20,8 +20,8 @@ CONFIG, BASE, PAGE = ROOT / "config", ROOT / "config/base.yaml", ROOT / "docs/se
 NAMED = {"phases": "<phase>", **dict.fromkeys(("sources", "data"), "<source>"), "cameras": "<camera>"}
 NAMED |= dict.fromkeys(("limits", "home"), "<joint>")  # {map whose keys are free: what stands for a key}
 UNIT = re.compile(
-    r"((milli)?seconds|GB|pixels|radians|percent|episodes|(environment )?steps( per second)?|set points per second"
-    r"|updates( per environment step)?)\b"
+    r"((milli)?seconds|GB|pixels|radians|degrees|percent|episodes|(environment )?steps( per second)?"
+    r"|set points per second|updates( per environment step)?)\b"
 )
 USED = re.compile(r"\bconfig\.([\w.]+)|(?:\bconfig\[|config, |WHERE = )\"([\w.]+)\"|\$\{([\w.]+)\}")
 HEAD = """# Settings
