@@ -1,5 +1,6 @@
 """Guards one arm: answers its actor, and sends the arm one limited set point in each tick."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ from robot_infra.guard.limits import Limiter, are_positions, read_home, read_lim
 from robot_infra.guard.motion import Motion
 
 RELAXING = 1.0  # seconds, at most, until an arm that was blocked is led back to where it holds
+OLD = {"target": 0.5, "home": 5.0, "recover": 5.0}  # seconds after which it is not taken: its actor may have given up
 READINGS, PAUSE = 10, 0.01  # of an arm before it may move, and seconds between two: who fails for a moment is found out
 
 
@@ -73,7 +75,12 @@ class Guard:
         self._write()
 
     def hear(self, request: Request) -> None:
-        """Do what the actor asks for, as far as it may be done."""
+        """Do what the actor asks for, as far as it may be done. What could move the arm, and comes late, is a fault."""
+        age = clock.monotonic() - request.sent
+        if age > OLD.get(request.kind, math.inf):
+            said = f"{request.kind} came {age:.2f} s after it was sent: the guard was stopped or starved"
+            self._motion.fail("guard", said)
+            return
         with self._failing():
             self._handlers[request.kind](request)
 
@@ -106,7 +113,7 @@ class Guard:
                 raise
 
     def _track(self, request: Request) -> None:
-        self._motion.track(np.array(request.positions, float), clock.monotonic() - request.sent)
+        self._motion.track(np.array(request.positions, float))
 
     def _hold(self, request: Request) -> None:
         self._motion.hold()

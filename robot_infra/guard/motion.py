@@ -14,7 +14,6 @@ from robot_infra.guard.limits import Limiter, are_positions
 
 HOLD, TRACK, HOME = "hold", "track", "home"
 SILENT_PERIODS = 3  # without a sign of life, until the arm holds and waits for a person
-OLD = 0.5  # seconds after which a target is not taken: its actor gives a guard up after a second
 SILENT_HOME = 0.5  # seconds: the same on the slow way home, where the actor also reads keys
 TRACKING_TICKS = 5  # in which set point and measurement are too far apart, until that is a fault
 SETTLING = 0.3  # seconds at the end of the way home
@@ -74,14 +73,9 @@ class Motion:
 
     # -- what the actor says
 
-    def track(self, wanted: Array, age: float) -> None:
-        """Take a target [J], as far as the limits allow. One that is not finite, or of another shape, holds.
-
-        age: seconds since it was sent. An old target is a fault: its actor may have taken this guard for dead.
-        """
+    def track(self, wanted: Array) -> None:
+        """Take a target [J], as far as the limits allow. One that is not finite, or of another shape, holds."""
         self._silent = 0
-        if age > OLD:
-            self.fail("guard", f"a target came {age:.2f} s after it was sent: the guard was stopped or starved")
         if self.fault:
             return
         if not are_positions(wanted, len(self._home)):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from serl_client.errors import RobotFault
 
 from robot_infra.guard.limits import Limiter, read_limits, squares_outside
-from robot_infra.guard.motion import HOLD, HOME, OLD, SETTLING, SILENT_PERIODS, TRACK, TRACKING_TICKS, Motion
+from robot_infra.guard.motion import HOLD, HOME, SETTLING, SILENT_PERIODS, TRACK, TRACKING_TICKS, Motion
 
 ENTRIES = {"shoulder": "rad", "elbow": "rad"}
 LIMITS = {
@@ -37,8 +37,8 @@ class Bench:
         arguments = {"tick": TICK, "period": PERIOD, "home_speed": 0.25, "is_ready": True, "measured": self.measured}
         self.motion = Motion(Limiter(self.limits, tool), np.array(home, float), **(arguments | changes))
 
-    def track(self, *wanted, late=0.0):
-        self.motion.track(np.array(wanted, float), late)
+    def track(self, *wanted):
+        self.motion.track(np.array(wanted, float))
 
     def go(self, ticks=10):
         """The set points of so many ticks, [ticks, J]."""
@@ -224,13 +224,6 @@ def test_silence_is_a_fault_while_a_target_is_followed_and_never_after_hold():
     bench.motion.recover([bench.measured], None)
     bench.track(0.0, -0.5)
     assert bench.motion.mode == TRACK
-
-
-def test_a_target_that_is_taken_long_after_it_was_sent_moves_nothing():
-    """The guard was stopped, and goes on: who sent the target has given this guard up."""
-    bench = Bench()
-    bench.track(0.2, -0.5, late=OLD + 0.01)
-    assert (bench.motion.mode, bench.motion.fault[0]) == (HOLD, "guard")
 
 
 def test_an_arm_that_does_not_follow_is_a_fault_and_goes_on_from_where_its_motors_hold_it():
