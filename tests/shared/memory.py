@@ -137,10 +137,15 @@ class MemoryController:
         return Wire(self, address[1])
 
     def advance(self):
-        """Let its time follow the clock."""
-        while self._before + p.PERIOD <= clock.monotonic():
+        """Let its time follow the clock, at once where nothing moves or is about to."""
+        machine = self.machine
+        for _ in range(int((clock.monotonic() - self._before) / p.PERIOD)):
             self._before += p.PERIOD
-            self.machine.advance(p.PERIOD)
+            is_due = min(machine._enabled_at, machine._power_at) < np.inf
+            if is_due or machine.speed.any() or (machine.q != machine._target).any():
+                machine.advance(p.PERIOD)
+            else:
+                machine.time += p.PERIOD
 
 
 class Wire:
