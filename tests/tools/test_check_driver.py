@@ -130,7 +130,7 @@ def test_a_sane_six_joint_arm_passes_the_whole_tool(tmp_path):
         ("rad", [-2, 0.5], [0.6], "WARN", "just outside of it"),
         ("deg", [30, 120], [1.3], "FAIL", "these look like radians: the driver says deg"),
         ("%", [20, 100], [0.9], "FAIL", "these look like radians: the driver says %"),
-        ("deg", [-120, 90], [1.3, 0.2, -1.0], "WARN", "all of 3 entries in degrees are within 6.3 of zero: they may"),
+        ("deg", [-120, 90], [1.3, 0.2, -1.0], "WARN", "all of 3 entries in degrees are within 3.1 of zero: they may"),
         ("m", [0, 0.04], [20], "FAIL", "these look like millimetres: the driver says m"),
         ("", [0, 1], [3], "FAIL", "a: 3 is outside of its range 0 to 1"),
     ],

@@ -17,6 +17,7 @@ from .probe import Probe
 from .readings import judged, slow
 
 WORDS = ("fps", "limits", "home", "servo_hz", "home_speed")  # of a task's env, which its guard takes
+PACE = 5.0  # targets per second, at most: its guard holds after three periods of silence, as on a busy machine
 LOOK = 0.02  # seconds between two looks
 FEWEST = 10  # looks
 STEADY = 0.05  # of its range: an arm that holds stays within
@@ -31,6 +32,7 @@ def tried(env: Mapping[str, Any], *, move: bool, seconds: float) -> Iterator[tup
         path = f"{folder}/calls"
         Path(path).touch()
         words = {name: env[name] for name in WORDS if name in env}
+        words["fps"] = min(env["fps"], PACE)
         try:
             robot = GuardedRobot(**watched(env, path, env.get("limits") or {}), **words)
         except RetakeError as error:

@@ -123,6 +123,12 @@ def _still(answer: Answer, limits: Limits) -> Finding:
                    "does write() send it? does enable() switch it on?")  # fmt: skip
 
 
+def _ended(name: str, fault: RobotFault) -> Finding:
+    """What it means that another fault ended the step of an entry."""
+    busy = "if this machine is busy, close other programs, and check again"
+    return Finding("FAIL", f"{name}: {fault}", busy if fault.kind == "guard" else "")
+
+
 class Probe:
     """Tells each joint of an arm that stands to make one tiny step, and to come back.
 
@@ -156,7 +162,7 @@ class Probe:
             try:
                 answers.append(self._asked(i))
             except RobotFault as fault:
-                yield "probe", self._cut(i, fault) if fault.kind == LEASH else Finding("FAIL", f"{name}: {fault}")
+                yield "probe", self._cut(i, fault) if fault.kind == LEASH else _ended(name, fault)
                 return
             yield "probe", (found := verdict(answers[-1], self._limits))
             if WRONG_UNIT in found.text:  # so may that of the next one be, and each step is a risk

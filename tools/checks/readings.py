@@ -18,7 +18,7 @@ LOOKS_LIKE = {  # unit: what its values may be instead, their factor, and the la
     "m": (("millimetres", 1e-3), 3.0), "%": (("radians", 180 / math.pi), math.inf),
 }  # fmt: skip
 JUMPS = 0.02  # of an entry's range, between two readings of an arm that stands
-WIDE = 30.0  # degrees or percent: all entries of such ranges would hardly be within 2 pi of zero
+WIDE = 30.0  # degrees or percent: all entries of such ranges would hardly be within pi of zero
 
 
 def judged(calls: Calls, limits: Limits, tick: float) -> Iterator[tuple[str, Finding]]:
@@ -60,9 +60,9 @@ def unlikely(limits: Limits, at: Array) -> Iterator[tuple[str, Finding]]:
     """Small values within ranges that are wide: they may be radians all the same."""
     wide = [i for i, unit in enumerate(limits.entries.values())
             if unit in ("deg", "%") and limits.high[i] - limits.low[i] > WIDE]  # fmt: skip
-    if len(wide) > 2 and (np.abs(at[wide]) <= TURN).all() and (at[wide] != 0).any():
+    if len(wide) > 2 and (np.abs(at[wide]) <= TURN / 2).all() and (at[wide] != 0).any():
         units = "degrees" if [*limits.entries.values()][wide[0]] == "deg" else "percent"
-        text = f"all of {len(wide)} entries in {units} are within {TURN:.1f} of zero: they may be radians"
+        text = f"all of {len(wide)} entries in {units} are within {TURN / 2:.1f} of zero: they may be radians"
         yield "position", Finding("WARN", text, "move one by hand, and look whether it changes as it should")
 
 
