@@ -160,7 +160,7 @@ class Probe:
         answers = []
         for i, name in enumerate(self._limits.entries):
             try:
-                answers.append(self._asked(i))
+                answers.append(self._patiently_asked(i))
             except RobotFault as fault:
                 yield "probe", self._cut(i, fault) if fault.kind == LEASH else _ended(name, fault)
                 return
@@ -174,6 +174,17 @@ class Probe:
                 Finding("FAIL", "no joint moved at all: write() does nothing, or all motors are off", advice),
             )
         self._robot.stop()
+
+    def _patiently_asked(self, i: int) -> Answer:
+        """Ask once more if a busy machine kept the guard waiting for a sign of life."""
+        try:
+            return self._asked(i)
+        except RobotFault as fault:
+            if fault.kind != "guard" or not self._robot.guard.is_open:
+                raise
+        self._robot.recover()
+        self._wait(SETTLING)
+        return self._asked(i)
 
     def _asked(self, i: int) -> Answer:
         """Return how entry `i` answers to the smallest step that says enough, after it has come back."""
