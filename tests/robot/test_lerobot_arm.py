@@ -297,7 +297,7 @@ def test_a_plugins_numbers_images_and_leader_are_observed():
     seen = arm.sense()
     for name, feature in arm.observation.items():
         feature.check(name, seen[name])
-    assert seen["leader"].tolist() == [20, 20]
+    assert seen["leader"].tolist() in ([20, 20], [23, 23])
     assert seen["observation.state"].tolist() == [0, 0, 0.5]
     arm.close()
 

@@ -44,7 +44,9 @@ class XRobot(Robot):
         self.is_open = False
 """
 TELEOPERATOR = """
+import time
 from dataclasses import dataclass
+
 from lerobot.teleoperators import Teleoperator, TeleoperatorConfig
 
 
@@ -73,7 +75,7 @@ class XLeader(Teleoperator):
     send_feedback = lambda self, feedback: None
 
     def get_action(self):
-        return dict.fromkeys(self.action_features, 20.0)
+        return dict.fromkeys(self.action_features, 20.0 + 3.0 * (time.monotonic() % 2.0 > 1.0))  # somebody holds it
 
     def disconnect(self):
         self.is_open = False
