@@ -165,6 +165,9 @@ class Device(Protocol):
     def forget(self) -> None:
         """Forget motions that were begun before now."""
 
+    def hand_over(self, *, to_person: bool) -> None:
+        """Take note of who drives from now on: the person, or the policy or nobody."""
+
     def close(self) -> None:
         """Give the device back; may be called twice."""
 

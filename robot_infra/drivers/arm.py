@@ -22,6 +22,7 @@ class Arm:
     ranges: Mapping[str, Sequence[float]] = {}  # {entry: [low, high]} of entries whose ends it knows itself
     observation: Mapping[str, Feature] = {}  # what `sense` gives
     tools: Sequence[str] = ("tool",)  # names of its tools, as limits name them, where `tool` knows them
+    leads: bool = False  # true: it has a leader arm with motors, which `lead` moves
     is_simulated: bool = False  # true: nobody can be hurt, so it moves before a person has said ready
 
     def read(self) -> Array:
@@ -64,6 +65,18 @@ class Arm:
         from policies, for judges.
         """
         return {}
+
+    def read_leader(self) -> Array:
+        """Return the measured positions [J] of the leader arm. The guard asks for this and the next two if `leads`."""
+        raise NotImplementedError
+
+    def enable_leader(self) -> Array:
+        """Switch on those motors of the leader that are off, where it stands; return where all hold it, [J]."""
+        raise NotImplementedError
+
+    def lead(self, positions: Array | None) -> None:
+        """Send set points [J] to the leader, once `enable_leader` has returned; None: switch its motors off."""
+        raise NotImplementedError
 
     def scene(self, seed: int) -> None:
         """Set up the start that `seed` names, at once: only simulations can, and they need no way home."""

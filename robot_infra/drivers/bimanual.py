@@ -45,6 +45,9 @@ class BimanualArm(Arm):
         self.entries = {f"{side}_{name}": unit for side, arm in arms for name, unit in arm.entries.items()}
         self.ranges = {f"{side}_{name}": ends for side, arm in arms for name, ends in arm.ranges.items()}
         self.is_simulated = all(arm.is_simulated for arm in self._arms.values())
+        self.leads = self._arms["left"].leads
+        if self._arms["right"].leads != self.leads:
+            raise ConfigError("the leader of one arm follows and the other one does not: say it of both, or of neither")
         self.tools = tuple(f"{side}_{name}" for side, arm in arms for name in arm.tools)
         self._at: list[Array] = []  # the newest measurement of each arm
         self._split = len(self._arms["left"].entries)
@@ -106,6 +109,16 @@ class BimanualArm(Arm):
             values = [one.get(name, at) for one, at in zip(found, self._at, strict=True)]
             merged[name] = np.concatenate(values).astype(np.float32)
         return merged
+
+    def read_leader(self) -> Array:
+        return np.concatenate(self._each(lambda arm: arm.read_leader()))
+
+    def enable_leader(self) -> Array:
+        return np.concatenate(self._each(lambda arm: arm.enable_leader()))
+
+    def lead(self, positions: Array | None) -> None:
+        parts = iter([None, None] if positions is None else self._parts(positions))
+        self._each(lambda arm: arm.lead(next(parts)))
 
     def _parts(self, positions: Array) -> list[Array]:
         return np.split(positions, [self._split])

@@ -38,7 +38,8 @@ class LerobotArm(Arm):
 
     address: its port, unless `robot` says another one. robot: `type`, and lerobot's options of that type, without
     cameras: those belong under `cameras` of the task's env, where they are read on their own. leader: the same of a
-    teleoperator whose actions have the same names; None: there is none.
+    teleoperator whose actions have the same names; None: there is none. leader_follows: its motors lead it to where the
+    robot is while no person drives.
 
     The motors' ranges come from their norm mode (-100 to 100, 0 to 100) or, in degrees, from their calibration. Torque
     and settings stay as they are until `enable`, which configures the devices. Torque stays on when the robot
@@ -47,7 +48,10 @@ class LerobotArm(Arm):
     does not answer.
     """
 
-    def __init__(self, address: str, *, robot: Mapping[str, Any], leader: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, address: str, *, robot: Mapping[str, Any], leader: Mapping[str, Any] | None = None,
+        leader_follows: bool = False,
+    ) -> None:  # fmt: skip
         if robot.get("cameras"):
             raise ConfigError("options.robot.cameras: name them under `cameras` of the task's env instead")
         self._robot = _made("robot", robot, address)
@@ -68,6 +72,11 @@ class LerobotArm(Arm):
                         f"{robot['type']} takes {', '.join(self._names)}"
                     )
                 _connect("teleop", self._leader, leader, "")
+            self.leads = leader_follows
+            if leader_follows and set(self._led_motors()) != set(self._names):
+                raise ConfigError(
+                    "options.leader_follows: there is no leader arm whose motors lerobot drives over a serial bus"
+                )
         except BaseException:
             self.close()
             raise
@@ -131,9 +140,33 @@ class LerobotArm(Arm):
         if "observation.state" in self.observation:
             found["observation.state"] = np.array([self._seen[name] for name in self._numbers], np.float32)
         if self._leader is not None:
-            led = tried(self._leader.get_action)
-            found[LEADER] = np.array([led[name] for name in self._names], np.float32)
+            found[LEADER] = self.read_leader().astype(np.float32)
         return found
+
+    def read_leader(self) -> Array:
+        led = tried(self._leader.get_action)
+        return np.array([led[name] for name in self._names], float)
+
+    def enable_leader(self) -> Array:
+        held = {}
+        for prefix, part in _sides(self._leader).items():
+            goals = tried(lambda part=part: switch_on(part.bus))
+            held |= {f"{prefix}{motor}.pos": at for motor, at in goals.items()}
+        return np.array([held[name] for name in self._names], float)
+
+    def lead(self, positions: Array | None) -> None:
+        wanted = None if positions is None else dict(zip(self._names, positions.tolist(), strict=True))
+        for prefix, part in _sides(self._leader).items():
+            if wanted is None:
+                tried(part.bus.disable_torque)
+            else:
+                goals = {motor: wanted[f"{prefix}{motor}.pos"] for motor in part.bus.motors}
+                tried(lambda part=part, goals=goals: part.bus.sync_write("Goal_Position", goals))
+
+    def _led_motors(self) -> list[str]:
+        """Return the entries of the leader whose motors can be switched on only where they stand."""
+        sides = _sides(self._leader).items() if self._leader is not None else ()
+        return [f"{prefix}{motor}.pos" for prefix, part in sides if is_tamable(part.bus) for motor in part.bus.motors]
 
     def close(self) -> None:
         for device in (self._robot, self._leader):

@@ -34,18 +34,24 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Describes the arm. The file descriptor of the shared memory comes with it, if `observation` has anything."""
+    """Describes the arm. The file descriptor of the shared memory comes with it, if `observation` has anything.
+
+    leads: its leader arm can be led.
+    """
 
     entries: dict[str, str]
     low: list[float]
     high: list[float]
     observation: dict[str, dict[str, Any]]
     limits: list[str]
+    leads: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Asks for something: target, hold, home, state, observe, recover or close. `sent`: time.monotonic()."""
+    """Asks for something: target, hold, home, state, observe, recover, close, or that the leader arm shall follow or
+    let_go. `sent`: time.monotonic().
+    """
 
     kind: str
     number: int
@@ -60,6 +66,7 @@ class Reply:
 
     time: when `measured` was, seconds of time.monotonic(), which all processes of a machine share. target: the newest
     accepted one. executed: what the arm itself made of it; empty: it takes it as it is.
+    leader: what the leader arm does (guard/lead.py).
     """
 
     number: int
@@ -72,6 +79,7 @@ class Reply:
     limited: int
     refused: int
     sequence: int
+    leader: str
 
 
 @dataclass(frozen=True, slots=True)

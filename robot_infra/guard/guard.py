@@ -11,6 +11,7 @@ from serl_client.spec import Array
 
 from robot_infra.drivers.arm import Arm
 from robot_infra.guard.channel import Reply, Request, Shared, Start, Started
+from robot_infra.guard.lead import Lead
 from robot_infra.guard.limits import Limiter, are_positions, read_home, read_limits
 from robot_infra.guard.motion import Motion
 
@@ -44,10 +45,11 @@ class Guard:
             Limiter(limits, arm.tool), read_home(limits, start.home), tick=self._tick, period=1 / start.fps,
             home_speed=start.home_speed, measured=measured, is_ready=arm.is_simulated,
         )  # fmt: skip
+        self._lead = Lead(arm, limits, self._tick)
         self.shared = Shared(arm.observation) if arm.observation else None
         features = {name: feature.to_dict() for name, feature in arm.observation.items()}
         low, high = limits.low.tolist(), limits.high.tolist()
-        self.started = Started(dict(limits.entries), low, high, features, limits.described())
+        self.started = Started(dict(limits.entries), low, high, features, limits.described(), arm.leads)
         self._is_driver_ill = False  # True: until it has recovered the driver is not even asked for positions
         self._sequence = 0
         self._measured_at = clock.monotonic()
@@ -55,6 +57,7 @@ class Guard:
         self._handlers = {
             "target": self._track, "hold": self._hold, "home": self._go_home, "state": self._hear,
             "observe": self._observe, "recover": self._recover, "close": self._hold,
+            "follow": self._follow, "let_go": self._let_go,
         }  # fmt: skip
 
     def servo(self) -> None:
@@ -64,6 +67,7 @@ class Guard:
             if not self._is_driver_ill:
                 measured, self._measured_at = np.array(self._arm.read(), float), clock.monotonic()
                 self._motion.observe(measured)
+                self._lead.advance(None if self._motion.fault else self._motion.point)
 
     def hold(self) -> None:
         """Hold, as if the actor had said so."""
@@ -90,7 +94,7 @@ class Guard:
         return Reply(
             request.number, motion.measured.tolist(), self._measured_at, motion.target.tolist(),
             [] if motion.executed is None else motion.executed.tolist(), motion.is_home, motion.fault, motion.limited,
-            motion.refused, self._sequence,
+            motion.refused, self._sequence, self._lead.state,
         )  # fmt: skip
 
     def _write(self) -> None:
@@ -128,6 +132,14 @@ class Guard:
     def _hear(self, request: Request) -> None:
         self._motion.hear()
 
+    def _follow(self, request: Request) -> None:
+        self._motion.hear()
+        self._lead.follow()
+
+    def _let_go(self, request: Request) -> None:
+        self._motion.hear()
+        self._lead.let_go()
+
     def _observe(self, request: Request) -> None:
         self._motion.hear()
         if self.shared is None or self._is_driver_ill:
@@ -148,6 +160,7 @@ class Guard:
         self._motion.suspend()
         self._arm.recover()
         self._is_driver_ill = False
+        self._lead.advance(None)
         if self._motion.may_recover(self._readings()):
             held = self._arm.enable()
             self._motion.recover(self._readings(), held)

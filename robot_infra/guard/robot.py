@@ -79,6 +79,7 @@ class GuardedRobot:
             if name.startswith("observation.") and name not in images
         }
         self._before = np.array(self.guard.latest.target)  # the newest command
+        self._leads = started.leads
         self._stroke = None if stroke is None else np.broadcast_to(np.asarray(_plain(stroke), float), state.shape)
         self._ends = np.array(started.low), np.array(started.high)
         low, high = self._ends if stroke is None else (np.array(-1), np.array(1))
@@ -131,6 +132,17 @@ class GuardedRobot:
     def is_home(self) -> bool:
         """Return whether the way home has ended. Whoever waits for it asks in each step: it is a sign of life."""
         return self._asked("state").is_home
+
+    @property
+    def leader(self) -> str:
+        """Return what the leader arm does: LIMP, FOLLOWS or TOUCHED (guard/lead.py)."""
+        return self.guard.latest.leader
+
+    def lead(self, *, follows: bool) -> None:
+        """Let the leader arm follow from now on, or go limp. One that cannot be led stays as it is."""
+        if self._leads:
+            with suppress(RobotFault):
+                self.guard.call("follow" if follows else "let_go")
 
     def stop(self) -> None:
         """Hold now, also after a fault; without a guard there is nothing that could move."""

@@ -122,7 +122,7 @@ class Hands:
                 if word == "toggle":
                     self._set_driver(not ((self._drives and self._is_latched) or self._wishes))
                 elif word == "take over":
-                    self._wished = clock.monotonic()
+                    self._wished = clock.monotonic() if self._takes_by_touch or self._begins else 0.0
                 else:
                     self._words.append(word)
             if hand.gripper and (self._drives or "take over" in hand.words):
@@ -137,8 +137,9 @@ class Hands:
             self._touched = now
         begins = self._begins and (touches or wishes or any(hand.moved for hand in hands))
         if not self._drives and (begins or (self._takes_by_touch and (touches or wishes))):
-            self._drives, self._is_latched, self._begins, self._wished = True, begins or wishes, False, 0.0
-            self._gripper = next((hand.gripper for hand in hands if hand.gripper), self._gripper if wishes else 0)
+            gripper = next((hand.gripper for hand in hands if hand.gripper), self._gripper if wishes else 0)
+            self._set_driver(True)
+            self._is_latched, self._gripper = begins or wishes, gripper
         elif self._drives and not self._is_latched and now > self._touched + RELEASE:
             self._set_driver(False)
 
@@ -150,6 +151,8 @@ class Hands:
     def _set_driver(self, drives: bool) -> None:
         self._drives = self._is_latched = drives
         self._gripper, self._begins, self._wished = 0, False, 0.0
+        for device in self._devices:
+            device.hand_over(to_person=drives)
 
     def _move(self, action: Array, name: str, share: float) -> None:
         """Move one entry of an action [A] towards its bound, by a share of the way."""

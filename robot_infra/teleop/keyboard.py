@@ -187,6 +187,9 @@ class KeyboardDevice:
         self._keyboard.motions()  # drop them: they were meant for what came before
         self._pressed, self._read_at = {}, clock.monotonic()
 
+    def hand_over(self, *, to_person: bool) -> None:
+        """Do nothing: it does not move by itself."""
+
     def close(self) -> None:
         self._keyboard.close()
 

@@ -30,6 +30,9 @@ class RawDevice:
     def forget(self) -> None:
         """Do nothing: an axis that is deflected counts from now on."""
 
+    def hand_over(self, *, to_person: bool) -> None:
+        """Do nothing: it does not move by itself."""
+
     def close(self) -> None:
         """Give the file back; may be called twice."""
         if self._descriptor is not None:

@@ -23,8 +23,8 @@ class Seeing(Arm):
 
     entries = {"slide": "m", "gripper": "m"}  # noqa: RUF012
 
-    def __init__(self, address, *, camera, has_state=False, has_leader=False, has_tool=True):
-        self.at, self._has_tool = np.zeros(2), has_tool
+    def __init__(self, address, *, camera, has_state=False, has_leader=False, has_tool=True, leads=False):
+        self.at, self._has_tool, self.leads, self.led = np.zeros(2), has_tool, leads, np.zeros(2)
         self._values = {f"observation.images.{camera}": np.full((2, 2, 3), len(camera), np.uint8)}
         if has_state:
             self._values["observation.state"] = np.array([1, 2, 3], np.float32)
@@ -43,6 +43,14 @@ class Seeing(Arm):
 
     def sense(self):
         return dict(self._values)
+
+    def read_leader(self):
+        return self.led
+
+    enable_leader = read_leader
+
+    def lead(self, positions):
+        self.led = positions
 
 
 def seeing(**options):
@@ -131,12 +139,24 @@ def test_cameras_are_merged_and_states_and_leaders_are_joined():
     BimanualArm("pair", **seeing()).close()  # both are free again
 
 
+def test_both_leaders_are_led_as_one():
+    arm = BimanualArm("pair", **seeing(left={"leads": True}, right={"leads": True}))
+    assert arm.leads
+    assert arm.enable_leader().tolist() == [0, 0, 0, 0]
+    arm.lead(np.arange(4.0))
+    assert arm.read_leader().tolist() == [0, 1, 2, 3]
+    arm.lead(None)
+    assert [each.led for each in arm._arms.values()] == [None, None]
+    arm.close()
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (seeing(left={"camera": "top"}, right={"camera": "top"}), "both arms observe observation.images.top"),
     (seeing(left={"has_leader": True}), "one arm has a leader arm and the other has none"),
+    (seeing(left={"leads": True}), "the leader of one arm follows and the other one does not"),
     ({**seeing(), "right": {"driver": DRIVER}}, "options.right: say driver and address"),
     ({"left": seeing()["left"], "right": seeing()["left"]}, "in use"),
-], ids=["a camera twice", "one leader", "no address", "the same arm twice"])  # fmt: skip
+], ids=["a camera twice", "one leader", "one that follows", "no address", "the same arm twice"])  # fmt: skip
 def test_what_is_no_pair_is_refused_and_leaves_both_arms_free(words, said):
     with pytest.raises(ConfigError, match=said):
         BimanualArm("pair", **words)

@@ -8,6 +8,7 @@ import pytest
 from serl_client import Feature
 from serl_client.errors import ConfigError, RobotFault
 
+from robot_infra.guard.lead import LIMP
 from robot_infra.interfaces import Hand
 from robot_infra.intervention import Intervention
 from robot_infra.teleop.gamepad import Gamepad
@@ -248,7 +249,10 @@ class Follower:
     """A robot with a leader arm beside it, as its driver observes both."""
 
     action = Feature((2,), names=("shoulder.pos", "elbow.pos"), low=np.array(-100), high=np.array(100))
-    features, space = {"leader": Feature((2,))}, "joint_position"
+    features, space, leader = {"leader": Feature((2,))}, "joint_position", LIMP
+
+    def lead(self, *, follows):
+        pass
 
     def __init__(self):
         self.seen = {"leader": np.array([50, 0], np.float32)}

@@ -127,5 +127,8 @@ class Scripted:
     def forget(self):
         pass
 
+    def hand_over(self, *, to_person):
+        pass
+
     def close(self):
         self.closed = True
