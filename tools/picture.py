@@ -117,10 +117,11 @@ class Scene:
         self._data = self._mujoco.MjData(self._model)
         self._camera = self._model.camera(CAMERA["name"]).id
         self._renderer, self.arm, self.size = Renderer(self._model, backend, size=size * DRAWN), guarded(), size
+        self._simulated: Any = self.arm.guard
 
     def draw(self) -> Array:
         """[size, size, 3] uint8: the arm as it is now."""
-        self._data.qpos[:] = self.arm.guard.arm.pose
+        self._data.qpos[:] = self._simulated.arm.pose
         self._mujoco.mj_forward(self._model, self._data)
         image = self._renderer.draw(self._data, self._camera)
         return image.reshape(self.size, DRAWN, self.size, DRAWN, 3).mean(axis=(1, 3)).astype(np.uint8)
