@@ -175,6 +175,7 @@ def test_it_follows_is_taken_by_a_touch_without_a_jump_and_follows_again_after_t
         stood = leader.positions
         clock.advance(1)
         assert (all(torques(leader)), leader.positions) == (True, stood), "its motors hold it"
+    assert (any(torques(leader)), all(torques(follower))) == (False, True), "the actor has ended"
 
 
 def test_unless_it_is_told_to_follow_its_torque_never_comes_on(buses, tmp_path):
