@@ -154,8 +154,8 @@ def test_wrong_readings_that_do_not_last_are_no_touch(make):
         for hand in [np.array([0.9, 0.0])] * (TOUCH_TICKS - 1) + [None]:
             arm.hand = hand
             guard.servo()
-    robot.observe()
-    assert robot.leader == FOLLOWS
+        robot.observe()
+        assert robot.leader == FOLLOWS
     np.testing.assert_array_equal(arm.goal, [0, 0])
 
 
