@@ -40,7 +40,7 @@ READINGS = {  # of an arm at [J]; the second is where it was when this began, th
     "stuck": lambda at, then, before: then,
     "late": lambda at, then, before: before,
     "shifted": lambda at, then, before: at - 0.7 * np.eye(len(at))[0],
-    "off": lambda at, then, before: at + 0.3,
+    "off": lambda at, then, before: at - 0.3 * np.sign(at),  # within its range
     "flipped": lambda at, then, before: -at,
     "swapped": lambda at, then, before: at[::-1],
     "few": lambda at, then, before: at[:1],
