@@ -7,7 +7,7 @@ from serl_client.controller import RandomPolicy
 from serl_client.status import ActorStatus
 
 from tests.shared.actors import Chunks, Keys, WaitingClient, run
-from tests.shared.robots import TimedRobot, build
+from tests.shared.robots import TimedRobot, build, point
 
 ROWS, EXECUTED = 50, 8
 
@@ -36,7 +36,7 @@ class LateSource(Chunks):
 @pytest.mark.parametrize("fps", [10, 30, 50])
 def test_commands_keep_their_distance_whatever_the_policy_and_the_person_take(clock, rule, fps):
     """Answers take 0 to 150 ms, the first one 2 s; the person pauses in the second episode and on its way home."""
-    random, robot, status = np.random.default_rng(fps), TimedRobot(clock), ActorStatus()
+    random, robot, status = np.random.default_rng(fps), point(TimedRobot, fps), ActorStatus()
     env = build(robot, clock="real", fps=fps, max_steps=100)
     controller = RULES[rule](
         LateSource(clock, [2.0, *random.uniform(0, 0.15, 500)]), deadline=0.5 / fps, n_action_steps=EXECUTED
@@ -52,7 +52,7 @@ def test_commands_keep_their_distance_whatever_the_policy_and_the_person_take(cl
     assert 0 in where, "the first answer was late"
     assert len(where - {0, 100}) == 1, "the person paused once, and the first answer of the next episode may be late"
     assert status.late == 0
-    seen = np.array(robot.seen)
+    seen = np.array(robot.looked)
     after = seen[np.searchsorted(seen, np.array(robot.sent) + 1e-9)] - robot.sent
     assert (after * fps > 0.5 - 1e-6).all()
 
