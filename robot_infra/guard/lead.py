@@ -53,7 +53,7 @@ class Lead:
                 self._relax()
             else:
                 self._point = self._limiter.step(self._point, wanted, self._tick)
-                self._arm.lead(self._point)
+                self._arm.lead(self._point.copy())
         except RobotFault as fault:
             raise RobotFault(f"leader arm: {fault}", fault.kind) from None
 

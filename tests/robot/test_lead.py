@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from serl_client import Feature
+from serl_client import Feature, clock
 from serl_client.errors import RobotFault
 
 from robot_infra.drivers.arm import LEADER, Arm
+from robot_infra.guard.channel import Request
 from robot_infra.guard.lead import FOLLOWS, LIMP, TOUCH, TOUCH_TICKS, TOUCHED
 from robot_infra.guard.robot import GuardedRobot
 from robot_infra.interfaces import Hand
@@ -58,7 +59,9 @@ class LedArm(Arm):
     def lead(self, positions):
         self._tried("lead", positions)
         self.told.append("off" if positions is None else tuple(positions))
-        self.goal = positions
+        self.goal = None if positions is None else positions.copy()
+        if positions is not None:
+            positions[:] = 9  # a driver may write into what it gets
 
     def points(self):
         """The leader's set points since its motors came on for the last time."""
@@ -204,6 +207,16 @@ def test_a_leader_that_fails_is_a_fault_that_names_it(make, method):
     go(robot, 40)
     assert arm.told[before] == "on", "its motors may have been off"
     np.testing.assert_allclose(arm.led, [0, 0])
+
+
+def test_a_word_to_follow_that_comes_late_leads_nothing(make):
+    robot, arm = make()
+    robot.guard._guard.hear(Request("follow", 9, clock.monotonic() - 0.6, [], 0))
+    with pytest.raises(RobotFault, match=r"follow came 0.60 s after it was sent"):
+        go(robot, 1)
+    robot.recover()
+    go(robot, 2)
+    assert (arm.told, robot.leader) == ([], LIMP)
 
 
 def test_positions_that_are_none_are_a_fault_and_no_set_point(make):
