@@ -16,7 +16,8 @@ from robot_infra.guard.limits import Limiter, are_positions, read_home, read_lim
 from robot_infra.guard.motion import Motion
 
 RELAXING = 1.0  # seconds, at most, until an arm that was blocked is led back to where it holds
-OLD = {"target": 0.5, "follow": 0.5, "home": 5.0, "recover": 5.0}  # seconds after which it is not taken: its actor may have given up
+# Seconds after which it is not taken: its actor may have given up.
+OLD = {"target": 0.5, "follow": 0.5, "home": 5.0, "recover": 5.0}
 READINGS, PAUSE = 10, 0.01  # of an arm before it may move, and seconds between two: who fails for a moment is found out
 
 
