@@ -136,7 +136,7 @@ def test_a_block_that_nothing_shows_is_refused():
 def test_closing_frees_the_context_and_others_go_on(arm):
     one, two = arm(), arm()
     image = two.reset(0)[IMAGES[0]]
-    renderer = one.cameras[IMAGES[0]]._renderer
+    renderer = one.robot.guard.arm._cameras[IMAGES[0]]._renderer
     one.close()
     one.close()
     assert renderer._context is None
@@ -155,9 +155,9 @@ def test_each_backend_draws_the_scene_and_leaves_without_a_word(backend, monkeyp
     code = (
         "import mujoco, numpy as np\n"
         "from robot_infra.tasks.sim_arm import SimArm\n"
-        f"cameras = SimArm().cameras({backend!r}, size=64)\n"
-        "assert all(camera.latest().image.std() > 20 for camera in cameras.values())\n"
-        "[camera.close() for camera in cameras.values()]\n"
+        f"arm = SimArm('arm', hz=10, backend={backend!r}, image_size=64)\n"
+        "assert all(image.std() > 20 for name, image in arm.sense().items() if 'images' in name)\n"
+        "arm.close()\n"
     )
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
