@@ -25,8 +25,12 @@ def is_tamable(bus: Any) -> bool:
 def tame(bus: Any) -> None:
     """Let this bus switch motors on only where they stand, whoever asks it to. It raises RobotFault as `standing`.
 
-    Whatever goes to one motor is tried again where its answer is lost, which lerobot leaves to its callers.
+    Whatever goes to one motor is tried again where its answer is lost, which lerobot leaves to its callers. An answer
+    that comes too late is dropped before the next question: lerobot would take it for that one's, and so would every
+    later question take the answer to the one before.
     """
+    if port := getattr(bus, "port_handler", None):
+        port.clearPort = lambda: port.ser.reset_input_buffer()
     for name in ("ping", "read", "write"):
         setattr(bus, name, _tried_again(getattr(bus, name)))
     switch = bus.enable_torque

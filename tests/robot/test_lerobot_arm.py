@@ -86,6 +86,22 @@ def test_it_moves_to_its_set_points_and_keeps_its_torque_when_it_is_closed(so101
     assert not any(servo.has_torque for servo in bus.servos.values()), "its owner said so"
 
 
+def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_question(so101, bus):
+    arm = so101()
+    before = arm.read()
+    bus.servos[1].move()
+    with bus._lock:
+        bus._answer(1, (100).to_bytes(2, "little"))  # an old position of the first servo: nobody waits for it
+            1, (100).to_bytes(2, "little")
+        )  # an old position of the first servo, which nobody waits for any more
+    until(lambda: bus_has_input(arm))
+    np.testing.assert_array_equal(arm.read(), before)
+
+
+def bus_has_input(arm):
+    return arm._robot.bus.port_handler.ser.in_waiting > 0
+
+
 def test_two_lost_readings_are_repeated_and_the_third_is_a_fault(so101, bus):
     arm = so101()
     before = arm.read()

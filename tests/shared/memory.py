@@ -6,6 +6,7 @@ torque, [J] each; `got` how many messages that could move something have reached
 
 import os
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 from serl_client import clock
@@ -52,7 +53,7 @@ class MemoryBus(FeetechBus):
         made = PortHandler(name)
         made.setBaudRate = lambda baud: setattr(made, "is_open", self.is_plugged) or self.is_plugged
         made.closePort = lambda: setattr(made, "is_open", False)
-        made.clearPort = lambda: None
+        made.ser = SimpleNamespace(reset_input_buffer=lambda: self._read(1 << 16))
         made.getCurrentTime = lambda: clock.sleep(0.001) or 1e3 * clock.monotonic()
         made.readPort, made.writePort = self._read, self._write
         return made
