@@ -92,8 +92,6 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_questio
     bus.servos[1].move()
     with bus._lock:
         bus._answer(1, (100).to_bytes(2, "little"))  # an old position of the first servo: nobody waits for it
-            1, (100).to_bytes(2, "little")
-        )  # an old position of the first servo, which nobody waits for any more
     until(lambda: bus_has_input(arm))
     np.testing.assert_array_equal(arm.read(), before)
 
