@@ -90,7 +90,7 @@ def test_an_so101_is_demonstrated_with_and_practised_with_by_words_alone(person,
     assert first == pytest.approx(stood, abs=1), "torque came on where each servo stood"
     shoulder = np.array([goal for _, goal in follower.servos[1].goals])
     assert np.ptp(shoulder) > 0.4 * (ENDS[0][1] - ENDS[0][0]), "it followed the leader"
-    step = 1.0 / 40 * (ENDS[0][1] - ENDS[0][0]) / 2 + 1  # set points at 40 Hz, 100 % a second of -100 to 100
+    step = 100 / 40 * 4095 / 360 + 1  # set points at 40 Hz, 100 degrees a second
     assert np.abs(np.diff(shoulder)).max() <= step, "no set point is faster than the limit"
     assert [(servo.has_torque, servo.releases) for servo in follower.servos.values()] == [(True, 0)] * 6
 
