@@ -5,16 +5,17 @@ is once set points have ceased for a moment. Readings have noise. What an arm do
 goal is the same, but for a driver whose first set point is wrong: nothing in software can end that motion.
 """
 
-from contextlib import suppress
+import os
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 from serl_client import clock
-from serl_client.errors import RobotFault
-from serl_client.spec import Feature
 
 from robot_infra.drivers.arm import Arm
+from robot_infra.drivers.owner import open_arm
+from robot_infra.guard.channel import Request
+from robot_infra.guard.guard import Guard
 
 JOINTS = tuple(f"joint{i}" for i in range(1, 7))
 LIMITS = {name: {"range": [-2.0, 1.5], "speed": 0.5, "jump": 0.1, "tracking": 0.2} for name in JOINTS}
@@ -28,7 +29,8 @@ class MistakenArm(Arm):
     entries = dict.fromkeys(JOINTS, "rad")
 
     def __init__(self, address, mistake="", stands=0.0, log=None):
-        self._mistake, self._log, self._reads = mistake, log, 0
+        self._mistake, self._reads = mistake, 0
+        self._log = os.open(log, os.O_CREAT | os.O_WRONLY) if log else None
         self._random = np.random.default_rng(0)
         self._start = np.broadcast_to(np.array(stands, float), 6)
         self.at = self._goal = self._start.copy()
@@ -70,6 +72,10 @@ class MistakenArm(Arm):
             return self.at + None
         return None
 
+    def close(self):
+        if self._log:
+            os.close(self._log)
+
     def _pass(self):
         now = clock.monotonic()
         seconds, self._updated = now - self._updated, now
@@ -80,61 +86,49 @@ class MistakenArm(Arm):
         if moved > self.moved:
             self.moved = moved
             if self._log:
-                Path(self._log).write_text(str(moved))
+                os.pwrite(self._log, f"{moved:20.9f}".encode(), 0)
 
 
-class Bench:
-    """Stands in for a GuardedRobot on the test's clock: a set point each 10 ms that passes, within jump and range."""
+def moved(path):
+    """How far any joint of the arm with this log has ever moved."""
+    return float(Path(path).read_text() or 0) if Path(path).exists() else 0.0
 
-    fps, tick = 10.0, 0.01
 
-    def __init__(self, clock, arm, jump=0.1):
-        self._clock, self.arm, self._jump = clock, arm, jump
-        self._point = self.target = self.measured = arm.read()
-        low, high = np.array([LIMITS[name]["range"] for name in JOINTS]).T
-        self.action = Feature((6,), names=JOINTS, low=low, high=high)
-        self._is_ready, self._fault, self._left, self._is_busy = False, None, 0, False
-        self._due = clock.now
-        self.guard = self
-        clock.passed = self._pass
+class ClockedGuard:
+    """Stands in for a GuardLink: its guard is in this process, and ticks while the test's clock passes."""
 
-    @property
-    def latest(self):
-        return SimpleNamespace(target=self.target, measured=self.measured.tolist(), time=self._clock.now)
+    def __init__(self, clock, start):
+        self._clock, self._start, self._opened, self._number = clock, start, ExitStack(), 0
+        self._due, self._is_busy, self.is_open = clock.now, False, False
 
-    def observe(self):
-        if self._fault:
-            raise self._fault
+    def begin(self):
+        start = self._start
+        arm = self._opened.enter_context(open_arm(start.driver, start.address, start.options))
+        self._guard = Guard(arm, start)
+        self.is_open, self._clock.passed = True, self._pass
+        self.call("state")
+        return self._guard.started
 
-    def command(self, action):
-        self.target = np.clip(action.astype(float), self.target - self._jump, self.target + self._jump)
-        self._left = 10
+    def call(self, kind, positions=(), *, seed=0, patience=0.0):
+        self._number += 1
+        request = Request(kind, self._number, self._clock.now, list(positions), seed)
+        self._guard.hear(request)
+        self.latest = self._guard.reply(request)
+        return self.latest
 
-    def recover(self):
-        self.arm.recover()
-        self.arm.enable()
-        self._point = self.target = self.arm.read()
-        self._is_ready = True
+    def seen(self):
+        return {}
 
-    def stop(self):
-        pass
-
-    def close(self):
-        self._is_ready = False
-        self.arm.close()
+    def end(self, why):
+        self._clock.passed = lambda: None
+        self._opened.close()
+        self.is_open = False
 
     def _pass(self):
         if self._is_busy:  # the driver itself sleeps
             return
         self._is_busy = True
-        while self._due <= self._clock.now and not self._fault:
-            try:
-                if self._is_ready:
-                    self._point = self._point + (self.target - self._point) / max(self._left, 1)
-                    self._left -= 1
-                    self.arm.write(self._point.copy())
-                self.measured = self.arm.read()
-            except RobotFault as fault:
-                self._fault = fault
-            self._due = max(self._due + self.tick, self._clock.now + 1e-6)
+        while self._due <= self._clock.now:
+            self._guard.servo()
+            self._due = max(self._due + 1 / self._start.servo_hz, self._clock.now + 1e-6)
         self._is_busy = False

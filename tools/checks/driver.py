@@ -178,12 +178,14 @@ class WatchedArm(Arm):
 @contextmanager
 def _ended_after(seconds: float, name: str) -> Iterator[None]:
     """Raise RobotFault inside a call that takes longer."""
+    end = clock.monotonic() + seconds
 
-    def late(signum: int, frame: FrameType | None) -> NoReturn:
-        raise RobotFault(f"{name}() has not returned for {seconds:g} s: it hangs; give what it waits for a timeout")
+    def late(signum: int, frame: FrameType | None) -> None:
+        if clock.monotonic() >= end:
+            raise RobotFault(f"{name}() has not returned for {seconds:g} s: it hangs; give what it waits for a timeout")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
     finally:
