@@ -112,7 +112,10 @@ def act_in(config: DictConfig, place: int = 0) -> int:
             )
             status = ActorStatus()
             keys = operator.legend(getattr(keyboard, "legend", {"keys": LEGEND} if keyboard.has_terminal else {}))
-            lookout = Lookout(lambda: client.connected, str(config.ip), int(config.port), has_key=key is not None)
+            lookout = Lookout(
+                lambda: client.connected, str(config.ip), int(config.port), has_key=key is not None,
+                refusal=lambda: client.refusal,
+            )  # fmt: skip
             with lookout, LiveDisplay(shown, lambda: rows(status, client, keys, lookout), lambda: status.driver):
                 run_actor(
                     env, controller, client, seed=config.seed, operator=operator, reset=config.reset, status=status,

@@ -169,9 +169,9 @@ def bound(
     """A ROUTER that listens on `address`, made ready by `prepare`. When it cannot, ends the context with all its
     sockets, and raises ConfigError; `option` is the one that chooses another address.
 
-    Clients send the heartbeats (connection.py), and what they say of their lifetime ends a dead connection. A ROUTER
-    sends none: libzmq 4.3.5 aborts the process when one falls due, or is to be answered, on a connection that broke
-    while its queue was full. So the queue is long, too; what an honest client has on its way is bounded by its window.
+    Nobody sends ZeroMQ's heartbeats: libzmq 4.3.5 aborts the process when one falls due, or is to be answered, on a
+    connection that broke while its queue was full. A strange client may, so the queue is long, too; what an honest
+    client has on its way is bounded by its window.
     """
     socket = context.socket(zmq.ROUTER)
     for setting, value in (

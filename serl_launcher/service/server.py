@@ -225,7 +225,7 @@ class Server:
         self.welcomes.over_because = "" if self.updates.is_directed else reason
         for other in self.peers.values():
             if other.hello.role == "actor":
-                other.send(m.Failed("Refused", reason, final=not self.updates.is_directed))
+                other.send(m.Failed("Ended", reason, final=not self.updates.is_directed))
         return m.Done(0)
 
     def _command(self, peer: Peer, command: m.Command) -> m.Message:

@@ -9,7 +9,7 @@ from typing import Any
 
 from serl_client import clock
 from serl_client import messages as m
-from serl_client.errors import Refused, ServerFailed
+from serl_client.errors import Refused, Replaced, ServerFailed
 from serl_client.spec import Spec
 
 from serl_launcher.service.access import CONNECTIONS
@@ -121,7 +121,7 @@ class Welcomes:
         """Of two living clients with one name, the one whose first Hello came first is refused."""
         mine = self._position(hello.session)
         if any(self._position(other.hello.session) > mine for other in self._namesakes(hello)):
-            raise Refused(SECOND.format(hello.actor))
+            raise Replaced(SECOND.format(hello.actor))
 
     def replace_earlier(self, peer: Peer, request: Request) -> m.Failed | None:
         """End the earlier clients of this name: `request`, the first after its Hello, shows that this one is no echo.
@@ -141,7 +141,7 @@ class Welcomes:
                 self._keeper.ready.close_before(hello.session, peer.named)
         for other in self._namesakes(hello):
             if hello.role == "actor" and other.hello.session != hello.session:
-                other.send(m.Failed("Refused", SECOND.format(hello.actor), final=True))
+                other.send(m.Failed("Replaced", SECOND.format(hello.actor), final=True))
             del self._peers[other.address]
         peer.speaks = True
         return None

@@ -6,7 +6,7 @@ client that says Hello again and again fills neither memory nor disk.
 
 from collections.abc import Collection, Iterable, Iterator
 
-from serl_client.errors import Refused
+from serl_client.errors import Refused, Replaced
 from serl_client.keys import owns
 
 from serl_launcher.store.schema import Session
@@ -44,7 +44,7 @@ class Sessions:
             if state.outbox != outbox or not _owned(state, owner):
                 raise Refused(f"session {state.session} belongs to another actor's outbox, or to another key")
         if session in self.all and self.all[session].closed:
-            raise Refused(
+            raise Replaced(
                 f"session {session} is over: another client named {actor} has connected since; start this one again"
             )
         for name in names:

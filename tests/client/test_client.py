@@ -13,7 +13,7 @@ from serl_client import TrainerClient
 from serl_client import messages as m
 from serl_client.controller import RemotePolicy
 from serl_client.episode import LostRecord, Outcome, Segment
-from serl_client.errors import Refused, TrainerError
+from serl_client.errors import Refused, Replaced, TrainerError
 from serl_client.runner import run_actor
 from serl_client.send_queue import STALL
 
@@ -164,6 +164,40 @@ def test_a_refusal_for_good_is_raised_by_the_next_call_and_ends_the_sending(lear
     time.sleep(0.5)
     assert len(learner.hear(m.Hello)) == hellos
     assert (client.pending[0], len(learner.records)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        (None, "run-b"),
+        (m.Failed("Refused", "this run is of another robot", final=True), "another robot"),
+        (m.Failed("VersionMismatch", "protocol 99", final=True), "protocol 99"),
+    ],
+)
+def test_an_actor_that_had_a_directive_waits_through_learners_that_are_not_its_own(
+    learner, client, connect, segments, refusal, said
+):
+    """A stranger that is refused is told, and ends."""
+    learner.stop()
+    learner.run, learner.refusal = "run-b", refusal
+    learner.start()
+    until(lambda: said in client.refusal)
+    push_all(client, segments(1))
+    if refusal:
+        with pytest.raises(TrainerError, match=said):
+            connect(outbox="stranger").wait_answer(0, PATIENCE)
+    learner.run, learner.refusal = "run-a", None
+    assert client.drain(PATIENCE)
+    assert (client.refusal, len(learner.records)) == ("", 1)
+
+
+def test_an_actor_that_is_told_that_its_learner_ends_waits_and_one_whose_name_another_has_ends(learner, client):
+    learner.say(m.Failed("Ended", "the learner has ended: no memory", final=True))
+    until(lambda: client.refusal)
+    until(lambda: not client.refusal)
+    learner.say(m.Failed("Replaced", "another client named robot has connected", final=True))
+    with pytest.raises(Replaced, match="another client"):
+        client.wait_answer(0, PATIENCE)
 
 
 def test_a_refusal_of_one_message_does_not_end_the_connection_and_who_forgot_us_gets_a_hello_again(

@@ -1,5 +1,8 @@
 """A connection by itself: calls and their answers, and a learner that dies and returns."""
 
+import subprocess
+import sys
+
 import pytest
 import zmq
 from serl_client import messages as m
@@ -59,6 +62,28 @@ def test_a_link_that_is_only_listened_to_connects_again(learner, link):
     assert not link.send(m.Status())
     learner.start()
     until(lambda: link.receive() is None and link.connected)
+
+
+def test_a_full_connection_that_breaks_does_not_abort_the_process():
+    """As libzmq 4.3.5 does when a heartbeat falls due on it."""
+    code = """
+import time, zmq
+from serl_client import connection, messages
+context = zmq.Context()
+learner = context.socket(zmq.ROUTER)
+port = learner.bind_to_random_port("tcp://127.0.0.1")
+connection.OPTIONS[zmq.RCVHWM] = 1
+link = connection.Connection(f"tcp://127.0.0.1:{port}", messages.Hello(messages.PROTOCOL, "viewer", "me"))
+link.receive()
+identity = learner.recv_multipart()[0]
+for _ in range(900):
+    learner.send_multipart([identity, bytes(10_000)])
+time.sleep(0.5)
+context.destroy(linger=0)
+time.sleep(3.5)
+link.close()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 def test_the_last_words_of_a_learner_that_ends_are_read(spec, monkeypatch):

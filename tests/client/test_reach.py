@@ -52,6 +52,9 @@ def test_a_closed_port_is_said_once_and_so_is_the_return(lookout, clock):
     watcher.watch()
     assert said()[2].startswith("the learner has left: nobody listens")
     assert str(watcher).startswith(f"AWAY, last heard {reach.SILENCE:.0f} s ago: nobody")
+    watcher._refusal = lambda: "another run"
+    watcher.watch()
+    assert (len(said()), str(watcher).rpartition(": ")[2]) == (3, "another run"), "its client has said it"
 
 
 def test_an_unknown_host_is_told(lookout):

@@ -365,7 +365,7 @@ def test_actors_end_with_a_run_that_never_began_and_wait_for_one_that_did(tmp_pa
         while not any(isinstance(message, m.Failed) for message in heard):
             actor.wait(PATIENCE)
             heard.append(actor.receive())
-        assert heard[-1] == m.Failed("Refused", "the learner has ended: trainer: no memory", final=not begun)
+        assert heard[-1] == m.Failed("Ended", "the learner has ended: trainer: no memory", final=not begun)
         with Connection(f"tcp://127.0.0.1:{port}", hello) as late:
             if begun:
                 late.hello(PATIENCE)

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import zmq
-from serl_client import Feature, connection, wire
+from serl_client import Feature, network, wire
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
@@ -41,15 +41,14 @@ def assert_whole(server, client, count):
 
 @pytest.mark.slow
 def test_a_server_that_is_stopped_and_killed_again_and_again_loses_and_doubles_nothing(process, join, monkeypatch):
-    heartbeat = {zmq.HEARTBEAT_IVL: 100, zmq.HEARTBEAT_TIMEOUT: 300, zmq.HEARTBEAT_TTL: 300}
-    monkeypatch.setattr(connection, "OPTIONS", {**connection.OPTIONS, **heartbeat})
+    monkeypatch.setattr(network, "SILENCE", 1.5)
     client, generator = join(process), np.random.default_rng(0)
     for i in range(120):
         push_episodes(client, [i])
         time.sleep(generator.uniform(0, 0.01))  # so that it dies at any point
         if i == 50:
             process.signal(signal.SIGSTOP)
-            until(lambda: not client.connected)  # longer than the heartbeats' patience
+            until(lambda: not client.connected)  # longer than SILENCE
             process.signal(signal.SIGCONT)
         if i % 20 == 19:
             process.kill()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 
 import numpy as np
 import zmq
@@ -74,7 +75,12 @@ class FakeLearner:
         return [message for message in self.heard if isinstance(message, kind)]
 
     def _serve(self):
+        spoke = 0.0
         while not self._stopping:
+            if time.monotonic() > spoke + 1:
+                spoke = time.monotonic()
+                for identity, hello in self._peers.items():
+                    self._send(identity, self._notice_for(hello.session))
             while self._outgoing:
                 message = self._outgoing.pop(0)
                 for identity in [self._asker] if isinstance(message, m.InferenceResponse) else list(self._peers):
@@ -104,9 +110,12 @@ class FakeLearner:
         self._peers[identity] = hello
         sessions = [*(session for session, _ in hello.earlier), hello.session]
         expected = [[session, self.expected.get(session, 0)] for session in sessions]
-        notice = dataclasses.replace(self.notice, step_limit=self.allowed(hello.session))
+        notice = self._notice_for(hello.session)
         inference = f"tcp://*:{self.port}"
         return m.Welcome(self.run, 3, self.window, expected, None, inference, dataclasses.asdict(notice))
+
+    def _notice_for(self, session):
+        return dataclasses.replace(self.notice, step_limit=self.allowed(session))
 
     def _push(self, identity, push):
         self.pushed_bytes += push.nbytes

@@ -140,6 +140,11 @@ class TrainerClient(Closing):
         number, name = self._network.ended
         return name if number == self.state.directive["number"] else ""
 
+    @property
+    def refusal(self) -> str:
+        """Return why no learner takes this client at present, which asks again; empty: none has refused it."""
+        return self._network.refusal
+
     def report(self, numbers: Mapping[str, Any]) -> None:
         """Let the heartbeat tell the learner these each second; the mapping is read anew each time."""
         self._network.report = numbers

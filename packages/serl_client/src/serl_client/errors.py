@@ -8,7 +8,9 @@ RetakeError                 an error that one clear sentence explains
     |-- Timeout             no answer in time
     |-- Disconnected        nobody listens there, or the link broke
     |-- VersionMismatch     the two sides speak different protocols
-    |-- Refused             the learner took nothing: another run or Spec, a bad record, a second client of one name
+    |-- Refused             the learner took nothing: another run or Spec, a bad record
+    |   |-- Replaced        another client of this name has connected since
+    |   `-- Ended           this learner has ended
     `-- ServerFailed        the learner failed while it answered
 """
 
@@ -62,6 +64,14 @@ class Refused(TrainerError):
     """The learner took nothing of what was sent; nothing was deleted on this side."""
 
 
+class Replaced(Refused):
+    """Another client of this name has connected since; nothing was deleted on this side."""
+
+
+class Ended(Refused):
+    """The learner has ended. A client to which it has never given a directive ends, too."""
+
+
 class ServerFailed(TrainerError):
     """The learner failed while it handled the request."""
 
@@ -70,7 +80,10 @@ class MessageError(RetakeError):
     """Says that bytes are no message: malformed, oversized or of an unknown kind. Nothing of them is used."""
 
 
-KINDS = {kind.__name__: kind for kind in (TrainerError, Timeout, Disconnected, VersionMismatch, Refused, ServerFailed)}
+KINDS = {
+    kind.__name__: kind
+    for kind in (TrainerError, Timeout, Disconnected, VersionMismatch, Refused, Replaced, Ended, ServerFailed)
+}
 
 
 def full_disk(error: BaseException | None) -> OSError | None:

@@ -16,8 +16,8 @@ import zmq
 
 import serl_client.clock as clock
 import serl_client.messages as m
-from serl_client.connection import Connection, failure, is_local
-from serl_client.errors import ConfigError, MessageError, Refused, TrainerError
+from serl_client.connection import SILENCE, Connection, failure, is_local
+from serl_client.errors import ConfigError, Ended, MessageError, Refused, Replaced, TrainerError, VersionMismatch
 from serl_client.keys import Key
 from serl_client.outbox import Outbox
 from serl_client.send_queue import SendQueue
@@ -30,6 +30,8 @@ TURN = 100  # ms between two looks at what no message announces: a full disk, th
 BEAT = 1.0  # seconds between two heartbeats
 PATIENCE = 0.5  # seconds to wait for an answer before a newer question is sent
 FAREWELL = 200  # ms for the last messages to leave
+UNANSWERED = 20.0  # seconds without an answer until the connection to the inference process is
+REFUSED = 2.0  # seconds until a learner that takes no client, or not this one, is asked again
 PULL = 1  # request number of every WeightsRequest; commands have higher numbers
 
 
@@ -80,6 +82,7 @@ class Network(threading.Thread):
         self.history = 1  # observations of a question
         self.report: Mapping[str, Any] = {}
         self.error: TrainerError | None = None
+        self.refusal = ""  # why no learner takes this client at present; it asks again
         self.questions: deque[tuple[int, m.InferenceRequest]] = deque(maxlen=1)  # (number, question): the latest wins
         self.answers: deque[tuple[int, Answer]] = deque(maxlen=1)
         self.commands: deque[m.Command] = deque()
@@ -95,11 +98,11 @@ class Network(threading.Thread):
         self.server = Connection(address, self._greeting(), key)
         self._inference: Connection | None = None
         self._asked: deque[tuple[int, int]] = deque(maxlen=64)  # (number, step) of the questions that were sent
-        self._asked_at = self._beaten_at = 0.0
+        self._asked_at = self._asked_since = self._beaten_at = 0.0  # since: the first that is not answered
         self._commands, self._commanded = PULL, 0  # the latest number of a command; that of the one on its way
         self._is_moving = self._misfit_told = False
         self._complaint = ""
-        self._closing = False
+        self._closing = self._is_in = False  # in: both sides of this connection have agreed
         self._handlers = {
             m.Welcome: self._welcomed, m.StateUpdate: self._noticed, m.Ack: self._acknowledged,
             m.InferenceResponse: self._answered,
@@ -161,7 +164,7 @@ class Network(threading.Thread):
 
     def _receive(self) -> None:
         if not self.server.is_open:
-            self.server.greeting = self._greeting()
+            self.server.greeting, self._is_in = self._greeting(), False
         try:
             for link in self._links:
                 while self.error is None and (message := link.receive()) is not None:
@@ -171,6 +174,12 @@ class Network(threading.Thread):
                         self._handle(link, message)
         except Refused as error:
             self._fail(error)
+        now = clock.monotonic()
+        if self.server.connected and now > self.server.heard + SILENCE:  # it speaks each second
+            self.server.close()
+        if self._inference and self._asked and now > self._asked_since + UNANSWERED:
+            self._inference.close()
+            self._asked.clear()
 
     def _handle(self, link: Connection, message: m.Message) -> None:
         try:
@@ -190,10 +199,23 @@ class Network(threading.Thread):
             self.server.close()
 
     def _fail(self, error: TrainerError) -> None:
+        if self._outlives(error):
+            self.refusal = str(error)
+            self._complain(f"{error}. This actor waits, keeps what it has, and goes on by itself; Ctrl-C ends it")
+            for link in self._links:
+                link.rest(REFUSED)
+            return
         self.error = self.error or error
         for link in self._links:
             link.close()
         self._tell()
+
+    def _outlives(self, error: TrainerError) -> bool:
+        """Return whether a client that has worked for its run waits: who refuses it is a learner that was started
+        wrongly, of another run, or that has ended, and a person starts the right one. A stranger is told and ends."""
+        is_at_door = isinstance(error, Refused | VersionMismatch) and not self._is_in
+        is_final = isinstance(error, Replaced) or self.state.directive["number"] == 0
+        return not is_final and (is_at_door or isinstance(error, Ended))
 
     def _complain(self, text: str) -> None:
         if text != self._complaint:
@@ -218,6 +240,7 @@ class Network(threading.Thread):
             return
         number, question = self.questions.pop()
         if self._inference.send(question):
+            self._asked_since = self._asked_since if self._asked else clock.monotonic()
             self._asked.append((number, question.step))
             self._asked_at = clock.monotonic()
 
@@ -284,6 +307,7 @@ class Network(threading.Thread):
             if self._inference:
                 self._inference.close()
             self._inference = Connection(address, self._greeting(), self._key) if address else None
+        self._is_in, self.refusal = True, ""
         self._change(ordinal=welcome.ordinal)
         self._noticed(self.server.notice)
 

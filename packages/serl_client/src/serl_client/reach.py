@@ -102,9 +102,14 @@ class Lookout:
     """Logs why the learner has been away for SILENCE, and logs when it is back; a context manager.
 
     is_connected: returns whether the learner is there. A thread of its own looks, because a look may take seconds.
+    refusal: returns why a learner that is there refuses this client, which the client has told already.
     """
 
-    def __init__(self, is_connected: Callable[[], bool], host: str, port: int, *, has_key: bool) -> None:
+    def __init__(
+        self, is_connected: Callable[[], bool], host: str, port: int, *, has_key: bool,
+        refusal: Callable[[], str] = lambda: "",
+    ) -> None:  # fmt: skip
+        self._refusal = refusal
         self._is_connected, self._host, self._port, self._has_key = is_connected, host, port, has_key
         self._left = clock.monotonic()  # when the learner was last there, or when this object was made
         self._was_there = False
@@ -136,6 +141,9 @@ class Lookout:
             if self._told:
                 log.info("the learner is there%s", " again" * self._was_there)
             self._left, self._was_there, self._told, self._looked = clock.monotonic(), True, "", 0.0
+            return
+        if refusal := self._refusal():
+            self._told = refusal
             return
         now = clock.monotonic()
         if now - self._left < SILENCE or now - self._looked < AGAIN:
